@@ -37,6 +37,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import msgspec
@@ -122,7 +123,9 @@ class Agent:
     """One claim and its conversation."""
 
     def __init__(self, number: int, claim: dict[str, Any], system: bytes, chunks: list[bytes]) -> None:
-        self.path = "/" + claim["openai_base_url"].split("/", 3)[3] + "/chat/completions"
+        url = urlsplit(claim["openai_base_url"])
+        self.port = url.port or 0
+        self.path = f"{url.path}/chat/completions"
         self.key: str = claim["openai_api_key"]
         self.uuid: str = claim["episode_uuid"]
         self._number = number
@@ -295,17 +298,17 @@ async def heartbeats(port: int, agent: Agent) -> AsyncGenerator[Latencies]:
         await beating
 
 
-async def live(agent: Agent, port: int, options: argparse.Namespace, take: Callable[[float], None]) -> None:
+async def live(agent: Agent, options: argparse.Namespace, take: Callable[[float], None]) -> None:
     """All turns of one agent, on a connection of its own."""
     await asyncio.sleep(agent.thinks_s(options.think))
-    (line,) = await connect(port, 1)
+    (line,) = await connect(agent.port, 1)
     for turn in range(options.turns):
         if turn:
             thinks_s = agent.thinks_s(options.think)
             await asyncio.sleep(thinks_s)
             if thinks_s > IDLE_S:
                 line.close()
-                (line,) = await connect(port, 1)
+                (line,) = await connect(agent.port, 1)
         body = agent.body()
         sent = time.perf_counter()
         reply = await line.ask(agent.path, body, agent.key)
@@ -319,7 +322,7 @@ async def agents_at_work(fleet: Fleet, agents: list[Agent], options: argparse.Na
     latencies, before, memory = Latencies(), fleet.cpu_s(), fleet.memory_bytes()
     began, since = time.perf_counter(), time.time()
     async with heartbeats(fleet.port, agents[0]) as beats:
-        await asyncio.gather(*(live(each, fleet.port, options, latencies.all.append) for each in agents))
+        await asyncio.gather(*(live(each, options, latencies.all.append) for each in agents))
     seconds, after = time.perf_counter() - began, fleet.cpu_s()
     calls = len(latencies.all)
     return {
@@ -344,19 +347,22 @@ async def sent(fleet: Fleet, agents: list[Agent], bodies: list[bytes], connectio
         [(agents[number % len(agents)], body) for number, body in enumerate(bodies)]
     )
 
-    async def drain(line: Connection) -> None:
+    async def drain() -> None:
+        """One request at a time, on one connection to each process."""
+        lines: dict[int, Connection] = {}
         for agent, body in source:
+            if agent.port not in lines:
+                (lines[agent.port],) = await connect(agent.port, 1)
             began = time.perf_counter()
-            await line.ask(agent.path, body, agent.key)
+            await lines[agent.port].ask(agent.path, body, agent.key)
             latencies.all.append(time.perf_counter() - began - FIRST_TOKEN_S - TOKEN_S)
+        for line in lines.values():
+            line.close()
 
     began = time.perf_counter()
     async with heartbeats(fleet.port, agents[0]) as beats:
-        lines = await connect(fleet.port, connections)
-        await asyncio.gather(*(drain(line) for line in lines))
+        await asyncio.gather(*(drain() for _ in range(connections)))
     seconds = time.perf_counter() - began
-    for line in lines:
-        line.close()
     return {
         "seconds": round(seconds, 1),
         "p50_ms": latencies.ms(50),
@@ -375,7 +381,7 @@ async def measure(number: int, processes: int, options: argparse.Namespace) -> N
         begun = under_load.stalls(float((Path(folder) / REGISTERING).read_text()))
         agents = [Agent(n, claim, systems[n % SYSTEMS], chunks) for n, claim in enumerate(claims)]
         for agent in agents[:: max(1, number // 8)]:  # Which waits for the processes.
-            await live_once(agent, under_load.port)
+            await live_once(agent)
         print(json.dumps({"agents": number, "processes": processes, "load": os.getloadavg()}))
         print(json.dumps({"registered_and_claimed": begun}))
         print(json.dumps(await agents_at_work(under_load, agents, options)), flush=True)
@@ -388,8 +394,8 @@ async def measure(number: int, processes: int, options: argparse.Namespace) -> N
             print(json.dumps({"requests_of_3.3_MB": await sent(under_load, agents, bodies, 200)}), flush=True)
 
 
-async def live_once(agent: Agent, port: int) -> None:
-    (line,) = await connect(port, 1)
+async def live_once(agent: Agent) -> None:
+    (line,) = await connect(agent.port, 1)
     await line.ask(agent.path, chat(b"ready?"), agent.key)
     line.close()
 

@@ -53,7 +53,7 @@ class Scroll:
 def chromium() -> Generator[Browser]:
     path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if path is None:
-        raise SystemExit("no Chromium is installed; `make page` installs one")
+        raise SystemExit("no Chromium is installed; `make acceptance` installs one")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser

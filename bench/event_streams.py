@@ -1,6 +1,6 @@
-"""What open pages cost the interchange server: event streams through its proxy, and its loop's longest turn.
+"""What open pages cost the interchange server beside them: event streams, and the longest turns of the loops.
 
-A real server process with the page as its child, and a record that is written meanwhile, so that every stream
+A real server process, the page of its run beside it, and a record that is written meanwhile: every stream
 has an event each second. The cost of a claim is the server process's own processor time, with streams and
 without in turns, under the load of `interchange.py`.
 """
@@ -11,6 +11,8 @@ import asyncio
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Generator
@@ -18,6 +20,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from interchange import (
     Server,
@@ -41,6 +45,25 @@ BATCH = 500
 RECORD_EVERY_S = 0.25
 START_S = 60.0
 WATCHED = Path(__file__).parent / "watched"
+
+
+@contextmanager
+def viewed(folder: Path) -> Generator[tuple[str, psutil.Process]]:
+    """The URL of `tinkerscript view` over the runs in `folder`, and its process."""
+    command = [sys.executable, "-m", "tinkerscript", "view", str(folder), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip().rstrip("/")
+            if not url:
+                raise SystemExit("the page did not start")
+            yield url, psutil.Process(process.pid)
+        finally:
+            process.terminate()
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
 
 
 async def get(port: int, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -143,9 +166,11 @@ async def streams_part(rounds: int, requests: int) -> dict[str, Any]:
         run_dir = Path(name)
         with interchange_server(run_dir) as (server, info):
             async with trainer_of(info, run_dir) as trainer, recorded(run_dir):
-                async with streams(server.port, run_dir.name, 1):
-                    await claim_cost(server, trainer, requests // 4)  # Warm-up.
-                pairs = [await one_pair(server, trainer, run_dir.name, requests, n) for n in range(rounds)]
+                with viewed(run_dir) as (url, _):
+                    page = port_of(url), run_dir.name
+                    async with streams(*page, 1):
+                        await claim_cost(server, trainer, requests // 4)  # Warm-up.
+                    pairs = [await one_pair(server, trainer, page, requests, n) for n in range(rounds)]
     ratios = [pair["with"] / pair["without"] for pair in pairs]
     return {
         "streams": STREAMS,
@@ -160,11 +185,11 @@ async def streams_part(rounds: int, requests: int) -> dict[str, Any]:
 
 
 async def one_pair(
-    server: Server, trainer: Trainer, run: str, requests: int, number: int
+    server: Server, trainer: Trainer, page: tuple[int, str], requests: int, number: int
 ) -> dict[str, float]:
     found: dict[str, float] = {}
     for kind in ("with", "without")[:: 1 if number % 2 else -1]:
-        async with streams(server.port, run, STREAMS if kind == "with" else 0) as opened:
+        async with streams(*page, STREAMS if kind == "with" else 0) as opened:
             events, began = opened.events, time.perf_counter()
             found[kind] = await claim_cost(server, trainer, requests)
             if kind == "with":
@@ -209,8 +234,8 @@ def turns(path: Path, process: str, since: float) -> dict[str, Any]:
     }
 
 
-async def server_stalls(requests: int, claims: int) -> dict[str, Any]:
-    """The server's loop: with very many claims under `GET /fleet`, and with streams, readers and claims."""
+async def server_stalls(claims: int) -> dict[str, Any]:
+    """The server's loop with very many claims: while they are made, and under `GET /fleet`."""
     found: dict[str, Any] = {"claims": claims}
     with tempfile.TemporaryDirectory() as name, noted(Path(name)) as notes:
         run_dir = Path(name)
@@ -229,34 +254,12 @@ async def server_stalls(requests: int, claims: int) -> dict[str, Any]:
                     costs.append(1000 * (server.cpu_s() - cpu))
                 found["GET /fleet, mean ms"] = round(statistics.mean(costs), 2)
                 found["under GET /fleet"] = turns(notes, "server", since)
-                async with streams(server.port, run_dir.name, STREAMS):
-                    since = time.time()
-                    reading = asyncio.create_task(keep_reading(server.port, run_dir.name))
-                    await claim_cost(server, trainer, requests)
-                    reading.cancel()
-                    await asyncio.gather(reading, return_exceptions=True)
-                    found["with streams, readers and claims"] = turns(notes, "server", since)
-                    found["of the page meanwhile"] = turns(notes, "page", since)
     return found
-
-
-async def keep_reading(port: int, run: str) -> None:
-    """Four readers, until cancelled."""
-
-    async def one() -> None:
-        while True:
-            for path in ("", "/metrics", "/curves?name=reward/mean", "/steps", "/episodes", "/fleet"):
-                await read(port, f"/api/runs/{run}{path}")
-            await read(port, "/page/vendor/uplot.js")
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(4):
-            group.create_task(one())
 
 
 async def page_stalls(url: str, notes: Path, run: str, paths: list[str]) -> dict[str, Any]:
     """The page process's own loop, while four readers ask for everything and streams are open."""
-    port = int(url.rpartition(":")[2])
+    port = port_of(url)
     async with streams(port, run, STREAMS):
         since = time.time()
         for _ in range(3):

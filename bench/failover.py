@@ -3,10 +3,10 @@
     python bench/failover.py [--episodes N] [--rounds N] [--store postgresql://...]
 
 Two server processes on one database, first with an empty book, which is the reference, then with N episodes.
-Each round the one that serves is killed (SIGKILL), ended (SIGTERM) or stopped (SIGSTOP), once the other has
-read ahead, and the time counts until `/ready` of the other one answers 200; then the first one is started
-again, or goes on. The lease is a part of it: 3 s for a server that cannot give it back. `cpu_s` is what the
-one that takes over uses of a processor meanwhile.
+Each round the one that serves is killed (SIGKILL), ended (SIGTERM) or stopped (SIGSTOP), and the time counts
+until `/ready` of the other one answers 200; then the first one is started again, or goes on. The lease is a
+part of it: 3 s for a server that cannot give it back. `cpu_s` is what the one that takes over uses of a
+processor meanwhile.
 
 Without `--store` it starts PostgreSQL, with PostgreSQL's own settings, in a temporary folder. A database that
 is named is left with a schema `tinkerscript_bench...`.
@@ -44,8 +44,6 @@ from tinkerscript.trainer_link.messages import NewEpisode
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 POLL_S = 0.02
-IDLE = 0.15
-"""The part of a processor that a server which has read ahead uses less than."""
 
 WAYS = {"killed": signal.SIGKILL, "ended": signal.SIGTERM, "stopped": signal.SIGSTOP}
 
@@ -96,13 +94,6 @@ class Server:
         times = psutil.Process(self.process.pid).cpu_times()
         return times.user + times.system
 
-    def read_ahead(self) -> None:
-        """Wait until it has nothing to do any more."""
-        assert self.process is not None
-        process = psutil.Process(self.process.pid)
-        while process.cpu_percent(interval=2.0) > 100 * IDLE:
-            pass
-
 
 @contextmanager
 def two_servers(store: str) -> Generator[list[Server]]:
@@ -140,12 +131,12 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def fill(servers: list[Server], episodes: int) -> None:
+async def fill(leader: Server, episodes: int) -> None:
     async def sample(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         raise RuntimeError("nobody calls the model here")
 
-    links = [f"tcp://127.0.0.1:{server.link_port}" for server in servers]
-    async with TrainerLink(links, trainer_id=uuid4().hex, model="none", sampler=sample) as link:
+    address = f"tcp://127.0.0.1:{leader.link_port}"
+    async with TrainerLink(address, trainer_id=uuid4().hex, model="none", sampler=sample) as link:
         for begin in range(0, episodes, 5000):
             await link.register(
                 [
@@ -164,7 +155,6 @@ def in_order(servers: list[Server]) -> list[Server]:
 
 def one_round(way: str, leader: Server, other: Server) -> Taken:
     """Until the other one serves; afterwards both are up again."""
-    other.read_ahead()
     before = other.cpu_s()
     leader.signal(WAYS[way])
     taken = Taken(other.until(200), other.cpu_s() - before)
@@ -210,8 +200,7 @@ def main() -> None:
         store = options.store or stack.enter_context(running_postgres(settings=())).url
         servers = stack.enter_context(two_servers(store))
         empty = measure(servers, options.rounds)
-        in_order(servers)
-        asyncio.run(fill(servers, options.episodes))
+        asyncio.run(fill(in_order(servers)[0], options.episodes))
         show(options.episodes, empty, measure(servers, options.rounds))
 
 

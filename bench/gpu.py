@@ -1,11 +1,12 @@
 """What a GPU shows, in at most ten minutes and without a network. Results are written after each part.
 
-    python bench/gpu.py [--output FILE] [--device cuda] [--parts exact lora demo] [--shapes 1.7B 8B]
+    python bench/gpu.py [--output FILE] [--device cuda] [--parts loud exact lora demo] [--shapes 1.7B 8B]
 
-`exact`: the engine on the device against the engine on the CPU, and bfloat16 against float32. `lora`: an
-adapter over random models, each step in a process of its own, against Hugging Face with PEFT on the same
-device: peak memory beside the formula, tokens per second of training and of sampling. `demo`:
-`examples/arithmetic.yaml`.
+`loud`: the engine loads a model whose logits reach 30, as published models' do, which proves its decoder,
+adapters and shared rows; samples it and trains a step, in bfloat16 with LoRA and in float32. `exact`: the
+engine on the device against the engine on the CPU, and bfloat16 against float32. `lora`: an adapter over
+random models, each step in a process of its own, against Hugging Face with PEFT on the same device: peak
+memory beside the formula, tokens per second of training and of sampling. `demo`: `examples/arithmetic.yaml`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from transformers import AutoModelForCausalLM
 
 from live_bytes import LiveBytes, tensors_of, weights_of
 from memory import MIB, MODELS
-from models import make_model
+from models import make_loud_model, make_model
 from tinkerscript.engine.decoder import logits_rows
+from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.memory import Workload, peak_memory
 from tinkerscript.engine.running_batch import Request, RunningBatch
 from tinkerscript.engine.training import AllWeights, Trainer, tokens_of_microbatch
@@ -40,7 +42,7 @@ from tinkerscript.engine.weights import LoraSettings, load_model
 from tinkerscript.model_folder import TINY_MODEL
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("exact", "lora", "demo")
+PARTS = ("loud", "exact", "lora", "demo")
 LORA = LoraSettings(32)
 LENGTH = 1024
 """Tokens of a sequence that trains."""
@@ -49,6 +51,8 @@ SEQUENCES = 16
 PROMPT, ANSWER = 512, 128
 ROWS = (1, 64)
 """Sequences that decode at once."""
+
+LARGEST_LOGIT = 30.0
 
 ADAM = tinker.AdamParams(learning_rate=1e-5)
 
@@ -89,6 +93,56 @@ def seconds(device: torch.device, work: Callable[[], object]) -> float:
     work()
     synchronize(device)
     return time.perf_counter() - began
+
+
+# Logits of a real model's size
+
+
+def loud(table: Table, device: torch.device, _: Sequence[str]) -> None:
+    table.head(
+        f"A model whose logits reach {LARGEST_LOGIT:.0f}, through the whole engine",
+        *(
+            "weights",
+            "shares prefixes",
+            "mean |dlogp| of sampler and trainer",
+            "nll before",
+            "after a step",
+        ),
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_loud_model(Path(name) / "loud", LARGEST_LOGIT)
+        for label, dtype, adapter in (("LoRA", "bfloat16", LORA), ("all", "float32", None)):
+            with EmbeddedEngine(
+                folder, checkpoint_dir=Path(name), device=str(device), dtype=dtype, lora=adapter
+            ) as engine:
+                cells = loud_step(engine)
+                shares = "yes" if engine.shares_prefixes else "no"
+                table.row(f"{label}, {dtype}", shares, *(f"{each:.1e}" for each in cells))
+
+
+def loud_step(engine: EmbeddedEngine) -> tuple[float, float, float]:
+    training = engine.create_training_client()
+    sampling = training.save_weights_and_get_sampling_client().result()
+    prompt = rows_of_ids(engine.vocabulary, 1, 64)[0].tolist()
+    params = tinker.SamplingParams(max_tokens=32, seed=1, stop=[])
+    sampled = sampling.sample(tinker.ModelInput.from_ints(prompt), 8, params).result().sequences
+    weights = np.concatenate([np.zeros(len(prompt) - 1), np.full(32, 1 / 256)]).astype(np.float32)
+    data = [
+        tinker.Datum(
+            model_input=tinker.ModelInput.from_ints([*prompt, *each.tokens[:-1]]),
+            loss_fn_inputs={"target_tokens": np.array([*prompt[1:], *each.tokens]), "weights": weights},
+        )
+        for each in sampled
+    ]
+
+    def logprobs(output: tinker.ForwardBackwardOutput) -> np.ndarray:
+        return np.array([each["logprobs"].to_numpy()[-32:] for each in output.loss_fn_outputs])
+
+    before = logprobs(training.forward_backward(data, "cross_entropy").result())
+    training.optim_step(ADAM).result()
+    after = logprobs(training.forward(data, "cross_entropy").result())
+    gap = np.abs(before - np.array([each.logprobs for each in sampled])).mean()
+    return float(gap), float(-before.mean()), float(-after.mean())
 
 
 # Exactness

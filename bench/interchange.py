@@ -37,7 +37,6 @@ from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.server.addresses import ServerInfo, read_server_info
 from tinkerscript.train.journal import Journal
-from tinkerscript.train.sources.network import outcome
 from tinkerscript.trainer_link.messages import NewEpisode
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
@@ -131,7 +130,7 @@ class Trainer:
     async def acknowledge(self) -> None:
         """Until cancelled."""
         while True:
-            events = [outcome(message) for message in await self.link.outcomes()]
+            events = await self.link.outcomes()
             self._journal.write(events)
             self.link.acknowledge([event.episode_uuid for event in events])
             async with self._more:

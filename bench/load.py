@@ -36,12 +36,14 @@ class Connection(asyncio.Protocol):
     """One connection; `ask` returns the body of a 200 reply."""
 
     def __init__(self) -> None:
+        self._host = ""
         self._buffer = b""
         self._reply: asyncio.Future[bytes] | None = None
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass.
+        self._host = "{}:{}".format(*transport.get_extra_info("peername"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._reply and not self._reply.done():
@@ -67,7 +69,7 @@ class Connection(asyncio.Protocol):
         if isinstance(body, Keyed):
             body, key = body
         self._reply = asyncio.get_running_loop().create_future()
-        head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
         head += f"Authorization: Bearer {key}\r\n" if key else ""
         self._transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         return await self._reply

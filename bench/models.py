@@ -7,9 +7,10 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from tinkerscript.model_folder import TINY_MODEL
 
@@ -34,6 +35,22 @@ def make_model(folder: Path, config: Qwen3Config | None = None) -> Path:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copyfile(TINY_MODEL / name, folder / name)
+    return folder
+
+
+@torch.no_grad()
+def make_loud_model(folder: Path, largest_logit: float) -> Path:
+    """`make_model`, with sharp attention and logits that reach `largest_logit`, as published models have."""
+    config: Any = AutoConfig.from_pretrained(make_model(folder))
+    config.tie_word_embeddings = False  # A tied head of random weights only repeats the last token.
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            weight.normal_(0, 1 if "embed" in name else weight.shape[1] ** -0.5)
+    ids = torch.randint(model.config.vocab_size, (4, 32))
+    model.model.norm.weight *= largest_logit / model(input_ids=ids).logits.abs().max()
+    model.save_pretrained(folder)
     return folder
 
 

@@ -14,12 +14,9 @@ import argparse
 import asyncio
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +25,7 @@ import psutil
 import uvloop
 
 from browsing_speed import Reader, Screen, chromium, reader
-from event_streams import noted, page_stalls, server_stalls, streams_part
+from event_streams import noted, page_stalls, server_stalls, streams_part, viewed
 from recording_cost import long_episode, recording_part, written
 
 ROOT = Path(__file__).parents[1]
@@ -93,21 +90,6 @@ def made_runs(folder: Path, scale: float) -> Made:
     MadeRun(folder / SMALL).write()
     note.write_text(json.dumps(facts))
     return Made(folder, steps, facts)
-
-
-@contextmanager
-def viewed(folder: Path) -> Generator[tuple[str, psutil.Process]]:
-    """The URL of `tinkerscript view` over the runs in `folder`, and its process."""
-    command = [sys.executable, "-m", "tinkerscript", "view", str(folder), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            url = process.stdout.readline().strip().rstrip("/")
-            if not url:
-                raise SystemExit("the page did not start")
-            yield url, psutil.Process(process.pid)
-        finally:
-            process.terminate()
 
 
 def screens(step: int) -> list[Screen]:
@@ -246,10 +228,10 @@ def reader_part(made: Made, rounds: int) -> dict[str, Any]:
     }
 
 
-def loops_part(made: Made, requests: int, claims: int) -> dict[str, Any]:
+def loops_part(made: Made, claims: int) -> dict[str, Any]:
     """The longest turns of the server's loop and of the page's."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        found: dict[str, Any] = {"server": runner.run(server_stalls(requests, claims))}
+        found: dict[str, Any] = {"server": runner.run(server_stalls(claims))}
         with (
             tempfile.TemporaryDirectory() as name,
             noted(Path(name)) as notes,
@@ -292,7 +274,7 @@ def main() -> None:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 tell("streams", runner.run(streams_part(options.rounds, options.requests)))
         if "stalls" in options.parts:
-            tell("stalls", loops_part(made, options.requests, options.claims))
+            tell("stalls", loops_part(made, options.claims))
         if "recording" in options.parts:
             tell("writing", written(made.folder / SMALL, options.rounds))
             tell("recording", recording_part(options.rounds, options.train_steps))

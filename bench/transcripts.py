@@ -24,7 +24,7 @@ from inspect_ai.log import EvalSample
 
 from bridge import SAMPLE, Says, with_tools
 from inspect_tinker_bridge import TaskRunner, load_inspect_task
-from inspect_tinker_bridge.transcript import pack_transcript
+from inspect_tinker_bridge.records import pack_transcript
 from tinkerscript.config import RunConfig
 from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.page.transcript_view import parsed, transcript_view, unpacked_text

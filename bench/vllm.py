@@ -77,8 +77,8 @@ def settings(folder: Path, model: Path, python: Path) -> dict[str, Any]:
 def run_of(config: Path, log: Path) -> Generator[psutil.Process]:
     with log.open("wb") as output:
         # It ends with this process, however that ends.
-        tether = [sys.executable, "-m", "tinkerscript.processes.tether"]
-        command = [*tether, sys.executable, "-m", "tinkerscript", "train", str(config)]
+        with_parent = [sys.executable, "-m", "tinkerscript.processes.with_parent"]
+        command = [*with_parent, sys.executable, "-m", "tinkerscript", "train", str(config)]
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
         )

@@ -17,6 +17,7 @@ from pathlib import Path
 UV = "uv==0.13.9"
 OPTIONS = {
     "index-url": "--default-index",
+    "constraint": "--constraint",
     "extra-index-url": "--index",
     "find-links": "--find-links",
     "trusted-host": "--allow-insecure-host",

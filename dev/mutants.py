@@ -1,6 +1,6 @@
 """Mutation testing: puts faults into the modules that must not fail, and counts those that the tests notice.
 
-    make mutants [MODULE="book leases"] [SAMPLE=20] [SEED=1]
+    .venv-tests/bin/python dev/mutants.py [book leases] [--sample 20] [--seed 1]
 
 `mutants.toml` lists the modules, the tests that should notice their faults, and the faults that may live. The
 mutants are those of mutmut's operators, statements left out, and conditions negated; never of what only

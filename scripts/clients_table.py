@@ -1,4 +1,7 @@
-"""Writes docs/clients.md from the results of the client tests. `make clients` runs both."""
+"""Write docs/clients.md from tests/clients/results.json.
+
+The client tests record that file: `CLIENTS_RECORD=1 .venv-tests/bin/python -m pytest tests/clients`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ both come from the episode. This page shows how to point each library at an epis
 tested with it, and what is refused.
 
 `scripts/clients_table.py` writes this page from `tests/clients/results.json`. `make acceptance` runs every
-client and fails if a result differs from the page; `make clients` runs them and records new results.
+client and fails if a result differs from the page;
+`CLIENTS_RECORD=1 .venv-tests/bin/python -m pytest tests/clients` records new results.
 """
 
 FEATURES_TEXT = """\

@@ -1,7 +1,7 @@
 """Take the pictures of docs/page.md: each view of a made run, light and dark.
 
-The run is made by `tests/made_run.py` from a seed, so that the pictures change only when the page does. What
-needs processes at work, Fleet and Try it, is of a short run of the demo.
+The run is made by `tests/made_run.py` from a seed, so that the pictures change only when the page does. Fleet
+needs processes at work, so its picture is of a short run of the demo.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ LIVE = (
     f"--set=task.name={ROOT / 'examples' / 'arithmetic.py'}@arithmetic",
     "--set=training.steps=200",
     "--set=evaluation.episodes=100",
-    "--set=training.checkpoint_every=1",
     "--set=interchange_server.interchange_server_port=0",
 )
 """Settings of the demo with which it starts soon and goes on for long."""
@@ -136,12 +135,6 @@ def take_live(browser: Browser, url: str, theme: Theme) -> None:
         running = page.get_by_role("region", name="Running episodes").locator("tbody tr")
         expect(running.nth(8)).to_be_visible(timeout=60_000)
         shoot(page, "fleet", theme)
-        page.get_by_role("link", name="Try it").click()
-        for text in ("What is 12+30?", "What is 7+8?"):
-            page.get_by_label("Your message").fill(text)
-            page.get_by_role("button", name="Send").click()
-            expect(page.get_by_text("The model is answering")).to_have_count(0, timeout=60_000)
-        shoot(page, "try", theme)
 
 
 def shoot(page: Page, name: str, theme: Theme) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import UnionType
-from typing import Union, get_args, get_origin
 
 from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
 
+from tinkerscript.commands.key_texts import default_text, section_of, type_text
 from tinkerscript.config import RunConfig
 
 TARGET = Path(__file__).parent.parent / "docs" / "config.md"
@@ -25,6 +23,7 @@ Files that a config reads (tasks, scripts, data, models, checkpoints) are relati
 those on the command line to the working directory. What a run writes goes to `runs/` in the working
 directory.
 
+`tinkerscript config` prints the same in a terminal, `tinkerscript config training.kl` the keys that begin so.
 `scripts/write_config_docs.py` generates this page from `src/tinkerscript/config/`.
 """
 
@@ -37,7 +36,7 @@ def render() -> str:
 def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
     """The sections of `model`, each with its own sections after it."""
     for name, field in model.model_fields.items():
-        section = _section(field.annotation)
+        section = section_of(field.annotation)
         if section:
             description = (field.description or "").replace("\n", " ")
             yield from (f"## `{prefix}{name}`\n", f"{description}\n", _table(section))
@@ -47,42 +46,11 @@ def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
 def _table(model: type[BaseModel]) -> str:
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
-        if _section(field.annotation):
+        if section_of(field.annotation):
             continue
         meaning = (field.description or "").replace("\n", " ")
-        rows.append(f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {meaning} |")
+        rows.append(f"| `{name}` | {type_text(field.annotation)} | {default_text(field)} | {meaning} |")
     return "\n".join(rows) + "\n"
-
-
-def _section(annotation: object) -> type[BaseModel] | None:
-    """The model of a section, or of each entry of a list of them or of a mapping from names to them."""
-    if get_origin(annotation) in (list, dict):
-        annotation = get_args(annotation)[-1]
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-
-
-def _type(annotation: object) -> str:
-    if get_args(annotation) and all(isinstance(value, str) for value in get_args(annotation)):
-        return " or ".join(f"`{value}`" for value in get_args(annotation))
-    if get_origin(annotation) in (Union, UnionType):
-        return " or ".join(_type(each) for each in get_args(annotation))
-    if _section(annotation):
-        return "list of sections"
-    if get_origin(annotation) is list:
-        return f"list of {_type(get_args(annotation)[0])}"
-    if get_origin(annotation) is dict:
-        return "mapping"
-    return {str: "text", int: "integer", float: "number", bool: "true or false"}[annotation]
-
-
-def _default(field: object) -> str:
-    default = getattr(field, "default", PydanticUndefined)
-    if default is PydanticUndefined:
-        factory = getattr(field, "default_factory", None)
-        return (f"`{factory()}`" if factory() else "empty") if factory else "required"
-    if isinstance(default, bool):
-        return f"`{str(default).lower()}`"
-    return f"`{default}`" if default != "" else "empty"
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ fallback, as SentencePiece does) and each family's own special tokens.
 | `glm4.5` | zai-org/GLM-4.5 |
 | `smollm3` | HuggingFaceTB/SmolLM3-3B |
 | `phi4_mini` | microsoft/Phi-4-mini-instruct, calls as it is trained to write them |
-| `phi3.5` | microsoft/Phi-3.5-mini-instruct (no tools) |
-| `gemma2` | google/gemma-2-2b-it (no tools, no system message) |
+| `phi3.5` | microsoft/Phi-3.5-mini-instruct (no tools: they are text) |
+| `gemma2` | google/gemma-2-2b-it (no tools: they are text; no system message) |
 """
 
 from __future__ import annotations
@@ -121,6 +121,9 @@ class Family:
     thinks: bool = False
     """Whether the replies of the tests reason."""
 
+    writes_tools: bool = True
+    """Whether the template does; if not, they are text in the prompt."""
+
     system: bool = True
     """Whether there may be a system message."""
 
@@ -138,7 +141,8 @@ class Family:
         write_json(folder / "config.json", data)
         write_json(folder / "generation_config.json", {"eos_token_id": stops})
         eos = {"__type": "AddedToken", "content": self.eos or self.end}
-        tokens = {"bos_token": self.bos or None, "eos_token": eos}
+        fast = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        tokens = {"bos_token": self.bos or None, "eos_token": eos} | fast
         if len(self.templates) > 1:
             named = [{"name": n, "template": (TEMPLATES / f).read_text()} for n, f in self.templates.items()]
             write_json(folder / "tokenizer_config.json", tokens | {"chat_template": named})
@@ -350,6 +354,8 @@ FAMILIES = {
             "<|end|>",
             ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
             {"default": "phi3_5.jinja"},
+            call=json_call,
+            writes_tools=False,
             eos="<|endoftext|>",
             rstrip=True,
             sentencepiece=True,
@@ -359,6 +365,8 @@ FAMILIES = {
             "<end_of_turn>",
             ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
             {"default": "gemma2.jinja"},
+            call=json_call,
+            writes_tools=False,
             bos="<bos>",
             eos="<eos>",
             sentencepiece=True,

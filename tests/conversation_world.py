@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from random_sampler import RandomSampler
 from tinkerscript.config import SamplingConfig
 from tinkerscript.gateway.claim_book import OpenClaim
-from tinkerscript.gateway.gateway import Gateway
+from tinkerscript.gateway.endpoint import Gateway
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.gateway.sampled_model import SampledModel
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
@@ -65,7 +65,7 @@ class World:
             sampling=SamplingConfig(temperature=1.0, max_tokens=64),
             accepted_names=["policy"],
         )
-        return Gateway(policy, claims=self.book, renderer=self.renderer, model_names=["policy"], roles={})
+        return Gateway(policy, claims=self.book, model_names=["policy"], roles={})
 
     def new_sampler(self) -> RandomSampler:
         self.sampler = RandomSampler(self.renderer.tokenizer, self.rng)

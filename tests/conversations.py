@@ -16,7 +16,7 @@ import msgspec
 from asgi_caller import AsgiCaller
 from conversation_world import World
 from random_sampler import Sampled
-from tinkerscript.gateway.conversation import fork_reasons
+from tinkerscript.gateway.conversation import tree
 from tinkerscript.rollouts.call import Call
 from tinkerscript.rollouts.merge import merge_calls
 
@@ -94,9 +94,9 @@ class Program:
     def _other(self, opening: History) -> History:
         """A subagent's conversation: the same again, or another one."""
         if self.rng.random() < 0.5:
-            return replace(opening, causes=frozenset({fork_reasons.SAMPLED_AGAIN}))
+            return replace(opening, causes=frozenset({tree.SAMPLED_AGAIN}))
         messages = ({"role": "user", "content": f"agent {self.rng.random()}"},)
-        return replace(opening, messages=messages, causes=frozenset({fork_reasons.NEW_CONVERSATION}))
+        return replace(opening, messages=messages, causes=frozenset({tree.NEW_CONVERSATION}))
 
     async def _converse_from(self, opening: History) -> None:
         await self._converse(await self._turn(opening), 2)
@@ -169,9 +169,9 @@ class Program:
             places = {"answer": [_last_answer(messages)], "user": users, "result": results}[kind]
             place = self.rng.choice(places)
             messages[place] = {**messages[place], "content": marker}
-        causes = frozenset(fork_reasons.FORK_REASONS) - {
-            fork_reasons.TOOLS_CHANGED,
-            fork_reasons.RENDERER_REFUSED,
+        causes = frozenset(tree.FORK_REASONS) - {
+            tree.TOOLS_CHANGED,
+            tree.RENDERER_REFUSED,
         }
         return replace(history, messages=tuple(messages), parent=None, causes=causes)
 
@@ -291,7 +291,7 @@ class Program:
     def _check_place(self, call: Call, history: History) -> None:
         """The call continued the call before, or says why not."""
         if history.parent is None and call.parent_id is None:
-            causes = {fork_reasons.SAMPLED_AGAIN} if "-" in call.call_id else history.causes
+            causes = {tree.SAMPLED_AGAIN} if "-" in call.call_id else history.causes
             assert call.fork_reason in causes, (call.fork_reason, history)
             return
         assert call.fork_reason is None

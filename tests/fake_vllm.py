@@ -74,8 +74,6 @@ class FakeVllm(FakeServer):
                 f"This model's maximum context length is {CONTEXT} tokens. However, your prompt contains "
                 f"{len(body['prompt'])} input tokens, which exceeds this limit even without any output."
             )
-        elif body["n"] > 1 and self.faults.siblings == "refused":
-            message = "n must be 1"
         elif body.get("prompt_logprobs") is not None and not self.faults.scores:
             message = "prompt_logprobs is not supported"
         return error(message, "BadRequestError", 400) if message else None
@@ -86,12 +84,7 @@ class FakeVllm(FakeServer):
             "top": body["logprobs"],
             "max_tokens": min(body["max_tokens"], CONTEXT - len(prompt)),
         }
-        equal = self.faults.siblings == "equal"
-        first = self.sample(prompt, params, 0)
-        sequences = [
-            first,
-            *(first if equal else self.sample(prompt, params, i) for i in range(1, body["n"])),
-        ]
+        sequences = [self.sample(prompt, params, i) for i in range(body["n"])]
         strings = self.faults.id_strings and body.get("return_tokens_as_token_ids")
         choices = list[dict[str, Any]]()
         for index, sequence in enumerate(sequences):

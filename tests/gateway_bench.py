@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from tinkerscript.config import SamplingConfig
 from tinkerscript.gateway.claim_book import OpenClaim
-from tinkerscript.gateway.gateway import Gateway, create_gateway
+from tinkerscript.gateway.endpoint import Gateway, create_gateway
 from tinkerscript.gateway.outside_server import OutsideServer
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.gateway.tokenizer import LightTokenizer

@@ -1,4 +1,4 @@
-"""Fake vLLM and SGLang servers: their wire formats over one known distribution, with their faults on demand.
+"""What the fake of vLLM samples and does wrong, on demand; `fake_vllm.py` has the wire format.
 
 `Distribution` gives the next token's log probabilities as a fixed function of the last ids, so that what the
 start-up probe measures means something. Each fake keeps a log of what it sampled: the oracle of the tests.
@@ -68,13 +68,13 @@ class Faults:
     """What a fake does that it should not, or cannot do."""
 
     token_ids: bool = True
-    """vLLM: `return_token_ids` is known. SGLang: `output_ids` is there."""
+    """`return_token_ids` is known."""
 
     id_strings: bool = True
-    """vLLM: `return_tokens_as_token_ids` is known. SGLang: `output_token_logprobs` is there."""
+    """`return_tokens_as_token_ids` is known."""
 
     logprobs: str = "raw"
-    """`raw`, `processed`, `renormalised` (processed, after top-k) or `logits`."""
+    """`raw`, `processed` or `logits`."""
 
     cut_stop_token: bool = False
     rank_one: bool = False
@@ -83,10 +83,6 @@ class Faults:
     shifted: bool = False
     """Reports each token's log probability one token late."""
 
-    siblings: str = "good"
-    """`good`, `equal` (n times one sequence) or `refused`."""
-
-    seeds: bool = True
     extra_prompt: bool = False
     """Puts an id before every prompt."""
 
@@ -113,9 +109,6 @@ class Faults:
     weights: list[str] = field(default_factory=list[str])
     """Names of the weights; with more than one, the next sample sees them change midway."""
 
-    spans: bool = True
-    """SGLang: `weight_versions` is there."""
-
     tokenizer: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
     """`/tokenize` answers these; empty: there is no such endpoint."""
 
@@ -131,16 +124,13 @@ class _Sequence:
 
 
 class FakeServer:
-    """What both fakes share: sampling, faults, and the log."""
+    """Sampling, faults, and the log, without a wire format."""
 
     def __init__(self, distribution: Distribution, faults: Faults | None = None) -> None:
         self.distribution = distribution
         self.faults = faults or Faults()
         self.log: list[Sampled] = []
         self.requests: list[dict[str, Any]] = []
-        self.aborted: list[str] = []
-        """Ids of requests that `/abort_request` named."""
-
         self.disconnected = 0
         """Samples whose client went away."""
 
@@ -152,8 +142,7 @@ class FakeServer:
     def sample(self, prompt: list[int], params: dict[str, Any], index: int) -> _Sequence:
         """One sequence; `params` under vLLM's names."""
         seed = params.get("seed")
-        fixed = seed is not None and self.faults.seeds
-        random = np.random.default_rng([seed, index]) if fixed else self._random
+        random = self._random if seed is None else np.random.default_rng([seed, index])
         out = _Sequence([], [], [], [], stopped=False)
         while len(out.ids) < params["max_tokens"] and not out.stopped:
             logits = self.distribution.logits(prompt + out.ids)
@@ -250,8 +239,3 @@ def _top(shown: Floats, token: int, number: int) -> dict[int, float]:
 def clamped(value: float) -> float:
     """vLLM sends -9999.0 for anything lower."""
     return max(value, -9999.0)
-
-
-def as_json(value: float) -> float | None:
-    """SGLang's JSON turns what is not finite into null."""
-    return value if math.isfinite(value) else None

@@ -14,8 +14,8 @@ from tinkerscript.gateway.sampler import SampleFunction
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.framing import LinkTimes
 from tinkerscript.trainer_link.keys import TrainerKeys
-from tinkerscript.trainer_link.messages import NewEpisode
-from tinkerscript.trainer_link.trainer_end import OutcomeMessage, TrainerLink
+from tinkerscript.trainer_link.messages import NewEpisode, Outcome
+from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 FAST = LinkTimes(heartbeat_s=0.05, silence_s=0.4, grace_s=0.3, resend_s=0.1)
 """A trainer is missed soon, and what is lost is repeated soon."""
@@ -60,7 +60,7 @@ def scripted(ids: tuple[int, ...] = (5, 6)) -> ScriptedSampler:
 
 
 def trainer(
-    address: str | list[str],
+    address: str,
     sampler: SampleFunction | None = None,
     *,
     trainer_id: str = "",
@@ -78,9 +78,9 @@ def trainer(
     )
 
 
-async def collect(link: TrainerLink, number: int) -> dict[str, OutcomeMessage]:
+async def collect(link: TrainerLink, number: int) -> dict[str, Outcome]:
     """The outcomes of `number` different episodes, by uuid; not acknowledged."""
-    found: dict[str, OutcomeMessage] = {}
+    found: dict[str, Outcome] = {}
     async with asyncio.timeout(DEADLINE_S):
         while len(found) < number:
             found |= {outcome.episode_uuid: outcome for outcome in await link.outcomes()}

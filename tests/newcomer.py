@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,16 +34,9 @@ def scored(value):
     @scorer(metrics=[accuracy()])
     def fixed():
         async def score(state, target):
-            if value == "raise":
-                raise ValueError("the scorer broke")
             return Score(value=value)
         return score
     return Task(dataset=SAMPLES, solver=generate(), scorer=fixed())
-
-
-@task
-def raising():
-    return scored("raise")
 
 
 @task
@@ -129,24 +123,32 @@ class Installation:
         (path,) = (self._folder / "wheel").glob("tinkerscript-*.whl")
         return path
 
-    def program(self, extras: str) -> Path:
-        """The `tinkerscript` of an environment with these extras of the wheel."""
+    def program(self, extras: str, *beside: str) -> Path:
+        """The `tinkerscript` of an environment with these extras of the wheel, and packages `beside` it."""
+        options = ["--constraint", str(ROOT / "constraints.txt"), *beside]
+        return self._program(f"environment{extras}", options, extras)
+
+    def whole(self) -> Path:
+        """The `tinkerscript` of the wheel, over the packages of this environment, which has every extra.
+
+        Another gigabyte takes a minute to install, and as long again to compile when it is first imported.
+        """
+        program = self._program("over", ["--no-deps"])
+        with self._made("below") as folder:
+            if folder is not None:
+                (packages,) = (program.parents[1] / "lib").glob("python*/site-packages")
+                (packages / "below.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        return program
+
+    def _program(self, name: str, options: list[str], extras: str = "") -> Path:
         wheel = self.wheel
-        with self._made(f"environment{extras}") as folder:
+        with self._made(name) as folder:
             if folder is not None:
                 subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-                pip = [
-                    sys.executable,
-                    "-m",
-                    "pip",
-                    "--python",
-                    folder / "bin" / "python",
-                    "install",
-                    "--quiet",
-                ]
-                options = ["--no-compile", "--constraint", ROOT / "constraints.txt"]
-                subprocess.run([*pip, *options, f"{wheel}{extras}"], check=True, env=environment())
-        return self._folder / f"environment{extras}" / "bin" / "tinkerscript"
+                python = str(folder / "bin" / "python")
+                install = [sys.executable, ROOT / "dev" / "install.py", "--python", python]
+                subprocess.run([*install, *options, f"{wheel}{extras}"], check=True, env=environment())
+        return self._folder / name / "bin" / "tinkerscript"
 
     @contextmanager
     def _made(self, name: str) -> Iterator[Path | None]:

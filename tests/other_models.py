@@ -15,8 +15,9 @@ from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import unpack_ids
 from tinkerscript.testing import QuietReporter
-from tinkerscript.train.journal import EpisodeAccepted, read_journal
+from tinkerscript.train.journal import read_journal
 from tinkerscript.train.run import run_training
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 SHAPES = {"llama3.2": LlamaConfig, "qwen2.5": Qwen2Config}
 """Chat family -> the architecture of its models."""

@@ -1,4 +1,4 @@
-"""The fake of vLLM over a real model, with adapters that our plugin finds and PEFT applies."""
+"""The fake of vLLM over a real model, with weights that our plugin finds and checks, and PEFT applies."""
 
 from __future__ import annotations
 
@@ -7,23 +7,37 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 
+from adapter_model import AdapterDistribution, AdapterModel
 from fake_vllm import FakeVllm, error
 from inference_fakes import Faults
-from peft_sglang import AdapterDistribution, AdapterModel
 from tinkerscript.vllm_plugin import WeightSource
 
 
 class PeftVllm(FakeVllm):
-    """Serves a model's folder."""
+    """Serves a model's folder, in development mode."""
 
     def __init__(self, folder: Path, source: WeightSource, faults: Faults) -> None:
         self.model, self._source = AdapterModel(folder), source
         self.adapters: dict[str, Path] = {}
+        self.lies: dict[str, str] = {}
+        """Adapter -> the one that is applied in its place."""
+
+        self.applies = True
+        """Whether adapters and new weights have an effect at all."""
+
+        self.controls: list[str] = []
+        """Paths of the requests that paused it, put it to sleep, or replaced its weights."""
+
         self._resolving = asyncio.Lock()
         super().__init__(AdapterDistribution(0, self.model.end, model=self.model), faults)
         self.app.add_api_route("/v1/unload_lora_adapter", self._unload, methods=["POST"], response_model=None)
+        for path in (
+            *("pause", "resume", "sleep", "wake_up", "init_weight_transfer_engine"),
+            *("start_weight_update", "update_weights", "finish_weight_update"),
+        ):
+            self.app.add_api_route(f"/{path}", self._control, methods=["POST"], response_model=None)
 
     def restart(self) -> None:
         """As a process that has been started anew: without adapters."""
@@ -34,14 +48,18 @@ class PeftVllm(FakeVllm):
         name = (await request.json())["model"]
         async with self._resolving:
             if name not in self.faults.models:
-                folder = await asyncio.to_thread(self._source.fetch, name)
-                if folder is not None:
-                    self.adapters[name] = folder
-                    self.faults.models = (*self.faults.models, name)
+                await self._resolve(name)
         return await super()._completions(request)
 
+    async def _resolve(self, name: str) -> None:
+        folder = await asyncio.to_thread(self._source.fetch, name)
+        if folder is not None:
+            self.adapters[name] = folder
+            self.faults.models = (*self.faults.models, name)
+
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
-        adapter = self.adapters.get(body["model"])
+        name = body["model"]
+        adapter = self.adapters.get(self.lies.get(name, name)) if self.applies else None
         self.distribution = AdapterDistribution(0, self.model.end, model=self.model, adapter=adapter)
         return super()._completion(body)
 
@@ -51,3 +69,18 @@ class PeftVllm(FakeVllm):
         if self.adapters.pop(name, None) is None:
             return error(f"The lora adapter '{name}' cannot be found.", "NotFoundError", 404)
         return Response(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def _control(self, request: Request) -> Response:
+        path, body = request.url.path, await request.json()
+        self.controls.append(path)
+        match path:
+            case "/init_weight_transfer_engine":
+                await asyncio.to_thread(self._source.verify, body["init_info"]["name"])
+            case "/update_weights" if self.applies:
+                files = self._source.files_of(body["update_info"]["name"])
+                self.model.load(content for _, content in files)
+            case "/finish_weight_update":
+                self.faults.weights = [body["weight_version"]]
+            case _:
+                pass
+        return JSONResponse({})

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rollout_helpers import make_call
 from tinkerscript.record.entries import EpisodeDetail, RecordedEpisode, TokenUse, TrainedSequence
-from tinkerscript.record.schema import RECORD_FILE, open_for_reading
 from tinkerscript.rollouts.call import Call, pack_logprobs
 
 
@@ -56,15 +53,3 @@ def trained_sequence(number: int, sampled: int, **fields: Any) -> TrainedSequenc
         "uses": bytes([TokenUse.TRAINED]),
     }
     return TrainedSequence(number=number, **given | fields)
-
-
-def mirrored_rows(folder: Path) -> dict[str, list[tuple[Any, ...]]]:
-    """All rows of a record by table, but for what only a mirror has."""
-    tables = (
-        *("run", "resumes", "names", "metrics", "steps", "evaluations", "samples", "episodes", "details"),
-        *("undone", "trained", "findings", "notes", "transcripts"),
-    )
-    with closing(open_for_reading(folder / RECORD_FILE)) as record:
-        return {
-            table: sorted(map(tuple, record.execute(f"SELECT * FROM {table}")), key=repr) for table in tables
-        }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts
+
+if TYPE_CHECKING:  # It leads to torch.
+    from tinkerscript.train.learner import Learner
 
 NAMES = count()
 
@@ -58,3 +62,11 @@ def random_calls(
 
 def make_group(episodes: list[EpisodeRollouts], name: str = "g") -> RolloutGroup:
     return RolloutGroup(name, tuple(episodes))
+
+
+async def update(
+    learner: Learner, groups: Sequence[RolloutGroup], *, step: int, **more: Any
+) -> dict[str, float]:
+    """One step of a learner; `more`: `lags` and `replayed`, of `Learner.check`."""
+    await learner.check(groups, step=step, **more)
+    return await learner.train(step)

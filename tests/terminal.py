@@ -24,7 +24,6 @@ class Terminal:
         self._screen = pyte.Screen(100, 40)
         self._stream = pyte.ByteStream(self._screen)
         self._fd, theirs = os.openpty()
-        self.output = b""
         os.set_blocking(self._fd, False)
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
         self.process = subprocess.Popen(
@@ -43,6 +42,10 @@ class Terminal:
         """Whether the cursor is visible and at the beginning of an empty line."""
         cursor = self._screen.cursor
         return not cursor.hidden and cursor.x == 0 and not self._screen.display[cursor.y].strip()
+
+    @property
+    def cursor_is_shown(self) -> bool:
+        return not self._screen.cursor.hidden
 
     def press(self, keys: str) -> None:
         os.write(self._fd, keys.encode())
@@ -73,7 +76,6 @@ class Terminal:
                 return
             if not data:
                 return
-            self.output += data
             self._stream.feed(data)
 
     def close(self) -> None:

@@ -31,5 +31,6 @@ def write_model_folder(folder: Path, *, max_context: int = 4096, **config: Any) 
     tokenizer.save(str(folder / "tokenizer.json"))
     data = {"model_type": "qwen3", "max_position_embeddings": max_context} | config
     (folder / "config.json").write_text(json.dumps(data), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}', encoding="utf-8")
+    named = {"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named), encoding="utf-8")
     return folder

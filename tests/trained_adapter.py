@@ -77,7 +77,6 @@ async def trained(
     folder: Path,
     urls: list[str],
     *,
-    backend: str = "vllm",
     dtype: str = "float32",
     rank: int = 8,
     **inference: Any,
@@ -87,7 +86,7 @@ async def trained(
         {
             "engine": {"model": str(TINY_MODEL), "dtype": dtype, "lora": {"rank": rank}},
             "inference": {
-                "backend": backend,
+                "backend": "vllm",
                 "replicas": urls,
                 "model": "base",
                 "max_loras": 3,
@@ -99,7 +98,10 @@ async def trained(
     )
     notes: list[str] = []
     async with AsyncExitStack() as stack:
-        opening = EmbeddedBackend.open(config.engine, checkpoint_dir=folder / "c", seed=1, note=notes.append)
+        model = Path(config.engine.model)
+        opening = EmbeddedBackend.open(
+            config.engine, model, checkpoint_dir=folder / "c", seed=1, note=notes.append
+        )
         opened = await stack.enter_async_context(opening)
         await opened.start()
         publisher = await stack.enter_async_context(open_replicas(config, folder, opened, notes.append))

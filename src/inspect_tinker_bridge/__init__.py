@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from inspect_tinker_bridge.agent import SUBMIT_INSTRUCTION, AgentOptions
 from inspect_tinker_bridge.episodes import ChatPolicy, EpisodeOutcome, GenerateRequest
 from inspect_tinker_bridge.errors import (
     BridgeError,
@@ -33,7 +32,7 @@ from inspect_tinker_bridge.errors import (
     UnsupportedError,
 )
 from inspect_tinker_bridge.ground_truth import get_ground_truth_messages
-from inspect_tinker_bridge.rollout_log import RolloutLog, read_rollouts, write_inspect_log
+from inspect_tinker_bridge.records import SavedRollout, pack_transcript, write_inspect_log
 from inspect_tinker_bridge.runner import RunnerOptions, TaskRunner
 from inspect_tinker_bridge.sandbox import (
     SandboxConfig,
@@ -43,14 +42,8 @@ from inspect_tinker_bridge.sandbox import (
     exec_in_sandbox,
     sandbox_context,
 )
-from inspect_tinker_bridge.scoring import (
-    CustomRewardFn,
-    EpisodeReward,
-    ScoringContext,
-    compute_reward,
-    score_episode,
-)
-from inspect_tinker_bridge.tasks import InspectTaskInfo, load_inspect_task
+from inspect_tinker_bridge.scoring import EpisodeReward, compute_reward, score_episode
+from inspect_tinker_bridge.tasks import SUBMIT_INSTRUCTION, AgentOptions, InspectTaskInfo, load_inspect_task
 
 if TYPE_CHECKING:
     from inspect_tinker_bridge.dataset import inspect_dataset_to_hf
@@ -62,7 +55,6 @@ __all__ = [
     "AgentOptions",
     "BridgeError",
     "ChatPolicy",
-    "CustomRewardFn",
     "EnvOptions",
     "EnvironmentConfigError",
     "EpisodeAbandonedError",
@@ -76,13 +68,12 @@ __all__ = [
     "InspectRLDatasetBuilder",
     "InspectTaskInfo",
     "InvalidTaskError",
-    "RolloutLog",
     "RunnerError",
     "RunnerOptions",
     "SandboxConfig",
     "SandboxError",
     "SandboxInstance",
-    "ScoringContext",
+    "SavedRollout",
     "SelfGradingError",
     "TaskArgumentsError",
     "TaskError",
@@ -98,7 +89,7 @@ __all__ = [
     "inspect_dataset_to_hf",
     "load_environment",
     "load_inspect_task",
-    "read_rollouts",
+    "pack_transcript",
     "sandbox_context",
     "score_episode",
     "write_inspect_log",

@@ -13,10 +13,16 @@ CPU time.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from datetime import date, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from pathlib import PurePath
 from typing import Any, TypeAlias
+from uuid import UUID
 
 from inspect_ai.dataset import Sample
 from inspect_ai.model import (
@@ -38,6 +44,7 @@ from inspect_ai.model import (
 )
 from inspect_ai.tool import ToolCall, ToolCallError, ToolChoice, ToolFunction, ToolInfo
 from inspect_ai.util import SandboxEnvironmentSpec
+from pydantic import BaseModel
 from pydantic_core import from_json, to_json
 
 from inspect_tinker_bridge.errors import UnsupportedError
@@ -48,13 +55,16 @@ __all__ = [
     "check_for_tinker",
     "from_dicts",
     "parse_arguments",
+    "sample_digest",
     "sample_from_json",
     "sample_of_row",
+    "sample_summary",
     "sample_to_json",
     "sampling_fields",
     "text_of",
     "to_dicts",
     "tool_call",
+    "unapplied",
 ]
 
 MessageDict: TypeAlias = dict[str, Any]
@@ -96,7 +106,7 @@ _INSPECTS_OWN = {
 """GenerateConfig fields that Inspect applies itself or that configure its own connections."""
 
 _INSPECTS_OWN_AT_HAND = {"cache", "cache_prompt", "batch", "fail_on_refusal", "reasoning_history"}
-"""More of them, which a Tinker environment need not refuse: no server is in between."""
+"""More of them, which change nothing here."""
 
 _TUNING = {
     "temperature",
@@ -115,6 +125,11 @@ _TUNING = {
     "reasoning_summary",
 }
 """GenerateConfig fields that tune sampling. In a Tinker environment the trainer decides them."""
+
+LEFT_OUT = _TUNING - _SENT.keys()
+"""Fields that no request carries: they tune how other providers' models reason and write."""
+
+_LEFT_OUT = LEFT_OUT | _INSPECTS_OWN_AT_HAND
 
 _MAX_DEPTH = 100
 """Levels of nesting that a tool call's arguments may have; pydantic, which writes logs, takes about 250."""
@@ -146,6 +161,69 @@ def sample_from_json(held: Mapping[str, Any]) -> Sample:
     if sandbox is not None:
         sample.sandbox = SandboxEnvironmentSpec.model_validate(sandbox)
     return sample
+
+
+def sample_digest(sample: Sample) -> str:
+    """A digest of the problem: equal on two machines if they mean the same one, whatever its id is.
+
+    It covers input, choices, target and metadata. Of absolute paths only the last part counts, since folders
+    differ between machines, and of objects that no rule here knows only their type.
+    """
+    problem = (sample.input, sample.choices, sample.target, sample.metadata)
+    return hashlib.sha256(repr(_settled(problem)).encode()).hexdigest()[:32]
+
+
+def sample_summary(sample: Sample) -> dict[str, Any]:
+    """The sample for people and programs that cannot load its task: `id`, `input`, `choices`, `target`,
+    `metadata` in JSON's terms, and its `digest`."""
+    held = {
+        "id": sample.id,
+        "input": sample.input,
+        "choices": sample.choices,
+        "target": sample.target,
+        "metadata": sample.metadata,
+        "digest": sample_digest(sample),
+    }
+    told: dict[str, Any] = from_json(to_json(_showable(held), fallback=repr, inf_nan_mode="strings"))
+    return {name: value for name, value in told.items() if value is not None}
+
+
+def _showable(value: Any) -> Any:
+    """`value` without text and bytes that JSON in UTF-8 cannot hold."""
+    if isinstance(value, bytes):
+        return value.decode(errors="backslashreplace")
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode() if _SURROGATE.search(value) else value
+    if isinstance(value, dict):
+        return {_showable(key): _showable(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, list | tuple):
+        return [_showable(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+    return value
+
+
+def _settled(value: Any) -> Any:
+    """Something whose `repr` is the same in every process that has an equal value."""
+    if value is None or isinstance(value, bool | int | bytes):
+        return value
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, str | PurePath):
+        text = str(value)
+        return ascii(PurePath(text).name if text.startswith("/") else text)
+    kind = type(value).__name__
+    if isinstance(value, BaseModel):  # Inspect draws the ids of messages anew each time.
+        fields = {name: getattr(value, name) for name in type(value).model_fields if name != "id"}
+        return kind, _settled(fields)
+    if isinstance(value, Mapping):
+        pairs: list[tuple[Any, Any]] = [(_settled(key), _settled(item)) for key, item in value.items()]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return sorted(pairs, key=repr)
+    if isinstance(value, set | frozenset):
+        return kind, sorted((_settled(item) for item in value), key=repr)  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, list | tuple):
+        return kind, [_settled(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, date | time | timedelta | Enum | Decimal | UUID):
+        return kind, str(value)
+    return kind
 
 
 def sample_of_row(row: Mapping[str, Any] | str) -> Sample:
@@ -261,14 +339,29 @@ class ChatConverter:
 
 
 def sampling_fields(config: GenerateConfig) -> Json:
-    """The request fields of a GenerateConfig. Raises UnsupportedError naming those a request cannot carry."""
+    """The request fields of a GenerateConfig. Raises UnsupportedError naming those a request cannot carry.
+
+    What only tunes how some other models reason or write is left out: see `unapplied`.
+    """
     wanted = _wanted(config)
-    _refuse(wanted.keys() - _SENT.keys() - _INSPECTS_OWN)
-    return {_SENT[name]: value for name, value in wanted.items() if name in _SENT}
+    _refuse(wanted.keys() - _SENT.keys() - {"response_schema"} - _LEFT_OUT - _INSPECTS_OWN)
+    fields = {_SENT[name]: value for name, value in wanted.items() if name in _SENT}
+    if config.response_schema is not None:
+        schema = config.response_schema.model_dump(exclude_none=True)
+        schema["schema"] = schema.pop("json_schema")
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
 
 
-def check_for_tinker(config: GenerateConfig) -> list[str]:
-    """What of a GenerateConfig the trainer decides in a Tinker environment, as `name=value`.
+def unapplied(config: GenerateConfig) -> list[str]:
+    """What of a GenerateConfig no request carries, because our models do not have it, as `name=value`."""
+    wanted = _wanted(config)
+    return [f"{name}={wanted[name]!r}" for name in sorted(wanted) if name in LEFT_OUT]
+
+
+def check_for_tinker(config: GenerateConfig, *, applied: Collection[str] = ()) -> list[str]:
+    """What of a GenerateConfig the trainer decides in a Tinker environment, as `name=value`; not the fields
+    that are `applied`.
 
     Raises UnsupportedError naming what a Tinker environment can neither apply nor leave to the trainer, such
     as several choices or logprobs.
@@ -277,7 +370,7 @@ def check_for_tinker(config: GenerateConfig) -> list[str]:
     one = {"num_choices": 1, "best_of": 1, "logprobs": False}
     wanted = {name: value for name, value in wanted.items() if one.get(name) != value}
     _refuse(wanted.keys() - {"stop_seqs"} - _TUNING - _INSPECTS_OWN - _INSPECTS_OWN_AT_HAND, wanted)
-    return [f"{name}={value!r}" for name, value in sorted(wanted.items()) if name in _TUNING]
+    return [f"{name}={value!r}" for name, value in sorted(wanted.items()) if name in _TUNING - set(applied)]
 
 
 def _wanted(config: GenerateConfig) -> Json:

@@ -13,8 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -46,7 +45,6 @@ from inspect_tinker_bridge.errors import (
     TaskFailedError,
     UnsupportedError,
     require_counts,
-    require_seconds,
 )
 from inspect_tinker_bridge.pool import shared_pool
 from inspect_tinker_bridge.rendering import (
@@ -59,16 +57,8 @@ from inspect_tinker_bridge.rendering import (
     to_renderer_message,
     to_renderer_messages,
 )
-from inspect_tinker_bridge.rollout_log import RolloutLog, SavedRollout
 from inspect_tinker_bridge.runner import RunnerOptions, TaskRunner
-from inspect_tinker_bridge.scoring import (
-    DEFAULT_TIMEOUT_S,
-    CustomRewardFn,
-    EpisodeReward,
-    ScoringContext,
-    custom_reward,
-    score_episode,
-)
+from inspect_tinker_bridge.scoring import EpisodeReward, score_episode
 from inspect_tinker_bridge.tasks import InspectTaskInfo
 
 __all__ = ["EnvOptions", "EnvType", "InspectEnv", "InspectEnvGroupBuilder", "InspectRLDataset"]
@@ -105,14 +95,8 @@ class EnvOptions:
     runner: RunnerOptions = field(default_factory=RunnerOptions)
     """How the episodes differ from the task as written."""
 
-    custom_reward_fn: CustomRewardFn | None = None
-    """Replaces the weighted scores as the reward."""
-
-    custom_reward_fn_timeout: float = DEFAULT_TIMEOUT_S
-    """Time limit of `custom_reward_fn` in seconds."""
-
-    rollout_log: RolloutLog | None = None
-    """Where rollouts are saved; None saves none."""
+    applied: frozenset[str] = frozenset()
+    """Fields of `InspectEnv.generate_config` by which the caller samples. Nobody is warned of them."""
 
     def __post_init__(self) -> None:
         """Raises EnvironmentConfigError for an option that cannot work."""
@@ -121,9 +105,6 @@ class EnvOptions:
                 f"env_type is {self.env_type!r}; it must be one of {', '.join(get_args(EnvType))}"
             )
         require_counts(max_turns=self.max_turns)
-        if self.custom_reward_fn is not None and not callable(self.custom_reward_fn):
-            raise EnvironmentConfigError(f"custom_reward_fn is {self.custom_reward_fn!r}, not a function")
-        require_seconds(custom_reward_fn_timeout=self.custom_reward_fn_timeout)
 
 
 class InspectEnv(Env):
@@ -162,25 +143,17 @@ class InspectEnv(Env):
         self.outcome: EpisodeOutcome | None = None
         """How the episode ended; None until it is scored."""
 
-        self.actions: list[tuple[list[int], list[int]]] = []
-        """Prompt ids and sampled ids of each action."""
-
         self.exchanges: list[tuple[list[ChatMessage], ChatMessage]] = []
         """Messages of each prompt, and the message of its action."""
+
+        self.unapplied: set[str] = set()
+        """What the task asks of sampling that the trainer decides instead, as `name=value`."""
 
         self.scored: EpisodeReward | None = None
         """The reward; None until the episode is scored."""
 
-        self.failure: Exception | None = None
-        """Why the episode has no reward."""
-
         self.record: EvalSample | None = None
         """Inspect's record of the episode, also of one that failed; None until it has ended."""
-
-    @property
-    def conversation(self) -> list[ChatMessage]:
-        """The messages of the last prompt, and the message of its action."""
-        return [*self.exchanges[-1][0], self.exchanges[-1][1]] if self.exchanges else []
 
     async def initial_observation(
         self,
@@ -198,11 +171,10 @@ class InspectEnv(Env):
             on_record=self._keep_record,
         )
         self._episode = asyncio.create_task(run)
-        with self._noting_failure():
-            outcome = await self._advance()
-            if outcome is None:
-                return self._observation()
-            scored = await self._score(outcome)
+        outcome = await self._advance()
+        if outcome is None:
+            return self._observation()
+        scored = await self._score(outcome)
         return InitialObservationOverflow(
             reward=scored.reward,
             metrics={**self._metrics(outcome, scored), "no_generate": 1.0},
@@ -216,16 +188,13 @@ class InspectEnv(Env):
         """
         if self._call is None:
             raise TaskFailedError(self._id, "step() before initial_observation() or after the last step")
-        with self._noting_failure():
-            truncated = (extra or {}).get("stop_reason") == "length"
-            unseen = self._answer(self._call, action, truncated=truncated)
-            outcome = await self._advance()
-            if outcome is None:
-                observation, stop = self._observation()
-                return StepResult(
-                    0.0, False, observation, stop, metrics={"fork": float(self._prompt.is_fork)}
-                )
-            scored = await self._score(outcome)
+        truncated = (extra or {}).get("stop_reason") == "length"
+        unseen = self._answer(self._call, action, truncated=truncated)
+        outcome = await self._advance()
+        if outcome is None:
+            observation, stop = self._observation()
+            return StepResult(0.0, False, observation, stop, metrics={"fork": float(self._prompt.is_fork)})
+        scored = await self._score(outcome)
         metrics = {**self._metrics(outcome, scored), "action_unseen": float(unseen)}
         nothing = tinker.ModelInput.empty()
         return StepResult(scored.reward, True, nothing, [], metrics=metrics, logs=_logs(outcome))
@@ -239,14 +208,13 @@ class InspectEnv(Env):
         """
         if self._rewarded:
             return 0.0, {}
-        with self._noting_failure():
-            if self._episode is None:
-                raise TaskFailedError(self._id, "it was stopped before it started")
-            self._pending.finish(LimitExceededError("operator", value=self._turns, limit=self._turns))
-            self._end_solver()
-            await asyncio.wait({self._episode})
-            outcome = self._episode.result()
-            scored = await self._score(outcome)
+        if self._episode is None:
+            raise TaskFailedError(self._id, "it was stopped before it started")
+        self._pending.finish(LimitExceededError("operator", value=self._turns, limit=self._turns))
+        self._end_solver()
+        await asyncio.wait({self._episode})
+        outcome = self._episode.result()
+        scored = await self._score(outcome)
         metrics = self._metrics(outcome, scored)
         return scored.reward, {name: value for name, value in metrics.items() if not name.startswith("stop/")}
 
@@ -257,14 +225,6 @@ class InspectEnv(Env):
             await asyncio.wait({self._episode})
             if not self._episode.cancelled():
                 self._episode.exception()  # retrieve it, or asyncio logs it as never retrieved
-
-    @contextmanager
-    def _noting_failure(self) -> Generator[None]:
-        try:
-            yield
-        except Exception as error:
-            self.failure = error
-            raise
 
     def _keep_record(self, record: EvalSample) -> None:
         self.record = record
@@ -302,13 +262,19 @@ class InspectEnv(Env):
         self._pending.finish(LimitExceededError("custom", value=limit + 1, limit=limit, message="max_turns"))
 
     def _render(self, request: GenerateRequest) -> Prompt:
-        _warn_of_unapplied(self._task or self._runner.task, check_for_tinker(request.config))
+        fields = check_for_tinker(request.config, applied=self._options.applied)
+        self.unapplied.update(fields)
+        _warn_of_unapplied(self._task or self._runner.task, fields)
         messages = to_renderer_messages(self._renderer, request.messages, request.tools, request.tool_choice)
         return self._buffer.render(messages)
 
+    @property
+    def generate_config(self) -> GenerateConfig:
+        """What the solver's pending call asks for, the task's own config included."""
+        return self._call.request.config if self._call else GenerateConfig()
+
     def _observation(self) -> tuple[tinker.ModelInput, StopCondition]:
-        config = self._call.request.config if self._call else GenerateConfig()
-        return self._prompt.model_input, _stop_condition(self._renderer, config)
+        return self._prompt.model_input, _stop_condition(self._renderer, self.generate_config)
 
     def _answer(self, call: PendingCall, action: list[int], *, truncated: bool) -> bool:
         """Pass the action to the solver. Returns whether the solver had already ended."""
@@ -320,9 +286,8 @@ class InspectEnv(Env):
             sampled_tokens=len(action),
             truncated=truncated,
         )
-        self.actions.append((self._prompt.ids, list(action)))
         self.exchanges.append((call.request.messages, output.message))
-        self._buffer.record(action, to_renderer_message(output.message))
+        self._buffer.record(action, to_renderer_message(self._renderer, output.message))
         self._turns += 1
         unseen = call.reply.done()
         if not unseen:
@@ -334,14 +299,9 @@ class InspectEnv(Env):
         return parse_action(self._renderer, action, tools, stop_texts=request.config.stop_seqs or ())
 
     async def _score(self, outcome: EpisodeOutcome) -> EpisodeReward:
-        options = self._options
         self.outcome = outcome
-        scored = score_episode(outcome, options.scorer_weights)
+        scored = score_episode(outcome, self._options.scorer_weights)
         self._rewarded = True
-        if options.custom_reward_fn is not None:
-            context = ScoringContext.of(self._sample, outcome, scored, self._turns, self._allowed_turns)
-            timeout_s = options.custom_reward_fn_timeout
-            scored = await custom_reward(options.custom_reward_fn, context, timeout_s)
         self.scored = scored
         return scored
 
@@ -349,7 +309,7 @@ class InspectEnv(Env):
         stop = _STOPS.get(outcome.limit, outcome.limit) if outcome.limit else StopReason.COMPLETED
         metrics: Metrics = {f"score/{name}": value for name, value in scored.values.items()}
         metrics |= {"correct": float(scored.correct), "format_valid": float(self._format_valid)}
-        return {**metrics, **scored.metrics, f"stop/{stop}": 1.0, "turns": float(self._turns)}
+        return {**metrics, f"stop/{stop}": 1.0, "turns": float(self._turns)}
 
 
 @dataclass
@@ -364,9 +324,6 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
     renderer: Renderer
     num_envs: int
     options: EnvOptions = field(default_factory=EnvOptions)
-    batch: int | None = None
-    """Index of the group's batch, if it came from a dataset."""
-
     _runner: TaskRunner | None = field(default=None, init=False, repr=False)
     _envs: list[InspectEnv] = field(default_factory=list["InspectEnv"], init=False, repr=False)
 
@@ -395,14 +352,11 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
         return list(await asyncio.gather(*(env.finish() for env in envs)))
 
     async def cleanup(self) -> None:
-        """End running episodes, save the rollouts and release the runner. Idempotent; raises nothing."""
+        """End running episodes and release the runner. Idempotent; raises nothing."""
         envs, self._envs = self._envs, []
         runner, self._runner = self._runner, None
         try:
             await asyncio.gather(*(env.abandon() for env in envs))
-            log = self.options.rollout_log
-            if log is not None and log.wants(self.batch):
-                await asyncio.to_thread(log.save, [saved for env in envs if (saved := self._saved(env))])
         finally:
             if runner is not None:
                 await self._release()
@@ -412,18 +366,6 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
             await shared_pool().release()
         except Exception:
             logger.exception("the eval of the task %r did not close", self.task.name)
-
-    def _saved(self, env: InspectEnv) -> SavedRollout | None:
-        """The environment's episode, or None if it was abandoned before it ended."""
-        failure = None if env.failure is None else f"{type(env.failure).__name__}: {env.failure}"
-        outcome = env.outcome
-        if outcome is None and failure is not None:
-            outcome = EpisodeOutcome.without_record(self.sample, failure, env.conversation)
-        if outcome is None or (env.scored is None and failure is None):
-            return None
-        scored = env.scored if failure is None else None
-        reward, metrics = (scored.reward, scored.metrics) if scored else (None, {})
-        return SavedRollout(self.task.name, self.batch, outcome, reward, metrics, env.actions, failure)
 
     def logging_tags(self) -> list[str]:
         """The task's name without its package."""
@@ -484,10 +426,7 @@ class InspectRLDataset(RLDataset):
             raise IndexError(f"batch {index} of {len(self)}")
         start = index * self._batch_size
         end = min(start + self._batch_size, len(self._samples) * self._num_epochs)
-        return [
-            replace(self._builder, sample=self._sample_at(position), batch=index)
-            for position in range(start, end)
-        ]
+        return [replace(self._builder, sample=self._sample_at(position)) for position in range(start, end)]
 
     def __len__(self) -> int:
         return -(-len(self._samples) * self._num_epochs // self._batch_size)

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from anyio import CancelScope
-from inspect_ai.dataset import Sample
-from inspect_ai.log import EvalError, EvalSample
+from inspect_ai.log import EvalSample
 from inspect_ai.model import (
     ChatMessage,
     GenerateConfig,
@@ -38,6 +37,7 @@ from inspect_ai.tool import ToolChoice, ToolInfo
 from inspect_ai.util import LimitExceededError
 
 from inspect_tinker_bridge import _inspect_private
+from inspect_tinker_bridge.conversion import LEFT_OUT
 from inspect_tinker_bridge.errors import BridgeError, EpisodeAbandonedError, RunnerError, SelfGradingError
 
 MODEL_NAME = "tinkerbridge/policy"
@@ -112,21 +112,6 @@ class EpisodeOutcome:
             completion=sample.output.completion,
             record=sample,
         )
-
-    @classmethod
-    def without_record(cls, sample: Sample, error: str, messages: list[ChatMessage]) -> EpisodeOutcome:
-        """Build the outcome of an episode that Inspect has no record of, such as one whose policy failed."""
-        told = EvalError(message=error, traceback="", traceback_ansi="")
-        record = EvalSample(
-            id=sample.id if sample.id is not None else 0,
-            epoch=1,
-            input=sample.input,
-            target=sample.target,
-            messages=messages,
-            metadata=sample.metadata or {},
-            error=told,
-        )
-        return cls.of(record)
 
 
 @dataclass(eq=False)
@@ -309,13 +294,21 @@ def cancellable(scorer: Scorer, episodes: Episodes) -> Scorer:
 
 def policy_model(episodes: Episodes, *, allow_self_grading: bool = False) -> Model:
     """The Inspect model that forwards each call to the policy of the calling episode."""
+    _price_policy()
+    return _made(MODEL_NAME, episodes, allow_self_grading=allow_self_grading)
+
+
+def role_model(episodes: Episodes, role: str) -> Model:
+    """The Inspect model of a role that the policies of `episodes` answer for. Scorers may call it."""
+    return _made(f"{MODEL_NAME}-{role}", episodes, allow_self_grading=True, role=role)
+
+
+def _made(name: str, episodes: Episodes, *, allow_self_grading: bool, role: str = "") -> Model:
     # The name is unique so that `generate(cache=True)` never returns a reply of another run's policy.
-    made = get_model(f"{MODEL_NAME}-{uuid4().hex[:12]}", memoize=False)
+    made = get_model(f"{name}-{uuid4().hex[:12]}", memoize=False)
     if not isinstance(made.api, _PolicyAPI):
         raise TypeError(f"another package registered the model API 'tinkerbridge': {type(made.api)}")
-    made.api.episodes = episodes
-    made.api.allow_self_grading = allow_self_grading
-    _price_policy()
+    made.api.episodes, made.api.allow_self_grading, made.api.role = episodes, allow_self_grading, role
     return _UntimedModel(made.api, made.config)
 
 
@@ -344,15 +337,14 @@ _CONNECTION_FIELDS = (
 """GenerateConfig fields about the connection to a model's server, which a policy does not have."""
 
 
-def role_model(episodes: Episodes, role: str) -> Model:
-    """The Inspect model of a role that the policies of `episodes` answer for. Scorers may call it."""
-    made = get_model(f"{MODEL_NAME}-{role}-{uuid4().hex[:12]}", memoize=False)
-    if not isinstance(made.api, _PolicyAPI):
-        raise TypeError(f"another package registered the model API 'tinkerbridge': {type(made.api)}")
-    made.api.episodes = episodes
-    made.api.allow_self_grading = True
-    made.api.role = role
-    return _UntimedModel(made.api, made.config)
+class TuningLeftOut(Model):
+    """A model whose requests leave out what `conversion.unapplied` names, of every GenerateConfig.
+
+    A provider of Inspect's would send it, to a server that refuses what its model does not have.
+    """
+
+    def _resolve_config(self, config: GenerateConfig | None) -> GenerateConfig:
+        return super()._resolve_config(config).model_copy(update=dict.fromkeys(LEFT_OUT))
 
 
 @functools.cache

@@ -19,7 +19,6 @@ A failed episode is an error and never a reward of 0.
 
 from __future__ import annotations
 
-import math
 from numbers import Integral
 
 __all__ = [
@@ -37,7 +36,6 @@ __all__ = [
     "TaskNotFoundError",
     "UnsupportedError",
     "require_counts",
-    "require_seconds",
 ]
 
 
@@ -118,10 +116,3 @@ def require_counts(**values: object) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise EnvironmentConfigError(f"{name} is {value!r}; it must be an integer of at least 1")
-
-
-def require_seconds(**values: object) -> None:
-    """Raise EnvironmentConfigError, naming the option, for anything but a finite number above 0."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise EnvironmentConfigError(f"{name} is {value!r}; it must be a number above 0 seconds")

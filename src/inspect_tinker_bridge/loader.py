@@ -21,7 +21,6 @@ from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.image_processing_utils import get_image_processor
 from tinker_cookbook.renderers import (
     Renderer,
-    ToolSpec,
     get_registered_renderer_names,
     get_renderer,
     is_renderer_registered,
@@ -30,15 +29,19 @@ from tinker_cookbook.renderers import (
 from tinker_cookbook.rl.types import RLDataset, RLDatasetBuilder
 from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
 
-from inspect_tinker_bridge.agent import SUBMIT_INSTRUCTION, AgentOptions
 from inspect_tinker_bridge.conversion import check_for_tinker
 from inspect_tinker_bridge.env import EnvOptions, EnvType, InspectEnvGroupBuilder, InspectRLDataset
 from inspect_tinker_bridge.errors import EnvironmentConfigError, InvalidTaskError, require_counts
-from inspect_tinker_bridge.rollout_log import RolloutLog
 from inspect_tinker_bridge.runner import RunnerOptions
 from inspect_tinker_bridge.sandbox import SandboxConfig, check_sandboxes
-from inspect_tinker_bridge.scoring import DEFAULT_TIMEOUT_S, CustomRewardFn, check_weights
-from inspect_tinker_bridge.tasks import InspectTaskInfo, TaskLike, load_inspect_task
+from inspect_tinker_bridge.scoring import check_weights
+from inspect_tinker_bridge.tasks import (
+    SUBMIT_INSTRUCTION,
+    AgentOptions,
+    InspectTaskInfo,
+    TaskLike,
+    load_inspect_task,
+)
 
 __all__ = ["InspectRLDatasetBuilder", "load_environment"]
 
@@ -61,13 +64,10 @@ def load_environment(
     num_epochs: int = 1,
     shuffle: bool = False,
     shuffle_seed: int | None = 0,
-    custom_reward_fn: CustomRewardFn | None = None,
-    custom_reward_fn_timeout: float = DEFAULT_TIMEOUT_S,
     scorer_weights: Mapping[str, float] | None = None,
     model_roles: Mapping[str, str | Model] | None = None,
     allow_self_grading: bool = False,
     tool_timeout: int = AgentOptions.tool_timeout_s,
-    rollout_log: RolloutLog | None = None,
     tokenizer: Tokenizer | None = None,
     image_processor: Any = None,
     task_args: Mapping[str, Any] | None = None,
@@ -89,12 +89,8 @@ def load_environment(
     from `shuffle_seed`, and from a seed drawn now if that is None.
 
     `sandbox_type` and `sandbox_config` (path of the provider's config file) replace the task's own sandbox.
-    `scorer_weights` weights the scorers by name; `custom_reward_fn` replaces the reward (see
-    `ScoringContext`) and may take `custom_reward_fn_timeout` seconds. `model_roles` names the models of
-    graders and simulated users; `allow_self_grading` lets a scorer without a grader call the policy, which is
-    an error otherwise.
-
-    `rollout_log` saves the rollouts of every n-th batch as JSON lines and Inspect logs.
+    `scorer_weights` weights the scorers by name. `model_roles` names the models of graders and simulated
+    users; `allow_self_grading` lets a scorer without a grader call the policy, which is an error otherwise.
 
     The trainer chooses the sampling parameters: of the task's GenerateConfig only `stop_seqs` applies.
 
@@ -116,13 +112,8 @@ def load_environment(
         runner=RunnerOptions(
             model_roles, sandbox, agent if env_type == "multi_turn" else None, allow_self_grading
         ),
-        custom_reward_fn=custom_reward_fn,
-        custom_reward_fn_timeout=custom_reward_fn_timeout,
-        rollout_log=rollout_log,
     )
     made = _make_renderer(renderer, tokenizer, image_processor)
-    if env_type == "multi_turn":
-        _check_declares_tools(made)
     info = load_inspect_task(task, **{**(task_args or {}), **task_kwargs})
     samples = info.samples[:max_samples]
     _check_task(info, samples, options)
@@ -162,9 +153,6 @@ class InspectRLDatasetBuilder(RLDatasetBuilder):
     test_task_args: Mapping[str, Any] | None = chz.field(default=None, doc="arguments of the test task")
     scorer_weights: Mapping[str, float] | None = None
     model_roles: Mapping[str, str | Model] | None = None
-    custom_reward_fn: CustomRewardFn | None = None
-    custom_reward_fn_timeout: float = DEFAULT_TIMEOUT_S
-    rollout_log: RolloutLog | None = chz.field(default=None, doc="applies to the train set")
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         """Load the train and the test dataset. Raises the errors of `load_environment`."""
@@ -183,28 +171,22 @@ class InspectRLDatasetBuilder(RLDatasetBuilder):
         return load_environment(
             self.task,
             self.renderer_name,
-            self.env_type,
-            self.max_samples,
-            self.max_turns,
-            group_size,
-            self.batch_size,
-            self.sandbox_type,
-            self.sandbox_config,
-            self.submit_instruction,
+            num_envs_per_group=group_size,
             num_epochs=epochs,
             shuffle=shuffle,
             shuffle_seed=self.seed,
-            custom_reward_fn=self.custom_reward_fn,
-            custom_reward_fn_timeout=self.custom_reward_fn_timeout,
-            scorer_weights=self.scorer_weights,
-            model_roles=self.model_roles,
-            allow_self_grading=self.allow_self_grading,
-            tool_timeout=self.tool_timeout,
-            rollout_log=self.rollout_log,
             tokenizer=get_tokenizer(self.model_name_for_tokenizer),
             image_processor=get_image_processor(self.model_name_for_tokenizer) if self.images else None,
             task_args=task_args,
+            **{name: getattr(self, name) for name in _SHARED},
         )
+
+
+_SHARED = (
+    *("env_type", "batch_size", "max_samples", "max_turns", "sandbox_type", "sandbox_config"),
+    *("submit_instruction", "scorer_weights", "model_roles", "allow_self_grading", "tool_timeout"),
+)
+"""Fields of the builder that `load_environment` takes by the same name, for both datasets."""
 
 
 def _check_self_grading(env_type: str, allow_self_grading: bool) -> None:
@@ -262,18 +244,6 @@ def _make_renderer(renderer: Renderer | str, tokenizer: Tokenizer | None, image_
     except (RendererError, ValueError, AssertionError) as error:
         raise EnvironmentConfigError(
             f"the renderer {renderer!r} cannot be created; does it fit the tokenizer's model? {error}"
-        ) from error
-
-
-def _check_declares_tools(renderer: Renderer) -> None:
-    """Raise EnvironmentConfigError for a renderer without tools, before the first episode needs them."""
-    tool = ToolSpec(name="submit", description="", parameters={"type": "object", "properties": {}})
-    try:
-        renderer.create_conversation_prefix_with_tools([tool])
-    except NotImplementedError as error:
-        raise EnvironmentConfigError(
-            f"env_type='multi_turn' offers tools, and the renderer {type(renderer).__name__} cannot declare "
-            "any; use a renderer that can"
         ) from error
 
 

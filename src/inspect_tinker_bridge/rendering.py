@@ -10,6 +10,7 @@ rendered. So is one that the renderer itself writes differently once it goes on.
 from __future__ import annotations
 
 import json
+import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +54,25 @@ UNPARSED = "unparsed_tool_call"
 """Function name of a tool call that the renderer could not parse; its argument `raw_text` has the text."""
 
 
+TOOLS_AS_TEXT = """\
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""  # noqa: E501
+"""What the system message says of the tools for a renderer without any: Qwen's and Hermes' words."""
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
 class ContinuingRenderer(Renderer):
     """A renderer that knows itself how a conversation goes on after sampled ids, and what they say."""
 
@@ -74,29 +94,94 @@ class ContinuingRenderer(Renderer):
 def to_renderer_messages(
     renderer: Renderer, messages: Sequence[ChatMessage], tools: Sequence[ToolInfo], tool_choice: ToolChoice
 ) -> list[Message]:
-    """Convert a conversation, with its tools declared the way the renderer declares them.
-
-    Raises UnsupportedError for content other than text, reasoning and images, and for tools if the renderer
+    """Convert a conversation, with its tools declared the way the renderer declares them, or as text if it
     cannot declare any.
+
+    Raises UnsupportedError for content other than text, reasoning and images.
     """
-    converted = [to_renderer_message(message) for message in messages]
+    converted = [to_renderer_message(renderer, message) for message in messages]
     specs = offered_tools(tools, tool_choice)
     if not specs:
         return converted
     system = ""
     if converted and converted[0]["role"] == "system":
         system = format_content_as_string(converted.pop(0)["content"], separator="")
-    try:
+    if _declares_tools(renderer):
         return [*renderer.create_conversation_prefix_with_tools(specs, system), *converted]
-    except NotImplementedError as error:
-        names = ", ".join(spec["name"] for spec in specs)
-        raise UnsupportedError(
-            f"the renderer {type(renderer).__name__} cannot declare tools; the task offers {names}"
-        ) from error
+    functions = [json.dumps({"type": "function", "function": spec}, ensure_ascii=False) for spec in specs]
+    declared = TOOLS_AS_TEXT.format("\n".join(functions))
+    return [Message(role="system", content=f"{system}\n\n{declared}".lstrip()), *converted]
 
 
-def to_renderer_message(message: ChatMessage) -> Message:
+def _declares_tools(renderer: Renderer) -> bool:
+    """Whether the renderer has a format for tools."""
+    tool = ToolSpec(name="any", description="", parameters={"type": "object", "properties": {}})
+    try:
+        renderer.create_conversation_prefix_with_tools([tool])
+    except NotImplementedError:
+        return False
+    return True
+
+
+def to_renderer_message(renderer: Renderer, message: ChatMessage) -> Message:
     """Convert one message. A tool error becomes `Error: ...`, as Inspect sends it to other models."""
+    converted = _to_renderer_message(message)
+    return converted if _declares_tools(renderer) else _as_text(converted)
+
+
+def _as_text(message: Message) -> Message:
+    """The message for a renderer without tools: calls are text of the assistant's, results of the user's."""
+    calls = [
+        f'<tool_call>\n{{"name": {json.dumps(call.function.name)}, "arguments": {call.function.arguments}}}'
+        "\n</tool_call>"
+        for call in message.get("tool_calls", ())
+    ]
+    content = message["content"]
+    if message["role"] == "tool":
+        text = format_content_as_string(content, separator="")
+        return Message(role="user", content=f"<tool_response>\n{text}\n</tool_response>")
+    if not calls:
+        return message
+    if isinstance(content, str):
+        return Message(role="assistant", content="\n".join(filter(None, [content, *calls])))
+    return Message(role="assistant", content=[*content, TextPart(type="text", text="\n".join(calls))])
+
+
+def _with_calls(message: Message) -> Message:
+    """The message of an action in which calls are text."""
+    content = message["content"]
+    parts = [TextPart(type="text", text=content)] if isinstance(content, str) else content
+    calls: list[RendererToolCall] = []
+    unparsed: list[UnparsedToolCall] = []
+    kept: list[ContentPart] = []
+    for part in parts:
+        if part["type"] == "text":
+            for raw in _CALL.findall(part["text"]):
+                try:
+                    said = json.loads(raw)
+                    body = RendererToolCall.FunctionBody(
+                        name=said["name"], arguments=json.dumps(said.get("arguments", {}))
+                    )
+                    calls.append(RendererToolCall(id=_new_call_id(), function=body))
+                except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+                    text = f"<tool_call>{raw}</tool_call>"
+                    problem = f"the call is no JSON object with a name and arguments: {error!r}"
+                    unparsed.append(UnparsedToolCall(raw_text=text, error=problem))
+            part = TextPart(type="text", text=_CALL.sub("", part["text"]).strip())
+        kept.append(part)
+    if not calls and not unparsed:
+        return message
+    read = Message(role="assistant", content=kept)
+    if isinstance(content, str):
+        read["content"] = format_content_as_string(kept, separator="")
+    if calls:
+        read["tool_calls"] = calls
+    if unparsed:
+        read["unparsed_tool_calls"] = unparsed
+    return read
+
+
+def _to_renderer_message(message: ChatMessage) -> Message:
     converted = Message(role=message.role, content=_content(message))
     if message.role == "assistant" and message.tool_calls:
         calls = [_to_renderer_call(call) for call in message.tool_calls if call.function != UNPARSED]
@@ -134,6 +219,8 @@ def parse_action(
             message, termination = renderer.read(ended, tools)
         else:
             message, termination = renderer.parse_response(ended)
+            if tools and not _declares_tools(renderer):
+                message = _with_calls(message)
         well_formed = termination.is_clean
     except Exception as error:  # noqa: BLE001 (parsers let out whatever the text makes JSON and pydantic raise)
         problem = f"the reply could not be parsed: {error}".encode("ascii", "backslashreplace").decode()
@@ -308,11 +395,6 @@ class Prompt:
     is_fork: bool
     """Whether it does not extend the previous prompt and its action: the history was modified, the solver
     switched conversations, or the renderer writes the history differently."""
-
-    @property
-    def ids(self) -> list[int]:
-        """Its token ids; an image is -1."""
-        return [piece if isinstance(piece, int) else -1 for piece in self.pieces]
 
     @property
     def length(self) -> int:

@@ -26,7 +26,6 @@ from inspect_ai.model import Model
 from inspect_ai.solver import Solver
 
 from inspect_tinker_bridge import _inspect_private
-from inspect_tinker_bridge.agent import AgentOptions, with_agent
 from inspect_tinker_bridge.episodes import (
     UNLIMITED,
     ChatPolicy,
@@ -40,7 +39,7 @@ from inspect_tinker_bridge.episodes import (
 )
 from inspect_tinker_bridge.errors import EpisodeAbandonedError, InvalidTaskError, RunnerError
 from inspect_tinker_bridge.sandbox import SandboxConfig, check_provider
-from inspect_tinker_bridge.tasks import InspectTaskInfo
+from inspect_tinker_bridge.tasks import AgentOptions, InspectTaskInfo, with_agent
 
 
 @dataclass(frozen=True)

@@ -268,7 +268,7 @@ def _resolve(sample: Sample, wanted: SandboxConfig | None) -> tuple[str, Any]:
 
 
 def _check_docker() -> None:
-    remedy = "start it, or pass sandbox_type='local' (which runs the model's commands on this machine)"
+    remedy = "start it, or set another sandbox_type ('local' runs the model's commands on this machine)"
     command = ["docker", "version", "--format", "{{.Server.Version}}"]
     try:
         probe = subprocess.run(command, capture_output=True, timeout=_DOCKER_TIMEOUT_S, check=False)

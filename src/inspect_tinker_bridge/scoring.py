@@ -1,8 +1,7 @@
 """Scores, rewards and reports of finished episodes.
 
-`score_episode` turns the scores of an outcome into a reward, `custom_reward` lets a user's function replace
-it, `report_of` summarizes both for results and logs; `compute_reward` scores a conversation without an
-episode.
+`score_episode` turns the scores of an outcome into a reward, `report_of` summarizes them for results and
+metrics; `compute_reward` scores a conversation without an episode.
 
 Invariant: an error, no score at all, or a score or reward that is not a finite number fails the episode. It
 is never a reward of 0. A scorer that returns None, as Inspect allows, does not count.
@@ -10,14 +9,12 @@ is never a reward of 0. A scorer that returns None, as Inspect allows, does not 
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessage, ChatMessageAssistant, ModelName, ModelOutput
@@ -41,21 +38,14 @@ from inspect_tinker_bridge.errors import EnvironmentConfigError, TaskFailedError
 from inspect_tinker_bridge.sandbox import Sandboxes, SandboxInstance, sandbox_context
 
 __all__ = [
-    "DEFAULT_TIMEOUT_S",
-    "CustomRewardFn",
     "EpisodeReport",
     "EpisodeReward",
-    "ScoringContext",
     "check_weights",
     "compute_reward",
-    "custom_reward",
     "report_of",
     "score_episode",
     "to_number",
 ]
-
-DEFAULT_TIMEOUT_S = 30.0
-"""Time limit of a custom reward function."""
 
 _MAX_EXPLANATION = 2000
 """Characters of a scorer's explanation that a report keeps."""
@@ -74,11 +64,8 @@ class EpisodeReward:
     values: dict[str, float]
     """Every value: `scorer` for a single one, `scorer/key` for a dict, `scorer/0` for a list."""
 
-    metrics: dict[str, float] = field(default_factory=dict[str, float])
-    """Metrics of a custom reward function: `reward/name`."""
-
     correct: bool = False
-    """Whether the scorers gave full marks: a weighted mean of at least 1, whatever the reward."""
+    """Whether the scorers gave full marks: a weighted mean of at least 1."""
 
 
 def check_weights(weights: Mapping[str, float], scorers: Collection[str]) -> None:
@@ -129,101 +116,6 @@ def score_episode(outcome: EpisodeOutcome, weights: Mapping[str, float] | None =
 
 
 @dataclass(frozen=True)
-class ScoringContext:
-    """The argument of a custom reward function: one scored episode.
-
-    The sandbox is gone by then; write an Inspect scorer for a reward that needs it.
-    """
-
-    sample: Sample
-    conversation: list[ChatMessage]
-    """The whole conversation, as Inspect messages."""
-
-    completion: str
-    """The text that was scored."""
-
-    scores: Mapping[str, Score]
-    """By scorer name."""
-
-    individual_rewards: Mapping[str, float]
-    """Each score as a float: `scorer`, or `scorer/key` for one with several values."""
-
-    base_reward: float
-    """The reward without the function."""
-
-    current_turn: int
-    """Actions taken in the episode."""
-
-    max_turns: int
-    answer: str | list[str]
-    """The sample's target."""
-
-    limit: str | None
-    """The limit that ended the solver, or None."""
-
-    @classmethod
-    def of(
-        cls, sample: Sample, outcome: EpisodeOutcome, scored: EpisodeReward, turns: int, max_turns: int
-    ) -> ScoringContext:
-        """Build the context of a scored outcome."""
-        return cls(
-            sample=sample,
-            conversation=outcome.messages,
-            completion=outcome.completion,
-            scores=outcome.scores,
-            individual_rewards=scored.values,
-            base_reward=scored.reward,
-            current_turn=turns,
-            max_turns=max_turns,
-            answer=sample.target,
-            limit=outcome.limit,
-        )
-
-
-CustomReward: TypeAlias = float | tuple[float, Mapping[str, float]]
-CustomRewardFn: TypeAlias = Callable[[ScoringContext], CustomReward | Awaitable[CustomReward]]
-"""Returns the reward, or the reward and metrics by name. A synchronous function runs in a thread."""
-
-
-async def custom_reward(
-    function: CustomRewardFn, context: ScoringContext, timeout_s: float = DEFAULT_TIMEOUT_S
-) -> EpisodeReward:
-    """Call the function; its metrics are named `reward/<name>`.
-
-    Raises TaskFailedError, from the cause, if the function raises, takes longer than `timeout_s`, or returns
-    anything but a finite number or a pair of one and a mapping of names to finite numbers.
-    """
-    sample_id = context.sample.id if context.sample.id is not None else ""
-    name = getattr(function, "__name__", type(function).__name__)
-    try:
-        async with asyncio.timeout(timeout_s):
-            returned = await _call(function, context)
-    except TimeoutError as error:
-        cause = f"the reward function {name} raised {error!r}, or took longer than {timeout_s} s"
-        raise TaskFailedError(sample_id, cause) from error
-    except Exception as error:
-        raise TaskFailedError(sample_id, f"the reward function {name} raised {error!r}") from error
-    pair: Any = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-    reward, metrics = pair
-    if not isinstance(metrics, Mapping):
-        cause = f"the reward function {name} returned metrics={_shown(metrics)}, not a mapping to numbers"
-        raise TaskFailedError(sample_id, cause)
-    numbers: dict[str, float] = {}
-    for what, value in [("reward", reward), *metrics.items()]:
-        number = to_number(value)
-        if number is None:
-            cause = f"the reward function {name} returned {what}={_shown(value)}, not a finite number"
-            raise TaskFailedError(sample_id, cause)
-        numbers[f"reward/{what}"] = number
-    return EpisodeReward(
-        reward=numbers.pop("reward/reward"),
-        values=dict(context.individual_rewards),
-        metrics=numbers,
-        correct=context.base_reward >= 1.0,
-    )
-
-
-@dataclass(frozen=True)
 class EpisodeReport:
     """Summary of one scored episode in plain JSON values, for results, metrics and logs."""
 
@@ -235,8 +127,10 @@ class EpisodeReport:
     """`score/<scorer>`, `score/<scorer>/<key>`, `limit/<kind>` and `tool_error/<kind>`."""
 
 
-def report_of(outcome: EpisodeOutcome, scored: EpisodeReward) -> EpisodeReport:
-    """Summarize an episode."""
+def report_of(
+    outcome: EpisodeOutcome, scored: EpisodeReward, unapplied: Collection[str] = ()
+) -> EpisodeReport:
+    """Summarize an episode. `unapplied`: what the task asked of the model that does not apply to it."""
     replies = (message.text for message in reversed(outcome.messages) if message.role == "assistant")
     explained = {
         name: {"answer": score.answer, "explanation": (score.explanation or "")[:_MAX_EXPLANATION]}
@@ -245,7 +139,7 @@ def report_of(outcome: EpisodeOutcome, scored: EpisodeReward) -> EpisodeReport:
     tool_errors = Counter(
         message.error.type for message in outcome.messages if message.role == "tool" and message.error
     )
-    metrics = {f"score/{name}": value for name, value in scored.values.items()} | scored.metrics
+    metrics = {f"score/{name}": value for name, value in scored.values.items()}
     if outcome.limit is not None:
         metrics[f"limit/{outcome.limit}"] = 1.0
     metrics |= {f"tool_error/{kind}": float(count) for kind, count in tool_errors.items()}
@@ -257,6 +151,8 @@ def report_of(outcome: EpisodeOutcome, scored: EpisodeReward) -> EpisodeReport:
         "limit": outcome.limit,
         "tool_errors": dict(tool_errors),
     }
+    if unapplied:
+        metadata["unapplied"] = sorted(unapplied)
     return EpisodeReport(metadata, metrics)
 
 
@@ -318,13 +214,6 @@ def _shown(value: object) -> str:
         return f"a value of type {type(value).__name__} that is too large to show"
 
 
-async def _call(function: CustomRewardFn, context: ScoringContext) -> CustomReward:
-    if inspect.iscoroutinefunction(function):
-        return await function(context)
-    returned = await asyncio.to_thread(function, context)
-    return await returned if inspect.isawaitable(returned) else returned
-
-
 async def _score(name: str, scorer: Scorer, state: TaskState) -> Score | None:
     try:
         return await scorer(state, state.target)
@@ -382,6 +271,11 @@ def _number(outcome: EpisodeOutcome, key: str, value: object, reason: str | None
     if number is None:
         why = f" ({reason})" if reason else ""
         cause = f"the score {key!r} is {_shown(value)}, not a finite number{why}"
+        if isinstance(value, str):
+            cause += (
+                "; numbers, yes, no, and the values of Inspect such as CORRECT and PARTIAL count: for other "
+                "words, wrap the scorer in one of yours that gives each a number"
+            )
         raise TaskFailedError(outcome.sample_id, cause)
     return number
 

@@ -1,4 +1,4 @@
-"""Loading Inspect tasks.
+"""Loading Inspect tasks, and an agent for tasks that have none.
 
 Invariant: `load_inspect_task` returns a Task that no one else holds, and samples with unique ids.
 """
@@ -7,30 +7,42 @@ from __future__ import annotations
 
 import ast
 import copy
+import difflib
 import functools
 import inspect
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeAlias
 
 from inspect_ai import Task
+from inspect_ai.agent import AgentSubmit, as_solver, react
 from inspect_ai.dataset import Dataset, Sample
+from inspect_ai.model import ChatMessageSystem, GenerateConfigArgs
 from inspect_ai.scorer import Scorer
+from inspect_ai.solver import Generate, Solver, TaskState, solver
+from inspect_ai.tool import Tool, ToolDef, bash, python
+from typing_extensions import Unpack
 
 from inspect_tinker_bridge import _inspect_private
 from inspect_tinker_bridge.errors import (
+    EnvironmentConfigError,
     InvalidTaskError,
     TaskArgumentsError,
     TaskError,
     TaskNotFoundError,
+    require_counts,
 )
 
 __all__ = [
+    "SUBMIT_INSTRUCTION",
+    "AgentOptions",
     "InspectTaskInfo",
     "TaskLike",
     "load_inspect_task",
+    "with_agent",
 ]
 
 
@@ -194,8 +206,10 @@ def _missing_file(path: Path) -> str:
 def _unknown_registered(spec: str) -> str:
     package, slash, _ = spec.partition("/")
     names = _inspect_private.registered_names()
-    near = [name for name in names if slash and name.startswith(f"{package}/")]
-    known = _listed(near or names) or "none; install the package that provides it"
+    near = difflib.get_close_matches(spec, names, n=5)
+    of_package = [name for name in names if slash and name.startswith(f"{package}/")] or names
+    others = [name for name in of_package if name not in near]
+    known = _listed([*near, *others]) or "none; install the package that provides it"
     hint = " (name a file as file.py@name)"
     return f"no task is registered as {spec!r}{hint}; registered tasks: {known}"
 
@@ -245,3 +259,71 @@ def _describe(task: TaskLike) -> str:
     if isinstance(task, str):
         return f"the task {task!r}"
     return f"the task function {getattr(task, '__name__', task)!r}"
+
+
+# The agent of `env_type="multi_turn"`: bash, python and submit. The task's own solver runs unchanged, with
+# its `generate()` replaced by the whole agent. So whatever it does with the answer, such as marking choices,
+# it does with the submitted one.
+
+SUBMIT_INSTRUCTION = "You must call submit() when you are done to complete the task."
+"""Default instruction about the submit tool in the system message."""
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """Options of the agent."""
+
+    submit_instruction: str | None = SUBMIT_INSTRUCTION
+    """Appended to the task's system message, or added as one; None adds nothing."""
+
+    tool_timeout_s: int = 180
+    """Time limit of one bash or python call in seconds; a timeout is a tool result that says so."""
+
+    def __post_init__(self) -> None:
+        """Raises EnvironmentConfigError for a time limit below 1, or an instruction that is not a text."""
+        require_counts(tool_timeout=self.tool_timeout_s)
+        if type(self.submit_instruction) not in (str, NoneType):
+            raise EnvironmentConfigError(f"submit_instruction is {self.submit_instruction!r}, not a text")
+
+
+@solver
+def with_agent(own: Solver, options: AgentOptions) -> Solver:
+    """Run `own` with an agent as its `generate`. A solver that calls the model directly still does."""
+
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        async def run_agent(
+            state: TaskState, tool_calls: object = "loop", **kwargs: Unpack[GenerateConfigArgs]
+        ) -> TaskState:
+            _instruct(state, options.submit_instruction)
+            agent = react(
+                prompt=None,
+                tools=_tools(state, options.tool_timeout_s),
+                submit=AgentSubmit(answer_only=True, keep_in_messages=True),
+            )
+            return await as_solver(agent)(state, generate)
+
+        return await own(state, run_agent)
+
+    return solve
+
+
+def _tools(state: TaskState, timeout_s: int) -> list[Tool]:
+    """The state's tools, plus bash and python unless it has tools with these names."""
+    own = list(state.tools)
+    names = {ToolDef(tool).name for tool in own}
+    ready = {"bash": bash(timeout=timeout_s), "python": python(timeout=timeout_s)}
+    return [*own, *(tool for name, tool in ready.items() if name not in names)]
+
+
+def _instruct(state: TaskState, instruction: str | None) -> None:
+    """Keep a single system message: chat templates differ in how they treat a second one.
+
+    A solver that generates again finds it there, and the prompt extends the one before.
+    """
+    first = state.messages[0] if state.messages else None
+    if not instruction or (isinstance(first, ChatMessageSystem) and first.text.endswith(instruction)):
+        return
+    if isinstance(first, ChatMessageSystem):
+        state.messages[0] = ChatMessageSystem(content=f"{first.text}\n\n{instruction}")
+    else:
+        state.messages.insert(0, ChatMessageSystem(content=instruction))

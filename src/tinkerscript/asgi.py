@@ -1,9 +1,5 @@
-"""What every HTTP endpoint shares: `Caller` for model requests, fast JSON routes, refusals, the body limit.
-
-A `Caller` is one HTTP request for the model and the way to reply to it: key, body, replies, events, and
-noticing a disconnect. Fast routes have a JSON body and a JSON reply; FastAPI documents them like all others,
-but they are answered before its routing, with pydantic's own JSON parser and writer, in about half the
-processor time (`bench/interchange.py`).
+"""What every HTTP endpoint shares: `Caller` for model requests, routes that are answered before FastAPI's,
+refusals, the limit on bodies, and `SiteGuard`, which keeps the web pages of other sites out.
 
 Invariants: one reply per request, and no status after the first event of a stream. Every refusal has a status
 for the caller's retry logic and the reason in words: a `RefusalResponse`, or under a given path prefix the
@@ -13,10 +9,13 @@ error object of that API; one that asks for a retry says when.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, get_type_hints
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -38,6 +37,7 @@ from tinkerscript.errors import (
     UnknownEpisodeError,
     UnknownWeightsError,
 )
+from tinkerscript.limits import REASON_CHARS
 from tinkerscript.protocol import RefusalResponse
 
 T = TypeVar("T")
@@ -89,14 +89,11 @@ class Caller:
 
     @property
     def key(self) -> str:
-        """The API key, as OpenAI's or Anthropic's clients send it. Raises GatewayError 401."""
+        """The API key, as OpenAI's or Anthropic's clients send it; empty without one."""
         if given := self.headers.get("x-api-key", "").strip():
             return given
         scheme, _, key = self.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key:
-            message = "send the claim's API key as `Authorization: Bearer KEY` or `x-api-key: KEY`"
-            raise GatewayError(401, "invalid_api_key", message)
-        return key.strip()
+        return key.strip() if scheme.lower() == "bearer" else ""
 
     async def body(self) -> bytes:
         """The whole body. Raises CallerDisconnectedError, and GatewayError 413 if it is too long."""
@@ -203,25 +200,6 @@ async def _until_disconnect(receive: Receive) -> None:
 Responder = Callable[[Caller], Awaitable[None]]
 
 
-class ModelRoutes:
-    """ASGI middleware that serves its routes, and passes everything else on.
-
-    FastAPI documents the same routes; its routing would cost as much as the rest of a short call.
-    """
-
-    def __init__(self, app: ASGIApp, *, routes: Mapping[str, Responder]) -> None:
-        """`routes`: whole path -> responder to a POST."""
-        self._app = app
-        self._routes = routes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = self._routes.get(scope["path"]) if scope["type"] == "http" else None
-        if answer is None or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-        else:
-            await _serve(answer, scope, receive, send)
-
-
 class Deferred(Response):
     """A FastAPI response that lets a responder reply by itself; FastAPI documents the route."""
 
@@ -242,8 +220,7 @@ async def _serve(answer: Responder, scope: Scope, receive: Receive, send: Send) 
 
 
 FastHandler = Callable[..., Awaitable[BaseModel | Response]]
-"""`async (body: Model, request: Request) -> Model | Response`; without `body` it reads what is not JSON
-itself."""
+"""`async (body: Model, request: Request) -> Model | Response`, or without `body` if it is not JSON."""
 
 
 Authorize = Callable[[Scope], None]
@@ -251,7 +228,7 @@ Authorize = Callable[[Scope], None]
 
 
 class FastRoute(NamedTuple):
-    """What answers a path, for whom."""
+    """What answers `POST` to a path, and for whom."""
 
     handler: FastHandler
     authorize: Authorize
@@ -260,7 +237,7 @@ class FastRoute(NamedTuple):
 
 
 def fast_router(routes: Mapping[str, FastRoute], *, tags: list[str]) -> APIRouter:
-    """Documents `POST path` for each path in `routes`, which `FastRoutes` answers."""
+    """The documentation of `routes`, which `DirectRoutes` answers."""
     router = APIRouter(tags=list(tags))
     for path, route in routes.items():
         router.post(path, openapi_extra=route.openapi_extra)(route.handler)
@@ -278,22 +255,50 @@ class _FastRequest(Request):
         return self._whole
 
 
-class FastRoutes:
-    """ASGI middleware that answers its own paths and passes all other requests on."""
+class DirectRoutes:
+    """ASGI middleware that answers the requests that programs send all the time, and passes on all others.
 
-    def __init__(self, app: ASGIApp, *, routes: Mapping[str, FastRoute], refusals: Refusals) -> None:
+    FastAPI documents the same routes from the same list. Its routing, dependencies and validation would take
+    more time than most of these requests themselves (`bench/interchange.py`).
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        fast: Mapping[str, FastRoute],
+        models: Mapping[str, Responder],
+        refusals: Refusals,
+    ) -> None:
+        """`fast` and `models`: path -> what answers a `POST` to it."""
         self._app = app
-        self._routes = {path: (route, _parser_of(route.handler)) for path, route in routes.items()}
+        self._fast = {path: (route, _parser_of(route.handler)) for path, route in fast.items()}
+        self._models = models
         self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = self._routes.get(scope["path"]) if scope["type"] == "http" else None
-        if route is None or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
+        if scope["type"] == "http" and scope["method"] == "POST":
+            if (responder := self._models.get(scope["path"])) is not None:
+                await _serve(responder, scope, receive, send)
+                return
+            if (found := self._fast.get(scope["path"])) is not None:
+                await self._answer(*found, scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    async def _answer(
+        self,
+        route: FastRoute,
+        parse: Callable[[bytes], BaseModel] | None,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         request = _FastRequest(scope, receive)
         try:
-            reply = await self._answer(request, *route)
+            route.authorize(scope)
+            arguments = (request,) if parse is None else (parse(await request.body()), request)
+            reply = await route.handler(*arguments)
         except ClientDisconnect:
             return
         except (InterchangeError, RequestValidationError, HTTPException) as error:
@@ -301,20 +306,7 @@ class FastRoutes:
         if isinstance(reply, Response):
             await reply(scope, receive, send)
         else:
-            await _send_json(send, reply, 200, {})
-
-    async def _answer(
-        self, request: Request, route: FastRoute, parse: Callable[[bytes], BaseModel] | None
-    ) -> Response | bytes:
-        """Another response, or the JSON of the reply."""
-        route.authorize(request.scope)
-        if parse is None:
-            reply = await route.handler(request)
-        else:
-            reply = await route.handler(parse(await request.body()), request)
-        if isinstance(reply, Response):
-            return reply
-        return reply.__pydantic_serializer__.to_json(reply)
+            await _send_json(send, reply.__pydantic_serializer__.to_json(reply), 200, {})
 
 
 def _parser_of(handler: FastHandler) -> Callable[[bytes], BaseModel] | None:
@@ -399,7 +391,7 @@ class Refusals:
             headers["Retry-After"] = str(math.ceil(retry_after_s))
         path = request.url.path
         body = next((body for prefix, body in self._bodies.items() if path.startswith(prefix)), _plain_body)
-        return JSONResponse(body(status, reason), status, headers)
+        return JSONResponse(body(status, reason[:REASON_CHARS]), status, headers)
 
 
 def _plain_body(status: int, reason: str) -> dict[str, Any]:
@@ -411,27 +403,6 @@ def _explain(item: Mapping[str, Any]) -> str:
         return f"the body is not valid JSON: {item['ctx']['error']}"
     field = ".".join(str(part) for part in item["loc"][1:]) or "the body"
     return f"{field}: {item['msg']}"
-
-
-class ForMembers:
-    """ASGI middleware that lets only authorized requests to some paths."""
-
-    def __init__(
-        self, app: ASGIApp, *, paths: Collection[str], authorize: Authorize, refusals: Refusals
-    ) -> None:
-        self._app = app
-        self._paths = paths
-        self._authorize = authorize
-        self._refusals = refusals
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] in self._paths:
-            try:
-                self._authorize(scope)
-            except UnauthorizedError as error:
-                await self._refusals.answer(Request(scope), error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 class BodyLimit:
@@ -474,6 +445,112 @@ class BodyLimit:
         )
 
 
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+JSON = b"application/json"
+
+
+def problem_with_site(scope: Scope, *, any_host: bool) -> str:
+    """Why a request may be the work of another site's web page; empty if it cannot be.
+
+    A browser says from which site a request comes, and its Host header has the name under which the page
+    knows this server. A page whose own name resolves to this machine (DNS rebinding) is caught by the name
+    alone: `any_host` may be true only where every request needs a secret.
+    """
+    headers = dict(scope["headers"])
+    host = headers.get(b"host", b"")
+    if not any_host and not _is_this_machine(host):
+        return (
+            f"without tokens this server answers to localhost, 127.0.0.1 and ::1 only, not to "
+            f"{host.decode('latin-1')!r}, so that no web page reaches it under a name of its own; with "
+            "tokens it answers to any name (docs/security.md)"
+        )
+    site = headers.get(b"sec-fetch-site")
+    origin = headers.get(b"origin")
+    if (origin is None and site is None) or site == b"same-origin":  # No script can set it.
+        return ""
+    if scope["method"] in SAFE_METHODS:
+        # A link from elsewhere may be followed. What only a script would load may not be.
+        is_foreign = site == b"cross-site" and headers.get(b"sec-fetch-mode") != b"navigate"
+    else:
+        own = headers.get(b"x-forwarded-host", host)
+        is_foreign = site == b"cross-site" or (origin is not None and _netloc(origin) != own)
+    if not is_foreign:
+        return ""
+    whence = (origin or b"a web page").decode("latin-1")
+    return (
+        f"the request comes from another site: {whence}, not {host.decode('latin-1')}; a proxy before this "
+        "server has to pass the Host header on"
+    )
+
+
+@lru_cache(maxsize=1024)
+def _is_this_machine(host: bytes) -> bool:
+    """Whether a Host header has a name that no other site can have."""
+    try:
+        return is_loopback((urlsplit(f"//{host.decode('ascii')}").hostname or "").lower())
+    except ValueError:
+        return False
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _netloc(origin: bytes) -> bytes:
+    """The name and port of an Origin header; empty if it has none."""
+    return origin.partition(b"://")[2]
+
+
+def problem_with_body(scope: Scope) -> str:
+    """Why the body may be a form or a text, which any web page may send; empty for JSON or no body."""
+    headers = dict(scope["headers"])
+    kind = headers.get(b"content-type")
+    if kind == JSON or scope["method"] in SAFE_METHODS:
+        return ""
+    if kind is None:
+        has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        return "send the body with 'Content-Type: application/json'" if has_body else ""
+    media = kind.partition(b";")[0].strip().lower()
+    if media == JSON or media.endswith(b"+json"):
+        return ""
+    return f"the body must be JSON, with 'Content-Type: application/json', not {kind.decode('latin-1')!r}"
+
+
+class SiteGuard:
+    """ASGI middleware that refuses what another site's web page makes a browser send."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        any_host: bool,
+        refusals: Refusals,
+        binary: Collection[str] = (),
+    ) -> None:
+        """`any_host`: see `problem_with_site`; `binary`: paths whose body is not JSON, under a secret."""
+        self._app = app
+        self._any_host = any_host
+        self._refusals = refusals
+        self._binary = binary
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            status, problem = 403, problem_with_site(scope, any_host=self._any_host)
+            if not problem and scope["path"] not in self._binary:
+                status, problem = 415, problem_with_body(scope)
+            if problem:
+                await self._refusals.refuse(Request(scope), status, problem)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
 def in_front(
     app: ASGIApp,
     *,
@@ -482,10 +559,7 @@ def in_front(
     max_body_bytes: int,
     refusals: Refusals,
 ) -> ASGIApp:
-    """`app` behind a limit on bodies and the routes that programs call all the time.
-
-    Those never enter `app`: FastAPI's own layers cost as much as the shortest requests themselves.
-    """
-    routed = ModelRoutes(FastRoutes(app, routes=fast, refusals=refusals), routes=models)
+    """`app` behind a limit on bodies and the routes that never enter it."""
+    routed = DirectRoutes(app, fast=fast, models=models, refusals=refusals)
     limited = BodyLimit(routed, max_body_bytes, refusals)
     return ServerErrorMiddleware(limited, handler=refusals.handle)

@@ -6,6 +6,7 @@
     │   ├── ServerUnreachableError   no response from the interchange server
     │   ├── NoEpisodeError           nothing to claim within the given time
     │   ├── RunFinishedError         nothing to claim, ever: the trainer has finished its run
+    │   │   └── RunFailedError       the same, because the run has failed
     │   ├── ClaimLostError           the claim no longer holds the episode's lease
     │   ├── ClientClosedError        the client was closed while it waited
     │   └── RequestRefusedError      the server understood the request and refused it
@@ -56,6 +57,7 @@ __all__ = [
     "NotTheOwnerError",
     "QuotaError",
     "RequestRefusedError",
+    "RunFailedError",
     "RunFinishedError",
     "ServerUnreachableError",
     "StoreError",
@@ -98,6 +100,10 @@ class NoEpisodeError(ClientError):
 
 class RunFinishedError(ClientError):
     """The trainer has finished its run, so there is nothing to claim any more."""
+
+
+class RunFailedError(RunFinishedError):
+    """The run has failed, and its server ends with it."""
 
 
 class ClaimLostError(ClientError):

@@ -1,4 +1,4 @@
-"""Writing files atomically, and reading YAML that may be hostile.
+"""Writing files atomically, the identity that a run's files carry, and reading YAML that may be hostile.
 
 Invariants: a reader finds a file's old content or its new one, whenever a process dies. Reading YAML takes
 bounded time, runs no code, and gives plain data of bounded size or a ConfigError.
@@ -6,8 +6,11 @@ bounded time, runs no code, and gives plain data of bounded size or a ConfigErro
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import sqlite3
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +22,62 @@ from tinkerscript.errors import ConfigError
 def write_atomically(path: Path, text: str, *, durable: bool = False) -> None:
     """Replace a file's content. `durable`: sync it to disk before returning."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    draft.replace(path)
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:  # The disk may be full, and a draft would take what room is left.
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, value: object) -> None:
     """Replace a JSON file's content atomically."""
     write_atomically(path, json.dumps(value, indent=2) + "\n")
+
+
+RUN_ID = "run_id"
+"""File in a run's folder with its identity, which its journal, databases and checkpoints carry too."""
+
+_STAMP_AT = 68
+"""Where an SQLite file has its `application_id`, of 4 bytes."""
+
+
+def stamp(database: sqlite3.Connection, path: Path) -> None:
+    """Mark a database without a mark as one of the run in whose folder it is.
+
+    Call it before the database has a write-ahead log, so that the mark is in the file itself.
+    """
+    with suppress(FileNotFoundError):
+        run_id = (path.parent / RUN_ID).read_text(encoding="utf-8")
+        if database.execute("PRAGMA application_id").fetchone() == (0,):
+            database.execute(f"PRAGMA application_id = {_stamp_of(run_id)}")
+
+
+def is_foreign(path: Path, run_id: str) -> bool:
+    """Whether a database has the mark of another run than `run_id`. One without a mark does not."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        file.seek(_STAMP_AT)
+        return int.from_bytes(file.read(4)) not in (0, _stamp_of(run_id))
+    return False
+
+
+def _stamp_of(run_id: str) -> int:
+    return 1 + int(run_id[:7], 16)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error, or what caused it, says that a disk has no room."""
+    causes = [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
+    return (
+        (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))
+        or getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+        or os.strerror(errno.ENOSPC) in str(error)  # Of libraries that have no errno.
+        or any(is_disk_full(cause) for cause in causes if cause is not None)
+    )
 
 
 def followed(path: Path) -> Path:

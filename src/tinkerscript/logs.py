@@ -12,13 +12,17 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Generator, Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Literal
+
+from tinkerscript.limits import LOG_CHARS, LOG_LINES
 
 LogFormat = Literal["text", "json"]
 
@@ -76,6 +80,7 @@ def start_logging(format: LogFormat | None = None, *, environ: Mapping[str, str]
 def log_to(stream: IO[str], format: LogFormat, *, environ: Mapping[str, str] = os.environ) -> logging.Handler:
     """Log to `stream` too."""
     handler = logging.StreamHandler(stream)
+    handler.addFilter(FloodFilter())
     handler.setFormatter((JsonFormatter if format == "json" else TextFormatter)(secrets_of(environ)))
     root = logging.getLogger()
     root.addHandler(handler)
@@ -113,13 +118,46 @@ def fields_of(record: logging.LogRecord) -> dict[str, object]:
     return {name: known[name] for name in FIELDS if name in known}
 
 
+MORE_LEFT_OUT = " (further lines like this one are left out for a minute)"
+
+
+class FloodFilter(logging.Filter):
+    """Lets so many warnings of one kind pass in a minute: whoever causes them must not fill the disk."""
+
+    def __init__(self, lines: int = LOG_LINES, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._lines = lines
+        self._clock = clock
+        self._minute = 0
+        self._seen: Counter[tuple[str, str]] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        if (minute := int(self._clock() // 60)) != self._minute:
+            self._minute = minute
+            self._seen.clear()
+        kind = (record.name, str(record.msg)[:100])
+        self._seen[kind] += 1
+        if self._seen[kind] == self._lines:
+            record.more = MORE_LEFT_OUT
+        return self._seen[kind] <= self._lines
+
+
 class _Formatter(logging.Formatter):
     def __init__(self, secrets: list[str]) -> None:
         super().__init__()
         self._secrets = sorted(secrets, key=len, reverse=True)
 
+    def message(self, record: logging.LogRecord) -> str:
+        """What the record says; the last of its kind for a while says that too."""
+        return self.safe(record.getMessage()) + getattr(record, "more", "")
+
     def safe(self, text: str) -> str:
-        """`text` without secrets."""
+        """`text` without secrets, and not longer than a line may be."""
+        return self._without_secrets(text[:LOG_CHARS])
+
+    def _without_secrets(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, "[secret]")
         return _KEYS.sub("[secret]", text)
@@ -128,7 +166,8 @@ class _Formatter(logging.Formatter):
         """Empty for a record without one."""
         if record.exc_info and not record.exc_text:
             record.exc_text = self.formatException(record.exc_info)
-        return self.safe(record.exc_text or "")
+        text = record.exc_text or ""
+        return "\n".join(map(self.safe, text.splitlines()[-LOG_LINES:]))
 
 
 class TextFormatter(_Formatter):
@@ -138,7 +177,7 @@ class TextFormatter(_Formatter):
         shown = {name: value for name, value in fields_of(record).items() if name != "claim"}
         fields = " ".join(f"{name}={escaped(str(value))}" for name, value in shown.items())
         head = f"{self.formatTime(record)} {record.levelname} {record.name}: "
-        line = head + escaped(self.safe(record.getMessage())) + (f" [{self.safe(fields)}]" if fields else "")
+        line = head + escaped(self.message(record)) + (f" [{self.safe(fields)}]" if fields else "")
         lines = [escaped(each) for each in self.traceback(record).splitlines()]
         return "\n".join([line, *(f"    {each}" for each in lines)])
 
@@ -151,13 +190,13 @@ class JsonFormatter(_Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
-            "message": self.safe(record.getMessage()),
+            "message": self.message(record),
             "pid": record.process,
             **fields_of(record),
         }
         if trace := self.traceback(record):
             values["traceback"] = trace
-        return self.safe(json.dumps(values))  # ASCII alone: no line break of any kind is left.
+        return self._without_secrets(json.dumps(values))  # ASCII alone: no line break of any kind is left.
 
 
 def escaped(text: str) -> str:

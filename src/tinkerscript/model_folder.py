@@ -76,6 +76,8 @@ def model_folder(model: str, *, weights: bool = False, note: Callable[[str], Non
     hub = None if model == "tiny" or local.exists() else _HUB_ID.fullmatch(model)
     folder = _fetched(hub[1], hub[2], weights, note) if hub else local
     place = f"{model!r} in the Hugging Face Hub" if hub else repr(model)
+    if not hub:
+        _check_local(folder, model)
     for name in ("config.json", "tokenizer.json"):
         if name == "config.json" and base_of_adapter(folder, note=note):
             continue
@@ -85,6 +87,24 @@ def model_folder(model: str, *, weights: bool = False, note: Callable[[str], Non
                 "model, or the id of one in the Hugging Face Hub, such as Qwen/Qwen3-8B"
             )
     return folder
+
+
+def _check_local(folder: Path, model: str) -> None:
+    """Raises ConfigError for a path that is no folder."""
+    if folder.is_dir():
+        return
+    if folder.suffix == ".gguf":
+        raise ConfigError(
+            f"engine.model: {model!r} is a GGUF file, whose weights do not train: give the folder of the "
+            "model that it was made from, or one that AutoModelForCausalLM.from_pretrained(..., "
+            "gguf_file=...) and save_pretrained make of it"
+        )
+    what = "is a file" if folder.exists() else "does not exist"
+    raise ConfigError(
+        f"engine.model: {model!r} {what}; give 'tiny', the folder of a Hugging Face causal model "
+        "(config.json, tokenizer.json, weights), or the id of one in the Hugging Face Hub, such as "
+        "Qwen/Qwen3-8B"
+    )
 
 
 def pinned_model(model: str, *, note: Callable[[str], None] = logger.info) -> str:

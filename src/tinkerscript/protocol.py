@@ -11,13 +11,12 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
+from tinkerscript import limits
 from tinkerscript.errors import MAX_REWARD
 
 __all__ = [
     "DEFAULT_ALLOW_DISCARD_TIMEOUT_S",
     "HANDED_BACK",
-    "MAX_ID_CHARS",
-    "MAX_METRIC",
     "NO_EPISODES",
     "RUN_FINISHED",
     "TRAINER_POOL",
@@ -33,7 +32,6 @@ __all__ = [
     "ClaimType",
     "DeadLetter",
     "EndEpisodeRequest",
-    "EndEpisodeResponse",
     "EngineStatus",
     "EngineStatusResponse",
     "EpisodeClaim",
@@ -58,12 +56,12 @@ __all__ = [
     "ReadyResponse",
     "RefusalResponse",
     "RegisterEpisodeRequest",
-    "RegisterEpisodeResponse",
     "RegisterEpisodesRequest",
     "RegisterEpisodesResponse",
     "ReplayLatestCallRequest",
     "ReplayLatestCallResponse",
     "StartEngineRequest",
+    "StopClientRequest",
     "SuccessResponse",
     "SyncTrainConfigRequest",
     "SyncTrainConfigResponse",
@@ -108,22 +106,13 @@ DEFAULT_ALLOW_DISCARD_TIMEOUT_S = 60.0
 MAX_COUNT = 10**12
 """Of what a worker reports of itself."""
 
-MAX_ID_CHARS = 200
-"""Length limit of a uuid, a client's name or a task id."""
-
-MAX_METRIC = 1e15
-"""Largest magnitude of a metric, after a list is averaged."""
-
-MAX_METRICS = 256
-"""Metrics of one result."""
-
 POLICY = "policy"
 """The name by which every program can request the model being trained."""
 
 TRAINER_POOL = ""
 """The pool of episodes that the trainer registered."""
 
-EpisodeId = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+EpisodeId = Annotated[str, Field(min_length=1, max_length=limits.ID_CHARS)]
 
 
 class Message(BaseModel):
@@ -158,14 +147,16 @@ def _flat_metrics(value: object) -> object:
     flat = dict[str, object]()
     for name, number in _numbers(cast("dict[str, object]", value), "", 0):
         flat[name] = number
-        if len(flat) > MAX_METRICS:
-            raise ValueError(f"a result has at most {MAX_METRICS} metrics")
+        if len(flat) > limits.METRICS.limit:
+            raise ValueError(f"a result has at most {limits.METRICS.limit} metrics; report fewer")
+        if len(name) > limits.METRIC_NAME.limit:
+            raise ValueError(f"a metric's name has at most {limits.METRIC_NAME.limit} characters; shorten it")
     return flat
 
 
 def _numbers(metrics: dict[str, object], prefix: str, depth: int) -> Iterator[tuple[str, object]]:
-    if depth > 4:
-        raise ValueError("metrics are nested too deeply")
+    if depth >= limits.METRIC_DEPTH.limit:
+        raise ValueError(f"metrics are nested at most {limits.METRIC_DEPTH.limit} deep; flatten them")
     for name, value in metrics.items():
         if isinstance(value, dict):
             yield from _numbers(cast("dict[str, object]", value), f"{prefix}{name}/", depth + 1)
@@ -194,7 +185,7 @@ class WorkflowOutput(Message):
     in place of `reward`, and as `policy` for the policy itself. Each at most 1e6 in magnitude."""
 
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
-    """Anything to keep with the result; `interchange_server.max_metadata_bytes` limits the whole output."""
+    """Anything to keep with the result; the whole output may have 1 MiB as JSON."""
 
     log_metrics: Annotated[dict[str, float], BeforeValidator(_flat_metrics)] = Field(default_factory=dict)
     """Numbers that the trainer averages and logs, at most 1e15 in magnitude. A list of numbers becomes its
@@ -211,23 +202,23 @@ class RegisterEpisodeRequest(Message):
     episode_uuid: EpisodeId
     """The episode's id, unique across all pools."""
 
-    client_uuid: str = Field(default="", max_length=MAX_ID_CHARS)
+    client_uuid: str = Field(default="", max_length=limits.ID_CHARS)
     """Who registers, which is also the name of the pool. Only the admin may leave it empty (the trainer's
     pool)."""
 
     episode_type: EpisodeType = "train"
     """Whether its result may be trained on."""
 
-    task_id: str = Field(default="", max_length=MAX_ID_CHARS)
+    task_id: str = Field(default="", max_length=limits.ID_CHARS)
     """Identifies the sample: episodes with the same `task_id` in a pool form a group."""
 
-    group_id: str = Field(default="", max_length=2 * MAX_ID_CHARS)
+    group_id: str = Field(default="", max_length=2 * limits.ID_CHARS)
     """Full name of the group; if empty, it is derived from pool and `task_id`."""
 
-    group_size: int = Field(default=0, ge=0, le=100_000)
+    group_size: int = Field(default=0, ge=0, le=limits.GROUP_SIZE.limit)
     """Total number of episodes in the group; 0 means the trainer's `training.group_size`."""
 
-    copies: int = Field(default=1, ge=1, le=1024)
+    copies: int = Field(default=1, ge=1, le=limits.COPIES.limit)
     """Episodes of the sample to register at once, for as many clients: this one, and `EPISODE#2` and so on.
     They form a group, whose size it is unless `group_size` says another."""
 
@@ -244,20 +235,10 @@ class RegisterEpisodeRequest(Message):
     """First version only; ignored, since all results use one link."""
 
 
-class RegisterEpisodeResponse(Message):
-    """Reply to `/register_episode`."""
-
-    success: bool
-    """Whether the episode is stored."""
-
-    failure_reason: str = ""
-    """Why not; empty on success."""
-
-
 class RegisterEpisodesRequest(Message):
     """`POST /register_episodes`: register many episodes with one request and one commit. Idempotent."""
 
-    episodes: list[RegisterEpisodeRequest] = Field(max_length=1000)
+    episodes: list[RegisterEpisodeRequest] = Field(max_length=limits.REGISTRATIONS.limit)
     """What `/register_episode` takes; each is registered or refused independently."""
 
 
@@ -275,6 +256,17 @@ class RegisterEpisodesResponse(Message):
 
     retry_after_s: float = 0.0
     """If some were refused only because a quota is used up: seconds to wait before sending them again."""
+
+
+class _OfAClaim(Message):
+    """Base of the requests of one claim, which its key names (`Authorization: Bearer`)."""
+
+    client_uuid: str = ""
+    """Who asks. Not compared: the key alone counts."""
+
+    episode_uuid: str = ""
+    """The episode, or the alias under which it was claimed. May be left out; otherwise the key has to be of
+    it."""
 
 
 class IsEpisodeClaimedRequest(Message):
@@ -297,14 +289,8 @@ class IsEpisodeClaimedResponse(Message):
     """Its state; empty for an episode that this server does not hold."""
 
 
-class ReplayLatestCallRequest(Message):
+class ReplayLatestCallRequest(_OfAClaim):
     """`POST /replay_latest_llm_call`: with the key of a claim, or as the admin of any episode."""
-
-    client_uuid: str = ""
-    """Who asks; not compared."""
-
-    episode_uuid: str = ""
-    """The episode; may be left out with a claim's key."""
 
 
 class ReplayLatestCallResponse(Message):
@@ -342,8 +328,7 @@ class BatchProgressResponse(Message):
     """What the batch is for, such as `step 3`."""
 
     rule: str = ""
-    """When it is complete: after enough `groups`, `differing_groups` or `episodes`
-    (`training.batch_rule`)."""
+    """When it is complete: after enough `groups` or `differing_groups` (`training.batch_rule`)."""
 
     needed: int = 0
     """How many of them it needs."""
@@ -375,26 +360,26 @@ class ClaimEpisodeRequest(Message):
     )
     """Which type of episodes to claim. `default`, as the first version has it, is `any`."""
 
-    pool: str = Field(default=TRAINER_POOL, max_length=MAX_ID_CHARS)
+    pool: str = Field(default=TRAINER_POOL, max_length=limits.ID_CHARS)
     """Whose episodes: empty for the trainer's, or the `client_uuid` of the client that registered them."""
 
-    claim_request_id: str = Field(default="", max_length=MAX_ID_CHARS)
+    claim_request_id: str = Field(default="", max_length=limits.ID_CHARS)
     """Unique per request and the same for its retries, which get the same claims and keys. Empty (the first
     version) makes a retry a new request."""
 
     allow_discard_timeout: float = Field(
         default=DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
         gt=0,
-        le=86_400,
+        le=limits.LEASE_S.limit,
         validation_alias=AliasChoices("allow_discard_timeout", "discard_episode_timeout"),
     )
     """Seconds without activity after which the claim's lease expires. Model calls and heartbeats renew it.
     The first version's later clients call it `discard_episode_timeout`."""
 
-    wait_s: float = Field(default=0.0, ge=0, le=60)
+    wait_s: float = Field(default=0.0, ge=0, le=limits.WAIT_S.limit)
     """Seconds that the server may hold the request until an episode is available."""
 
-    max_episodes: int = Field(default=1, ge=1, le=256)
+    max_episodes: int = Field(default=1, ge=1, le=limits.EPISODES.limit)
     """Maximum number of episodes to claim; all but the first are in the reply's `more`."""
 
     sends_key: bool = False
@@ -469,18 +454,8 @@ class ClaimEpisodeResponse(EpisodeClaim):
     """On failure: seconds to wait before asking again."""
 
     run_finished: bool = False
-    """On failure: the run is finished, and nothing will be there to claim. A worker can end."""
-
-
-class _OfAClaim(Message):
-    """Base of the requests of one claim, which its key names (`Authorization: Bearer`)."""
-
-    client_uuid: str = ""
-    """Who asks. Not compared: the key alone counts."""
-
-    episode_uuid: str = ""
-    """The episode, or the alias under which it was claimed. May be left out; otherwise the key has to be of
-    it."""
+    """On failure: the run is over, finished or failed, and nothing will be there to claim. A worker can
+    end."""
 
 
 class EndEpisodeRequest(_OfAClaim):
@@ -489,15 +464,9 @@ class EndEpisodeRequest(_OfAClaim):
     workflow_output: WorkflowOutput
     """The result; a retry must send the same one."""
 
-
-class EndEpisodeResponse(Message):
-    """Reply to `/end_episode`."""
-
-    success: bool
-    """Whether the result is stored."""
-
-    failure_reason: str = ""
-    """Why not; empty on success."""
+    task_id: str = Field(default="", max_length=limits.ID_CHARS)
+    """The task that the program worked on, if it chose one itself, as AgentJet's clients do. Rewards are
+    compared within a group, so all results of a group must name the same task (409 otherwise)."""
 
 
 class AbortEpisodeRequest(_OfAClaim):
@@ -534,13 +503,13 @@ class CanContinueEpisodeResponse(Message):
 class WorkerReport(Message):
     """What a worker process has done since it started, for `/metrics`, which has the sums of all workers."""
 
-    process: str = Field(max_length=MAX_ID_CHARS)
+    process: str = Field(max_length=limits.ID_CHARS)
     """Unique to the process: its counts begin with 0."""
 
-    concurrency: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    concurrency: Annotated[int, Field(ge=0, le=limits.WORKERS_AT_ONCE.limit)] = 0
     """Episodes that it runs at once, at most."""
 
-    running: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    running: Annotated[int, Field(ge=0, le=limits.WORKERS_AT_ONCE.limit)] = 0
     """Episodes that it runs now."""
 
     ended: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
@@ -569,7 +538,7 @@ class AwaitRunEndRequest(Message):
     """Who asks. A server that is stopped after the run's end waits, for a moment, until it has told all who
     asked lately."""
 
-    wait_s: float = Field(default=0.0, ge=0, le=60)
+    wait_s: float = Field(default=0.0, ge=0, le=limits.WAIT_S.limit)
     """Seconds that the server may hold the request until the run is finished."""
 
     report: WorkerReport | None = None
@@ -580,7 +549,10 @@ class AwaitRunEndResponse(Message):
     """Reply to `/await_run_end`."""
 
     run_finished: bool
-    """Whether the run is finished: there will be no more episodes, and results no longer count."""
+    """Whether the run is over: there will be no more episodes, and results no longer count."""
+
+    fail_cause: str = ""
+    """Why it is over, as a claim would say it: `The run is finished.`, or why it failed."""
 
 
 class EpisodeCounts(Message):
@@ -603,11 +575,24 @@ class EpisodeCounts(Message):
     """Ended without a result, whether acknowledged or not."""
 
 
-class EpisodeStatus(Message):
-    """One episode as shown by `/get_episode_buffer` and `/failed_episodes`. Contains no secrets."""
+class _ShownEpisode(Message):
+    """Base of what shows an episode. Contains no secrets."""
 
     episode_uuid: str
     """The episode."""
+
+    group_id: str = ""
+    """The group of episodes it is compared with."""
+
+    episode_type: EpisodeType
+    """Whether its result may be trained on."""
+
+    pool: str = TRAINER_POOL
+    """Whose episode: empty for the trainer's, or the client that registered it."""
+
+
+class EpisodeStatus(_ShownEpisode):
+    """One episode as shown by `/get_episode_buffer` and `/failed_episodes`."""
 
     client_uuid: str = ""
     """Owner of the last claim; empty before the first."""
@@ -635,15 +620,6 @@ class EpisodeStatus(Message):
 
     attempt: int = 0
     """Number of the last claim; 0 before the first."""
-
-    episode_type: EpisodeType
-    """Whether its result may be trained on."""
-
-    pool: str = TRAINER_POOL
-    """Whose episode: empty for the trainer's, or the client that registered it."""
-
-    group_id: str = ""
-    """The group of episodes it is compared with."""
 
     policy_version: int | None = None
     """Policy version at the last claim; None before the first."""
@@ -705,8 +681,8 @@ class FailedEpisodesReply(Message):
     """Uuid -> reason, for the others."""
 
 
-class EngineStatusResponse(Message):
-    """`GET /get_engine_status`."""
+class _EngineState(Message):
+    """Base of what shows the engine and how many episodes there are."""
 
     engine_status: EngineStatus
     """State of the engine. Episodes are handed out in ENGINE.ROLLING."""
@@ -717,11 +693,24 @@ class EngineStatusResponse(Message):
     global_step: int
     """Number of completed training steps."""
 
-    model: str
-    """Name of the model; empty before the first trainer connects."""
+    trainer_connected: bool
+    """Whether a trainer is connected."""
+
+    run_finished: bool = False
+    """Whether the trainer has finished its run. Claims are then answered at once, also in long polls."""
+
+    failure: str = ""
+    """Why the engine is offline, if its trainer failed: at the start or in the middle of a run."""
 
     episodes: dict[EpisodeType, EpisodeCounts]
     """Number of episodes in each state by type, over all pools."""
+
+
+class EngineStatusResponse(_EngineState):
+    """`GET /get_engine_status`."""
+
+    model: str
+    """Name of the model; empty before the first trainer connects."""
 
     pools: dict[str, EpisodeCounts] = Field(default_factory=dict[str, EpisodeCounts])
     """The same by pool; the trainer's has an empty name."""
@@ -732,33 +721,12 @@ class EngineStatusResponse(Message):
     active_clients: int = 0
     """Number of clients with a claim."""
 
-    trainer_connected: bool
-    """Whether a trainer is connected."""
-
-    run_finished: bool = False
-    """Whether the trainer has finished its run. Claims are then answered at once, also in long polls."""
-
-    failure: str = ""
-    """Why the engine is offline, if its trainer failed: at the start or in the middle of a run."""
-
     quarantined: dict[str, str] = Field(default_factory=dict[str, str])
     """Clients that get no episodes because their attempts only fail while those of others succeed -> why."""
 
 
-class FleetClaim(Message):
+class FleetClaim(_ShownEpisode):
     """A claim that holds its lease."""
-
-    episode_uuid: str
-    """The episode."""
-
-    group_id: str
-    """The group of episodes it is compared with."""
-
-    episode_type: EpisodeType
-    """Whether its result may be trained on."""
-
-    pool: str
-    """Whose episode: empty for the trainer's, or the client that registered it."""
 
     client_uuid: str
     """Who holds it."""
@@ -780,7 +748,7 @@ class FleetClaim(Message):
 
 
 class FleetClient(Message):
-    """A client that holds claims, is in quarantine, or came lately."""
+    """A client that holds claims, is in quarantine, or was seen recently."""
 
     client_uuid: str
     """The client."""
@@ -795,7 +763,7 @@ class FleetClient(Message):
     """Its attempts that failed, among them leases that expired."""
 
     episodes_per_min: float = 0.0
-    """Its attempts a minute over the last minutes, with a result or failed."""
+    """Its attempts a minute since it was first seen, with a result or failed."""
 
     idle_s: float | None = None
     """Seconds since it asked for an episode or finished one; null: not since the server started."""
@@ -804,20 +772,8 @@ class FleetClient(Message):
     """Why it gets no episodes, because its attempts only fail while those of others succeed; or empty."""
 
 
-class DeadLetter(Message):
+class DeadLetter(_ShownEpisode):
     """A dead letter: an episode that used up its attempts, or was cancelled."""
-
-    episode_uuid: str
-    """The episode."""
-
-    group_id: str
-    """The group of episodes it is compared with."""
-
-    episode_type: EpisodeType
-    """Whether its result could have been trained on."""
-
-    pool: str
-    """Whose episode: empty for the trainer's, or the client that registered it."""
 
     failures: list[Failure]
     """Why its last attempts (at most 10) ended without a result; messages are cut at 2,000 characters."""
@@ -848,32 +804,11 @@ class FleetTotals(Message):
     """Failed episodes that were not dropped."""
 
 
-class FleetResponse(Message):
+class FleetResponse(_EngineState):
     """`GET /fleet`: who works on what, and what went wrong. Contains no secrets."""
 
-    engine_status: EngineStatus
-    """State of the engine. Episodes are handed out in ENGINE.ROLLING."""
-
-    policy_version: int
-    """Version of the newest published weights; -1 before the first."""
-
-    global_step: int
-    """Number of completed training steps."""
-
-    run_finished: bool
-    """Whether the trainer has finished its run."""
-
-    trainer_connected: bool
-    """Whether a trainer is connected."""
-
-    failure: str
-    """Why the engine is offline, if its trainer failed."""
-
-    episodes: dict[EpisodeType, EpisodeCounts]
-    """Number of episodes in each state by type, over all pools."""
-
     waiting_clients: int
-    """Number of clients in long polls."""
+    """Number of clients that wait for an episode and hold none."""
 
     batch: BatchProgressResponse
     """What the trainer waits for before its next step."""
@@ -891,6 +826,13 @@ class FleetResponse(Message):
     """The length of each list without its limit."""
 
 
+class StopClientRequest(Message):
+    """`POST /stop_client`: give a client no more episodes, and hand out again what it holds."""
+
+    client_uuid: EpisodeId
+    """The client; `NAME/` for all programs of a client with its own token."""
+
+
 class StartEngineRequest(Message):
     """`POST /start_engine`: start a trainer with the config of `/sync_train_config`."""
 
@@ -906,11 +848,10 @@ class UpdateEngineStatusRequest(Message):
 
 
 class SuccessResponse(Message):
-    """Reply to `/abort_episode`, `/record_transcript`, `/start_engine`, `/stop_engine` and
-    `/update_engine_status`."""
+    """Reply to requests that something be stored or done."""
 
     success: bool
-    """Whether it was done."""
+    """Whether it was; of a result or an episode: whether it is stored."""
 
     failure_reason: str = ""
     """Why not; empty on success."""
@@ -976,10 +917,11 @@ def own_clients(trainer_id: str) -> str:
     return f"worker-{trainer_id[:8]}-"
 
 
-def bounded(name: str, value: float, bound: float = MAX_REWARD) -> float:
-    """`value`, if its magnitude is at most `bound`. Raises ValueError that names both."""
+def bounded(name: str, value: float, bound: float = MAX_REWARD, setting: str = "") -> float:
+    """`value`, if its magnitude is at most `bound`, of a `setting`. Raises ValueError that names them."""
     if not -bound <= value <= bound:  # Also for NaN.
-        raise ValueError(f"{name}: must be a finite number from -{bound:g} to {bound:g}, got {value}")
+        allowed = f"a finite number from -{bound:g} to {bound:g}{setting}"
+        raise ValueError(f"{name}: must be {allowed}, got {value}")
     return value
 
 
@@ -994,11 +936,12 @@ def checked_reward(output: WorkflowOutput, bound: float = MAX_REWARD) -> float:
             "workflow_output.reward: a result needs a reward; report an attempt without one as a failure "
             "with its reason (POST /abort_episode)"
         )
+    setting = f" ({limits.SERVER}.max_reward)"
     for name, value in output.role_rewards.items():
-        bounded(f"workflow_output.role_rewards.{name}", value, bound)
+        bounded(f"workflow_output.role_rewards.{name}", value, bound, setting)
     for name, value in output.log_metrics.items():
-        bounded(f"workflow_output.log_metrics.{name}", value, MAX_METRIC)
-    return bounded("workflow_output.reward", reward, bound)
+        bounded(f"workflow_output.log_metrics.{name}", value, limits.METRIC.limit)
+    return bounded("workflow_output.reward", reward, bound, setting)
 
 
 def json_object(value: Any) -> dict[str, JsonValue]:

@@ -18,7 +18,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,17 +28,17 @@ import httpx
 ADAPTERS = "TINKERSCRIPT_ADAPTERS"
 ADAPTERS_TOKEN = "TINKERSCRIPT_ADAPTERS_TOKEN"
 
-FILES = ("adapter_config.json", "adapter_model.safetensors")
-"""An adapter's. The digest in its name is of both."""
+ADAPTER_CONFIG = "adapter_config.json"
 
 MANIFEST = "digests.json"
-"""Beside all weights: a JSON object with their files' SHA-256 digests. Their name has the digest of it."""
+"""Beside the files of a version: a JSON object with their SHA-256 digests. The version's name ends with the
+digest of it."""
 
 TRANSFER = "tinkerscript"
 """What vLLM's weight transfer calls ours."""
 
 DIGEST_CHARACTERS = 16
-"""Of the SHA-256 digest, in hexadecimal, in an adapter's name."""
+"""Of the manifest's SHA-256 digest, in hexadecimal, in a version's name."""
 
 FETCH_TIMEOUT_S = 60.0
 
@@ -54,18 +54,10 @@ def is_version(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def digest_of(files: Mapping[str, bytes]) -> str:
-    """The digest of an adapter's files, by name, as it is part of its name."""
-    total = hashlib.sha256()
-    for name in FILES:
-        total.update(hashlib.sha256(files[name]).digest())
-    return total.hexdigest()[:DIGEST_CHARACTERS]
-
-
 def write_manifest(folder: Path) -> str:
-    """Write the manifest of all weights in `folder`; returns the digest for their name."""
+    """Write the manifest of the weights in `folder`; returns the digest for their name."""
     digests: dict[str, str] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted((*folder.glob("*.safetensors"), *folder.glob(ADAPTER_CONFIG))):
         with path.open("rb") as file:
             digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     content = json.dumps(digests, indent=2).encode()
@@ -75,22 +67,6 @@ def write_manifest(folder: Path) -> str:
 
 def _short(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:DIGEST_CHARACTERS]
-
-
-def read_files(folder: Path) -> dict[str, bytes]:
-    """An adapter's files, by name. Raises OSError."""
-    return {name: (folder / name).read_bytes() for name in FILES}
-
-
-def check(name: str, files: Mapping[str, bytes]) -> None:
-    """Raise WrongWeightsError unless `files` have the digest in `name`."""
-    _check(name, digest_of(files))
-
-
-def _check(name: str, found: str) -> None:
-    match = _NAME.fullmatch(name)
-    if match is None or match.group(1) != found:
-        raise WrongWeightsError(f"the files of {name} have the digest {found}")
 
 
 class WeightSource:
@@ -112,29 +88,25 @@ class WeightSource:
         """
         if not is_version(name):
             return None
+        folder = Path(self._own.name) / name
         try:
-            files = {file: self._read(name, file) for file in FILES}
+            for file, content in self.files_of(name):
+                folder.mkdir(exist_ok=True)
+                (folder / file).write_bytes(content)
         except FileNotFoundError:
             return None
-        check(name, files)
-        folder = Path(self._own.name) / name
-        folder.mkdir(exist_ok=True)
-        for file, content in files.items():
-            (folder / file).write_bytes(content)
         return folder
 
-    def files_of(self, name: str) -> Iterator[bytes]:
-        """The contents of all weights' files, each checked, one at a time.
+    def files_of(self, name: str) -> Iterator[tuple[str, bytes]]:
+        """The names and contents of a version's files, each checked, one at a time.
 
-        Raises WrongWeightsError, OSError and httpx.HTTPError.
+        Raises FileNotFoundError if there is no such version, WrongWeightsError, OSError and httpx.HTTPError.
         """
-        manifest = self._read(name, MANIFEST)
-        _check(name, _short(manifest))
-        for file, digest in json.loads(manifest).items():
+        for file, digest in self._manifest(name).items():
             content = self._read(name, file)
             if hashlib.sha256(content).hexdigest() != digest:
                 raise WrongWeightsError(f"{file} of {name} is not the one that was published")
-            yield content
+            yield file, content
 
     def verify(self, name: str) -> None:
         """Raise WrongWeightsError, OSError or httpx.HTTPError where `files_of` would.
@@ -142,10 +114,17 @@ class WeightSource:
         Of a URL only the manifest is checked, so that nothing is sent twice.
         """
         if self._place.startswith("http"):
-            _check(name, _short(self._read(name, MANIFEST)))
+            self._manifest(name)
         else:
             for _ in self.files_of(name):
                 pass
+
+    def _manifest(self, name: str) -> dict[str, str]:
+        content = self._read(name, MANIFEST)
+        match, found = _NAME.fullmatch(name), _short(content)
+        if match is None or match.group(1) != found:
+            raise WrongWeightsError(f"the files of {name} have the digest {found}")
+        return json.loads(content)
 
     def _read(self, name: str, file: str) -> bytes:
         """Raises FileNotFoundError if there is none."""
@@ -216,7 +195,7 @@ def _register_transfer(source: WeightSource) -> None:
 
         def receive_weights(self, update_info: Named) -> None:
             tensors = (
-                item for content in source.files_of(update_info.name) for item in load(content).items()
+                item for _, content in source.files_of(update_info.name) for item in load(content).items()
             )
             self.model.load_weights(tensors)
 

@@ -50,4 +50,4 @@ def shell(tmp_path: Path, installation: Installation) -> Shell:
     (tmp_path / "tasks.py").write_text(TASKS)
     (tmp_path / "run.yaml").write_text(CONFIG)
     (tmp_path / "agent.py").write_text(PLAIN_AGENT)
-    return Shell(tmp_path, installation.program("[all]"))
+    return Shell(tmp_path, installation.whole())

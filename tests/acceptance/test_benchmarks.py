@@ -1,6 +1,6 @@
 """Each benchmark of `make bench` runs to its end, in small, from any folder; what it finds is not looked at.
 
-`make page` runs the one that needs a browser.
+tests/page runs the one that needs a browser.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ SMALL = {
     "interchange": "--rounds 1 --requests 300 --registered 1000",
     "memory": "--parts training",
     "merge": "--tokens 5000 --rounds 1",
-    "mirror": "--episodes 20 --tokens 50",
-    "passing": "--rounds 1 --requests 500",
     "transcripts": "--episodes 4",
     "vllm": "--rounds 1 --connections 4 --per-connection 1",
 }

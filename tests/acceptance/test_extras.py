@@ -40,8 +40,11 @@ JOURNAL = """
 from pathlib import Path
 
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
-from tinkerscript.rollouts.convert import from_dataset, read_parquet, to_dataset
-from tinkerscript.train.journal import EpisodeAccepted, Journal
+from datasets import Dataset
+
+from tinkerscript.rollouts.parquet import from_table, read_parquet
+from tinkerscript.train.journal import Journal
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 calls = [
     Call(
@@ -77,8 +80,9 @@ def sequences(groups):
 
 expected = [("a", 1.0, [1, 2, 3, 4]), ("b", 1.0, [1, 2, 3, 4])]
 assert sequences(read_parquet(run / "rollouts.parquet")) == expected
-assert sequences(from_dataset(to_dataset(groups))) == expected
-assert len(samples) == 2
+dataset = Dataset.from_parquet(str(run / "rollouts.parquet"))
+assert sequences(from_table(dataset.with_format("arrow")[:])) == expected
+assert len(rolled["reward"]) == 2
 """
 
 ENGINE_COMMAND = "from tinkerscript.commands.serve_engine import sample_for_server, serve_tinker"

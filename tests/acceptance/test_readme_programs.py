@@ -1,4 +1,4 @@
-"""The README's first program, run as printed; its agent is in test_plain_agent.py."""
+"""The README's first program, run as printed; its agent is in test_newcomer.py."""
 
 from __future__ import annotations
 

@@ -21,8 +21,6 @@ from tinkerscript.testing import QuietReporter
 from tinkerscript.train.journal import (
     AnyEvent,
     Checkpointed,
-    EpisodeAccepted,
-    EpisodeFailed,
     EpisodeRegistered,
     PolicyPublished,
     Resumed,
@@ -30,6 +28,7 @@ from tinkerscript.train.journal import (
     read_journal,
 )
 from tinkerscript.train.run import run_training
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
 STEPS = 5
 EVALUATED = 12

@@ -18,7 +18,8 @@ import yaml
 from command_line import Command, start
 from tinkerscript.client import Episode, TinkerScriptClient
 from tinkerscript.protocol import EngineStatusResponse
-from tinkerscript.train.journal import AnyEvent, EpisodeAccepted, StepConsumed, read_journal
+from tinkerscript.train.journal import AnyEvent, StepConsumed, read_journal
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 GROUP_SIZE = 4
 CONFIG: dict[str, Any] = {

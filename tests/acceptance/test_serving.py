@@ -35,6 +35,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command.until(lambda: SERVING.search(command.text()))
     match = SERVING.search(command.text())
     assert match
+    url = match[1].removesuffix("/v1")
+    status = httpx.get(f"{url}/get_engine_status", headers={"Authorization": f"Bearer {TOKEN}"}).json()
+    assert status["engine_status"] == "ENGINE.ROLLING", "the URL is printed once it can be used"
     yield match[1]
     family = command.family()
     command.process.terminate()
@@ -83,6 +86,33 @@ def test_eval_asks_a_server_that_is_there(served: str, tmp_path: Path) -> None:
     command = start(tmp_path, "eval", ARITHMETIC, "--server", served, *GREEDY, env=env)
     assert command.wait(seconds=200) == 0, command.text()
     assert "20 samples scored, 0 failed" in command.text()
+
+
+UNSCORED = """
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import accuracy, scorer
+from inspect_ai.solver import generate
+
+@scorer(metrics=[accuracy()])
+def broken():
+    async def score(state, target):
+        raise ValueError("no scale for this answer")
+    return score
+
+@task
+def unscored():
+    return Task(dataset=[Sample(id=i, input="1+1=") for i in (1, 2)], solver=[generate()], scorer=broken())
+"""
+
+
+def test_an_eval_whose_samples_fail_says_how_many_and_why(served: str, tmp_path: Path) -> None:
+    (tmp_path / "unscored.py").write_text(UNSCORED)
+    env = {**os.environ, "TINKERSCRIPT_CLIENT_TOKEN": TOKEN}
+    command = start(tmp_path, "eval", "unscored.py@unscored", "--epochs", "1", "--server", served, env=env)
+    assert command.wait(seconds=200) == 1
+    assert "unscored: 0 samples scored, 2 failed" in command.text()
+    assert "no scale for this answer" in command.text().split("the first failure: sample ")[1]
 
 
 @pytest.mark.timeout(240)

@@ -18,10 +18,7 @@ import typing_extensions
 
 from rollout_helpers import make_call, make_episode, make_group
 from tinkerscript.rollouts.advantages import RolloutBatch, RolloutGroup
-from tinkerscript.rollouts.convert.areal import to_areal
-from tinkerscript.rollouts.convert.skyrl import to_skyrl
-from tinkerscript.rollouts.convert.trl import to_trl
-from tinkerscript.rollouts.convert.verl import to_verl
+from tinkerscript.rollouts.trainers import to_areal, to_skyrl, to_trl, to_verl
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

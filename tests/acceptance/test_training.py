@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from command_line import ROOT, metrics_lines, named, start_training, summary
+from command_line import metrics_lines, named, start_training, summary
 
 
 def steps_done(folder: Path) -> int:
@@ -81,21 +80,6 @@ def words():
     # Each of the three attempts is recorded with its reason.
     assert [f["kind"] for f in failures[0]] == ["task_error"] * 3
     assert all("no score for this one" in f["message"] for f in failures[0])
-
-
-def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
-    arithmetic = ROOT / "examples" / "arithmetic.py"
-    cases: list[tuple[str, Any, str]] = [
-        ("training.stepz", 1, "unknown key 'training.stepz'"),
-        ("task.name", f"{arithmetic}@nothing", "nothing"),
-        ("engine.model", "/nowhere", "engine.model: '/nowhere' has no config.json"),
-    ]
-    for key, value, message in cases:
-        command = start_training(tmp_path, **{key: value})
-        assert command.wait() == 2, command.text()
-        assert message in command.text()
-        assert "Traceback" not in command.text()
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:

@@ -1,12 +1,11 @@
 """Whole vocabularies of real models, each id alone and in sequences: right or refused, none silently wrong.
 
-`make acceptance` takes one of them. `make vocabularies` takes all, and shows the shares that
-docs/tokens.md has.
+`make acceptance` takes a quarter of one of them. With `LONG=1` it takes all of them whole, and prints the
+shares in docs/tokens.md.
 """
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -24,17 +23,19 @@ REAL: dict[str, tuple[Callable[[], Any], int]] = {
     "mistral": (vocabularies.mistral, 32_768),
 }
 
-ALL = os.environ.get("VOCABULARIES") == "all"
-
-pytestmark = pytest.mark.timeout(600 if ALL else 120)
+pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module", params=REAL if ALL else ("mistral",))
+WHOLE = [pytest.param((name, 1), id=name, marks=pytest.mark.long) for name in REAL]
+
+
+@pytest.fixture(scope="module", params=[pytest.param(("mistral", 4), id="a quarter"), *WHOLE])
 def real(request: pytest.FixtureRequest) -> tuple[str, Vocabulary]:
-    make, size = REAL[request.param]
-    vocabulary = Vocabulary(make())
-    assert len(vocabulary.ids) == size
-    return request.param, vocabulary
+    name, every = request.param
+    make, size = REAL[name]
+    vocabulary = Vocabulary(make(), every=every)
+    assert len(vocabulary.piece) == size
+    return name, vocabulary
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
 import mending
 import pytest
 from mender import MENDING
 from workshop import Workshop
 
-from tinkerscript.trainer_link.messages import Result
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 FEW, MANY = 2, 20
 """Episodes at once."""
@@ -24,9 +24,10 @@ SEQUENCES = {"claude-code": 1, "codex": 1, "mini-swe-agent": 1, "opencode": 2}
 """Training sequences of an episode: the conversation, and a side call for opencode's title."""
 
 
-def explained(result: Result) -> dict[str, str]:
+def explained(result: EpisodeAccepted) -> dict[str, str]:
     """What the scorer said of an episode."""
-    return json.loads(result.workflow_output)["metadata"]["explanations"]["passes_its_test"]
+    explanations: Any = result.metadata["explanations"]
+    return explanations["passes_its_test"]
 
 
 @pytest.mark.parametrize(

@@ -155,3 +155,58 @@ async def test_what_bubblewrap_says_reaches_the_user(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(IsolationError, match="apt-get install bubblewrap"):
         Bubblewrap()
+
+
+TYPES = """
+import fcntl, sys, termios
+for name in ("/dev/tty", 0, 1, 2):
+    try:
+        with open(name, "rb", buffering=0, closefd=isinstance(name, str)) as terminal:
+            for letter in b"touch typed\\n":
+                fcntl.ioctl(terminal, termios.TIOCSTI, bytes([letter]))
+        print("typed by", name, file=sys.stderr)
+    except OSError as error:
+        print("refused", name, error, file=sys.stderr)
+"""
+"""What types a command into the terminal that it can reach."""
+
+WORKER = """
+import asyncio, fcntl, subprocess, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from tinkerscript.isolation.inspect_sandbox import BubblewrapSandbox
+
+async def main():
+    made = await BubblewrapSandbox.sample_init("task", None, {})
+    sandbox = made["default"]
+    try:
+        command = sandbox.bubblewrap.command(["python3", "-c", sys.argv[1]])
+        process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE)
+        print((await process.communicate())[1].decode(), file=sys.stderr)
+        print((await sandbox.exec(["python3", "-c", sys.argv[1]])).stderr, file=sys.stderr)
+    finally:
+        await BubblewrapSandbox.sample_cleanup("task", None, made, False)
+
+asyncio.run(main())
+"""
+"""A worker in a terminal: one command has the terminal as its streams, one is Inspect's."""
+
+
+def test_a_program_cannot_type_into_the_workers_terminal() -> None:
+    ours, terminal = os.openpty()
+    try:
+        worker = subprocess.run(
+            [sys.executable, "-c", WORKER, TYPES],
+            stdin=terminal,
+            stdout=terminal,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(ours)
+        os.close(terminal)
+    said = worker.stderr.decode()
+    assert worker.returncode == 0, said
+    assert said.count("refused") == 8, said
+    assert "typed by" not in said

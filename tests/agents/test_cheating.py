@@ -11,7 +11,7 @@ from workshop import DEADLINE_S, DECOY, Workshop
 
 from interchange_helpers import eventually
 from tinkerscript.server.auth import claim_key, load_secret
-from tinkerscript.trainer_link.messages import Result
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 FINISH = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
@@ -110,7 +110,7 @@ def _told(messages: str) -> list[str]:
     return [str(message["content"]) for message in json.loads(messages) if message["role"] == "tool"]
 
 
-def _key(workshop: Workshop, result: Result) -> str:
+def _key(workshop: Workshop, result: EpisodeAccepted) -> str:
     """The key of the agent's own claim."""
     return claim_key(load_secret(workshop.folder / "run/server.secret"), result.episode_uuid, result.attempt)
 

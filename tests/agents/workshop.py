@@ -20,11 +20,10 @@ from scripted_model import Logged
 from stage import Stage, open_stage
 
 from inspect_tinker_bridge import load_inspect_task
-from inspect_tinker_bridge.conversion import sample_to_json
+from inspect_tinker_bridge.conversion import sample_summary
 from interchange_helpers import eventually, new_episode
 from tinkerscript.rollouts.call import Call, full_prompts
-from tinkerscript.trainer_link.messages import Result
-from tinkerscript.trainer_link.trainer_end import OutcomeMessage
+from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
 
 TASK = f"{Path(__file__).with_name('mending.py')}@mend"
 DEADLINE_S = 400.0
@@ -47,7 +46,7 @@ class Workshop:
     async def register(self, number: int) -> list[str]:
         """Episodes of the task; their uuids."""
         info = load_inspect_task(TASK)
-        payload = {"task": info.task_id, "sample": sample_to_json(info.samples[0])}
+        payload = {"task": info.task_id, "sample": sample_summary(info.samples[0])}
         episodes = [new_episode(payload=json.dumps(payload).encode()) for _ in range(number)]
         await self.stage.link.register(episodes)
         return [episode.episode_uuid for episode in episodes]
@@ -87,9 +86,9 @@ class Workshop:
             await process.wait()
         await eventually(worker.left_nothing, "the end of the worker's processes and files")
 
-    async def outcomes(self, uuids: list[str], worker: Worker, within_s: float) -> dict[str, OutcomeMessage]:
+    async def outcomes(self, uuids: list[str], worker: Worker, within_s: float) -> dict[str, Outcome]:
         """The outcomes of these episodes, acknowledged."""
-        found: dict[str, OutcomeMessage] = {}
+        found: dict[str, Outcome] = {}
         async with asyncio.timeout(within_s):
             while not found.keys() >= set(uuids):
                 try:
@@ -104,13 +103,13 @@ class Workshop:
 
     async def results(
         self, uuids: list[str], worker: Worker, *, within_s: float = DEADLINE_S
-    ) -> list[Result]:
+    ) -> list[EpisodeAccepted]:
         outcomes = (await self.outcomes(uuids, worker, within_s)).values()
         for outcome in outcomes:
-            assert isinstance(outcome, Result), (outcome, worker.said())
-        return [outcome for outcome in outcomes if isinstance(outcome, Result)]
+            assert isinstance(outcome, EpisodeAccepted), (outcome, worker.said())
+        return [outcome for outcome in outcomes if isinstance(outcome, EpisodeAccepted)]
 
-    def check_calls(self, results: list[Result], *, sequences: int) -> None:
+    def check_calls(self, results: list[EpisodeAccepted], *, sequences: int) -> None:
         """What was captured is what was sampled; each token is in one of an episode's sequences."""
         recorded = [logged for result in results for logged in logged_calls(result.calls)]
         assert Counter(recorded) == Counter(self.stage.model.log)

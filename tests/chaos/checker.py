@@ -39,6 +39,7 @@ def find_faults(evidence: Evidence) -> list[str]:
     ended = [line for line in evidence.journal if line["event"] == "ended"]
     samples = {line["nonce"]: line for line in evidence.oracle if line["event"] == "end"}
     faults = [*_once_each(evidence), *_states(evidence), *_confirmed(evidence, ended)]
+    faults += ["somebody has stopped the trainer" for line in evidence.journal if line["event"] == "stopped"]
     theirs = claims_of(evidence.hostile)
     for line in ended:
         if _claim(line) not in theirs:
@@ -51,7 +52,7 @@ def find_faults(evidence: Evidence) -> list[str]:
 
 def find_hostile_faults(hostile: Sequence[Line], ended: Sequence[Line]) -> list[str]:
     """What hostile clients did and should not have been able to do; `ended`: all results."""
-    return [*_not_theirs(hostile, ended), *_let_in(hostile)]
+    return [*_not_theirs(hostile, ended), *_let_in(hostile), *_harm_done(hostile)]
 
 
 def claims_of(hostile: Sequence[Line]) -> set[tuple[str, int]]:
@@ -174,6 +175,23 @@ def _let_in(hostile: Sequence[Line]) -> Iterable[str]:
             yield f"{line['who']}: {line['path']} failed with {line['status']}: {line['reason']}"
         elif line["event"] == "unanswered":
             yield f"{line['who']}: {line['path']} did not answer {line['body']!r}"
+
+
+PATIENCE_S = 10.0
+"""A server that is busy and not kept from its work answers `/health` within so long."""
+
+
+def _harm_done(hostile: Sequence[Line]) -> Iterable[str]:
+    """What they tried to make others do did not happen, and others were let in meanwhile."""
+    for line in hostile:
+        if line["event"] == "worker" and line["executed"]:
+            yield f"{line['who']}: a worker executed what its task does not contain: {line['executed']}"
+        elif line["event"] == "knock" and not line["let_in"]:
+            yield f"{line['who']}: others are kept out: /health said {line['status']}"
+        elif line["event"] == "knock" and line["seconds"] > PATIENCE_S:
+            yield f"{line['who']}: others wait: /health took {line['seconds']} s"
+        elif line["event"] == "head" and line["whole"]:
+            yield f"{line['who']}: the server took all {line['sent']} bytes of a head"
 
 
 def reward_of(nonces: Sequence[str]) -> float:

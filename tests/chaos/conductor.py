@@ -52,10 +52,15 @@ STOP_S = (3.5, 6.0)
 AIM_S = 2.0
 """Seconds to wait for the state that a kill aims at."""
 
-PROCESSES = (("slow",), ("liar", "hoarder", "registrar"), ("thief", "impostor", "failer", "babbler"))
+PROCESSES = (
+    ("slow", "silent", "endless"),
+    ("bloater", "breaker"),
+    ("liar", "hoarder", "registrar", "smuggler"),
+    ("thief", "impostor", "failer", "babbler", "visitor"),
+)
 """The hostile clients, by the process that they share."""
 
-HOSTILE_LIMITS = {"max_claims": 6, "registrations_per_minute": 600, "bytes_per_minute": 100_000_000}
+HOSTILE_LIMITS = {"max_claims": 6}
 
 
 def hostile_accounts() -> list[dict[str, Any]]:
@@ -160,8 +165,7 @@ class Conductor:
 
     def run(self) -> Evidence:
         """Returns what the run left. Raises ChaosError if it does not come to its end."""
-        self._links = [""] if self.database is None else [_free_address() for _ in self.folders]
-        for folder, link in zip(self.folders, self._links, strict=True):
+        for folder in self.folders:
             processes.write_config(
                 folder,
                 clients=[*hostile_accounts(), *self._worker_accounts()],
@@ -169,7 +173,7 @@ class Conductor:
                 max_connections=200,
                 header_timeout_s=2.0,
                 body_timeout_s=4.0,
-                **self._shared_store(link),
+                **self._shared_store(),
             )
         # Not in run_dir: the path of a socket has 107 characters at most.
         with TemporaryDirectory(prefix="chaos-") as sockets, processes.ended_at_last(self._victims):
@@ -182,12 +186,9 @@ class Conductor:
         self.seconds = time.monotonic() - self._began
         return self.evidence()
 
-    def _shared_store(self, link: str) -> dict[str, Any]:
+    def _shared_store(self) -> dict[str, Any]:
         """The settings of one of two servers."""
-        if self.database is None:
-            return {}
-        store = f"{self.database.url}?schema={SCHEMA}"
-        return {"store": store, "interchange_method": "tcp", "link_port": int(link.rpartition(":")[2])}
+        return {} if self.database is None else {"store": f"{self.database.url}?schema={SCHEMA}"}
 
     def evidence(self) -> Evidence:
         registered = [f"e{number:05d}" for number in range(self.plan.episodes)]
@@ -206,15 +207,12 @@ class Conductor:
         return self.database is None or line["event"] != "unanswered"
 
     def _start(self, sockets: Path) -> None:
-        port, links = _free_port(), [f"ipc://{sockets}/{folder.name}.ipc" for folder in self.folders]
+        port, link = _free_port(), f"ipc://{sockets}/link.ipc"
         self.servers = [self._add(processes.server(folder, self._tokens())) for folder in self.folders]
         processes.until(lambda: processes.serving_info(self.run_dir) is not None, "a server's start")
-        inward = [word for link in links for word in ("--link-in", link)]
-        outward = [word for link in self._links if link for word in ("--link-out", link)]
-        proxy_options = ("--http-port", port, *inward, *outward, "--seed", self.plan.seed)
+        proxy_options = ("--http-port", port, "--link", link, "--seed", self.plan.seed)
         self._proxy = self._add(processes.script("proxy", self.run_dir, *proxy_options))
-        trainer_links = [word for link in links for word in ("--link", link)]
-        trainer_options = (*trainer_links, "--episodes", self.plan.episodes)
+        trainer_options = ("--link", link, "--episodes", self.plan.episodes)
         delay = ("--delay-s", self.plan.sample_delay_s)
         self.trainer = self._add(processes.script("trainer", self.run_dir, *trainer_options, *delay))
         self.workers = [self._add(self._worker(number, port)) for number in range(self.plan.workers)]
@@ -395,10 +393,6 @@ def _is(owner: str, worker: str) -> bool:
 def _worker_token(number: int) -> str:
     """The environment variable of a worker's own token."""
     return f"TOKEN_OF_WORKER_{number}"
-
-
-def _free_address() -> str:
-    return f"tcp://127.0.0.1:{_free_port()}"
 
 
 def _free_port() -> int:

@@ -15,10 +15,12 @@ import base64
 import json
 import os
 import random
+import socket
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from evidence import HOSTILE, Lines
 from processes import serving_info
 
 from tinkerscript.errors import MAX_REWARD
-from tinkerscript.server.auth import CLIENT_TOKEN
+from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 
 AWAY_S = 0.2
 """Between attempts to reach a server that is down."""
@@ -36,6 +38,9 @@ REPLY_S = 60.0
 """A request without an answer after so long, from a server that is up, is a fault."""
 
 SOCKETS = 300
+
+TASK = f"{Path(__file__).parents[2]}/examples/arithmetic.py@arithmetic"
+"""A task without a sandbox, which has a sample `12+34`."""
 
 MAX_LIES = 40
 """Results, wrong but within the protocol's bounds, that a liar hands in for its own claims."""
@@ -55,9 +60,9 @@ class Hostile:
         self.who = who
         self.rng = random.Random(f"{options.seed} {who}")
         self.max_reward: float = options.max_reward
-        self._run_dir: Path = options.run_dir
+        self.run_dir: Path = options.run_dir
         self._log = log
-        self._token = os.environ[token_variable(who)]
+        self.token = os.environ[token_variable(who)]
         self._http = httpx.AsyncClient(timeout=REPLY_S)
         self.seen = deque(["e00000"], maxlen=50)
         """Episodes that it has held: others hold them by now."""
@@ -72,14 +77,21 @@ class Hostile:
 
     def address(self) -> str:
         """The server's URL; empty before its first start."""
-        info = serving_info(self._run_dir)
+        info = serving_info(self.run_dir)
         return "" if info is None else info.url
 
-    async def ask(self, path: str, body: Any, *, key: str | None = None) -> httpx.Response | None:
+    def port(self) -> int:
+        """The server's port; 1 before its first start."""
+        return int(self.address().rpartition(":")[2] or 1)
+
+    async def ask(
+        self, path: str, body: Any, *, key: str | None = None, **headers: str
+    ) -> httpx.Response | None:
         """The reply, or None if the server went down or is down."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"Authorization": f"Bearer {self._token if key is None else key}"}
-        headers["Content-Type"] = "application/json"
+        headers = {"Content-Type": "application/json"} | headers
+        if key != "":
+            headers["Authorization"] = f"Bearer {self.token if key is None else key}"
         try:
             reply = await self._http.post(self.address() + path, content=content, headers=headers)
         except httpx.ReadTimeout:
@@ -96,15 +108,38 @@ class Hostile:
                 self.seen.append(claim["episode_uuid"])
         return reply
 
-    async def attack(self, what: str, path: str, body: Any, *, key: str | None = None) -> None:
+    async def attack(
+        self, what: str, path: str, body: Any, *, key: str | None = None, **headers: str
+    ) -> None:
         """A request that must be refused, with the reason."""
-        reply = await self.ask(path, body, key=key)
+        reply = await self.ask(path, body, key=key, **headers)
         if reply is not None and reply.status_code != 503:  # The server is stopping.
             accepted = reply.status_code < 400 and not refused(reply)
             reason = reason_of(reply)
             self.note(
                 "attack", what=what, path=path, status=reply.status_code, accepted=accepted, reason=reason
             )
+
+    async def knock(self) -> None:
+        """What anybody else gets meanwhile: whether the server lets in who comes now, and after how long.
+
+        While as many connections as there may be are being answered, one more gets 503 and when to try again,
+        as our client does.
+        """
+        began = time.monotonic()
+        try:
+            async with httpx.AsyncClient(timeout=REPLY_S) as stranger:
+                reply = await stranger.get(self.address() + "/health")
+                while not reply.content and time.monotonic() - began < REPLY_S:
+                    await asyncio.sleep(float(reply.headers["retry-after"]))
+                    reply = await stranger.get(self.address() + "/health")
+        except httpx.ReadTimeout:
+            self.note("unanswered", path="/health", body="")
+        except (httpx.TransportError, httpx.UnsupportedProtocol):
+            await asyncio.sleep(AWAY_S)
+        else:
+            seconds = round(time.monotonic() - began, 2)
+            self.note("knock", status=reply.status_code, let_in=bool(reply.content), seconds=seconds)
 
     async def claim(self, *, lease_s: float, number: int = 1, pool: str = "") -> list[Claim]:
         """The claims that it got, if any."""
@@ -302,6 +337,46 @@ async def hoarder(me: Hostile) -> None:
     await me.pause(1.0)
 
 
+# What a claim's key can make others hold
+
+
+async def bloater(me: Hostile) -> None:
+    """Ids and names of megabytes, which cost no context, for many choices; and a hundred thousand tools."""
+    for claim in await me.claim(lease_s=20.0):
+        key, whole = claim["openai_api_key"], me.prompt(claim)
+        id_ = "i" * 3 * 2**20
+        call = {"id": id_, "type": "function", "function": {"name": "t", "arguments": "{}"}}
+        said = [
+            *whole["messages"],
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "2", "tool_call_id": id_},
+        ]
+        tools = [{"type": "function", "function": {"name": f"t{number}"}} for number in range(125_000)]
+        for what, more in (
+            ("an id of 3 MiB", {"messages": said, "n": 64, "max_tokens": 1}),
+            ("125,000 tools", {"tools": tools}),
+            ("a name of 3 MiB", {"model": id_}),
+            ("a stop string of 3 MiB", {"stop": [id_]}),
+            ("129 choices", {"n": 129}),
+        ):
+            await me.attack(what, "/v1/chat/completions", whole | more, key=key)
+        await me.fail(claim)
+    await me.pause(2.0)
+
+
+async def breaker(me: Hostile) -> None:
+    """Calls that fail, as fast as they are refused, and a reply format that no engine can sample."""
+    for claim in await me.claim(lease_s=20.0):
+        key, whole = claim["openai_api_key"], me.prompt(claim)
+        for _ in range(100):
+            await me.attack("a call that fails", "/v1/chat/completions", whole | {"n": 0}, key=key)
+        schema = {"name": "r", "schema": {"const": "<|im_end|>"}}
+        asked = whole | {"response_format": {"type": "json_schema", "json_schema": schema}}
+        await me.ask("/v1/chat/completions", asked, key=key)
+        await me.fail(claim)
+    await me.pause(1.0)
+
+
 # Registrations
 
 
@@ -317,7 +392,6 @@ def wrong_registrations(me: Hostile) -> Iterator[tuple[str, bytes]]:
         {"group_id": "worker-0/t"},
         {"payload": [1]},
         {"copies": 5000},
-        {"copies": 1024},  # More than a minute's worth.
         {"group_size": -1},
         {"episode_uuid": ""},
         {"episode_uuid": "x" * 300},
@@ -347,6 +421,65 @@ async def registrar(me: Hostile) -> None:
         if me.rng.random() < 0.5:
             await me.call(claim)
         await me.hand_in(claim, me.rng.choice([-1.0, me.max_reward]))
+    await me.pause(0.5)
+
+
+WORKER_S = 60.0
+"""A worker that has not refused the samples by then works on them."""
+
+
+async def smuggler(me: Hostile) -> None:
+    """Samples with a sandbox, a setup script and files of its own, for a worker of a task that has none.
+
+    It starts the worker too: what the product's own worker would execute, the script and the files betray.
+    """
+    marks = [str(me.run_dir / f"smuggled-{what}") for what in ("by-setup", "as-file")]
+    for id_ in ("x", "12+34"):
+        sample = {"id": id_, "input": "12+34=", "target": "46", "sandbox": {"type": "local"}}
+        sample |= {"setup": f"#!/bin/sh\ntouch {marks[0]}\n", "files": {marks[1]: "here"}}
+        payload = {"task": TASK, "sample": sample}
+        episode = {"episode_uuid": f"{me.who}-{me.rng.randbytes(4).hex()}", "client_uuid": me.who}
+        episode |= {"payload": payload}
+        await me.attack("a sample for others' workers", "/register_episode", episode | {"client_uuid": "w"})
+        me.note("registered", episode=episode["episode_uuid"])
+        await me.ask("/register_episode", episode)
+    options = ("--task", TASK, "--pool", me.who, "--client-uuid", me.who, "--server", me.address())
+    worker = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tinkerscript", "worker", *options, "--wait", "20"),
+        env=os.environ | {CLIENT_TOKEN: me.token},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    said = b"it goes on"
+    with suppress(TimeoutError):
+        said, _ = await asyncio.wait_for(worker.communicate(), WORKER_S)
+    if worker.returncode is None:
+        worker.kill()
+        await worker.wait()
+    executed = [mark for mark in marks if Path(mark).exists()]
+    me.note("worker", code=worker.returncode, said=said[-500:].decode(), executed=executed)
+    await me.pause(20.0)
+
+
+# Web pages
+
+BY_BROWSERS: tuple[dict[str, str], ...] = (
+    {"Origin": "https://evil.example"},
+    {"Origin": "null"},
+    {"Sec-Fetch-Site": "cross-site"},
+    *({"Content-Type": kind} for kind in ("text/plain", "application/x-www-form-urlencoded")),
+)
+"""What another site's page makes a browser say, and the bodies that it can send without asking first."""
+
+
+async def visitor(me: Hostile) -> None:
+    """Another site's page, in the browser of somebody who has a token, and of somebody who has none."""
+    for path in ("/stop_engine", *me.rng.sample((*FOR_ADMINS, *PATHS), 3)):
+        key = me.rng.choice(["", me.token, os.environ[ADMIN_TOKEN]])
+        for headers in BY_BROWSERS:
+            await me.attack("another site's page", path, {"client_uuid": me.who}, key=key, **headers)
+        body = {"client_uuid": me.who}
+        await me.attack("a name that leads here", path, body, key="", Host="evil.example")
     await me.pause(0.5)
 
 
@@ -437,7 +570,7 @@ async def babbler(me: Hostile) -> None:
 
 # Sockets
 
-HEAD = b"POST /claim_episode HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /claim_episode HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 async def slow(me: Hostile) -> None:
@@ -486,9 +619,8 @@ async def _connected(
     me: Hostile,
 ) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter] | None]:
     """A connection; None if the server is down."""
-    port = me.address().rpartition(":")[2]
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(port or 1))
+        reader, writer = await asyncio.open_connection("127.0.0.1", me.port())
     except OSError:
         yield None
         return
@@ -500,9 +632,68 @@ async def _connected(
         me.note("socket", seconds=round(time.monotonic() - began, 2))
 
 
+UNREAD = 210
+"""More than there may be connections."""
+
+
+async def silent(me: Hostile) -> None:
+    """Connections that ask for more than the kernel keeps, and read nothing of it."""
+    asked = f"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {me.token}\r\n\r\n"
+    loop, began = asyncio.get_running_loop(), time.monotonic()
+    with ExitStack() as connections:
+        for _ in range(UNREAD):
+            client = connections.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            with suppress(OSError):  # The server is down, or does not want it.
+                await loop.sock_connect(client, ("127.0.0.1", me.port()))
+                await loop.sock_sendall(client, 64 * asked.encode())
+        for _ in range(4):
+            await me.knock()
+            await me.pause(1.0)
+    me.note("socket", seconds=round(time.monotonic() - began, 2))
+
+
+HEAD_BYTES = 2**21
+"""More than the server and the kernel may take of a head."""
+
+
+async def endless(me: Hostile) -> None:
+    """Heads of requests without an end: one header, or many."""
+    async with asyncio.TaskGroup() as tasks:
+        for piece in (b"x" * 2**14, b"X: x\r\n" * 2**11):
+            for _ in range(2):
+                tasks.create_task(_endless_head(me, piece))
+        tasks.create_task(me.knock())
+    await me.pause(0.5)
+
+
+async def _endless_head(me: Hostile, piece: bytes) -> None:
+    async with _connected(me) as connection:
+        if connection is None:
+            return
+        reader, writer = connection
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
+        sent, answer = 0, b""
+        with suppress(OSError):
+            writer.write(HEAD + b"X: ")
+            while sent < HEAD_BYTES and not reader.at_eof():
+                writer.write(piece)
+                await writer.drain()
+                sent += len(piece)
+            answer = await reader.read()
+        me.note("head", sent=sent, whole=sent >= HEAD_BYTES, status=answer[9:12].decode("latin-1"))
+
+
 WAYS: dict[str, Callable[[Hostile], Awaitable[None]]] = {
-    way.__name__: way for way in (liar, thief, impostor, failer, hoarder, registrar, babbler, slow)
+    way.__name__: way
+    for way in (
+        *(liar, thief, impostor, failer, hoarder, registrar, smuggler, visitor, babbler),
+        *(bloater, breaker, slow, silent, endless),
+    )
 }
+"""Name -> what such a client does again and again. Another one is a function here, and its name in one of the
+conductor's `PROCESSES`: the runs start it, give it a token, and check what it noted."""
 
 
 async def misbehave(options: argparse.Namespace) -> None:

@@ -132,4 +132,5 @@ def ended_at_last(victims: list[Victim]) -> Generator[None]:
     finally:
         for victim in victims:
             if victim.process is not None and victim.process.poll() is None:
-                victim.kill()
+                os.killpg(victim.process.pid, signal.SIGKILL)  # With what it has started.
+                victim.process.wait()

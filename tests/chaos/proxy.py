@@ -1,11 +1,11 @@
 """Between clients and server, and between trainer and server: what a bad network does.
 
-    python tests/chaos/proxy.py --run-dir DIR --http-port P --link-in ADDRESS [--link-out ADDRESS] --seed S
+    python tests/chaos/proxy.py --run-dir DIR --http-port P --link ADDRESS --seed S
 
 HTTP: a request is sometimes delayed, delivered twice, or its reply is thrown away after the server has acted.
 Link: frames are sometimes dropped, delayed (so that they overtake each other), or delivered twice. Where the
-real server is, its `server.json` says; it is read again at every connection, since a restart may move it. Of
-several servers each has a link with an address of its own.
+real server is, its `server.json` says; it is read again and again, since a restart may move it, and another
+server may take over.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import zmq.asyncio
 from evidence import Lines
 from processes import serving_info
 
-from tinkerscript.server.addresses import ServerInfo, read_server_info
-
 PROXY = "proxy.jsonl"
 """How often each fault was made."""
+
+FOLLOW_S = 0.05
 
 
 @dataclass
@@ -112,11 +112,12 @@ class HttpProxy:
 class LinkProxy:
     """A ROUTER for trainers, and toward the server one DEALER with the identity of each."""
 
-    def __init__(self, run_dir: Path, faults: Faults, server: str = "") -> None:
-        """`server`: its address, if it is not the one in `run_dir`."""
+    def __init__(self, run_dir: Path, faults: Faults) -> None:
         self._run_dir = run_dir
         self._faults = faults
-        self._server = server
+        self._server = ""
+        """The address of the dealers' server."""
+
         self._context = zmq.asyncio.Context()
         self._front: zmq.asyncio.Socket = self._context.socket(zmq.ROUTER)
         self._dealers: dict[bytes, zmq.asyncio.Socket] = {}
@@ -124,30 +125,39 @@ class LinkProxy:
 
     async def run(self, address: str) -> None:
         self._front.bind(address)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow())
+            tasks.create_task(self._forward())
+
+    async def _follow(self) -> None:
+        """Hang up once another server serves; the trainer's next frame connects to that one."""
+        while True:
+            info = serving_info(self._run_dir)
+            if info is not None and info.link_address != self._server:
+                self._server = info.link_address
+                self._hang_up()
+            await asyncio.sleep(FOLLOW_S)
+
+    async def _forward(self) -> None:
         while True:
             identity, *frames = await self._front.recv_multipart()
             dealer = self._dealers.get(identity) or self._connect(identity)
             self._spawn(self._deliver(lambda f=frames, d=dealer: d.send_multipart(f), "link to server"))
 
-    def _connect(self, identity: bytes) -> zmq.asyncio.Socket:
+    def _hang_up(self) -> None:
         for former in self._dealers.values():
-            former.close(linger=0)  # A new trainer process: the one before is dead.
+            former.close(linger=0)
         self._dealers.clear()
+
+    def _connect(self, identity: bytes) -> zmq.asyncio.Socket:
+        self._hang_up()  # A new trainer process: the one before is dead.
         dealer: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.IDENTITY, identity)
         dealer.setsockopt(zmq.RECONNECT_IVL, 50)
-        if self._server:
-            dealer.setsockopt(zmq.IMMEDIATE, 1)
-            dealer.setsockopt(zmq.SNDTIMEO, 0)  # A server that does not serve has no socket.
-        dealer.connect(self._server or self._address())
+        dealer.connect(self._server)
         self._dealers[identity] = dealer
         self._spawn(self._back(identity, dealer))
         return dealer
-
-    def _address(self) -> str:
-        info = read_server_info(self._run_dir)
-        assert isinstance(info, ServerInfo)
-        return info.link_address
 
     async def _back(self, identity: bytes, dealer: zmq.asyncio.Socket) -> None:
         while not dealer.closed:
@@ -182,25 +192,19 @@ async def serve(options: argparse.Namespace) -> None:
     http = HttpProxy(options.run_dir, faults)
     log = Lines(options.run_dir / PROXY)
     server = await asyncio.start_server(http.serve, "127.0.0.1", options.http_port, backlog=2048)
-    servers = options.link_out or [""]
-    links = [
-        asyncio.create_task(LinkProxy(options.run_dir, faults, server).run(address))
-        for address, server in zip(options.link_in, servers, strict=True)
-    ]
+    link = asyncio.create_task(LinkProxy(options.run_dir, faults).run(options.link))
     async with server:
-        done = set[asyncio.Task[None]]()
-        while not done:
-            done, _ = await asyncio.wait(links, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+        while not link.done():
+            await asyncio.wait({link}, timeout=1.0)
             log.write(**msgspec.to_builtins(dict(faults.made)))
-        done.pop().result()
+        link.result()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--http-port", type=int, required=True)
-    parser.add_argument("--link-in", required=True, action="append")
-    parser.add_argument("--link-out", action="append", help="of each server, if there are several")
+    parser.add_argument("--link", required=True)
     parser.add_argument("--seed", type=int, required=True)
     asyncio.run(serve(parser.parse_args()))
 

@@ -15,7 +15,8 @@ from evidence import HOSTILE, read_lines
 from hostile import WAYS
 from processes import Victim
 
-from tinkerscript.train.journal import EpisodeAccepted, read_journal
+from tinkerscript.train.journal import read_journal
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 DEMO = Path(__file__).parents[2] / "examples" / "arithmetic.yaml"
 HELD_OUT = 0.9

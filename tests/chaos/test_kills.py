@@ -43,7 +43,12 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path, capfd: pytest.Captur
         print(hostilities(tmp_path))
         print(f"claims {claims}, calls that count {calls}, samples begun {samples}, faults {len(faults)}")
     assert not faults, "\n".join(faults[:20])
-    attacks = {line["who"] for line in evidence.hostile if line["event"] in ("attack", "claimed", "socket")}
+    attacks = {
+        line["who"] for line in evidence.hostile if line["event"] in ("attack", "claimed", "socket", "head")
+    }
     assert attacks == set(WAYS)
+    assert "knock" in {line["event"] for line in evidence.hostile}
+    codes = {line["code"] for line in evidence.hostile if line["event"] == "worker"}
+    assert codes == {2}, "a worker refuses the samples, and says so by its exit code"
     if os.environ.get("CHAOS_ALL_STATES") != "no":  # A short run may miss one.
         assert not conductor.never_hit()

@@ -24,7 +24,7 @@ from tinkerscript.errors import ClaimLostError, NoEpisodeError
 from tinkerscript.server.addresses import ServerInfo
 from tinkerscript.server.store.sqlite import STORE_FILE
 from tinkerscript.trainer_link.keys import TrainerKeys, load_trainer_keys
-from tinkerscript.trainer_link.messages import NewEpisode, Result
+from tinkerscript.trainer_link.messages import EpisodeAccepted, NewEpisode
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 FRESH = 10
@@ -140,7 +140,7 @@ async def _deliver_all(info: ServerInfo, count: int) -> dict[str, float]:
         async with asyncio.timeout(60):
             while len(rewards) < count:
                 outcomes = await link.outcomes()
-                results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
+                results = [outcome for outcome in outcomes if isinstance(outcome, EpisodeAccepted)]
                 rewards.update({result.episode_uuid: result.reward for result in results})
                 link.acknowledge([outcome.episode_uuid for outcome in outcomes])
         await link.flush()

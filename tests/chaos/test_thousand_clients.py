@@ -17,7 +17,7 @@ from crowd import CROWD
 from evidence import read_lines, read_rows
 
 from tinkerscript.server.store.sqlite import STORE_FILE
-from tinkerscript.trainer_link.messages import NewEpisode, Result
+from tinkerscript.trainer_link.messages import EpisodeAccepted, NewEpisode
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 PROCESSES = 2
@@ -90,8 +90,8 @@ async def _all_results(link: TrainerLink, count: int) -> dict[str, str]:
         while len(names) < count:
             outcomes = await link.outcomes()
             for outcome in outcomes:
-                assert isinstance(outcome, Result)
+                assert isinstance(outcome, EpisodeAccepted)
                 assert outcome.episode_uuid not in names
-                names[outcome.episode_uuid] = json.loads(outcome.workflow_output)["metadata"]["name"]
+                names[outcome.episode_uuid] = str(outcome.metadata["name"])
             link.acknowledge([outcome.episode_uuid for outcome in outcomes])
     return names

@@ -24,8 +24,8 @@ from tinkerscript.gateway.sampler import ProgressCallback, SampledSequence, Samp
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs, unpack_ids
-from tinkerscript.trainer_link.messages import NewEpisode, Result
-from tinkerscript.trainer_link.trainer_end import OutcomeMessage, TrainerLink
+from tinkerscript.trainer_link.messages import EpisodeAccepted, NewEpisode, Outcome
+from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 MARK = re.compile(r"\[(\S+) (\S+) turn (\d+)\]")
 """What a worker writes into its prompts: its name, the episode, the turn."""
@@ -70,14 +70,14 @@ class FakeSampler:
         return SampleResult(sequences=[sequence], policy_version=0, logprob_kind="processed")
 
 
-def as_event(outcome: OutcomeMessage) -> dict[str, object]:
+def as_event(outcome: Outcome) -> dict[str, object]:
     """An outcome as a line of the journal."""
-    if not isinstance(outcome, Result):
+    if not isinstance(outcome, EpisodeAccepted):
         return {
             "event": "failed",
             "episode": outcome.episode_uuid,
             "pool": outcome.pool,
-            "failures": json.loads(outcome.failures),
+            "failures": outcome.failures,
         }
     calls = [
         {
@@ -96,7 +96,7 @@ def as_event(outcome: OutcomeMessage) -> dict[str, object]:
         "client": outcome.client_uuid,
         "pool": outcome.pool,
         "reward": outcome.reward,
-        "metadata": json.loads(outcome.workflow_output)["metadata"],
+        "metadata": outcome.metadata,
         "calls": calls,
     }
 
@@ -125,6 +125,9 @@ async def train(options: argparse.Namespace) -> None:
         )
         journal.write(event="registered", episodes=names)
         while True:
+            if link.stop_requested.is_set():
+                link.stop_requested.clear()
+                journal.write(event="stopped")
             for outcome in await link.outcomes():
                 if outcome.episode_uuid not in over:
                     over.add(outcome.episode_uuid)
@@ -136,7 +139,7 @@ async def train(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--link", required=True, action="append", help="of each server")
+    parser.add_argument("--link", required=True)
     parser.add_argument("--episodes", type=int, required=True)
     parser.add_argument("--delay-s", type=float, default=0.05, help="of a sample, on average")
     parser.add_argument(

@@ -20,7 +20,7 @@ from typing import Any
 from roster import Client
 
 PROGRAMS = Path(__file__).parent / "programs"
-ENVIRONMENT = Path(__file__).parents[2] / ".venv-clients"
+ENVIRONMENT = Path(__file__).parents[2] / ".venv-tests"
 """Where `make acceptance` installs the clients; CLIENTS_ENVIRONMENT names another folder."""
 
 START_S = 120.0

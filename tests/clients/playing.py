@@ -130,4 +130,6 @@ def check_row(client: Client) -> None:
     assert client.key in results.FOUND, "run the tests of the client's features as well: the whole file"
     if os.environ.get("CLIENTS_RECORD"):
         results.record(client)
-    assert results.FOUND[client.key] == results.recorded().get(client.key), "run `make clients`"
+    assert results.FOUND[client.key] == results.recorded().get(client.key), (
+        "run with CLIENTS_RECORD=1, then scripts/clients_table.py"
+    )

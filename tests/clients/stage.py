@@ -26,7 +26,7 @@ from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.protocol import ClaimEpisodeResponse
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.addresses import ServerInfo, read_server_info
-from tinkerscript.trainer_link.messages import Result
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 CLIENT = "clients"
@@ -65,7 +65,7 @@ class Stage:
         assert reply.raise_for_status().json()["success"], reply.text
         outcome = (await collect(self.link, 1))[claim.episode_uuid]
         self.link.acknowledge([outcome.episode_uuid])
-        assert isinstance(outcome, Result)
+        assert isinstance(outcome, EpisodeAccepted)
         return outcome.calls
 
     def base_url(self, claim: ClaimEpisodeResponse) -> str:

@@ -1,6 +1,6 @@
 """An episode in two model calls under one base URL, with a wait between them until the file AFTER is there.
 
-It blocks the worker's event loop, as programs do.
+It blocks the worker's event loop, as programs do, and repeats calls for as long as a take-over lasts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ BEFORE, AFTER = (Path(os.environ[name]) for name in ("BEFORE", "AFTER"))
 
 
 def rollout(episode: Episode) -> float:
-    with OpenAI(base_url=episode.openai_base_url, api_key=episode.openai_api_key) as client:
+    key, url = episode.openai_api_key, episode.openai_base_url
+    with OpenAI(base_url=url, api_key=key, max_retries=20) as client:
         ask(client)
         BEFORE.write_text(episode.openai_base_url)
         while not AFTER.exists():

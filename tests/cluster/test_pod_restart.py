@@ -13,7 +13,8 @@ import yaml
 from command_line import DEMO, ROOT, SHORT, Command, metrics_lines, start
 from interchange_helpers import stored_outcomes
 from tinkerscript.processes.launcher import free_port
-from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, read_journal
+from tinkerscript.train.journal import EpisodeRegistered, read_journal
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
 MANIFEST = ROOT / "examples" / "cluster" / "kubernetes" / "run.yaml"
 CONTAINERS = {
@@ -72,7 +73,8 @@ def test_a_trainer_that_starts_again_goes_on_with_the_run(tmp_path: Path) -> Non
     prepare(tmp_path)
     server = begin("server", tmp_path)
     server.until((run / "server.json").exists)
-    task = ("--task", SHORT["task.name"], "--task-args", '{"split": "train"}')
+    args = ("--task-args", '{"split": "train"}', "--eval-args", '{"split": "test"}')
+    task = ("--task", SHORT["task.name"], *args)
     worker = start(tmp_path, "worker", *task, "--server", f"http://127.0.0.1:{port}", output="worker.txt")
     trainer = begin("trainer", tmp_path)
     trainer.until(lambda: len(metrics_lines(tmp_path)) >= 2, seconds=200)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +14,10 @@ from interchange_helpers import eventually
 from postgres_server import PostgresServer, running_pooler, running_postgres
 from store_contract import Reopen, StoreContract, call, calls_of, episode, fields
 from tinkerscript.errors import ConfigError, StoreError
-from tinkerscript.server.episodes.record import EpisodeRecord
-from tinkerscript.server.store import episode_copy, open_store, postgres, postgres_schema
+from tinkerscript.server.store import open_store, postgres
 from tinkerscript.server.store.database_lease import LEASE_S
 from tinkerscript.server.store.postgres import PostgresStore
+from tinkerscript.server.store.postgres_schema import PAGE
 
 
 @pytest.fixture(scope="module")
@@ -132,27 +131,15 @@ async def test_a_failed_commit_fails_everything_after_it(opened: Open) -> None:
     assert [each.uuid for each in await opened().load()] == ["e"]
 
 
-async def test_events_and_claims_are_read_with_sql(opened: Open, database: PostgresServer) -> None:
+async def test_episodes_are_read_with_sql(opened: Open, database: PostgresServer) -> None:
     store, each = opened(), episode()
     await store.lead()
     store.add(each)
+    each.state, each.claimants = "ended", ["ann", "bob"]
+    each.reward, each.result = 0.5, b'{"metadata": {"k": 1}}'
     await store.durable()
-    each.state, each.claimants, each.policy_version = "claimed", ["ann", "bob"], 4
-    store.save(each)
-    await store.durable()
-    each.state, each.reward, each.result = "ended", 0.5, b'{"metadata": {"k": 1}}'
-    store.save(each)
-    await store.durable()
-    events = "SELECT state, attempt, client_uuid, policy_version, reward FROM tried.events ORDER BY number"
-    assert database.query(events) == [
-        ("registered", 0, "", 0, None),
-        ("claimed", 2, "bob", 4, None),
-        ("ended", 2, "bob", 4, 0.5),
-    ]
-    claims = (
-        "SELECT uuid, attempt, client_uuid, episode_state, failure_kind FROM tried.claims ORDER BY attempt"
-    )
-    assert database.query(claims) == [("e", 1, "ann", "ended", None), ("e", 2, "bob", "ended", None)]
+    episodes = "SELECT uuid, state, claimants ->> -1, reward FROM tried.episodes"
+    assert database.query(episodes) == [("e", "ended", "bob", 0.5)]
     results = "SELECT convert_from(result, 'UTF8')::json #>> '{metadata,k}' FROM tried.results"
     assert database.query(results) == [("1",)]
 
@@ -293,34 +280,10 @@ async def test_servers_that_start_together_create_the_schema_once(opened: Open) 
     assert len(set(values)) == 1
 
 
-async def test_an_older_schema_is_migrated_by_who_leads(
-    opened: Open, database: PostgresServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as older:
-        only_first = postgres_schema.MIGRATIONS[:1]
-        older.setattr("tinkerscript.server.store.database_lease.MIGRATIONS", only_first)
-        store = opened()
-        await store.lead()
-        await store.close()
-    row = "INSERT INTO tried.episodes VALUES (1, 'e', 'eval', 'g', 'd', 'p', 4, 'registered', '[]', '[]', 0, "
-    database.query(row + "0, 0, 0, NULL, '', '[]', false, false, false)")
-    assert database.query("SELECT version FROM tried.migrations") == [(1,)]
-    store = opened()
-    await store.lead()
-    assert database.query("SELECT version FROM tried.migrations ORDER BY version") == [(1,), (2,), (3,)]
-    (found,) = await store.load()
-    found.state = "failed"
-    store.save(found)
-    await store.durable()
-    assert database.query("SELECT state FROM tried.events") == [("failed",)]
-
-
-async def test_a_later_schema_is_refused(opened: Open, database: PostgresServer) -> None:
-    store = opened()
-    await store.lead()
-    await store.close()
-    database.query("INSERT INTO tried.migrations VALUES (99)")
-    with pytest.raises(StoreError, match="has version 99, and this server knows versions up to 3"):
+async def test_another_version_of_the_tables_is_refused(opened: Open, database: PostgresServer) -> None:
+    await opened().lead()
+    database.query("UPDATE tried.shared_values SET value = '99' WHERE name = 'schema_version'")
+    with pytest.raises(ConfigError, match="has schema version 99, this server reads 1"):
         await opened().lead()
     assert database.query("SELECT epoch FROM tried.lease") == [(1,)], "it has not taken the lease"
 
@@ -376,47 +339,10 @@ async def test_calls_of_nothing_are_nothing(opened: Open) -> None:
     assert await calls_of(store, episode(), 1) == []
 
 
-async def test_a_server_that_waits_has_what_the_leader_wrote_meanwhile(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(episode_copy, "PAGE", 7)
-    monkeypatch.setattr(episode_copy, "REFRESH_S", 0.01)
-    reads = _counted_reads(monkeypatch)
-    chance, leader, other = random.Random(5), opened(), opened()
-    await leader.lead()
-    waiting = asyncio.create_task(other.lead())
-    stored: list[EpisodeRecord] = []
-    async with asyncio.timeout(60):
-        while len(stored) < 200 or len(reads) < 8:
-            await _write_some(leader, stored, chance)
-    await leader.close()
-    await waiting
-    assert [fields(each) for each in await other.load()] == [fields(each) for each in stored]
-
-
-async def _write_some(leader: PostgresStore, stored: list[EpisodeRecord], chance: random.Random) -> None:
-    for _ in range(chance.randrange(4)):
-        stored.append(replace(episode(f"e{len(stored)}", len(stored)), payload=b"p" * len(stored)))
-        leader.add(stored[-1])
-    for each in chance.sample(stored, min(len(stored), chance.randrange(9))):
-        each.policy_version += 1
-        each.claimants.append("a worker")
-        each.request_ids.append("\0")
-        leader.save(each)
-    if chance.random() < 0.2 and stored:
-        lost = chance.choice(stored)
-        lost.state, lost.acknowledged, lost.payload = "failed", True, b""
-        leader.save(lost)
-    await leader.durable()
-
-
-def _counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """An entry for each time that a server has read ahead."""
-    refresh, reads = episode_copy.EpisodeCopy.refresh, list[None]()
-
-    async def counted(copy: episode_copy.EpisodeCopy, connection: Any) -> None:
-        await refresh(copy, connection)
-        reads.append(None)
-
-    monkeypatch.setattr(episode_copy.EpisodeCopy, "refresh", counted)
-    return reads
+async def test_episodes_are_read_page_by_page(opened: Open) -> None:
+    store, stored = opened(), [episode(f"e{number}", number) for number in range(PAGE + 3)]
+    await store.lead()
+    for each in stored:
+        store.add(each)
+    await store.durable()
+    assert [fields(each) for each in await store.load()] == [fields(each) for each in stored]

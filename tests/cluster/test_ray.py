@@ -15,7 +15,8 @@ from virtual_cluster import VirtualCluster, left_of
 
 from command_line import DEMO, ROOT, SHORT, Command, as_options, metrics_lines, named, start
 from interchange_helpers import stored_outcomes
-from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, read_journal
+from tinkerscript.train.journal import EpisodeRegistered, read_journal
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -147,7 +148,7 @@ def test_a_replica_whose_node_goes_starts_on_another_one(
     )
     command.until(lambda: len(accepted(run)) > 20, seconds=LONG_S)
     commands = left_of(tmp_path, "tinkerscript", within_s=0)
-    assert sum("tether" not in each and "vllm.entrypoints" in each for each in commands) == 2, commands
+    assert sum("with_parent" not in each and "vllm.entrypoints" in each for each in commands) == 2, commands
     cluster.remove(nodes[0])
     lost = r"replica (\d) died \(The actor died because its node has died\)"
     command.until(lambda: re.search(lost, " ".join(command.text().split())), seconds=LONG_S)

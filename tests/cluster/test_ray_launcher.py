@@ -15,7 +15,7 @@ from virtual_cluster import VirtualCluster, left_of
 
 from tinkerscript.config import RunConfig, parse_config
 from tinkerscript.errors import ConfigError
-from tinkerscript.processes.launcher import Launcher, Order, Room, Slot, Started
+from tinkerscript.processes.launcher import Child, Launcher, Room, Slot, Started
 from tinkerscript.processes.planned import plan_of
 from tinkerscript.processes.ray_launcher import open_launcher
 
@@ -40,9 +40,10 @@ async def opened(folder: Path, config: RunConfig, notes: list[str]) -> AsyncIter
         yield launcher
 
 
-def order(folder: Path, name: str, code: str, *arguments: str, room: Room | None = None) -> Order:
+def child(folder: Path, name: str, code: str, *arguments: str, room: Room | None = None) -> Child:
     log = folder / "logs" / f"{name.replace(' ', '-')}.log"
-    return Order(name, [sys.executable, "-c", code, *arguments], {"SECRET": "s3cret"}, log, room or Room(0.1))
+    argv = [sys.executable, "-c", code, *arguments]
+    return Child(name, lambda _: argv, log, environ={"SECRET": "s3cret"}, room=room or Room(0.1))
 
 
 async def until_up(process: Started, log: Path) -> None:
@@ -69,29 +70,25 @@ async def test_processes_get_their_gpus_ports_and_secrets_and_end_as_they_are_to
     notes: list[str] = []
     async with opened(tmp_path, config_of(cluster.address), notes) as launcher:
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "0", "what Ray reserved for the trainer"
-        started: list[Started] = []
-        shown = order(tmp_path, "replica 0", SHOW, Slot.HOST, Slot.PORT, room=Room(1, 2))
-        first = await launcher.start(shown, started.append)
-        asked_order, killed_order = (
-            order(tmp_path, name, code) for name, code in (("a", UNTIL_ASKED), ("b", STUBBORN))
-        )
-        asked = await launcher.start(asked_order, started.append)
-        killed = await launcher.start(killed_order, started.append)
+        shown = child(tmp_path, "replica 0", SHOW, Slot.HOST, Slot.PORT, room=Room(1, 2))
+        first = await launcher.start(shown)
+        waits, hangs = (child(tmp_path, name, code) for name, code in (("a", UNTIL_ASKED), ("b", STUBBORN)))
+        asked = await launcher.start(waits)
+        killed = await launcher.start(hangs)
         assert await first.wait() == 0
-        assert started
         assert shown.log.read_text() == f"0,1 s3cret {first.host} {first.port}\n"
-        await until_up(asked, asked_order.log)
+        await until_up(asked, waits.log)
         asked.ask_to_stop()
         assert await asked.wait() == 0
-        assert asked_order.log.read_text() == "up\nasked\n"
-        await until_up(killed, killed_order.log)
-        assert psutil.pid_exists(int(killed_order.log.read_text().split()[1]))
+        assert waits.log.read_text() == "up\nasked\n"
+        await until_up(killed, hangs.log)
+        assert psutil.pid_exists(int(hangs.log.read_text().split()[1]))
         killed.kill()
         assert await killed.wait() == -9
         assert killed.describe_end() == "signal 9"
         assert not left_of(tmp_path, "sleep 600", within_s=60)
-        left = order(tmp_path, "c", LEAVES_A_CHILD)
-        assert await (await launcher.start(left, started.append)).wait() == 3
+        left = child(tmp_path, "c", LEAVES_A_CHILD)
+        assert await (await launcher.start(left)).wait() == 3
         assert not left_of(tmp_path, "sleep 600", within_s=60), "although it held the output open"
     assert notes == []
     assert "s3cret" not in (tmp_path / "logs" / "ray.log").read_text()

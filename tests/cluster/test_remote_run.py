@@ -127,7 +127,6 @@ def test_a_run_is_resumed_from_its_url_alone(tmp_path: Path) -> None:
     assert first.wait(seconds=100) == 130, first.text()
     assert "not copied" not in first.text()
     step = remote.steps()[-1]
-    assert not list((run / "outbox").glob("[0-9]*"))
     shutil.rmtree(tmp_path / "runs")
     refused = start(tmp_path, "train", str(DEMO), *as_options(SETTINGS))
     assert refused.wait() == 2

@@ -81,18 +81,22 @@ class Fleet:
 
     def replica(self, number: int) -> None:
         options = {
-            **{"model-path": str(TINY_MODEL), "served-model-name": "base", "host": "127.0.0.1"},
-            **{"port": str(self.replica_ports[number]), "api-key": KEY, "dtype": "float32", "device": "cpu"},
-            **{"max-lora-rank": "8", "max-loras-per-batch": "4", "lora-target-modules": "all"},
-            **{"tensor-parallel-size": "1", "sampling-defaults": "openai"},
+            **{"model": str(TINY_MODEL), "served-model-name": "base", "host": "127.0.0.1"},
+            **{"port": str(self.replica_ports[number]), "dtype": "float32"},
+            **{"max-lora-rank": "8", "max-loras": "4", "max-cpu-loras": "4"},
+            **{"tensor-parallel-size": "1", "logprobs-mode": "processed_logprobs"},
+            **{"generation-config": "vllm"},
         }
         words = [word for name, value in options.items() for word in (f"--{name}", value)]
         path = os.pathsep.join(map(str, (TESTS / "launched", TESTS)))
         self.start(
             f"replica-{number}",
-            *("sglang.launch_server", *words, "--enable-lora", "--enable-metrics"),
+            *("vllm.entrypoints.openai.api_server", *words, "--enable-lora", "--enforce-eager"),
             PYTHONPATH=path,
             PYTHONWARNINGS="ignore",
+            VLLM_API_KEY=KEY,
+            VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
+            TINKERSCRIPT_ADAPTERS=str(self.folder / "run" / "adapters"),
         )
 
     def worker(self, number: int) -> None:
@@ -146,7 +150,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
         "engine": {"lora": {"rank": 8}},
         "sampling": {"max_tokens": 4},
         "inference": {
-            "backend": "sglang",
+            "backend": "vllm",
             "replicas": [f"http://127.0.0.1:{port}" for port in found.replica_ports],
             "api_key_env": "REPLICAS_KEY",
             "start_timeout_s": 90,

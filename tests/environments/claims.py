@@ -7,7 +7,7 @@ from typing import Any, cast
 from tinkerscript.client import Episode
 from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.workers.base_task import Task
-from tinkerscript.workers.task_rollout import TaskRollout
+from tinkerscript.workers.worker import TaskRollout
 
 
 def claim(task: Task, sample: dict[str, Any], url: str, number: int = 1) -> Episode:

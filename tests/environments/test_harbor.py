@@ -10,8 +10,8 @@ import pytest
 from claims import run_claim
 
 from outside_chat import Message, scripted_chat
-from tinkerscript.workers.task_kinds import load_task
-from tinkerscript.workers.task_rollout import TaskRollout
+from tinkerscript.workers.base_task import load_task
+from tinkerscript.workers.worker import TaskRollout
 
 FILES = {
     "task.toml": """

@@ -12,8 +12,8 @@ from openenv import GenericEnvClient
 
 from outside_chat import Message, scripted_chat
 from tinkerscript.errors import ConfigError
-from tinkerscript.workers.task_kinds import load_task
-from tinkerscript.workers.task_rollout import TaskRollout
+from tinkerscript.workers.base_task import load_task
+from tinkerscript.workers.worker import TaskRollout
 
 
 def twos(messages: list[Message]) -> str:

@@ -13,8 +13,8 @@ from reasoning_gym.utils import extract_answer
 
 from outside_chat import Message, scripted_chat
 from tinkerscript.errors import ConfigError, WorkerError
-from tinkerscript.workers.task_kinds import load_task
-from tinkerscript.workers.task_rollout import TaskRollout
+from tinkerscript.workers.base_task import load_task
+from tinkerscript.workers.worker import TaskRollout
 
 TASKS = ["basic_arithmetic", "spell_backward", "number_sorting", "leg_counting", "mini_sudoku"]
 
@@ -73,7 +73,7 @@ async def test_another_version_of_the_package_is_refused() -> None:
     task = load_task("reasoning_gym:basic_arithmetic", {"size": 2})
     sample = {**task.samples(held_out=False)[0], "input": "Calculate what the newer version asks."}
     async with scripted_chat(lambda _: "0") as server, TaskRollout({task.task_id: task}) as rollout:
-        with pytest.raises(WorkerError, match="asks something else here"):
+        with pytest.raises(WorkerError, match="is another problem"):
             await run_claim(rollout, task, sample, server.url)
     assert server.asked == []
 

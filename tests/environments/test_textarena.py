@@ -10,10 +10,10 @@ import pytest
 import textarena
 from claims import run_claim
 
-from outside_chat import Message, scripted_chat
+from outside_chat import Message, outside_chat, scripted_chat
 from tinkerscript.errors import ConfigError
-from tinkerscript.workers.task_kinds import load_task
-from tinkerscript.workers.task_rollout import TaskRollout
+from tinkerscript.workers.base_task import load_task
+from tinkerscript.workers.worker import TaskRollout
 
 ALONE = "GuessTheNumber-v0"
 AGAINST = "TicTacToe-v0"
@@ -68,35 +68,23 @@ async def test_a_game_alone_is_scored_as_the_package_scores_it() -> None:
     assert {output.log_metrics["moves"] for output in ours} != {1.0}
 
 
-async def test_a_game_against_a_model_elsewhere_is_scored_for_the_policys_seat(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("OPPONENT_KEY", "outside")
+async def test_a_game_against_a_role_is_scored_for_the_policys_seat() -> None:
+    def move(request: dict[str, Any]) -> str:
+        return (last_free if request["model"] == "rival" else first_free)(request["messages"])
+
     expected = [
         own_game(AGAINST, seed, [first_free, last_free] if seed % 2 == 0 else [last_free, first_free])
         for seed in range(4)
     ]
-    async with scripted_chat(first_free) as server, scripted_chat(last_free) as frozen:
-        opponent = {"base_url": frozen.url, "model": "frozen", "api_key_env": "OPPONENT_KEY"}
-        task = load_task(f"textarena:{AGAINST}", {"size": 4, "opponent": opponent})
+    async with outside_chat(move) as server:
+        task = load_task(f"textarena:{AGAINST}", {"size": 4, "opponent": "rival"})
         samples = task.samples(held_out=False)
         async with TaskRollout({task.task_id: task}) as rollout:
             ours = [await run_claim(rollout, task, s, server.url, n) for n, s in enumerate(samples)]
     assert [sample["seat"] for sample in samples] == [0, 1, 0, 1]
     assert [output.reward for output in ours] == [game[seed % 2] for seed, game in enumerate(expected)]
-    assert {key for key, _ in frozen.asked} == {"outside"}
-    assert {key for key, _ in server.asked} == {f"key-{n}" for n in range(4)}
-    assert not any("outside" in str(output) for output in ours)
-
-
-async def test_a_game_against_a_role_is_played_through_the_claim() -> None:
-    async with scripted_chat(first_free) as server:
-        task = load_task(f"textarena:{AGAINST}", {"size": 2, "opponent": {"role": "rival"}})
-        async with TaskRollout({task.task_id: task}) as rollout:
-            ours = [await run_claim(rollout, task, s, server.url) for s in task.samples(held_out=False)]
-    expected = [own_game(AGAINST, seed, [first_free, first_free])[seed % 2] for seed in range(2)]
-    assert [output.reward for output in ours] == expected
     assert {request["model"] for request in server.requests} == {"policy", "rival"}
+    assert {key for key, _ in server.asked} == {f"key-{n}" for n in range(4)}
 
 
 def test_held_out_games_are_others() -> None:
@@ -111,13 +99,6 @@ def test_held_out_games_are_others() -> None:
         ("TicTacToe-v0", {"players": 2}, "2 players need an opponent"),
         ("TicTacToe-v0", {}, "cannot start with 1 players"),
         ("NoSuchGame-v0", {}, "cannot start with 1 players.*NoSuchGame"),
-        ("TicTacToe-v0", {"opponent": {"url": "http://x"}}, "opponent: .*url"),
-        ("TicTacToe-v0", {"opponent": {}}, "cannot start with 1 players"),
-        (
-            "TicTacToe-v0",
-            {"opponent": {"role": "a", "base_url": "http://x"}},
-            "a role of the run, or the base_url",
-        ),
     ],
 )
 def test_a_game_that_cannot_be_played_says_why(game: str, args: dict[str, Any], said: str) -> None:

@@ -19,10 +19,9 @@ from tinkerscript.protocol import (
     ClaimEpisodeRequest,
     ClaimEpisodeResponse,
     EndEpisodeRequest,
-    EndEpisodeResponse,
     EngineStatusResponse,
     RegisterEpisodeRequest,
-    RegisterEpisodeResponse,
+    SuccessResponse,
     WorkflowOutput,
 )
 
@@ -137,21 +136,21 @@ class Exchange:
             payload={"sample": {"input": uuid, "target": "e1"}},
         )
 
-    async def end(self, request: EndEpisodeRequest, response: Response) -> EndEpisodeResponse:
+    async def end(self, request: EndEpisodeRequest, response: Response) -> SuccessResponse:
         if request.episode_uuid in self.lost:
             response.status_code = 409
-            return EndEpisodeResponse(success=False, failure_reason="the lease ran out")
+            return SuccessResponse(success=False, failure_reason="the lease ran out")
         with self.changed:
             self.ends.append(request)
             self.results[request.episode_uuid] = request.workflow_output
             self.changed.notify_all()
-        return EndEpisodeResponse(success=True)
+        return SuccessResponse(success=True)
 
-    async def abort(self, request: AbortEpisodeRequest) -> EndEpisodeResponse:
+    async def abort(self, request: AbortEpisodeRequest) -> SuccessResponse:
         with self.changed:
             self.aborted.append(request)
             self.changed.notify_all()
-        return EndEpisodeResponse(success=True)
+        return SuccessResponse(success=True)
 
     async def can_continue(self, request: CanContinueEpisodeRequest) -> CanContinueEpisodeResponse:
         reason = "the lease ran out" if request.episode_uuid in self.lost else ""
@@ -163,18 +162,18 @@ class Exchange:
             self.changed.notify_all()
         return await self.can_continue(request)
 
-    async def register(self, request: RegisterEpisodeRequest, response: Response) -> RegisterEpisodeResponse:
+    async def register(self, request: RegisterEpisodeRequest, response: Response) -> SuccessResponse:
         pool = self.pools.setdefault(request.client_uuid, [])
         known = {episode.episode_uuid: episode for episode in pool}
         if request.episode_uuid not in known:
             if len(pool) >= self.quota:
                 response.status_code, response.headers["Retry-After"] = 429, "0.05"
-                return RegisterEpisodeResponse(success=False, failure_reason="the pool is full")
+                return SuccessResponse(success=False, failure_reason="the pool is full")
             pool.append(request)
         elif known[request.episode_uuid] != request:
             response.status_code = 409
-            return RegisterEpisodeResponse(success=False, failure_reason="other content")
-        return RegisterEpisodeResponse(success=True)
+            return SuccessResponse(success=False, failure_reason="other content")
+        return SuccessResponse(success=True)
 
     async def status(self) -> EngineStatusResponse:
         return EngineStatusResponse(

@@ -12,8 +12,8 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from tinkerscript.config import SamplingConfig
-from tinkerscript.gateway.claim_book import OpenClaim
-from tinkerscript.gateway.gateway import create_gateway
+from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
+from tinkerscript.gateway.endpoint import create_gateway
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import full_prompts
 from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
@@ -26,13 +26,14 @@ SUMS = "The sums are 0, 1"
 class ScriptedServer:
     """An application to be served, with the claims `key0` to `key9`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, served: ClaimBook | None = None) -> None:
+        """`served`: instead of the claims."""
         self.claims = MemoryClaimBook({f"key{n}": self.claim(f"key{n}") for n in range(10)})
         self._tokenizer = LightTokenizer(folder)
-        self._sampler = ScriptedSampler(self._script)
+        self.sampler = ScriptedSampler(self._script)
         gateway = create_gateway(
-            claims=self.claims,
-            sampler=self._sampler,
+            claims=served or self.claims,
+            sampler=self.sampler,
             model_folder=folder,
             model_name="tiny",
             sampling=SamplingConfig(max_tokens=400),
@@ -50,7 +51,7 @@ class ScriptedServer:
         prompts = full_prompts(calls)
         assert len(calls) == turns
         assert [call.parent_id for call in calls] == [None, *(call.call_id for call in calls[:-1])]
-        asked = {request.prompt for request in self._sampler.requests}
+        asked = {request.prompt for request in self.sampler.requests}
         assert {prompts[call.call_id] for call in calls} <= asked
 
     def _script(self, prompt: list[int]) -> list[int]:

@@ -25,8 +25,8 @@ from tinkerscript.server.auth import Roles
 from tinkerscript.server.store.sqlite import SqliteStore
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.framing import LinkTimes
-from tinkerscript.trainer_link.messages import FailedEpisode, Result
-from tinkerscript.trainer_link.trainer_end import OutcomeMessage, TrainerLink
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
+from tinkerscript.trainer_link.trainer_end import TrainerLink
 from tiny_tokenizer import write_model_folder
 
 CLIENTS = st.sampled_from(["ann", "bob"])
@@ -84,7 +84,7 @@ class ServerLikeTheModel(RuleBasedStateMachine):
         self.model: dict[str, Modelled] = {}
         self.claims: list[Held] = []
         self.requests: dict[tuple[str, str], list[Held]] = {}
-        self.outcomes: dict[str, OutcomeMessage] = {}
+        self.outcomes: dict[str, Outcome] = {}
         self.folder = tempfile.TemporaryDirectory(prefix="api-")
         self.runner = asyncio.Runner()
         self.runner.run(self.start())
@@ -128,7 +128,7 @@ class ServerLikeTheModel(RuleBasedStateMachine):
         self.server_up.push_async_callback(self.end_of, running)
         transport = httpx.ASGITransport(self.server.app, raise_app_exceptions=False)
         self.http = await self.server_up.enter_async_context(
-            httpx.AsyncClient(transport=transport, base_url="http://server", timeout=DEADLINE_S)
+            httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=DEADLINE_S)
         )
 
     async def end_of(self, running: asyncio.Task[None]) -> None:
@@ -298,19 +298,19 @@ class ServerLikeTheModel(RuleBasedStateMachine):
         outcome = self.runner.run(self.outcome_of(uuid))
         each = self.model[uuid]
         if each.state == "ended":
-            assert isinstance(outcome, Result)
+            assert isinstance(outcome, EpisodeAccepted)
             assert each.holder is not None
             assert (outcome.attempt, outcome.client_uuid) == (each.attempts, each.holder.client)
             assert outcome.reward == reward_of(each.holder.attempt, each.answer)
             assert len(outcome.calls) == each.holder.calls
             each.state = "accepted"
         else:
-            assert isinstance(outcome, FailedEpisode)
+            assert isinstance(outcome, EpisodeFailed)
         each.acknowledged = True
         self.link.acknowledge([uuid])
         self.runner.run(self.link.flush())
 
-    async def outcome_of(self, uuid: str) -> OutcomeMessage:
+    async def outcome_of(self, uuid: str) -> Outcome:
         async with asyncio.timeout(DEADLINE_S):
             while uuid not in self.outcomes:
                 self.outcomes |= {outcome.episode_uuid: outcome for outcome in await self.link.outcomes()}

@@ -29,9 +29,9 @@ from bridge_parts import END, Says, bytes_renderer, call
 from bridge_tasks import ScriptedSampling
 from inspect_tinker_bridge import RunnerError, load_environment
 from tinkerscript.rollouts.advantages import WeightedRollout
-from tinkerscript.rollouts.convert.tinker_datum import to_datum
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.train.sources.in_process import calls_of
+from tinkerscript.rollouts.trainers import to_datum
+from tinkerscript.train.in_process import calls_of
 
 FILE = f"{Path(bridge_tasks.__file__)}@adding"
 
@@ -72,7 +72,7 @@ def byte_engine(byte_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 def assert_same_data(trajectory: Trajectory, sequences: int) -> None:
     """tinker_cookbook's datums of a trajectory and ours: tokens, targets, masks, logprobs, advantages."""
     theirs = trajectory_to_data(trajectory, 0.5)
-    calls = calls_of(trajectory.transitions, policy_version=0, temperature=1.0)
+    calls = calls_of(trajectory.transitions, policy_version=0)
     ours = [
         to_datum(WeightedRollout.uniform(rollout, 0.5)) for rollout in merge_calls(calls, episode_uuid="e")
     ]

@@ -24,7 +24,7 @@ from inspect_tinker_bridge import TaskRunner
 from inspect_tinker_bridge.env import EnvOptions, InspectEnv
 from inspect_tinker_bridge.tasks import load_inspect_task
 from tinkerscript.config import RunConfig
-from tinkerscript.gateway.conversation.fork_reasons import TEMPLATE_REWRITES
+from tinkerscript.gateway.conversation.tree import TEMPLATE_REWRITES
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.alignment import find_errors
@@ -32,8 +32,8 @@ from tinkerscript.rollouts.call import Call, full_prompts
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.train.chats import load_chats
+from tinkerscript.train.in_process import calls_of
 from tinkerscript.train.renderer import ModelRenderer
-from tinkerscript.train.sources.in_process import calls_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "tokens.md"
 
@@ -188,9 +188,7 @@ async def by_bridge(runner: TaskRunner, sample: Sample, folder: Path, family: Fa
     made = [(call.function, call.arguments) for _, reply in env.exchanges for call in reply.tool_calls or ()]
     reads = family.call is not None and family.reads_calls
     assert made == [(name, json.loads(text)) for name, text in filter(None, CALLS) if reads]
-    calls = calls_of(
-        trajectory.transitions, env.exchanges, uses_template=True, policy_version=0, temperature=1.0
-    )
+    calls = calls_of(trajectory.transitions, env.exchanges, uses_template=True, policy_version=0)
     return sequences_of(calls, sampled)
 
 
@@ -202,7 +200,7 @@ def by_sft(folder: Path, family: Family, messages: list[dict[str, Any]], file: P
     file.write_text(json.dumps({"messages": said, "tools": tools}) + "\n")
     sft = {"data": str(file), "held_out": 0, "batch_size": 1}
     config = RunConfig.model_validate({"method": "sft", "engine": {"model": str(folder)}, "sft": sft})
-    (datums,) = load_chats(config, max_context=8192).train
+    (datums,) = load_chats(config, folder).train
     replies_at = [index for index, message in enumerate(said) if message["role"] == "assistant"]
     written = [renderer.reply_ids(said[:index], said[index], tools) for index in replies_at]
     sequences = [_ids(datum) for datum in datums]

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from fake_exchange import Exchange
 from fastapi import FastAPI
+from pydantic import JsonValue
 from typer.testing import CliRunner
 
 from serving import serving
@@ -37,13 +38,24 @@ from tinkerscript.errors import (
     RunFinishedError,
     ServerUnreachableError,
     WorkerError,
+    WrongTaskError,
 )
 from tinkerscript.gateway.claim_book import OpenClaim
-from tinkerscript.gateway.gateway import create_gateway
+from tinkerscript.gateway.endpoint import create_gateway
 from tinkerscript.gateway.tokenizer import LightTokenizer
-from tinkerscript.protocol import WorkflowOutput
+from tinkerscript.protocol import RegisterEpisodeRequest, WorkflowOutput
 from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
 from tinkerscript.workers import WorkerOptions, load_rollout, run_worker
+
+ONE_SUM = """
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import match
+
+@task
+def one():
+    return Task(dataset=[Sample(id="12+34", input="12+34=", target="46")], scorer=match())
+"""
 
 
 @pytest.fixture
@@ -360,7 +372,8 @@ def test_a_worker_without_a_usable_script_says_what_is_there(tmp_path: Path, url
     for name, message in {
         "missing.py": "holds broken.py, narrow.py, other.py",
         "other.py": r"no function rollout\(episode\); it defines helper",
-        "broken.py": "ModuleNotFoundError: No module named 'nothing_of_the_kind'",
+        "broken.py": "No module named 'nothing_of_the_kind'; what it imports has to be on this machine: "
+        "pip install nothing_of_the_kind",
         "narrow.py": "must take one argument",
     }.items():
         with pytest.raises(WorkerError, match=message):
@@ -417,6 +430,36 @@ def test_the_plain_agent_contributes_episodes(exchange: Exchange, url: str, byte
     assert {end.workflow_output.reward for end in exchange.ends} == {1.0}
     assert output.count("reward 1.0") >= 2  # the third line may be cut off by the signal
     assert len(agent.read_text(encoding="utf-8").splitlines()) < 40
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_server_cannot_make_a_worker_run_what_its_task_does_not_contain(
+    exchange: Exchange, url: str, tmp_path: Path, is_named: bool
+) -> None:
+    """Neither a sample of its own, nor with the id of one that the task has."""
+    marks = [tmp_path / "setup", tmp_path / "file"]
+    hostile: dict[str, JsonValue] = {
+        "id": "12+34" if is_named else "x",
+        "input": "12+34=",
+        "target": "46",
+        "sandbox": {"type": "local"},
+        "setup": f"#!/bin/sh\ntouch {marks[0]}\n",
+        "files": {str(marks[1]): "here"},
+    }
+    (tmp_path / "tasks.py").write_text(ONE_SUM, encoding="utf-8")
+    task = f"{tmp_path}/tasks.py@one"
+    exchange.queue.clear()
+    exchange.run_finished = True
+    exchange.model_url = f"{url}/v1"
+    payload: dict[str, JsonValue] = {"task": task, "sample": hostile}
+    exchange.pools[""] = [RegisterEpisodeRequest(episode_uuid="h", payload=payload)]
+    refusal = ""
+    try:
+        run_worker(WorkerOptions(server_url=url, tasks={task: {}}, client_uuid="w"))
+    except WrongTaskError as error:
+        refusal = str(error)
+    assert [mark.exists() for mark in marks] == [False, False]
+    assert ("'12+34' is another problem" if is_named else "no sample 'x'") in refusal
 
 
 def test_a_task_without_inspect_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import os
 import socket
+import time
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
-import uvloop
 from starlette.types import Receive, Scope, Send
 
-from interchange_helpers import DEADLINE_S, new_episodes
+from interchange_helpers import DEADLINE_S, eventually, new_episodes
 from interchange_setup import Setup, serving
 from tinkerscript.asgi import Caller
 from tinkerscript.config import InterchangeConfig
-from tinkerscript.server.http_server import (
+from tinkerscript.http_server import (
     MIN_CONNECTIONS,
     OTHER_FILES,
     connections_allowed,
     http_server,
 )
-from tinkerscript.server.passing import TAKEN_AT_ONCE, Door, hang_up
 
-HEAD = b"POST /claim_episode HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"POST /claim_episode HTTP/1.1\r\nHost: localhost\r\n"
 BODY = b"Content-Type: application/json\r\nContent-Length: 25\r\n\r\n"
 CLAIM = b'{"client_uuid": "slow" }  '[:25]
 
@@ -72,6 +69,87 @@ async def test_slow_sockets_however_many_keep_nobody_out(tmp_path: Path, byte_mo
         assert (await waiting).episode_uuid == "e", "whoever waits for an answer stays"
 
 
+@asynccontextmanager
+async def unread(url: str, sent: bytes, *, buffer: int = 4096) -> AsyncGenerator[socket.socket]:
+    """A connection whose client sends and does not read."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, (host, int(port)))
+        await loop.sock_sendall(client, sent)
+        yield client
+
+
+LONG_REPLY = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+async def test_clients_that_do_not_read_keep_nobody_out(tmp_path: Path, byte_model: Path) -> None:
+    """More than there may be connections, each with requests for more than the kernel keeps of answers that
+    nobody takes."""
+    async with serving(tmp_path, byte_model, max_connections=60) as setup, AsyncExitStack() as stack:
+        await setup.link.register(new_episodes("e"))
+        for _ in range(70):
+            await stack.enter_async_context(unread(setup.url, 64 * LONG_REPLY))
+        for _ in range(10):
+            async with httpx.AsyncClient(base_url=setup.url, timeout=DEADLINE_S) as stranger:
+                assert (await stranger.get("/health")).status_code == 200
+        async with httpx.AsyncClient(base_url=setup.url, timeout=DEADLINE_S) as worker:
+            claimed = await worker.post("/claim_episode", json={"client_uuid": "new"})
+            assert claimed.json()["success"]
+
+
+async def test_an_answer_is_given_up_when_its_client_stops_reading() -> None:
+    """Not before: a slow client gets all of it, which takes longer than it may read nothing."""
+    length, begun = 8 * 2**20, list[int]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.append(1)
+        headers = [(b"content-length", str(length).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"x" * length})
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        http = http_server(app, InterchangeConfig(body_timeout_s=0.5))
+        serving_http = asyncio.create_task(http.serve(sockets=[listener]))
+        await http.ready.wait()
+        loop, read, began = asyncio.get_running_loop(), 0, time.monotonic()
+        async with unread(url, 2 * LONG_REPLY) as silent, unread(url, LONG_REPLY, buffer=2**17) as slow:
+            while read < length:
+                if time.monotonic() - began < 1.2:
+                    await asyncio.sleep(0.05)
+                async with asyncio.timeout(DEADLINE_S):
+                    got = len(await loop.sock_recv(slow, 2**18))
+                assert got, "the slow client was given up"
+                read += got
+            await eventually(lambda: asyncio.sleep(0, len(http.server_state.connections) == 1), "one left")
+            assert len(begun) == 2, "what waits behind an answer that is not read is not begun"
+            assert silent.fileno() >= 0
+        http.should_exit = True
+        await serving_http
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: x\r\n" * 20_000 + b"\r\n",
+        b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000,
+    ],
+    ids=["a long header", "many headers", "a long path", "a header without an end"],
+)
+async def test_the_head_of_a_request_is_bounded(tmp_path: Path, byte_model: Path, sent: bytes) -> None:
+    async with serving(tmp_path, byte_model) as setup:
+        async with connected(setup, sent) as reader:
+            assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
+        allowed = HEAD + b"X: " + b"x" * 60_000 + b"\r\n" + BODY + CLAIM
+        async with connected(setup, allowed) as reader:
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+
+
 async def test_a_caller_that_hangs_up_is_noticed() -> None:
     begun, noticed = asyncio.Event(), asyncio.Event()
 
@@ -98,58 +176,6 @@ async def test_a_caller_that_hangs_up_is_noticed() -> None:
             await noticed.wait()
         http.should_exit = True
         await serving_http
-
-
-def test_many_that_connect_at_once_do_not_wait_for_each_other() -> None:
-    """A turn of the loop may take milliseconds."""
-    number = 64
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        raise AssertionError("nothing is asked")
-
-    async def accept_all() -> int:
-        with socket.create_server(("127.0.0.1", 0), backlog=number) as listener, ExitStack() as callers:
-            http = http_server(app, InterchangeConfig())
-            serving_http = asyncio.create_task(http.serve(sockets=[listener]))
-            await http.ready.wait()
-            for _ in range(number):
-                callers.enter_context(socket.create_connection(listener.getsockname()))
-            turns = 0
-            async with asyncio.timeout(DEADLINE_S):
-                while len(http.server_state.connections) < number:
-                    await asyncio.sleep(0)
-                    turns += 1
-            http.should_exit = True
-            await serving_http
-        return turns
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        assert runner.run(accept_all()) <= number / 2
-
-
-async def test_connections_that_pass_together_are_taken_over_several_turns() -> None:
-    """Each comes with the beginning of a request, which takes its time."""
-    taken = list[bytes]()
-
-    def adopt(connection: socket.socket, arrived: bytes) -> None:
-        connection.close()
-        taken.append(arrived)
-
-    ours, theirs = socket.socketpair()
-    giving, taking = Door(ours, hang_up), Door(theirs, adopt)
-    mine, yours = socket.socketpair()
-    passed = [b"%d" % number for number in range(5 * TAKEN_AT_ONCE)]
-    for each in passed:
-        giving.pass_on(os.dup(mine.fileno()), each)
-    counts = [0]
-    async with asyncio.timeout(DEADLINE_S):
-        while len(taken) < len(passed):
-            await asyncio.sleep(0)
-            counts.append(len(taken))
-    assert taken == passed, "in order"
-    assert max(after - before for before, after in itertools.pairwise(counts)) <= TAKEN_AT_ONCE
-    for each in (giving, taking, mine, yours):
-        each.close()
 
 
 def test_the_server_keeps_files_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:

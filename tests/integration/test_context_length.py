@@ -9,7 +9,7 @@ import pytest
 
 from interchange_helpers import collect, new_episodes
 from interchange_setup import OUTPUT, serving
-from tinkerscript.trainer_link.messages import Result
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 TOO_LONG = "x" * 5000
 CHAT = {"messages": [{"role": "user", "content": TOO_LONG}]}
@@ -46,5 +46,5 @@ async def test_the_episode_ends_with_what_it_has(
         end = {"client_uuid": "c", "episode_uuid": "e", "attempt": 1, "workflow_output": OUTPUT}
         assert (await setup.post("/end_episode", **end))["success"]
         outcome = (await collect(setup.link, 1))["e"]
-    assert isinstance(outcome, Result)
+    assert isinstance(outcome, EpisodeAccepted)
     assert len(outcome.calls) == 1

@@ -89,7 +89,6 @@ async def test_samples_and_the_batch_from_the_command_line(setup: Setup, tmp_pat
         have=1,
         episodes_ended=3,
         episodes_expected=8,
-        groups_needed=4,
         groups_ahead={"me": 2},
     )
     setup.link.set_batch(batch, at_once=True)

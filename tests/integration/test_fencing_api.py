@@ -25,7 +25,7 @@ from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, Sample
 from tinkerscript.protocol import NO_EPISODES, WEIGHT_SYNCING, ClaimEpisodeResponse
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.server.process import running_server
-from tinkerscript.trainer_link.messages import FailedEpisode, NewEpisode, Result
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, NewEpisode
 
 TOKENS = {CLIENT_TOKEN: "client-token-of-tests", ADMIN_TOKEN: "admin-token-of-tests"}
 CLIENT = {"Authorization": f"Bearer {TOKENS[CLIENT_TOKEN]}"}
@@ -247,7 +247,7 @@ async def test_a_client_registers_into_its_own_pool_and_nowhere_else(
         end, key = {"workflow_output": OUTPUT}, {"Authorization": f"Bearer {first['openai_api_key']}"}
         assert (await setup.http.post("/end_episode", json=end, headers=key)).status_code == 200
         outcome = (await collect(setup.link, 1))["a"]
-        assert isinstance(outcome, Result)
+        assert isinstance(outcome, EpisodeAccepted)
         assert (outcome.pool, outcome.group_id, outcome.group_size) == ("me", "me/one", 4)
         await register(429, episode_uuid="c", **mine)
         setup.link.acknowledge(["a"])
@@ -284,7 +284,7 @@ async def test_the_trainers_group_size_comes_back(setup: Setup) -> None:
             "/abort_episode", client_uuid="c", episode_uuid="e", attempt=attempt, failure=failure
         )
     outcome = (await collect(setup.link, 1))["e"]
-    assert isinstance(outcome, FailedEpisode)
+    assert isinstance(outcome, EpisodeFailed)
     assert (outcome.pool, outcome.group_size, claim.attempt) == ("p", 8, 3)
 
 
@@ -354,9 +354,9 @@ async def test_dead_letters_are_read_retried_and_dropped(tmp_path: Path, byte_mo
     async with running_server(config, tmp_path, environ={}, times=FAST) as (info, _):  # noqa: SIM117
         async with httpx.AsyncClient(base_url=info.url) as http, trainer(info.link_address) as link:
             found = await collect(link, 2)
-            assert isinstance(found["a"], Result)
-            assert json.loads(found["a"].failures)[0]["kind"] == "boom", "failures are kept over a retry"
-            assert isinstance(found["b"], FailedEpisode)
+            assert isinstance(found["a"], EpisodeAccepted)
+            assert found["a"].retries[0]["kind"] == "boom", "failures are kept over a retry"
+            assert isinstance(found["b"], EpisodeFailed)
 
             async def reason() -> str:
                 retry = {"episode_uuids": ["b"]}
@@ -402,36 +402,36 @@ async def test_an_operators_endpoints_need_the_admin(tmp_path: Path, byte_model:
 
 
 async def test_bodies_and_outputs_have_limits(tmp_path: Path, byte_model: Path) -> None:
-    limits = {"max_body_bytes": 20_000, "max_metadata_bytes": 2000, "max_reward": 1.0}
+    limits = {"max_body_bytes": 2_000_000, "max_reward": 1.0}
     async with serving(tmp_path, byte_model, **limits) as setup:
         await setup.link.register(new_episodes("e"))
         claim = await setup.claim()
 
         async def chunks() -> AsyncIterator[bytes]:
             yield b'{"client_uuid": "'
-            for _ in range(100):
-                yield b"x" * 1000
+            for _ in range(21):
+                yield b"x" * 100_000
 
-        for content in (b" " * 20_001, chunks()):
+        for content in (b" " * 2_000_001, chunks()):
             for path in ("/claim_episode", "/v1/chat/completions"):
-                key = {"Authorization": f"Bearer {claim.openai_api_key}"}
+                key = {"Authorization": f"Bearer {claim.openai_api_key}", "Content-Type": "application/json"}
                 if not isinstance(content, bytes):
                     content = chunks()
                 reply = await setup.http.post(path, content=content, headers=key)
                 assert reply.status_code == 413, reply.text
-                assert "max_body_bytes allows 20000" in reply.text
-        end = end_of(claim) | {"workflow_output": {"reward": 1, "metadata": {"log": "x" * 2000}}}
+                assert "max_body_bytes allows 2000000" in reply.text
+        end = end_of(claim) | {"workflow_output": {"reward": 1, "metadata": {"log": "x" * 2**20}}}
         refused = await setup.post("/end_episode", 413, **end)
-        assert refused["failure_reason"].startswith("workflow_output: has 2")
+        assert refused["failure_reason"].startswith("workflow_output: has 1")
         end = end_of(claim) | {"workflow_output": {"reward": [0.5, 0.6]}}
         refused = await setup.post("/end_episode", 422, **end)
         assert refused["failure_reason"].startswith(
             "workflow_output.reward: must be a finite number from -1 to 1"
         )
-        failure = {"kind": "boom", "message": "x" * 2000}
+        failure = {"kind": "boom", "message": "x" * 2**20}
         abort = {"client_uuid": "c", "episode_uuid": "e", "attempt": 1, "failure": failure}
         refused = await setup.post("/abort_episode", 413, **abort)
-        assert refused["failure_reason"].startswith("failure: has 2")
+        assert refused["failure_reason"].startswith("failure: has 1")
         await setup.post("/end_episode", **end_of(claim))
 
 
@@ -517,7 +517,7 @@ async def test_a_client_of_the_first_version_runs_an_episode(setup: Setup) -> No
     output = {"reward": 0.5, "is_success": True, "metadata": {"a": 1}, "log_metrics": {"turns": 2}}
     assert (await setup.post("/end_episode", **me, workflow_output=output))["success"] is True
     outcome = (await collect(setup.link, 1))["e"]
-    assert isinstance(outcome, Result)
+    assert isinstance(outcome, EpisodeAccepted)
     assert (outcome.reward, outcome.attempt, len(outcome.calls)) == (0.5, 1, 2)
     setup.link.acknowledge(["e"])
     await setup.link.flush()
@@ -537,7 +537,7 @@ async def test_the_path_of_many_episodes_with_full_durability(tmp_path: Path, by
 
         await asyncio.gather(*(work(f"c{number}") for number in range(5)))
         outcomes = await collect(setup.link, len(names))
-        assert all(isinstance(each, Result) and len(each.calls) == 1 for each in outcomes.values())
+        assert all(isinstance(each, EpisodeAccepted) and len(each.calls) == 1 for each in outcomes.values())
         setup.link.acknowledge(outcomes)
         await setup.link.flush()
         assert (await setup.status()).episodes["train"].accepted == len(names)

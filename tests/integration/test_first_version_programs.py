@@ -18,9 +18,7 @@ from pydantic import BaseModel
 
 from interchange_helpers import collect, new_episode, new_episodes
 from interchange_setup import Setup, serving
-from tinkerscript.train.journal import EpisodeAccepted
-from tinkerscript.train.sources.network import outcome as read_outcome
-from tinkerscript.trainer_link.messages import Result
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 
 class Claimed(BaseModel):
@@ -79,8 +77,8 @@ class FirstVersion:
             messages.append(reply.raise_for_status().json()["choices"][0]["message"])
         return messages[-1]["content"]
 
-    def end_episode(self, episode_uuid: str, **workflow_output: Any) -> bool:
-        names = {"client_uuid": self.client_uuid, "episode_uuid": episode_uuid}
+    def end_episode(self, episode_uuid: str, task_id: str = "", **workflow_output: Any) -> bool:
+        names = {"client_uuid": self.client_uuid, "episode_uuid": episode_uuid, "task_id": task_id}
         return self._post("/end_episode", workflow_output=workflow_output, **names)["success"]
 
     def abort_episode(self, episode_uuid: str) -> bool:
@@ -111,8 +109,27 @@ async def setup(tmp_path: Path, byte_model: Path) -> AsyncGenerator[Setup]:
 
 async def accepted(setup: Setup, number: int) -> dict[str, EpisodeAccepted]:
     found = await collect(setup.link, number)
-    events = [read_outcome(each) for each in found.values()]
-    return {event.episode_uuid: event for event in events if isinstance(event, EpisodeAccepted)}
+    return {uuid: each for uuid, each in found.items() if isinstance(each, EpisodeAccepted)}
+
+
+async def test_two_tasks_do_not_land_in_one_group(setup: Setup) -> None:
+    """Its programs may choose tasks themselves, and say which in `task_id`."""
+    await setup.link.register(new_episodes(*"abc"))
+
+    def program() -> str:
+        client = FirstVersion(setup.url)
+        first, second, third = (client.begin_episode() for _ in range(3))
+        assert client.end_episode(first.episode_uuid, "sum-1", reward=1.0)
+        assert client.end_episode(second.episode_uuid, "sum-1", reward=0.0)
+        with pytest.raises(httpx.HTTPStatusError) as refused:
+            client.end_episode(third.episode_uuid, "sum-2", reward=0.0)
+        client.close()
+        assert refused.value.response.status_code == 409
+        return refused.value.response.json()["failure_reason"]
+
+    reason = await asyncio.to_thread(program)
+    assert "the group 'g' has a result of the task 'sum-1'" in reason
+    assert {*await accepted(setup, 2)} == {"a", "b"}
 
 
 async def test_the_demo_trains_on_everything_that_the_trainer_registered(setup: Setup) -> None:
@@ -210,7 +227,7 @@ async def test_a_program_registers_its_own_and_reads_the_buffer(setup: Setup) ->
         45.0,
     )
     assert (second.episode_status, second.openai_api_key) == ("registered", "")
-    assert isinstance((await collect(setup.link, 1))["mine"], Result)
+    assert isinstance((await collect(setup.link, 1))["mine"], EpisodeAccepted)
 
 
 FLAT = {"turns": 2, "score/exact": 1, "score/fuzzy": 0.75}

@@ -16,7 +16,7 @@ from openai import AsyncOpenAI, OpenAI
 from serving import serving
 from tinkerscript.config import SamplingConfig
 from tinkerscript.gateway.claim_book import OpenClaim
-from tinkerscript.gateway.gateway import create_gateway
+from tinkerscript.gateway.endpoint import create_gateway
 from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import full_prompts
@@ -132,8 +132,6 @@ async def test_conversations_in_parallel_with_the_async_client(served: Served) -
     await asyncio.gather(*(converse(key) for key in CLAIMS))
     for claim in CLAIMS.values():
         check_one_sequence(served, claim, 5)
-    assert served.gateway.statistics().calls == 20
-    assert not served.gateway.statistics().forks
 
 
 def test_refusals_reach_the_caller_as_openais_errors(served: Served) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +13,17 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from pydantic import ValidationError
 
 from interchange_helpers import collect, new_episodes, run_config, until
 from interchange_setup import OUTPUT, Setup, serving
+from tinkerscript.errors import ConfigError
 from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.protocol import ClaimEpisodeResponse
 from tinkerscript.rollouts.call import full_prompts
+from tinkerscript.server.addresses import bind_gateways, read_server_info
 from tinkerscript.server.app import SECRET_FILE
 from tinkerscript.testing import ScriptedSampler
-from tinkerscript.trainer_link.messages import Result
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 PROCESSES = 2
 EPISODES = 8
@@ -91,10 +91,10 @@ class Agents:
             "/end_episode", episode_uuid=claim.episode_uuid, attempt=claim.attempt, workflow_output=OUTPUT
         )
 
-    async def results(self) -> dict[str, Result]:
+    async def results(self) -> dict[str, EpisodeAccepted]:
         found = await collect(self.setup.link, len(self.claims))
-        assert all(isinstance(outcome, Result) for outcome in found.values())
-        return cast("dict[str, Result]", found)
+        assert all(isinstance(outcome, EpisodeAccepted) for outcome in found.values())
+        return cast("dict[str, EpisodeAccepted]", found)
 
 
 @pytest.fixture
@@ -123,35 +123,37 @@ def pid_of(number: int) -> int | None:
     return None
 
 
+def test_ports_that_do_not_exist_are_a_clear_error(byte_model: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"port 65536: .*choose an interchange_server_port"),
+        bind_gateways(run_config(byte_model).interchange_server, 2, 65535, None),
+    ):
+        pass
+
+
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-async def test_one_connection_serves_the_claims_of_all_processes(agents: Agents) -> None:
+async def test_each_process_serves_its_claims_at_its_own_port(agents: Agents) -> None:
     setup, claims = agents.setup, agents.claims
-    one = httpx.Limits(max_connections=1)
-    async with httpx.AsyncClient(base_url=setup.url, limits=one, timeout=WAIT_S) as setup.http:
-        for claim in claims:
-            messages: list[Any] = []
-            await agents.turn(claim, messages)
-            streamed = await agents.ask(claim, [*messages, user("2+2")], stream=True)
-            assert streamed.text.endswith("data: [DONE]\n\n"), streamed.text
-            beat = await setup.post("/heartbeat_episode", episode_uuid=claim.episode_uuid, attempt=1)
-            assert beat["can_continue"]
-            beside = claim.openai_base_url.removesuffix("/v1").removeprefix(setup.url)
-            assert (
-                await setup.post(f"{beside}/heartbeat_episode", episode_uuid=claim.episode_uuid, attempt=1)
-            ) == beat
-            long = await agents.ask(claim, [user(LONG)])
-            assert long.json()["error"]["code"] == "context_length_exceeded", "its body arrived whole"
-            models = await setup.http.get(
-                f"{claim.openai_base_url}/models", headers={"x-api-key": claim.openai_api_key}
-            )
-            assert models.json()["data"][0]["id"] == "bytes"
-            await agents.end(claim)
-            lost = await agents.ask(claim, messages)
-            assert (lost.status_code, lost.json()["error"]["code"]) == (409, "claim_lost")
-        assert await setup.metric("tinkerscript_model_calls_total") == 2 * EPISODES
+    ports = {httpx.URL(claim.openai_base_url).port for claim in claims}
+    assert len(ports | {httpx.URL(setup.url).port}) == PROCESSES + 1
+    for claim in claims:
+        messages: list[Any] = []
+        await agents.turn(claim, messages)
+        streamed = await agents.ask(claim, [*messages, user("2+2")], stream=True)
+        assert streamed.text.endswith("data: [DONE]\n\n"), streamed.text
+        long = await agents.ask(claim, [user(LONG)])
+        assert long.json()["error"]["code"] == "context_length_exceeded", "its body arrived whole"
+        models = await setup.http.get(
+            f"{claim.openai_base_url}/models", headers={"x-api-key": claim.openai_api_key}
+        )
+        assert models.json()["data"][0]["id"] == "bytes"
+        await agents.end(claim)
+        lost = await agents.ask(claim, messages)
+        assert (lost.status_code, lost.json()["error"]["code"]) == (409, "claim_lost")
+    assert await setup.metric("tinkerscript_model_calls_total") == 2 * EPISODES
     for result in (await agents.results()).values():
         first, second = result.calls
         assert (first.parent_id, second.parent_id) == (None, first.call_id)
@@ -179,10 +181,10 @@ async def test_wrong_addresses_are_refused_with_the_right_one(agents: Agents) ->
         assert refused.status_code == 421
         error = refused.json()["error"]
         assert error["code"] == "wrong_gateway"
-        assert "this key is served at /g/1/v1, not at " + url.removeprefix(setup.url) in error["message"]
-    nowhere = await agents.ask(claim, [user("1+1")], url=f"{setup.url}/g/3/v1")
-    assert nowhere.status_code == 404
-    assert "there are 2 gateway processes" in nowhere.text
+        assert "this key is served at /g/1/v1, not at " + httpx.URL(url).path in error["message"]
+    at_server = await agents.ask(claim, [user("1+1")], url=f"{setup.url}/g/1/v1")
+    assert at_server.status_code == 404
+    assert f"/g/1/ to port {httpx.URL(claim.openai_base_url).port}, /g/2/ to" in at_server.text
     unknown = await setup.http.post(
         f"{other.openai_base_url}/chat/completions", json={}, headers={"Authorization": "Bearer ts-x.1.y"}
     )
@@ -190,19 +192,14 @@ async def test_wrong_addresses_are_refused_with_the_right_one(agents: Agents) ->
     assert not agents.sampler.requests
 
 
-async def test_a_request_may_arrive_byte_by_byte(agents: Agents) -> None:
+async def test_a_process_answers_no_other_sites_page(agents: Agents) -> None:
     claim = agents.of(2)[0]
-    body = b'{"model": "policy", "messages": [{"role": "user", "content": "1+1"}]}'
-    head = f"POST /g/2/v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n"
-    head += f"Authorization: Bearer {claim.openai_api_key}\r\n\r\n"
-    url = httpx.URL(agents.setup.url)
-    reader, writer = await asyncio.open_connection(url.host, url.port)
-    writer.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for byte in head.encode() + body:
-        writer.write(bytes([byte]))
-        await asyncio.sleep(0)
-    assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-    writer.close()
+    url = f"{claim.openai_base_url}/chat/completions"
+    for foreign in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
+        headers = {"Authorization": f"Bearer {claim.openai_api_key}", **foreign}
+        refused = await agents.setup.http.post(url, json={"messages": [user("1+1")]}, headers=headers)
+        assert refused.status_code == 403, refused.text
+    assert not agents.sampler.requests
 
 
 async def test_a_process_that_is_killed_loses_nothing_and_doubles_nothing(agents: Agents) -> None:
@@ -242,8 +239,11 @@ async def test_a_claim_whose_process_died_expires_like_any_other(tmp_path: Path,
     sampler = GatedSampler()
     async with serving(tmp_path, byte_model, sampler=sampler, processes=PROCESSES, max_attempts=2) as setup:
         await setup.link.register(new_episodes("e"))
-        for number in (1, 2):  # Which waits for the process.
-            assert (await setup.http.get(f"/g/{number}/v1/models")).status_code == 401
+        info = read_server_info(tmp_path)
+        assert info is not None
+        for number, port in enumerate(info.gateway_ports, 1):  # Which waits for the process.
+            waited = await setup.http.get(f"http://127.0.0.1:{port}/g/{number}/v1/models")
+            assert waited.status_code == 401
         agents = Agents(setup, sampler, [await setup.claim(allow_discard_timeout=2.0)])
         sampler.go.clear()
         call = asyncio.create_task(agents.ask(agents.claims[0], [user("1+1")]))
@@ -260,8 +260,20 @@ async def test_a_claim_whose_process_died_expires_like_any_other(tmp_path: Path,
         await agents.turn(again, [])
         await agents.end(again)
         result = (await agents.results())["e"]
-        assert [failure["kind"] for failure in json.loads(result.failures)] == ["lease_expired"]
+        assert [failure["kind"] for failure in result.retries] == ["lease_expired"]
         assert len(result.calls) == 1
+
+
+async def test_calls_of_a_process_that_does_not_start_are_refused_with_the_reason(
+    tmp_path: Path, byte_model: Path
+) -> None:
+    broken = {"PYTHONHOME": str(tmp_path)}
+    async with serving(tmp_path, byte_model, environ=broken, processes=PROCESSES) as setup:
+        await setup.link.register(new_episodes("e"))
+        claim = await setup.claim()
+        refused = await Agents(setup, GatedSampler(), [claim]).ask(claim, [user("1+1")])
+        assert refused.status_code == 503
+        assert "does not start: exit code 1" in refused.json()["error"]["message"]
 
 
 async def test_the_server_stops_while_calls_wait(tmp_path: Path, byte_model: Path) -> None:
@@ -292,11 +304,6 @@ async def test_the_server_stops_while_calls_wait(tmp_path: Path, byte_model: Pat
             await agents.end(claim)
         for result in (await agents.results()).values():
             assert [call.matched_by for call in result.calls] == [None, "equality"]
-
-
-def test_several_processes_leave_tls_to_a_proxy(byte_model: Path) -> None:
-    with pytest.raises(ValidationError, match="TLS ends at a proxy in front of the server"):
-        run_config(byte_model, processes=2, tls_certificate="server.pem")
 
 
 async def test_agent_mode_is_served_under_the_path_of_each_process(agents: Agents) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from model_clients import PARAMETERS, SUMS, ScriptedServer
@@ -13,6 +14,10 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types.responses import Response
 
 from serving import serving
+from tinkerscript.rollouts.call import pack_ids
+from tinkerscript.server.claims import ServedModel
+from tinkerscript.server.episodes.book import EpisodeBook
+from tinkerscript.server.metrics import ServerMetrics
 
 TOOL: Any = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}
 
@@ -75,6 +80,40 @@ def test_going_on_by_previous_response_id(served: ScriptedServer, key: str, stre
         assert second.output_text == SUMS
         assert ask(client, stream, input="bye", previous_response_id=second.id).output_text == "bye"
     served.check_one_sequence(key, 3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_that_is_served_goes_on_by_previous_response_id(byte_model: Path, stream: bool) -> None:
+    """As a claim does, to the byte, for the key that had the response; what is not stored is forgotten."""
+    metrics = ServerMetrics(EpisodeBook(clock=lambda: 0.0, max_attempts=1))
+    served = ScriptedServer(byte_model, ServedModel(None, metrics))
+    with serving(served.app) as served.url, OpenAI(**connection(served, "one")) as client:
+        more: Any = {"extra_body": {"return_token_ids": True}}
+        first = ask(client, stream, input="add", **more)
+        outputs = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": str(number)}
+            for number, item in enumerate(i for i in first.output if i.type == "function_call")
+        ]
+        second = ask(client, stream, input=outputs, previous_response_id=first.id, **more)
+        assert second.output_text == SUMS
+        third = ask(client, stream, input="bye", previous_response_id=second.id, store=False)
+        assert third.output_text == "bye"
+        for response, asked in zip((first, second), served.sampler.requests[1:], strict=True):
+            ids = response.model_extra or {}
+            assert asked.prompt.startswith(pack_ids(ids["prompt_token_ids"] + ids["token_ids"]))
+        with OpenAI(**connection(served, "two")) as other:
+            for asks, response in ((other, first), (client, third)):
+                with pytest.raises(openai.BadRequestError, match="no response with the id") as refused:
+                    ask(asks, stream, input="more", previous_response_id=response.id)
+                assert refused.value.code == "previous_response_not_found"
+
+
+def test_a_model_that_is_served_without_a_token_needs_no_key(byte_model: Path) -> None:
+    metrics = ServerMetrics(EpisodeBook(clock=lambda: 0.0, max_attempts=1))
+    served = ScriptedServer(byte_model, ServedModel(None, metrics))
+    with serving(served.app) as url:
+        reply = httpx.post(f"{url}/v1/responses", json={"model": "any", "input": "bye"}, timeout=30)
+    assert reply.status_code == 200, reply.text
 
 
 async def test_the_async_client_streams(served: ScriptedServer) -> None:

@@ -1,9 +1,9 @@
-"""vLLM and SGLang behind the `Sampler` seam, over HTTP, on fakes of both: probe, calls, failures."""
+"""vLLM behind the `Sampler` seam, over HTTP, on a fake of it: probe, calls, failures."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from fake_sglang import FakeSglang
 from fake_vllm import FakeVllm
-from inference_fakes import CONTEXT, Distribution, FakeServer, Faults
+from inference_fakes import CONTEXT, Distribution, Faults
 from interchange_helpers import until
 from serving import serving
 from tinkerscript.config import InferenceConfig
@@ -27,12 +26,8 @@ from tinkerscript.rollouts.alignment import find_errors
 from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids, unpack_logprobs
 from tinkerscript.rollouts.merge import merge_calls
 
-KINDS = ("vllm", "sglang")
-FAKES: dict[str, Callable[[Distribution, Faults], FakeServer]] = {"vllm": FakeVllm, "sglang": FakeSglang}
 PROMPT = [5, 6, 7, 8]
 TOLERANCE = 1e-5
-
-pytestmark = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +39,11 @@ def distribution(byte_model: Path) -> Distribution:
 
 @asynccontextmanager
 async def opened(
-    kind: str, fake: FakeServer, folder: Path, *, timeout_s: float = 20.0, suffix: str = "/v1", **config: Any
+    fake: FakeVllm, folder: Path, *, timeout_s: float = 20.0, suffix: str = "/v1", **config: Any
 ) -> AsyncGenerator[RemoteSampler]:
     """A sampler over `fake`, probed; the fake's log starts after the probe."""
     with serving(fake.app) as url:
-        options = {"backend": kind, "base_url": url + suffix, "start_timeout_s": 5} | config
+        options = {"backend": "vllm", "base_url": url + suffix, "start_timeout_s": 5} | config
         section = InferenceConfig.model_validate(options)
         environ = {"SERVER_KEY": "secret"}
         async with remote_sampler(
@@ -73,33 +68,28 @@ def ids(sequence: SampledSequence) -> list[int]:
 @pytest.mark.parametrize(
     ("faults", "expected"),
     [
-        ({}, {"logprob_kind": "raw", "siblings": True, "seeds": True, "rescored": True}),
-        ({"logprobs": "processed"}, {"logprob_kind": "processed", "renormalizes": False}),
-        ({"logprobs": "renormalised"}, {"logprob_kind": "processed", "renormalizes": True}),
-        ({"siblings": "equal"}, {"siblings": False}),
-        ({"siblings": "refused"}, {"siblings": False}),
-        ({"seeds": False}, {"seeds": False}),
+        ({}, {"logprob_kind": "raw", "rescored": True}),
+        ({"logprobs": "processed"}, {"logprob_kind": "processed", "rescored": True}),
         ({"scores": False}, {"rescored": False, "logprob_kind": "raw"}),
     ],
 )
 async def test_the_probe_pins_what_it_saw(
-    kind: str, faults: dict[str, Any], expected: dict[str, Any], distribution: Distribution, byte_model: Path
+    faults: dict[str, Any], expected: dict[str, Any], distribution: Distribution, byte_model: Path
 ) -> None:
-    async with opened(kind, FAKES[kind](distribution, Faults(**faults)), byte_model) as sampler:
+    async with opened(FakeVllm(distribution, Faults(**faults)), byte_model) as sampler:
         facts = msgspec.structs.asdict(sampler.facts)
     assert {name: facts[name] for name in expected} == expected
     assert facts["model"] == "served"
-    assert facts["max_context"] in (CONTEXT, CONTEXT - 5)
-    assert facts["ids_from"] == {"vllm": "token_ids", "sglang": "output_token_logprobs"}[kind]
+    assert facts["max_context"] == CONTEXT
 
 
 @pytest.mark.parametrize(
     ("faults", "message"),
     [
-        ({"token_ids": False, "id_strings": False}, "return-tokens-as-token-ids|output_token_logprobs"),
+        ({"token_ids": False}, r"use vLLM 0\.10\.2 or newer"),
+        ({"id_strings": False}, "top_logprobs has no ids"),
         ({"cut_stop_token": True}, r"the stop token \d+ is not among the ids|it sampled nothing"),
-        ({"rank_one": True}, "the log probability of the most likely token"),
-        ({"rank_one": True, "scores": False}, "the log probability of the most likely token"),
+        ({"rank_one": True}, "differ from those of the same tokens in a prompt"),
         ({"shifted": True}, r"differ from those of the same tokens in a prompt by \d.*one token late"),
         ({"logprobs": "logits"}, "these are logits"),
         ({"extra_prompt": True}, "sampled after another prompt|counts .* prompt tokens where"),
@@ -109,49 +99,36 @@ async def test_the_probe_pins_what_it_saw(
     ],
 )
 async def test_a_server_that_cannot_be_recorded_is_refused(
-    kind: str, faults: dict[str, Any], message: str, distribution: Distribution, byte_model: Path
+    faults: dict[str, Any], message: str, distribution: Distribution, byte_model: Path
 ) -> None:
-    opening = opened(kind, FAKES[kind](distribution, Faults(**faults)), byte_model)
+    opening = opened(FakeVllm(distribution, Faults(**faults)), byte_model)
     with pytest.raises(ConfigError, match=message) as caught:
         await opening.__aenter__()
-    assert f"the {kind} server at http://127.0.0.1:" in str(caught.value)
+    assert "the vLLM server at http://127.0.0.1:" in str(caught.value)
 
 
-async def test_ids_are_read_from_token_id_strings_of_older_servers(
-    kind: str, distribution: Distribution, byte_model: Path
-) -> None:
-    fake = FAKES[kind](distribution, Faults(token_ids=False))
-    async with opened(kind, fake, byte_model) as sampler:
-        result = await sampler.sample(request())
-    assert ids(result.sequences[0]) == fake.log[-1].ids
-    expected = {"vllm": "token_id strings", "sglang": "output_token_logprobs"}[kind]
-    assert sampler.facts.ids_from == expected
-
-
-async def test_the_tokenizers_are_compared(kind: str, distribution: Distribution, byte_model: Path) -> None:
+async def test_the_tokenizers_are_compared(distribution: Distribution, byte_model: Path) -> None:
     own = LightTokenizer(byte_model).encode(TOKENIZER_TEXT)
     same, other = Faults(tokenizer={TOKENIZER_TEXT: own}), Faults(tokenizer={TOKENIZER_TEXT: own[1:]})
-    async with opened(kind, FAKES[kind](distribution, same), byte_model) as sampler:
-        assert sampler.facts.same_tokenizer is True
+    async with opened(FakeVllm(distribution, same), byte_model) as sampler:
+        assert sampler.facts.rescored
     with pytest.raises(ConfigError, match=r"its tokenizer gives .* point engine\.model at the folder"):
-        async with opened(kind, FAKES[kind](distribution, other), byte_model):
+        async with opened(FakeVllm(distribution, other), byte_model):
             pass
 
 
-async def test_what_the_config_names_must_be_there(
-    kind: str, distribution: Distribution, byte_model: Path
-) -> None:
+async def test_what_the_config_names_must_be_there(distribution: Distribution, byte_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"inference\.model: .* serves 'served', not 'another'"):
-        async with opened(kind, FAKES[kind](distribution, Faults()), byte_model, model="another"):
+        async with opened(FakeVllm(distribution, Faults()), byte_model, model="another"):
             pass
     with pytest.raises(ConfigError, match=r"inference\.api_key_env: .* NO_SUCH_KEY is not set"):
-        async with opened(kind, FAKES[kind](distribution, Faults()), byte_model, api_key_env="NO_SUCH_KEY"):
+        async with opened(FakeVllm(distribution, Faults()), byte_model, api_key_env="NO_SUCH_KEY"):
             pass
-    nobody = {"backend": kind, "base_url": "http://127.0.0.1:9", "start_timeout_s": 0}
-    nowhere = {"backend": kind}
+    nobody = {"backend": "vllm", "base_url": "http://127.0.0.1:9", "start_timeout_s": 0}
+    nowhere = {"backend": "vllm"}
     for options, message in [
         (nobody, r"did not answer within inference\.start_timeout_s \(0 s\)"),
-        (nowhere, rf"inference\.backend: {kind} needs inference\.base_url"),
+        (nowhere, r"inference\.backend: vllm needs inference\.base_url"),
     ]:
         section = InferenceConfig.model_validate(options)
         opening = remote_sampler(section, model_folder=byte_model, environ={}, timeout_s=5)
@@ -159,22 +136,18 @@ async def test_what_the_config_names_must_be_there(
             await opening.__aenter__()
 
 
-async def test_keys_come_from_the_environment(
-    kind: str, distribution: Distribution, byte_model: Path
-) -> None:
-    fake = FAKES[kind](distribution, Faults(key="secret"))
-    async with opened(kind, fake, byte_model, api_key_env="SERVER_KEY", suffix="/") as sampler:
+async def test_keys_come_from_the_environment(distribution: Distribution, byte_model: Path) -> None:
+    fake = FakeVllm(distribution, Faults(key="secret"))
+    async with opened(fake, byte_model, api_key_env="SERVER_KEY", suffix="/") as sampler:
         assert (await sampler.sample(request())).sequences
 
 
 # Calls
 
 
-async def test_a_result_is_what_the_server_sampled(
-    kind: str, distribution: Distribution, byte_model: Path
-) -> None:
-    fake = FAKES[kind](distribution, Faults())
-    async with opened(kind, fake, byte_model) as sampler:
+async def test_a_result_is_what_the_server_sampled(distribution: Distribution, byte_model: Path) -> None:
+    fake = FakeVllm(distribution, Faults())
+    async with opened(fake, byte_model) as sampler:
         result = await sampler.sample(request(num_samples=3, stop_token_ids=[distribution.end]))
     assert [ids(sequence) for sequence in result.sequences] == [entry.ids for entry in fake.log]
     for sequence, entry in zip(result.sequences, fake.log, strict=True):
@@ -184,29 +157,13 @@ async def test_a_result_is_what_the_server_sampled(
     assert len(fake.requests) == 1
 
 
-@pytest.mark.parametrize("siblings", ["equal", "refused"])
-async def test_siblings_are_asked_for_one_by_one_where_n_does_not_work(
-    kind: str, siblings: str, distribution: Distribution, byte_model: Path
-) -> None:
-    fake = FAKES[kind](distribution, Faults(siblings=siblings))
-    async with opened(kind, fake, byte_model) as sampler:
-        result = await sampler.sample(request(num_samples=3))
-    assert len(fake.requests) == 3
-    assert sorted(ids(sequence) for sequence in result.sequences) == sorted(entry.ids for entry in fake.log)
-    assert len({sequence.sampled for sequence in result.sequences}) == 3
-
-
 async def test_seeds_repeat_and_siblings_of_a_seed_differ(
-    kind: str, distribution: Distribution, byte_model: Path
+    distribution: Distribution, byte_model: Path
 ) -> None:
-    async with opened(kind, FAKES[kind](distribution, Faults()), byte_model) as sampler:
+    async with opened(FakeVllm(distribution, Faults()), byte_model) as sampler:
         first, again = [await sampler.sample(request(num_samples=3, seed=11)) for _ in range(2)]
     assert first == again
     assert len({sequence.sampled for sequence in first.sequences}) == 3
-    async with opened(kind, FAKES[kind](distribution, Faults(seeds=False)), byte_model) as sampler:
-        with pytest.raises(GatewayError, match="does not honor seeds") as caught:
-            await sampler.sample(request(seed=11))
-    assert (caught.value.status, caught.value.param) == (400, "seed")
 
 
 @pytest.mark.parametrize(
@@ -214,15 +171,14 @@ async def test_seeds_repeat_and_siblings_of_a_seed_differ(
     [
         ("raw", -1, "raw"),
         ("raw", 2, "raw"),
-        ("processed", 2, "processed"),
-        ("renormalised", -1, "processed"),
-        ("renormalised", 2, "unknown"),
+        ("processed", -1, "processed"),
+        ("processed", 2, "unknown"),
     ],
 )
 async def test_calls_carry_the_kind_of_their_logprobs(
-    kind: str, logprobs: str, top_k: int, recorded: str, distribution: Distribution, byte_model: Path
+    logprobs: str, top_k: int, recorded: str, distribution: Distribution, byte_model: Path
 ) -> None:
-    async with opened(kind, FAKES[kind](distribution, Faults(logprobs=logprobs)), byte_model) as sampler:
+    async with opened(FakeVllm(distribution, Faults(logprobs=logprobs)), byte_model) as sampler:
         assert (await sampler.sample(request(top_k=top_k))).logprob_kind == recorded
 
 
@@ -230,36 +186,33 @@ async def test_calls_carry_the_kind_of_their_logprobs(
     ("logprobs", "more", "recorded"),
     [
         ("raw", {"min_p": 0.1}, "raw"),
-        ("processed", {"min_p": 0.1}, "processed"),
-        ("renormalised", {"min_p": 0.1}, "unknown"),
+        ("processed", {"min_p": 0.1}, "unknown"),
         ("raw", {"repetition_penalty": 1.2}, "unknown"),
         ("raw", {"extra_stop_ids": [5]}, "raw"),
     ],
 )
 async def test_what_changes_the_distribution_is_passed_on_and_the_kind_stays_true(
-    kind: str,
     logprobs: str,
     more: dict[str, Any],
     recorded: str,
     distribution: Distribution,
     byte_model: Path,
 ) -> None:
-    fake = FAKES[kind](distribution, Faults(logprobs=logprobs))
-    async with opened(kind, fake, byte_model) as sampler:
+    fake = FakeVllm(distribution, Faults(logprobs=logprobs))
+    async with opened(fake, byte_model) as sampler:
         made = request(stop=["x"], stop_token_ids=[distribution.end], **more)
         assert (await sampler.sample(made)).logprob_kind == recorded
     sent = fake.requests[-1]
-    sent = sent.get("sampling_params", sent)
     assert sent["min_p"] == made.min_p
     assert sent["repetition_penalty"] == made.repetition_penalty
     assert sent["stop_token_ids"] == [distribution.end, *made.extra_stop_ids]
 
 
 async def test_the_most_likely_tokens_are_told_best_first(
-    kind: str, distribution: Distribution, byte_model: Path
+    distribution: Distribution, byte_model: Path
 ) -> None:
-    fake = FAKES[kind](distribution, Faults())
-    async with opened(kind, fake, byte_model) as sampler:
+    fake = FakeVllm(distribution, Faults())
+    async with opened(fake, byte_model) as sampler:
         (sequence,) = (await sampler.sample(request(top_logprobs=3))).sequences
     sampled, logprobs = ids(sequence), unpack_logprobs(sequence.logprobs)
     top_ids = unpack_ids(sequence.top_ids).reshape(len(sampled), 3)
@@ -273,11 +226,9 @@ async def test_the_most_likely_tokens_are_told_best_first(
             assert logprobs[place] <= top_logprobs[place, -1] + TOLERANCE
 
 
-async def test_replies_never_grow_beyond_the_context(
-    kind: str, distribution: Distribution, byte_model: Path
-) -> None:
-    fake = FAKES[kind](distribution, Faults())
-    async with opened(kind, fake, byte_model) as sampler:
+async def test_replies_never_grow_beyond_the_context(distribution: Distribution, byte_model: Path) -> None:
+    fake = FakeVllm(distribution, Faults())
+    async with opened(fake, byte_model) as sampler:
         room = 3
         prompt = [5] * (sampler.facts.max_context - room)
         result = await sampler.sample(request(prompt, max_tokens=100))
@@ -301,11 +252,10 @@ async def test_replies_never_grow_beyond_the_context(
         ({"status": 401}, 502, "engine_error", "refused our key"),
         ({"abort": True}, 503, "engine_unavailable", "aborted the call"),
         ({"extra_prompt": True}, 502, "engine_error", "prompt"),
-        ({"token_ids": False, "id_strings": False}, 502, "engine_error", "token"),
+        ({"token_ids": False}, 502, "engine_error", "token_ids"),
     ],
 )
 async def test_failures_have_the_status_for_the_callers_retries(
-    kind: str,
     faults: dict[str, Any],
     status: int,
     code: str,
@@ -313,8 +263,8 @@ async def test_failures_have_the_status_for_the_callers_retries(
     distribution: Distribution,
     byte_model: Path,
 ) -> None:
-    fake = FAKES[kind](distribution, Faults())
-    async with opened(kind, fake, byte_model) as sampler:
+    fake = FakeVllm(distribution, Faults())
+    async with opened(fake, byte_model) as sampler:
         fake.faults = Faults(**faults)
         with pytest.raises(GatewayError, match=message) as caught:
             await sampler.sample(request())
@@ -323,22 +273,20 @@ async def test_failures_have_the_status_for_the_callers_retries(
 
 
 async def test_the_servers_own_context_error_is_the_dialects(
-    kind: str, distribution: Distribution, byte_model: Path
+    distribution: Distribution, byte_model: Path
 ) -> None:
-    fake = FAKES[kind](distribution, Faults())
-    async with opened(kind, fake, byte_model) as sampler:
+    fake = FakeVllm(distribution, Faults())
+    async with opened(fake, byte_model) as sampler:
         sampler.facts = msgspec.structs.replace(sampler.facts, max_context=10**6)
         with pytest.raises(GatewayError) as caught:
             await sampler.sample(request([5] * (CONTEXT + 1)))
     assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
 
 
-async def test_a_server_that_is_gone_is_unavailable(
-    kind: str, distribution: Distribution, byte_model: Path
-) -> None:
-    fake = FAKES[kind](distribution, Faults())
+async def test_a_server_that_is_gone_is_unavailable(distribution: Distribution, byte_model: Path) -> None:
+    fake = FakeVllm(distribution, Faults())
     with serving(fake.app) as url:
-        config = InferenceConfig.model_validate({"backend": kind, "base_url": url})
+        config = InferenceConfig.model_validate({"backend": "vllm", "base_url": url})
         opening = remote_sampler(config, model_folder=byte_model, environ={}, timeout_s=5)
         sampler = await opening.__aenter__()
     try:
@@ -349,11 +297,9 @@ async def test_a_server_that_is_gone_is_unavailable(
         await opening.__aexit__(None, None, None)
 
 
-async def test_who_gives_up_closes_the_connection(
-    kind: str, distribution: Distribution, byte_model: Path
-) -> None:
-    fake = FAKES[kind](distribution, Faults())
-    async with opened(kind, fake, byte_model) as sampler:
+async def test_who_gives_up_closes_the_connection(distribution: Distribution, byte_model: Path) -> None:
+    fake = FakeVllm(distribution, Faults())
+    async with opened(fake, byte_model) as sampler:
         fake.faults = Faults(hang=True)
         call = asyncio.create_task(sampler.sample(request()))
         await until(lambda: len(fake.requests) == 1)
@@ -361,15 +307,13 @@ async def test_who_gives_up_closes_the_connection(
         with pytest.raises(asyncio.CancelledError):
             await call
         await until(lambda: fake.disconnected == 1, "the disconnection")
-        if kind == "sglang":
-            await until(lambda: fake.aborted == [fake.requests[0]["rid"]], "/abort_request")
 
 
 async def test_a_server_that_takes_too_long_is_a_timeout(
-    kind: str, distribution: Distribution, byte_model: Path
+    distribution: Distribution, byte_model: Path
 ) -> None:
-    fake = FAKES[kind](distribution, Faults())
-    async with opened(kind, fake, byte_model, timeout_s=1.0) as sampler:
+    fake = FakeVllm(distribution, Faults())
+    async with opened(fake, byte_model, timeout_s=1.0) as sampler:
         fake.faults = Faults(hang=True)
         with pytest.raises(GatewayError, match=r"did not answer within 1 s") as caught:
             await sampler.sample(request())
@@ -378,10 +322,10 @@ async def test_a_server_that_takes_too_long_is_a_timeout(
 
 
 async def test_closing_refuses_what_waits_and_what_comes(
-    kind: str, distribution: Distribution, byte_model: Path
+    distribution: Distribution, byte_model: Path
 ) -> None:
-    fake = FAKES[kind](distribution, Faults())
-    async with opened(kind, fake, byte_model) as sampler:
+    fake = FakeVllm(distribution, Faults())
+    async with opened(fake, byte_model) as sampler:
         fake.faults = Faults(hang=True)
         call = asyncio.create_task(sampler.sample(request()))
         await until(lambda: len(fake.requests) == 1)
@@ -391,35 +335,24 @@ async def test_closing_refuses_what_waits_and_what_comes(
                 await waiting
 
 
-async def test_one_failed_sibling_cancels_the_others(
-    kind: str, distribution: Distribution, byte_model: Path
-) -> None:
-    fake = FAKES[kind](distribution, Faults(siblings="refused", seeds=True))
-    async with opened(kind, fake, byte_model, max_in_flight=1) as sampler:
-        fake.faults = Faults(status=500)
-        with pytest.raises(GatewayError, match="out of luck"):
-            await sampler.sample(request(num_samples=50))
-    assert len(fake.requests) < 50
-
-
-async def test_requests_at_once_are_bounded(kind: str, distribution: Distribution, byte_model: Path) -> None:
-    fake = FAKES[kind](distribution, Faults())
-    async with opened(kind, fake, byte_model, max_in_flight=3) as sampler:
+async def test_requests_at_once_are_bounded(distribution: Distribution, byte_model: Path) -> None:
+    fake = FakeVllm(distribution, Faults())
+    async with opened(fake, byte_model, max_in_flight=3) as sampler:
         fake.faults = Faults(delay_s=0.02)
         await asyncio.gather(*(sampler.sample(request(max_tokens=2)) for _ in range(15)))
     assert fake.most_in_flight == 3
 
 
 async def test_what_is_not_finite_is_an_error_of_the_alignment_report(
-    kind: str, distribution: Distribution, byte_model: Path
+    distribution: Distribution, byte_model: Path
 ) -> None:
-    fake = FAKES[kind](distribution, Faults())
-    async with opened(kind, fake, byte_model) as sampler:
+    fake = FakeVllm(distribution, Faults())
+    async with opened(fake, byte_model) as sampler:
         fake.faults = Faults(not_finite=True)
         result = await sampler.sample(request())
     call = _call(result)
     errors = find_errors(merge_calls([call], episode_uuid="e")[0], vocabulary=distribution.size)
-    assert errors == [{"vllm": "logprob_sentinel", "sglang": "logprob_not_finite"}[kind]]
+    assert errors == ["logprob_sentinel"]
 
 
 def _call(result: SampleResult) -> Call:
@@ -439,21 +372,19 @@ def _call(result: SampleResult) -> Call:
 # Policy versions
 
 
-async def test_the_policy_version_is_the_operators_word(
-    kind: str, distribution: Distribution, byte_model: Path
-) -> None:
-    async with opened(kind, FAKES[kind](distribution, Faults()), byte_model) as sampler:
+async def test_the_policy_version_is_the_operators_word(distribution: Distribution, byte_model: Path) -> None:
+    async with opened(FakeVllm(distribution, Faults()), byte_model) as sampler:
         assert (await sampler.sample(request())).policy_version == -1
-    named = FAKES[kind](distribution, Faults(weights=["default"]))
-    async with opened(kind, named, byte_model, policy_version=4) as sampler:
+    named = FakeVllm(distribution, Faults(weights=["default"]))
+    async with opened(named, byte_model, policy_version=4) as sampler:
         assert (await sampler.sample(request())).policy_version == 4
 
 
 async def test_a_server_that_numbers_its_weights_is_believed(
-    kind: str, distribution: Distribution, byte_model: Path
+    distribution: Distribution, byte_model: Path
 ) -> None:
-    fake = FAKES[kind](distribution, Faults(weights=["7"]))
-    async with opened(kind, fake, byte_model, policy_version=4) as sampler:
+    fake = FakeVllm(distribution, Faults(weights=["7"]))
+    async with opened(fake, byte_model, policy_version=4) as sampler:
         assert (await sampler.sample(request())).policy_version == 7
         fake.faults.weights = ["7", "8"]
         midway = await sampler.sample(request())
@@ -463,24 +394,13 @@ async def test_a_server_that_numbers_its_weights_is_believed(
     assert (after.policy_version, after.policy_version_end) == (8, None)
 
 
-async def test_an_update_between_two_calls_is_not_one_midway_where_tokens_are_accounted_for(
-    kind: str, distribution: Distribution, byte_model: Path
+async def test_an_update_since_the_last_call_may_have_come_midway(
+    distribution: Distribution, byte_model: Path
 ) -> None:
-    fake = FAKES[kind](distribution, Faults(weights=["7"]))
-    async with opened(kind, fake, byte_model) as sampler:
+    """vLLM tells its version beside the calls only."""
+    fake = FakeVllm(distribution, Faults(weights=["7"]))
+    async with opened(fake, byte_model) as sampler:
         await sampler.sample(request())
         fake.faults.weights = ["8"]
         after = await sampler.sample(request())
-    # vLLM tells its version beside the calls only: an update since the last one may have come midway.
-    assert (after.policy_version, after.policy_version_end) == {"sglang": (8, None), "vllm": (7, 8)}[kind]
-
-
-async def test_older_servers_without_spans_are_taken_to_have_changed(
-    kind: str, distribution: Distribution, byte_model: Path
-) -> None:
-    fake = FAKES[kind](distribution, Faults(weights=["7"], spans=False))
-    async with opened(kind, fake, byte_model) as sampler:
-        fake.faults.weights = ["7", "8"]
-        midway, after = await sampler.sample(request()), await sampler.sample(request())
-    assert (midway.policy_version, midway.policy_version_end) == (7, 8)
-    assert (after.policy_version, after.policy_version_end) == (8, None)
+    assert (after.policy_version, after.policy_version_end) == (7, 8)

@@ -9,9 +9,9 @@ import pytest
 
 from interchange_helpers import eventually, new_episodes
 from interchange_setup import OUTPUT, Setup, serving
-from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, Outcome
-from tinkerscript.train.sources.network import NetworkSource
-from tinkerscript.trainer_link.messages import RecordedOutcome
+from tinkerscript.train.episode_source import NetworkSource
+from tinkerscript.train.journal import EpisodeRegistered
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome, RecordedOutcome
 
 
 @pytest.fixture

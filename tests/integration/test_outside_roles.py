@@ -18,7 +18,9 @@ import httpx
 import openai
 import pytest
 from aiohttp import web
+from inspect_ai.dataset import Sample
 
+from inspect_tinker_bridge.conversion import sample_summary
 from interchange_helpers import FAST, collect, new_episode, new_episodes, run_config, trainer
 from interchange_setup import OUTPUT, Setup
 from outside_chat import KEY, OutsideChat, outside_chat
@@ -28,7 +30,7 @@ from tinkerscript.rollouts.call import Call
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.server.process import running_server
 from tinkerscript.testing import ScriptedSampler
-from tinkerscript.trainer_link.messages import Result
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 CALL: dict[str, Any] = {
     "id": "call_7",
@@ -68,8 +70,8 @@ async def calls_of_result(setup: Setup, claim: Any) -> list[Call]:
         "/end_episode", episode_uuid=claim.episode_uuid, workflow_output=OUTPUT, attempt=claim.attempt
     )
     outcome = (await collect(setup.link, 1))[claim.episode_uuid]
-    assert isinstance(outcome, Result)
-    return outcome.calls
+    assert isinstance(outcome, EpisodeAccepted)
+    return outcome.all_calls
 
 
 async def test_a_judge_answers_in_every_dialect_and_never_trains(tmp_path: Path, byte_model: Path) -> None:
@@ -163,10 +165,10 @@ async def test_tools_and_formats_are_forwarded_and_ids_refused(tmp_path: Path, b
 
 
 ERRORS: list[tuple[web.Response, int, str]] = [
-    (web.json_response({"error": {"message": f"bad key {KEY}"}}, status=401), 502, "refused the run's key"),
+    (web.json_response({"error": {"message": f"bad key {KEY}"}}, status=401), 502, "refused our key"),
     (web.json_response({"error": {"message": f"no, {KEY}"}}, status=400), 400, r"no, \(the key\)"),
     (web.json_response({"error": {"message": "maximum context"}}, status=400), 400, "maximum context"),
-    (web.json_response({"error": {"message": f"slow down {KEY}"}}, status=429), 429, "too many requests"),
+    (web.json_response({"error": {"message": f"slow down {KEY}"}}, status=429), 503, "answered 429"),
     (web.Response(text=f"<b>{KEY}", status=500), 503, "answered 500"),
     (web.Response(text=f"<b>{KEY}"), 502, "no chat completion"),
     (web.json_response({"choices": []}), 502, "missing or cut off"),
@@ -218,7 +220,7 @@ async def test_a_server_that_is_slow_or_gone_is_named(tmp_path: Path, byte_model
         )
         assert sorted((first.status_code, second.status_code)) in ([503, 504], [504, 504])
         assert outside.most_open == 1
-        assert "roles.judge" in first.text
+        assert "the role 'judge'" in first.text
         last = 0
         for number in range(20):
             last = (await asked(setup, claim.openai_api_key, str(number))).status_code
@@ -270,7 +272,7 @@ async def test_gateway_processes_ask_it_too(tmp_path: Path, byte_model: Path) ->
     ):
         for name in ("a", "b", "c"):
             claim = await claim_of(setup, name)
-            path = httpx.URL(claim.openai_base_url).path
+            path = claim.openai_base_url
             reply = await asked(setup, claim.openai_api_key, path=path)
             assert reply.json()["choices"][0]["message"]["content"] == "fine"
             assert (await asked(setup, claim.openai_api_key, path=path, model="critic")).status_code == 404
@@ -297,7 +299,7 @@ async def test_a_retry_gets_the_reply_that_was_recorded_also_after_a_restart(
 
 async def test_a_key_that_is_not_set_is_said_at_the_start(tmp_path: Path, byte_model: Path) -> None:
     data = run_config(byte_model).model_dump()
-    role = {"kind": "outside", "base_url": "http://localhost:1", "api_key_env": "JUDGE_KEY"}
+    role = {"kind": "outside", "base_url": "http://localhost:1", "model": "big", "api_key_env": "JUDGE_KEY"}
     config = RunConfig.model_validate(data | {"roles": {"judge": role}})
     with pytest.raises(ConfigError, match=r"roles\.judge\.api_key_env: .* JUDGE_KEY is not set"):
         async with running_server(config, tmp_path, environ={}, times=FAST):
@@ -365,7 +367,6 @@ FORGED_PATHS = [
     "/judge/v1/chat/completions",
     "/v1/../judge/v1/chat/completions",
     "/g/1/v1/chat/completions",
-    "/try/v1/chat/completions",
 ]
 
 
@@ -407,7 +408,8 @@ async def test_a_thousand_forged_attempts_reach_no_role_and_see_no_key(
             )
             if path.endswith("/completions") and "chat" not in path:
                 body = {"model": name, "prompt": "hi"}
-            headers = {"Authorization": f"Bearer {key}"} | rng.choice(FORGED_HEADERS)
+            headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+            headers |= rng.choice(FORGED_HEADERS)
             text = json.dumps(body, ensure_ascii=bool(number % 3))
             if number % 5 == 0:  # Two names: readers must agree on which counts.
                 text = '{"model": "judge", ' + text[1:]
@@ -428,7 +430,7 @@ async def test_a_thousand_forged_attempts_reach_no_role_and_see_no_key(
 
 def test_names_and_addresses_that_cannot_be_are_refused(byte_model: Path) -> None:
     data = run_config(byte_model).model_dump()
-    judge = {"kind": "outside", "base_url": "http://localhost:1"}
+    judge = {"kind": "outside", "base_url": "http://localhost:1", "model": "big"}
     for name in ("policy", "side", "Judge", "a/b", "", "x" * 65):
         with pytest.raises(ValueError, match="a role's name has"):
             RunConfig.model_validate(data | {"roles": {name: judge}})
@@ -472,7 +474,8 @@ async def test_a_worker_that_is_told_nothing_gives_inspect_the_runs_roles(
     (tmp_path / "run").mkdir()
     (tmp_path / "graded.py").write_text(GRADED, encoding="utf-8")
     task = f"{tmp_path / 'graded.py'}@graded"
-    payload = json.dumps({"task": "graded.py@graded", "sample": {"input": "1+1", "id": 1}}).encode()
+    sample = sample_summary(Sample(input="1+1", id=1))
+    payload = json.dumps({"task": "graded.py@graded", "sample": sample}).encode()
     async with (
         outside_chat(lambda request: "fine") as outside,
         judged(tmp_path / "run", byte_model, outside) as setup,
@@ -486,10 +489,10 @@ async def test_a_worker_that_is_told_nothing_gives_inspect_the_runs_roles(
             worker.send_signal(signal.SIGINT)
             _, said = await worker.communicate()
         for outcome in outcomes:
-            assert isinstance(outcome, Result), said.decode()
+            assert isinstance(outcome, EpisodeAccepted), said.decode()
             assert outcome.reward == len("fine")
-            assert [call.role for call in outcome.calls] == ["judge", "", "judge"]
-            (rollout,) = merge_calls(outcome.calls, episode_uuid=outcome.episode_uuid)
+            assert [call.role for call in outcome.all_calls] == ["judge", "", "judge"]
+            (rollout,) = merge_calls(outcome.all_calls, episode_uuid=outcome.episode_uuid)
             assert [segment.call.role for segment in rollout.segments] == [""]
         texts = [request["messages"][-1]["content"] for request in outside.requests]
         assert sorted(text[:8] for text in texts) == ["A hint?", "A hint?", "How good", "How good"]

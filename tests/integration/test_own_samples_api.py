@@ -14,7 +14,7 @@ from interchange_helpers import collect, new_episodes
 from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.protocol import NO_EPISODES
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
-from tinkerscript.trainer_link.messages import BatchProgress, Result
+from tinkerscript.trainer_link.messages import BatchProgress, EpisodeAccepted
 
 TOKENS = {CLIENT_TOKEN: "client-token-of-tests", ADMIN_TOKEN: "admin-token-of-tests"}
 
@@ -75,7 +75,7 @@ async def test_one_registration_is_worked_on_by_several_passive_clients(setup: S
         await setup.post("/end_episode", **names, workflow_output=OUTPUT)
     outcomes = await collect(setup.link, 3)
     assert {(each.group_id, each.group_size) for each in outcomes.values()} == {("me/of s", 3)}
-    assert [len(each.calls) for each in outcomes.values() if isinstance(each, Result)] == [2, 2, 0]
+    assert [len(each.calls) for each in outcomes.values() if isinstance(each, EpisodeAccepted)] == [2, 2, 0]
 
 
 async def test_whether_an_episode_is_claimed(setup: Setup) -> None:
@@ -146,7 +146,6 @@ async def test_a_pool_that_runs_ahead_of_the_trainer_is_held_back(setup: Setup) 
         have=2,
         episodes_ended=8,
         episodes_expected=8,
-        groups_needed=2,
         groups_ahead={"me": 2, "slow": 1},
     )
     setup.link.set_batch(batch, at_once=True)

@@ -1,36 +1,33 @@
-"""The page of a run at its server's address: who may see what, and a child process that comes and goes."""
+"""The page of a run: beside a server, with and without tokens, when it dies; and the fleet that it shows."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import json
-import os
 import signal
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+import ssl
+import time
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-import yaml
 
-from command_line import Command, end_all, named, start
-from interchange_helpers import new_episode, new_episodes, stored_outcomes, until
+from certificates import write_certificate
+from command_line import end_all, start
+from interchange_helpers import new_episode, new_episodes, until
 from interchange_setup import Setup, serving
 from record_helpers import episode
-from tinkerscript.processes.page_door import page_door
+from tinkerscript.config import InterchangeConfig, RunConfig, WorkersConfig
+from tinkerscript.processes.run_page import run_page
 from tinkerscript.protocol import FleetResponse
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.record.writer import RecordWriter
-from tinkerscript.server import page_proxy
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
-from tinkerscript.server.page_child import start_page
 
 TOKENS = {CLIENT_TOKEN: "shared-token-of-tests", ADMIN_TOKEN: "admin-token-of-tests"}
-SAY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.fixture
@@ -62,15 +59,37 @@ def bearer(token: str) -> dict[str, str]:
 
 
 def write_record(folder: Path, **status: Any) -> None:
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
     with RecordWriter(folder / RECORD_FILE) as record:
         record.status(model="tiny", began=1000.0, steps=3, step=0, **status)
         record.episode(episode("e-1"))
 
 
-def pages(run: Path) -> list[psutil.Process]:
-    """The processes of this run's page."""
-    children = psutil.Process().children(recursive=True)
-    return [each for each in named(children, "--run-dir") if str(run) in each.cmdline()]
+class Page:
+    """A run's page: what the run is told, and the process."""
+
+    def __init__(self, folder: Path, **config: Any) -> None:
+        write_record(folder)
+        self.config = RunConfig.model_validate({"page_port": 0} | config)
+        self.folder = folder
+        self.notes: list[str] = []
+        self.urls: list[str] = []
+
+    def __call__(self) -> Any:
+        return run_page(self.config, self.folder, self.notes.append, self.urls.append)
+
+    def client(self, **options: Any) -> httpx.AsyncClient:
+        (url,) = self.urls
+        return httpx.AsyncClient(base_url=url, timeout=60, **options)
+
+    @property
+    def process(self) -> psutil.Process:
+        (found,) = self.processes()
+        return found
+
+    def processes(self) -> list[psutil.Process]:
+        children = psutil.Process().children(recursive=True)
+        return [each for each in children if "view" in each.cmdline() and str(self.folder) in each.cmdline()]
 
 
 async def fleet(setup: Setup) -> FleetResponse:
@@ -125,271 +144,144 @@ async def test_the_fleet_has_claims_clients_and_failures(setup: Setup) -> None:
     }
 
 
+async def test_a_worker_with_claims_that_asks_for_more_is_not_idle(setup: Setup) -> None:
+    setup.link.set_status(policy_version=4, global_step=3, engine_status="ENGINE.ROLLING")
+    await setup.link.register(new_episodes("a"))
+    assert (await setup.claim("busy")).success
+    polls = [asyncio.create_task(setup.claim(name, wait_s=60)) for name in ("busy", "idle")]
+    await setup.metric_becomes("tinkerscript_waiting_clients", 2)
+    assert (await fleet(setup)).waiting_clients == 1
+    setup.link.set_status(run_finished=True, engine_status="ENGINE.OFFLINE")
+    await asyncio.gather(*polls)
+    assert (await fleet(setup)).waiting_clients == 0
+
+
 async def test_the_fleet_is_for_the_admin(closed: Setup) -> None:
     assert (await closed.http.get("/fleet")).status_code == 401
     assert (await closed.http.get("/fleet", headers=bearer(TOKENS[CLIENT_TOKEN]))).status_code == 403
     assert (await fleet(closed)).totals.claims == 0
 
 
-# Trying the model
-
-
-async def test_a_model_can_be_tried_and_nothing_is_recorded(setup: Setup) -> None:
-    await setup.link.register([new_episode("a")])
-    key = bearer("none")
-    body = {**SAY, "return_token_ids": True}
-    reply = await setup.http.post("/try/v1/chat/completions", json=body, headers=key)
-    assert reply.status_code == 200, reply.text
-    assert reply.json()["choices"][0]["token_ids"][:2] == [72, 105]
-    assert setup.sampler.requests[-1].seed is not None, "the run's own seeds stay as they are"
-    reply = await setup.http.post("/try/v1/chat/completions", json={**SAY, "seed": 7}, headers=key)
-    assert setup.sampler.requests[-1].seed == 7
-    assert await setup.metric("tinkerscript_model_calls_total") == 0
-    assert stored_outcomes(setup.run_dir / "server.sqlite") == {"a": "registered"}
-    assert (await setup.http.post("/try/v1/completions", json={}, headers=key)).status_code == 404
-
-
-async def test_trying_the_model_takes_the_admin_token(closed: Setup) -> None:
-    for headers in ({}, bearer("none"), bearer(TOKENS[CLIENT_TOKEN])):
-        reply = await closed.http.post("/try/v1/chat/completions", json=SAY, headers=headers)
-        assert (reply.status_code, "error" in reply.json()) == (401, True)
-    assert not closed.sampler.requests
-    headers = bearer(TOKENS[ADMIN_TOKEN])
-    reply = await closed.http.post("/try/v1/chat/completions", json=SAY, headers=headers)
-    assert reply.status_code == 200, reply.text
-
-
 # The page
 
 
-async def test_the_page_is_at_the_servers_address(setup: Setup) -> None:
-    write_record(setup.run_dir)
-    assert (await setup.http.get("/health")).status_code == 200
-    assert not pages(setup.run_dir), "a page that nobody opens costs nothing"
-    replies = await asyncio.gather(*(setup.http.get("/api/runs") for _ in range(4)))
-    assert [[run["name"] for run in reply.json()["runs"]] for reply in replies] == [["run"]] * 4
-    assert len(pages(setup.run_dir)) == 1, "one for all"
-    index = await setup.http.get("/")
-    assert (index.status_code, index.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    assert "script-src 'self'" in index.headers["content-security-policy"]
-    assert (await setup.http.get("/page/style.css")).headers["content-type"].startswith("text/css")
-    assert (await setup.http.get("/favicon.ico")).status_code == 200
-    assert (await setup.http.head("/")).content == b""
-    assert (await setup.http.get("/api/runs/none")).status_code == 404
-    found = await setup.http.get("/api/runs/run/search", params={"q": "reply e-1"})
-    assert [each["uuid"] for each in found.json()["episodes"]] == ["e-1"], "the query travels too"
-    fleet = await setup.http.get("/api/runs/run/fleet")
-    assert fleet.json()["engine_status"] == "ENGINE.ROLLING", fleet.text
-    body = {"messages": SAY["messages"]}
-    tried = await setup.http.post("/api/runs/run/chat", json=body, headers={"Origin": setup.url})
-    assert tried.status_code == 200, tried.text
-    assert [token["id"] for token in tried.json()["tokens"]][:2] == [72, 105]
+async def test_a_run_has_a_page_of_low_priority_beside_it(setup: Setup) -> None:
+    page = Page(setup.run_dir)
+    async with page(), page.client() as http:
+        assert page.notes == [f"watch the run at {http.base_url}".rstrip("/")]
+        assert [run["name"] for run in (await http.get("/api/runs")).json()["runs"]] == ["run"]
+        assert page.process.nice() >= 10, "it cannot delay a claim"
+        index = await http.get("/")
+        assert (index.status_code, index.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert "script-src 'self'" in index.headers["content-security-policy"]
+        fleet = await http.get("/api/runs/run/fleet")
+        assert fleet.json()["engine_status"] == "ENGINE.ROLLING", fleet.text
+        described = (await http.get("/api/server-openapi.json")).json()
+        assert "/claim_episode" in described["paths"]
+        elsewhere = await http.get("/api/runs", headers={"Host": "rebound.example"})
+        assert elsewhere.status_code == 403
+    for path in ("/", "/docs", "/api/runs", "/page/style.css"):
+        assert (await setup.http.get(path)).status_code == 404, "the server has no page"
 
 
-async def test_the_page_refuses_other_sites(setup: Setup) -> None:
-    elsewhere = await setup.http.get("/api/runs", headers={"Host": "rebound.example"})
-    assert elsewhere.status_code == 403
-    origin = {"Origin": "https://evil.example"}
-    assert (await setup.http.post("/api/login", json={"token": ""}, headers=origin)).status_code == 403
+async def test_what_changes_something_is_in_the_audit_log(setup: Setup) -> None:
+    page = Page(setup.run_dir)
+    body, path = {"episode_uuids": ["nobody"]}, "/api/runs/run/failed_episodes"
+    async with page(), page.client() as http:
+        other = {"Origin": "https://evil.example"}
+        assert (await http.post(f"{path}/drop", json=body, headers=other)).status_code == 403
+        for action in ("drop", "retry"):
+            asked = await http.post(f"{path}/{action}", json=body, headers={"Origin": page.urls[0]})
+            assert asked.status_code == 200, asked.text
+            assert asked.json()["refused"].keys() == {"nobody"}
+        audit = (await http.get("/api/runs/run/audit")).json()
+    assert [each["action"] for each in audit] == ["retry failed episodes", "drop failed episodes"]
+    assert [each["from"] for each in audit] == ["127.0.0.1"] * 2
 
 
-async def test_the_page_takes_the_servers_own_admin_token(closed: Setup) -> None:
-    write_record(closed.run_dir)
-    assert (await closed.http.get("/")).status_code == 200, "the login form"
-    assert (await closed.http.get("/api/runs")).status_code == 401
-    assert (await closed.http.get("/api/runs", headers=bearer(TOKENS[CLIENT_TOKEN]))).status_code == 401
-    assert (await closed.http.get("/api/runs", headers=closed.member)).status_code == 200
-    origin = {"Origin": closed.url}
-    entered = await closed.http.post("/api/login", json={"token": TOKENS[ADMIN_TOKEN]}, headers=origin)
-    assert entered.json() == {"needed": True, "entered": True}
-    assert (await closed.http.get("/api/runs")).status_code == 200, "with the cookie"
-    assert (await closed.http.get("/get_engine_status")).status_code == 401, "which opens the page alone"
+async def test_the_page_takes_the_runs_admin_token(closed: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, token in TOKENS.items():
+        monkeypatch.setenv(name, token)
+    page = Page(closed.run_dir)
+    async with page(), page.client() as http:
+        assert (await http.get("/")).status_code == 200, "the login form"
+        assert (await http.get("/api/runs")).status_code == 401
+        assert (await http.get("/api/runs", headers=bearer(TOKENS[CLIENT_TOKEN]))).status_code == 401
+        assert (await http.get("/api/runs", headers=closed.member)).status_code == 200
+        assert CLIENT_TOKEN not in page.process.environ()
+        login = {"token": TOKENS[ADMIN_TOKEN]}
+        entered = await http.post("/api/login", json=login, headers={"Origin": page.urls[0]})
+        assert entered.json() == {"needed": True, "entered": True}
+        assert (await http.get("/api/runs/closed/fleet")).status_code == 200, "with the cookie"
 
 
-async def test_events_stream_until_the_browser_goes(setup: Setup) -> None:
-    write_record(setup.run_dir)
-    async with setup.http.stream("GET", "/api/runs/run/events") as events:
-        assert events.headers["content-type"].startswith("text/event-stream")
-        lines = events.aiter_lines()
-        assert await anext(lines) == "event: run"
-        (page,) = pages(setup.run_dir)
-        assert connections(page) == 1
-    await until(lambda: connections(page) == 0, "the end of the page's stream")
-
-
-async def ended(lines: AsyncIterator[str]) -> None:
-    """Return when the stream breaks off."""
-    with pytest.raises(httpx.RemoteProtocolError):
-        async for _ in lines:
-            pass
-
-
-def connections(page: psutil.Process) -> int:
-    """Connections at the page's socket that are being answered."""
-    return (
-        sum(each.laddr.endswith("page.sock") and each.status == psutil.CONN_NONE for each in unix(page)) - 1
-    )
-
-
-def unix(page: psutil.Process) -> list[Any]:
-    return [each for each in page.net_connections(kind="unix") if isinstance(each.laddr, str)]
-
-
-async def test_a_page_that_is_killed_comes_back(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
-    write_record(setup.run_dir)
-    assert (await setup.http.get("/api/runs")).status_code == 200
-    async with setup.http.stream("GET", "/api/runs/run/events") as events:
-        lines = events.aiter_lines()
-        assert await anext(lines) == "event: run"
-        (page,) = pages(setup.run_dir)
-        page.send_signal(signal.SIGKILL)
-        await ended(lines)
-    assert [each.message for each in caplog.records if "broke_off" in each.message]
-    assert not [each.message for each in caplog.records if each.name.startswith("uvicorn")]
-    assert (await setup.http.get("/api/runs")).status_code == 200
-    (again,) = pages(setup.run_dir)
-    assert again.pid != page.pid
-
-
-async def test_a_page_that_nobody_visits_ends_and_comes_back(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = functools.partial(page_proxy.start_page, setup.run_dir, "--idle-s", "0.5")
-    monkeypatch.setattr(page_proxy, "start_page", lambda _, *options, **more: start(*options, **more))
-    write_record(setup.run_dir)
-    async with setup.http.stream("GET", "/api/runs/run/events") as events:
-        lines = events.aiter_lines()
-        assert await anext(lines) == "event: run"
-        (page,) = pages(setup.run_dir)
-        await asyncio.sleep(1.0)  # Longer than it stays without a visit.
-        assert page.is_running(), "somebody looks at it"
-    await until(lambda: not page.is_running(), "the end of the page")
-    assert (await setup.http.get("/api/runs")).status_code == 200
-    (again,) = pages(setup.run_dir)
-    assert again.pid != page.pid
-
-
-async def test_a_page_that_cannot_start_says_why(setup: Setup) -> None:
-    (setup.run_dir / "page.sock").mkdir()
-    reply = await setup.http.get("/")
-    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
-    assert f"{setup.run_dir / 'logs' / 'page.log'}" in reply.json()["failure_reason"]
-    assert (await setup.http.get("/health")).status_code == 200
-    assert not pages(setup.run_dir)
-
-
-async def test_the_page_ends_with_its_server(tmp_path: Path, byte_model: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    write_record(run)
-    loop = asyncio.get_running_loop()
-    async with httpx.AsyncClient(timeout=30) as http:
-        async with serving(run, byte_model) as setup:
-            request = http.build_request("GET", f"{setup.url}/api/runs/run/events")
-            events = await http.send(request, stream=True)
+async def test_a_page_that_dies_is_started_again_at_its_address(tmp_path: Path) -> None:
+    page = Page(tmp_path / "run", workers=WorkersConfig(max_restarts=1))
+    async with page(), page.client() as http:
+        async with http.stream("GET", "/api/runs/run/events") as events:
             lines = events.aiter_lines()
             assert await anext(lines) == "event: run"
-            (page,) = pages(run)
-            began = loop.time()
-        assert loop.time() - began < 4, "the supervisor's patience"
-        assert "" in [line async for line in lines], "the stream ended in order"
-    assert not page.is_running()
-    assert not (run / "page.sock").exists()
-
-
-async def test_no_page_survives_its_server(tmp_path: Path, commands: None) -> None:
-    config = {
-        "experiment_dir": "run",
-        "interchange_server": {"interchange_server_port": 0},
-        "engine": {"model": "tiny"},
-        "evaluation": {"episodes": 0},
-        "workers": {"count": 0},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    command = start(tmp_path, "serve", "config.yaml")
-    command.until(lambda: "watch it" in command.text())
-    run = tmp_path / "run"
-    write_record(run)
-    info = json.loads((run / "server.json").read_text())
-    async with httpx.AsyncClient(base_url=info["url"], timeout=30) as http:
-        assert (await http.get("/api/runs")).status_code == 200
-        (page,) = page_of(command)
-        os.kill(info["pid"], signal.SIGKILL)
-        await until(lambda: not page.is_running(), "the end of the page")
-        await until(lambda: json.loads((run / "server.json").read_text())["pid"] != info["pid"])
-        assert (await http.get("/api/runs")).status_code == 200, "the server and its page are back"
-        (page,) = page_of(command)
-        command.process.kill()
-        await until(lambda: not page.is_running(), "the end of the page")
-    command.wait(seconds=10)
-
-
-def page_of(command: Command) -> list[psutil.Process]:
-    return named(command.family(), "tinkerscript page --run-dir")
-
-
-# Without a server
-
-
-async def test_a_run_without_a_server_has_a_page_once_somebody_asks(tmp_path: Path) -> None:
-    run, notes = tmp_path / "run", list[str]()
-    run.mkdir()
-    write_record(run)
-    async with (
-        page_door(run, notes.append, pause_s=0.0) as url,
-        httpx.AsyncClient(base_url=url, timeout=30) as http,
-    ):
-        await asyncio.sleep(0)
-        assert not pages(run)
-        assert [each["name"] for each in (await http.get("/api/runs")).json()["runs"]] == ["run"]
-        (page,) = pages(run)
-        page.send_signal(signal.SIGKILL)
-        await until(lambda: not page.is_running(), "the end of the page")
-        assert (await http.get("/api/runs")).status_code == 200
-        (page,) = pages(run)
-    assert not page.is_running()
-    assert not notes
-    async with httpx.AsyncClient() as http:
+            first = page.process
+            first.send_signal(signal.SIGKILL)
+            with pytest.raises(httpx.HTTPError):
+                async for _ in lines:
+                    pass
+        assert (await http.get("/api/runs")).status_code == 200, "whoever comes meanwhile waits"
+        assert page.process.pid != first.pid
+        page.process.send_signal(signal.SIGKILL)
+        await until(lambda: len(page.notes) > 2, "the line about the end of the page")
         with pytest.raises(httpx.ConnectError):
-            await http.get(url)
+            await http.get("/api/runs")
+    _, died, gone = page.notes
+    assert died.startswith("page died (signal 9); starting it again")
+    assert gone.startswith("the run goes on without its page: page ended (signal 9) after 1 restarts")
+    assert "\n" not in gone
 
 
-async def test_pages_that_end_because_nobody_comes_are_not_counted(
+async def test_a_page_ends_with_its_run_whoever_looks(tmp_path: Path) -> None:
+    page = Page(tmp_path / "run")
+    async with httpx.AsyncClient(timeout=60) as http:
+        async with page():
+            request = http.build_request("GET", f"{page.urls[0]}/api/runs/run/events")
+            lines = (await http.send(request, stream=True)).aiter_lines()
+            assert await anext(lines) == "event: run"
+            process, began = page.process, time.monotonic()
+        assert time.monotonic() - began < 4, "the supervisor's patience"
+    assert not process.is_running()
+
+
+async def test_a_run_may_have_no_page(tmp_path: Path) -> None:
+    off = Page(tmp_path / "run", page_port=False)
+    assert off.config.page_port == "off"
+    async with off():
+        assert (off.urls, off.notes, off.processes()) == ([], [], [])
+    page = Page(tmp_path / "run")
+    async with page():
+        taken = Page(tmp_path / "run", page_port=int(page.urls[0].rpartition(":")[2]))
+        async with taken():
+            assert not taken.urls
+            assert taken.notes == [
+                f"the run has no page: cannot listen on port {taken.config.page_port}: Address already in use"
+            ]
+
+
+async def test_the_page_is_beyond_this_machine_only_under_a_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, notes, started = tmp_path / "run", list[str](), list[Any]()
-    run.mkdir()
-    write_record(run)
-
-    async def idle_soon(*arguments: Any, **more: Any) -> Any:
-        started.append(await start_page(*arguments, "--idle-s", "1", **more))
-        return started[-1]
-
-    monkeypatch.setattr("tinkerscript.processes.page_door.start_page", idle_soon)
-    monkeypatch.setattr("tinkerscript.processes.page_door.MAX_QUICK_DEATHS", 1)
-    async with page_door(run, notes.append, pause_s=0.0) as url, httpx.AsyncClient(timeout=30) as http:
-        for visit in range(2):
-            assert (await http.get(f"{url}/api/runs")).status_code == 200, visit
-            await until(lambda: started[-1].returncode is not None, "the end of the page")
-    assert not notes
-    assert {page.returncode for page in started[:-1]} == {0}
-
-
-async def test_a_page_that_cannot_run_is_given_up_and_the_run_goes_on(tmp_path: Path) -> None:
-    run, notes = tmp_path / "run", list[str]()
-    (run / "logs" / "page.log").mkdir(parents=True)
-    async with page_door(run, notes.append, pause_s=0.0) as url, httpx.AsyncClient() as http:
-        with pytest.raises(httpx.TransportError):
-            await http.get(url, timeout=30)
-        await until(lambda: bool(notes), "the note")
-    assert len(notes) == 1
-    assert "stays away" in notes[0]
-
-
-async def test_another_port_is_taken_if_the_usual_one_is_in_use(tmp_path: Path) -> None:
-    async with page_door(tmp_path, print) as first, page_door(tmp_path, print) as second:
-        assert first != second
-        assert {url.rpartition(":")[0] for url in (first, second)} == {"http://127.0.0.1"}
+    certificate, key = write_certificate(tmp_path)
+    section = InterchangeConfig(
+        interchange_server_host="0.0.0.0", tls_certificate=str(certificate), tls_key=str(key)
+    )
+    alone = Page(tmp_path / "run", interchange_server=section)
+    async with alone():
+        assert alone.urls[0].startswith("http://127.0.0.1:")
+        assert not [each for each in alone.process.net_connections() if each.laddr.ip == "0.0.0.0"]
+    monkeypatch.setenv(ADMIN_TOKEN, TOKENS[ADMIN_TOKEN])
+    page = Page(tmp_path / "run", interchange_server=section)
+    async with page(), page.client(verify=ssl.create_default_context(cafile=certificate)) as http:
+        assert page.urls[0].startswith("https://127.0.0.1:")
+        assert (await http.get("/api/runs")).status_code == 401
+        assert (await http.get("/api/runs", headers=bearer(TOKENS[ADMIN_TOKEN]))).status_code == 200
 
 
 # `tinkerscript view`

@@ -31,7 +31,6 @@ BATCH = BatchProgress(
     have=1,
     episodes_ended=9,
     episodes_expected=9,
-    groups_needed=2,
     groups_ahead={"shared": 1},
 )
 

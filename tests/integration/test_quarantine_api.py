@@ -11,7 +11,7 @@ from interchange_helpers import collect, eventually, new_episodes
 from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.protocol import Failure
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
-from tinkerscript.server.episodes.quarantine import MIN_FAILURES
+from tinkerscript.server.clients import MIN_FAILURES
 
 REASON = "its last 8 attempts failed while others succeeded: task_error: no space left on the device"
 
@@ -47,7 +47,7 @@ async def test_a_client_that_only_fails_gets_no_more_episodes_and_is_named(
             await fail_one(setup, "bad")
         refused = await setup.post("/claim_episode", 403, client_uuid="bad", sends_key=True, wait_s=30)
         assert refused["failure_reason"] == f"client 'bad' is in quarantine: {REASON}"
-        assert (await setup.status()).quarantined == {"client 'bad'": REASON}
+        assert (await setup.status()).quarantined == {"bad": REASON}
         await eventually(lambda: told(setup, f"client 'bad' gets no more episodes for now: {REASON}"))
         again = await setup.claim("bad", claim_request_id="r1")
         assert again.episode_uuid == kept.episode_uuid, "the answer to a request whose reply may be lost"
@@ -93,7 +93,7 @@ async def test_a_client_that_waits_is_refused_when_it_is_quarantined(
         reply = await waiting
         assert (reply.status_code, reply.json()["failure_reason"]) == (
             403,
-            "account 'site' is in quarantine: its last 8 attempts failed while others succeeded: aborted:",
+            "client 'site/' is in quarantine: its last 8 attempts failed while others succeeded: aborted:",
         )
         assert (await setup.claim("good")).success
 
@@ -118,3 +118,16 @@ async def test_who_only_fails_is_paced_and_the_trainers_own_workers_are_not(
 
 async def waits(setup: Setup) -> bool:
     return (await setup.status()).waiting_clients == 1
+
+
+async def test_an_operator_stops_a_client_and_its_episodes_go_to_others(
+    tmp_path: Path, byte_model: Path
+) -> None:
+    async with serving(tmp_path, byte_model, max_attempts=3) as setup:
+        await setup.link.register(new_episodes("e1", "e2"))
+        held = await setup.claim("odd")
+        await setup.post("/stop_client", client_uuid="odd")
+        refused = await setup.post("/claim_episode", 403, client_uuid="odd", sends_key=True)
+        assert refused["failure_reason"] == "client 'odd' is in quarantine: an operator has stopped it"
+        assert (await setup.claim("other")).episode_uuid == held.episode_uuid
+        assert (await setup.call(held.openai_api_key)).status_code == 409

@@ -29,7 +29,7 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.protocol import NO_EPISODES, RUN_FINISHED, WEIGHT_SYNCING
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.server.process import running_server
-from tinkerscript.trainer_link.messages import FailedEpisode, Result
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
 
 @pytest.fixture
@@ -50,11 +50,11 @@ async def test_the_path_of_one_episode(setup: Setup) -> None:
     assert (await setup.status()).episodes["eval"].claimed == 1
     await setup.post("/end_episode", client_uuid="c", episode_uuid="e", attempt=1, workflow_output=OUTPUT)
     outcome = (await collect(setup.link, 1))["e"]
-    assert isinstance(outcome, Result)
+    assert isinstance(outcome, EpisodeAccepted)
     assert (outcome.reward, outcome.client_uuid, len(outcome.calls)) == (1.0, "c", 1)
     assert outcome.calls[0].policy_version == 4
     assert outcome.calls[0].sampled_ids[:2].tolist() == [72, 105]
-    assert json.loads(outcome.workflow_output)["metadata"] == {"answer": "2"}
+    assert outcome.metadata == {"answer": "2"}
     assert (await setup.status()).episodes["eval"].ended == 1
     setup.link.acknowledge(["e"])
     await setup.link.flush()
@@ -87,7 +87,7 @@ async def test_the_json_of_first_version_clients(setup: Setup) -> None:
     assert (await setup.post("/end_episode", **end))["success"] is True
     assert (await setup.post("/end_episode", **end))["success"] is True, "a retry gets the same answer"
     outcome = (await collect(setup.link, 1))["old"]
-    assert isinstance(outcome, Result)
+    assert isinstance(outcome, EpisodeAccepted)
     assert outcome.reward == 0.75
     nothing = await setup.post("/claim_episode", client_uuid="v1", episode_type="train")
     assert nothing["success"] is False
@@ -106,7 +106,7 @@ async def test_a_lone_first_version_client_gets_a_lost_episode_again_under_anoth
     assert not (await setup.post("/can_continue_episode", **late))["can_continue"]
     await setup.post("/end_episode", **(late | {"episode_uuid": again["episode_uuid"]}))
     outcome = (await collect(setup.link, 1))["e"]
-    assert isinstance(outcome, Result)
+    assert isinstance(outcome, EpisodeAccepted)
     assert outcome.attempt == 2
 
 
@@ -164,9 +164,9 @@ async def test_a_late_result_and_a_late_key_are_refused(setup: Setup) -> None:
     await setup.call(quick.openai_api_key)
     await setup.post("/end_episode", client_uuid="quick", episode_uuid="e", attempt=2, workflow_output=OUTPUT)
     outcome = (await collect(setup.link, 1))["e"]
-    assert isinstance(outcome, Result)
+    assert isinstance(outcome, EpisodeAccepted)
     assert (outcome.attempt, len(outcome.calls)) == (2, 1)
-    assert json.loads(outcome.failures)[0]["kind"] == "lease_expired"
+    assert outcome.retries[0]["kind"] == "lease_expired"
     assert await setup.metric("tinkerscript_expired_claims_total") == 1
     assert await setup.metric("tinkerscript_requeues_total") == 1
 
@@ -212,8 +212,8 @@ async def test_attempts_run_out_into_a_failure_with_reasons(tmp_path: Path, byte
             for _ in range(2):
                 assert (await setup.post("/abort_episode", **abort))["success"] is True
         outcome = (await collect(setup.link, 1))["e"]
-        assert isinstance(outcome, FailedEpisode)
-        assert [failure["message"] for failure in json.loads(outcome.failures)] == [
+        assert isinstance(outcome, EpisodeFailed)
+        assert [failure["message"] for failure in outcome.failures] == [
             "scorer raised 1",
             "scorer raised 2",
         ]
@@ -518,8 +518,8 @@ async def test_an_episode_that_no_reply_can_hold_fails_by_itself(tmp_path: Path,
         assert "has failed; ask again" in nothing.fail_cause
         assert (await setup.claim(max_episodes=2, wait_s=20)).episode_uuid == "whole"
         outcome = (await collect(setup.link, 1))["poisoned"]
-        assert isinstance(outcome, FailedEpisode)
-        assert json.loads(outcome.failures)[-1]["kind"] == "bad_payload"
+        assert isinstance(outcome, EpisodeFailed)
+        assert outcome.failures[-1]["kind"] == "bad_payload"
 
 
 async def test_register_over_http(setup: Setup) -> None:
@@ -603,7 +603,9 @@ async def test_many_clients_at_once(setup: Setup) -> None:
     outcomes = await collect(setup.link, len(names))
     await asyncio.gather(*workers)
     assert outcomes.keys() == names
-    assert all(isinstance(outcome, Result) and len(outcome.calls) == 1 for outcome in outcomes.values())
+    assert all(
+        isinstance(outcome, EpisodeAccepted) and len(outcome.calls) == 1 for outcome in outcomes.values()
+    )
     setup.link.acknowledge(outcomes)
     await setup.link.flush()
     assert await setup.metric('tinkerscript_results_accepted_total{type="train"}') == len(names)

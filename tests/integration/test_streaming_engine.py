@@ -17,7 +17,7 @@ from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, Sample
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import pack_ids
 from tinkerscript.train.backends.embedded_engine import EmbeddedSampler
-from tinkerscript.trainer_link.messages import Result
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 ASK: dict[str, Any] = {
     "model": "policy",
@@ -70,6 +70,6 @@ async def test_tokens_arrive_while_the_engine_samples(tmp_path: Path, stop: list
             end = {"workflow_output": {"reward": 1.0}}
             assert (await http.post("/end_episode", json=end, headers=headers)).status_code == 200
             outcome = (await collect(link, 1))["e"]
-    assert isinstance(outcome, Result)
+    assert isinstance(outcome, EpisodeAccepted)
     assert [call.sampled for call in outcome.calls] == [pack_ids(ids[index]) for index in range(3)]
     assert [json.loads(call.reply)["content"] for call in outcome.calls] == list(texts.values())

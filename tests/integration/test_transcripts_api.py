@@ -15,9 +15,9 @@ from interchange_helpers import collect, new_episodes, run_config
 from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.server import trainer_messages
 from tinkerscript.server.process import running_server
-from tinkerscript.server.routes import transcripts as route
+from tinkerscript.server.routes import episodes as route
 from tinkerscript.server.store.sqlite import STORE_FILE
-from tinkerscript.trainer_link.messages import FailedEpisode, Result
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
 
 @pytest.fixture
@@ -60,8 +60,8 @@ async def test_the_transcripts_of_all_attempts_come_with_the_outcome(setup: Setu
         await setup.post("/abort_episode", episode_uuid="b", attempt=attempt, failure=failure)
     found = await collect(setup.link, 2)
     result, failed = found["a"], found["b"]
-    assert isinstance(result, Result)
-    assert isinstance(failed, FailedEpisode)
+    assert isinstance(result, EpisodeAccepted)
+    assert isinstance(failed, EpisodeFailed)
     assert result.transcripts == {1: b"\x00why it failed\xff", 2: b"how it went"}
     assert failed.transcripts == {2: b"the last one"}
     setup.link.acknowledge(["a", "b"])
@@ -118,8 +118,11 @@ async def test_no_more_is_received_at_once_than_there_is_room_for(
     first, second = await setup.claim(), await setup.claim()
     host, port = setup.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    head = f"POST /record_transcript HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {first.openai_api_key}\r\n"
-    writer.write(f"{head}content-length: 100\r\n\r\n".encode() + b"x" * 50)
+    head = "POST /record_transcript HTTP/1.1\r\nhost: localhost\r\n"
+    writer.write(
+        f"{head}authorization: Bearer {first.openai_api_key}\r\ncontent-length: 100\r\n\r\n".encode()
+        + b"x" * 50
+    )
     await writer.drain()
 
     async def is_busy() -> bool:
@@ -147,7 +150,9 @@ async def test_a_client_that_goes_while_it_sends_leaves_room(
     host, port = setup.url.removeprefix("http://").split(":")
     for _ in range(5):
         _, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST /record_transcript HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {claim.openai_api_key}"
+        head = (
+            f"POST /record_transcript HTTP/1.1\r\nhost: [::1]\r\nauthorization: Bearer {claim.openai_api_key}"
+        )
         writer.write(f"{head}\r\ncontent-length: 100\r\n\r\n".encode() + b"x" * 50)
         await writer.drain()
         writer.transport.abort()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,28 +13,152 @@ from inference_fakes import Faults
 from interchange_helpers import until
 from peft_vllm import PeftVllm
 from serving import serving
+from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import TINY_MODEL
+from tinkerscript.train.replicas.pool import Published
 from tinkerscript.vllm_plugin import WeightSource
-from trained_adapter import trained
+from trained_adapter import Trained, trained
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+    pytest.mark.xdist_group("peft"),  # Importing it takes longer than a test.
+]
 
 
-async def test_a_server_that_was_started_again_gets_the_versions_that_are_live(tmp_path: Path) -> None:
-    """It has none of those that it is asked to forget, and says so."""
-    source = WeightSource(str(tmp_path / "adapters"))
+@contextmanager
+def vllm(folder: Path) -> Iterator[tuple[PeftVllm, str]]:
+    """A replica that finds weights in the run's `folder`."""
+    source = WeightSource(str(folder / "adapters"))
     fake = PeftVllm(TINY_MODEL, source, Faults(models=("base",), logprobs="processed"))
     with serving(fake.app) as url:
+        yield fake, url
+    source.close()
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[tuple[PeftVllm, Trained]]:
+    with vllm(tmp_path) as (fake, url):
         async with trained(tmp_path, [url]) as at:
+            yield fake, at
+
+
+def held(fake: PeftVllm) -> list[str]:
+    """Versions of the policy that the server has loaded."""
+    return [name.split("-")[2] for name in fake.adapters if name.startswith("policy-")]
+
+
+async def test_each_version_is_loaded_proved_sampled_and_unloaded(served: tuple[PeftVllm, Trained]) -> None:
+    fake, at = served
+    for version in range(4):
+        await at.publisher.publish(version)
+        assert await at.ask(version) == version
+        asked = fake.requests[-1]
+        assert asked["model"] == asked["cache_salt"]
+        assert asked["model"].startswith("policy-")
+        await at.step(1e-3)
+    assert [at.verdicts(version) for version in range(4)] == [["unchanged"], *[["proved"]] * 3]
+    assert at.pool.max_gap < 1e-4
+    await until(lambda: held(fake) == ["2", "3"], "the older ones left the server")
+    assert not [name for name in fake.adapters if name.startswith("canary-") and "none" not in name]
+
+
+async def test_the_previous_version_in_the_place_of_the_new_one_does_not_sample(
+    served: tuple[PeftVllm, Trained],
+) -> None:
+    fake, at = served
+    await at.publisher.publish(0)
+    await at.step(1e-3)
+    await at.publisher.publish(1)
+    await at.ask(1)
+    older = fake.requests[-1]["model"]
+    await at.step(1e-5)
+    folder = await at.written(2)
+    fake.lies[folder.name] = older
+    publishing = asyncio.create_task(at.pool.publish(Published(2, folder)))
+    await until(lambda: bool(at.notes), "the replica is lost over it")
+    assert "it samples from another version" in at.notes[0]
+    fake.lies.clear()
+    await publishing
+    assert at.verdicts(2)[-1] == "proved"
+    assert await at.ask(2) == 2
+
+
+async def test_a_server_that_was_started_again_gets_the_versions_that_are_live(
+    served: tuple[PeftVllm, Trained],
+) -> None:
+    """It has none of those that it is asked to forget, and says so."""
+    fake, at = served
+    for version in range(3):
+        await at.publisher.publish(version)
+        assert await at.ask(version) == version
+        await at.step(1e-3)
+    fake.restart()
+    at.pool.lose(at.pool.replicas[0], "died")
+    await until(lambda: len(at.notes) > 1, "it is back, or not")
+    assert at.notes[-1].endswith("samples again")
+    assert await at.ask(2) == 2
+    assert set(held(fake)) == {"1", "2"}
+
+
+async def test_calls_wait_while_replicas_sleep(tmp_path: Path) -> None:
+    with vllm(tmp_path) as (fake, url):
+        async with trained(tmp_path, [url], sleep=True) as at:
+            await at.publisher.publish(0)
+            fake.faults.delay_s = 60.0
+            running = asyncio.create_task(at.ask(0))
+            await until(lambda: fake.in_flight == 1)
+            fake.faults.delay_s = 0.0
+            async with at.publisher.resting():
+                assert fake.controls == ["/sleep"]
+                waiting = asyncio.create_task(at.ask(0))
+                await at.step(1e-3)
+                assert not running.done()
+                assert not waiting.done()
+            assert fake.controls[1:] == ["/wake_up"]
+            assert [await running, await waiting] == [0, 0]
+            assert not at.notes
+
+
+async def test_all_weights_take_the_place_of_the_older_ones(tmp_path: Path) -> None:
+    with vllm(tmp_path) as (fake, url):
+        async with trained(tmp_path, [url], rank=0) as at:
             for version in range(3):
                 await at.publisher.publish(version)
                 assert await at.ask(version) == version
+                assert fake.requests[-1]["model"] == "base"
                 await at.step(1e-3)
-            fake.restart()
-            at.pool.lose(at.pool.replicas[0], "died")
-            await until(lambda: len(at.notes) > 1, "it is back, or not")
-            assert at.notes[-1].endswith("samples again")
-            assert await at.ask(2) == 2
-            held = {name.split("-")[2] for name in fake.adapters if name.startswith("policy-")}
-            assert held == {"1", "2"}
-    source.close()
+            assert [at.verdicts(version) for version in range(3)] == [["unchanged"], ["proved"], ["proved"]]
+            assert at.pool.max_gap < 1e-4
+            # A call that waits while weights are replaced is sampled by those that come.
+            fake.faults.delay_s = 60.0
+            call = asyncio.create_task(at.ask(2))
+            await until(lambda: fake.in_flight == 1)
+            fake.faults.delay_s = 0.0
+            await at.publisher.publish(3)
+            assert not call.done()
+            await at.publisher.announce(3)
+            assert await call == 3
+            # Weights that the server was given and did not take are found out.
+            await at.step(1e-3)
+            folder = await at.written(4)
+            fake.applies = False
+            publishing = asyncio.create_task(at.pool.publish(Published(4, folder)))
+            await until(lambda: bool(at.notes), "the replica is lost over it")
+            assert "it samples from another version" in at.notes[0]
+            fake.applies = True
+            await publishing
+            assert at.verdicts(4)[-1] == "proved"
+
+
+async def test_a_server_that_ignores_adapters_is_refused(tmp_path: Path) -> None:
+    with vllm(tmp_path) as (fake, url):
+        fake.applies = False
+        with pytest.raises(ConfigError, match="does not apply adapters as the trainer does: canary-"):
+            async with trained(tmp_path, [url]):
+                raise AssertionError("it is refused before")
+
+
+async def test_a_key_that_is_not_set_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the environment variable NO_SUCH_KEY is not set"):
+        async with trained(tmp_path, ["http://127.0.0.1:1"], api_key_env="NO_SUCH_KEY"):
+            raise AssertionError("it is refused before")

@@ -16,7 +16,8 @@ import pytest
 from interchange_helpers import collect, new_episode, new_episodes, until
 from interchange_setup import serving
 from tinkerscript.server.addresses import listen
-from tinkerscript.trainer_link.messages import Result
+from tinkerscript.trainer_link.messages import EpisodeAccepted
+from tinkerscript.workers.base_task import load_task
 
 WAITS = """
 import asyncio, time
@@ -50,7 +51,8 @@ def waits():
 
 @task
 def waiting():
-    return Task(dataset=[Sample(input="1+1", target="H")], solver=[waits(), generate()], scorer=match())
+    sample = Sample(input="1+1", target="H", metadata={{"name": "e1"}})
+    return Task(dataset=[sample], solver=[waits(), generate()], scorer=match())
 """
 
 
@@ -118,9 +120,8 @@ async def test_sigterm_lets_episodes_finish(
         if way == "task":
             (workers.folder / "waiting.py").write_text(TASK.format(str(workers.folder)))
             arguments = ["--task", f"{workers.folder / 'waiting.py'}@waiting"]
-            sample = {"input": "1+1", "target": "H", "id": 1, "metadata": {"name": "e1"}}
-            task = f"{workers.folder / 'waiting.py'}@waiting"
-            payload = json.dumps({"task": task, "sample": sample}).encode()
+            (sample,) = load_task(arguments[1], {}).samples(held_out=False)
+            payload = json.dumps({"task": arguments[1], "sample": sample}).encode()
             await setup.link.register([new_episode("e1", payload=payload)])
         else:
             arguments = [workers.script(way)]
@@ -133,7 +134,7 @@ async def test_sigterm_lets_episodes_finish(
         workers.go()
         assert await ended(worker, within_s=20) == 130
         (outcome,) = (await collect(setup.link, 1)).values()
-        assert isinstance(outcome, Result)
+        assert isinstance(outcome, EpisodeAccepted)
         assert (outcome.episode_uuid, outcome.attempt) == ("e1", 1)
         assert (await setup.status()).episodes["train"].registered == 1
 
@@ -202,6 +203,24 @@ async def test_a_runs_end_reaches_every_worker_though_the_server_goes_away(
         assert "waiting for the server" not in workers.log(f"{name}.log")
 
 
+async def test_a_failed_runs_end_reaches_its_workers_too(
+    setup_dir: Path, byte_model: Path, workers: Workers
+) -> None:
+    """Its server goes with it. Exit code 1: whoever starts workers again may do so for the resumed run."""
+    async with serving(setup_dir, byte_model) as setup:
+        await setup.link.register(new_episodes("e1"))
+        busy = workers.start(setup.url, workers.script("async"), "--concurrency", "1", log="busy.log")
+        await workers.begun("e1")
+        idle = workers.start(setup.url, workers.script("plain"), log="idle.log")
+        await until(lambda: "waiting for an episode" in workers.log("idle.log"), "an idle worker")
+        setup.link.set_status(run_finished=True, engine_status="ENGINE.OFFLINE", failure="OSError: disk full")
+        await setup.link.flush()
+    for process, name in ((busy, "busy"), (idle, "idle")):
+        assert await ended(process, within_s=15) == 1, workers.log(f"{name}.log")
+        assert workers.log(f"{name}.log").count("The run has failed: OSError: disk full") == 1
+        assert "waiting for the server" not in workers.log(f"{name}.log")
+
+
 async def test_a_worker_that_comes_first_says_that_it_waits(
     setup_dir: Path, byte_model: Path, workers: Workers
 ) -> None:
@@ -216,6 +235,6 @@ async def test_a_worker_that_comes_first_says_that_it_waits(
     workers.go()
     async with serving(setup_dir, byte_model, interchange_server_port=port) as setup:
         await setup.link.register(new_episodes("e1"))
-        assert isinstance((await collect(setup.link, 1))["e1"], Result)
+        assert isinstance((await collect(setup.link, 1))["e1"], EpisodeAccepted)
         setup.link.set_status(run_finished=True)
         assert await ended(worker, within_s=10) == 0

@@ -1,4 +1,4 @@
-"""A real browser on real servers. `make page` installs what these tests need."""
+"""A real browser on real servers. `make acceptance` installs what these tests need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from playwright.sync_api import Browser, BrowserContext, sync_playwright
 
 from command_line import end_all, start
 from made_run import MadeRun
-from tinkerscript.model_folder import model_folder
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 VIEWPORT = {"width": 1280, "height": 900}
@@ -20,7 +19,7 @@ VIEWPORT = {"width": 1280, "height": 900}
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    assert path, "make page installs chromium"
+    assert path, "make acceptance installs chromium"
     with sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield found
@@ -55,10 +54,6 @@ def viewed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewed]:
     first = MadeRun(folder / "runs" / "shop-agent")
     first.write()
     uuid = first.long_episode(turns=100, tokens=50_000)
-    checkpoints = folder / "runs" / "shop-agent" / "checkpoints"
-    shutil.copytree(model_folder("tiny"), checkpoints / "final")
-    (checkpoints / "step_0010").mkdir()
-    (checkpoints / "step_0010" / "config.json").write_text("{")
     MadeRun(folder / "runs" / "shop-agent-2", seed=2, steps=24).write()
     command = start(folder, "view", "runs", "--port", "0", lasts=True)
     yield Viewed(url_of(command), folder, uuid)

@@ -1,4 +1,4 @@
-"""Two pages behind one HTTPS proxy, each below a prefix: an interchange server's, and `tinkerscript view`."""
+"""Two pages behind one HTTPS proxy, each below a prefix of its own."""
 
 from __future__ import annotations
 
@@ -35,22 +35,25 @@ class Behind:
 def behind(tmp_path: Path) -> Iterator[Behind]:
     config = {
         "experiment_dir": "run1",
-        "interchange_server": {"interchange_server_port": 0, "trusted_proxies": ["127.0.0.1"]},
+        "interchange_server": {"interchange_server_port": 0},
         "engine": {"model": "tiny"},
         "evaluation": {"episodes": 0},
         "workers": {"count": 0},
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     server = start(tmp_path, "serve", "config.yaml", env=tokens("run1"))
-    server.until(lambda: "watch it" in server.text())
+    server.until(lambda: "interchange server at" in server.text())
     made = MadeRun(tmp_path / "made", steps=4, groups=2, group_size=4, evaluation_samples=4, state="running")
     made.write()
     (tmp_path / "made" / RECORD_FILE).rename(tmp_path / "run1" / RECORD_FILE)
     MadeRun(tmp_path / "run2", seed=2, steps=4, groups=2, group_size=4, evaluation_samples=4).write()
-    view = start(tmp_path, "view", "run2", "--port", "0", env=tokens("run2"), output="view.txt")
+    views = {
+        run: start(tmp_path, "view", run, "--port", "0", env=tokens(run), output=f"{run}.txt")
+        for run in TOKENS
+    }
     with prefix_proxy(tmp_path) as (url, proxy):
-        proxy.targets["/team/run1/"] = url_of(server).removeprefix("http://").rstrip(",")
-        proxy.targets["/team/run2/"] = url_of(view).removeprefix("http://")
+        for run, view in views.items():
+            proxy.targets[f"/team/{run}/"] = url_of(view).removeprefix("http://")
         yield Behind(url, proxy, tmp_path / "run1")
 
 
@@ -106,10 +109,9 @@ def test_two_pages_behind_one_proxy(context: BrowserContext, behind: Behind) -> 
     page.goto(link)
     expect(page.get_by_role("heading", name="Step 3")).to_be_visible()
     # What changes something is accepted from the page, and from no other site.
-    page.goto(f"{first}#/run/run1/try")
-    expect(page.get_by_text("There are no weights to talk to")).to_be_visible()
+    drop, body = f"{first}api/runs/run1/failed_episodes/drop", {"episode_uuids": ["nobody"]}
     for origin, status in (("https://evil.example", 403), (behind.url, 200)):
-        reply = context.request.post(f"{first}api/loaded-checkpoint/end", headers={"origin": origin})
+        reply = context.request.post(drop, data=body, headers={"origin": origin})
         assert reply.status == status
     # The documentation of both APIs.
     page.goto(f"{first}docs")

@@ -14,8 +14,9 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from command_line import ROOT, start
 from made_run import MadeRun
+from tinkerscript.record.reader import Record
 
-PLACES = ["Run", "Curves", "Steps", "Evaluations", "Episodes", "Alignment", "Fleet", "Try it"]
+PLACES = ["Run", "Curves", "Steps", "Evaluations", "Episodes", "Alignment", "Fleet"]
 
 
 def place(page: Page, name: str) -> None:
@@ -40,7 +41,7 @@ def test_every_view_is_opened_from_the_one_before(tab: Tab, viewed: Viewed) -> N
         heading(page, title)
     expect(page.get_by_role("img", name="Time by phase by step: rollouts")).to_be_visible()
     expect(page.get_by_text(re.compile("^The same in every step: ")).first).to_be_visible()
-    page.get_by_role("combobox").select_option("shop-agent-2")
+    page.get_by_label("Compare with").select_option("shop-agent-2")
     expect(page.locator(".u-legend").first).to_contain_text("shop-agent-2")
     page.get_by_role("link", name="config differences").click()
     expect(page.get_by_role("region", name="What differs")).to_contain_text("training.steps")
@@ -79,38 +80,31 @@ def test_every_view_is_opened_from_the_one_before(tab: Tab, viewed: Viewed) -> N
     expect(page.locator(".message.assistant").first).to_be_visible()
     place(page, "Fleet")
     expect(page.get_by_text("this run has no server")).to_be_visible()
-    place(page, "Try it")
-    heading(page, "Which weights")
 
 
-@pytest.mark.timeout(300)
-def test_a_checkpoint_of_a_finished_run_is_tried(tab: Tab, viewed: Viewed) -> None:
+def test_runs_are_found_and_sorted_and_a_curve_is_taken_away(tab: Tab, viewed: Viewed) -> None:
     page = tab.page
-    page.goto(f"{viewed.url}/#/run/shop-agent/try")
-    expect(page.get_by_label("Your message")).to_be_disabled()
-    page.get_by_role("radio", name="step_0010").check()
-    page.get_by_role("button", name="Load step_0010").click()
-    expect(page.get_by_role("dialog")).to_contain_text("the memory of the machine")
-    page.get_by_role("dialog").get_by_role("button", name="Load").click()
-    expect(page.get_by_role("alert")).to_contain_text("It could not be loaded", timeout=60_000)
-    page.get_by_role("radio", name="final").check()
-    page.get_by_role("button", name="Load final").click()
-    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
-    expect(page.get_by_role("button", name="Load final")).to_be_visible()
-    page.get_by_role("button", name="Load final").click()
-    page.get_by_role("dialog").get_by_role("button", name="Load").click()
-    expect(page.get_by_text("loading", exact=True)).to_be_visible()
-    expect(page.get_by_text("loaded", exact=True)).to_be_visible(timeout=100_000)
-    page.get_by_label("Your message").fill("What is 12+30?")
-    page.keyboard.press("Enter")
-    expect(page.locator(".token-boxes li").last).to_contain_text("<|im_end|>")
-    ids = [int(text) for text in page.locator(".token-boxes li > span:nth-child(2)").all_inner_texts()]
-    assert ids
-    assert ids[-1] == 761, "the end of a turn, in the tiny model's vocabulary"
-    violations = Axe().run(page).response["violations"]
-    assert not [each["id"] for each in violations if each["impact"] in ("serious", "critical")]
-    page.get_by_role("button", name="End it").click()
-    expect(page.get_by_role("button", name="Load final")).to_be_visible()
+    page.goto(viewed.url)
+    names = page.locator("tbody a")
+    for order in (["shop-agent-2", "shop-agent"], ["shop-agent", "shop-agent-2"]):  # Of 24 and of 30 steps.
+        expect(names).to_have_text(order)
+        page.get_by_role("button", name=re.compile("^step")).click()
+    page.get_by_role("searchbox").fill("tiny agent-2")
+    expect(names).to_have_text(["shop-agent-2"])
+    page.goto(f"{viewed.url}/#/run/shop-agent/curves")
+    with page.expect_download() as taken:
+        page.get_by_role("button", name="Download eval/score as CSV").click()
+    assert taken.value.suggested_filename == "eval_score.csv"
+    rows = Path(taken.value.path()).read_text().splitlines()
+    assert rows[0] == "line,step,mean,low,high"
+    assert [row.split(",")[1] for row in rows[1:]] == ["0", "10", "20", "30"]
+    shown = page.get_by_role("img", name="reward/mean by step")
+    exact = shown.get_attribute("aria-label")
+    page.get_by_label("Smooth").select_option("much")
+    page.get_by_label("log axis").check()
+    expect(shown).not_to_have_attribute("aria-label", exact or "")
+    page.get_by_role("link", name="config", exact=True).click()
+    expect(page.get_by_role("region", name="What you set").locator("tbody tr")).to_have_count(2)
 
 
 def test_the_search_takes_words_and_conditions(tab: Tab, viewed: Viewed) -> None:
@@ -181,7 +175,7 @@ def test_axe_finds_nothing_serious(browser: Browser, viewed: Viewed, theme: str)
     for path in (
         *("", "run/shop-agent", "run/shop-agent/curves", "run/shop-agent/steps", "run/shop-agent/steps/20"),
         *("run/shop-agent/evaluations", "run/shop-agent/episodes", "run/shop-agent/alignment"),
-        *("run/shop-agent/samples/3", "run/shop-agent/try", f"episode/{viewed.long_episode}"),
+        *("run/shop-agent/samples/3", f"episode/{viewed.long_episode}"),
     ):
         page.goto(f"{viewed.url}/#/{path}")
         page.wait_for_load_state("networkidle") if not path.startswith(("run", "episode")) else None
@@ -283,6 +277,54 @@ def test_what_others_wrote_is_shown_as_text(browser: Browser, tmp_path: Path) ->
     place(page, "Episodes")
     page.locator("tbody a.mono").first.click()
     expect(page.locator(".message").first).to_be_visible()
+    assert not tab.problems
+    context.close()
+
+
+SCRIPTS = ['<img src=x onerror="alert(1)">', "<script>alert(2)</script>", "[click](javascript:alert(3))"]
+
+
+def transcribed(folder: Path) -> str:
+    """The uuid of an episode with a transcript."""
+    query = "SELECT uuid FROM episodes WHERE number IN (SELECT episode FROM transcripts) ORDER BY number DESC"
+    row = Record(folder).row(query)
+    assert row is not None
+    return row[0]
+
+
+def test_an_episode_is_read_event_by_event(tab: Tab, viewed: Viewed) -> None:
+    page = tab.page
+    page.goto(f"{viewed.url}/#/episode/{transcribed(viewed.folder / 'runs' / 'shop-agent')}")
+    page.get_by_role("button", name="Show the events").click()
+    events = page.locator(".timeline li")
+    expect(events).to_have_count(9)
+    in_order = re.compile("model call.*tool.*store.*sandbox.*score", re.DOTALL)
+    expect(page.locator(".timeline")).to_contain_text(in_order)
+    tool = events.filter(has_text="tool").filter(has_text="calculator")
+    expect(tool.locator("pre").first).to_contain_text('"expression"')
+    tool.locator("summary").click()
+    expect(tool.locator("pre").first).to_be_hidden()
+    found = Axe().run(page).response["violations"]
+    assert not [each["id"] for each in found if each["impact"] in ("serious", "critical")], json.dumps(found)
+    page.get_by_role("button", name="Hide the events").click()
+    expect(events).to_have_count(0)
+
+
+def test_scripts_in_a_transcript_are_text(browser: Browser, tmp_path: Path) -> None:
+    MadeRun(
+        tmp_path / "runs" / "nasty", steps=2, groups=2, group_size=4, evaluation_samples=2, texts=SCRIPTS
+    ).write()
+    uuid = transcribed(tmp_path / "runs" / "nasty")
+    url = url_of(start(tmp_path, "view", "runs", "--port", "0"))
+    context = browser.new_context()
+    tab = Tab(context.new_page())
+    tab.watch()
+    page = tab.page
+    page.goto(f"{url}/#/episode/{uuid}")
+    page.get_by_role("button", name="Show the events").click()
+    expect(page.locator(".timeline li")).to_have_count(9)
+    page.evaluate("document.querySelectorAll('.timeline details').forEach((each) => { each.open = true; })")
+    assert any(text in page.inner_text(".timeline") for text in SCRIPTS)
     assert not tab.problems
     context.close()
 

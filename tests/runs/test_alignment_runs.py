@@ -24,6 +24,7 @@ from tinkerscript.page.episode_view import episode_view
 from tinkerscript.page.findings import found_in
 from tinkerscript.page.steps import step_view
 from tinkerscript.page.token_view import token_view
+from tinkerscript.record.health import health_rows
 from tinkerscript.record.reader import Record
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from tinkerscript.testing import QuietReporter
@@ -221,6 +222,8 @@ async def test_a_run_goes_on_with_a_warning_if_it_is_told_to(
     first, second = watcher.steps
     assert first["train/sequences"] == 24
     assert second["alignment/errors/logprobs_shifted"] == 24 - second["train/sequences"] >= 12
+    (row,) = [row for row in health_rows(Record(folder.path)) if row.name == "mismatch"]
+    assert (row.kind, row.words) == ("bad", "1 steps whose tokens the trainer did not reproduce")
     summary = json.loads((folder.path / "summary.json").read_text())
     assert summary["steps"] == 2
     assert any(line.startswith("not trained, ") for line in summary["alignment"])

@@ -8,9 +8,10 @@ from pathlib import Path
 from tinkerscript.config import RunConfig
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.testing import QuietReporter
-from tinkerscript.train.journal import EpisodeAccepted, read_journal
+from tinkerscript.train.journal import read_journal
 from tinkerscript.train.run import run_training
 from tinkerscript.train.run_folder import ALIGNMENT_FILE
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic.py"
 

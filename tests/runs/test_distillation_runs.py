@@ -90,16 +90,15 @@ async def test_groups_of_one_learn_from_a_teacher_and_a_cut_changes_nothing(
     record.close()
 
 
-@pytest.mark.parametrize("mode", ["reward", "loss"])
-async def test_an_adapter_learns_from_the_base_that_it_shares(tmp_path: Path, mode: str) -> None:
+async def test_an_adapter_learns_from_the_base_that_it_shares(tmp_path: Path) -> None:
     """It starts as its base, so there is nothing to learn: the first divergence is 0."""
     engine = {"lora": {"rank": 4, "targets": ["attn"]}}
-    run = await run_training(config(tmp_path / "run", "tiny", engine=engine, mode=mode), QuietReporter())
+    run = await run_training(config(tmp_path / "run", "tiny", engine=engine), QuietReporter())
     assert metrics(run.path)[0]["distillation/teacher_kl"] == pytest.approx(0, abs=1e-5)
 
 
-async def test_reward_and_teacher_train_together_as_a_loss(taught: Path, tmp_path: Path) -> None:
-    made = config(tmp_path / "run", taught, size=4, mode="loss", reward_coef=1.0, coef=0.1)
+async def test_reward_and_teacher_train_together(taught: Path, tmp_path: Path) -> None:
+    made = config(tmp_path / "run", taught, size=4, reward_coef=1.0, coef=0.1)
     lines = metrics((await run_training(made, QuietReporter())).path)
     assert [line["train/sequences"] for line in lines] == [GROUPS] * STEPS
     assert all("train/clip_fraction" in line for line in lines)

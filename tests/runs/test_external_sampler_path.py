@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fake_sglang import FakeSglang
 from fake_vllm import FakeVllm
-from inference_fakes import Distribution, FakeServer, Faults
+from inference_fakes import Distribution, Faults
 from interchange_helpers import FAST, collect, run_config, trainer, until
 from interchange_setup import OUTPUT
 from serving import serving
@@ -28,9 +26,8 @@ from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.alignment import find_errors
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.server.process import running_server
-from tinkerscript.trainer_link.messages import Result
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
-FAKES: dict[str, Callable[[Distribution, Faults], FakeServer]] = {"vllm": FakeVllm, "sglang": FakeSglang}
 TURNS = 4
 LETTERS = "abcdefgh "
 
@@ -44,8 +41,8 @@ def words(byte_model: Path) -> Distribution:
     return Distribution(tokenizer.vocab_size, tokenizer.eos_token_id, letters)
 
 
-def config_for(kind: str, url: str, model: Path, *, processes: int = 1, **inference: Any) -> RunConfig:
-    section = InferenceConfig.model_validate({"backend": kind, "base_url": url} | inference)
+def config_for(url: str, model: Path, *, processes: int = 1, **inference: Any) -> RunConfig:
+    section = InferenceConfig.model_validate({"backend": "vllm", "base_url": url} | inference)
     return run_config(model, processes=processes).model_copy(update={"inference": section})
 
 
@@ -95,17 +92,17 @@ async def run_episode(http: httpx.AsyncClient) -> None:
     assert ended.json()["success"]
 
 
-@pytest.mark.parametrize(("kind", "processes"), [*((kind, 1) for kind in FAKES), ("vllm", 2)])
+@pytest.mark.parametrize("processes", [1, 2])
 async def test_what_is_recorded_is_the_servers_own_log(
-    kind: str, processes: int, words: Distribution, byte_model: Path, tmp_path: Path
+    processes: int, words: Distribution, byte_model: Path, tmp_path: Path
 ) -> None:
-    fake = FAKES[kind](words, Faults())
+    fake = FakeVllm(words, Faults())
     with serving(fake.app) as url:
-        config = config_for(kind, url, byte_model, processes=processes)
+        config = config_for(url, byte_model, processes=processes)
         async with running_server(config, tmp_path, environ={}, times=FAST) as (info, task):
             async with httpx.AsyncClient(base_url=info.url, timeout=30) as http:
-                for number in range(1, processes + 1 if processes > 1 else 1):
-                    ready = await http.get(f"/g/{number}/v1/models")  # It waits for the process.
+                for number, port in enumerate(info.gateway_ports, 1):
+                    ready = await http.get(f"http://127.0.0.1:{port}/g/{number}/v1/models")  # Waits for it.
                     assert ready.status_code == 401
                 fake.log.clear()
                 status = (await http.get("/get_engine_status")).json()
@@ -120,7 +117,7 @@ async def test_what_is_recorded_is_the_servers_own_log(
                 claim = (await http.post("/claim_episode", json=body)).json()
                 assert claim["success"], "a trainer that goes does not take the sampler away"
             assert not task.done()
-    assert isinstance(outcome, Result)
+    assert isinstance(outcome, EpisodeAccepted)
     rollouts = merge_calls(outcome.calls, episode_uuid="e")
     segments = [(rollout, segment) for rollout in rollouts for segment in rollout.segments]
     assert len(fake.log) == len(segments) == TURNS + 3
@@ -138,15 +135,15 @@ async def test_what_is_recorded_is_the_servers_own_log(
 async def test_the_server_of_a_run_says_what_its_inference_server_lacks(
     words: Distribution, byte_model: Path, tmp_path: Path
 ) -> None:
-    fake = FakeVllm(words, Faults(token_ids=False, id_strings=False))
+    fake = FakeVllm(words, Faults(token_ids=False))
     with serving(fake.app) as url:
-        running = running_server(config_for("vllm", url, byte_model), tmp_path, environ={}, times=FAST)
-        with pytest.raises(ConfigError, match="return-tokens-as-token-ids"):
+        running = running_server(config_for(url, byte_model), tmp_path, environ={}, times=FAST)
+        with pytest.raises(ConfigError, match=r"use vLLM 0\.10\.2 or newer"):
             await running.__aenter__()
 
 
 def write_config(folder: Path, url: str, model: Path) -> Path:
-    config = config_for("vllm", url, model).model_copy(update={"experiment_dir": str(folder / "run")})
+    config = config_for(url, model).model_copy(update={"experiment_dir": str(folder / "run")})
     path = folder / "config.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
     return path

@@ -14,13 +14,15 @@ import pytest
 from inspect_ai._util.entrypoints import clear_entry_points_state
 from inspect_ai.log import list_eval_logs, read_eval_log_async
 
-from tinkerscript.config import EvaluationConfig, RunConfig
+from tinkerscript.config import EvaluationConfig, RunConfig, SamplingConfig
 from tinkerscript.dashboard.progress import Phase
 from tinkerscript.errors import ConfigError, NoSuccessError
+from tinkerscript.record.health import health_rows
 from tinkerscript.record.reader import Record
 from tinkerscript.testing import QuietReporter
-from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, read_journal
+from tinkerscript.train.journal import EpisodeRegistered, read_journal
 from tinkerscript.train.run import run_training
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
 TASKS = '''
 from pathlib import Path
@@ -88,6 +90,29 @@ async def test_a_run_in_which_everything_fails_ends_and_can_be_resumed(
     summary = json.loads((folder.path / "summary.json").read_text())
     assert summary["train_episodes"] == 20
     assert (summary["episodes_lost"], summary["steps"]) == (0, 1)
+
+
+@pytest.mark.parametrize(("temperature", "precedence"), [(0.5, "program"), (0.0, "run"), (0.0, "program")])
+async def test_a_task_that_names_a_temperature_trains_but_at_zero(
+    tmp_path: Path, temperature: float, precedence: str
+) -> None:
+    given = config(tmp_path, steps=1)
+    tasks = tmp_path / "tasks.py"
+    text = tasks.read_text().replace("max_tokens=4)", f"max_tokens=4, temperature={temperature})")
+    assert f"temperature={temperature}" in text
+    tasks.write_text(text)
+    sampling = SamplingConfig.model_validate({"precedence": precedence})
+    given = given.model_copy(update={"sampling": sampling, "evaluation": EvaluationConfig(episodes=0)})
+    progress = QuietReporter()
+    folder = await run_training(given, progress)
+    summary = json.loads((folder.path / "summary.json").read_text())
+    told = "\n".join(progress.notes)
+    is_greedy = (temperature, precedence) == (0.0, "program")
+    assert ("tasks.py@words asks for temperature 0, at which nothing trains" in told) == is_greedy
+    assert bool(summary["tokens_trained"]) != is_greedy
+    assert summary["max_abs_dlogp"] <= 1e-4
+    if is_greedy:
+        assert any("greedy: sampled at temperature 0" in line for line in summary["alignment"])
 
 
 class Interrupting(QuietReporter):
@@ -233,6 +258,8 @@ async def test_what_is_older_than_the_limit_does_not_train(tmp_path: Path, limit
     else:
         assert summary["episodes_discarded"] > 0
         assert all(step["episodes/used"] > 0 for step in watcher.steps), "a stale batch is no step"
+        (row,) = [row for row in health_rows(Record(folder.path)) if row.name == "stale"]
+        assert (row.kind, row.value) == ("warn", f"{summary['episodes_discarded']}"), "whole batches too"
 
 
 async def test_a_run_with_every_setting_of_the_update(tmp_path: Path) -> None:
@@ -242,7 +269,6 @@ async def test_a_run_with_every_setting_of_the_update(tmp_path: Path) -> None:
         "advantage_baseline": "leave_one_out",
         "advantage_scale": "group_deviation",
         "epochs_per_batch": 2,
-        "microbatch_size": 3,
         "kl_penalty_coef": 0.1,
         "warmup_steps": 1,
         "lr_schedule": "cosine",

@@ -22,8 +22,9 @@ from tinkerscript.record.reader import Record
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.backends import BACKENDS
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.journal import EpisodeAccepted, Journal, lost_episodes, read_journal
+from tinkerscript.train.journal import Journal, lost_episodes, read_journal
 from tinkerscript.train.run import run_training
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,8 +21,9 @@ from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.backends.backend import FrozenModel
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.journal import EpisodeAccepted, read_journal
+from tinkerscript.train.journal import read_journal
 from tinkerscript.train.run import run_training
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic.py"
 
@@ -127,7 +128,12 @@ async def test_each_process_of_a_run_gets_the_keys_that_it_needs_and_no_other(
             },
             "task": {"name": f"{ARITHMETIC}@arithmetic", "train_args": {"split": "train"}},
             "roles": {
-                "judge": {"kind": "outside", "base_url": "http://127.0.0.1:9/v1", "api_key_env": "JUDGE_KEY"}
+                "judge": {
+                    "kind": "outside",
+                    "base_url": "http://127.0.0.1:9/v1",
+                    "model": "m",
+                    "api_key_env": "JUDGE_KEY",
+                }
             },
             "training": {"steps": 1, "groups_per_step": 1, "group_size": 2, "learning_rate": 0.01},
             "evaluation": {"episodes": 0},
@@ -143,7 +149,9 @@ async def test_each_process_of_a_run_gets_the_keys_that_it_needs_and_no_other(
     async with httpx.AsyncClient(base_url=server, timeout=60) as http:
         assert (await http.get("/", follow_redirects=True)).status_code in (200, 401, 403)
     children = psutil.Process().children(recursive=True)
-    seen = {" ".join(child.cmdline()): child.environ().values() for child in children}
+    # Others, as the git that Inspect asks for the revision, come and go.
+    ours = [child for child in children if " -m tinkerscript " in " ".join(child.cmdline())]
+    seen = {" ".join(child.cmdline()): child.environ().values() for child in ours}
     (tmp_path / "go").touch()
     await running
     for part, keys in {
@@ -156,6 +164,7 @@ async def test_each_process_of_a_run_gets_the_keys_that_it_needs_and_no_other(
         (environ,) = [environ for command, environ in seen.items() if part in command]
         assert {name for name, value in KEYS.items() if value in environ} == keys, part
     assert len(seen) == 5, list(seen)
+    assert not [command for command in seen for key in KEYS.values() if key in command]
 
 
 @pytest.mark.timeout(300)

@@ -30,7 +30,7 @@ from interchange_helpers import (
 )
 from tinkerscript.config import dump_config
 from tinkerscript.trainer_link.keys import load_trainer_keys
-from tinkerscript.trainer_link.messages import Result
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 OUTPUT = {"reward": 1.0}
 
@@ -135,7 +135,7 @@ async def test_a_run_goes_on_over_a_kill_of_the_server(tmp_path: Path, byte_mode
     assert "Traceback" not in log
     assert done["openai_api_key"] not in log
     result = outcomes["running"]
-    assert isinstance(result, Result)
+    assert isinstance(result, EpisodeAccepted)
     assert [each.parent_id for each in result.calls] == [None, result.calls[0].call_id], (
         "its buffer was restored"
     )
@@ -163,7 +163,7 @@ async def test_a_result_waits_for_its_trainer_over_a_kill_of_the_server(run_dir:
         second.terminate()
         assert (await finished(second))[0] == 0
     result = outcomes["ended"]
-    assert isinstance(result, Result)
+    assert isinstance(result, EpisodeAccepted)
     assert (result.reward, len(result.calls)) == (1.0, 1)
     assert stored_outcomes(run_dir / "server.sqlite") == states | {"ended": "accepted"}
 

@@ -1,4 +1,4 @@
-"""A service of Tinker's protocol does what we need: our wire server, or another by `make service`."""
+"""A service of Tinker's protocol does what we need: our wire server, or another by `make tinker`."""
 
 from __future__ import annotations
 

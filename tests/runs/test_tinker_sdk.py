@@ -57,12 +57,12 @@ def _few_runs_in_memory(wire: Wire) -> Iterator[None]:
     wire.state.runs.clear()
 
 
-def trained(client: Any, steps: int = 1) -> list[float]:
+def trained(client: Any, steps: int = 1, adam: tinker.AdamParams = ADAM) -> list[float]:
     """Losses of that many steps on one sequence."""
     losses: list[float] = []
     for _ in range(steps):
         output = client.forward_backward([sft_datum(IDS)], "cross_entropy")
-        stepped = client.optim_step(ADAM)
+        stepped = client.optim_step(adam)
         losses.append(output.result().metrics["loss:sum"])
         stepped.result()
     return losses
@@ -137,21 +137,89 @@ def test_losses_equal_a_float64_reference(run: Any, random_model: Path) -> None:
     with torch.no_grad():
         logits = model(torch.from_numpy(ids[None, :-1])).logits[0]
     p = logits.log_softmax(-1)[torch.arange(11), torch.from_numpy(ids[1:])].numpy()
-    ratio, a = np.exp(p - inputs["logprobs"].astype(np.float64)), inputs["advantages"].astype(np.float64)
+    inputs["logprobs"][:4] = inputs["advantages"][:4] = 0  # A prompt, as the cookbook pads it.
+    q, a = inputs["logprobs"].astype(np.float64), inputs["advantages"].astype(np.float64)
+    ratio, sampled = np.exp(p - q), np.arange(11) >= 4
     clipped = ratio.clip(0.7, 1.4)
-    expected = {
-        "importance_sampling": -(ratio * a).sum(),
-        "ppo": -np.minimum(ratio * a, clipped * a).sum(),
-        "cispo": -(clipped * a * p).sum(),
+    of_sequence = np.exp((p - q)[sampled].mean())
+    clip = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.4}
+    expected: dict[str, tuple[float, dict[str, float] | None]] = {
+        "importance_sampling": (-(ratio * a).sum(), None),
+        "ppo": (-np.minimum(ratio * a, clipped * a).sum(), clip),
+        "cispo": (-(clipped * a * p).sum(), clip),
+        "gspo": (-np.minimum(of_sequence * a, of_sequence.clip(0.7, 1.4) * a).sum(), clip),
+        "dro": (-(p * a - 0.5 * 0.3 * ((p - q) ** 2 * sampled)).sum(), {"beta": 0.3}),
+        "stable_reinforce": (-(np.minimum(ratio, 2) * a * p).sum(), None),
     }
-    datum = tinker.Datum(model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()), loss_fn_inputs=inputs)
-    for name, value in expected.items():
-        config = (
-            None if name == "importance_sampling" else {"clip_low_threshold": 0.7, "clip_high_threshold": 1.4}
+    mask = {"sequence_ratio_mask": sampled.astype(np.float32)}
+    for name, (value, config) in expected.items():
+        datum = tinker.Datum(
+            model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
+            loss_fn_inputs=inputs | (mask if name == "gspo" else {}),
         )
         output = run.forward_backward([datum], name, config).result()
         assert output.metrics["loss:sum"] == pytest.approx(value, rel=1e-5), name
         np.testing.assert_allclose(output.loss_fn_outputs[0]["logprobs"].to_numpy(), p, atol=1e-5)
+
+
+def test_gspo_trains_each_token_on_its_own_advantage(run: Any, random_model: Path) -> None:
+    """The gradient of Tinker's formula, by a custom loss that runs here with the same client."""
+    inputs = {
+        "target_tokens": np.array(IDS[1:], np.int64),
+        "logprobs": np.full(len(IDS) - 1, -4.0, np.float32),
+        "advantages": np.resize([1.0, -1.0], len(IDS) - 1).astype(np.float32),
+    }
+    mask = {"sequence_ratio_mask": np.ones(len(IDS) - 1, np.float32)}
+    prompt_ids = tinker.ModelInput.from_ints(IDS[:-1])
+    wide = {"clip_low_threshold": 0.0, "clip_high_threshold": 9.0}
+
+    def theirs(data: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        (ours,) = logprobs
+        ratio = torch.exp((ours.detach() + 4.0).mean() + ours - ours.detach())
+        return -(ratio * torch.from_numpy(inputs["advantages"])).sum(), {}
+
+    norms: list[float] = []
+    rate_of_zero = tinker.AdamParams(learning_rate=1e-12)
+    run.forward_backward([tinker.Datum(model_input=prompt_ids, loss_fn_inputs=inputs | mask)], "gspo", wide)
+    norms.append(run.optim_step(rate_of_zero).result().metrics["grad_norm"])
+    bare = {"target_tokens": inputs["target_tokens"], "weights": np.ones(len(IDS) - 1, np.float32)}
+    run.forward_backward_custom([tinker.Datum(model_input=prompt_ids, loss_fn_inputs=bare)], theirs).result()
+    norms.append(run.optim_step(rate_of_zero).result().metrics["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert norms[0] > 0
+
+
+def test_samples_for_stable_reinforce_train_as_the_cookbook_sends_them(run: Any) -> None:
+    """Sampled with `record_stability_info`, every position with the sequence that it is of."""
+    client = run.save_weights_and_get_sampling_client(record_stability_info=True).result()
+    asked = tinker.SamplingParams(max_tokens=6, seed=1)
+    (sequence,) = client.sample(prompt(*IDS), 1, asked).result().sequences
+    padded = [0.0] * (len(IDS) - 1)
+    datum = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints([*IDS, *sequence.tokens[:-1]]),
+        loss_fn_inputs={
+            "target_tokens": np.array([0] * len(padded) + list(sequence.tokens), np.int64),
+            "logprobs": np.array(padded + list(sequence.logprobs), np.float32),
+            "advantages": np.array(padded + [1.0] * len(sequence.tokens), np.float32),
+        },
+    ).with_provenance(
+        model_input=[
+            tinker.types.PromptProvenanceSpan(sequence_id=sequence.sequence_id, length=len(IDS)),
+            tinker.types.SampledProvenanceSpan(
+                sequence_id=sequence.sequence_id, length=len(sequence.tokens) - 1
+            ),
+        ],
+        loss_fn_inputs=[
+            tinker.types.PromptProvenanceSpan(
+                sequence_id=sequence.sequence_id, offset=1, length=len(IDS) - 1
+            ),
+            tinker.types.SampledProvenanceSpan(sequence_id=sequence.sequence_id, length=len(sequence.tokens)),
+        ],
+    )
+    output = run.forward_backward([datum], "stable_reinforce").result()
+    # On-policy it is REINFORCE: the ratios are 1.
+    assert output.metrics["loss:sum"] == pytest.approx(-sum(sequence.logprobs), abs=1e-3)
+    assert run.optim_step(ADAM).result().metrics["grad_norm"] > 0
 
 
 def test_cross_entropy_equals_the_cookbooks(run: Any) -> None:
@@ -337,14 +405,15 @@ def test_a_mixture_trains_without_its_experts(random_model: Path, tmp_path: Path
         ]
         samplers: list[Any] = []
         for run in runs:
-            losses = trained(run, 5)
+            losses = trained(run, 5, tinker.AdamParams(learning_rate=0.002))
             assert losses[-1] < losses[0]
             samplers.append(run.save_weights_and_get_sampling_client().result())
         # Its decoder puts each adapter into the module tree, whatever its rank, in turn.
         for run, sampler in [*zip(runs, samplers, strict=True)] * 2:
             [row] = run.forward([sft_datum(IDS)], "cross_entropy").result().loss_fn_outputs
             np.testing.assert_allclose(logprobs_of(sampler), row["logprobs"].to_numpy(), atol=1e-4)
-        assert len(made.state.engine._base._slots) == 1
+        slots = set(made.state.engine._base._slots)
+        assert slots == {("unembed",), ("attn", "unembed")}, "one of the proof, one for all runs"
 
 
 def refused_adapter(service: tinker.ServiceClient, model: str, message: str, **settings: Any) -> None:
@@ -561,10 +630,20 @@ def httpx_post(wire: Wire, path: str, body: dict[str, Any]) -> httpx.Response:
 # Errors
 
 
+def rl_datum(**more: float) -> tinker.Datum:
+    inputs = {"logprobs": -1.0, "advantages": 1.0, **more}
+    arrays = {name: np.full(len(IDS) - 1, value, np.float32) for name, value in inputs.items()}
+    targets = {"target_tokens": np.array(IDS[1:], np.int64)}
+    return tinker.Datum(model_input=prompt(*IDS[:-1]), loss_fn_inputs=targets | arrays)
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "config", "datum", "message"),
     [
-        ("dro", None, sft_datum(IDS), "loss_fn 'dro' is not one of"),
+        ("quadratic", None, sft_datum(IDS), "loss_fn 'quadratic' is not one of"),
+        ("gspo", None, rl_datum(), "gspo needs loss_fn_inputs .*'sequence_ratio_mask'"),
+        ("ppo", None, rl_datum(temperatures=1.0), "ppo needs loss_fn_inputs"),
+        ("stable_reinforce", {"cap": 1.0}, rl_datum(), "loss_fn_config: stable_reinforce has none"),
         ("antigravity:geohash", None, sft_datum(IDS), "loss_fn 'antigravity:geohash' is not one of"),
         ("ppo", None, sft_datum(IDS), "datum 0: ppo needs loss_fn_inputs"),
         ("cross_entropy", {"clip": 1.0}, sft_datum(IDS), "loss_fn_config of cross_entropy has unknown keys"),
@@ -632,7 +711,7 @@ def test_a_step_that_is_not_finite_is_the_servers_word(run: Any) -> None:
         },
     )
     run.forward_backward([bad], "cross_entropy")
-    with pytest.raises(tinker.RequestFailedError, match="the gradient norm is nan") as caught:
+    with pytest.raises(tinker.RequestFailedError, match="the gradient is not finite") as caught:
         run.optim_step(ADAM).result()
     assert caught.value.category is RequestErrorCategory.Server
 

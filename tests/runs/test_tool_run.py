@@ -16,8 +16,9 @@ from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import full_prompts, unpack_ids
 from tinkerscript.testing import QuietReporter
-from tinkerscript.train.journal import EpisodeAccepted, read_journal
+from tinkerscript.train.journal import read_journal
 from tinkerscript.train.run import run_training
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 from tool_model import teach_tools
 
 ROOT = Path(__file__).parents[2]

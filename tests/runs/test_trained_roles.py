@@ -23,11 +23,12 @@ from tinkerscript.page.episode_view import episode_view
 from tinkerscript.page.token_view import token_view
 from tinkerscript.record.reader import Record
 from tinkerscript.testing import QuietReporter
-from tinkerscript.train.journal import EpisodeAccepted, Resumed, StepConsumed, read_journal
+from tinkerscript.train.journal import Resumed, StepConsumed, read_journal
 from tinkerscript.train.run import run_training
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-STEPS = 4
+STEPS = 3
 ROLE = "proposer"
 
 
@@ -102,7 +103,7 @@ async def test_two_policies_train_each_on_its_own_tokens_also_after_a_kill(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    await killed_after(2, config(cut), cut)
+    await killed_after(1, config(cut), cut)
     texts: dict[int, list[str]] = {}
     tokenizer = LightTokenizer(model_folder("tiny"))
     original = EmbeddedTrainingClient.forward_backward
@@ -174,7 +175,7 @@ async def test_two_policies_train_each_on_its_own_tokens_also_after_a_kill(
 
     # A role that the checkpoint knows nothing of is not begun anew in silence.
     more = config(cut, roles={ROLE: {"kind": "trained"}, "critic": {"kind": "trained"}})
-    with pytest.raises(ConfigError, match=r"roles\.critic: the run's checkpoint of step 4 has no weights"):
+    with pytest.raises(ConfigError, match=r"roles\.critic: the run's checkpoint of step 3 has no weights"):
         await run_training(more, QuietReporter(), path=cut)
 
 

@@ -1,7 +1,7 @@
 """`engine.backend: tinker` with the oldest and the newest SDK, against our own wire server.
 
-The runs of each SDK are those of one process (`sdk_runs.py`); `make acceptance` installs the oldest over
-`.venv`. The server runs here, with the newest.
+Each SDK runs in its own process (`sdk_runs.py`); `make acceptance` installs the oldest into a folder for
+PYTHONPATH. The server runs here, with the newest.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from wire_setup import KEY, SDK_LEAVES_SOCKETS, AnswersInJson, Wire, wire_server
 pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("sdk"), SDK_LEAVES_SOCKETS]
 
 ROOT = Path(__file__).parents[2]
-OLDEST = ROOT / ".venv-sdk" / "bin" / "python"
-NEWEST = Path(sys.executable)
+OLDEST = ROOT / ".venv" / "oldest-sdk" / "site-packages"
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +61,15 @@ def job(url: str, folder: Path, *, steps: int = 3, resume: bool = False) -> dict
     return {"config": config, "resume": str(folder) if resume else None}
 
 
-def outcomes_of(python: Path, folder: Path, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    assert python.exists(), "make .venv-sdk/.installed installs the oldest SDK"
+def outcomes_of(sdk: Path | None, folder: Path, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each job's run gave with the SDK in the folder `sdk`, or with the installed one."""
+    assert sdk is None or sdk.exists(), "make acceptance installs the oldest SDK"
     done = subprocess.run(
-        [python, Path(__file__).with_name("sdk_runs.py")],
+        [sys.executable, Path(__file__).with_name("sdk_runs.py")],
         cwd=folder,
-        env=os.environ | {"TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"},
+        env=os.environ
+        | {"TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"}
+        | ({"PYTHONPATH": str(sdk)} if sdk else {}),
         input=json.dumps(jobs),
         capture_output=True,
         text=True,
@@ -102,7 +104,7 @@ def newest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def newest_outcomes(newest: Path, wire: Wire, json_wire: Wire) -> list[dict[str, Any]]:
     jobs = [job(wire.url, newest), job(json_wire.url, newest.with_name("refused"))]
-    return outcomes_of(NEWEST, newest.parent, jobs)
+    return outcomes_of(None, newest.parent, jobs)
 
 
 def test_the_oldest_sdk_gives_the_same_run_from_both_kinds_of_answers(

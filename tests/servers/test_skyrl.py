@@ -1,4 +1,4 @@
-"""SkyRL's server, with its JAX backend on the CPU, trains the demo task (`make tinker-servers`)."""
+"""SkyRL's server, with its JAX backend on the CPU, trains the demo task (`make tinker`)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.timeout(3600)
 
 ROOT = Path(__file__).parents[2]
 SERVER = ROOT / ".venv-skyrl" / "bin"
-TRAINER = ROOT / ".venv-sdk-skyrl" / "bin" / "python"
+SDK = ROOT / ".venv" / "skyrl-sdk" / "site-packages"
 
 BACKEND = {"max_lora_adapters": 3, "max_lora_rank": 32, "train_micro_batch_size": 8}
 
@@ -97,9 +98,11 @@ def test_skyrl_trains_the_demo_task(skyrl: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     with (tmp_path / "train.log").open("w") as output:
         subprocess.run(
-            [TRAINER, "-m", "tinkerscript", "train", "config.yaml"],
+            [sys.executable, "-m", "tinkerscript", "train", "config.yaml"],
             cwd=tmp_path,
-            env=os.environ | {"TINKER_API_KEY": "tml-none", "TINKER_TELEMETRY": "0", "COLUMNS": "300"},
+            env=os.environ
+            | {"TINKER_API_KEY": "tml-none", "TINKER_TELEMETRY": "0"}
+            | {"COLUMNS": "300", "PYTHONPATH": str(SDK)},
             stdout=output,
             stderr=output,
             timeout=3000,

@@ -197,6 +197,10 @@ def _doubled_in_their_pool(run: Any) -> Any:
     return replace(run, journal=[*run.journal, run.journal[3]])
 
 
+def _stopped(run: Any) -> Any:
+    return replace(run, journal=[*run.journal, {"event": "stopped"}])
+
+
 def _spoil_hostile(**changed: Any) -> Spoil:
     return lambda run: replace(run, hostile=[*run.hostile, _attack(**changed)])
 
@@ -209,6 +213,11 @@ def _spoil_hostile(**changed: Any) -> Spoil:
         (_other_result_than_handed_in, "is not what its owner handed in"),
         (_pool_of_another, "mine#2: an outcome of an episode that nobody registered"),
         (_doubled_in_their_pool, "mine#2: 2 outcomes"),
+        (_stopped, "somebody has stopped the trainer"),
+        (_spoil_hostile(event="worker", code=2, executed=["file"]), "executed what its task does not"),
+        (_spoil_hostile(event="knock", let_in=False, status=503), "others are kept out: /health said 503"),
+        (_spoil_hostile(event="knock", let_in=True, seconds=11.0), "/health took 11.0 s"),
+        (_spoil_hostile(event="head", sent=2**21, whole=True), "took all 2097152 bytes of a head"),
         (_spoil_hostile(accepted=True), "guessed key: /end_episode let it pass"),
         (_spoil_hostile(reason=""), "says 401 without a reason"),
         (_spoil_hostile(event="error", status=500), "failed with 500"),

@@ -75,16 +75,6 @@ def test_several_tasks_have_weights_and_names_of_their_own() -> None:
             parse_config(text, source="x")
 
 
-def test_a_renderer_is_refused_where_the_server_renders() -> None:
-    named = "engine: {renderer: qwen3}\n"
-    with pytest.raises(
-        ConfigError, match=r"x: engine\.renderer: 'qwen3' would .*leave it empty, or set enable_"
-    ):
-        parse_config(named, source="x")
-    for elsewhere in ("method: sft", "enable_tinkerscript_mode: false"):
-        assert parse_config(named + elsewhere, source="x").engine.renderer == "qwen3"
-
-
 def test_overrides_win_and_are_checked() -> None:
     config = parse_config("training: {steps: 5}", source="x", overrides=["training.steps=7", "seed=3"])
     assert (config.training.steps, config.seed) == (7, 3)
@@ -131,7 +121,11 @@ def test_names_of_user_code_are_imported(tmp_path: Path) -> None:
         ("training: {group_sise: 4}", "unknown key 'training.group_sise'; did you mean group_size"),
         ("trainig: {}", "unknown key 'trainig'; did you mean training?"),
         ("learning_rate: 1", "unknown key 'learning_rate'; did you mean training.learning_rate?"),
-        ("task: {xyz: 1}", "unknown key 'task.xyz'; the section 'task' knows eval_args, name, train_args"),
+        (
+            "task: {xyz: 1}",
+            "unknown key 'task.xyz'; the section 'task' knows eval_args, name, sandbox_config, "
+            "sandbox_type, train_args",
+        ),
     ],
 )
 def test_a_typo_gets_the_key_that_was_meant(text: str, message: str) -> None:
@@ -193,7 +187,7 @@ def test_the_docs_are_written_from_the_models() -> None:
         ),
         (
             {"inference": {"backend": "trainer"}},
-            "launch and replicas are for backend: vllm or sglang, not trainer",
+            "launch and replicas are for backend: vllm, not trainer",
         ),
         ({"inference": {"base_url": "http://x"}}, "give base_url, for `tinkerscript serve`, or launch"),
         (
@@ -217,6 +211,49 @@ def test_replicas_that_cannot_sample_are_refused(settings: dict[str, Any], messa
         parse_config(yaml.safe_dump(config), source="config")
 
 
+TEACHER = {
+    "roles": {"t": {"kind": "frozen", "base_url": "http://x"}},
+    "training": {"distillation": {"teacher": "t"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "temperature", "message"),
+    [
+        ({}, 0, "sampling.temperature: 0 takes the most probable token"),
+        ({"sampling": {"precedence": "run"}}, 0, "nothing would train; set it above 0"),
+        (
+            {"engine": {"backend": "tinker"}},
+            0.7,
+            "0.7: a service of Tinker's protocol trains at temperature 1",
+        ),
+        (TEACHER, 1.3, "1.3: the server of the teacher 't' scores at temperature 1 alone; set it to 1"),
+        ({}, 0.7, ""),
+        ({"training": {"steps": 0}}, 0, ""),
+        ({"method": "sft", "sft": {"data": "x"}}, 0, ""),
+    ],
+)
+def test_a_temperature_at_which_nothing_would_train_is_refused(
+    settings: dict[str, Any], temperature: float, message: str
+) -> None:
+    sampling = {**settings.get("sampling", {}), "temperature": temperature}
+    text = yaml.safe_dump({**settings, "sampling": sampling})
+    if not message:
+        assert parse_config(text, source="config").sampling.temperature == temperature
+        return
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_config(text, source="config")
+
+
 def test_numbers_are_values_of_environment_variables() -> None:
     config = parse_config("inference: {launch: {env: {OMP_NUM_THREADS: 1}}}", source="config")
     assert config.inference.launch.env == {"OMP_NUM_THREADS": "1"}
+
+
+def test_replicas_do_not_sleep_beside_several_devices() -> None:
+    """Only the first device would be emptied before they wake."""
+    inference = {"backend": "vllm", "sleep": True, "launch": {"replicas": 1}}
+    one = {"inference": inference, "engine": {"lora": {"rank": 8}}}
+    RunConfig.model_validate(one)
+    with pytest.raises(ValueError, match=r"inference\.sleep: with engine\.devices: 2"):
+        RunConfig.model_validate(one | {"engine": {"lora": {"rank": 8}, "devices": 2}})

@@ -15,6 +15,7 @@ LISTED = """\
 :env:.extra-index-url='https://env/simple'
 :env:.disable-pip-version-check='1'
 global.cert='/etc/ca.crt'
+global.constraint='/etc/constraints.txt'
 global.extra-index-url='file:///a/simple file:///b/simple'
 global.find-links='\\n/wheels'
 install.index-url='https://mirror/simple?a=b'
@@ -30,6 +31,7 @@ def test_the_settings_of_pip_become_those_of_uv() -> None:
     assert options.count("--index") == 1
     assert options[options.index("--index") + 1] == "https://env/simple", "the environment goes first"
     assert options[options.index("--find-links") + 1] == "/wheels"
+    assert options[options.index("--constraint") + 1] == "/etc/constraints.txt"
     assert variables == {"SSL_CERT_FILE": "/etc/ca.crt"}
 
 

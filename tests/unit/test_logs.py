@@ -13,12 +13,23 @@ from typing import Any
 
 import pytest
 
+from clock import Clock
 from tinkerscript.client.episode import Episode, HeldClaim, run_rollout
 from tinkerscript.gateway.claim_book import OpenClaim
-from tinkerscript.logs import LogFormat, about, escaped, log_to, logged_to, now_about
+from tinkerscript.limits import LOG_CHARS
+from tinkerscript.logs import (
+    MORE_LEFT_OUT,
+    FloodFilter,
+    LogFormat,
+    TextFormatter,
+    about,
+    escaped,
+    log_to,
+    logged_to,
+    now_about,
+)
 from tinkerscript.server.auth import ClaimKeys, Roles, claim_key
-from tinkerscript.server.gateways.channel import Answer, AskOpen
-from tinkerscript.server.gateways.remote_claims import RemoteClaims
+from tinkerscript.server.gateway_channel import Answer, AskOpen, RemoteClaims
 from tinkerscript.trainer_link.messages import Tagged
 
 FORGED = "\n2026-01-01 00:00:00,000 INFO root: a forged record\r\x1b[2J\u2028\x85{}"
@@ -178,3 +189,21 @@ def test_a_trainers_log_is_a_file(tmp_path: Path) -> None:
     logger.warning("not in it")
     (line,) = (tmp_path / "trainer.log").read_text().splitlines()
     assert {**json.loads(line), "time": ""}.items() >= {"run": "r", "episode": "e"}.items()
+
+
+def test_a_flood_of_one_warning_is_cut_and_says_so(clock: Clock) -> None:
+    flood, passed = FloodFilter(lines=3, clock=clock), list[str]()
+    for number in range(5):
+        for message in ("call.failed number=%d", "another number=%d"):
+            record = logging.LogRecord("n", logging.WARNING, "f", 1, message, (number,), None)
+            if flood.filter(record):
+                passed.append(TextFormatter([]).format(record).partition("n: ")[2])
+    assert passed[:2] == ["call.failed number=0", "another number=0"]
+    assert passed[4:] == [f"{said} number=2{MORE_LEFT_OUT}" for said in ("call.failed", "another")]
+    clock.now += 60
+    assert flood.filter(logging.LogRecord("n", logging.WARNING, "f", 1, "call.failed number=%d", (9,), None))
+
+
+def test_a_line_has_a_length() -> None:
+    record = logging.LogRecord("n", logging.WARNING, "f", 1, "x" * 10 * LOG_CHARS, (), None)
+    assert len(TextFormatter([]).format(record)) < LOG_CHARS + 200

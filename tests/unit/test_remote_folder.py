@@ -1,4 +1,4 @@
-"""A run's folder at a URL: what is there is whole, and what is not there yet stays in the outbox."""
+"""A run's folder at a URL: what is there is whole, and what is not there yet is copied by the next one."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from tinkerscript.remote_folder import (
     local_checkpoint,
     resumable_folder,
 )
+from tinkerscript.train.identity import write_manifest
 
 URL = "memory://bucket/run_17"
 
@@ -48,11 +49,16 @@ class Run:
     pauses: list[float] = field(default_factory=list[float])
 
     def __post_init__(self) -> None:
-        (self.path / "checkpoints").mkdir(parents=True)
+        (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
         (self.path / "config.yaml").write_text(f"experiment_dir: {URL}\n")
 
-    def outbox(self, url: str = URL) -> Uploads:
-        return Uploads(self.path, url, self.notes.append, keep_checkpoints=2, pause=self.pauses.append)
+    def uploads(self, url: str = URL) -> Uploads:
+        return Uploads(self.path, url, self.notes.append, pause=self.pauses.append)
+
+    async def copied(self) -> None:
+        """A process of the run copies all that is here."""
+        async with self.uploads() as uploads:
+            await uploads.finish()
 
     def write(self, name: str, text: str) -> Path:
         path = self.path / name
@@ -69,6 +75,7 @@ class Run:
         (folder / "parts").mkdir(parents=True)
         (folder / "model.safetensors").write_text(text)
         (folder / "parts" / "optimizer.pt").write_text(f"optimizer of {text}")
+        write_manifest(folder, "run", 0)
         return folder
 
 
@@ -78,21 +85,21 @@ def run(tmp_path: Path) -> Run:
 
 
 class Broken:
-    """`put_file` fails so many times; then it works."""
+    """Writing a file fails so many times; then it works."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: float, *, only: str = "") -> None:
         from fsspec.implementations.memory import MemoryFileSystem
 
         self.times = times
-        put = MemoryFileSystem.put_file
+        pipe = MemoryFileSystem.pipe_file
 
-        def put_file(files: Any, source: str, target: str, **more: Any) -> Any:
+        def pipe_file(files: Any, target: str, *given: Any, **more: Any) -> Any:
             if self.times and only in target:
                 self.times -= 1
                 raise OSError("the network is down")
-            return put(files, source, target, **more)
+            return pipe(files, target, *given, **more)
 
-        monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+        monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
 
 
 @pytest.mark.parametrize(
@@ -107,35 +114,46 @@ def test_a_url_is_told_from_a_folder(text: str, expected: bool) -> None:
 
 
 async def test_what_is_finished_is_at_the_url_under_the_names_of_the_run_folder(run: Run) -> None:
-    async with run.outbox() as outbox:
-        outbox.add(run.write("rollouts/step_0001.jsonl", "{}\n"))
-        run.journal("one\n")
-        run.write("metrics.jsonl", "step 1\n")
-        outbox.add(run.checkpoint("step_0001"))
-        outbox.add_journal()
-        await outbox.finish()
+    run.write("rollouts/step_0001.jsonl", "{}\n")
+    run.write("record.sqlite", "what stays here")
+    run.journal("one\n")
+    run.write("metrics.jsonl", "step 1\n")
+    run.checkpoint("step_0001")
+    (run.path / "checkpoints" / "step_0002").mkdir()  # Still being written: it has no manifest.
+    await run.copied()
     remote = RemoteFolder(URL)
     assert remote.names("") == ["checkpoints", "config.yaml", "journal", "metrics.jsonl", "rollouts"]
     assert remote.read("rollouts/step_0001.jsonl") == b"{}\n"
-    assert remote.steps() == [1]
+    assert remote.names("checkpoints") == ["step_0001"]
     assert remote.names("checkpoints/step_0001") == ["manifest.json", "model.safetensors", "parts"]
     assert run.notes == []
-    assert outbox.left() == []
+
+
+async def test_a_folder_of_this_machine_is_a_url_too(run: Run, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/remote/run_17"
+    run.journal("one\n")
+    run.write("rollouts/step_0001.jsonl", "{}\n")
+    run.checkpoint("step_0001")
+    for _ in range(2):
+        async with run.uploads(url) as uploads:
+            await uploads.finish()
+    folder = resumable_folder(url, tmp_path / "elsewhere")
+    assert (folder / "checkpoints" / "step_0001" / "parts" / "optimizer.pt").exists()
+    assert (tmp_path / "remote" / "run_17" / "rollouts" / "step_0001.jsonl").read_text() == "{}\n"
 
 
 async def test_the_journal_is_copied_in_pieces_of_whole_lines(run: Run) -> None:
     run.journal("one\ntw")
     remote = RemoteFolder(URL)
-    async with run.outbox() as outbox:
-        outbox.add_journal()
+    async with run.uploads() as uploads:
+        uploads.copy()
         await until(lambda: bool(remote.pieces()), "the first piece")
         assert remote.pieces() == [(0, 4, "000000000000000-000000000000004.jsonl")]
         run.journal("o\nthree\n")
-        await outbox.finish()
+        await uploads.finish()
     assert _journal(remote) == b"one\ntwo\nthree\n"
     run.journal("four\n")
-    async with run.outbox() as outbox:
-        await outbox.finish()
+    await run.copied()
     assert _journal(remote) == b"one\ntwo\nthree\nfour\n"
     assert len(remote.pieces()) == 3
 
@@ -144,62 +162,59 @@ def _journal(remote: RemoteFolder) -> bytes:
     return b"".join(remote.read(f"journal/{name}") for _, _, name in remote.pieces())
 
 
-def test_what_follows_a_gap_in_the_journal_is_left_out(tmp_path: Path) -> None:
+def test_what_follows_a_gap_in_the_journal_is_left_out() -> None:
     remote = RemoteFolder(URL)
-    for name in ("000000000000000-000000000000004", "000000000000009-000000000000012", "other"):
-        (tmp_path / "piece").write_text("one\n")
-        remote.put(tmp_path / "piece", f"journal/{name}.jsonl")
-    assert [(first, end) for first, end, _ in remote.pieces()] == [(0, 4)]
+    pieces = ("000000000000000-000000000000004", "000000000000004-000000000000009")
+    for name in (*pieces, "000000000000009-000000000000013", "other"):
+        remote.write(b"one\n", f"journal/{name}.jsonl")
+    assert [(first, end) for first, end, _ in remote.pieces()] == [(0, 4)], "the second has 4 bytes of 5"
 
 
-async def test_a_copy_is_tried_again_and_then_left_until_the_end(
+async def test_a_copy_is_tried_again_and_then_left_until_the_next(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with run.outbox() as outbox:
+    run.write("rollouts/step_0001.jsonl", "first")
+    run.write("rollouts/step_0002.jsonl", "second")
+    async with run.uploads() as uploads:
         broken = Broken(monkeypatch, remote_folder.ATTEMPTS, only="step_0001")
-        outbox.add(run.write("rollouts/step_0001.jsonl", "first"))
-        outbox.add(run.write("rollouts/step_0002.jsonl", "second"))
+        uploads.copy()
         await until(lambda: bool(run.notes), "a note")
-        assert run.pauses == [1, 2, 4, 8]
+        assert run.pauses == [0, 1, 2, 4, 8]
         assert broken.times == 0
-        await outbox.finish()
-    assert run.notes == [f"rollouts/step_0001.jsonl is not copied to {URL}: OSError: the network is down"]
+        await uploads.finish()
+    assert run.notes == [f"not all is copied to {URL}: OSError: the network is down"]
     assert RemoteFolder(URL).names("rollouts") == ["step_0001.jsonl", "step_0002.jsonl"]
 
 
-async def test_what_could_not_be_copied_is_named_and_copied_by_the_next_run(
+async def test_what_could_not_be_copied_is_copied_by_the_next_run(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    run.checkpoint("step_0001")
+    run.journal("one\n")
     with monkeypatch.context() as patch:
-        async with run.outbox() as outbox:
+        async with run.uploads() as uploads:
             Broken(patch, float("inf"))
-            outbox.add(run.checkpoint("step_0001"))
-            run.journal("one\n")
-            with pytest.raises(UploadError, match="not copied to memory://bucket/run_17") as raised:
-                await outbox.finish()
-        assert "checkpoints/step_0001, journal.jsonl (OSError: the network is down)" in str(raised.value)
-        assert outbox.left() == ["checkpoints/step_0001", "journal.jsonl"]
-    shutil.rmtree(run.path / "checkpoints")
-    async with run.outbox() as outbox:
-        await outbox.finish()
+            with pytest.raises(UploadError, match="not copied to memory://bucket/run_17: OSError: the net"):
+                await uploads.finish()
+    await run.copied()
     assert RemoteFolder(URL).steps() == [1]
-    assert outbox.left() == []
+    assert _journal(RemoteFolder(URL)) == b"one\n"
 
 
-async def test_a_run_that_fails_waits_a_while_and_says_what_is_left(
+async def test_a_run_that_fails_waits_a_while_and_says_that_something_is_left(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
     monkeypatch.setattr(remote_folder, "STOP_S", 0.05)
     hangs = threading.Event()
+    run.write("rollouts/step_0001.jsonl", "first")
     with suppress(ZeroDivisionError):
-        async with run.outbox() as outbox:
-            monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: hangs.wait())
-            outbox.add(run.write("rollouts/step_0001.jsonl", "first"))
+        async with run.uploads():
+            monkeypatch.setattr(MemoryFileSystem, "pipe_file", lambda *_, **__: hangs.wait())
             raise ZeroDivisionError
     hangs.set()
-    assert run.notes == [f"not copied to {URL} yet: rollouts/step_0001.jsonl; --resume copies them"]
+    assert run.notes == [f"not all is copied to {URL} yet; --resume copies the rest"]
 
 
 async def test_a_checkpoint_is_whole_or_not_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,45 +228,61 @@ async def test_a_checkpoint_is_whole_or_not_there(run: Run, monkeypatch: pytest.
         fetched_checkpoint(f"{URL}/checkpoints/step_0001")
 
 
-async def test_the_oldest_checkpoints_go_and_one_that_is_deleted_here_is_copied(
-    run: Run,
-) -> None:
-    async with run.outbox() as outbox:
-        for step in (9, 10, 11):
-            folder = run.checkpoint(f"step_{step:04d}")
-            outbox.add(folder)
-            shutil.rmtree(folder)
-        outbox.add(run.checkpoint("final"))
-        await outbox.finish()
-    assert RemoteFolder(URL).names("checkpoints") == ["final", "step_0010", "step_0011"]
+async def test_the_url_has_the_checkpoints_that_are_here_also_the_best_one(run: Run, tmp_path: Path) -> None:
+    """Step 3 is the best one, and older than the newest two. A run resumed from there keeps it, too."""
+    run.journal("one\n")
+    async with run.uploads() as uploads:
+        for step in (3, 9, 10):
+            run.checkpoint(f"step_{step:04d}")
+        run.checkpoint("final")
+        uploads.copy()
+        await until(lambda: RemoteFolder(URL).steps() == [3, 9, 10], "three checkpoints")
+        run.checkpoint("step_0011")
+        shutil.rmtree(run.path / "checkpoints" / "step_0009")
+        await uploads.finish()
+    kept = ["step_0003", "step_0010", "step_0011"]
+    assert RemoteFolder(URL).names("checkpoints") == ["final", *kept]
+    folder = resumable_folder(URL, tmp_path / "elsewhere")
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == kept
+    await Run(folder).copied()
+    assert RemoteFolder(URL).names("checkpoints") == ["final", *kept]
 
 
 async def test_checkpoints_of_roles_are_copied_fetched_and_dropped_with_the_policys(
     run: Run, tmp_path: Path
 ) -> None:
     run.journal("one\n")
-    async with run.outbox() as outbox:
-        for step in (9, 10, 11):
-            for name in (f"roles/rival/step_{step:04d}", f"step_{step:04d}"):
-                outbox.add(run.checkpoint(name, text=name))
-        await outbox.finish()
+    names = [f"{folder}step_00{step}" for step in (10, 11) for folder in ("roles/rival/", "")]
+    for name in names:
+        run.checkpoint(name, text=name)
+    await run.copied()
+    for name in names[:2]:
+        shutil.rmtree(run.path / "checkpoints" / name)
+    await run.copied()
     remote = RemoteFolder(URL)
-    assert remote.names("checkpoints") == ["roles", "step_0010", "step_0011"]
-    # One more: a run may end between the copy of a role's and that of the policy's.
-    assert remote.names("checkpoints/roles/rival") == ["step_0009", "step_0010", "step_0011"]
+    assert remote.names("checkpoints") == ["roles", "step_0011"]
+    assert remote.names("checkpoints/roles/rival") == ["step_0011"]
     folder = resumable_folder(URL, tmp_path / "elsewhere")
     found = sorted(str(path.parent.relative_to(folder)) for path in folder.rglob("model.safetensors"))
     assert found == ["checkpoints/roles/rival/step_0011", "checkpoints/step_0011"]
     assert (folder / found[0] / "model.safetensors").read_text() == "roles/rival/step_0011"
 
 
+async def test_a_step_that_a_resumed_run_repeats_replaces_the_one_at_the_url(run: Run) -> None:
+    step = run.checkpoint("step_0001", text="first")
+    await run.copied()
+    shutil.rmtree(step)
+    write_manifest(run.checkpoint("step_0001", text="again"), "run", 99)
+    await run.copied()
+    assert RemoteFolder(URL).read("checkpoints/step_0001/model.safetensors") == b"again"
+
+
 async def test_a_new_run_is_refused_where_there_is_one(run: Run, tmp_path: Path) -> None:
     run.journal("one\n")
-    async with run.outbox() as outbox:
-        await outbox.finish()
+    await run.copied()
     other = Run(tmp_path / "other")
     with pytest.raises(ConfigError, match=f"{URL} already holds a run; resume it .*--resume {URL}"):
-        async with other.outbox():
+        async with other.uploads():
             raise AssertionError("it began")
 
 
@@ -260,21 +291,20 @@ async def test_a_url_that_cannot_be_written_is_refused_before_anything_trains(
 ) -> None:
     Broken(monkeypatch, float("inf"))
     with pytest.raises(ConfigError, match=f"experiment_dir: {URL} cannot be written: OSError: the network"):
-        async with run.outbox():
+        async with run.uploads():
             raise AssertionError("it began")
     with pytest.raises(ConfigError, match="nosuch://x cannot be opened: Protocol not known: nosuch"):
-        run.outbox("nosuch://x")
+        run.uploads("nosuch://x")
 
 
 @pytest.fixture
 async def copied(run: Run) -> Run:
-    """A run at the URL, with two checkpoints."""
+    """A run at the URL, with a step's checkpoint and the last one."""
     run.journal("one\ntwo\n")
     run.write("metrics.jsonl", "step 1\n")
-    async with run.outbox() as outbox:
-        for name in ("step_0001", "step_0002", "final"):
-            outbox.add(run.checkpoint(name, text=f"weights of {name}"))
-        await outbox.finish()
+    for name in ("step_0002", "final"):
+        run.checkpoint(name, text=f"weights of {name}")
+    await run.copied()
     return run
 
 
@@ -286,7 +316,7 @@ async def test_a_run_is_resumed_on_another_machine(copied: Run, tmp_path: Path) 
     step = "checkpoints/step_0002"
     assert files == {
         *("config.yaml", "fetched_journal", "journal.jsonl", "metrics.jsonl"),
-        *(f"{step}/model.safetensors", f"{step}/parts/optimizer.pt"),
+        *(f"{step}/manifest.json", f"{step}/model.safetensors", f"{step}/parts/optimizer.pt"),
     }
     assert (folder / "journal.jsonl").read_text() == "one\ntwo\n"
     assert (folder / step / "model.safetensors").read_text() == "weights of step_0002"
@@ -317,9 +347,8 @@ async def test_a_checkpoint_is_fetched_once_and_again_when_it_is_another(
     assert fetched_checkpoint(url, note=notes.append) == first
     assert notes == [f"fetching {url}"]
     shutil.rmtree(copied.path / "checkpoints" / "final")
-    async with copied.outbox() as outbox:
-        outbox.add(copied.checkpoint("final", text="other weights"))
-        await outbox.finish()
+    copied.checkpoint("final", text="other weights")
+    await copied.copied()
     second = Path(local_checkpoint(url))
     assert (second / "model.safetensors").read_text() == "other weights"
     assert local_checkpoint("runs/one/checkpoints/final") == "runs/one/checkpoints/final"
@@ -338,7 +367,7 @@ async def test_a_manifest_that_leads_out_of_its_folder_is_refused(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     manifest = {"files": {name: {"bytes": 0, "sha256": ""}}}
-    RemoteFolder(URL).put(copied.write("manifest", json.dumps(manifest)), "checkpoints/final/manifest.json")
+    RemoteFolder(URL).write(json.dumps(manifest).encode(), "checkpoints/final/manifest.json")
     with pytest.raises(ConfigError, match="which is no file of the checkpoint"):
         fetched_checkpoint(f"{URL}/checkpoints/final")
     assert not list(tmp_path.rglob("outside"))
@@ -349,7 +378,7 @@ async def test_a_file_that_is_not_what_was_copied_is_refused(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     name = "checkpoints/final/model.safetensors"
-    RemoteFolder(URL).put(copied.write("broken", "Weights of final"), name)
+    RemoteFolder(URL).write(b"Weights of final", name)
     with pytest.raises(ConfigError, match=r"model\.safetensors is not what its manifest\.json says"):
         fetched_checkpoint(f"{URL}/checkpoints/final")
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]

@@ -14,24 +14,22 @@ from interchange_helpers import run_config
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.server.process import running_server
 from tinkerscript.vllm_plugin import (
-    FILES,
     MANIFEST,
     WeightSource,
     WrongWeightsError,
-    digest_of,
-    read_files,
     write_manifest,
 )
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def written(folder: Path, version: int, content: bytes) -> str:
     """An adapter's folder by its name."""
-    files = dict(zip(FILES, (b"{}", content), strict=True))
-    name = f"policy-run_1-{version}-{digest_of(files)}"
-    (folder / name).mkdir(parents=True)
-    for file, data in files.items():
-        (folder / name / file).write_bytes(data)
-    return name
+    fresh = folder / "new"
+    fresh.mkdir(parents=True)
+    for file, data in zip(FILES, (b"{}", content), strict=True):
+        (fresh / file).write_bytes(data)
+    return fresh.rename(folder / f"policy-run_1-{version}-{write_manifest(fresh)}").name
 
 
 @pytest.fixture
@@ -46,7 +44,7 @@ def test_a_copy_is_loaded_whatever_happens_to_the_original(source: WeightSource,
     assert copy is not None
     assert copy.parent != tmp_path
     (tmp_path / name / FILES[1]).write_bytes(b"others")
-    assert read_files(copy)[FILES[1]] == b"weights"
+    assert (copy / FILES[1]).read_bytes() == b"weights"
     with pytest.raises(WrongWeightsError, match=name):
         source.fetch(name)
 
@@ -71,14 +69,13 @@ async def test_the_interchange_server_has_the_adapters_of_its_run(tmp_path: Path
     tokens = {CLIENT_TOKEN: "client-secret-of-many", ADMIN_TOKEN: "admin-secret-of-many"}
     async with running_server(run_config(byte_model), tmp_path / "run", environ=tokens) as (info, _):
 
-        def fetched(name: str, token: str) -> dict[str, bytes] | None:
+        def fetched(name: str, token: str) -> bytes | None:
             with closing(WeightSource(f"{info.url}/adapters", token)) as source:
                 copy = source.fetch(name)
-                return None if copy is None else read_files(copy)
+                return None if copy is None else (copy / FILES[1]).read_bytes()
 
         found = await asyncio.to_thread(fetched, name, tokens[ADMIN_TOKEN])
-        assert found is not None
-        assert found[FILES[1]] == b"weights"
+        assert found == b"weights"
         assert await asyncio.to_thread(fetched, "policy-r-8-0123456789abcdef", tokens[ADMIN_TOKEN]) is None
         for token, status in ((tokens[CLIENT_TOKEN], "403"), ("", "401")):
             with pytest.raises(httpx.HTTPStatusError, match=status):
@@ -101,7 +98,7 @@ def test_all_weights_are_read_as_they_were_published(tmp_path: Path) -> None:
     folder = fresh.rename(tmp_path / name)
     with closing(WeightSource(str(tmp_path))) as source:
         source.verify(name)
-        assert list(source.files_of(name)) == list(parts.values())
+        assert dict(source.files_of(name)) == parts
         (folder / "model-1.safetensors").write_bytes(b"others")
         for read in (source.verify, lambda name: list(source.files_of(name))):
             with pytest.raises(WrongWeightsError, match=r"model-1.safetensors of policy-run-4"):

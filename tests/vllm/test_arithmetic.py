@@ -15,14 +15,8 @@ import pytest
 from command_line import ROOT, Command, as_options, named, start
 from interchange_helpers import stored_outcomes
 from tinkerscript.processes.launcher import free_port
-from tinkerscript.train.journal import (
-    EpisodeAccepted,
-    EpisodeFailed,
-    EpisodeRegistered,
-    PolicyPublished,
-    StepConsumed,
-    read_journal,
-)
+from tinkerscript.train.journal import EpisodeRegistered, PolicyPublished, StepConsumed, read_journal
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
 CONSUMED, ACCEPTED = (f'{{"type":"{kind}"'.encode() for kind in ("StepConsumed", "EpisodeAccepted"))
 
@@ -50,8 +44,8 @@ def in_step(run: Path, step: int) -> bool:
 
 def replicas(command: Command) -> list[psutil.Process]:
     """Their outermost processes."""
-    tethers = named(command.family(), "tinkerscript.processes.tether")
-    return [each for each in tethers if each.parent() not in tethers]
+    wrappers = named(command.family(), "tinkerscript.processes.with_parent")
+    return [each for each in wrappers if each.parent() not in wrappers]
 
 
 def check_books(run: Path) -> None:
@@ -87,6 +81,7 @@ def check_proofs(run: Path) -> None:
     print("largest gap", max(line["gap"] for line in lines))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_demo_learns_through_two_replicas_and_loses_nothing(tmp_path: Path) -> None:
     run, port = tmp_path / "run", free_port()

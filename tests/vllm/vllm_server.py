@@ -66,7 +66,7 @@ def running_vllm(
         port = probe.getsockname()[1]
     log = folder / f"vllm-{dtype}.log"
     command = [
-        *(sys.executable, "-m", "tinkerscript.processes.tether"),
+        *(sys.executable, "-m", "tinkerscript.processes.with_parent"),
         *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
         *("--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype),
         *(["--enable-lora", "--max-lora-rank", "16", "--max-loras", str(max_loras)] if max_loras else WHOLE),

@@ -12,13 +12,11 @@ import typer
 from tinkerscript.cli.control import app as control
 from tinkerscript.cli.conventions import CANNOT_RUN
 from tinkerscript.cli.looking import export, show, view
-from tinkerscript.cli.models import evaluate, init, merge, train
+from tinkerscript.cli.models import config, evaluate, init, merge, train
 from tinkerscript.cli.own_processes import (
     device_rank,
     interchange_server,
     run_gateway_process,
-    run_mirror,
-    run_page,
 )
 from tinkerscript.cli.rollout_machine import status, worker
 from tinkerscript.cli.serving import engine, serve
@@ -55,6 +53,7 @@ def _root(
 
 app.command()(init)
 app.command()(train)
+app.command()(config)
 app.command("eval")(evaluate)
 app.command()(merge)
 app.command()(view)
@@ -66,8 +65,6 @@ app.command()(engine)
 app.command()(status)
 app.add_typer(control)
 
-app.command("page", hidden=True)(run_page)
-app.command("mirror", hidden=True)(run_mirror)
 app.command("gateway", hidden=True)(run_gateway_process)
 app.command("server", hidden=True)(interchange_server)
 app.command("rank", hidden=True)(device_rank)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tinkerscript.cli.conventions import fail
-from tinkerscript.dashboard.plain_text import one_line
+from tinkerscript.cli.conventions import Server, fail
+from tinkerscript.dashboard import one_line
 
 if TYPE_CHECKING:
     from tinkerscript.client import TinkerScriptClient
@@ -28,9 +28,7 @@ app = typer.Typer(
     name="control", no_args_is_help=True, help="Operate a running server.", rich_markup_mode=None
 )
 
-Server = Annotated[str, typer.Option(envvar="TINKERSCRIPT_SERVER_URL", help="URL of the interchange server.")]
 Episodes = Annotated[list[str], typer.Argument(help="Uuids of failed episodes.")]
-LOCAL = "http://127.0.0.1:10086"
 
 
 @app.command()
@@ -39,7 +37,7 @@ def start(
         Path | None, typer.Argument(help="Training config; by default the one that the server has.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="End a trainer that is there first.")] = False,
-    server: Server = LOCAL,
+    server: Server = "",
 ) -> None:
     """Start a trainer at the server."""
     with _client(server, ADMIN) as client:
@@ -50,14 +48,14 @@ def start(
 
 
 @app.command()
-def stop(server: Server = LOCAL) -> None:
+def stop(server: Server = "") -> None:
     """Ask the trainer to end its run in order; it can be resumed."""
     with _client(server, ADMIN) as client:
         client.stop_engine()
 
 
 @app.command()
-def failed(server: Server = LOCAL) -> None:
+def failed(server: Server = "") -> None:
     """List the failed episodes, each with its last failure."""
     with _client(server, ADMIN) as client:
         for episode in client.failed_episodes():
@@ -67,14 +65,14 @@ def failed(server: Server = LOCAL) -> None:
 
 
 @app.command()
-def retry(episodes: Episodes, server: Server = LOCAL) -> None:
+def retry(episodes: Episodes, server: Server = "") -> None:
     """Give failed episodes a fresh set of attempts."""
     with _client(server, ADMIN) as client:
         _report(client.retry_failed_episodes(episodes))
 
 
 @app.command()
-def drop(episodes: Episodes, server: Server = LOCAL) -> None:
+def drop(episodes: Episodes, server: Server = "") -> None:
     """Take failed episodes off the list."""
     with _client(server, ADMIN) as client:
         _report(client.drop_failed_episodes(episodes))
@@ -86,7 +84,7 @@ def register(
     pool: Annotated[str, typer.Option(help="Name of the client whose own pool they go into.")],
     group_size: Annotated[int, typer.Option(min=1, help="Episodes of each sample.")] = 8,
     round: Annotated[str, typer.Option(help="Another one registers the same samples again.")] = "",
-    server: Server = LOCAL,
+    server: Server = "",
 ) -> None:
     """Register samples of a client, many at once."""
     payloads = dict[str, dict[str, Any]]()
@@ -100,7 +98,7 @@ def register(
 
 
 @app.command()
-def batch(server: Server = LOCAL) -> None:
+def batch(server: Server = "") -> None:
     """Show what the trainer waits for."""
     with _client(server, CLIENT) as client:
         progress = client.get_batch_progress()

@@ -11,11 +11,12 @@ import json
 from collections.abc import Generator
 from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
-from tinkerscript.dashboard.plain_text import plain
+from tinkerscript.dashboard import plain
 from tinkerscript.errors import TinkerScriptError
 
 if TYPE_CHECKING:
@@ -25,38 +26,27 @@ CANNOT_RUN = 2
 """Exit code for what the user has to change; a supervisor does not restart such a process."""
 
 
-def _checked_urls(value: str) -> str:
-    from tinkerscript.client.settings import server_urls
+def checked_server(value: str) -> str:
+    """The URL of a server that the user names by it or by its run's folder."""
+    from tinkerscript.client.settings import checked_url, local_server_url, url_of_run
 
     try:
-        return ",".join(server_urls(value)) if value else value
+        if not value:
+            return local_server_url()
+        return url_of_run(Path(value)) if Path(value).is_dir() else checked_url(value)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-
-
-def _joined_urls(values: list[str]) -> list[str]:
-    return [_checked_urls(",".join(each.strip(",") for each in values))] if values else values
 
 
 Server = Annotated[
     str,
     typer.Option(
         envvar="TINKERSCRIPT_SERVER_URL",
-        help="URL of the interchange server. Commas between those of servers that take turns.",
-        show_default="this machine",
-        callback=_checked_urls,
+        help="URL of the interchange server, or its run's folder.",
+        show_default="the newest run's here, or http://127.0.0.1:10086",
+        callback=checked_server,
     ),
 ]
-Servers = Annotated[
-    list[str] | None,
-    typer.Option(
-        envvar="TINKERSCRIPT_SERVER_URL",
-        help="URL of the interchange server. Repeatable, for servers that take turns.",
-        show_default="this machine",
-        callback=_joined_urls,
-    ),
-]
-"""All of them are in one string then, with commas between them."""
 
 ExitWithParent = Annotated[bool, typer.Option(hidden=True, help="End when standard input closes.")]
 
@@ -128,6 +118,11 @@ def json_object(option: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         fail(f'{option}: must be a JSON object such as {{"split": "test"}}, got {text}')
     return cast("dict[str, Any]", value)
+
+
+def on_port(port: int | None) -> list[str]:
+    """The override of a run's config that `--port` stands for."""
+    return [] if port is None else [f"interchange_server.interchange_server_port={port}"]
 
 
 def fail(message: str, *, code: int = CANNOT_RUN) -> NoReturn:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+import socket
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tinkerscript.cli.conventions import console, extra, one_line_errors, run_to_exit
+from tinkerscript.cli.conventions import ExitWithParent, console, extra, one_line_errors, run_to_exit
+from tinkerscript.errors import ConfigError
 
-
-class ColorBy(StrEnum):
-    """What a token's color says."""
-
-    LOGPROB = "logprob"
-    ADVANTAGE = "advantage"
-    ENTROPY = "entropy"
-    GAP = "gap"
-    VERSION = "version"
+MAIL_MB = 25
+"""Many mail servers refuse more."""
 
 
 def view(
@@ -27,81 +21,56 @@ def view(
     ] = Path("runs"),
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="0: a free port.", show_default="10087, or a free port"),
+        typer.Option(min=0, max=65535, help="0: a free port.", show_default="10085, or a free port"),
     ] = None,
     host: Annotated[
         str, typer.Option(help="Address to bind; beyond this machine it takes TINKERSCRIPT_ADMIN_TOKEN.")
     ] = "127.0.0.1",
     open_: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    certificate: Annotated[
+        str, typer.Option("--tls-certificate", help="PEM file of a certificate, to serve HTTPS.")
+    ] = "",
+    key: Annotated[
+        str,
+        typer.Option("--tls-key", help="PEM file of its key; by default the certificate's."),
+    ] = "",
+    fd: Annotated[
+        int | None, typer.Option(hidden=True, help="The listening socket of a run's own page.")
+    ] = None,
+    exit_with_parent: ExitWithParent = False,
 ) -> None:
     """Show runs in a browser: curves, steps, episodes and their tokens."""
     with one_line_errors():
         with extra("server"):
-            from tinkerscript.commands.view import view_command
-        run_to_exit(view_command(runs, console(), host=host, port=port, opens=open_))
+            from tinkerscript.commands.view import serve_page, view_command
+        if fd is not None:
+            work = serve_page(runs, socket.socket(fileno=fd), certificate=certificate, key=key)
+        else:
+            work = view_command(
+                runs, console(), host=host, port=port, opens=open_, certificate=certificate, key=key
+            )
+        run_to_exit(work, exit_with_parent=exit_with_parent)
 
 
 def show(
     run: Annotated[
         Path, typer.Argument(help="Folder of a run, or a folder with runs in it.", metavar="RUN|FOLDER")
     ] = Path("runs"),
-    episode: Annotated[
-        str, typer.Argument(help="The beginning of an episode's uuid: its conversation, scores and tokens.")
-    ] = "",
-    steps: Annotated[bool, typer.Option("--steps", help="List the steps.")] = False,
-    step: Annotated[
-        str, typer.Option(help="The groups of this step, or the episodes of an evaluation, such as before.")
-    ] = "",
-    episodes: Annotated[bool, typer.Option("--episodes", help="List the episodes, newest first.")] = False,
-    search: Annotated[
-        str | None, typer.Option(help="Episodes with these words, or such as 'reward<0.5 step=3'.")
-    ] = None,
-    compare: Annotated[
+    what: Annotated[
         str,
-        typer.Option(help="Two evaluations sample by sample: before..after; '..': the first and the last."),
-    ] = "",
-    findings: Annotated[
-        bool, typer.Option("--findings", help="Token alignment, and what was found.")
-    ] = False,
-    finding: Annotated[str, typer.Option(help="The episodes of one finding, as --findings names it.")] = "",
-    sequence: Annotated[
-        int | None, typer.Option(min=0, help="With EPISODE: this training sequence, token by token.")
-    ] = None,
-    color_by: Annotated[ColorBy, typer.Option(help="What the colors of tokens say.")] = ColorBy.LOGPROB,
-    filter_: Annotated[
-        str,
-        typer.Option(
-            "--filter",
-            help="--step: failed, truncated, all_equal, best, worst. --episodes: accepted, failed, "
-            "truncated, trained, untrained. --compare: better, worse, same.",
+        typer.Argument(
+            help="The beginning of an episode's uuid, or a path of the page's API, such as /steps/3.",
+            metavar="EPISODE|/PATH",
         ),
-    ] = "all",
-    limit: Annotated[int, typer.Option(min=1, max=200, help="Maximum number of steps or episodes.")] = 30,
-    start: Annotated[
-        int | None, typer.Option(min=0, help="Continue a list here: `next` of what came before.")
-    ] = None,
+    ] = "",
+    limit: Annotated[int, typer.Option(min=1, max=200, help="Maximum number of steps.")] = 30,
     as_json: Annotated[bool, typer.Option("--json", help="As the page's API answers.")] = False,
 ) -> None:
-    """Show runs, or a run's steps and episodes: what was asked, sampled and scored."""
+    """Show runs, the steps of a run, or an episode: what was asked, sampled and scored."""
     with one_line_errors():
         with extra("server"):
-            from tinkerscript.commands.show import Wanted, show_command
-        wanted = Wanted(
-            episode=episode,
-            sequence=sequence,
-            steps=steps,
-            step=step,
-            episodes=episodes,
-            search=search,
-            compare=compare,
-            findings=findings,
-            finding=finding,
-            filter=filter_,
-            limit=limit,
-            start=start,
-            color_by=color_by.value,
-        )
-        code = show_command(run, wanted, console(), as_json=as_json)
+            from tinkerscript.commands.show import show_command
+        code = show_command(run, what, console(), limit=limit, as_json=as_json)
     raise typer.Exit(code)
 
 
@@ -116,6 +85,20 @@ def export(
     """Write a run's page as one file that needs no server and no network."""
     with one_line_errors():
         with extra("server"):
-            from tinkerscript.commands.export_page import export_command
-        code = export_command(run, target, console(), steps=steps, episodes=episodes)
-    raise typer.Exit(code)
+            from tinkerscript.files import write_atomically
+            from tinkerscript.page.export import export_run
+            from tinkerscript.record.reader import Record, find_runs
+        found = find_runs(run)
+        if len(found) > 1:
+            raise ConfigError(f"{run} has {len(found)} runs; name one, such as {run / next(iter(found))}")
+        ((name, folder),) = found.items()
+        if target.is_dir():
+            target = target / f"{name}.html"
+        text = export_run(name, Record(folder), steps=steps, episodes=episodes)
+        try:
+            write_atomically(target, text)
+        except OSError as error:
+            raise ConfigError(f"cannot write {target}: {error.strerror or error}") from error
+    size = len(text.encode()) / 1e6
+    large = "; take fewer with --steps and --episodes" if size > MAIL_MB else ""
+    typer.echo(f"{target}: {size:.1f} MB{large}")

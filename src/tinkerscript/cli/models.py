@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from textwrap import indent
 from typing import Annotated
 
 import typer
 
-from tinkerscript.cli.conventions import console, extra, json_object, one_line_errors, run_to_exit
+from tinkerscript.cli.conventions import (
+    console,
+    extra,
+    fail,
+    json_object,
+    on_port,
+    one_line_errors,
+    run_to_exit,
+)
+from tinkerscript.errors import ConfigError
 from tinkerscript.tracing import start_tracing
+
+STARTER = Path(__file__).parents[1] / "starter"
+STARTER_FILES = ("task.py", "train.yaml", "agent.py")
 
 
 def init(
@@ -16,13 +30,47 @@ def init(
 ) -> None:
     """Write an example to start from: a task, a config, and an agent."""
     with one_line_errors():
-        from tinkerscript.commands.init import write_example
+        typer.echo(_write_example(folder))
 
-        typer.echo(write_example(folder))
+
+def _write_example(folder: Path) -> str:
+    """Write the starter's files to `folder`, and say what to do with them. Raises ConfigError."""
+    if existing := [name for name in STARTER_FILES if (folder / name).exists()]:
+        raise ConfigError(f"{folder} already has {', '.join(existing)}; name another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in STARTER_FILES:
+            shutil.copyfile(STARTER / name, folder / name)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror or error}") from error
+    config, agent = folder / "train.yaml", folder / "agent.py"
+    return (
+        f"wrote {', '.join(STARTER_FILES)} to {folder.resolve()}\n\n"
+        f"train on the task         tinkerscript train {config}\n"
+        f"look at what happened     tinkerscript show runs/latest\n"
+        f"let the agent solve it    tinkerscript train {config} --set workers.script={agent}"
+    )
+
+
+def config(
+    key: Annotated[str, typer.Argument(help="Only keys that begin so, such as training.kl.")] = "",
+) -> None:
+    """List the keys of a config, each with its default and its meaning."""
+    with one_line_errors():
+        with extra("server"):
+            from tinkerscript.commands.key_texts import key_texts
+        found = list(key_texts(key))
+        if not found:
+            fail(f"no key begins with {key!r}; `tinkerscript config` lists all")
+    for title, meaning in found:
+        typer.secho(title, bold=True)
+        typer.echo(indent(meaning, "    "))
 
 
 def train(
-    config: Annotated[Path | None, typer.Argument(help="YAML file; docs/config.md lists every key.")] = None,
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML file; `tinkerscript config` lists every key.")
+    ] = None,
     override: Annotated[
         list[str] | None, typer.Option("--set", help="key.sub=value, overrides the file. Repeatable.")
     ] = None,
@@ -31,6 +79,15 @@ def train(
     ] = None,
     join: Annotated[
         Path | None, typer.Option(help="Folder of a server that runs already (`tinkerscript serve`).")
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Port of the server and the page. 0: a free one.",
+            show_default="10086, or a free one",
+        ),
     ] = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="Print what would run where, and start nothing.")
@@ -41,20 +98,21 @@ def train(
 
     Starts the server, the workers and the trainer on this machine, or all in one process.
     """
+    overrides = [*(override or []), *on_port(port)]
     with one_line_errors():
         if plan:
             with extra("server"):
                 from tinkerscript.commands.plan import print_plan
-            print_plan(config, override or [], console())
+            print_plan(config, overrides, console())
             return
         with extra("all"):
             from tinkerscript.commands.train import follow_command, is_follower, resumed, train_command
         folder = resumed(resume, console())
-        if is_follower(config, override or [], resume=folder, join=join):
+        if is_follower(config, overrides, resume=folder, join=join):
             follow_command()
             return
         start_tracing("trainer")
-        run_to_exit(train_command(config, override or [], console(), resume=folder, join=join, opens=open_))
+        run_to_exit(train_command(config, overrides, console(), resume=folder, join=join, opens=open_))
 
 
 def evaluate(
@@ -70,7 +128,7 @@ def evaluate(
     temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Per model call.")] = None,
     max_connections: Annotated[int, typer.Option(min=1, help="Concurrent model calls.")] = 32,
-    sandbox: Annotated[str | None, typer.Option(help="Replaces the task's own sandbox.")] = None,
+    sandbox: Annotated[str | None, typer.Option(help="Replaces the task's own: TYPE or TYPE:FILE.")] = None,
     log_dir: Annotated[
         Path, typer.Option(help="Folder of the log; inspect view shows those of Inspect tasks.")
     ] = Path("logs"),
@@ -109,6 +167,10 @@ def merge(
     """Merge a LoRA checkpoint into its base model: a plain Hugging Face folder."""
     with one_line_errors():
         with extra("engine"):
-            from tinkerscript.commands.merge_adapter import merge_checkpoint
-        merge_checkpoint(checkpoint, target)
+            from tinkerscript.engine.lora import merged
+            from tinkerscript.model_folder import copy_tokenizer
+        if target.exists():
+            raise ConfigError(f"{target} exists already; name a new folder")
+        merged(checkpoint).save_pretrained(target)
+        copy_tokenizer(checkpoint, target)
     typer.echo(f"{target} is a model by itself")

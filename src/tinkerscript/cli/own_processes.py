@@ -12,44 +12,11 @@ from tinkerscript.cli.conventions import (
     LogFormat,
     LogFormatOption,
     extra,
-    fail,
     log_to_stderr,
     one_line_errors,
-    run_to_exit,
 )
 from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.tracing import start_tracing
-
-
-def run_page(
-    run_dir: Annotated[Path, typer.Option(help="Folder of the run.")],
-    path: Annotated[Path | None, typer.Option("--socket", help="Unix socket to make.")] = None,
-    fd: Annotated[int | None, typer.Option(help="Or the listening socket to use.")] = None,
-    idle_s: Annotated[float, typer.Option(help="Seconds without a visit after which it ends.")] = 600.0,
-    exit_with_parent: ExitWithParent = False,
-) -> None:
-    """Serve the page of one run: the process that `train` and the interchange server start."""
-    log_to_stderr()
-    with one_line_errors():
-        if (path is None) == (fd is None):
-            fail("give one of --socket and --fd")
-        with extra("server"):
-            from tinkerscript.commands.view import page_command
-        work = page_command(run_dir, path=path, fd=fd, idle_s=idle_s)
-        run_to_exit(work, exit_with_parent=exit_with_parent)
-
-
-def run_mirror(
-    run_dir: Annotated[Path, typer.Option(help="Folder of the run.")],
-    exit_with_parent: ExitWithParent = True,
-) -> None:
-    """Write what a trainer elsewhere sends of its record: the process that the interchange server starts."""
-    del exit_with_parent  # Standard input is what it reads.
-    log_to_stderr()
-    with one_line_errors():
-        with extra("server"):
-            from tinkerscript.commands.mirror_record import mirror_command
-        raise typer.Exit(mirror_command(run_dir))
 
 
 def interchange_server(
@@ -72,7 +39,7 @@ def interchange_server(
 def run_gateway_process(
     number: Annotated[int, typer.Option(help="Which of the server's gateway processes this is.")],
     channel: Annotated[int, typer.Option(help="File descriptor of the socket to the server.")],
-    door: Annotated[int, typer.Option(help="File descriptor of the socket for connections.")],
+    listener: Annotated[int, typer.Option(help="File descriptor of the socket where model calls come.")],
     exit_with_parent: ExitWithParent = True,
 ) -> None:
     """Answer the model calls of a share of the claims: a process that the interchange server starts."""
@@ -81,8 +48,8 @@ def run_gateway_process(
     start_tracing("gateway")
     with one_line_errors(ConfigError):
         with extra("server"):
-            from tinkerscript.server.gateways.gateway_process import run_gateway
-        run_gateway(number, channel=channel, door=door)
+            from tinkerscript.server.gateway_process import run_gateway
+        run_gateway(number, channel=channel, listener=listener)
 
 
 def device_rank() -> None:

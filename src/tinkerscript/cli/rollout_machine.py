@@ -13,14 +13,14 @@ from tinkerscript.cli.conventions import (
     LogFormat,
     LogFormatOption,
     Server,
-    Servers,
+    checked_server,
     console,
     fail,
     json_object,
     log_to_stderr,
     one_line_errors,
 )
-from tinkerscript.dashboard.plain_text import one_line, plain
+from tinkerscript.dashboard import one_line, plain
 from tinkerscript.errors import TinkerScriptError, WorkerError
 from tinkerscript.tracing import start_tracing
 
@@ -44,6 +44,14 @@ def worker(
     task_args: Annotated[
         list[str] | None, typer.Option(help="Arguments of each task in turn, as a JSON object.")
     ] = None,
+    eval_args: Annotated[
+        list[str] | None,
+        typer.Option(help="The same for evaluations. Left out: those of --task-args."),
+    ] = None,
+    sandbox: Annotated[
+        list[str] | None,
+        typer.Option(help="Replaces each task's own sandbox in turn: TYPE, TYPE:CONFIG_FILE, or ''."),
+    ] = None,
     agent: Annotated[
         str,
         typer.Option(
@@ -53,7 +61,7 @@ def worker(
     time_limit: Annotated[
         float, typer.Option(min=1, help="Seconds after which an agent is ended and its work scored.")
     ] = 1800.0,
-    server: Servers = None,
+    server: Server = "",
     concurrency: Annotated[int, typer.Option(min=1, help="Episodes at a time.")] = 16,
     episode_type: Annotated[EpisodeChoice, typer.Option(help="Episodes to claim.")] = EpisodeChoice.ANY,
     pool: Annotated[
@@ -79,14 +87,16 @@ def worker(
     log_to_stderr(log_format)
     start_tracing("worker")
     with one_line_errors(WorkerError if exit_with_parent else TinkerScriptError):
-        from tinkerscript.client.settings import DEFAULT_SERVER_URL
         from tinkerscript.workers.worker import WorkerOptions, tasks_with_args, worker_process
 
         arguments = [json_object("--task-args", each) for each in task_args or []]
+        of_evaluations = [json_object("--eval-args", each) for each in eval_args or []]
         options = WorkerOptions(
-            server_url=server[0] if server else DEFAULT_SERVER_URL,
+            server_url=server,
             script=str(script or ""),
             tasks=tasks_with_args(task or [], arguments),
+            eval_args=tasks_with_args(task or [], of_evaluations) if of_evaluations else {},
+            sandboxes=dict(zip(task or [], sandbox or [], strict=False)),
             agent=agent,
             time_limit_s=time_limit,
             concurrency=concurrency,
@@ -101,15 +111,19 @@ def worker(
         raise typer.Exit(worker_process(options))
 
 
-def status(server: Server = "") -> None:
+def status(
+    run: Annotated[
+        str, typer.Argument(help="Folder of a run, such as runs/latest, in place of --server.")
+    ] = "",
+    server: Server = "",
+) -> None:
     """Show what a server is doing."""
     from rich.table import Table
 
     from tinkerscript.client import TinkerScriptClient
-    from tinkerscript.client.settings import DEFAULT_SERVER_URL
     from tinkerscript.errors import ServerUnreachableError
 
-    url = server or DEFAULT_SERVER_URL
+    url = checked_server(run) if run else server
     with one_line_errors(), TinkerScriptClient(url, timeout_s=0.0) as client:
         try:
             reply = client.get_engine_status()
@@ -128,7 +142,7 @@ def status(server: Server = "") -> None:
         what = reply.failure or "the run is finished"
         screen.print(plain(what), highlight=False, soft_wrap=True, markup=False)
     for name, reason in reply.quarantined.items():
-        text = one_line(f"{name} is in quarantine: {reason}")
+        text = one_line(f"client {name!r} is in quarantine: {reason}")
         screen.print(text, highlight=False, soft_wrap=True, markup=False)
     table = Table("episodes", "registered", "claimed", "ended", "accepted", "failed")
     for kind, counts in reply.episodes.items():

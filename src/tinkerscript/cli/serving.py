@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from tinkerscript.cli.conventions import ExitWithParent, console, extra, fail, one_line_errors, run_to_exit
+from tinkerscript.cli.conventions import (
+    ExitWithParent,
+    console,
+    extra,
+    fail,
+    on_port,
+    one_line_errors,
+    run_to_exit,
+)
 
 
 def serve(
@@ -18,7 +26,10 @@ def serve(
     checkpoint: Annotated[
         str | None, typer.Option(help="Folder or URL of a trained model, or of any causal model, to serve.")
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="With --checkpoint; 0: a free port.")] = 10086,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="0: a free port.", show_default="10086, or a free one"),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to bind, with --checkpoint.")] = "127.0.0.1",
     max_restarts: Annotated[int, typer.Option(min=0, hidden=True, help="With --checkpoint.")] = 10,
     exit_with_parent: ExitWithParent = False,
@@ -33,9 +44,11 @@ def serve(
         with extra("server" if checkpoint is None else "all"):
             from tinkerscript.commands.serve import serve_checkpoint, serve_run
         if checkpoint is not None:
-            work = serve_checkpoint(checkpoint, host, port, console(), max_restarts=max_restarts)
+            work = serve_checkpoint(
+                checkpoint, host, "auto" if port is None else port, console(), max_restarts=max_restarts
+            )
             run_to_exit(work, exit_with_parent=exit_with_parent)
-        run_to_exit(serve_run(config, resume, console()), exit_with_parent=exit_with_parent)
+        run_to_exit(serve_run(config, resume, console(), on_port(port)), exit_with_parent=exit_with_parent)
 
 
 def engine(

@@ -1,8 +1,6 @@
-"""`AsyncTinkerScriptClient`: the client for asyncio programs.
+"""`AsyncTinkerScriptClient`: the client for asyncio programs; `sync_client.py` runs it for all others.
 
 Invariant: an operation may be cancelled at any time; an episode whose block raises is given back.
-
-`sync_client.py` is generated from this file by `scripts/write_sync_client.py`.
 """
 
 from __future__ import annotations
@@ -10,27 +8,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 from pydantic import JsonValue
 
-from tinkerscript.client.episode import CLOSED, Episode, episode_fields, pause_task, renewed_by_task
+from tinkerscript.client.episode import CLOSED, Episode, episode_fields, renewed_by_task
 from tinkerscript.client.exchange import HttpRequest, Operation, Reply, Response, Wait
 from tinkerscript.client.operations import NO_RESULT, Operations
-from tinkerscript.client.server_relay import ServerRelay
 from tinkerscript.client.settings import (
     DEFAULT_SERVER_URL,
     DEFAULT_TIMEOUT_S,
-    AsyncConnections,
     ClientSettings,
     make_settings,
-    server_urls,
     settings_from_env,
 )
 from tinkerscript.errors import ClientClosedError, ClientError
@@ -75,9 +69,7 @@ class AsyncTinkerScriptClient:
         Raises ValueError for a URL without http:// or https://, and a token file that cannot be read.
 
         Args:
-            server_url: URL of the interchange server, such as `http://10.0.0.5:10086`. Those of servers that
-                take turns have commas between them: the client and its episodes' model calls use the one that
-                serves.
+            server_url: URL of the interchange server, such as `http://10.0.0.5:10086`.
             client_uuid: Name of this client at the server; a new uuid if None.
             token: Token of the client role; by default the one that TINKERSCRIPT_CLIENT_TOKEN, or the file in
                 TINKERSCRIPT_CLIENT_TOKEN_FILE, names, if any. "": none.
@@ -88,8 +80,7 @@ class AsyncTinkerScriptClient:
         """
         self._lock = threading.RLock()
         self._closing = asyncio.Event()
-        self._http: AsyncConnections | None = None
-        self._relay: ServerRelay | None = None
+        self._http: httpx.AsyncClient | None = None
         self._settings: ClientSettings | None = make_settings(
             server_url, client_uuid, token, timeout_s, allow_discard_timeout, ca_file
         )
@@ -150,13 +141,15 @@ class AsyncTinkerScriptClient:
 
         Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or RequestRefusedError.
         """
-        claims = await self._run(
-            self._operations.begin_episodes(max_episodes, episode_type, wait_s, pool=pool)
-        )
-        return [
-            AsyncClaimedEpisode(**episode_fields(claim, self.settings), client=self, heartbeat=heartbeat)
-            for claim in claims
-        ]
+        claims = await self.claim(max_episodes, episode_type, wait_s, pool=pool)
+        return [AsyncClaimedEpisode(**claim, client=self, heartbeat=heartbeat) for claim in claims]
+
+    async def claim(
+        self, max_episodes: int, episode_type: ClaimType, wait_s: float | None, *, pool: str
+    ) -> list[dict[str, Any]]:
+        """What `begin_episodes` claims, as the arguments of `Episode`."""
+        claiming = self._operations.begin_episodes(max_episodes, episode_type, wait_s, pool=pool)
+        return [episode_fields(claim, self.settings) for claim in await self._run(claiming)]
 
     async def register_episode(
         self,
@@ -242,7 +235,7 @@ class AsyncTinkerScriptClient:
         A Runner and the episode's own block do this by themselves. Returns what `can_continue_episode`
         returns.
         """
-        return await self._heartbeat(episode)
+        return await self._run(self._operations.heartbeat_episode(episode))
 
     async def get_engine_status(self) -> EngineStatusResponse:
         """What the engine does, the policy version, and how many episodes are in each state."""
@@ -258,8 +251,8 @@ class AsyncTinkerScriptClient:
         """Wait until the run is finished, at most `wait_s` seconds (None: no limit); whether it is.
 
         For a program that works on one episode for long: `begin_episode` says so by itself. `report` says
-        what a worker has done, for the server's metrics; it is asked every 15 s. Raises RequestRefusedError
-        (404 from a server that is too old) or ServerUnreachableError.
+        what a worker has done, for the server's metrics; it is asked every 15 s. Raises RunFailedError for a
+        run that fails, RequestRefusedError (404 from a server that is too old) or ServerUnreachableError.
         """
         return await self._run(self._operations.await_run_end(wait_s, report))
 
@@ -308,8 +301,10 @@ class AsyncTinkerScriptClient:
         self._closing.set()
         if self._http is not None:
             await self._http.aclose()
-        if self._relay is not None:
-            self._relay.close()
+
+    def reopen(self) -> None:
+        """Forget the connections and their event loop: after a fork, they are the parent's."""
+        self._http, self._closing = None, asyncio.Event()
 
     async def __aenter__(self) -> AsyncTinkerScriptClient:
         return self
@@ -326,35 +321,42 @@ class AsyncTinkerScriptClient:
         """
         try:
             if heartbeat:
-                async with renewed_by_task(episode, self._heartbeat):
+                async with renewed_by_task(episode, self.heartbeat_episode):
                     yield
             else:
                 yield
         except BaseException as error:
-            await self._give_back(episode, self._operations.give_back(episode, error))
+            await self.finish_block(episode, error)
             raise
-        if not episode.lease.is_over:
+        await self.finish_block(episode)
+
+    async def finish_block(self, episode: Episode, error: BaseException | None = None) -> None:
+        """Give an episode back whose block raised `error`, or ended without a result."""
+        if episode.lease.is_over:
+            return
+        if error is None:
             logger.warning("episode %s is given back: its block ended without a result", episode.episode_uuid)
-            await self._give_back(episode, self._operations.abort_episode(episode, NO_RESULT, "no_result"))
+            abort = self._operations.abort_episode(episode, NO_RESULT, "no_result")
+        else:
+            abort = self._operations.give_back(episode, error)
+        try:
+            await self._run(abort)
+        except ClientError as problem:  # The caller sees the block's own error; the lease covers an outage.
+            logger.warning("episode %s could not be given back: %s", episode.episode_uuid, problem)
 
     @property
     def _operations(self) -> Operations:
         return Operations(self.settings)
 
     @property
-    def _connections(self) -> AsyncConnections:
+    def _connections(self) -> httpx.AsyncClient:
         with self._lock:
             if self._http is None:
-                servers = server_urls(self.settings.server_url)
-                self._relay = ServerRelay(servers) if len(servers) > 1 else None
-                self._http = AsyncConnections(**self.settings.connections(self._relay))
+                self._http = httpx.AsyncClient(**self.settings.connections())
             return self._http
 
-    async def _run(
-        self, operation: Operation[T], sleep: Callable[[float], Awaitable[object]] | None = None
-    ) -> T:
+    async def _run(self, operation: Operation[T]) -> T:
         """Do what `operation` yields until it returns; it is closed however this ends."""
-        sleep = sleep or partial(pause_task, closing=self._closing)
         with closing(operation):
             reply: Reply = None
             while True:
@@ -363,10 +365,16 @@ class AsyncTinkerScriptClient:
                 except StopIteration as done:
                     return done.value
                 if isinstance(step, Wait):
-                    await sleep(step.delay_s)
+                    await self._pause(step.delay_s)
                     reply = None
                 else:
                     reply = await self._send(step)
+
+    async def _pause(self, delay_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await self._closing.wait()
+                raise ClientClosedError(CLOSED)
 
     async def _send(self, request: HttpRequest) -> Reply:
         if self._closing.is_set():
@@ -386,20 +394,6 @@ class AsyncTinkerScriptClient:
                 raise
             return error
         return Response(response.status_code, response.headers, response.content)
-
-    async def _heartbeat(
-        self, episode: Episode, sleep: Callable[[float], Awaitable[object]] | None = None
-    ) -> CanContinueEpisodeResponse:
-        return await self._run(self._operations.heartbeat_episode(episode), sleep)
-
-    async def _give_back(self, episode: Episode, abort: Operation[None]) -> None:
-        """Abort, if that works: the caller sees the block's own error, and the lease covers an outage."""
-        if episode.lease.is_over:
-            return
-        try:
-            await self._run(abort)
-        except ClientError as problem:
-            logger.warning("episode %s could not be given back: %s", episode.episode_uuid, problem)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,14 +15,14 @@ import logging
 import random
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from pydantic import JsonValue
 
 from tinkerscript.client.settings import ClientSettings
-from tinkerscript.errors import ClaimLostError, ClientClosedError, ClientError
+from tinkerscript.errors import ClaimLostError, ClientError
 from tinkerscript.protocol import (
     DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
     POLICY,
@@ -141,6 +141,9 @@ class Episode:
     traceparent: str = ""
     """W3C trace context of the claim, for the `traceparent` header of model calls; empty without traces."""
 
+    server_url: str = ""
+    """Where the claim's other endpoints are: a gateway process answers model calls alone."""
+
     lease: Lease = field(default_factory=Lease, repr=False, compare=False)
     """What this process knows about the claim."""
 
@@ -194,6 +197,7 @@ def episode_fields(claim: EpisodeClaim, settings: ClientSettings) -> dict[str, A
         "roles": tuple(claim.roles),
         "run": claim.run,
         "traceparent": claim.traceparent,
+        "server_url": settings.server_url.rstrip("/"),
     }
 
 
@@ -304,56 +308,6 @@ async def renewed_by_task(
     finally:
         renewing.cancel()
         await asyncio.wait([renewing])
-
-
-@contextmanager
-def renewed_by_thread(
-    episode: Episode, heartbeat: Callable[[Episode, Callable[[float], object]], object]
-) -> Generator[None]:
-    """Renew `episode` while this block runs, on a thread that ends with the block.
-
-    `heartbeat(episode, sleep)` renews the claim and pauses between tries with `sleep`.
-    """
-    stop = threading.Event()
-
-    def sleep(delay_s: float) -> None:
-        if stop.wait(delay_s):
-            raise _BlockEndedError
-
-    def renew() -> None:
-        with suppress(_BlockEndedError):
-            while not episode.lease.is_over:
-                sleep(heartbeat_interval_s(episode))
-                try:
-                    heartbeat(episode, sleep)
-                except ClientError as error:
-                    _warn(episode, error)
-
-    thread = threading.Thread(target=renew, name=f"heartbeat-{episode.episode_uuid}", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
-async def pause_task(delay_s: float, closing: asyncio.Event) -> None:
-    """Sleep. Raises ClientClosedError as soon as the client closes."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(delay_s):
-            await closing.wait()
-            raise ClientClosedError(CLOSED)
-
-
-def pause_thread(delay_s: float, closing: threading.Event) -> None:
-    """Sleep. Raises ClientClosedError as soon as the client closes."""
-    if closing.wait(delay_s):
-        raise ClientClosedError(CLOSED)
-
-
-class _BlockEndedError(Exception):
-    """The block ended while its heartbeat slept."""
 
 
 def _warn(episode: Episode, error: ClientError) -> None:

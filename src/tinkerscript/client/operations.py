@@ -36,13 +36,15 @@ from tinkerscript.client.settings import ClientSettings
 from tinkerscript.errors import (
     NoEpisodeError,
     RequestRefusedError,
+    RunFailedError,
     RunFinishedError,
     ServerUnreachableError,
 )
+from tinkerscript.limits import ID_CHARS
 from tinkerscript.protocol import (
     HANDED_BACK,
-    MAX_ID_CHARS,
     NO_EPISODES,
+    RUN_FINISHED,
     TRAINER_POOL,
     WEIGHT_SYNCING,
     AbortEpisodeRequest,
@@ -55,7 +57,6 @@ from tinkerscript.protocol import (
     ClaimEpisodeResponse,
     ClaimType,
     EndEpisodeRequest,
-    EndEpisodeResponse,
     EngineStatusResponse,
     EpisodeClaim,
     EpisodeStatus,
@@ -72,6 +73,7 @@ from tinkerscript.protocol import (
     ReplayLatestCallRequest,
     ReplayLatestCallResponse,
     StartEngineRequest,
+    SuccessResponse,
     SyncTrainConfigRequest,
     WorkerReport,
     WorkflowOutput,
@@ -84,7 +86,7 @@ LONG_POLL_S = 30.0
 REPORT_S = 15.0
 """Seconds between two reports of a worker."""
 
-LAST_WORDS_S = 5.0
+LAST_REQUEST_S = 5.0
 """Seconds that an episode's last request may take when its program is being stopped."""
 
 TASK_ERROR = "task_error"
@@ -135,7 +137,7 @@ class Operations:
             if reply.success:
                 return [reply, *reply.more]
             if reply.run_finished:
-                raise RunFinishedError(reply.fail_cause)
+                raise _over(reply.fail_cause)
             _check_worth_waiting(reply)
             delay_s = self.timing.delay(empty, reply.retry_after_s or None)
             empty += 1
@@ -215,10 +217,8 @@ class Operations:
     ) -> list[RegisterEpisodeRequest]:
         """The registrations of a group. Raises ValueError as `register_episode` says."""
         named = f"{task_id}#{round}" if round else task_id
-        if not task_id or len(named) > MAX_ID_CHARS:
-            raise ValueError(
-                f"task_id (with its round) must have 1 to {MAX_ID_CHARS} characters, got {named!r}"
-            )
+        if not task_id or len(named) > ID_CHARS:
+            raise ValueError(f"task_id (with its round) must have 1 to {ID_CHARS} characters, got {named!r}")
         if group_size < 1:
             raise ValueError(f"group_size must be at least 1, got {group_size}")
         return [
@@ -275,9 +275,9 @@ class Operations:
         """Abort the episode of a program that raised `error`; hand it back, briefly, if the program is being
         stopped."""
         if isinstance(error, Exception | SystemExit):
-            within_s = LAST_WORDS_S if isinstance(error, SystemExit) else None
+            within_s = LAST_REQUEST_S if isinstance(error, SystemExit) else None
             return self.abort_episode(episode, failure_line(error), TASK_ERROR, within_s=within_s)
-        return self.abort_episode(episode, failure_line(error), HANDED_BACK, within_s=LAST_WORDS_S)
+        return self.abort_episode(episode, failure_line(error), HANDED_BACK, within_s=LAST_REQUEST_S)
 
     def can_continue_episode(self, episode: Episode) -> Operation[CanContinueEpisodeResponse]:
         """Whether the episode still counts, and why not. Also updates the episode's lease."""
@@ -288,18 +288,14 @@ class Operations:
     def heartbeat_episode(self, episode: Episode) -> Operation[CanContinueEpisodeResponse]:
         """Renew one claim. A claim that is lost is an answer here, not an error.
 
-        A server without `/heartbeat_episode` is asked `/can_continue_episode`, which renews the lease as
-        well. During an outage the server is tried at least as often as the lease needs.
+        During an outage the server is tried at least as often as the lease needs.
         """
-        max_delay_s = episode.allow_discard_timeout / BEATS_PER_LEASE
-        request = _about("/heartbeat_episode", episode)
-        while True:
-            response = yield from respond(
-                request, timeout_s=self.settings.timeout_s, timing=self.timing, max_delay_s=max_delay_s
-            )
-            if response.status != 404 or request.path != "/heartbeat_episode":
-                break
-            request = replace(request, path="/can_continue_episode")
+        response = yield from respond(
+            _about("/heartbeat_episode", episode),
+            timeout_s=self.settings.timeout_s,
+            timing=self.timing,
+            max_delay_s=episode.allow_discard_timeout / BEATS_PER_LEASE,
+        )
         if response.status in _HEARTBEAT_LOST:
             return _noted(episode, CanContinueEpisodeResponse(can_continue=False, reason=response.reason))
         return _noted(episode, read(response, CanContinueEpisodeResponse.model_validate_json))
@@ -364,6 +360,8 @@ class Operations:
     ) -> Operation[bool]:
         """Wait until the run is finished, at most `wait_s` seconds (None: no limit); whether it is.
 
+        Raises RunFailedError for a run that fails.
+
         `report`: what the client has done, which each request says.
         """
         longest_s = LONG_POLL_S if report is None else REPORT_S
@@ -377,6 +375,8 @@ class Operations:
             sent_at = self.timing.clock()
             request = post("/await_run_end", message, hold_s=hold_s)
             reply = yield from self._ask(request, AwaitRunEndResponse.model_validate_json)
+            if reply.run_finished and reply.fail_cause not in ("", RUN_FINISHED):
+                raise _over(reply.fail_cause)
             if reply.run_finished or left_s <= hold_s:
                 return reply.run_finished
             # One that is answered early comes from a server that is going away.
@@ -459,6 +459,10 @@ def _noted(episode: Episode, reply: CanContinueEpisodeResponse) -> CanContinueEp
     return reply
 
 
+def _over(cause: str) -> RunFinishedError:
+    return RunFinishedError(cause) if cause == RUN_FINISHED else RunFailedError(cause)
+
+
 def _check_worth_waiting(reply: ClaimEpisodeResponse) -> None:
     """Raises RequestRefusedError for a failure that waiting does not help."""
     if reply.retry_after_s > 0 or any(cause in reply.fail_cause for cause in (NO_EPISODES, WEIGHT_SYNCING)):
@@ -477,6 +481,6 @@ def _no_episode(episode_type: ClaimType, pool: str, wait_s: float, fail_cause: s
 
 def _read_success(body: bytes) -> None:
     """Raises RequestRefusedError for a reply that reports no success."""
-    reply = EndEpisodeResponse.model_validate_json(body)
+    reply = SuccessResponse.model_validate_json(body)
     if not reply.success:
         raise RequestRefusedError(200, reply.failure_reason or "the server gave no reason")

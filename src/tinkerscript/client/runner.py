@@ -32,7 +32,7 @@ from tinkerscript.client.episode import (
     as_output,
     run_rollout,
 )
-from tinkerscript.client.operations import LAST_WORDS_S, TASK_ERROR, failure_line
+from tinkerscript.client.operations import LAST_REQUEST_S, TASK_ERROR, failure_line
 from tinkerscript.client.settings import ClientSettings
 from tinkerscript.client.sync_client import TinkerScriptClient
 from tinkerscript.errors import (
@@ -40,6 +40,7 @@ from tinkerscript.errors import (
     ClientError,
     NoEpisodeError,
     RequestRefusedError,
+    RunFailedError,
     RunFinishedError,
     ServerUnreachableError,
     WrongTaskError,
@@ -157,6 +158,9 @@ class Runner:
         self._last_failure = ""
         """Of a rollout; the first of several that are alike is logged with its traceback."""
 
+        self.has_failed = False
+        """Whether the run that it worked for has failed."""
+
         self._idle = 0
         """Number of slots that wait for an episode."""
 
@@ -219,8 +223,11 @@ class Runner:
         Without a word for a server that cannot say so, or is away: who claims hears of that.
         """
         with suppress(RequestRefusedError, ServerUnreachableError):
-            if await client.await_run_end(report=self._report):
-                self._finish(RUN_FINISHED)
+            try:
+                if await client.await_run_end(report=self._report):
+                    self._finish(RunFinishedError(RUN_FINISHED))
+            except RunFailedError as failed:
+                self._finish(failed)
 
     def _report(self) -> WorkerReport:
         now = self.statistics()
@@ -236,10 +243,11 @@ class Runner:
             resident_bytes=_resident_bytes(),
         )
 
-    def _finish(self, reason: str) -> None:
-        """The run is finished: claim no more, in any slot."""
+    def _finish(self, why: RunFinishedError) -> None:
+        """The run is over: claim no more, in any slot."""
         if self._left != 0 or not self._stopping.is_set():
-            logger.info("%s", reason)
+            logger.info("%s", why)
+        self.has_failed = self.has_failed or isinstance(why, RunFailedError)
         self._left = 0
         self.stop(grace_s=FINISHED_GRACE_S)
 
@@ -304,7 +312,7 @@ class Runner:
                 self._name_the_wait(str(error))
                 continue
             except RunFinishedError as finished:
-                self._finish(str(finished))
+                self._finish(finished)
                 break
             self._waits_for = ""
             self._left = None if self._left is None else self._left - len(episodes)
@@ -384,7 +392,7 @@ class Runner:
     ) -> None:
         """Hand in the result, or give the episode back, within seconds. Otherwise its lease expires."""
         try:
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(LAST_REQUEST_S):
                 if output is None:
                     await client.abort_episode(episode, reason, HANDED_BACK)
                 else:

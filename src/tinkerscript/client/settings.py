@@ -1,18 +1,16 @@
 """Which server a client talks to, as whom, and how long it retries; and its connections to that server.
 
-The environment gives the server's URL, TINKERSCRIPT_SERVER_URL, or those of servers that take turns, with
-commas between them; and the client's token:
+The environment gives the server's URL, TINKERSCRIPT_SERVER_URL, and the client's token:
 TINKERSCRIPT_CLIENT_TOKEN, or TINKERSCRIPT_CLIENT_TOKEN_FILE, the path of a file that holds it, such as a
 mounted secret. TINKERSCRIPT_CLIENT_TOKEN takes precedence. TINKERSCRIPT_CA_FILE names the certificates of a
 server whose own are not known to this machine. Tokens are never logged.
-
-Invariant: closing a client ends every wait of its other threads and tasks at once.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import json
 import os
-import socket
 import ssl
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,11 +20,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
-from weakref import WeakSet
 
 import httpx
 
-from tinkerscript.client.server_relay import ServerRelay
 from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S
 
 SERVER_URL = "TINKERSCRIPT_SERVER_URL"
@@ -34,6 +30,9 @@ TOKEN = "TINKERSCRIPT_CLIENT_TOKEN"
 CA_FILE = "TINKERSCRIPT_CA_FILE"
 
 DEFAULT_SERVER_URL = "http://127.0.0.1:10086"
+LATEST = Path("runs/latest")
+"""The newest run of the working directory."""
+
 DEFAULT_TIMEOUT_S = 300.0
 
 
@@ -42,8 +41,6 @@ class ClientSettings:
     """Which server a client talks to, as whom, and how long it retries."""
 
     server_url: str
-    """With commas between those of servers that take turns."""
-
     client_uuid: str
     token: str | None = field(default=None, repr=False)
     """Token of the client role; None where the server asks for none."""
@@ -58,7 +55,7 @@ class ClientSettings:
     """PEM file of certificates that an https:// server is verified against, besides the machine's own."""
 
     def __post_init__(self) -> None:
-        server_urls(self.server_url)
+        checked_url(self.server_url)
 
     @property
     def pool(self) -> str:
@@ -77,10 +74,10 @@ class ClientSettings:
         except (OSError, ssl.SSLError) as error:
             raise ValueError(f"ca_file: cannot read certificates from {self.ca_file}: {error}") from error
 
-    def connections(self, relay: ServerRelay | None) -> dict[str, Any]:
-        """The arguments of httpx's client. `relay`: to the servers, where there are several."""
+    def connections(self) -> dict[str, Any]:
+        """The arguments of httpx's client."""
         return {
-            "base_url": relay.url if relay else self.server_url,
+            "base_url": self.server_url,
             "headers": self.headers(),
             "verify": self.tls(),
             "limits": httpx.Limits(max_connections=None, max_keepalive_connections=20),
@@ -92,22 +89,50 @@ class ClientSettings:
         return headers | {"Authorization": f"Bearer {self.token}"} if self.token else headers
 
 
-def server_urls(text: str) -> list[str]:
-    """The URL of a server, or those of several that take turns, with commas between them.
+def checked_url(url: str) -> str:
+    """`url` without a slash at its end. Raises ValueError if it is not an HTTP URL."""
+    url = url.strip().rstrip("/")
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"server_url must start with http:// or https://, got {url!r}")
+    return url
 
-    Raises ValueError for what cannot be one.
+
+def url_of_run(folder: Path) -> str:
+    """The URL of the server of the run in `folder`, from its `server.json`.
+
+    Raises ValueError if no server runs, or if the file may not be this user's word: a folder from elsewhere
+    must not name the server that gets this user's token.
     """
-    urls = [url.strip().rstrip("/") for url in text.split(",")]
-    for url in urls:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"server_url must start with http:// or https://, got {url!r}")
-        parts = urlsplit(url)
-        if len(urls) > 1 and (parts.scheme, parts.path) != ("http", ""):
-            raise ValueError(
-                f"{url!r} cannot be one of several servers: their URLs are http://HOST:PORT. Where TLS or a "
-                "path is needed, give the one URL of a proxy in front of them (docs/failover.md)"
-            )
-    return urls
+    path = folder / "server.json"
+    try:
+        said: Any = json.loads(path.read_bytes())
+        url, pid, owner = str(said["url"]), int(said["pid"]), path.stat().st_uid
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder} has had no interchange server (no {path.name})") from error
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} cannot be read: {error!r}") from error
+    if owner != os.geteuid() or not _is_loopback(url):
+        raise ValueError(f"{path} names {url}; give that URL itself if you trust it")
+    try:
+        os.kill(pid, 0)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"the interchange server of {folder} does not run") from error
+    return url
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def local_server_url() -> str:
+    """The URL of the server of the newest run here, or without one the default."""
+    with suppress(ValueError):
+        return url_of_run(LATEST)
+    return DEFAULT_SERVER_URL
 
 
 def make_settings(
@@ -122,7 +147,7 @@ def make_settings(
     is. Raises ValueError for a bad URL or token file.
     """
     return ClientSettings(
-        ",".join(server_urls(server_url)),
+        checked_url(server_url),
         client_uuid or uuid4().hex,
         client_token() if token is None else token,
         timeout_s,
@@ -173,31 +198,3 @@ def certificates(ca_file: str | None) -> ssl.SSLContext:
 @cache
 def _no_certificates() -> ssl.SSLContext:
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-
-
-AsyncConnections = httpx.AsyncClient
-"""The connections of an asyncio client. Closing them wakes every task that waits for a reply."""
-
-
-class Connections(httpx.Client):
-    """The same for threads: `close` shuts the sockets down, since closing one would not wake its reader."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._sockets: WeakSet[socket.socket] = WeakSet()
-
-    def request(self, *args: Any, **more: Any) -> httpx.Response:
-        return super().request(*args, **more, extensions={"trace": self._trace})
-
-    def _trace(self, event: str, info: dict[str, Any]) -> None:
-        """httpcore tells what it does; keeps the socket of each new connection."""
-        if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
-            self._sockets.add(info["return_value"].get_extra_info("socket"))
-            if self.is_closed:
-                self.close()
-
-    def close(self) -> None:
-        for each in list(self._sockets):
-            with suppress(OSError):  # It is closed already.
-                each.shutdown(socket.SHUT_RDWR)
-        super().close()

@@ -1,54 +1,46 @@
 """`TinkerScriptClient`: the client for ordinary, blocking programs.
 
-Generated from `async_client.py` by `scripts/write_sync_client.py`: change that file, then run the script.
+It runs an `AsyncTinkerScriptClient` on an event loop in a thread of its own, so the two faces cannot differ.
+
+Invariants: an interrupted call leaves nothing behind on the loop; closing a client ends every wait of other
+threads at once.
 """
 
 from __future__ import annotations
 
-import logging
+import asyncio
+import os
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import wraps
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import httpx
-from pydantic import JsonValue
+from tinkerscript.client.async_client import AsyncTinkerScriptClient
+from tinkerscript.client.episode import CLOSED, Episode, Heartbeats
+from tinkerscript.client.settings import DEFAULT_TIMEOUT_S, ClientSettings
+from tinkerscript.errors import ClientClosedError
+from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S, TRAINER_POOL, ClaimType
 
-from tinkerscript.client.episode import CLOSED, Episode, episode_fields, pause_thread, renewed_by_thread
-from tinkerscript.client.exchange import HttpRequest, Operation, Reply, Response, Wait
-from tinkerscript.client.operations import NO_RESULT, Operations
-from tinkerscript.client.server_relay import ServerRelay
-from tinkerscript.client.settings import (
-    DEFAULT_SERVER_URL,
-    DEFAULT_TIMEOUT_S,
-    ClientSettings,
-    Connections,
-    make_settings,
-    server_urls,
-    settings_from_env,
-)
-from tinkerscript.errors import ClientClosedError, ClientError
-from tinkerscript.protocol import (
-    DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
-    TRAINER_POOL,
-    BatchProgressResponse,
-    CanContinueEpisodeResponse,
-    ClaimType,
-    EngineStatusResponse,
-    EpisodeStatus,
-    EpisodeType,
-    FailedEpisodesReply,
-    ReplayLatestCallResponse,
-    WorkerReport,
-    WorkflowOutput,
-)
-
-logger = logging.getLogger(__name__)
-
+P = ParamSpec("P")
 T = TypeVar("T")
+
+LAST_TASKS_S = 1.0
+"""Seconds that what still runs when a client is closed may take to end by itself."""
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncTinkerScriptClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[TinkerScriptClient, P], T]:
+    """The same method of the blocking client."""
+
+    @wraps(method)
+    def call(self: TinkerScriptClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.run(method(self.asynchronous, *args, **kwargs))
+
+    return call
 
 
 class TinkerScriptClient:
@@ -67,29 +59,20 @@ class TinkerScriptClient:
         allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
         ca_file: str | None = None,
     ) -> None:
-        """Create a client; nothing is sent yet.
-
-        Raises ValueError for a URL without http:// or https://, and a token file that cannot be read.
-
-        Args:
-            server_url: URL of the interchange server, such as `http://10.0.0.5:10086`. Those of servers that
-                take turns have commas between them: the client and its episodes' model calls use the one that
-                serves.
-            client_uuid: Name of this client at the server; a new uuid if None.
-            token: Token of the client role; by default the one that TINKERSCRIPT_CLIENT_TOKEN, or the file in
-                TINKERSCRIPT_CLIENT_TOKEN_FILE, names, if any. "": none.
-            timeout_s: Seconds for which an operation is retried during an outage. None: no limit.
-            allow_discard_timeout: Seconds without activity after which a claim's lease expires.
-            ca_file: PEM file of certificates that an https:// server is verified against; by default the
-                one that TINKERSCRIPT_CA_FILE names, if any.
-        """
-        self._lock = threading.RLock()
-        self._closing = threading.Event()
-        self._http: Connections | None = None
-        self._relay: ServerRelay | None = None
-        self._settings: ClientSettings | None = make_settings(
-            server_url, client_uuid, token, timeout_s, allow_discard_timeout, ca_file
+        """Create a client; nothing is sent yet. Takes and raises what `AsyncTinkerScriptClient` does."""
+        self.asynchronous = AsyncTinkerScriptClient(
+            server_url,
+            client_uuid=client_uuid,
+            token=token,
+            timeout_s=timeout_s,
+            allow_discard_timeout=allow_discard_timeout,
+            ca_file=ca_file,
         )
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._process = 0
+        self._is_closed = False
 
     @classmethod
     def from_env(cls) -> TinkerScriptClient:
@@ -98,17 +81,14 @@ class TinkerScriptClient:
         The environment is read at first use, where ValueError is raised for a URL or token file that cannot
         be used.
         """
-        client = cls(DEFAULT_SERVER_URL, token="")
-        client._settings = None
+        client = cls("http://unused", token="")
+        client.asynchronous = AsyncTinkerScriptClient.from_env()
         return client
 
     @property
     def settings(self) -> ClientSettings:
         """The server, the client's name and token, and its timeouts."""
-        with self._lock:
-            if self._settings is None:
-                self._settings = settings_from_env()
-            return self._settings
+        return self.asynchronous.settings
 
     @property
     def pool(self) -> str:
@@ -147,164 +127,46 @@ class TinkerScriptClient:
 
         Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or RequestRefusedError.
         """
-        claims = self._run(self._operations.begin_episodes(max_episodes, episode_type, wait_s, pool=pool))
-        return [
-            ClaimedEpisode(**episode_fields(claim, self.settings), client=self, heartbeat=heartbeat)
-            for claim in claims
-        ]
+        claims = self.run(self.asynchronous.claim(max_episodes, episode_type, wait_s, pool=pool))
+        return [ClaimedEpisode(**claim, client=self, heartbeat=heartbeat) for claim in claims]
 
-    def register_episode(
-        self,
-        payload: Mapping[str, JsonValue],
-        *,
-        task_id: str,
-        group_size: int,
-        episode_type: EpisodeType = "train",
-        round: str = "",
-    ) -> list[str]:
-        """Register one group of `group_size` episodes of `payload` into this client's own `pool`.
-
-        `task_id` names the sample. The uuids, which are returned, are derived from the pool, `task_id` and
-        `round`: registering the same group again, even from a later process with the same `client_uuid`, adds
-        nothing. For another pass over the samples use another `round`. While the server's quota for the pool
-        is used up, this waits. Raises ValueError, RequestRefusedError (409: the same task and round with
-        another payload), ServerUnreachableError.
-        """
-        return self._run(
-            self._operations.register_episode(
-                payload, task_id=task_id, group_size=group_size, episode_type=episode_type, round=round
-            )
-        )
-
-    def register_episodes(
-        self,
-        samples: Mapping[str, Mapping[str, JsonValue]],
-        *,
-        group_size: int,
-        episode_type: EpisodeType = "train",
-        round: str = "",
-    ) -> dict[str, list[str]]:
-        """Register a group for each of many samples (task id -> payload); returns the uuids by task id.
-
-        The same as `register_episode` for each, with few requests.
-        """
-        return self._run(
-            self._operations.register_episodes(
-                samples, group_size=group_size, episode_type=episode_type, round=round
-            )
-        )
-
-    def end_episode(
-        self,
-        episode: Episode,
-        reward: float | list[float] | WorkflowOutput,
-        *,
-        is_success: bool | None = None,
-        metadata: dict[str, JsonValue] | None = None,
-        log_metrics: dict[str, float] | None = None,
-        role_rewards: dict[str, float] | None = None,
-    ) -> None:
-        """Hand in the episode's result; returns once it is stored. Safe to repeat.
-
-        Raises ClaimLostError when the result no longer counts, ValueError for a reward that is missing or
-        above 1e6 in magnitude, ServerUnreachableError or RequestRefusedError.
-        """
-        self._run(
-            self._operations.end_episode(
-                episode,
-                reward,
-                is_success=is_success,
-                metadata=metadata,
-                log_metrics=log_metrics,
-                role_rewards=role_rewards,
-            )
-        )
-
-    def abort_episode(self, episode: Episode, reason: str, kind: str = "aborted") -> None:
-        """Give the episode back: this attempt failed for `reason`. `kind` is a stable identifier.
-
-        Raises ClaimLostError, ServerUnreachableError or RequestRefusedError.
-        """
-        self._run(self._operations.abort_episode(episode, reason, kind))
-
-    def can_continue_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
-        """Whether the episode still counts, and why not. Renews the claim."""
-        return self._run(self._operations.can_continue_episode(episode))
-
-    def heartbeat_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
-        """Renew the claim; for a computation that makes no model calls for a while.
-
-        A Runner and the episode's own block do this by themselves. Returns what `can_continue_episode`
-        returns.
-        """
-        return self._heartbeat(episode)
-
-    def get_engine_status(self) -> EngineStatusResponse:
-        """What the engine does, the policy version, and how many episodes are in each state."""
-        return self._run(self._operations.get_engine_status())
-
-    def get_batch_progress(self) -> BatchProgressResponse:
-        """What the trainer waits for before its next step, and which pools run ahead of it."""
-        return self._run(self._operations.get_batch_progress())
-
-    def await_run_end(
-        self, wait_s: float | None = None, *, report: Callable[[], WorkerReport] | None = None
-    ) -> bool:
-        """Wait until the run is finished, at most `wait_s` seconds (None: no limit); whether it is.
-
-        For a program that works on one episode for long: `begin_episode` says so by itself. `report` says
-        what a worker has done, for the server's metrics; it is asked every 15 s. Raises RequestRefusedError
-        (404 from a server that is too old) or ServerUnreachableError.
-        """
-        return self._run(self._operations.await_run_end(wait_s, report))
-
-    def is_episode_claimed(self, episode_uuid: str) -> bool:
-        """Whether some client holds the episode at this moment."""
-        return self._run(self._operations.is_episode_claimed(episode_uuid))
-
-    def replay_latest_llm_call(self, episode: Episode) -> ReplayLatestCallResponse:
-        """The latest model call of the claim as it was recorded: messages, ids and the reply.
-
-        Raises RequestRefusedError (404) before the first.
-        """
-        return self._run(self._operations.replay_latest_llm_call(episode))
-
-    # What takes the admin's token
-
-    def sync_train_config(self, yaml_as_string: str) -> None:
-        """Store a training config for `start_engine`. Raises RequestRefusedError, which names a bad key."""
-        self._run(self._operations.sync_train_config(yaml_as_string))
-
-    def start_engine(self, *, force_restart: bool = False) -> None:
-        """Start a trainer; with `force_restart`, end the one that is there first.
-
-        `get_engine_status` says when it is ready, or why it failed. Raises RequestRefusedError.
-        """
-        self._run(self._operations.start_engine(force_restart=force_restart))
-
-    def stop_engine(self) -> None:
-        """Ask the trainer to end its run in order. Raises RequestRefusedError if there is none."""
-        self._run(self._operations.stop_engine())
-
-    def failed_episodes(self) -> list[EpisodeStatus]:
-        """The dead letters: episodes that used up their attempts, with the reason of each."""
-        return self._run(self._operations.failed_episodes())
-
-    def retry_failed_episodes(self, episode_uuids: Sequence[str]) -> FailedEpisodesReply:
-        """Give failed episodes a fresh set of attempts, as far as their failures are not yet in a journal."""
-        return self._run(self._operations.each_failed_episode("retry", episode_uuids))
-
-    def drop_failed_episodes(self, episode_uuids: Sequence[str]) -> FailedEpisodesReply:
-        """Take failed episodes off the list."""
-        return self._run(self._operations.each_failed_episode("drop", episode_uuids))
+    register_episode = _blocking(AsyncTinkerScriptClient.register_episode)
+    register_episodes = _blocking(AsyncTinkerScriptClient.register_episodes)
+    end_episode = _blocking(AsyncTinkerScriptClient.end_episode)
+    abort_episode = _blocking(AsyncTinkerScriptClient.abort_episode)
+    can_continue_episode = _blocking(AsyncTinkerScriptClient.can_continue_episode)
+    heartbeat_episode = _blocking(AsyncTinkerScriptClient.heartbeat_episode)
+    get_engine_status = _blocking(AsyncTinkerScriptClient.get_engine_status)
+    get_batch_progress = _blocking(AsyncTinkerScriptClient.get_batch_progress)
+    await_run_end = _blocking(AsyncTinkerScriptClient.await_run_end)
+    is_episode_claimed = _blocking(AsyncTinkerScriptClient.is_episode_claimed)
+    replay_latest_llm_call = _blocking(AsyncTinkerScriptClient.replay_latest_llm_call)
+    sync_train_config = _blocking(AsyncTinkerScriptClient.sync_train_config)
+    start_engine = _blocking(AsyncTinkerScriptClient.start_engine)
+    stop_engine = _blocking(AsyncTinkerScriptClient.stop_engine)
+    failed_episodes = _blocking(AsyncTinkerScriptClient.failed_episodes)
+    retry_failed_episodes = _blocking(AsyncTinkerScriptClient.retry_failed_episodes)
+    drop_failed_episodes = _blocking(AsyncTinkerScriptClient.drop_failed_episodes)
 
     def close(self) -> None:
         """Close the connections. Whoever waits for an answer gets ClientClosedError at once."""
-        self._closing.set()
-        if self._http is not None:
-            self._http.close()
-        if self._relay is not None:
-            self._relay.close()
+        with self._lock:
+            loop, thread, self._is_closed = self._loop, self._thread, True
+            self._loop = self._thread = None
+        if loop is None or thread is None or self._process != os.getpid():
+            return
+        asyncio.run_coroutine_threadsafe(self._end_tasks(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+    async def _end_tasks(self) -> None:
+        await self.asynchronous.close()
+        if others := asyncio.all_tasks() - {asyncio.current_task()}:
+            _, late = await asyncio.wait(others, timeout=LAST_TASKS_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
     def __enter__(self) -> TinkerScriptClient:
         return self
@@ -320,79 +182,52 @@ class TinkerScriptClient:
         a claimed episode does, for an `Episode` from elsewhere.
         """
         try:
-            if heartbeat:
-                with renewed_by_thread(episode, self._heartbeat):
-                    yield
-            else:
+            with self._renewing(episode) if heartbeat else nullcontext():
                 yield
         except BaseException as error:
-            self._give_back(episode, self._operations.give_back(episode, error))
+            self.run(self.asynchronous.finish_block(episode, error))
             raise
-        if not episode.lease.is_over:
-            logger.warning("episode %s is given back: its block ended without a result", episode.episode_uuid)
-            self._give_back(episode, self._operations.abort_episode(episode, NO_RESULT, "no_result"))
+        self.run(self.asynchronous.finish_block(episode))
 
-    @property
-    def _operations(self) -> Operations:
-        return Operations(self.settings)
+    @contextmanager
+    def _renewing(self, episode: Episode) -> Generator[None]:
+        renewing = asyncio.run_coroutine_threadsafe(self._renew(episode), self._running())
+        try:
+            yield
+        finally:
+            renewing.cancel()
 
-    @property
-    def _connections(self) -> Connections:
+    async def _renew(self, episode: Episode) -> None:
+        heartbeats = Heartbeats(self.asynchronous.heartbeat_episode)
+        with heartbeats.holding(episode):
+            await heartbeats.run()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work` on the client's event loop; an interrupt cancels it."""
+        try:
+            loop = self._running()
+        except ClientClosedError:
+            work.close()
+            raise
+        future = asyncio.run_coroutine_threadsafe(work, loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        """The client's event loop, started at first use. Raises ClientClosedError."""
         with self._lock:
-            if self._http is None:
-                servers = server_urls(self.settings.server_url)
-                self._relay = ServerRelay(servers) if len(servers) > 1 else None
-                self._http = Connections(**self.settings.connections(self._relay))
-            return self._http
-
-    def _run(self, operation: Operation[T], sleep: Callable[[float], object] | None = None) -> T:
-        """Do what `operation` yields until it returns; it is closed however this ends."""
-        sleep = sleep or partial(pause_thread, closing=self._closing)
-        with closing(operation):
-            reply: Reply = None
-            while True:
-                try:
-                    step = operation.send(reply)
-                except StopIteration as done:
-                    return done.value
-                if isinstance(step, Wait):
-                    sleep(step.delay_s)
-                    reply = None
-                else:
-                    reply = self._send(step)
-
-    def _send(self, request: HttpRequest) -> Reply:
-        if self._closing.is_set():
-            raise ClientClosedError(CLOSED)
-        try:
-            response = self._connections.request(
-                request.method,
-                request.path,
-                content=request.body,
-                headers=request.headers,
-                timeout=request.timeout_s,
-            )
-        except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: httpx's word for closed.
-            if self._closing.is_set():
-                raise ClientClosedError(CLOSED) from error
-            if isinstance(error, RuntimeError):
-                raise
-            return error
-        return Response(response.status_code, response.headers, response.content)
-
-    def _heartbeat(
-        self, episode: Episode, sleep: Callable[[float], object] | None = None
-    ) -> CanContinueEpisodeResponse:
-        return self._run(self._operations.heartbeat_episode(episode), sleep)
-
-    def _give_back(self, episode: Episode, abort: Operation[None]) -> None:
-        """Abort, if that works: the caller sees the block's own error, and the lease covers an outage."""
-        if episode.lease.is_over:
-            return
-        try:
-            self._run(abort)
-        except ClientError as problem:
-            logger.warning("episode %s could not be given back: %s", episode.episode_uuid, problem)
+            if self._is_closed:
+                raise ClientClosedError(CLOSED)
+            if self._loop is None or self._process != os.getpid():
+                if self._process:  # The thread and the connections are those of the process that forked.
+                    self.asynchronous.reopen()
+                self._process, self._loop = os.getpid(), asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._loop.run_forever, name="client", daemon=True)
+                self._thread.start()
+            return self._loop
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,14 +21,15 @@ from rich.console import Console
 from rich.table import Table
 
 from inspect_tinker_bridge import BridgeError, InspectTaskInfo
+from inspect_tinker_bridge.episodes import TuningLeftOut
 from inspect_tinker_bridge.sandbox import check_provider
 from tinkerscript.commands.evaluate_task import evaluate_task
 from tinkerscript.commands.evaluated_model import EvalOptions, model_endpoint, model_name
 from tinkerscript.errors import ConfigError
 from tinkerscript.processes.supervisor import run_beside
 from tinkerscript.train.samples import usable_task
+from tinkerscript.workers.base_task import INSPECT, kind_of
 from tinkerscript.workers.inspect_task import InspectTask
-from tinkerscript.workers.task_kinds import INSPECT, kind_of
 
 SERVICE = "tinkerscript"
 """Inspect's name for the endpoint: the model is `openai-api/tinkerscript/<model>` in logs."""
@@ -59,7 +60,7 @@ async def evaluate(options: EvalOptions, console: Console) -> EvalLog:
             info.fresh_task(),
             model=await _model(endpoint.url, options),
             model_roles=roles or None,
-            sandbox=options.sandbox,
+            sandbox=_sandbox(options.sandbox),
             limit=options.limit,
             epochs=options.epochs,
             log_dir=str(options.log_dir),
@@ -79,10 +80,16 @@ def _task(options: EvalOptions) -> InspectTaskInfo:
     sandbox = options.sandbox or info.sandbox_type
     if sandbox is not None:
         try:
-            check_provider(sandbox)
+            check_provider(sandbox.partition(":")[0])
         except BridgeError as error:
             raise ConfigError(f"{options.task}: {error}") from error
     return info
+
+
+def _sandbox(named: str | None) -> str | tuple[str, str] | None:
+    """Type, or type and config file, as Inspect takes it."""
+    kind, _, config = (named or "").partition(":")
+    return (kind, config) if config else kind or None
 
 
 def _roles(names: Mapping[str, Any]) -> dict[str, str | Model | list[str | Model]]:
@@ -112,9 +119,10 @@ async def _model(url: str, options: EvalOptions) -> Model:
         max_tokens=options.max_tokens,
         max_connections=options.max_connections,
     )
-    return get_model(
+    made = get_model(
         f"openai-api/{SERVICE}/{name}", config=config, base_url=url, api_key=options.api_key, memoize=False
     )
+    return TuningLeftOut(made.api, made.config, made.model_args)
 
 
 def _print(log: EvalLog, console: Console) -> None:
@@ -123,13 +131,16 @@ def _print(log: EvalLog, console: Console) -> None:
         for name, metric in score.metrics.items():
             table.add_row(score.name, name, f"{metric.value:.3f}")
     console.print(table)
-    results = log.results
-    failed = results.total_samples - results.completed_samples if results else 0
+    # Inspect has no results where every sample failed, and counts no failure in them where some did.
+    failed = [sample for sample in log.samples or [] if sample.error is not None]
+    scored = len(log.samples or []) - len(failed)
     if log.error is not None:
         console.print(f"the eval failed: {log.error.message}", highlight=False, markup=False)
+    if failed and failed[0].error is not None:
+        first = f"the first failure: sample {failed[0].id}: {failed[0].error.message}"
+        console.print(first, highlight=False, markup=False, soft_wrap=True)
     console.print(
-        f"{log.eval.task}: {results.completed_samples if results else 0} samples scored, {failed} failed\n"
-        f"log {log.location}",
+        f"{log.eval.task}: {scored} samples scored, {len(failed)} failed\nlog {log.location}",
         highlight=False,
         soft_wrap=True,
     )

@@ -48,7 +48,7 @@ class EvalOptions:
     max_tokens: int | None = None
     max_connections: int = 32
     sandbox: str | None = None
-    """Replaces the task's own sandbox."""
+    """Replaces the task's own sandbox: `TYPE`, or `TYPE:CONFIG_FILE`."""
 
     log_dir: Path = Path("logs")
 

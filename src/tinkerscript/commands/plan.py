@@ -1,20 +1,22 @@
-"""`tinkerscript train --plan`: what a config starts, and where its model calls go, without starting it."""
+"""`tinkerscript train --plan`: what a config starts, what it needs, and where its model calls go."""
 
 from __future__ import annotations
 
 import shlex
+import shutil
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from tinkerscript.config import EngineConfig, LaunchConfig, RunConfig, load_config
+from tinkerscript.config import EngineConfig, RunConfig, load_config
 from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import base_of_adapter, model_folder
 from tinkerscript.processes.launcher import Slot
 from tinkerscript.processes.planned import TRAINER, PlannedProcess, plan_of
+from tinkerscript.train.learning_rates import rates_of, resolved
 
 if TYPE_CHECKING:
     import torch
@@ -22,9 +24,13 @@ if TYPE_CHECKING:
     from tinkerscript.engine.memory import Memory, Workload
 
 PROMPT_TOKENS = 1024
-"""Of the prompts that the memory for sampling is computed for; how long they are is known when they come."""
+"""Of the prompts that the memory is computed for where samples do not say: those that clients register."""
 
-GIB = 2**30
+TEMPLATE_TOKENS = 64
+"""What a chat template adds to a sample, about."""
+
+MEASURED_SAMPLES = 200
+"""Whose lengths are counted."""
 
 
 def print_plan(path: Path | None, overrides: list[str], console: Console) -> None:
@@ -37,48 +43,25 @@ def print_plan(path: Path | None, overrides: list[str], console: Console) -> Non
 
 def plan(config: RunConfig) -> list[str]:
     """Lines for the terminal."""
-    return [*_processes(config), *_commands(config), *_memory(config), *_calls(config), *_numbers(config)]
+    return [
+        *_processes(config),
+        *_memory(config),
+        *_calls(config),
+        *_learning_rate(config),
+        *_numbers(config),
+    ]
+
+
+def _line(name: str, text: str) -> str:
+    return f"  {name:<20} {text}"
 
 
 def _processes(config: RunConfig) -> list[str]:
-    launch, workers = config.inference.launch, config.workers
-    lines = ["processes", f"  trainer              {_trainer(config.engine)}"]
-    if not config.enable_tinkerscript_mode or config.method == "sft":
-        return [*lines, "  (everything in this one)"]
-    section = config.interchange_server
-    port = section.interchange_server_port or "a free port"
-    lines.append(f"  interchange server   {section.interchange_server_host}, port {port}")
-    for number in range(launch.replicas):
-        where = _gpus_of(launch, number)
-        lines.append(
-            f"  {f'{config.inference.server_name} replica {number}':<20} {where}, {launch.python or 'python'}"
-        )
-    for url in config.inference.replicas:
-        lines.append(f"  {f'{config.inference.server_name} replica':<20} runs already at {url}")
-    tasks = ", ".join(task.name for task in config.all_tasks)
-    what = workers.script or tasks or "clients' own samples"
-    if workers.count:
-        lines.append(
-            f"  {f'{workers.count} workers':<20} {workers.concurrency} episodes each at once: {what}"
-        )
-    else:
-        lines.append(f"  no workers           start some with `tinkerscript worker`: {what}")
-    return lines
-
-
-def _gpus_of(launch: LaunchConfig, number: int) -> str:
-    if launch.gpus == "any":
-        return f"{launch.tensor_parallel} GPU of Ray's choice"
-    first = number * launch.tensor_parallel
-    gpus = launch.gpus[first : first + launch.tensor_parallel]
-    return f"GPU {', '.join(map(str, gpus))}" if gpus else "no GPU"
-
-
-def _commands(config: RunConfig) -> list[str]:
     """What the launcher starts: the same, on one machine or on many."""
-    folder = config.new_folder(datetime.now())
-    lines = [f"commands ({_launcher(config)})"]
-    for _, group in groupby(plan_of(config, folder), key=_alike):
+    cluster, ray = config.cluster, "a Ray of its own on this machine"
+    where = "this machine" if cluster.launcher == "local" else cluster.address or ray
+    lines = [f"processes, on {where}", _line("to train", _trainer(config.engine))]
+    for _, group in groupby(plan_of(config, config.new_folder(datetime.now())), key=_alike):
         first, *more = group
         name = f"{first.name}-{more[-1].name.split()[-1]}" if more else first.name
         room = first.room
@@ -90,19 +73,14 @@ def _commands(config: RunConfig) -> list[str]:
             *([f"restarted {first.restarts} times at most"] if first.restarts else []),
             *([f"gets {', '.join(first.secrets)} if set"] if first.secrets else []),
         ]
-        lines.append(f"  {name:<20} {', '.join(facts)}")
         own = dict(first.environment) | ({"RANK": name.split()[-1]} if "RANK" in first.environment else {})
-        settings = [f"{key}={_quoted(value)}" for key, value in own.items()]
-        lines += [f"    {setting} \\" for setting in settings]
-        lines.append(f"    {' '.join(_quoted(word) for word in first.command)}")
+        lines += [
+            _line(name, ", ".join(facts)),
+            *(f"    {key}={_quoted(value)} \\" for key, value in own.items()),
+            f"    {' '.join(_quoted(word) for word in first.command)}",
+        ]
+    lines += [_line("vLLM replica", f"runs already at {url}") for url in config.inference.replicas]
     return lines
-
-
-def _launcher(config: RunConfig) -> str:
-    cluster = config.cluster
-    if cluster.launcher == "local":
-        return "on this machine"
-    return f"Ray at {cluster.address}" if cluster.address else "a Ray of its own on this machine"
 
 
 def _alike(process: PlannedProcess) -> tuple[object, ...]:
@@ -127,42 +105,54 @@ def _trainer(engine: EngineConfig) -> str:
 
 
 def _memory(config: RunConfig) -> list[str]:
-    """What the devices of the trainer and of the replicas hold."""
+    """What the devices of the trainer and of the replicas hold, and the disk."""
     engine, launch = config.engine, config.inference.launch
     if engine.backend == "tinker":
         return []
     try:
-        memory, work = _formula(config)
+        prompt = _prompt_tokens(config)
+        memory, work = _formula(config, prompt)
         frozen = _frozen(config)
     except ModuleNotFoundError as error:
         return ["memory", f"  not known: {error.name} is not installed here"]
     except ConfigError as error:
         return ["memory", f"  not known: {error}"]
     parts = engine.devices if engine.sharding == "shard" else 1
-    held = memory.weights + memory.adapters + memory.gradients + memory.moments
-    made = memory.activations + memory.logits
+    held, made = memory.held // parts, memory.activations + memory.logits
     each = " on each device" if engine.devices > 1 else ""
     whole = f"; the first device also {_gib(memory.weights)}, to sample" if parts > 1 else ""
     lines = [
         "memory, by the formula of docs/engine.md",
-        f"  to train             {_gib(held // parts + made)}{each}: {_gib(held // parts)} of weights and "
-        f"AdamW's moments, {_gib(made)} for a microbatch of {work.tokens:,} tokens{whole}",
+        _line(
+            "to train",
+            f"{_gib(held + made)}{each}: {_gib(held)} of weights and AdamW's moments, {_gib(made)} for a "
+            f"microbatch of {work.tokens:,} tokens{whole}",
+        ),
     ]
+    wanted = config.sampling.max_tokens
+    if work.rows and work.length < prompt + wanted:
+        text = f"{wanted:,} do not fit the context of {work.length:,} behind a prompt of {prompt:,}"
+        lines.append(_line("sampling.max_tokens", f"{text}: a reply without an end fills it"))
     if work.rows:
-        lines.append(
-            f"  to sample            {_gib(memory.sampling - memory.weights - memory.adapters)} more, for "
-            f"{work.rows} sequences of {work.length:,} tokens; {_gib(memory.total)} in all"
-        )
-    beside = (memory.adapters or memory.weights) + memory.gradients + memory.moments
-    lines += [
-        f"  {name:<20} {_gib(beside)} of weights and AdamW's moments, trained beside the policy"
-        for name in config.trained_roles
-    ]
+        more = _gib(memory.sampling - memory.weights - memory.adapters)
+        text = f"{work.rows} sequences of {work.length:,} tokens; {_gib(memory.total)} in all"
+        lines.append(_line("to sample", f"{more} more, for {text}"))
+    beside = _gib((memory.adapters or memory.weights) + memory.gradients + memory.moments)
+    for name in config.trained_roles:
+        lines.append(_line(name, f"{beside} of weights and AdamW's moments, trained beside the policy"))
     lines += frozen
     if launch.replicas:
-        share = memory.weights // launch.tensor_parallel
-        name = config.inference.server_name
-        lines.append(f"  {name:<20} {_gib(share)} of weights a GPU, and its cache beside them")
+        share = _gib(memory.weights // launch.tensor_parallel)
+        lines.append(_line("vLLM", f"{share} of weights a GPU, and its cache beside them"))
+    kept, calls = config.training.keep_checkpoints, _gib(config.recording_limit_mb * 2**20)
+    disk = f"{_gib(_checkpoints(config, memory))}: {kept} that are kept and one that is written"
+    lines += [
+        "disk",
+        _line("checkpoints", f"{disk}, {_gib(memory.checkpoint)} each"),
+        _line("episodes", f"at most {calls} of calls for the page (recording_limit_mb), and the journal"),
+    ]
+    if problem := _without_room(config, memory, config.new_folder(datetime.now())):
+        lines.append(f"will not fit: {problem}")
     return lines
 
 
@@ -182,14 +172,13 @@ def _frozen(config: RunConfig) -> list[str]:
         if role.kind != "frozen" or role.base_url:
             continue
         folder = model_folder(role.model or (not engine.lora.rank and engine.checkpoint) or engine.model)
-        base = base_of_adapter(folder) or folder
-        if base.resolve() in held:
-            lines.append(f"  {name:<20} nothing more: its weights are there already")
-            continue
-        held.add(base.resolve())
-        model = AutoConfig.from_pretrained(base, local_files_only=True)
-        amount = frozen_memory(model, _dtype(engine))
-        lines.append(f"  {name:<20} {_gib(amount)} of weights, frozen, on the first device")
+        base = (base_of_adapter(folder) or folder).resolve()
+        text = "nothing more: its weights are there already"
+        if base not in held:
+            held.add(base)
+            amount = frozen_memory(AutoConfig.from_pretrained(base, local_files_only=True), _dtype(engine))
+            text = f"{_gib(amount)} of weights, frozen, on the first device"
+        lines.append(_line(name, text))
     return lines
 
 
@@ -203,8 +192,8 @@ def _dtype(engine: EngineConfig) -> torch.dtype:
     return torch.bfloat16 if is_auto_on_gpu else compute_dtype(engine.dtype, "cpu")
 
 
-def _formula(config: RunConfig) -> tuple[Memory, Workload]:
-    """The memory of the trainer, and what it is computed for.
+def _formula(config: RunConfig, prompt: int) -> tuple[Memory, Workload]:
+    """The memory of the trainer, and what it is computed for: prompts of at most `prompt` tokens.
 
     Raises ConfigError for a model whose config cannot be had.
     """
@@ -217,26 +206,85 @@ def _formula(config: RunConfig) -> tuple[Memory, Workload]:
     from tinkerscript.engine.training import tokens_of_microbatch
     from tinkerscript.engine.weights import LoraSettings
 
-    engine, lora = config.engine, config.engine.lora
+    engine, lora, training = config.engine, config.engine.lora, config.training
     model = AutoConfig.from_pretrained(model_folder(engine.model), local_files_only=True)
     device = torch.device(engine.device)
+    length = min(prompt + config.sampling.max_tokens, exact_context(model))
+    tokens = tokens_of_microbatch(device)
+    if config.method != "sft":
+        tokens = max(length, min(tokens, training.groups_per_step * training.group_size * length))
     samples = not config.inference.has_replicas and config.method != "sft"
     at_once = config.workers.count * config.workers.concurrency or engine.max_batch
     work = Workload(
-        tokens=tokens_of_microbatch(device),
+        tokens=tokens,
         logits_rows=logits_rows(model.get_text_config().vocab_size, device),
         activation_checkpointing=engine.activation_checkpointing,
-        samplers=1 + config.training.max_policy_lag if samples else 0,
+        samplers=1 + training.max_policy_lag if samples else 0,
         rows=min(engine.max_batch, at_once) if samples else 0,
-        prompt=PROMPT_TOKENS,
-        length=min(PROMPT_TOKENS + config.sampling.max_tokens, exact_context(model)),
+        prompt=min(prompt, length),
+        length=length,
     )
     settings = LoraSettings(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
     return peak_memory(model, settings, _dtype(engine), work), work
 
 
+def _prompt_tokens(config: RunConfig) -> int:
+    """Of the longest among the first samples, by the model's tokenizer."""
+    if not config.all_tasks or config.method == "sft":
+        return PROMPT_TOKENS
+    from tokenizers import Tokenizer
+
+    from tinkerscript.train.samples import TaskSamples
+
+    tokenizer: Any = Tokenizer.from_file(str(model_folder(config.engine.model) / "tokenizer.json"))
+    samples = TaskSamples(config.all_tasks, seed=config.seed)
+    inputs = [str(samples.payload_at(place)["sample"]["input"]) for place in range(MEASURED_SAMPLES)]
+    return TEMPLATE_TOKENS + max(len(encoding.ids) for encoding in tokenizer.encode_batch(inputs))
+
+
+def check_fits(config: RunConfig, folder: Path) -> None:
+    """Raises ConfigError for a run whose weights and optimizer, or checkpoints, have no room here."""
+    if config.engine.backend == "tinker":
+        return
+    try:
+        memory, _ = _formula(config, PROMPT_TOKENS)
+    except (OSError, ValueError, RuntimeError):  # A model or device that the engine refuses with the reason.
+        return
+    if problem := _without_room(config, memory, folder):
+        raise ConfigError(problem)
+
+
+def _without_room(config: RunConfig, memory: Memory, folder: Path) -> str:
+    """What certainly has no room; empty for nothing. What a batch takes is not counted: it depends."""
+    from tinkerscript.engine.memory import available_memory
+
+    engine = config.engine
+    held = memory.held // (engine.devices if engine.sharding == "shard" else 1)
+    room = available_memory(engine.device)
+    if room is not None and held > room:
+        remedy = "a smaller engine.model" if engine.lora.rank else "engine.lora.rank=16, or a smaller model"
+        return (
+            f"engine.model: {engine.model} will not fit: its weights, gradients and AdamW's moments take "
+            f"{_gib(held)}, and {engine.device} has {_gib(room)} free; use {remedy}"
+        )
+    place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    disk, room = _checkpoints(config, memory), shutil.disk_usage(place).free
+    if disk > room:
+        return (
+            f"experiment_dir: the checkpoints will not fit: {config.training.keep_checkpoints + 1} of "
+            f"{_gib(memory.checkpoint)} take {_gib(disk)}, and the disk of {place} has {_gib(room)} free; "
+            "name a folder on another disk, or lower training.keep_checkpoints"
+        )
+    return ""
+
+
+def _checkpoints(config: RunConfig, memory: Memory) -> int:
+    """Bytes of those that are kept, and of the one that is being written."""
+    return (config.training.keep_checkpoints + 1) * memory.checkpoint
+
+
 def _gib(amount: int) -> str:
-    return f"{amount / GIB:.1f} GiB" if amount >= GIB / 10 else f"{amount / 2**20:.0f} MiB"
+    return f"{amount / 2**30:.1f} GiB" if amount >= 2**30 / 10 else f"{amount / 2**20:.0f} MiB"
 
 
 def _calls(config: RunConfig) -> list[str]:
@@ -245,7 +293,7 @@ def _calls(config: RunConfig) -> list[str]:
     inference = config.inference
     number = inference.launch.replicas + len(inference.replicas)
     if number:
-        last = f"one of {number} {inference.server_name} replicas, the same for all calls of an episode"
+        last = f"one of {number} vLLM replicas, the same for all calls of an episode"
     elif config.engine.backend == "tinker":
         last = "the Tinker service"
     else:
@@ -261,15 +309,26 @@ def _calls(config: RunConfig) -> list[str]:
     return lines
 
 
+def _learning_rate(config: RunConfig) -> list[str]:
+    try:
+        folder = model_folder(config.engine.model)
+        chosen, notes = resolved(config, folder)
+        trains = rates_of(config, folder).trains
+    except ConfigError:
+        return []  # The memory says what is wrong with the model.
+    said = notes if config.training.learning_rate else ()
+    rate = f"  {chosen.training.learning_rate:g}, for {trains}"
+    return ["learning rate", rate, *(f"  {note}" for note in said)]
+
+
 def _numbers(config: RunConfig) -> list[str]:
     training = config.training
     if config.method == "sft":
         return []
-    episodes = training.groups_per_step * training.group_size
     at_once = config.workers.count * config.workers.concurrency
-    steps = f"{training.steps} steps of {training.groups_per_step} groups of {training.group_size}"
     limit = f", at most {at_once} at once" if at_once and config.enable_tinkerscript_mode else ""
-    lines = ["episodes", f"  {steps}: {episodes} a step{limit}"]
+    steps = f"{training.steps} steps of {training.groups_per_step} groups of {training.group_size}"
+    lines = ["episodes", f"  {steps}: {training.groups_per_step * training.group_size} a step{limit}"]
     if config.evaluation.episodes:
         lines.append(f"  {config.evaluation.episodes} held out, before and after training")
     return lines

@@ -5,20 +5,23 @@ Owns the child processes: the server and, for a model, `tinkerscript engine`. Th
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import tempfile
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+import httpx
 from rich.console import Console
 
 from tinkerscript.config import (
     EngineConfig,
     InterchangeConfig,
+    Port,
     RunConfig,
     SamplingConfig,
     dump_config,
@@ -35,10 +38,15 @@ from tinkerscript.processes.children import (
 )
 from tinkerscript.processes.planned import server_process
 from tinkerscript.processes.supervisor import Supervisor
+from tinkerscript.server.addresses import moved_to
 from tinkerscript.server.auth import CLIENT_TOKEN, read_token
 from tinkerscript.server.store import is_shared
+from tinkerscript.train.identity import check_unused, check_whole, identify
 
 MAX_RESTARTS = 10
+
+POLL_S = 0.2
+"""Between two looks at whether a model has loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +58,7 @@ class Served:
     supervisor: Supervisor
 
 
-def served_config(folder: Path, host: str, port: int) -> RunConfig:
+def served_config(folder: Path, host: str, port: Port) -> RunConfig:
     """The config that serves the model in `folder`; answers are limited only by the context length.
 
     Raises ConfigError for a model that does not say its context length.
@@ -64,9 +72,9 @@ def served_config(folder: Path, host: str, port: int) -> RunConfig:
 
 @asynccontextmanager
 async def served_checkpoint(
-    checkpoint: str, host: str, port: int, note: Callable[[str], None], *, max_restarts: int = MAX_RESTARTS
+    checkpoint: str, host: str, port: Port, note: Callable[[str], None], *, max_restarts: int = MAX_RESTARTS
 ) -> AsyncGenerator[Served]:
-    """Run a model's server and engine as supervised children while the block runs.
+    """Run a model's server and engine as supervised children while the block runs, once they answer.
 
     Port 0 takes a free port. `max_restarts`: of each child. Raises ConfigError for a folder that holds no
     model, or a port in use.
@@ -82,11 +90,31 @@ async def served_checkpoint(
             await supervisor.start(server)
             address = await server_address(run_dir, server, supervisor)
             await supervisor.start(engine_child(folder, address, run_dir))
+            await _until_it_samples(address, supervisor)
             yield Served(model_name(folder), address, supervisor)
 
 
+async def _until_it_samples(address: ServerAddress, supervisor: Supervisor) -> None:
+    """Wait for the engine behind the server to load. Raises the supervisor's error."""
+    token = read_token(os.environ, CLIENT_TOKEN)
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    watch = asyncio.create_task(supervisor.failed())
+    try:
+        async with httpx.AsyncClient(base_url=address.url, headers=headers, trust_env=False) as http:
+            while not watch.done():
+                with suppress(httpx.TransportError):  # The server starts again.
+                    reply = await http.get("/get_engine_status")
+                    if reply.is_success and reply.json()["engine_status"] == "ENGINE.ROLLING":
+                        return
+                await asyncio.wait({watch}, timeout=POLL_S)
+        await watch
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+
+
 async def serve_checkpoint(
-    checkpoint: str, host: str, port: int, console: Console, *, max_restarts: int = MAX_RESTARTS
+    checkpoint: str, host: str, port: Port, console: Console, *, max_restarts: int = MAX_RESTARTS
 ) -> int:
     """Serve a model until cancelled. Raises ConfigError, as `served_checkpoint` does."""
     async with served_checkpoint(checkpoint, host, port, console.print, max_restarts=max_restarts) as served:
@@ -98,7 +126,9 @@ async def serve_checkpoint(
     return 0
 
 
-async def serve_run(path: Path | None, resume: Path | None, console: Console) -> int:
+async def serve_run(
+    path: Path | None, resume: Path | None, console: Console, overrides: list[str] | None = None
+) -> int:
     """Serve a new run folder for the config at `path`, or the existing folder `resume`, until cancelled.
 
     Raises ConfigError.
@@ -106,15 +136,21 @@ async def serve_run(path: Path | None, resume: Path | None, console: Console) ->
     if (path is None) == (resume is None):
         raise ConfigError("give one of CONFIG, --resume RUN_DIR and --checkpoint DIR")
     resume = resume and followed(resume)
-    config = load_config(path or (resume or Path()) / "config.yaml")
+    config = load_config(path or (resume or Path()) / "config.yaml", overrides)
     if config.method == "sft":
         raise ConfigError("method: sft has no episodes to serve; train with `tinkerscript train`")
     if resume is None:
         pinned = pinned_model(config.engine.model, note=console.print)
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"model": pinned})})
     folder = resume or config.new_folder(datetime.now())
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
     if resume is None:
+        check_unused(folder)
+    else:
+        check_whole(folder)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (folder / "logs").mkdir(exist_ok=True)
+    identify(folder)
+    if resume is None or overrides:
         write_atomically(folder / "config.yaml", dump_config(config))
     async with Supervisor(max_restarts=config.workers.max_restarts, note=console.print) as supervisor:
         server = server_process(
@@ -149,8 +185,8 @@ def _greeting(config: RunConfig, folder: Path, address: ServerAddress) -> str:
         ]
     return "\n".join(
         [
-            f"interchange server at {address.url}, run folder {folder}",
-            f"watch it         {address.url}",
+            f"interchange server at {address.url}, run folder {folder}"
+            + moved_to(config.interchange_server, address.url),
             *sampler,
             f"run episodes     {worker_command(config, address.url)}",
         ]

@@ -1,162 +1,92 @@
-"""`tinkerscript show`: what the page of a run shows, in a terminal or as JSON, also while the run goes on.
+"""`tinkerscript show`: the runs of a folder, the steps of a run, or one episode, as text.
 
-Invariant: it reads a run by the page's views alone, so that `--json` is what the page's API answers.
+With `--json`, or for a path of the page's API, it prints exactly what that API answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import asyncio
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
+from urllib.parse import quote
 
-from pydantic import BaseModel
+import httpx
+from rich import box
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from tinkerscript.commands.episode_text import print_episode, print_tokens
-from tinkerscript.commands.run_text import (
-    print_alignment,
-    print_comparison,
-    print_episodes,
-    print_findings,
-    print_run,
-    print_runs,
-    print_step,
-    print_steps,
-)
+from tinkerscript.dashboard import one_line, plain
+from tinkerscript.dashboard.run_table import whole_time
 from tinkerscript.errors import ConfigError, NotRecordedError
-from tinkerscript.page.episode_view import EpisodeView, episode_view, find_episode
-from tinkerscript.page.findings import AlignmentView, FindingPage, alignment_view, found_in
-from tinkerscript.page.held_out import Change, Comparison, ComparisonQuery, compare
-from tinkerscript.page.lines import EpisodePage, Show, newest
-from tinkerscript.page.overview import RunView, evaluations, overview, run_list
-from tinkerscript.page.search import SearchPage, search
-from tinkerscript.page.steps import GroupFilter, Step, StepPage, step_page, step_view
-from tinkerscript.page.token_view import Tokens, token_view
+from tinkerscript.page.episode_view import CallView, EpisodeView, SequenceLine, episode_view, find_episode
+from tinkerscript.page.lines import EpisodeLine, newest
+from tinkerscript.page.overview import RunList, RunView, overview, run_list
+from tinkerscript.page.steps import StepLine, step_page
+from tinkerscript.record.health import HealthRow
 from tinkerscript.record.reader import Record, find_runs
 from tinkerscript.record.schema import RECORD_FILE
 
-TEXTS: dict[type[BaseModel], Callable[[Any, Console], None]] = {
-    StepPage: print_steps,
-    Step: print_step,
-    EpisodePage: print_episodes,
-    SearchPage: print_episodes,
-    Comparison: print_comparison,
-    AlignmentView: print_alignment,
-    FindingPage: print_findings,
-}
-"""What prints a view that needs nothing else."""
+HEALTH_STYLES = {"good": "", "warn": "yellow", "bad": "red"}
+STATES = {"running": "green", "finished": "", "stopped": "yellow", "failed": "red"}
 
 PIPE_COLUMNS = 120
 """At least, for tables that no terminal shows."""
 
-TOKENS_SHOWN = 1000
-"""Of each sequence below an episode."""
-
+RULE = 60
 EPISODES_NAMED = 5
-"""In the message about one that there is not."""
+"""In the message about an unknown one."""
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What of a run to show; without any of these, its first screen."""
+def show_command(root: Path, what: str, console: Console, *, limit: int = 30, as_json: bool = False) -> int:
+    """Print the run in `root`, or the runs in it.
 
-    episode: str = ""
-    """The beginning of a uuid."""
-
-    sequence: int | None = None
-    """Of the episode: the tokens of this training sequence."""
-
-    steps: bool = False
-    step: str = ""
-    """A number, or the label of an evaluation."""
-
-    episodes: bool = False
-    search: str | None = None
-    compare: str = ""
-    """Two labels as `before..after`; where one is missing, the first or the last evaluation."""
-
-    findings: bool = False
-    finding: str = ""
-    """Such as `warning/not_canonical`."""
-
-    filter: str = "all"
-    limit: int = 50
-    start: int | None = None
-    """`next` of the page before."""
-
-    color_by: str = "logprob"
-
-    def views(self) -> list[str]:
-        """The options that ask for a view of their own."""
-        given = {
-            "EPISODE": self.episode,
-            "--steps": self.steps,
-            "--step": self.step,
-            "--episodes": self.episodes,
-            "--search": self.search is not None,
-            "--compare": self.compare,
-            "--findings": self.findings,
-            "--finding": self.finding,
-        }
-        return [name for name, value in given.items() if value]
-
-
-def show_command(root: Path, wanted: Wanted, console: Console, *, as_json: bool) -> int:
-    """Print a view of the run in `root`, or of the runs. Raises ConfigError, and NotRecordedError for what a
-    run has not."""
-    if len(wanted.views()) > 1:
-        raise ConfigError(f"{' and '.join(wanted.views())} are views of their own: give one at a time")
-    if wanted.sequence is not None and not wanted.episode:
-        raise ConfigError("--sequence is of an EPISODE: give the beginning of its uuid")
+    `what` is the beginning of an episode's uuid, or a path of the page's API such as `/steps/3`. Raises
+    ConfigError, and NotRecordedError for what a run does not have.
+    """
     if not console.is_terminal:
         console.width = max(console.width, PIPE_COLUMNS)
     runs = runs_in(root)
-    if len(runs) > 1 or not ((root / RECORD_FILE).is_file() or wanted.views()):
-        if wanted.views():
+    if len(runs) > 1 or not ((root / RECORD_FILE).is_file() or what):
+        if what and not what.startswith("/api/"):
             raise ConfigError(
                 f"{root} has {len(runs)} runs; name one, such as {next(reversed(runs.values()))}"
             )
-        listed = run_list({name: Record(folder) for name, folder in runs.items()})
-        if as_json:
-            _print_json(listed, console)
+        if what or as_json:
+            console.file.write(_answer(root, what or "/api/runs"))
         else:
-            print_runs(listed, console)
+            _print_runs(run_list({name: Record(folder) for name, folder in runs.items()}), console)
         return 0
     ((name, folder),) = runs.items()
     record = Record(folder)
-    view = _view(name, record, wanted)
-    if as_json:
-        _print_json(view, console)
+    uuid = _episode(record, what) if what and not what.startswith("/") else ""
+    if as_json or what.startswith("/"):
+        path = f"/api/episodes/{quote(uuid, safe='')}" if uuid else what
+        base = "" if path.startswith("/api/") else f"/api/runs/{quote(name, safe='')}"
+        console.file.write(_answer(root, base + path))
+    elif uuid:
+        _print_episode(episode_view(name, record, uuid), console)
     else:
-        _print(view, record, wanted, console, root)
+        _print_run(overview(name, record), step_page(record, limit=limit).steps, console, root)
     return 0
 
 
-def _print_json(view: BaseModel, console: Console) -> None:
-    console.file.write(f"{view.model_dump_json()}\n")
+def _answer(root: Path, path: str) -> str:
+    """What the page's API answers, as a line. Raises NotRecordedError for a refusal."""
+    from tinkerscript.page.web_app import create_page  # noqa: PLC0415 - Takes a second; `train` imports this.
 
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(create_page(root, admin_token=None))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return await http.get(path)
 
-def _print(view: BaseModel, record: Record, wanted: Wanted, console: Console, root: Path) -> None:
-    if isinstance(view, RunView):
-        print_run(view, step_page(record, limit=wanted.limit), console, root)
-    elif isinstance(view, EpisodeView):
-        print_episode(view, _tokens(record, view, console), console, wanted.color_by)
-    elif isinstance(view, Tokens):
-        print_tokens(view, console, wanted.color_by)
-    elif isinstance(view, Step) and not view.groups and record.facts().get("recording") == "off":
-        print_step(view, console)
-        console.print("This run keeps no episodes (recording: off); journal.jsonl has them.")
-    else:
-        TEXTS[type(view)](view, console)
-
-
-def _tokens(record: Record, view: EpisodeView, console: Console) -> list[Tokens]:
-    """The beginning of each sequence's tokens, for a terminal with colors."""
-    if console.color_system is None or console.no_color or not view.recorded:
-        return []
-    uuid = view.line.uuid
-    return [token_view(record, uuid, sequence.number, end=TOKENS_SHOWN) for sequence in view.sequences]
+    reply = asyncio.run(ask())
+    if reply.is_error:
+        raise NotRecordedError(f"{path}: {reply.json().get('failure_reason') or reply.text}")
+    return f"{reply.text}\n"
 
 
 def runs_in(root: Path) -> dict[str, Path]:
@@ -176,77 +106,224 @@ def runs_in(root: Path) -> dict[str, Path]:
         raise
 
 
-def _view(name: str, record: Record, wanted: Wanted) -> BaseModel:
-    limit, start = wanted.limit, wanted.start
-    if wanted.episode:
-        uuid = _episode(record, wanted.episode)
-        if wanted.sequence is not None:
-            return token_view(record, uuid, wanted.sequence, start=start or 0)
-        return episode_view(name, record, uuid)
-    if wanted.steps:
-        return step_page(record, before=start, limit=limit)
-    if wanted.step:
-        return _step(record, wanted)
-    if wanted.episodes:
-        return newest(record, show=_filter(wanted, Show), before=start, limit=limit)
-    if wanted.search is not None:
-        return search(record, wanted.search, before=start, limit=limit)
-    if wanted.compare:
-        before, dots, after = wanted.compare.partition("..")
-        if not dots:
-            raise ConfigError(
-                f"--compare: give two evaluations such as before..after, not {wanted.compare!r}"
-            )
-        show = _filter(wanted, Change, "all")
-        return compare(record, ComparisonQuery(before=before, after=after, show=show, offset=start or 0))
-    if wanted.finding:
-        return found_in(record, *_kind_and_name(wanted.finding))
-    return alignment_view(record) if wanted.findings else overview(name, record)
-
-
-def _filter(wanted: Wanted, kind: Any, *more: str) -> Any:
-    known = [*more, *get_args(kind)]
-    if wanted.filter not in known:
-        raise ConfigError(f"--filter: {wanted.filter!r} is none of {', '.join(known)}, which fit here")
-    return wanted.filter
-
-
-def _kind_and_name(finding: str) -> tuple[str, str]:
-    kind, slash, name = finding.partition("/")
-    if not slash:
-        raise ConfigError(f"--finding: give it as --findings lists it, such as warning/{finding}")
-    return kind, name
-
-
 def _episode(record: Record, prefix: str) -> str:
-    """Raises NotRecordedError that names episodes that there are."""
+    """The uuid of the episode that begins so. Raises NotRecordedError that names some episodes."""
     try:
         return find_episode(record, prefix)
     except NotRecordedError as error:
-        some = [line.uuid[:8] for line in newest(record, limit=EPISODES_NAMED).episodes]
         if "several" in str(error):
             raise
-        has = f"the newest are {', '.join(some)}" if some else no_episodes(record)
+        some = [line.uuid[:8] for line in newest(record, limit=EPISODES_NAMED).episodes]
+        if some:
+            has = f"the newest are {', '.join(some)}"
+        elif record.facts().get("recording") == "off":
+            has = "it keeps none (recording: off); journal.jsonl has them"
+        else:
+            has = "none has ended yet"
         raise NotRecordedError(f"{error} in {record.folder}; {has}") from error
 
 
-def no_episodes(record: Record) -> str:
-    """Why a record has no episode."""
-    if record.facts().get("recording") == "off":
-        return "it keeps none (recording: off); journal.jsonl has them"
-    return "none has ended yet"
+# Words and tables
 
 
-def _step(record: Record, wanted: Wanted) -> BaseModel:
-    """A step, or the episodes of an evaluation. Raises NotRecordedError that names those that there are."""
-    every = {each.label: each for each in evaluations(record)}
-    if wanted.step in every:
-        query = f"label:{wanted.step} step={every[wanted.step].step}"
-        return search(record, query, before=wanted.start, limit=wanted.limit)
-    last = record.number("SELECT max(step) FROM steps")
-    if wanted.step.isdecimal() and last is not None and 0 < int(wanted.step) <= last:
-        show = _filter(wanted, GroupFilter)
-        return step_view(record, int(wanted.step), show=show, offset=wanted.start or 0)
-    steps = f"steps 1 to {int(last)}" if last else "no finished step"
-    labels = f", and the evaluations {', '.join(every)}" if every else ""
-    raise NotRecordedError(f"--step: the run has no {wanted.step!r}; it has {steps}{labels}")
+def say(console: Console, text: str | Text, style: str = "") -> None:
+    """Print a line, or lines, as they are."""
+    shown = plain(text) if isinstance(text, str) else text
+    console.print(shown, style=style, highlight=False, soft_wrap=True, markup=False)
+
+
+def health_lines(rows: Sequence[HealthRow]) -> list[Text]:
+    """What deserves a look: a line for each row that is not good, worst first."""
+    return [
+        Text(f"look at: {row.told()}", HEALTH_STYLES[row.kind])
+        for kind in ("bad", "warn")
+        for row in rows
+        if row.kind == kind
+    ]
+
+
+def _number(value: float | None, text: str = "{:.3f}") -> str:
+    return "" if value is None else text.format(value)
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
+    """The last column takes what room is left. A column of numbers begins with a `>`."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=not titles[-1].startswith(">"))
+    for title in titles:
+        numbers = title.startswith(">")
+        made.add_column(
+            title.removeprefix(">"),
+            justify="right" if numbers else "left",
+            no_wrap=True,
+            ratio=1 if title is titles[-1] and not numbers else None,
+        )
+    for row in rows:
+        made.add_row(*(cell if isinstance(cell, Text) else Text(one_line(cell)) for cell in row))
+    return made
+
+
+def _print_runs(view: RunList, console: Console) -> None:
+    rows: list[Sequence[str | Text]] = []
+    for run in view.runs:
+        score = f"{_number(run.score_before)} → {_number(run.score)}" if run.score is not None else ""
+        what = f"{run.model}: {', '.join(Path(task).name for task in run.tasks) or run.method}"
+        state = Text(run.state, STATES[run.state])
+        rows.append((run.name, state, f"{run.step}/{run.steps}", score, _number(run.reward), what))
+    console.print(_table(("run", "state", ">step", ">held out", ">reward", "model and tasks"), rows))
+
+
+# A run
+
+
+def _print_run(view: RunView, steps: Sequence[StepLine], console: Console, root: Path) -> None:
+    """State, health, steps, evaluations, newest episodes. `root`: what the user called the run."""
+    tasks = ", ".join(Path(task).name for task in view.tasks)
+    say(console, Text(one_line(view.folder), "bold"))
+    say(console, f"{view.method} of {view.model}" + (f" on {tasks}" if tasks else ""))
+    at = f"after {view.step} steps" if view.step == view.steps else f"at step {view.step} of {view.steps}"
+    left = "" if view.time_left_s is None else f", about {whole_time(view.time_left_s)} left"
+    say(console, Text(f"{view.state} {at}{left}", STATES[view.state]))
+    if view.failure:
+        say(console, view.failure, "red")
+    if view.phase:
+        of = f" of {view.phase.total:,}" if view.phase.total else ""
+        say(console, f"sampling {view.phase.label}: {view.phase.done:,}{of} episodes")
+    if view.waiting:
+        waited = whole_time(max(0.0, time.time() - view.waiting.since))
+        say(console, f"waiting for {view.waiting.what}, for {waited}")
+    for each in view.health.failures:
+        words = each.example.preview if each.example else each.kind
+        episode = f"   (episode {each.example.uuid[:8]})" if each.example else ""
+        say(console, f"failed: {each.count} x {one_line(words)}{episode}")
+    for line in health_lines(view.health.rows):
+        say(console, line)
+    if steps:
+        console.print(_steps(steps))
+    for each in view.evaluations:
+        failed = f", {each.failed} failed" if each.failed else ""
+        score = _number(each.score)
+        say(console, f"evaluation {each.label}: {score}  ({each.accepted} episodes{failed})")
+    if view.newest:
+        say(console, "\nnewest episodes")
+        console.print(_episodes(view.newest))
+    elif view.recording == "off":
+        say(console, "\nThis run keeps no episodes (recording: off); journal.jsonl has them.")
+    say(console, f"\nan episode: tinkerscript show {root} EPISODE; everything else: tinkerscript view {root}")
+
+
+def _steps(steps: Sequence[StepLine]) -> Table:
+    """Oldest first, as a log reads."""
+    titles = (">step", ">reward", ">accepted", ">failed", ">trained", ">lag", ">policy", "ended")
+    rows = [
+        (
+            *(str(step.step), _number(step.reward), str(step.accepted), str(step.failed or "")),
+            *(str(step.trained), _number(step.max_lag, "{}"), str(step.policy_version)),
+            time.strftime("%H:%M:%S", time.localtime(step.time)),
+        )
+        for step in reversed(steps)
+    ]
+    return _table(titles, rows)
+
+
+def _episodes(lines: Iterable[EpisodeLine]) -> Table:
+    titles = ("episode", "for", ">reward", ">advantage", ">calls", ">tokens", "training")
+    rows: list[Sequence[str | Text]] = [
+        (
+            *(line.uuid[:8], line.label or f"step {line.step}"),
+            _number(line.reward, "{:g}") if line.status == "accepted" else Text(line.status, "red"),
+            *(_number(line.advantage, "{:+.3f}"), str(line.calls or ""), str(line.sampled_tokens or "")),
+            *((line.outcome or "").replace("_", " "), line.preview),
+        )
+        for line in lines
+    ]
+    return _table((*titles, "last reply, or why it failed"), rows)
+
+
+# An episode
+
+
+def _print_episode(view: EpisodeView, console: Console) -> None:
+    for line in _facts(view):
+        say(console, line)
+    for words, style in _conversations(view.turns):
+        say(console, words, style)
+    if not view.recorded:
+        say(console, "\nIts calls are not recorded (recording, recording_limit_mb); journal.jsonl has them.")
+    for sequence in view.sequences:
+        say(console, f"\n{_sequence(sequence)}", "bold")
+
+
+def _facts(view: EpisodeView) -> list[str]:
+    """What is known about an episode besides its conversation."""
+    line = view.line
+    end = line.status if line.status != "accepted" else f"reward {_number(line.reward, '{:g}')}"
+    lines = [f"{line.type} episode {line.uuid}, group {line.group_id}: {end}"]
+    if line.attempt:
+        versions = f"policy versions {line.first_version} to {line.last_version}"
+        lines.append(f"attempt {line.attempt} of {line.client}, {versions}")
+    lines += [f"attempt {a.attempt} of {a.client} failed: {a.kind}: {a.message}" for a in view.attempts]
+    lines += [f"sample {view.sample_id} of {view.task}, target: {view.target}"] if view.sample_id else []
+    for use in view.uses:
+        advantage = _number(use.advantage, ", advantage {:+.3f}")
+        lines.append(f"step {use.step}: {use.outcome.replace('_', ' ')}{advantage}")
+    for score in view.scores:
+        answer = f", answer {score.answer}" if score.answer else ""
+        why = f"; {score.explanation}" if score.explanation else ""
+        lines.append(f"score {score.name}: {score.value}{answer}{why}")
+    rest = {name: value for name, value in view.metadata.items() if name not in ("scores", "explanations")}
+    for name, values in {"metrics": view.metrics, "metadata": rest}.items():
+        if values:
+            lines.append(f"{name}: {json.dumps(values, ensure_ascii=False)}")
+    return lines
+
+
+def _conversations(turns: Sequence[CallView]) -> list[tuple[str, str]]:
+    """Lines and their styles: each conversation that no other call extends."""
+    calls = {turn.call_id: turn for turn in turns}
+    extended = {turn.parent_id for turn in turns}
+    leaves = [turn for turn in turns if turn.call_id not in extended]
+    lines: list[tuple[str, str]] = []
+    for place, leaf in enumerate(leaves, 1):
+        because = f", forked: {leaf.fork_reason}" if leaf.fork_reason else ""
+        if len(leaves) > 1:
+            lines.append((f"\n{'═' * 8} sequence {place} of {len(leaves)}{because} {'═' * 8}", "dim"))
+        chain = [leaf]
+        while (parent := calls.get(chain[0].parent_id or "")) is not None:
+            chain.insert(0, parent)
+        for turn in chain:
+            for message in [*turn.messages, turn.reply]:
+                lines += _message(message)
+            lines.append((_call(turn), "dim"))
+    sampled = sum(turn.sampled_tokens for turn in turns)
+    return [*lines, (f"\n{len(turns)} calls, {sampled} tokens sampled", "dim")] if turns else []
+
+
+def _call(turn: CallView) -> str:
+    stopped = "" if turn.stop_reason == "stop" else f", ended by {turn.stop_reason}"
+    logprob = _number(turn.mean_logprob, ", mean logprob {:.3f}")
+    side = ", a side call" if turn.side else ""
+    ignored = f", without effect: {', '.join(turn.ignored)}" if turn.ignored else ""
+    version = f"policy version {turn.policy_version}"
+    return f"({turn.sampled_tokens} tokens, {version}{logprob}{stopped}{side}{ignored})"
+
+
+def _message(message: Mapping[str, Any]) -> list[tuple[str, str]]:
+    role = str(message.get("role"))
+    title = f"\n── {role} " + "─" * max(0, RULE - len(role))
+    lines = [(title, "bold cyan" if role == "assistant" else "bold")]
+    if reasoning := message.get("reasoning_content"):
+        lines.append((str(reasoning), "dim italic"))
+    if content := message.get("content"):
+        lines.append((content if isinstance(content, str) else json.dumps(content, ensure_ascii=False), ""))
+    for call in message.get("tool_calls") or []:
+        function = call["function"]
+        lines.append((f"-> {function['name']}({function['arguments']})", "yellow"))
+    return lines
+
+
+def _sequence(line: SequenceLine) -> str:
+    fork = f", shares {line.fork} tokens with sequence {line.parent}" if line.parent is not None else ""
+    reason = f"; did not train: {line.reason.replace('_', ' ')}" if line.reason else ""
+    counts = f"{line.tokens:,} tokens, {line.sampled:,} sampled, {line.trained:,} that train"
+    role = f" of role {line.role}" if line.role else ""
+    return f"training sequence {line.number}{role}: {counts}{fork}{reason}"

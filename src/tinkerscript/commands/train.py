@@ -9,34 +9,45 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from contextlib import asynccontextmanager, contextmanager
+import shlex
+import shutil
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from tinkerscript.commands.fleet_poll import FleetPoll
+from tinkerscript.commands.plan import check_fits
+from tinkerscript.commands.show import health_lines, say
 from tinkerscript.config import RUNS, RunConfig, load_config
 from tinkerscript.dashboard.line_reporter import LineReporter
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.dashboard.table_reporter import TableReporter
 from tinkerscript.dashboard.terminal import open_in_browser, print_summary, shown_progress
 from tinkerscript.errors import ConfigError, TinkerScriptError
-from tinkerscript.files import followed
+from tinkerscript.files import followed, is_disk_full
 from tinkerscript.lifecycle import waited_lock, without_garbage_collection
 from tinkerscript.model_folder import pinned_model, same_model
-from tinkerscript.processes.page_door import page_door
+from tinkerscript.record.health import BestScore, best_score, health_rows, verdict
+from tinkerscript.record.reader import Record
+from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.remote_folder import Uploads, is_url, name_of, resumable_folder
 from tinkerscript.server.addresses import bind_http
 from tinkerscript.server.auth import Roles
+from tinkerscript.train.identity import check_unused, check_whole
 from tinkerscript.train.run_folder import steps_finished
+from tinkerscript.workers.base_task import check_is_there
 
 Train = Callable[[ProgressReporter, Path | None], Coroutine[Any, Any, object]]
 """Trains a run: reports progress, and resumes or joins the folder if one is given."""
 
+
+WORSE = 3
+"""The exit code of a run whose end is no success: the model is worse than it was, or nothing has trained."""
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun sets for each process, besides WORLD_SIZE."""
@@ -51,7 +62,7 @@ async def train_command(
     join: Path | None,
     opens: bool = False,
 ) -> int:
-    """Train, and print the results; returns the exit code: 0, or 1 if episodes were lost.
+    """Train, and print the results; returns the exit code: 0, 1 if episodes were lost, or `WORSE`.
 
     `resume` is the folder of a run to resume, `join` that of a server that runs already; with `opens` the
     run's page opens in a browser. Raises ConfigError.
@@ -64,21 +75,32 @@ async def train_command(
     config = _pinned(config, console)
     fresh = resume is None and join is None
     if fresh and _has_server(config):
+        if config.workers.script and config.workers.count:
+            check_is_there(Path(config.workers.script))
         Roles.of(config.interchange_server, os.environ)
         bind_http(config.interchange_server, None).close()
-    again = f"tinkerscript train {path} --join {folder}" if join else f"tinkerscript train --resume {folder}"
+    if fresh:
+        check_unused(folder)
+    else:
+        check_whole(folder)
+    begin = ["train", str(path), "--join"] if join else ["train", "--resume"]
+    again = shlex.join(["tinkerscript", *begin, str(folder)])
     try:
-        with shown_progress(console) as progress, _on_url(config, progress, opens=opens) as on_url:
-            await _train(config, folder, progress, on_url, is_new=fresh, join=join is not None, again=again)
-    except TinkerScriptError:
-        if _has_begun(folder):
+        joins = join is not None
+        with shown_progress(console) as progress, _watching(progress, opens=opens) as watchers:
+            await _train(config, folder, progress, watchers, is_new=fresh, join=joins, again=again)
+    except Exception as error:
+        is_full = is_disk_full(error)
+        if _has_begun(folder) and (is_full or isinstance(error, TinkerScriptError)):
             _print(console, f"once the cause is fixed, resume with: {again}")
+        if is_full:
+            full = min((folder, *_store_folder(config)), key=lambda place: shutil.disk_usage(place).free)
+            raise ConfigError(f"the disk of {full} is full: nothing that was finished is lost") from error
         raise
     if config.method == "sft":
         _report_sft(console, folder)
         return 0
-    _report(console, config, folder)
-    return 1 if _summary(folder)["episodes_lost"] else 0
+    return _report(console, config, folder)
 
 
 def resumed(name: str | None, console: Console) -> Path | None:
@@ -93,53 +115,57 @@ def resumed(name: str | None, console: Console) -> Path | None:
 async def _copy_rest(config: RunConfig, folder: Path, console: Console) -> None:
     """Copy what a finished run could not copy to its URL. Raises ConfigError and UploadError."""
     if is_url(config.experiment_dir):
-        keep = config.training.keep_checkpoints
-        note = partial(_print, console)
-        async with Uploads(folder, config.experiment_dir, note, keep_checkpoints=keep) as outbox:
-            await outbox.finish()
+        async with Uploads(folder, config.experiment_dir, partial(_print, console)) as uploads:
+            await uploads.finish()
 
 
 async def _train(
     config: RunConfig,
     folder: Path,
     progress: ProgressReporter,
-    on_url: Callable[[str], object],
+    watchers: _Watchers,
     *,
     is_new: bool,
     join: bool,
     again: str,
 ) -> None:
-    """Train, with the page of the run beside it. `again`: the command that resumes the run."""
-    async with _page(config, folder, progress, on_url):
-        with progress.waiting("torch, transformers and Inspect to load"):
-            train = _import_training(config, join=join, on_url=on_url)
-        running = asyncio.create_task(train(progress, None if is_new else folder))
-        try:
-            await asyncio.shield(running)
-        except asyncio.CancelledError:
-            progress.note(f"stopping; resume with: {again}")
-            running.cancel()
-            with progress.waiting("the run to stop"):
-                await running
+    """Train. `again`: the command that resumes the run."""
+    with progress.waiting("torch, transformers and Inspect to load"):
+        train = _import_training(config, join, watchers)
+        check_fits(config, folder)
+    running = asyncio.create_task(train(progress, None if is_new else folder))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        progress.note(f"stopping; resume with: {again}")
+        running.cancel()
+        with progress.waiting("the run to stop"):
+            await running
+
+
+class _Watchers(NamedTuple):
+    """Who is told the addresses of a run's page and of its server."""
+
+    page: Callable[[str], None]
+    server: Callable[[str], None]
 
 
 @contextmanager
-def _on_url(
-    config: RunConfig, progress: LineReporter | TableReporter, *, opens: bool
-) -> Generator[Callable[[str], None]]:
-    """What is told the URL of the run's page, which is its server's if it has one."""
+def _watching(progress: LineReporter | TableReporter, *, opens: bool) -> Generator[_Watchers]:
     poll = FleetPoll(progress.workers) if isinstance(progress, TableReporter) else None
 
-    def told(url: str) -> None:
+    def page(url: str) -> None:
         if isinstance(progress, TableReporter):
             progress.page(url)
-        if poll is not None and _has_server(config):
-            poll.start(url)
         if opens:
             open_in_browser(url, progress.note)
 
+    def server(url: str) -> None:
+        if poll is not None:
+            poll.start(url)
+
     try:
-        yield told
+        yield _Watchers(page, server)
     finally:
         if poll is not None:
             poll.stop()
@@ -147,20 +173,6 @@ def _on_url(
 
 def _has_server(config: RunConfig) -> bool:
     return config.method == "grpo" and config.enable_tinkerscript_mode
-
-
-@asynccontextmanager
-async def _page(
-    config: RunConfig, folder: Path, progress: ProgressReporter, on_url: Callable[[str], object]
-) -> AsyncGenerator[None]:
-    """The page of a run without a server; a server has its own."""
-    if _has_server(config):
-        yield
-        return
-    async with page_door(folder, progress.note, withheld=config.key_variables) as url:
-        progress.note(f"watch the run at {url}")
-        on_url(url)
-        yield
 
 
 def is_follower(path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None) -> bool:
@@ -245,17 +257,19 @@ def _joining(config: RunConfig, folder: Path) -> RunConfig:
     return config.model_copy(update=changes)
 
 
-def _import_training(config: RunConfig, *, join: bool, on_url: Callable[[str], object]) -> Train:
-    """What trains this config. Importing it takes seconds. `on_url` is told where a server has the page."""
+def _import_training(config: RunConfig, join: bool, watchers: _Watchers) -> Train:
+    """What trains this config. Importing it takes seconds."""
     if config.method == "sft":
         with without_garbage_collection():
             from tinkerscript.train.sft import run_sft
 
-        return lambda progress, path: run_sft(config, progress, path=path)
+        return lambda progress, path: run_sft(config, progress, path=path, on_page=watchers.page)
     with without_garbage_collection():
         from tinkerscript.train.run import run_training
 
-    return lambda progress, path: run_training(config, progress, path=path, join=join, on_url=on_url)
+    return lambda progress, path: run_training(
+        config, progress, path=path, join=join, on_page=watchers.page, on_server=watchers.server
+    )
 
 
 def _finished(config: RunConfig, folder: Path) -> str:
@@ -276,22 +290,58 @@ def _has_begun(folder: Path) -> bool:
     return journal.exists() and journal.stat().st_size > 0
 
 
+def _store_folder(config: RunConfig) -> list[Path]:
+    """Where the server's store is, if a path says so."""
+    scheme, _, path = config.interchange_server.store.partition("://")
+    return [Path(path).parent] if scheme == "sqlite" and path else []
+
+
 def _summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
 
 
-def _report(console: Console, config: RunConfig, folder: Path) -> None:
-    print_summary(console, _summary(folder), folder)
-    checkpoint = folder / "checkpoints" / "final"
-    use = f"serve the model    tinkerscript serve --checkpoint {checkpoint}"
-    if config.engine.backend == "tinker":  # The folder says where the service has the weights.
-        use = f"train from it      tinkerscript train CONFIG --set engine.checkpoint={checkpoint}"
+def _report(console: Console, config: RunConfig, folder: Path) -> int:
+    """Print the results, whether they are good, and what to do with them; returns the exit code."""
+    summary = _summary(folder)
+    print_summary(console, summary, folder)
+    record = Record(folder) if (folder / RECORD_FILE).is_file() else None
+    best = best_score(record) if record else None
     copied = f"copied to          {config.experiment_dir}\n" if is_url(config.experiment_dir) else ""
     _print(
         console,
-        f"\nrun folder         {folder}   (learning_curve.png, rollouts/, metrics.jsonl)\n{copied}{use}\n"
-        f"look at it again   tinkerscript view {folder}",
+        f"\nrun folder         {folder}   (learning_curve.png, rollouts/, metrics.jsonl)\n{copied}"
+        f"{_use(config, folder, best)}\nlook at it again   tinkerscript view {folder}",
     )
+    if record is not None:
+        rows = health_rows(record)
+        _print(console, f"health             {verdict(rows)}")
+        for line in health_lines(rows):
+            say(console, line)
+    if summary.get("episodes_lost"):
+        return 1
+    trained_nothing = bool(summary.get("steps")) and not summary.get("tokens_trained")
+    if trained_nothing:
+        say(console, f"nothing has trained: the weights are as they were (exit code {WORSE})", "red")
+    elif best is not None:
+        scores = f"{best.score:.3f} {best.label}, {best.last:.3f} now"
+        say(console, f"the model is worse than it was: {scores} (exit code {WORSE})", "red")
+    return WORSE if trained_nothing or best is not None else 0
+
+
+def _use(config: RunConfig, folder: Path, best: BestScore | None) -> str:
+    """What to do with the model: the final one, unless an earlier one is better."""
+    checkpoint = folder / "checkpoints" / "final"
+    if best is not None:
+        checkpoint = folder / "checkpoints" / f"step_{best.step:04d}"
+        if not best.step:
+            start = config.engine.checkpoint or config.engine.model
+            return f"best by score      the model that the run started from, {start}: {best.score:.3f}"
+        if not checkpoint.is_dir():
+            return f"best by score      step {best.step}, {best.score:.3f}: its checkpoint was not kept"
+    name = "serve the model " if best is None else "serve the best  "
+    if config.engine.backend == "tinker":  # The folder says where the service has the weights.
+        return f"train from it      tinkerscript train CONFIG --set engine.checkpoint={checkpoint}"
+    return f"{name}   tinkerscript serve --checkpoint {checkpoint}"
 
 
 def _report_sft(console: Console, folder: Path) -> None:

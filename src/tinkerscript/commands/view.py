@@ -1,7 +1,8 @@
-"""`tinkerscript view`: the page of one run, or of all runs in a folder. Also the page as a child process."""
+"""`tinkerscript view`: the page of one run, or of all runs in a folder. A run starts it for its own page."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Mapping
@@ -10,17 +11,26 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tinkerscript.config import InterchangeConfig
 from tinkerscript.dashboard.terminal import open_in_browser
 from tinkerscript.errors import ConfigError
-from tinkerscript.page.page_server import serve_page
+from tinkerscript.http_server import http_server
+from tinkerscript.lifecycle import shorten_collections
+from tinkerscript.page.web_app import create_page
 from tinkerscript.record.reader import find_runs
-from tinkerscript.server.addresses import http_url, listen, listen_near, remote_url
+from tinkerscript.server.addresses import PAGE_PORT, http_url, listen, listen_near, remote_url
 from tinkerscript.server.auth import ADMIN_TOKEN, FILE_SUFFIX, MIN_TOKEN_CHARS, is_loopback, read_token
 
-DEFAULT_PORT = 10087
+NICENESS = 10
+"""A page must not take the processor from a run beside it."""
+
+GRACE_S = 1
+"""Seconds that open requests, such as event streams, get at the end."""
 
 
-async def view_command(root: Path, console: Console, *, host: str, port: int | None, opens: bool) -> int:
+async def view_command(
+    root: Path, console: Console, *, host: str, port: int | None, opens: bool, certificate: str, key: str
+) -> int:
     """Serve the page of the runs in `root` until cancelled. `port`: None for the default one or any other.
 
     Raises ConfigError: no runs, a port in use, an address that takes a token.
@@ -28,15 +38,32 @@ async def view_command(root: Path, console: Console, *, host: str, port: int | N
     find_runs(root)
     check_reach(host, os.environ)
     try:
-        listener = listen_near(host, DEFAULT_PORT) if port is None else listen(host, port)
+        listener = listen_near(host, PAGE_PORT) if port is None else listen(host, port)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+    url = http_url(listener, tls=bool(certificate))
+    console.print(remote_url(url, host), highlight=False, soft_wrap=True, markup=False)
+    if opens:
+        open_in_browser(url, partial(console.print, highlight=False, soft_wrap=True))
+    return await serve_page(root, listener, certificate=certificate, key=key)
+
+
+async def serve_page(root: Path, listener: socket.socket, *, certificate: str = "", key: str = "") -> int:
+    """Serve the page of the runs in `root` until cancelled. The admin token is in the environment."""
+    section = InterchangeConfig(
+        tls_certificate=certificate, tls_key=key, trusted_proxies=["127.0.0.1", "::1"]
+    )
+    app = create_page(root, admin_token=read_token(os.environ, ADMIN_TOKEN))
+    server = http_server(app, section, lifespan="on", grace_s=GRACE_S)
+    os.nice(NICENESS)
+    shorten_collections()
     with listener:
-        url = remote_url(http_url(listener), host)
-        console.print(url, highlight=False, soft_wrap=True, markup=False)
-        if opens:
-            open_in_browser(http_url(listener), partial(console.print, highlight=False, soft_wrap=True))
-        await serve_page(root, listener, environ=os.environ)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            await asyncio.shield(serving)
+        finally:
+            server.should_exit = True
+            await serving
     return 0
 
 
@@ -55,25 +82,3 @@ def check_reach(host: str, environ: Mapping[str, str]) -> None:
             f"--host {host} is reachable from other machines, so {ADMIN_TOKEN} must have at least "
             f"{MIN_TOKEN_CHARS} characters, not {len(token)}"
         )
-
-
-async def page_command(run_dir: Path, *, path: Path | None, fd: int | None, idle_s: float) -> int:
-    """Serve the page of one run until cancelled or idle: on a new Unix socket, or on one that the parent
-    passed."""
-    listener = _unix_socket(path) if path is not None else socket.socket(fileno=fd)
-    with listener:
-        await serve_page(run_dir, listener, environ=os.environ, idle_s=idle_s)
-    return 0
-
-
-def _unix_socket(path: Path) -> socket.socket:
-    """A listening socket for this user alone, in place of one that a dead process left."""
-    path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o177)
-    try:
-        listener.bind(str(path))
-    finally:
-        os.umask(before)
-    listener.listen(128)
-    return listener

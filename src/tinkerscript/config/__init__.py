@@ -19,7 +19,7 @@ from tinkerscript.config.run_section import (
     WorkersConfig,
 )
 from tinkerscript.config.section import Section
-from tinkerscript.config.server_section import ClientConfig, InterchangeConfig
+from tinkerscript.config.server_section import DEFAULT_PORT, ClientConfig, InterchangeConfig, Port
 from tinkerscript.config.training_section import (
     DistillationConfig,
     ReplayConfig,
@@ -30,6 +30,7 @@ from tinkerscript.config.training_section import (
 )
 
 __all__ = [
+    "DEFAULT_PORT",
     "RUNS",
     "ClientConfig",
     "ClusterConfig",
@@ -41,6 +42,7 @@ __all__ = [
     "LaunchConfig",
     "LoraConfig",
     "MetricsConfig",
+    "Port",
     "ReplayConfig",
     "RoleConfig",
     "RolloutCorrectionConfig",

@@ -82,11 +82,6 @@ class EngineConfig(Section):
     """Arguments of the model's chat template, such as `{enable_thinking: false}`. They hold for every episode
     and chat of a run."""
 
-    renderer: str = ""
-    """Name of a renderer of tinker_cookbook for supervised chats (`method: sft`) and for episodes in the
-    trainer's process (`enable_tinkerscript_mode: false`). Empty: the model's own chat format, in which the
-    server always renders. One that writes other prompts than the model's own format is refused."""
-
     @field_validator("base_url")
     @classmethod
     def _is_http(cls, value: str) -> str:

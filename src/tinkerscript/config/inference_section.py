@@ -31,8 +31,8 @@ class LaunchConfig(Section):
     """Number of GPUs of one replica."""
 
     python: str = ""
-    """Python of the environment that has vLLM or SGLang, such as `vllm-env/bin/python`; vLLM's needs
-    tinkerscript too (`pip install tinkerscript`). Empty: this one."""
+    """Python of the environment that has vLLM and tinkerscript (`pip install tinkerscript`), such as
+    `vllm-env/bin/python`. Empty: this one."""
 
     args: list[str] = Field(default_factory=list[str])
     """Further arguments of the server, such as vLLM's `--gpu-memory-utilization=0.5`."""
@@ -48,8 +48,8 @@ class LaunchConfig(Section):
 
 
 class InferenceConfig(Section):
-    backend: Literal["trainer", "vllm", "sglang"] = "trainer"
-    """What samples: the `trainer`'s engine; vLLM or SGLang replicas that get each version of the LoRA adapter
+    backend: Literal["trainer", "vllm"] = "trainer"
+    """What samples: the `trainer`'s engine; vLLM replicas that get each version of the LoRA adapter
     that trains (`launch` or `replicas`, docs/vllm.md); or for `tinkerscript serve` your own server
     (`base_url`, docs/samplers.md), whose tokenizer and config are in the folder `engine.model`."""
 
@@ -80,7 +80,7 @@ class InferenceConfig(Section):
     """Seconds without a sampled token after which a replica with requests counts as hung."""
 
     base_url: str = ""
-    """URL of the vLLM or SGLang server, such as `http://127.0.0.1:8000`, with or without `/v1`."""
+    """URL of the vLLM server, such as `http://127.0.0.1:8000`, with or without `/v1`."""
 
     model: str = ""
     """Name of the model at that server. Empty: the only one that it serves."""
@@ -113,7 +113,7 @@ class InferenceConfig(Section):
         if not self.has_replicas:
             return self
         if self.backend == "trainer":
-            raise ValueError("launch and replicas are for backend: vllm or sglang, not trainer")
+            raise ValueError("launch and replicas are for backend: vllm, not trainer")
         if self.base_url:
             raise ValueError("give base_url, for `tinkerscript serve`, or launch or replicas, to train with")
         wanted = self.launch.replicas * self.launch.tensor_parallel
@@ -129,11 +129,6 @@ class InferenceConfig(Section):
     def has_replicas(self) -> bool:
         """Whether the weights that train are published to replicas."""
         return bool(self.launch.replicas or self.replicas)
-
-    @property
-    def server_name(self) -> str:
-        """What the replicas run, for people."""
-        return {"vllm": "vLLM", "sglang": "SGLang"}[self.backend]
 
     @property
     def samples_without_trainer(self) -> bool:
@@ -156,7 +151,7 @@ class RoleConfig(Section):
     """For `trained`: the checkpoint that the role starts from; empty: the weights that the run starts from.
     For `frozen`: folder or Hub id of a model, or a checkpoint of a run; with `engine.backend: tinker` also
     a `tinker://` path or a base model of the service; empty: the weights that the run starts from. With
-    `base_url`: the model's name at that server; empty: the only one that it serves."""
+    `base_url`: the model's name at that server; empty, for `frozen`: the only one that it serves."""
 
     base_url: str = ""
     """URL of a server, with or without `/v1`. `outside` needs one. For `frozen`: that of a vLLM server, whose
@@ -188,8 +183,10 @@ class RoleConfig(Section):
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> RoleConfig:
-        if self.kind == "outside" and not self.base_url:
-            raise ValueError("kind: outside needs base_url, the URL of an OpenAI-compatible server")
+        if self.kind == "outside" and not (self.base_url and self.model):
+            raise ValueError(
+                "kind: outside needs base_url and model: an OpenAI-compatible server and its model"
+            )
         if self.kind == "trained" and self.base_url:
             raise ValueError("kind: trained has no base_url: the run's own engine trains and samples it")
         if self.kind != "trained" and self.learning_rate:

@@ -17,7 +17,7 @@ from pydantic import (
 from tinkerscript.config.engine_section import EngineConfig
 from tinkerscript.config.inference_section import RESERVED_ROLES, InferenceConfig, RoleConfig
 from tinkerscript.config.section import Section
-from tinkerscript.config.server_section import InterchangeConfig
+from tinkerscript.config.server_section import InterchangeConfig, Port
 from tinkerscript.config.training_section import (
     DistillationConfig,
     SamplingConfig,
@@ -43,6 +43,24 @@ class TaskConfig(Section):
     eval_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Task arguments that select the evaluation samples. Samples that `train_args` also select are
     trained on: use a different split."""
+
+    sandbox_type: str = ""
+    """Inspect's sandbox to use in place of the task's own: `docker`, `bubblewrap` (docs/agents.md), `local`
+    (what the model writes runs on the worker's machine), or another package's. Empty: the task's own."""
+
+    sandbox_config: str = ""
+    """The config file of that sandbox, such as a compose file."""
+
+    @model_validator(mode="after")
+    def _config_is_of_a_sandbox(self) -> TaskConfig:
+        if self.sandbox_config and not self.sandbox_type:
+            raise ValueError("sandbox_config: give sandbox_type too")
+        return self
+
+    @property
+    def sandbox(self) -> str:
+        """Type and config file of the sandbox as Inspect writes them: `docker:compose.yaml`; may be empty."""
+        return ":".join(filter(None, [self.sandbox_type, self.sandbox_config]))
 
 
 class WeightedTaskConfig(TaskConfig):
@@ -150,6 +168,10 @@ class RunConfig(Section):
     """How server, workers and trainer log, in the run folder's `logs`: lines for people, or a JSON object a
     line (docs/monitoring.md)."""
 
+    page_port: Port | Literal["off"] = "auto"
+    """Port of the run's page. `auto`: 10085, or where that is in use a free port; 0: a free port; `off`: no
+    page. It listens where the server does if the admin token is set, else on this machine alone."""
+
     recording: str = Field(default="all", pattern=r"^(all|off|every [1-9]\d{0,5})$")
     """Whose calls and tokens the run's page can show: `all` episodes', or those of `every N` steps (such as
     `every 10`) and of evaluations; the other episodes have a line each. `off`: curves alone. Writing takes
@@ -202,7 +224,7 @@ class RunConfig(Section):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     """Where the processes of a run are started."""
 
-    @field_validator("recording", mode="before")
+    @field_validator("recording", "page_port", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: object) -> object:
         return "off" if value is False else value  # YAML reads a bare `off` as false.
@@ -228,22 +250,29 @@ class RunConfig(Section):
                 f"training.distillation.teacher: {distillation.teacher!r} is not one of the roles of kind: "
                 f"frozen, which are {frozen or 'none'}"
             )
-        if self.engine.backend == "tinker" and distillation.mode == "loss":
-            raise ValueError(
-                "training.distillation.mode: loss needs the embedded engine; a service of Tinker's protocol "
-                "knows only its own losses: set mode: reward"
-            )
         return self
 
     @model_validator(mode="after")
-    def _renderer_is_used(self) -> RunConfig:
-        if self.engine.renderer and self.enable_tinkerscript_mode and self.method == "grpo":
+    def _samples_can_train(self) -> RunConfig:
+        temperature = self.sampling.temperature
+        if self.method != "grpo" or not self.training.steps or temperature == 1:
+            return self
+        if temperature == 0:
             raise ValueError(
-                f"engine.renderer: {self.engine.renderer!r} would not be used, because the server renders "
-                "episodes in the model's own chat format; leave it empty, or set "
-                "enable_tinkerscript_mode: false to run episodes in the trainer's process"
+                "sampling.temperature: 0 takes the most probable token, which is no sample of a "
+                "distribution, so nothing would train; set it above 0"
             )
-        return self
+        teacher = self.training.distillation.teacher
+        if self.engine.backend == "tinker":
+            alone = "a service of Tinker's protocol trains"
+        elif teacher and self.roles[teacher].base_url:
+            alone = f"the server of the teacher {teacher!r} scores"
+        else:
+            return self
+        raise ValueError(
+            f"sampling.temperature: {temperature:g}: {alone} at temperature 1 alone; set it to 1, and "
+            "sampling.precedence: run if programs name another"
+        )
 
     @model_validator(mode="after")
     def _roles_can_be_reached(self) -> RunConfig:
@@ -303,6 +332,11 @@ class RunConfig(Section):
             raise ValueError(
                 "inference.on_publish: finish needs replicas with several versions, which are adapters: set "
                 "engine.lora.rank, or leave on_publish: move"
+            )
+        if inference.sleep and self.engine.devices > 1:
+            raise ValueError(
+                f"inference.sleep: with engine.devices: {self.engine.devices}, only the first device would "
+                "give up its memory before replicas wake; set it to false, or train on one device"
             )
         if not self.enable_tinkerscript_mode:
             raise ValueError(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     Field,
@@ -12,6 +11,12 @@ from pydantic import (
 
 from tinkerscript.config.section import Section
 from tinkerscript.errors import MAX_REWARD
+
+DEFAULT_PORT = 10086
+"""Where a server listens if it can."""
+
+Port = Annotated[int, Field(ge=0, le=65535)] | Literal["auto"]
+"""`auto`: `DEFAULT_PORT`, or where that is in use a free one."""
 
 
 class ClientConfig(Section):
@@ -25,16 +30,6 @@ class ClientConfig(Section):
     max_claims: int = Field(default=256, ge=1)
     """Maximum number of claims that it may hold at once."""
 
-    pools: list[str] = Field(default_factory=list[str])
-    """Pools that it may claim from and register into; an empty name is the trainer's. An empty list: the
-    trainer's, and its own."""
-
-    registrations_per_minute: int = Field(default=6000, ge=1)
-    """Maximum number of episodes that it may register in a minute."""
-
-    bytes_per_minute: int = Field(default=268_435_456, ge=1024)
-    """Maximum size of the bodies of its requests in a minute, model calls excepted."""
-
 
 class InterchangeConfig(Section):
     interchange_method: Literal["ipc", "tcp"] = "ipc"
@@ -44,8 +39,9 @@ class InterchangeConfig(Section):
     """Address that the HTTP server binds. Any address other than loopback needs both tokens, and so does a
     server behind `trusted_proxies` or with another machine's name in `public_base_url`."""
 
-    interchange_server_port: int = Field(default=10086, ge=0, le=65535)
-    """HTTP port. 0 picks a free port, which the run folder's `server.json` names."""
+    interchange_server_port: Port = "auto"
+    """HTTP port. `auto`: 10086, or where that is in use and `public_base_url` is not set, a free port. 0: a
+    free port. The run folder's `server.json` has the URL."""
 
     link_host: str = "127.0.0.1"
     """IP address that the link binds if `interchange_method` is `tcp`. On any address other than loopback
@@ -56,10 +52,6 @@ class InterchangeConfig(Section):
 
     link_port: int = Field(default=0, ge=0, le=65535)
     """TCP port of the link if `interchange_method` is `tcp`. 0 picks a free port."""
-
-    link_addresses: list[str] = Field(default_factory=list[str])
-    """Links of all servers that share the store (`tcp://HOST:PORT`). With them the trainer starts no server:
-    it follows the one that serves, and its workers use `public_base_url` (docs/failover.md)."""
 
     public_base_url: str = ""
     """URL at which clients reach the server, if it differs from host and port (for example behind a
@@ -80,10 +72,6 @@ class InterchangeConfig(Section):
     max_attempts: int = Field(default=3, ge=1, le=100)
     """Number of claims after which an episode is recorded as failed."""
 
-    quarantine_s: float = Field(default=600.0, ge=0)
-    """Seconds for which a client gets no episodes after its attempts only fail while those of others succeed:
-    8 in a row or more, less likely than one in a million at the others' rate. 0: never."""
-
     call_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds that a model call may wait for the engine."""
 
@@ -91,8 +79,9 @@ class InterchangeConfig(Section):
     """Maximum lifetime of a claim in seconds, however often its client renews it."""
 
     processes: int = Field(default=1, ge=1, le=64)
-    """Processes that answer model calls. With more than one, each owns a share of the claims, at a path in
-    their base URLs (`/g/2/v1`), and the server itself keeps the episodes (docs/cluster.md). Linux only."""
+    """Processes that answer model calls. With more than one, each owns a share of the claims, at the port and
+    the path in their base URLs (`http://SERVER:10088/g/2/v1`), and the server itself keeps the episodes
+    (docs/cluster.md)."""
 
     store: str = "sqlite"
     """Where episodes are stored: `sqlite` (in the run's folder), `sqlite:///PATH`,
@@ -104,20 +93,18 @@ class InterchangeConfig(Section):
     commit). With PostgreSQL that is up to the database, and `full` refuses one with `fsync` off."""
 
     header_timeout_s: float = Field(default=10.0, gt=0)
-    """Seconds within which the head of a request has to arrive."""
+    """Seconds within which the head of a request has to arrive, which may have 64 KiB."""
 
     body_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds within which the body of a request has to arrive."""
+    """Seconds within which the body of a request has to arrive, and a client has to read some of an answer
+    that waits for it."""
 
     max_connections: int = Field(default=0, ge=0)
-    """Open connections beyond which the one that has been idle longest is closed. 0: what the limit on open
-    files allows."""
+    """Open connections beyond which the one that has been idle longest, or has not read its answer, is
+    closed. 0: what the limit on open files allows."""
 
     max_body_bytes: int = Field(default=16_777_216, ge=1024)
     """Maximum size of a request body, in bytes."""
-
-    max_metadata_bytes: int = Field(default=1_048_576, ge=1024)
-    """Maximum size of a result's `workflow_output` as JSON, in bytes."""
 
     max_reward: float = Field(default=MAX_REWARD, gt=0, le=MAX_REWARD)
     """Maximum magnitude of a reward. With clients that you do not trust, set it to what the task's scorer can
@@ -132,10 +119,6 @@ class InterchangeConfig(Section):
     max_claims_per_client: int = Field(default=4096, ge=1)
     """Maximum number of claims that one client may hold at once."""
 
-    max_groups_ahead: int = Field(default=0, ge=0)
-    """Complete groups of a client's own pool that may wait for a later batch; a pool with as many gets no
-    claims of training episodes until a batch takes some. 0: as many as a batch needs."""
-
     model_names: list[str] = Field(default_factory=list[str])
     """Names by which programs may call the model, besides `policy` and its own. Empty: any name."""
 
@@ -147,15 +130,6 @@ class InterchangeConfig(Section):
         names = [client.name for client in self.clients]
         if len(set(names)) < len(names):
             raise ValueError(f"each of `clients` needs a name of its own, got {names}")
-        if self.link_addresses and not self.public_base_url:
-            raise ValueError("link_addresses needs the servers' common address, public_base_url")
         if self.tls_key and not self.tls_certificate:
             raise ValueError("tls_key needs a tls_certificate")
-        if self.tls_certificate and self.processes > 1:
-            raise ValueError(
-                "with several processes TLS ends at a proxy in front of the server (trusted_proxies): leave "
-                "tls_certificate out, or set processes to 1"
-            )
-        if self.processes > 1 and not hasattr(os, "memfd_create"):
-            raise ValueError("processes: more than one needs Linux; set it to 1")
         return self

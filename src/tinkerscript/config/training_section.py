@@ -14,7 +14,13 @@ from tinkerscript.config.section import Section
 
 class SamplingConfig(Section):
     temperature: float = Field(default=1.0, ge=0)
-    """Temperature if the program does not set one."""
+    """Temperature if the program does not set one. Each token trains at the temperature that it was sampled
+    at; what is sampled at 0 does not train."""
+
+    precedence: Literal["program", "run"] = "program"
+    """Whose temperature counts where both name one: the program's (the request's, the Inspect task's config),
+    or the run's. `run` also turns off the top-p, top-k, min-p and repetition penalty of programs, and leaves
+    their `max_tokens`."""
 
     max_tokens: int = Field(default=64, ge=1)
     """Maximum number of tokens per model call if the program does not set a limit."""
@@ -26,16 +32,6 @@ class ReplayConfig(Section):
 
     groups: int = Field(default=0, ge=0)
     """Groups of earlier steps that join each step; 0: as many as the step's own `groups_per_step`."""
-
-    capacity: int = Field(default=256, ge=1)
-    """Groups that are kept for later steps; the oldest leave first."""
-
-    recency: float = Field(default=3.0, ge=0)
-    """How much newer groups are preferred: the n-th oldest of those kept has the weight n to this power. 0:
-    all are equal."""
-
-    max_age_s: float = Field(default=3600.0, gt=0)
-    """Seconds after its first step for which a group may train again."""
 
 
 class RolloutCorrectionConfig(Section):
@@ -54,27 +50,11 @@ class DistillationConfig(Section):
     teacher: str = ""
     """Name of the role (`roles`, of `kind: frozen`) that scores every sampled token. Empty: none."""
 
-    mode: Literal["reward", "loss"] = "reward"
-    """How the reverse KL divergence from the teacher trains: as part of each token's advantage, through
-    `loss_fn`, or as a `loss` of its own beside it (embedded engine)."""
-
     coef: float = Field(default=1.0, gt=0)
     """Weight of the divergence."""
 
-    discount_factor: float = Field(default=0.0, ge=0, le=1)
-    """With `mode: reward`: discount with which a token is also charged for the divergence of later tokens. 0:
-    only its own."""
-
     reward_coef: float = Field(default=0.0, ge=0)
     """Weight of the task's own reward. 0: the teacher alone decides, and groups need only one episode."""
-
-    @model_validator(mode="after")
-    def _discounts_rewards(self) -> DistillationConfig:
-        if self.mode == "loss" and self.discount_factor:
-            raise ValueError(
-                "discount_factor is for mode: reward; as a loss, each token has its own divergence"
-            )
-        return self
 
     @property
     def is_pure(self) -> bool:
@@ -92,18 +72,13 @@ class TrainingConfig(Section):
     group_size: int = Field(default=8, ge=1)
     """Episodes per sample. 1 is for distillation without the task's reward."""
 
-    batch_rule: Literal["groups", "differing_groups", "episodes"] = "groups"
-    """When a batch is complete: after enough complete `groups`, enough complete groups whose rewards
-    differ (`differing_groups`: the others are replaced), or enough accepted `episodes`, whatever their
-    groups."""
+    batch_rule: Literal["groups", "differing_groups"] = "groups"
+    """When a batch is complete: after enough complete `groups`, or after enough complete groups whose rewards
+    differ (`differing_groups`): the others are replaced, by up to three times `groups_per_step`."""
 
     extra_groups: int = Field(default=0, ge=0)
     """Groups that a step registers beyond those it needs, so that stragglers do not hold it up. The rest
     is cancelled."""
-
-    max_groups_per_step: int = Field(default=0, ge=0)
-    """Maximum number of groups that `differing_groups` registers per step; 0: four times
-    `groups_per_step`."""
 
     asynchronous: bool = False
     """True: the next step's episodes are sampled while the current step trains."""
@@ -119,7 +94,7 @@ class TrainingConfig(Section):
     """Steps between checkpoints, from which `train --resume` continues; 0: only the last step."""
 
     keep_checkpoints: int = Field(default=2, ge=1)
-    """Number of checkpoints to keep in addition to the final one."""
+    """Number of checkpoints to keep in addition to the final one, and to that of the best evaluation."""
 
     inspect_log_every: int = Field(default=5, ge=0)
     """Write the episodes of every n-th step, and of every evaluation, as Inspect logs to `inspect/` in the
@@ -137,21 +112,14 @@ class TrainingConfig(Section):
 
     max_mean_dlogp: float = Field(default=0.1, gt=0)
     """Mean difference between the trainer's logprobs and the sampler's, at policy lag 0, above which a
-    step is misaligned."""
-
-    warn_mean_dlogp: float = Field(default=0.05, gt=0)
-    """The same measure; above this a warning is counted."""
+    step is misaligned. Above half of it, a warning is counted."""
 
     minibatches: int = Field(default=1, ge=1)
-    """Optimizer steps per pass over a batch."""
+    """Optimizer steps per pass over a batch. The sequences that train are split among them, however few they
+    are."""
 
     epochs_per_batch: int = Field(default=1, ge=1)
     """Passes over a batch, each reshuffled and split into `minibatches`."""
-
-    microbatch_size: int = Field(default=0, ge=0)
-    """Sequences per `forward_backward` call. The gradients of a minibatch's calls accumulate, so the
-    result does not change. 0: the whole minibatch in one call. The embedded engine also splits by
-    tokens."""
 
     advantage_baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
     """What is subtracted from an episode's reward: the mean of its group, or the mean of the group's
@@ -164,58 +132,47 @@ class TrainingConfig(Section):
     """Weight of the KL divergence from the start policy, subtracted from the reward of each token. 0:
     none."""
 
-    kl_discount_factor: float = Field(default=0.0, ge=0, le=1)
-    """Discount with which a token is also charged for the divergence of later tokens. 0: only its own."""
-
     distillation: DistillationConfig = Field(default_factory=DistillationConfig)
     """Training on the scores of a teacher (docs/training.md)."""
 
     loss_fn: str = "ppo"
-    """Policy-gradient loss, by Tinker's names: `ppo`, `importance_sampling` or `cispo`; or `module:name`, a
-    loss of your own for the embedded engine (docs/extending.md)."""
+    """Policy-gradient loss, by Tinker's names: `ppo`, `importance_sampling`, `cispo` or `gspo`; `dro`, or
+    `module:name`, a loss of your own (docs/extending.md), for the embedded engine."""
 
     loss_config: dict[str, float] = Field(default_factory=dict[str, float])
     """Settings of the loss by name, such as `{bonus: 0.01}`, besides the clip thresholds."""
 
-    clip_low: float = Field(default=0.2, ge=0, le=1)
-    """The probability ratio is clipped below 1 - clip_low, by losses that clip. 1 turns it off."""
+    clip_low: float | None = Field(default=None, ge=0, le=1)
+    """The probability ratio is clipped below 1 - clip_low, by losses that clip. null: the loss's own, 0.2, or
+    3e-4 for `gspo`. 1 turns it off."""
 
-    clip_high: float = Field(default=0.2, ge=0)
-    """The probability ratio is clipped above 1 + clip_high, by losses that clip."""
+    clip_high: float | None = Field(default=None, ge=0)
+    """The probability ratio is clipped above 1 + clip_high, by losses that clip. null: the loss's own, 0.2,
+    or 4e-4 for `gspo`."""
 
-    loss_mean: Literal["sequences", "tokens", "tokens_then_sequences"] = "sequences"
+    loss_mean: Literal["sequences", "tokens", "tokens_then_sequences", "episodes"] = "sequences"
     """What the sum of a minibatch's token losses is divided by: the number of its `sequences`, or of its
-    trained `tokens` (DAPO); or each sequence by its own tokens, and then by the sequences (GRPO's paper)."""
+    trained `tokens` (DAPO); or each sequence by its own tokens, and then by the sequences (GRPO's paper); or
+    the constant number of `episodes` that a minibatch is planned to have, however few of them train."""
 
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
     """Correction for a sampler whose probabilities differ from the trainer's (bfloat16, other kernels, older
     weights)."""
 
-    learning_rate: float = Field(default=1e-4, gt=0)
-    """AdamW learning rate after the warmup."""
+    learning_rate: float = Field(default=0.0, ge=0)
+    """AdamW learning rate after the warmup. 0: the usual one for what trains, all weights or an adapter
+    (docs/training.md); the config in the run folder has the number."""
 
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """How the learning rate decays toward zero after the warmup."""
-
-    lr_floor: float = Field(default=0.1, ge=0, le=1)
-    """Fraction of the learning rate at which the decay stops."""
+    """How the learning rate decays after the warmup, down to a tenth of it."""
 
     warmup_steps: int = Field(default=0, ge=0)
     """Steps until the full learning rate: step n of the warmup uses n / (warmup_steps + 1) of it."""
 
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """AdamW first moment decay."""
-
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    """AdamW second moment decay."""
-
-    eps: float = Field(default=1e-8, gt=0)
-    """AdamW epsilon."""
-
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW weight decay."""
 
-    grad_clip_norm: float = Field(default=0.3, ge=0)
+    grad_clip_norm: float = Field(default=1.0, ge=0)
     """Gradient norm above which gradients are scaled down; 0 turns it off."""
 
     @property
@@ -256,8 +213,8 @@ class TrainingConfig(Section):
 class SftConfig(Section):
     data: str = ""
     """JSONL file of chats. Each line is an object with `messages` in OpenAI's format (`role` and `content`,
-    optionally `tool_calls`, `tool_call_id`, `name`, `reasoning_content`, and `trainable`), and optionally
-    `tools`."""
+    optionally `tool_calls`, `tool_call_id`, `name` and `reasoning_content`), and optionally `tools`. The
+    assistant's messages train."""
 
     held_out: int = Field(default=32, ge=0)
     """Number of chats, chosen by the seed, that never train and on which the loss (nll) is measured."""
@@ -267,18 +224,6 @@ class SftConfig(Section):
 
     epochs: int = Field(default=1, ge=1)
     """Passes over the data, each in a different order."""
-
-    train_on_what: Literal[
-        "last_assistant_message",
-        "last_assistant_turn",
-        "all_assistant_messages",
-        "all_messages",
-        "all_tokens",
-        "all_user_and_system_messages",
-        "customized",
-    ] = "all_assistant_messages"
-    """Which tokens train, by tinker_cookbook's name. `customized`: those of messages marked
-    `trainable`."""
 
     max_tokens: int = Field(default=0, ge=0)
     """Longer chats are left out and counted, never truncated. 0: the model's context length."""

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from rich.text import Text
 
-from tinkerscript.dashboard.plain_text import one_line
+from tinkerscript.dashboard import one_line
 from tinkerscript.dashboard.progress import role_rewards
 
 STEPS_SHOWN = 5

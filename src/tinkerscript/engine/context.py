@@ -30,6 +30,7 @@ from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 from tokenizers import Tokenizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from tinkerscript.engine.decoder import text_config_of
 from tinkerscript.engine.grammars import Grammars
 from tinkerscript.engine.running_batch import Request, RunningBatch
 from tinkerscript.errors import EngineError, EngineRequestError
@@ -102,7 +103,7 @@ def open_context(
     Raises EngineError for a model that names no context length.
     """
     tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    vocabulary = int(model.config.vocab_size)
+    vocabulary = text_config_of(model).vocab_size
     eos_ids = eos_ids_of(model)
 
     def decode(ids: list[int]) -> str:
@@ -124,17 +125,37 @@ def open_context(
 
 def exact_context(config: PreTrainedConfig) -> int:
     """The most tokens of prompt and response together. Raises EngineError if the config names no length."""
+    return min(_limits(config))[0]
+
+
+def short_context(config: PreTrainedConfig) -> str | None:
+    """Why `exact_context` is less than half of the model's own context, and what helps; None if it is not."""
+    (own, _), *_ = limits = _limits(config)
+    held, reason = min(limits)
+    if 2 * held >= own:
+        return None
+    return (
+        f"{config.model_type}: prompt and reply together hold {held:,} tokens here, of this model's {own:,}: "
+        f"{reason}. For longer conversations take a model whose layers all attend to the whole text, such as "
+        "Qwen 3 or Llama"
+    )
+
+
+def _limits(config: PreTrainedConfig) -> list[tuple[int, str]]:
+    """Most tokens and why: the model's own limit, and then what the engine adds to it."""
     settings: Any = config.get_text_config()
     lengths = [value for name in LENGTHS if isinstance(value := getattr(settings, name, None), int)]
     if not lengths:
         raise EngineError(f"the config of model type {config.model_type!r} names no context length")
-    limits = [lengths[0]]
+    limits = [(lengths[0], "it was made for as many")]
     if _is_local(settings):
-        limits += [value for name in WINDOWS if isinstance(value := getattr(settings, name, None), int)]
+        widths = [value for name in WINDOWS if isinstance(value := getattr(settings, name, None), int)]
+        limits += [(width, "beyond them some of its layers attend to a window only") for width in widths]
     rope: dict[str, Any] = getattr(settings, "rope_parameters", None) or {}
     if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-        limits.append(int(rope.get("original_max_position_embeddings") or lengths[0]))
-    return min(limits)
+        original = int(rope.get("original_max_position_embeddings") or lengths[0])
+        limits.append((original, "beyond them its rotary embedding changes with the length of the text"))
+    return limits
 
 
 def _is_local(settings: Any) -> bool:
@@ -180,7 +201,7 @@ def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:
     """End-of-text ids of the loaded model, which has Hugging Face's defaults where its files name none."""
     configured: Any = getattr(model.generation_config, "eos_token_id", None)
     if configured is None:
-        configured = model.config.eos_token_id
+        configured = text_config_of(model).eos_token_id
     if configured is None:
         return frozenset()
     return frozenset([configured] if isinstance(configured, int) else configured)

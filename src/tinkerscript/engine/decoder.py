@@ -12,6 +12,7 @@ of decoder is used. Attention never reaches beyond a row's own length.
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,12 +31,14 @@ from tinkerscript.errors import EngineError
 FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
-PROOF_TOLERANCE = 2e-3
-"""Largest difference from the model's own log probabilities, in float32, that a decoder may have."""
+PROOF_FACTOR, PROOF_FACTOR_OF_HALF = 30.0, 4.0
+"""What is proved may differ from the model by this many times what rounding does to the model itself, in
+float32 and in bfloat16. With logits of 2 to 40, what is right differs by 0.1 to 3.5 and by 0.1 to 1 times
+that; a scale of attention that is off by a fifth by 50,000 and by 6 times."""
 
 
-PROOF_TOLERANCE_OF_HALF = 0.25
-"""The same in bfloat16. Its rounding makes some hundredths, a wrong computation several nats."""
+PROOF_FLOOR, PROOF_CEILING = 1e-6, 1.0
+"""Nats by which log probabilities may always differ, and by which they never may."""
 
 
 NO_ADAPTER = "none"
@@ -369,7 +372,7 @@ class HubDecoder(Decoder):
     def score(self, ids: Tensor) -> Iterator[Tensor]:
         self._apply()
         output = backbone_output(self._model, input_ids=ids[None], use_cache=False)
-        rows = logits_rows(int(self._model.config.vocab_size), self.device)
+        rows = logits_rows(text_config_of(self._model).vocab_size, self.device)
         for part in output.last_hidden_state.split(rows, dim=1):
             yield head_logits(self._model, output, part)[0]
 
@@ -484,52 +487,121 @@ def attention_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(beyond, dtype=dtype).masked_fill_(beyond, float("-inf"))[:, None, None]
 
 
-def decoder_for(model: PreTrainedModel, *, frozen: bool) -> type[FusedDecoder | HubDecoder]:
-    """The fastest kind of decoder whose logits match the model's own in float32.
+def decoder_for(
+    model: PreTrainedModel, own: OwnLogits | None = None, *, frozen: bool
+) -> type[FusedDecoder | HubDecoder]:
+    """The fastest kind of decoder that gives the model's own logits, up to rounding in the model's dtype.
 
-    The proof of a `frozen` model needs no copy of its weights. Raises EngineError if no kind matches, naming
+    `own`: the model's, if they are there already. The proof of a `frozen` model needs no copy of its weights.
+    Raises EngineError if no kind does, naming
     the model type and the differences.
     """
     kinds = (FusedDecoder, HubDecoder) if model.config.model_type in FUSED_MODEL_TYPES else (HubDecoder,)
-    tolerance = PROOF_TOLERANCE if model.dtype == torch.float32 else PROOF_TOLERANCE_OF_HALF
-    found: dict[str, float | str] = {}
+    own = own or own_logits(model)
+    found: dict[str, str] = {}
     for kind in kinds:
         try:
-            gap = _proof_gap(model, kind(model, model.dtype, shares=frozen))
+            gap, limit = decoder_gap(own, kind(model, model.dtype, shares=frozen)), own.limit
         except FORWARD_ERRORS as error:
             found[kind.__name__] = f"{type(error).__name__}: {error}"
             continue
-        if gap <= tolerance:
+        if gap <= limit:
             return kind
-        found[kind.__name__] = gap
+        found[kind.__name__] = f"{gap:.2g} nats, with {limit:.2g} allowed"
     raise EngineError(
-        f"model type {model.config.model_type!r} cannot be decoded exactly: log probabilities differ from "
-        f"the model's own by {found}; recurrent, ALiBi and encoder-decoder models are not supported"
+        f"model type {model.config.model_type!r} cannot be decoded exactly in {str(model.dtype)[6:]}: log "
+        f"probabilities differ from the model's own by {found}; recurrent, ALiBi and encoder-decoder "
+        "models are not supported"
     )
 
 
+def text_config_of(model: PreTrainedModel) -> Any:
+    """The config of the language model in `model`. Raises EngineError if it names no vocabulary."""
+    config: Any = model.config.get_text_config()
+    if not isinstance(getattr(config, "vocab_size", None), int):
+        raise EngineError(f"the config of model type {model.config.model_type!r} names no vocab_size")
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLogits:
+    """What a model gives for sequences that branch at two depths, and how much that may differ elsewhere."""
+
+    ids: Tensor
+    """(4, 12) random ids; the sequences share the first 4 of them, the first two sequences 8."""
+
+    logits: Tensor
+    """(4, 12, V)"""
+
+    limit: float
+    """The largest `distance` of what is right."""
+
+
 @torch.no_grad()
-def _proof_gap(model: PreTrainedModel, decoder: Decoder) -> float:
-    """Largest |difference| in log probability over two ragged rows: prefill and two steps of each."""
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = int(model.config.vocab_size)
-    device = model.device
-    ids = torch.randint(vocabulary, (2, 8), generator=generator).to(device)
-    lengths = torch.tensor([6, 4], device=device)
-    reference: Any = model(input_ids=ids, use_cache=False)
-    expected = reference.logits.float().log_softmax(-1)
-    rows = torch.arange(2, device=device)
-    logits, keys, values = decoder.prefill(ids[:, :6], lengths)
+def own_logits(model: PreTrainedModel) -> OwnLogits:
+    """The model's logits, each sequence in a row of its own, and a limit from noise that is measured.
+
+    Embeddings that are changed by their last bit let every later operation round in another way. (Another
+    shape of the batch does not: its bits are often the same.) Raises EngineError for a model without them.
+    """
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(text_config_of(model).vocab_size, (4, 12), generator=random)
+    ids[1:, :4] = ids[0, :4]
+    ids[1, 4:8] = ids[0, 4:8]
+    ids = ids.to(model.device)
+
+    def by_a_bit(_module: nn.Module, _inputs: Any, embedded: Tensor) -> Tensor:
+        signs = torch.randint(2, embedded.shape, generator=random).to(embedded.device) * 2 - 1
+        return embedded + embedded * (signs * torch.finfo(embedded.dtype).eps).to(embedded.dtype)
+
+    handle: Any = None
+    try:
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+        handle = model.get_input_embeddings().register_forward_hook(by_a_bit)
+        noisy: Tensor = model(input_ids=ids, use_cache=False).logits
+    except FORWARD_ERRORS as error:
+        raise EngineError(
+            f"model type {model.config.model_type!r} gives no logits for a text: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    finally:
+        if handle is not None:
+            handle.remove()
+    factor = PROOF_FACTOR if logits.dtype == torch.float32 else PROOF_FACTOR_OF_HALF
+    limit = min(PROOF_FLOOR + factor * distance(logits, noisy), PROOF_CEILING)
+    return OwnLogits(ids, logits, limit)
+
+
+@torch.no_grad()
+def decoder_gap(own: OwnLogits, decoder: Decoder) -> float:
+    """How far `decoder` is from a model's `own` logits: the prefill of ragged rows, and a few steps."""
+    ids, device = own.ids, own.ids.device
+    lengths = torch.tensor([8, 7, 5, 3], device=device)
+    rows = torch.arange(len(ids), device=device)
+    logits, keys, values = decoder.prefill(ids[:, :8], lengths)
     cache = KVCache()
-    cache.reserve(2, 8, keys)
-    for row in range(2):
+    cache.reserve(len(ids), ids.shape[1], keys, values)
+    for row in range(len(ids)):
         cache.put(row, [k[row] for k in keys], [v[row] for v in values])
-    gap = (logits.float().log_softmax(-1) - expected[rows, lengths - 1]).abs().max()
-    for _ in range(2):
+    compared = [(own.logits[rows, lengths - 1], logits)]
+    for _ in range(4):
         logits = decoder.step(ids[rows, lengths], lengths, int(lengths.max()), cache)
-        gap = torch.maximum(gap, (logits.float().log_softmax(-1) - expected[rows, lengths]).abs().max())
+        compared.append((own.logits[rows, lengths], logits))
         lengths = lengths + 1
-    return float(gap)
+    wanted, found = (torch.cat(each) for each in zip(*compared, strict=True))
+    return distance(wanted, found)
+
+
+def distance(expected: Tensor, found: Tensor) -> float:
+    """How far logits (..., V) are from expected ones: the root mean square difference, in nats, of the log
+    probabilities of tokens, each token as often as it is sampled.
+
+    What hardly ever is sampled hardly counts: all of a large vocabulary has outliers. NaN is infinite.
+    """
+    one, other = (each.flatten(0, -2).cpu().double().log_softmax(-1) for each in (expected, found))
+    weights = (one.exp() + other.exp()) / 2
+    gap = float((weights * (one - other) ** 2).sum(-1).mean().sqrt())
+    return gap if math.isfinite(gap) else math.inf
 
 
 class KVCache:
@@ -538,35 +610,30 @@ class KVCache:
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.rows = self.length = 0
+        """What fits into every layer: positions of rows. A layer has more if memory ran out after it grew."""
 
-    @property
-    def rows(self) -> int:
-        """Rows that fit."""
-        return self.keys[0].shape[0] if self.keys else 0
-
-    @property
-    def length(self) -> int:
-        """Positions that fit."""
-        return self.keys[0].shape[2] if self.keys else 0
-
-    def reserve(self, rows: int, length: int, like: list[Tensor]) -> None:
+    def reserve(self, rows: int, length: int, keys: list[Tensor], values: list[Tensor]) -> None:
         """Make room for `rows` rows of `length` positions.
 
-        `like`, per layer (..., kv_heads, positions, head_dim), gives heads, head size and dtype.
+        `keys` and `values`, per layer (..., kv_heads, positions, width), give heads, widths and dtype. Values
+        may be narrower than keys (DeepSeek's multi-head latent attention). If memory runs out, what is there
+        stays.
         """
-        if self.keys and rows <= self.rows and length <= self.length:
+        if rows <= self.rows and length <= self.length:
             return
         new_rows = max(rows, 2 * self.rows if rows > self.rows else self.rows)
         new_length = max(length, 2 * self.length if length > self.length else self.length)
-        for tensors in (self.keys, self.values):
+        for tensors, like in ((self.keys, keys), (self.values, values)):
             for index, each in enumerate(like):  # One layer after the other, so that one is held twice.
                 heads, _, size = each.shape[-3:]
                 new = torch.zeros(new_rows, heads, new_length, size, dtype=each.dtype, device=each.device)
                 if index == len(tensors):
                     tensors.append(new)
                 else:
-                    new[: tensors[index].shape[0], :, : tensors[index].shape[2]] = tensors[index]
+                    new[: self.rows, :, : self.length] = tensors[index][: self.rows, :, : self.length]
                     tensors[index] = new
+        self.rows, self.length = new_rows, new_length
 
     def put(self, row: int, keys: list[Tensor], values: list[Tensor]) -> None:
         """Write a prefilled prompt into a row: keys, values per layer (kv_heads, P, head_dim)."""

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Parameter
 
-from tinkerscript.engine.decoder import Decoder, HubDecoder
+from tinkerscript.engine.decoder import Decoder, HubDecoder, own_logits
 from tinkerscript.engine.lora import LoraBase
 from tinkerscript.engine.losses import ConfiguredLoss, resolve_loss
 from tinkerscript.engine.packing import (
@@ -352,8 +352,9 @@ def load_weights(spec: RankSpec) -> Weights:
     """Weights for this process to train. Those to shard are left to `fully_shard` to move."""
     device = "cpu" if spec.sharding == "shard" else spec.own_device
     model = load_model(spec.folder, device=device, dtype=spec.dtype)
-    if shares_prefixes(model):
-        attend_in_segments(model)
+    own = own_logits(model)
+    if shares_prefixes(model, own):
+        attend_in_segments(model, own)
     if spec.activation_checkpointing:
         checkpoint_activations(model)
     if spec.lora is None:

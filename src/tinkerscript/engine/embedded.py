@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from tinker import APIFuture
 
-from tinkerscript.engine.context import check_device, compute_dtype, open_context
-from tinkerscript.engine.decoder import Decoder, decoder_for
+from tinkerscript.engine.context import check_device, compute_dtype, open_context, short_context
+from tinkerscript.engine.decoder import Decoder, decoder_for, own_logits
 from tinkerscript.engine.packing import attend_in_segments, shares_prefixes
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
 from tinkerscript.engine.training import AllWeights, EmbeddedTrainingClient, Trainer, Weights
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from tinkerscript.engine.ranks import Ranks
 
 __all__ = ["EmbeddedEngine"]
-
-CANARY_SHARE = 0.3
-"""How much a canary changes a module, in the norm of its weights."""
 
 
 class EmbeddedEngine:
@@ -137,17 +134,18 @@ class EmbeddedEngine:
                 undo.callback(self._ranks.close)
                 device = spec.own_device
             self._model = load_model(folder, device=device, dtype=loaded_dtype)
-            self.shares_prefixes: bool = shares_prefixes(self._model)
+            own = own_logits(self._model)
+            self.shares_prefixes: bool = shares_prefixes(self._model, own)
             """Whether training computes a shared prefix once; if not, every sequence is a row of its own."""
 
-            self._in_segments = self.shares_prefixes and attend_in_segments(self._model)
+            self._in_segments = self.shares_prefixes and attend_in_segments(self._model, own)
             self._checkpoints = activation_checkpointing
-            kind = decoder_for(self._model, frozen=frozen)
+            kind = decoder_for(self._model, own, frozen=frozen)
             self._make_decoder = partial(kind, dtype=self.dtype)
             self._lora = lora
             if frozen and activation_checkpointing:
                 checkpoint_activations(self._model)
-            self._base = _lora_base(self._model, folder, kind) if frozen else None
+            self._base = _lora_base(self._model, folder, kind, lora, adapter) if frozen else None
             if base is not None:
                 weights = self._weights_of(adapter, None)
             else:
@@ -156,6 +154,17 @@ class EmbeddedEngine:
             self._frozen: FrozenModels | None = None
             self.context = open_context(self._model, folder, seed=seed, max_batch=max_batch)
             undo.pop_all()
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a user of this model has to know before it trains, a sentence each."""
+        found = [short_context(self._model.config)]
+        if not self.shares_prefixes:
+            found.append(
+                f"{self.architecture}: sequences with a common prompt do not share it in training, which "
+                "takes longer: in a row with branches this model gives other log probabilities"
+            )
+        return [each for each in found if each]
 
     @property
     def ranks(self) -> Ranks | None:
@@ -272,7 +281,7 @@ class EmbeddedEngine:
             canaries = {"none": self._base.new_adapter(self._lora)}
             for kind in canaries["none"].kinds:
                 canaries[kind] = self._base.new_adapter(replace(self._lora, targets=(kind,)))
-                canaries[kind].exaggerate(CANARY_SHARE)
+                canaries[kind].exaggerate()
             for name, canary in canaries.items():
                 (folder / name).mkdir(parents=True)
                 canary.write(folder / name, self.dtype)
@@ -310,10 +319,15 @@ class EmbeddedEngine:
         return Trainer(weights, share_prefixes=self.shares_prefixes, compute_dtype=autocast)
 
 
-def _lora_base(model: Any, folder: Path, kind: type[Decoder]) -> LoraBase:
-    from tinkerscript.engine.lora import LoraBase  # It imports PEFT, which takes half a second.
+def _lora_base(
+    model: Any, folder: Path, kind: type[Decoder], settings: LoraSettings | None, adapter: Path
+) -> LoraBase:
+    """A base that is proved with adapters of `settings`, or of the one in `adapter`."""
+    from tinkerscript.engine.lora import LoraBase, settings_of  # It imports PEFT, which takes half a second.
 
-    return LoraBase(model, folder, kind)
+    base = LoraBase(model, folder, kind)
+    base.prove(settings or settings_of(adapter))
+    return base
 
 
 def _leading_trainer(ranks: Ranks, weights: Weights, *, share_prefixes: bool) -> Trainer:

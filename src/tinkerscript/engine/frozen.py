@@ -18,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from tinkerscript.engine.context import EngineContext, open_context
-from tinkerscript.engine.decoder import decoder_for
+from tinkerscript.engine.decoder import decoder_for, own_logits
 from tinkerscript.engine.lora import LoraBase
+from tinkerscript.engine.losses import TEMPERATURES
 from tinkerscript.engine.packing import attend_in_segments, shares_prefixes
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
 from tinkerscript.engine.training import Trainer
@@ -37,19 +38,25 @@ class FrozenWeights:
         self.sampling = sampling
         self._trainer = trainer
 
-    def logprobs(self, sequences: Sequence[NDArray[np.int32]]) -> Future[list[NDArray[np.float32]]]:
+    def logprobs(
+        self,
+        sequences: Sequence[NDArray[np.int32]],
+        temperatures: Sequence[NDArray[np.float32]] | None = None,
+    ) -> Future[list[NDArray[np.float32]]]:
         """Log probability of each token given those before it: int32 [T] each in, float32 [T] each out, with
         0 at position 0. Sequences share prefixes; between microbatches, sampling goes on.
 
-        Raises EngineRequestError for a sequence that is too long or has ids that the model does not.
+        `temperatures`: float32 [T] each, what the logits for each token are divided by; None: 1. Raises
+        EngineRequestError for a sequence that is too long or has ids that the model does not.
         """
-        return self.context.thread.call_in_slices(lambda: self._scoring(sequences))
+        given = temperatures or [np.ones(len(ids), np.float32) for ids in sequences]
+        return self.context.thread.call_in_slices(lambda: self._scoring(sequences, given))
 
     def _scoring(
-        self, sequences: Sequence[NDArray[np.int32]]
+        self, sequences: Sequence[NDArray[np.int32]], temperatures: Sequence[NDArray[np.float32]]
     ) -> Generator[None, None, list[NDArray[np.float32]]]:
         scored = [row for row, ids in enumerate(sequences) if len(ids) > 1]
-        datums = [_every_token(sequences[row]) for row in scored]
+        datums = [_every_token(sequences[row], temperatures[row]) for row in scored]
         output = yield from self._trainer.slices(datums, "cross_entropy", None, backward=False)
         rows = [np.zeros(len(ids), np.float32) for ids in sequences]
         for row, result in zip(scored, output.loss_fn_outputs, strict=True):
@@ -103,21 +110,23 @@ class FrozenModels:
 
     def _load(self, folder: Path) -> FrozenBase:
         model = load_model(folder, device=self._device, dtype=self._dtype)
-        shares = shares_prefixes(model)
+        own = own_logits(model)
+        shares = shares_prefixes(model, own)
         if shares:
-            attend_in_segments(model)
-        lora = LoraBase(model, folder, decoder_for(model, frozen=True))
+            attend_in_segments(model, own)
+        lora = LoraBase(model, folder, decoder_for(model, own, frozen=True))
         mine = self._context
         context = open_context(model, folder, seed=0, max_batch=mine.max_batch, thread=mine.thread)
         return FrozenBase(lora, context, shares)
 
 
-def _every_token(ids: NDArray[np.int32]) -> tinker.Datum:
+def _every_token(ids: NDArray[np.int32], temperatures: NDArray[np.float32]) -> tinker.Datum:
     """A datum that scores every token after the first."""
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
         loss_fn_inputs={
             "target_tokens": tinker.TensorData.from_numpy(ids[1:].astype(np.int64)),
             "weights": tinker.TensorData.from_numpy(np.ones(len(ids) - 1, np.float32)),
+            TEMPERATURES: tinker.TensorData.from_numpy(temperatures[1:].copy()),
         },
     )

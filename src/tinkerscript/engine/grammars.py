@@ -40,17 +40,25 @@ class Matcher:
         self._vocabulary = vocabulary
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """bool [V]: the ids that may come next, at least one. Raises EngineError if none may."""
+        """bool [V]: the ids that may come next, at least one. Raises GrammarError if none may."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(bits, count=self._vocabulary, bitorder="little").astype(np.bool_)
         if not allowed.any():
-            raise EngineError(f"the constraint allows no token here: {self._matcher.get_error()}")
+            raise self._dead_end("it allows no token here")
         return allowed
 
     def take(self, token: int) -> None:
-        """Advance by a sampled token. Raises EngineError if the grammar does not allow it."""
+        """Advance by a sampled token. Raises GrammarError if the grammar does not allow it.
+
+        A mask may allow it all the same: a marker, where the text that is wanted is spelled as one.
+        """
         if not self._matcher.consume_token(token):
-            raise EngineError(f"the constraint does not allow the token {token}: {self._matcher.get_error()}")
+            raise self._dead_end(f"it wants a text that the token {token} alone spells")
+
+    def _dead_end(self, what: str) -> GrammarError:
+        """Without the state of the parser, which follows the reason: a kilobyte for each failed call."""
+        reason = str(self._matcher.get_error()).partition("\n")[0].strip()
+        return GrammarError(f"the grammar cannot be followed to its end: {what} ({reason})")
 
 
 class Grammars:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tinkerscript.engine.decoder import AdapterTensors, Decoder, HubDecoder
+from tinkerscript.engine.decoder import AdapterTensors, Decoder, HubDecoder, decoder_gap, own_logits
 from tinkerscript.engine.training import Weights
 from tinkerscript.engine.weights import LoraSettings, load_model
 from tinkerscript.errors import EngineError, EngineRequestError
@@ -38,6 +38,9 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 PEFT_PREFIX = "base_model.model."
 """What PEFT's names of tensors begin with."""
+
+CANARY_SHARE = 0.3
+"""How much a canary changes a module, in the norm of its weights."""
 
 _ATTENTION = ("attn", "attention")
 _MLP = ("mlp", "ffn", "feed_forward")
@@ -86,6 +89,22 @@ class LoraBase:
         """A decoder with an adapter of `modules`, which it keeps."""
         slot = self._slot(settings) if isinstance(self.decoder, HubDecoder) else ""
         return self.decoder.with_adapter(AdapterTensors(settings.alpha / settings.rank, modules, slot))
+
+    def prove(self, settings: LoraSettings) -> None:
+        """Raise EngineError unless decoders compute with an adapter what the module tree does.
+
+        An adapter that changes every module a lot shows it.
+        """
+        adapter = self.new_adapter(settings)
+        adapter.exaggerate()
+        adapter.activate()
+        own = own_logits(self.model)
+        gap = decoder_gap(own, adapter.decoder())
+        if gap > own.limit:
+            raise EngineError(
+                f"model type {self.model.config.model_type!r} cannot be decoded exactly with an adapter: log "
+                f"probabilities differ from the module tree's by {gap:.2g} nats, with {own.limit:.2g} allowed"
+            )
 
     def activate(self, name: str) -> None:
         """Make the tree compute with the adapter `name`, and with no other."""
@@ -207,14 +226,14 @@ class Adapter(Weights):
         """The last names of its modules, such as `q_proj`."""
         return sorted({path.rpartition(".")[2] for path in self._layers})
 
-    def exaggerate(self, share: float) -> None:
-        """Change every module by a random matrix with `share` of its weights' norm."""
+    def exaggerate(self) -> None:
+        """Change every module by a random matrix with `CANARY_SHARE` of its weights' norm."""
         random = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for path, (a, b) in self._factors().items():
                 b.copy_(torch.randn(b.shape, generator=random))
                 norm = ((b.T @ b) * (a @ a.T)).sum().sqrt() * (self.settings.alpha / self.settings.rank)
-                b.mul_(share * self._layers[path].base_layer.weight.float().norm() / norm)
+                b.mul_(CANARY_SHARE * self._layers[path].base_layer.weight.float().norm() / norm)
 
     def _target_modules(self) -> list[str]:
         """The last names of the modules, if they name no others, else the whole paths."""
@@ -285,7 +304,10 @@ def merged(folder: Path) -> PreTrainedModel:
     """
     base = base_of_adapter(folder)
     if base is None:
-        raise EngineError(f"{folder} has no {ADAPTER_CONFIG}: there is no LoRA adapter to merge")
+        raise EngineError(
+            f"{folder} has no {ADAPTER_CONFIG}: it holds no LoRA adapter to merge, and a checkpoint of all "
+            "weights is a model by itself"
+        )
     model = load_model(base, dtype="auto")
     settings, modules = settings_of(folder), load_adapter(folder)
     head = model.get_output_embeddings()

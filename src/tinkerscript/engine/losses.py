@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from tinkerscript.config import import_name
-from tinkerscript.engine.decoder import backbone_output, head_logits, logits_rows, redirected
+from tinkerscript.engine.decoder import backbone_output, head_logits, logits_rows, redirected, text_config_of
 from tinkerscript.errors import ConfigError, EngineError, EngineRequestError
 
 __all__ = ["LOSSES", "ConfiguredLoss", "Loss", "TokenLosses", "resolve_loss", "target_logprobs"]
@@ -30,18 +30,38 @@ __all__ = ["LOSSES", "ConfiguredLoss", "Loss", "TokenLosses", "resolve_loss", "t
 TokenLosses = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
 """(logprobs, inputs, settings) -> losses. One value per token, all tensors of the shape of `logprobs`
 ((B, T), or one axis for all tokens of a microbatch): the log probabilities that the model gives the target
-tokens, float32; the datums' `loss_fn_inputs` by name, and `SEQUENCE`; and the loss of each token,
-unreduced."""
+tokens, float32, at the temperature that they were sampled at; the datums' `loss_fn_inputs` by name, `MASK`,
+and `SEQUENCE`; and the loss of each token, unreduced."""
+
+MASK = "mask"
+"""The input that says which tokens train: bool. A datum may bring it; without it these are the tokens with an
+advantage or a weight."""
 
 SEQUENCE = "sequence"
 """The input that says which sequence a token is of: int64, from 0. All tokens of a sequence are there."""
+
+TEMPERATURES = "temperatures"
+"""What the logits of each token are divided by: float32, above 0. A datum may bring it; without it all are 1.
+Losses do not see it: their log probabilities have it in them."""
+
+OPTIONAL_INPUTS = frozenset({MASK, TEMPERATURES})
+
+SKIPPED_STEPS = "skipped_steps"
+"""The metric of an optimizer step that was not taken, because the gradient was not finite."""
 
 ConfiguredLoss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """(logprobs, inputs) -> losses."""
 
 POLICY_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
 CLIP: Mapping[str, float] = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-"""Bounds of the probability ratio."""
+"""Bounds of the probability ratio of a token."""
+
+SEQUENCE_CLIP: Mapping[str, float] = {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}
+"""Bounds of the ratio of a sequence, a mean that hardly moves: those of GSPO's authors."""
+
+MAX_LOG_RATIO = 20.0
+"""Logarithms of ratios are clamped to this on both sides, as verl does: the exponential of 89 is infinite in
+float32, and infinity times a gradient of 0 would be NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +69,8 @@ class Loss:
     tokens: TokenLosses
 
     inputs: frozenset[str] = POLICY_INPUTS
-    """The `loss_fn_inputs` that a datum must have, each [T]: exactly these, `target_tokens` among them."""
+    """The `loss_fn_inputs` that a datum must have, each [T]: these, `target_tokens` among them, and any of
+    `OPTIONAL_INPUTS`."""
 
     settings: Mapping[str, float] = field(default_factory=dict[str, float])
     """The keys that `loss_fn_config` may have, with their defaults."""
@@ -129,38 +150,38 @@ def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str,
 
 
 def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
-    """-min(s * advantage, clip(s) * advantage) / n; Zheng et al. 2025, arXiv:2507.18071.
+    """-min(s_t * advantage, clip(s_t) * advantage) / n; GSPO-token of Zheng et al. 2025, arXiv:2507.18071.
 
-    s is the ratio of a sequence, the geometric mean of the ratios of its n tokens that train.
+    s is the ratio of a sequence, the geometric mean of the ratios of its n tokens that train. s_t has the
+    value of s and the gradient of its own token, so that each token has its own advantage.
     """
-    sequence, advantages = inputs[SEQUENCE], inputs["advantages"]
-    trains = advantages != 0
-    gaps = torch.where(trains, logprobs - inputs["logprobs"], 0.0)
+    sequence, mask, advantages = inputs[SEQUENCE], inputs[MASK], inputs["advantages"]
+    gaps = torch.where(mask, logprobs.detach() - inputs["logprobs"], 0.0)
     sums = logprobs.new_zeros(2, int(sequence.max()) + 1)
-    totals, counts = sums.index_add(1, sequence, torch.stack([gaps, trains.to(gaps.dtype)]))
+    totals, counts = sums.index_add(1, sequence, torch.stack([gaps, mask.to(gaps.dtype)]))
     counts = counts.clamp(min=1)
-    ratio = (totals / counts).exp()[sequence]
+    ratio = _exp((totals / counts)[sequence] + logprobs - logprobs.detach())
     bounded = torch.minimum(ratio * advantages, _clip(ratio, settings) * advantages)
     return -bounded / counts[sequence]
 
 
-def reverse_kl(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
-    """stop_gradient(ratio) * gap^2 / 2 * weight, where gap = logprob - teacher's.
+def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
+    """-(logprob * advantage - beta / 2 * (logprob - sampler's)^2); Richemond et al. 2024, arXiv:2405.19107.
 
-    Its gradient, ratio * gap * grad(logprob), is that of KL(policy, teacher) in expectation over samples,
-    which the gradient of the gap itself is not; Tang and Munos 2025, arXiv:2506.09477.
+    The advantage is meant to be a soft one, r - beta * log E exp(r / beta).
     """
-    del settings
-    trains = inputs["weights"] != 0
-    gap = torch.where(trains, logprobs - inputs["teacher_logprobs"], 0.0)
-    ratio = torch.where(trains, logprobs - inputs["logprobs"], 0.0).exp().detach()
-    return ratio * gap.square() / 2 * inputs["weights"]
+    gaps = torch.where(inputs[MASK], logprobs - inputs["logprobs"], 0.0)
+    return settings["beta"] / 2 * gaps.square() - logprobs * inputs["advantages"]
 
 
 def _ratio(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     """Probability of each token under the current weights over that under the sampler's."""
-    # Positions that do not train have advantage 0 and may hold an arbitrary logprob: keep their ratio finite.
-    return torch.where(inputs["advantages"] == 0, 0.0, logprobs - inputs["logprobs"]).exp()
+    # Positions that do not train may hold an arbitrary logprob: their ratio is 1.
+    return _exp(torch.where(inputs[MASK], logprobs - inputs["logprobs"], 0.0))
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _clip(ratio: Tensor, settings: Mapping[str, float]) -> Tensor:
@@ -172,12 +193,11 @@ LOSSES: Mapping[str, Loss] = {
     "importance_sampling": Loss(importance_sampling),
     "ppo": Loss(ppo, settings=CLIP),
     "cispo": Loss(cispo, settings=CLIP),
-    "gspo": Loss(gspo, settings=CLIP, ratio="sequence"),
-    "reverse_kl": Loss(
-        reverse_kl, inputs=frozenset({"target_tokens", "logprobs", "teacher_logprobs", "weights"})
-    ),
+    "gspo": Loss(gspo, settings=SEQUENCE_CLIP, ratio="sequence"),
+    "dro": Loss(dro, settings={"beta": 0.05}),
 }
-"""The losses by `loss_fn` name. Those that Tinker has too have its names and formulas."""
+"""The losses by `loss_fn` name. Those that Tinker has too have its names and formulas, but that `gspo` is
+divided by n."""
 
 
 def resolve_loss(name: str) -> Loss:
@@ -216,10 +236,13 @@ def target_logprobs(
     places: NDArray[np.int64],
     targets: Tensor,
     *,
+    temperatures: NDArray[np.float32] | None = None,
     rows: int | None = None,
     with_entropies: bool = False,
 ) -> Tensor:
     """Log probabilities (S,) of targets (S,), float32 or wider, each after the token at its place.
+
+    temperatures: [S], what the logits are divided by; None: nothing.
 
     with_entropies: returns (2, S), the second row of which has the entropies, in nats, of the distributions
         that the targets are of; without gradients only.
@@ -232,7 +255,9 @@ def target_logprobs(
     Everything runs inside a call of `model`, as FSDP requires of its root module.
     """
     of_chunk = _with_entropies if with_entropies else _TargetLogprobs.apply
-    with redirected(model, partial(_forward, model, inputs, places, targets, rows, of_chunk)):
+    if temperatures is not None and (temperatures == 1).all():
+        temperatures = None
+    with redirected(model, partial(_forward, model, inputs, places, targets, temperatures, rows, of_chunk)):
         return model()
 
 
@@ -241,61 +266,83 @@ def _forward(
     inputs: Mapping[str, Any],
     places: NDArray[np.int64],
     targets: Tensor,
+    temperatures: NDArray[np.float32] | None,
     rows: int | None,
-    of_chunk: Callable[[Tensor, Tensor, Tensor], Tensor],
+    of_chunk: Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """`of_chunk`: logits (n, V), places (s,) in [0, n), targets (s,) -> (s,), or several rows of it."""
+    """`of_chunk`: logits (n, V), temperatures (n,), places (s,) in [0, n), targets (s,) -> (s,), or several
+    rows of it."""
     output = backbone_output(model, **inputs)
     hidden = output.last_hidden_state.flatten(0, 1)  # (B * N, C)
     device = hidden.device
-    chunks = -(-len(hidden) // (rows or logits_rows(int(model.config.vocab_size), device)))
+    scale = None
+    if temperatures is not None:
+        # A row for each token and temperature: a token that sequences share may have several.
+        pairs, places = np.unique(np.stack([places, temperatures]), axis=1, return_inverse=True)
+        places = places.reshape(-1)
+        hidden = hidden[torch.from_numpy(pairs[0].astype(np.int64)).to(device)]
+        scale = torch.from_numpy(pairs[1].astype(np.float32)).to(device)
+    chunks = -(-len(hidden) // (rows or logits_rows(text_config_of(model).vocab_size, device)))
 
-    def logprobs(part: Tensor, own: Tensor, ids: Tensor) -> Tensor:
-        return of_chunk(head_logits(model, output, part[None])[0], own, ids)
+    def logprobs(part: Tensor, scale: Tensor | None, own: Tensor, ids: Tensor) -> Tensor:
+        return of_chunk(head_logits(model, output, part[None])[0], scale, own, ids)
 
     if chunks == 1:
-        return logprobs(hidden, torch.from_numpy(places).to(device), targets)
+        return logprobs(hidden, scale, torch.from_numpy(places).to(device), targets)
     order = np.argsort(places, kind="stable")
     parts = hidden.tensor_split(chunks)
+    scales = [None] * chunks if scale is None else scale.tensor_split(chunks)
     begins = np.cumsum([0, *(len(part) for part in parts)])
     found: list[Tensor] = []
-    for part, begin, members in zip(
-        parts, begins, np.split(order, np.searchsorted(places[order], begins[1:-1])), strict=False
+    for part, scale, begin, members in zip(
+        parts, scales, begins, np.split(order, np.searchsorted(places[order], begins[1:-1])), strict=False
     ):
         own, which = (torch.from_numpy(each).to(device) for each in (places[members] - begin, members))
         ids = targets[which]
-        found.append(checkpoint(logprobs, part, own, ids, use_reentrant=False, preserve_rng_state=False))
+        chunk = checkpoint(logprobs, part, scale, own, ids, use_reentrant=False, preserve_rng_state=False)
+        found.append(chunk)
     return torch.cat(found, -1)[..., torch.from_numpy(np.argsort(order)).to(device)]
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """logits.log_softmax(-1)[places, targets]. Backward makes one tensor of the size of the logits."""
+    """(logits / temperatures).log_softmax(-1)[places, targets]. Backward makes one tensor of the size of the
+    logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, places: Tensor, targets: Tensor) -> Tensor:
-        """Logits (n, V), places (s,) in [0, n), targets (s,) -> (s,), float32 or wider."""
-        wide = _wide(logits)
+    def forward(
+        ctx: Any, logits: Tensor, temperatures: Tensor | None, places: Tensor, targets: Tensor
+    ) -> Tensor:
+        """Logits (n, V), temperatures (n,), places (s,) in [0, n), targets (s,) -> (s,), float32 or wider."""
+        wide = _scaled(logits, temperatures)
         normalizers = wide.logsumexp(-1)  # Once per token, however many sequences share it.
-        ctx.save_for_backward(logits, normalizers, places, targets)
+        ctx.save_for_backward(logits, temperatures, normalizers, places, targets)
         return wide[places, targets] - normalizers[places]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        logits, normalizers, places, targets = ctx.saved_tensors
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        logits, temperatures, normalizers, places, targets = ctx.saved_tensors
         by_token = torch.zeros_like(normalizers).index_add_(0, places, gradient)
-        result = logits.to(normalizers.dtype, copy=True).sub_(normalizers[:, None]).exp_()
-        result.mul_(-by_token[:, None])
+        result = logits.to(normalizers.dtype, copy=True)
+        if temperatures is not None:
+            result.div_(temperatures[:, None])
+        result.sub_(normalizers[:, None]).exp_().mul_(-by_token[:, None])
         result.index_put_((places, targets), gradient, accumulate=True)
-        return result.to(logits.dtype), None, None
+        if temperatures is not None:
+            result.div_(temperatures[:, None])
+        return result.to(logits.dtype), None, None, None
 
 
-def _with_entropies(logits: Tensor, places: Tensor, targets: Tensor) -> Tensor:
+def _with_entropies(logits: Tensor, temperatures: Tensor | None, places: Tensor, targets: Tensor) -> Tensor:
     """Log probabilities and entropies: (2, s)."""
-    wide = _wide(logits)
+    wide = _scaled(logits, temperatures)
     normalizers = wide.logsumexp(-1)
     entropies = torch.special.entr((wide - normalizers[:, None]).exp_()).sum(-1)
     return torch.stack([wide[places, targets] - normalizers[places], entropies[places]])
 
 
-def _wide(logits: Tensor) -> Tensor:
-    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+def _scaled(logits: Tensor, temperatures: Tensor | None) -> Tensor:
+    """Logits (n, V), float32 or wider, over temperatures (n,), as the sampler divides them."""
+    wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    return wide if temperatures is None else wide / temperatures[:, None]

@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from tinkerscript.engine.decoder import FORWARD_ERRORS
+from tinkerscript.engine.decoder import FORWARD_ERRORS, OwnLogits, distance, own_logits, text_config_of
 
 Ints = NDArray[np.int64]
 
@@ -53,10 +53,6 @@ PADDING_TOKENS = 256
 
 PADDING_SHARE = 0.125
 """Padding beyond that, as a share of a batch's real tokens."""
-
-PROOF_FLOOR, PROOF_FACTOR = 1e-5, 20.0
-"""A packed row's log probabilities may differ from those of plain rows by the floor plus this many times what
-the shape of the batch alone changes."""
 
 
 @dataclass(slots=True)
@@ -383,21 +379,21 @@ def pair_cost(model: PreTrainedModel) -> float:
     A token takes two operations per parameter, a pair four per layer and channel, which run at about three
     quarters of the rate (measured on a CPU, docs/benchmarks.md).
     """
-    config: Any = model.config
+    config = text_config_of(model)
     pair = 4 * config.num_hidden_layers * config.hidden_size / 0.75
     return pair / (2 * sum(p.numel() for p in model.parameters()))
 
 
-def shares_prefixes(model: PreTrainedModel) -> bool:
+def shares_prefixes(model: PreTrainedModel, own: OwnLogits | None = None) -> bool:
     """Whether `model` gives a row with branches and a mask the log probabilities that it gives plain rows.
 
-    False for a model that ignores the mask or the positions it is given (ALiBi, positions counted by the
-    model itself): that one trains on plain rows.
+    `own`: the model's logits, if they are there already. False for a model that ignores the mask or the
+    positions it is given (ALiBi, positions counted by the model itself): that one trains on plain rows.
     """
-    return _row_equals_plain_rows(model, segments=False)
+    return _row_equals_plain_rows(model, own, segments=False)
 
 
-def attend_in_segments(model: PreTrainedModel) -> bool:
+def attend_in_segments(model: PreTrainedModel, own: OwnLogits | None = None) -> bool:
     """Let `model` attend segment by segment in long rows, if that too is proved to equal plain rows.
 
     False, with nothing changed, for a model whose attention is its own (sinks, soft caps).
@@ -405,8 +401,9 @@ def attend_in_segments(model: PreTrainedModel) -> bool:
     config: Any = model.config
     if config._attn_implementation != "sdpa":
         return False
+    own = own or own_logits(model)
     config._attn_implementation = SEGMENTS
-    if _row_equals_plain_rows(model, segments=True):
+    if _row_equals_plain_rows(model, own, segments=True):
         return True
     config._attn_implementation = "sdpa"
     return False
@@ -419,40 +416,15 @@ def takes_segments(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def _row_equals_plain_rows(model: PreTrainedModel, *, segments: bool) -> bool:
-    """Compares four sequences that branch at two depths."""
-    generator = np.random.default_rng(0)
-    stem, left, right, *tails = (generator.integers(0, int(model.config.vocab_size), 4) for _ in range(7))
-    sequences = [
-        np.concatenate(parts)
-        for parts in (
-            (stem, left, tails[0]),
-            (stem, left, tails[1]),
-            (stem, right, tails[2]),
-            (stem, tails[3]),
-        )
-    ]
-    (tree,) = token_trees(sequences, pair_cost=0.0, budget=10**6)
-    packed = pack([tree], model.device, model.dtype)
-    if segments:
-        packed = replace(packed, mask=_segments([tree]))
+def _row_equals_plain_rows(model: PreTrainedModel, own: OwnLogits | None, *, segments: bool) -> bool:
     try:
+        own = own or own_logits(model)
+        (tree,) = token_trees(list(own.ids.cpu().numpy()), pair_cost=0.0, budget=10**6)
+        packed = pack([tree], model.device, model.dtype)
+        if segments:
+            packed = replace(packed, mask=_segments([tree]))
         output: Any = model(**packed.inputs)
     except FORWARD_ERRORS:
         return False  # It takes no such mask.
-    together = output.logits.flatten(0, 1)[packed.places].float().log_softmax(-1)
-    alone = torch.cat([_plain(model, sequences[index]) for index, _ in packed.sequences])
-    longer = torch.cat(
-        [
-            _plain(model, np.concatenate([sequences[index], stem]))[: len(sequences[index])]
-            for index, _ in packed.sequences
-        ]
-    )
-    allowed = PROOF_FLOOR + PROOF_FACTOR * float((longer - alone).abs().max())
-    return float((together - alone).abs().max()) <= allowed
-
-
-def _plain(model: PreTrainedModel, ids: np.ndarray) -> Tensor:
-    """Log probabilities (T, V) of one sequence [T] in a row of its own."""
-    output: Any = model(input_ids=torch.from_numpy(ids)[None].to(model.device), use_cache=False)
-    return output.logits[0].float().log_softmax(-1)
+    together = output.logits.flatten(0, 1)[packed.places].unflatten(0, own.ids.shape)
+    return distance(own.logits[[index for index, _ in packed.sequences]], together) <= own.limit

@@ -4,11 +4,13 @@ Requests join between two steps, and rows leave as they finish. A prompt is pref
 that share it: its keys and values are kept while a row with it runs, and for a while after (`PromptCache`:
 up to a number of tokens, the least recently used evicted first).
 
-Invariant: rows [0, n) are contiguous. The last row moves into the place of one that leaves.
+Invariants: rows [0, n) are contiguous; the last row moves into the place of one that leaves. An error in one
+row fails its request alone, and leaves the ids and the log probabilities of all others as they would be.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -22,6 +24,7 @@ from torch import Tensor
 from tinkerscript.engine.decoder import Decoder, KVCache
 from tinkerscript.engine.grammars import Matcher
 from tinkerscript.engine.sampling import Chosen, RowSettings, choose
+from tinkerscript.errors import EngineError
 
 Prompt = tuple[int, ...]
 
@@ -147,7 +150,14 @@ class Row:
         return self.request.matchers[self.index] if self.request.matchers else None
 
     def take(self, token: int, logprob: float, top: Alternatives, constraint: int) -> None:
-        """Append a sampled token; `constraint`: what the grammar did to it, if there is one."""
+        """Append a sampled token; `constraint`: what the grammar did to it, if there is one.
+
+        Raises EngineError for one of a distribution that is none.
+        """
+        if math.isnan(logprob):
+            raise EngineError(
+                "the model's logits are not finite here: its weights or the request's settings are not"
+            )
         if self.request.report is not None:
             self.request.report(self.index, len(self.ids), token, logprob, top)
         self.ids.append(token)
@@ -221,83 +231,110 @@ class RunningBatch:
         self._waiting.clear()
         self._cache = KVCache()
         for request in requests.values():
-            try:
-                request.future.set_exception(error)
-            except InvalidStateError:
-                continue  # The caller cancelled.
+            _fail(request, error)
 
     @torch.inference_mode()
     def advance(self) -> None:
-        """Sample one token for every running row, then admit waiting rows and sample their first token."""
-        self._drop_cancelled()
+        """Sample one token for every running row, then admit waiting rows and sample their first token.
+
+        What fails for one row fails its request alone; what raises is the failure of all.
+        """
+        self._drop_done()
         if self._rows:
             self._step()
         first = len(self._rows)
-        logits = self._admit()
-        if logits is not None:
-            self._take(logits, first=first)
+        self._admit()
+        if len(self._rows) > first:
+            self._take(torch.stack([row.prompt_logits for row in self._rows[first:]]), first=first)
 
     def _step(self) -> None:
         ids = torch.tensor([row.ids[-1] for row in self._rows], device=self._device)
         longest = max(self._lengths)
-        self._cache.reserve(len(self._rows), longest + 1, self._cache.keys)
         lengths = torch.tensor(self._lengths, device=self._device)
-        logits = self._decoder.step(ids, lengths, longest, self._cache)
+        try:
+            self._cache.reserve(len(self._rows), longest + 1, self._cache.keys, self._cache.values)
+            logits = self._decoder.step(ids, lengths, longest, self._cache)
+        except RuntimeError as error:
+            # Most likely there is no memory, and the longest row needs most. The others take this step again:
+            # it has changed nothing but the position that it writes.
+            _fail(self._rows[self._lengths.index(longest)].request, error)
+            self._drop_done()
+            return
         self._lengths = [length + 1 for length in self._lengths]
         self._take(logits, first=0)
 
-    def _drop_cancelled(self) -> None:
-        if self._waiting and any(request.future.cancelled() for request, _ in self._waiting):
-            self._waiting = deque(item for item in self._waiting if not item[0].future.cancelled())
-        gone = [i for i, row in enumerate(self._rows) if row.request.future.cancelled()]
-        self._remove(gone)
+    def _drop_done(self) -> None:
+        """Drop all rows of requests that were cancelled or have failed."""
+        if self._waiting and any(request.future.done() for request, _ in self._waiting):
+            self._waiting = deque(item for item in self._waiting if not item[0].future.done())
+        self._remove([i for i, row in enumerate(self._rows) if row.request.future.done()])
 
-    def _admit(self) -> Tensor | None:
-        """Prefill waiting rows while there is room: logits (admitted, V) after each prompt, None if none.
+    def _admit(self) -> None:
+        """Prefill waiting rows while there is room, and let them run.
 
-        A row leaves the queue only when it runs, so `fail` finds it whatever raises here.
+        A row leaves the queue only when it runs or has failed, so `fail` finds it whatever raises here.
         """
         admitted = list(islice(self._waiting, self._max_rows - len(self._rows)))
         if not admitted:
-            return None
-        missing = self._prompts.missing([request.prompt for request, _ in admitted])
-        self._prefill(self._without_running(missing))
-        prefilled = [self._prompts.get(request.prompt) for request, _ in admitted]
-        for (request, index), found in zip(admitted, prefilled, strict=True):
-            assert found is not None
-            self._cache.reserve(len(self._rows) + 1, len(request.prompt), like=found.keys)
-            self._cache.put(len(self._rows), found.keys, found.values)
-            self._rows.append(Row(request, index, self._generator(request, index), found.logits))
-            self._lengths.append(len(request.prompt))
+            return
+        failed = self._fill(self._prompts.missing([request.prompt for request, _ in admitted]))
+        for request, index in admitted:
+            try:
+                if request.prompt in failed:
+                    raise failed[request.prompt]
+                self._run(request, index)
+            except Exception as error:  # noqa: BLE001 - the request's future carries it
+                _fail(request, error)
             self._waiting.popleft()
         self._settings = None
         self._prompts.trim()
-        return torch.stack([found.logits for found in prefilled if found is not None])
 
-    def _without_running(self, prompts: list[Prompt]) -> list[Prompt]:
-        """The `prompts` that no running row has; those of running rows are copied to the prompt cache."""
+    def _run(self, request: Request, index: int) -> None:
+        found = self._prompts.get(request.prompt)
+        assert found is not None
+        row = Row(request, index, self._generator(request, index), found.logits)
+        self._settings_of([row])  # One that torch does not take must not meet the rows that run.
+        self._cache.reserve(len(self._rows) + 1, len(request.prompt), found.keys, found.values)
+        self._cache.put(len(self._rows), found.keys, found.values)
+        self._rows.append(row)
+        self._lengths.append(len(request.prompt))
+
+    def _fill(self, prompts: list[Prompt]) -> dict[Prompt, Exception]:
+        """Put `prompts` into the prompt cache, from running rows that have them or prefilled: those that
+        failed, and why."""
+        failed: dict[Prompt, Exception] = {}
         running = {row.request.prompt: i for i, row in enumerate(self._rows)}
-        for prompt in prompts:
-            row = running.get(prompt)
-            if row is not None:
-                end = len(prompt)
+        for prompt in running.keys() & set(prompts):
+            row, end = running[prompt], len(prompt)
+            try:
                 keys = [k[row, :, :end].clone() for k in self._cache.keys]
                 values = [v[row, :, :end].clone() for v in self._cache.values]
-                self._prompts.put(prompt, Prefilled(self._rows[row].prompt_logits, keys, values))
-        return [prompt for prompt in prompts if prompt not in running]
+            except RuntimeError as error:
+                failed[prompt] = error
+                continue
+            self._prompts.put(prompt, Prefilled(self._rows[row].prompt_logits, keys, values))
+        for batch in _similar_lengths([prompt for prompt in prompts if prompt not in running]):
+            try:
+                self._prefill(batch)
+            except Exception:  # noqa: BLE001 - each of them alone says whose it is
+                for prompt in batch:
+                    try:
+                        self._prefill([prompt])
+                    except Exception as error:  # noqa: BLE001 - the request's future carries it
+                        failed[prompt] = error
+        return failed
 
     def _prefill(self, prompts: list[Prompt]) -> None:
-        """Prefill prompts that are not cached, those of similar length together."""
-        for batch in _similar_lengths(prompts):
-            lengths = torch.tensor([len(p) for p in batch], device=self._device)
-            ids = torch.zeros(len(batch), len(batch[-1]), dtype=torch.long)
-            for i, prompt in enumerate(batch):
-                ids[i, : len(prompt)] = torch.tensor(prompt)
-            logits, keys, values = self._decoder.prefill(ids.to(self._device), lengths)
-            for i, prompt in enumerate(batch):
-                end = len(prompt)
-                own = Prefilled(logits[i], [k[i, :, :end] for k in keys], [v[i, :, :end] for v in values])
-                self._prompts.put(prompt, own)
+        """Prefill prompts together: the last one is the longest."""
+        lengths = torch.tensor([len(p) for p in prompts], device=self._device)
+        ids = torch.zeros(len(prompts), len(prompts[-1]), dtype=torch.long)
+        for i, prompt in enumerate(prompts):
+            ids[i, : len(prompt)] = torch.tensor(prompt)
+        logits, keys, values = self._decoder.prefill(ids.to(self._device), lengths)
+        for i, prompt in enumerate(prompts):
+            end = len(prompt)
+            own = Prefilled(logits[i], [k[i, :, :end] for k in keys], [v[i, :, :end] for v in values])
+            self._prompts.put(prompt, own)
 
     def _generator(self, request: Request, index: int) -> np.random.Generator:
         if request.seed is None:
@@ -310,29 +347,39 @@ class RunningBatch:
         settings = self._row_settings() if first == 0 else self._settings_of(rows)
         uniforms = torch.tensor([row.random.random() for row in rows], dtype=torch.float32)
         uniforms = uniforms.to(self._device)
-        chosen = choose(logits, uniforms, settings, self._allowed(rows))
+        chosen = choose(logits, uniforms, settings, self._allowed(rows, logits.shape[-1]))
         finished: list[int] = []
         pairs = zip(chosen.ids.tolist(), chosen.logprobs.tolist(), strict=True)
         constraints = [0] * len(rows) if chosen.constraints is None else chosen.constraints.tolist()
         for i, (row, (token, logprob), top, constraint) in enumerate(
             zip(rows, pairs, _alternatives(rows, chosen), constraints, strict=True)
         ):
-            row.take(token, logprob, top, constraint)
-            reason = self._stop_reason(row, token, len(row.request.prompt) + len(row.ids))
+            if row.request.future.done():
+                continue
+            try:
+                row.take(token, logprob, top, constraint)
+                reason = self._stop_reason(row, token, len(row.request.prompt) + len(row.ids))
+            except Exception as error:  # noqa: BLE001 - the request's future carries it
+                _fail(row.request, error)
+                continue
             if reason is not None:
                 row.finish(reason)
                 finished.append(first + i)
         self._remove(finished)
+        self._drop_done()
 
-    def _allowed(self, rows: list[Row]) -> Tensor | None:
-        """The ids that grammars allow next, bool (n, V); None if no row has a grammar."""
-        masks = {i: row.matcher.allowed() for i, row in enumerate(rows) if row.matcher is not None}
-        if not masks:
+    def _allowed(self, rows: list[Row], vocabulary: int) -> Tensor | None:
+        """The ids that grammars allow next, bool (n, V); None if no row has a grammar. A grammar that allows
+        none fails its request, whose row is free to sample what nobody takes."""
+        if all(row.matcher is None for row in rows):
             return None
-        width = len(next(iter(masks.values())))
-        allowed = np.ones((len(rows), width), dtype=np.bool_)
-        for i, mask in masks.items():
-            allowed[i] = mask
+        allowed = np.ones((len(rows), vocabulary), dtype=np.bool_)
+        for i, row in enumerate(rows):
+            if row.matcher is not None and not row.request.future.done():
+                try:
+                    allowed[i] = row.matcher.allowed()
+                except Exception as error:  # noqa: BLE001 - the request's future carries it
+                    _fail(row.request, error)
         return torch.from_numpy(allowed).to(self._device)
 
     def _stop_reason(self, row: Row, token: int, length: int) -> str | None:
@@ -376,6 +423,13 @@ class RunningBatch:
             truncated=any(_is_truncated(r) for r in requests),
             top=max((r.top_logprobs for r in requests), default=0),
         )
+
+
+def _fail(request: Request, error: BaseException) -> None:
+    try:
+        request.future.set_exception(error)
+    except InvalidStateError:
+        return  # The caller cancelled, or another of its rows failed.
 
 
 def _is_truncated(request: Request) -> bool:

@@ -110,7 +110,7 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     ids = torch.searchsorted(cumulative, (uniforms * total).unsqueeze(-1), right=True).squeeze(-1)
     # Rounding may reach the total itself; take the last id with any weight then.
     last = torch.searchsorted(cumulative, total.unsqueeze(-1)).squeeze(-1)
-    return torch.minimum(ids, last)
+    return torch.minimum(ids, last).clamp(max=weights.shape[-1] - 1)  # Of NaN both are beyond the end.
 
 
 def truncate(weights: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:

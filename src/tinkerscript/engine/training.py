@@ -26,8 +26,17 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from tinkerscript.engine.context import EngineContext, exact_context
-from tinkerscript.engine.decoder import Decoder, HubDecoder
-from tinkerscript.engine.losses import SEQUENCE, ConfiguredLoss, resolve_loss, target_logprobs
+from tinkerscript.engine.decoder import Decoder, HubDecoder, text_config_of
+from tinkerscript.engine.losses import (
+    MASK,
+    OPTIONAL_INPUTS,
+    SEQUENCE,
+    SKIPPED_STEPS,
+    TEMPERATURES,
+    ConfiguredLoss,
+    resolve_loss,
+    target_logprobs,
+)
 from tinkerscript.engine.packing import (
     Packed,
     TokenTree,
@@ -67,7 +76,7 @@ class Example:
     """int64 [T]"""
 
     inputs: dict[str, np.ndarray]
-    """loss_fn_inputs, each [T]"""
+    """loss_fn_inputs, each [T], `MASK` and `TEMPERATURES` among them"""
 
 
 class Weights(ABC):
@@ -249,13 +258,21 @@ class Trainer:
     def _check(self, index: int, datum: tinker.Datum, loss_fn: str, expected: frozenset[str]) -> Example:
         ids = np.asarray(datum.model_input.to_ints(), dtype=np.int64)
         given = frozenset[str](datum.loss_fn_inputs)
-        if given != expected:
+        if given - OPTIONAL_INPUTS != expected - OPTIONAL_INPUTS:
             raise EngineRequestError(
                 f"datum {index}: {loss_fn} needs loss_fn_inputs {sorted(expected)}, got {sorted(given)}"
             )
         inputs = {key: value.to_numpy() for key, value in datum.loss_fn_inputs.items()}
         self._check_forms(f"datum {index}", ids, inputs)
-        vocabulary = int(self.model.config.vocab_size)
+        weights = inputs.get(MASK, inputs.get("advantages", inputs.get("weights", np.ones(len(ids)))))
+        inputs[MASK] = weights != 0
+        temperatures = inputs.setdefault(TEMPERATURES, np.ones(len(ids), np.float32))
+        if not (temperatures > 0).all():
+            raise EngineRequestError(
+                f"datum {index}: loss_fn_inputs.temperatures must be above 0, as logits are divided by them; "
+                f"got {float(temperatures.min())}"
+            )
+        vocabulary = text_config_of(self.model).vocab_size
         for name, tokens in (("model_input", ids), ("target_tokens", inputs["target_tokens"])):
             if tokens.min() < 0 or tokens.max() >= vocabulary:
                 raise EngineRequestError(f"datum {index}: {name} has ids outside [0, {vocabulary})")
@@ -297,10 +314,9 @@ class Trainer:
         loss of one microbatch."""
         device = self.model.device
         members = [examples[index] for index, _ in packed.sequences]
-        inputs = {
-            name: torch.from_numpy(np.concatenate([e.inputs[name] for e in members])).to(device)
-            for name in members[0].inputs
-        }
+        arrays = {name: np.concatenate([e.inputs[name] for e in members]) for name in members[0].inputs}
+        temperatures = arrays.pop(TEMPERATURES).astype(np.float32, copy=False)
+        inputs = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
         lengths = torch.tensor([length for _, length in packed.sequences])
         inputs[SEQUENCE] = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
         with torch.autocast(device.type, self._compute_dtype, enabled=self._compute_dtype != torch.float32):
@@ -309,6 +325,7 @@ class Trainer:
                 packed.inputs,
                 packed.places,
                 inputs["target_tokens"],
+                temperatures=temperatures,
                 with_entropies=not torch.is_grad_enabled(),
             )
         logprobs = found if found.dim() == 1 else found[0]
@@ -317,8 +334,9 @@ class Trainer:
     def optim_step(self, params: tinker.AdamParams) -> tinker.OptimStepResponse:
         """One AdamW step, after which gradients are cleared. The metric `grad_norm` is before clipping.
 
-        Raises EngineError, and takes no step, if a backward pass failed since the last step, or if the
-        gradient is not finite.
+        A gradient that is not finite is dropped: the weights stay as they are, and the only metric is
+        `skipped_steps`, 1. Raises EngineError, and takes no step, if a backward pass failed since the last
+        step.
         """
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -328,9 +346,8 @@ class Trainer:
                 "gradients of the others are cleared; send all of them again"
             )
         norm = self._step(params)
-        if not math.isfinite(norm):
-            raise EngineError(f"the gradient norm is {norm}; the step was not taken")
-        return tinker.types.OptimStepResponse(metrics={"grad_norm": norm})
+        taken = math.isfinite(norm)
+        return tinker.types.OptimStepResponse(metrics={"grad_norm": norm} if taken else {SKIPPED_STEPS: 1.0})
 
     def _step(self, params: tinker.AdamParams) -> float:
         """Clip, take the step unless the gradient is not finite, and clear it. Returns its norm."""
@@ -445,8 +462,8 @@ class EmbeddedTrainingClient:
     def optim_step(self, optim_params: tinker.AdamParams) -> APIFuture[tinker.types.OptimStepResponse]:
         """One AdamW step on the accumulated gradients, which are then cleared; the metric is `grad_norm`.
 
-        Raises EngineError, and takes no step, if a `forward_backward` failed midway since the last step, or
-        if the gradient is not finite.
+        Without any step, and with the metric `skipped_steps` instead, if the gradient is not finite. Raises
+        EngineError, and takes no step, if a `forward_backward` failed midway since the last step.
         """
         return self._context.run(lambda: self._trainer.optim_step(optim_params))
 

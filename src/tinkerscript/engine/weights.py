@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
@@ -59,7 +59,12 @@ def load_model(
         )
     transformers_logging.disable_progress_bar()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype)
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+        # The fused kernels of `sdpa` leave a soft cap of attention out (Gemma 2).
+        capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, dtype=dtype, attn_implementation="eager" if capped else None
+        )
     except (OSError, ValueError, KeyError) as error:
         raise EngineError(f"cannot load a causal language model from {folder}: {error}") from error
     return model.to(device).eval()
@@ -90,7 +95,7 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
 def load_same_model(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """The model of a checkpoint whose weights fit `model`. Raises EngineError if they do not."""
     other = load_model(folder, device=str(model.device))
-    mine, theirs = model.config, other.config
+    mine, theirs = model.config.get_text_config(), other.config.get_text_config()
     differing = [name for name in _IDENTITY if getattr(mine, name, None) != getattr(theirs, name, None)]
     if not differing and {k: v.shape for k, v in model.state_dict().items()} != {
         k: v.shape for k, v in other.state_dict().items()
@@ -115,14 +120,19 @@ def save_checkpoint(
     """
     staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    write(staging)
-    copy_tokenizer(tokenizer_folder, staging)
-    if optimizer is not None:
-        torch.save(optimizer, staging / OPTIMIZER_FILE)
-    for name, text in (notes or {}).items():
-        (staging / name).parent.mkdir(exist_ok=True)
-        (staging / name).write_text(text, encoding="utf-8")
+    try:
+        staging.mkdir(parents=True)
+        write(staging)
+        copy_tokenizer(tokenizer_folder, staging)
+        if optimizer is not None:
+            with (staging / OPTIMIZER_FILE).open("wb") as file:  # Which says why it cannot be written.
+                torch.save(optimizer, file)
+        for name, text in (notes or {}).items():
+            (staging / name).parent.mkdir(exist_ok=True)
+            (staging / name).write_text(text, encoding="utf-8")
+    except BaseException:  # The disk may be full, and a draft would take what room is left.
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
     old = target.with_name(f".{target.name}.{os.getpid()}.old")
     if target.exists():
         target.rename(old)

@@ -57,6 +57,17 @@ def message_keys(messages: Iterable[ChatMessage], before: ChatMessage | None = N
             yield (role, message["content"], message.get("name") or "", positions.get(given, given))
 
 
+def text_size(messages: Iterable[ChatMessage]) -> int:
+    """About how many bytes of text the messages have, whether the chat format writes them or not."""
+    size = 0
+    for message in messages:
+        size += len(message["content"] or "")
+        if len(message) > 2:  # Besides role and content.
+            size += len(message.get("reasoning_content", ""))
+            size += sum(len(call["function"]["arguments"]) for call in message.get("tool_calls") or ())
+    return size
+
+
 def reply_key(message: Mapping[str, Any]) -> Hashable:
     """The key of an assistant message, whether sampled or written by the caller."""
     return (message["content"].strip(), calls_key(message))

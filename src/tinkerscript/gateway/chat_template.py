@@ -38,10 +38,12 @@ _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "strftime_n
 _FIELDS = frozenset({"role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content"})
 """The fields of a message that templates see."""
 
+PROBE_TOOL_NAME = "probe_tool"
+
 PROBE_TOOL: Tool = {
     "type": "function",
     "function": {
-        "name": "probe_tool",
+        "name": PROBE_TOOL_NAME,
         "description": "Probes.",
         "parameters": {
             "type": "object",
@@ -73,6 +75,23 @@ PROBE_CALL: list[ChatMessage] = [
 """A conversation with a tool call and its result."""
 
 
+TOOLS_AS_TEXT = """\
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""  # noqa: E501
+"""What the system message says of the tools where a template says nothing: Qwen's and Hermes' words."""
+
+
 @dataclass(frozen=True, slots=True)
 class _MessageForm:
     """How a template takes messages that call tools."""
@@ -85,6 +104,9 @@ class _MessageForm:
 
     short_ids: bool = False
     """Whether ids of tool calls are nine letters or digits (Mistral)."""
+
+    tools_in: str = ""
+    """The role of the message that has the tools as text; empty where the template writes them itself."""
 
     def of(self, message: ChatMessage) -> dict[str, Any]:
         given = {name: value for name, value in message.items() if name in _FIELDS}
@@ -176,6 +198,8 @@ class ChatTemplate:
         form: _MessageForm,
         now: datetime,
     ) -> str:
+        if form.tools_in:
+            messages, tools = _as_text(messages, tools, form.tools_in), []
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         return self._templates[name].render(
             messages=[form.of(message) for message in messages],
@@ -188,16 +212,33 @@ class ChatTemplate:
         )
 
     def _find_form(self) -> _MessageForm:
-        """The first form with which the template writes a tool call and its result."""
-        for content, parsed, short in product(("", None), (True, False), (False, True)):
-            form = _MessageForm(content, parsed, short)
-            try:
-                text = self._rendered(PROBE_CALL, [PROBE_TOOL], True, form, self._clock())
-            except _REFUSALS:
-                continue
-            if "probe_value" in text and "probe_result" in text:
+        """The first form with which the template writes a tool call and its result; where it writes nothing
+        about tools, they are text."""
+        if self._writes_tools():
+            for content, parsed, short in product(("", None), (True, False), (False, True)):
+                form = _MessageForm(content, parsed, short)
+                written = self._probed(PROBE_CALL, form)
+                if "probe_value" in written and "probe_result" in written:
+                    return form
+            return _MessageForm()
+        for role in ("system", "user"):
+            form = _MessageForm(tools_in=role)
+            if "probe_key" in self._probed(PROBE_CALL, form):
                 return form
         return _MessageForm()
+
+    def _writes_tools(self) -> bool:
+        """Whether the template itself does. Some need a system message for that, some a call."""
+        system: ChatMessage = {"role": "system", "content": "probe_system"}
+        conversations = (PROBE_CALL[:1], [system, *PROBE_CALL[:1]])
+        return any(PROBE_TOOL_NAME in self._probed(messages, _MessageForm()) for messages in conversations)
+
+    def _probed(self, messages: Sequence[ChatMessage], form: _MessageForm) -> str:
+        """The text with the tool of the probe; "" if the template refuses it."""
+        try:
+            return self._rendered(messages, [PROBE_TOOL], True, form, self._clock())
+        except _REFUSALS:
+            return ""
 
 
 _REFUSALS = (
@@ -205,6 +246,40 @@ _REFUSALS = (
     *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError),
 )
 """What rendering raises for messages that a template does not expect."""
+
+
+def _as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], role: str) -> list[ChatMessage]:
+    """The conversation for a template that knows no tools: declared in the first message of `role`, calls as
+    text of the assistant's, and results, those of a turn together, as text of the user's."""
+    written: list[ChatMessage] = []
+    for number, message in enumerate(messages):
+        text = message.get("content") or ""
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{text}\n</tool_response>"
+            if number and messages[number - 1]["role"] == "tool":
+                written[-1]["content"] += f"\n{text}"
+            else:
+                written.append({"role": "user", "content": text})
+            continue
+        calls = [_call_text(call["function"]) for call in message.get("tool_calls") or ()]
+        plain = {name: value for name, value in message.items() if name != "tool_calls"}
+        written.append({**plain, "content": "\n".join(filter(None, [text, *calls]))} if calls else plain)
+    if not tools:
+        return written
+    declared = TOOLS_AS_TEXT.format("\n".join(_to_json(tool) for tool in tools))
+    place = next((at for at, message in enumerate(written) if message["role"] == role), None)
+    if place is None or (role == "system" and place > 0):
+        return [{"role": role, "content": declared}, *written]
+    texts = (
+        (written[place]["content"], declared) if role == "system" else (declared, written[place]["content"])
+    )
+    written[place] = {**written[place], "content": "\n\n".join(texts)}
+    return written
+
+
+def _call_text(function: Mapping[str, Any]) -> str:
+    call = {"name": function["name"], "arguments": parsed_arguments(function["arguments"])}
+    return f"<tool_call>\n{_to_json(call)}\n</tool_call>"
 
 
 def templates_with_defaults(folder: Path, kwargs: Mapping[str, Any]) -> dict[str, str]:

@@ -25,7 +25,8 @@ class OpenClaim:
     """The policy version when the episode was claimed."""
 
     continues: bool = True
-    """Whether later calls may extend earlier ones; False for a model that is served without episodes."""
+    """Whether later calls may extend any earlier one; False for a model that is served without episodes,
+    whose calls extend only what `ClaimBook.keep` got."""
 
 
 class ClaimBook(ABC):
@@ -39,16 +40,19 @@ class ClaimBook(ABC):
         the claim no longer holds the lease.
         """
 
-    async def begin(self, claim: OpenClaim, num_samples: int, max_tokens: int) -> int:
+    async def begin(self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0) -> int:
         """`claim`, whose `calls` were read, is about to sample; its lease does not expire before `end`.
 
-        Returns how many tokens each of the samples may have: `max_tokens`, or what the claim has left. Raises
-        GatewayError: 409 `claim_lost`, 403 `claim_limit_exceeded` if the claim has used up its calls or
-        tokens, 429 while calls in flight may use them up.
+        `num_bytes`: what is recorded besides the samples. Returns how many tokens each of the samples may
+        have: `max_tokens`, or what the claim has left. Raises GatewayError: 409 `claim_lost`, 403
+        `claim_limit_exceeded` if the claim has used up its calls, tokens or bytes, 429 while calls in flight
+        may use them up.
         """
         return max_tokens
 
-    def end(self, claim: OpenClaim, num_samples: int, max_tokens: int) -> None:  # noqa: B027
+    def end(  # noqa: B027
+        self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0
+    ) -> None:
         """What `begin` allowed, with as many tokens as it returned, is over."""
 
     @abstractmethod
@@ -57,6 +61,13 @@ class ClaimBook(ABC):
 
         Raises GatewayError 409 `claim_lost`, and stores nothing, if the claim has lost the lease.
         """
+
+    def keep(self, claim: OpenClaim, calls: Sequence[Call]) -> None:  # noqa: B027
+        """Let later requests name these recorded calls. A claim that continues keeps all of its calls."""
+
+    def kept(self, claim: OpenClaim, call_id: str) -> list[Call]:
+        """A call that was given to `keep` and those that it extends, oldest first; empty if it is gone."""
+        return []
 
     @abstractmethod
     async def calls(self, claim: OpenClaim) -> list[Call]:

@@ -27,6 +27,7 @@ from hashlib import blake2b
 import msgspec
 
 from tinkerscript.errors import GatewayError
+from tinkerscript.limits import IDEMPOTENCY_KEY
 from tinkerscript.rollouts.call import Call
 
 MAX_KEYS = 1024
@@ -35,9 +36,6 @@ MAX_KEYS = 1024
 
 MAX_UNDELIVERED = 64
 """Undelivered replies kept per claim; the oldest are dropped first."""
-
-
-MAX_KEY_LENGTH = 255
 
 
 _DIGEST_BYTES = 16
@@ -179,9 +177,7 @@ def first_id(call_id: str) -> str:
 def fingerprint_of(headers: Mapping[str, str], path: str, body: bytes) -> RequestFingerprint:
     """The fingerprint of a request. Raises GatewayError 400 for a key that is too long."""
     key = headers.get("idempotency-key", "").strip()
-    if len(key) > MAX_KEY_LENGTH:
-        message = f"the Idempotency-Key has {len(key)} characters; the limit is {MAX_KEY_LENGTH}"
-        raise GatewayError(400, "invalid_idempotency_key", message)
+    IDEMPOTENCY_KEY.check(len(key))
     count = headers.get("x-stainless-retry-count", "").strip()
     digest = blake2b(body, digest_size=_DIGEST_BYTES, key=path.encode()[:64])
     return RequestFingerprint(key, count.isdecimal() and int(count) > 0, digest.hexdigest())

@@ -10,8 +10,8 @@ import asyncio
 import random
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,19 @@ from tinkerscript.asgi import Caller
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import continued
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
-from tinkerscript.gateway.conversation.session import ConversationRenderer, Session, unblocked
+from tinkerscript.gateway.conversation.session import (
+    LONG_HISTORY,
+    ConversationRenderer,
+    Session,
+    unblocked,
+)
 from tinkerscript.gateway.conversation.tree import Turn
 from tinkerscript.gateway.dialects import DIALECTS
 from tinkerscript.gateway.dialects.agent_mode import AGENT_FIELDS, AGENT_PREFIX
 from tinkerscript.gateway.dialects.dialect import Completion, Dialect, ModelCall, ReplyHeader, TokenCounter
 from tinkerscript.gateway.idempotency import Attempt, IdempotencyCache, RequestFingerprint, fingerprint_of
-from tinkerscript.rollouts.call import calls_of
+from tinkerscript.limits import CALLS_AT_ONCE, FAILED_CALLS
+from tinkerscript.rollouts.call import calls_of, utf8_size
 
 ENCODER = msgspec.json.Encoder()
 
@@ -35,80 +41,47 @@ _Handler = Callable[[Any, Caller, bytes], Awaitable[None]]
 """Of a dialect, a caller, and the request's body."""
 
 
-PLACES = 8
-"""Of short requests that go on in one turn of the loop. The fewer, the more it costs to commit each."""
-
-PLACE_BYTES = 2**12
-"""What has more than this to read or to write takes several places."""
-
 _IDS = random.Random()
 """Makes the ids of calls. The system gives one seed: asking it for every id would be a system call each."""
+
+NOT_ITS_FAULT = frozenset({409, 429, 503, 504})
+"""Statuses of calls that found the claim lost, or the engine away or busy."""
 
 LONG_BODY = 2**18
 """Bytes of a request from which on a thread reads it, which takes half a millisecond."""
 
 
-class Turns:
-    """Lets some of many requests go on in each turn of the event loop, in order.
-
-    A hundred that arrive together, or whose samples do, would otherwise keep everything else waiting for as
-    long as all of them take.
-    """
-
-    def __init__(self, at_once: int = PLACES) -> None:
-        self._at_once = at_once
-        self._free = at_once
-        self._loop: asyncio.AbstractEventLoop | None = None
-        """Where the places of a turn are counted; None while all of them are free."""
-
-        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
-        """With the places that each takes."""
-
-    async def next(self, size: int = 0) -> None:
-        """Return in this turn of the loop, if there is room in it, or in a later one.
-
-        `size`: about how many bytes the request reads or writes before it waits again.
-        """
-        places = min(1 + size // PLACE_BYTES, self._at_once)
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._loop.call_soon(self._begin)
-        if self._free >= places and not self._waiting:
-            self._free -= places
-            return
-        turn = self._loop.create_future()
-        self._waiting.append((turn, places))
-        await turn
-
-    def _begin(self) -> None:
-        self._free = self._at_once
-        while self._waiting and self._free >= self._waiting[0][1]:
-            turn, places = self._waiting.popleft()
-            if not turn.done():  # Its request was not cancelled.
-                turn.set_result(None)
-                self._free -= places
-        if self._free == self._at_once or self._loop is None:
-            self._loop = None
-        else:
-            self._loop.call_soon(self._begin)
-
-
-async def in_step() -> None:
-    """Let the other requests of this turn come as far as this one, which goes on in the next turn.
-
-    So they take each step one right after the other, and for all but the first of them its code is in the
-    processor's caches: a fifth of a request's time.
-    """
-    await asyncio.sleep(0)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ClaimState:
     """What is kept in memory of an open claim's calls to one model."""
 
     claim: OpenClaim
     session: Session
     cache: IdempotencyCache
+    in_flight: int = 0
+    """Calls that are being answered."""
+
+    failed: int = 0
+    """Calls that were refused, or failed in the engine."""
+
+    @contextmanager
+    def answering(self) -> Generator[None]:
+        """While a call is answered. Raises GatewayError: 403 after too many have failed, 429 for one too many
+        at once."""
+        if self.failed >= FAILED_CALLS.limit:
+            raise FAILED_CALLS.refusal(self.failed + 1)
+        CALLS_AT_ONCE.check(self.in_flight + 1)
+        self.in_flight += 1
+        try:
+            yield
+        except GatewayError as error:
+            self.failed += error.status not in NOT_ITS_FAULT
+            raise
+        except Exception:
+            self.failed += 1
+            raise
+        finally:
+            self.in_flight -= 1
 
 
 class PreparedRequest(msgspec.Struct, frozen=True):
@@ -123,10 +96,10 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     header: ReplyHeader
     attempt: Attempt
 
-    @property
-    def size(self) -> int:
-        """Bytes of its prompts that are recorded."""
-        return sum(len(turn.new_prompt) for turn in self.turns)
+    def recorded_bytes(self, number: int = 0) -> int:
+        """Bytes that are recorded of a turn and its choices, but for what is sampled."""
+        turn, texts = self.turns[number], self.turns[number].texts
+        return self.call.n * len(turn.new_prompt) + sum(map(utf8_size, texts))
 
 
 class NamedModel(ABC):
@@ -141,12 +114,12 @@ class NamedModel(ABC):
         self.max_context: int | None = None
         """Longest prompt and reply together, in tokens; None: unknown."""
 
-        self.turns = Turns()
         self._claims = claims
         self._prompts = renderer
         self._states: dict[tuple[str, int], ClaimState] = {}
         self._handlers: dict[str, tuple[_Handler, Dialect[Any]]] = {}
-        for dialect in dialects(renderer):
+        self.dialects = list(_dialects(renderer))
+        for dialect in self.dialects:
             self._handlers[route_of(dialect)] = (self._answer, dialect)
             if isinstance(dialect, TokenCounter):
                 self._handlers[route_of(dialect, counts=True)] = (self._count, dialect)
@@ -184,24 +157,29 @@ class NamedModel(ABC):
         """All events of a recorded completion."""
 
     async def _answer(self, dialect: Dialect[Any], caller: Caller, body: bytes) -> None:
-        """Sample, or repeat what is recorded, once no request with the same key is in flight."""
+        """Sample, or repeat what is recorded, once no request with the same key is in flight.
+
+        Requests that arrive together take each step together: what else waits for the event loop runs in
+        between, and a step's code is in the processor's caches for all but the first, which saves a fifth of
+        a request's time.
+        """
         claim = await self._claims.open(caller.key)
-        await self.turns.next(len(body))  # Not before: a gateway process has its answers to `open` together.
-        fingerprint, call = await unblocked(len(body) >= LONG_BODY, _read, dialect, caller, body)
         state = await self._state(claim)
-        while attempt := state.cache.in_flight(fingerprint):
-            if await caller.until_disconnect(attempt.done.wait()) is None:
-                return
-            state = await self._state(await self._claims.open(caller.key))
-        await self._repeat_or_reply(dialect, caller, state, fingerprint, call)
+        with state.answering():
+            fingerprint, call = await unblocked(len(body) >= LONG_BODY, _read, dialect, caller, body)
+            while attempt := state.cache.in_flight(fingerprint):
+                if await caller.until_disconnect(attempt.done.wait()) is None:
+                    return
+                state = await self._state(await self._claims.open(caller.key))
+            await self._repeat_or_reply(dialect, caller, state, fingerprint, call)
 
     async def _count(self, dialect: TokenCounter[Any], caller: Caller, body: bytes) -> None:
         """Count the tokens of a prompt."""
-        session = (await self._state(await self._claims.open(caller.key))).session
-        await self.turns.next(len(body))
-        parsed = await unblocked(len(body) >= LONG_BODY, dialect.read, dialect.parse_count, body)
-        call = self._with_history(session, parsed)
-        tokens = await session.prompt_tokens(call.messages, call.tools)
+        state = await self._state(await self._claims.open(caller.key))
+        with state.answering():
+            parsed = await unblocked(len(body) >= LONG_BODY, dialect.read, dialect.parse_count, body)
+            call = await self._with_history(state, parsed)
+            tokens = await state.session.prompt_tokens(call.messages, call.tools)
         await caller.reply(ENCODER.encode(dialect.count_reply(tokens)))
 
     async def _repeat_or_reply(
@@ -212,7 +190,7 @@ class NamedModel(ABC):
         fingerprint: RequestFingerprint,
         call: ModelCall,
     ) -> None:
-        call = self._with_history(state.session, call)
+        call = await self._with_history(state, call)
         with state.cache.attempt(fingerprint) as attempt:
             if original := state.cache.take(fingerprint):
                 completion = await self._recorded(state, call, original)
@@ -220,21 +198,25 @@ class NamedModel(ABC):
                     attempt.call_id = original
                     await self._repeat(dialect, call, completion, caller, attempt)
                     return
-            await in_step()
+            await asyncio.sleep(0)  # See `_answer`.
             prepared = await self._prepare(state, call, attempt)
             try:
-                await in_step()
+                await asyncio.sleep(0)
                 await (self._stream if call.stream else self._reply)(dialect, prepared, caller)
             finally:
                 for turn in prepared.turns:
                     state.session.release(turn)
 
-    def _with_history(self, session: Session, call: ModelCall) -> ModelCall:
+    async def _with_history(self, state: ClaimState, call: ModelCall) -> ModelCall:
         """`call` with the messages it continues. Raises GatewayError for one that cannot be answered."""
         self._check(call)
         if call.previous is None:
             return call
-        history = session.messages_of(call.previous)
+        if not state.claim.continues:
+            kept = self._claims.kept(state.claim, call.previous)
+            is_long = sum(each.size for each in kept) >= LONG_HISTORY
+            state.session = await unblocked(is_long, Session.restore, self._prompts, kept)
+        history = state.session.messages_of(call.previous)
         return msgspec.structs.replace(call, messages=continued(history, call.messages))
 
     async def _prepare(self, state: ClaimState, call: ModelCall, attempt: Attempt) -> PreparedRequest:
@@ -287,7 +269,7 @@ def _read(dialect: Dialect[Any], caller: Caller, body: bytes) -> tuple[RequestFi
     return fingerprint_of(caller.headers, dialect.path, body), dialect.read(dialect.parse, body)
 
 
-def dialects(renderer: ConversationRenderer) -> Iterator[Dialect[Any]]:
+def _dialects(renderer: ConversationRenderer) -> Iterator[Dialect[Any]]:
     """Every wire format for one model's tokenizer, and those that have one in agent mode."""
     for dialect in DIALECTS:
         yield dialect(renderer.tokenizer)

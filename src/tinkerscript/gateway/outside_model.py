@@ -8,6 +8,7 @@ request field that needs the model's ids is refused.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ from tinkerscript.gateway.dialects.dialect import (
 )
 from tinkerscript.gateway.idempotency import choice_id
 from tinkerscript.gateway.named_model import ENCODER, ClaimState, NamedModel, PreparedRequest
-from tinkerscript.gateway.outside_server import OutsideReply, OutsideServer, TextDelta
+from tinkerscript.gateway.outside_server import OutsideReply, OutsideServer
 from tinkerscript.gateway.sampled_model import unknown_model
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import FOREIGN_POLICY, Call
@@ -37,8 +38,11 @@ MAX_TIMEOUTS = 16
 """Requests of one claim that may time out: a server may charge for them, and they are not recorded."""
 
 
+logger = logging.getLogger(__name__)
+
+
 class TextOnly:
-    """The prompts of a model whose ids nobody knows: there are none."""
+    """A renderer that produces no ids: an outside model's tokenizer is unknown."""
 
     uses_template = False
     max_context = 2**31
@@ -78,15 +82,15 @@ class OutsideModel(NamedModel):
     def _check(self, call: ModelCall) -> None:
         if call.model != self.name:
             raise unknown_model(call.model, [self.name])
-        refused = {
-            "prompt": bool(call.prompts),
-            "return_token_ids": call.return_token_ids,
-            "stop_token_ids": bool(call.stop_token_ids),
-            "logprobs": call.logprobs or bool(call.top_logprobs),
+        refused = {  # Field -> whether it is set, and what to do.
+            "prompt": (bool(call.prompts), "use messages"),
+            "n": (call.n > 1, "ask once for each choice"),
+            "return_token_ids": (call.return_token_ids, "leave it out"),
+            "stop_token_ids": (bool(call.stop_token_ids), "leave it out"),
+            "logprobs": (call.logprobs or bool(call.top_logprobs), "leave it out"),
         }
-        for field, is_set in refused.items():
+        for field, (is_set, remedy) in refused.items():
             if is_set:
-                remedy = "use messages" if field == "prompt" else "leave it out"
                 message = f"{field}: the role {self.name!r} is an outside server without token ids; {remedy}"
                 raise GatewayError(400, "unsupported_parameter", message, param=field)
 
@@ -103,7 +107,7 @@ class OutsideModel(NamedModel):
 
     async def _stream(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
         events = dialect.events(prepared.call, prepared.header)
-        news: asyncio.Queue[TextDelta | None] = asyncio.Queue()  # Bounded by the length of one answer.
+        news: asyncio.Queue[MessageDelta | None] = asyncio.Queue()  # Bounded by the length of one answer.
         asking = asyncio.create_task(self._completed(prepared, news.put_nowait))
         asking.add_done_callback(lambda _: news.put_nowait(None))
         try:
@@ -121,7 +125,7 @@ class OutsideModel(NamedModel):
             await asyncio.wait((asking,))  # What was asked for is recorded, whoever still listens.
 
     async def _completed(
-        self, prepared: PreparedRequest, report: Callable[[TextDelta], None] | None
+        self, prepared: PreparedRequest, report: Callable[[MessageDelta], None] | None
     ) -> Completion:
         """Ask, and record the answer."""
         call, claim = prepared.call, prepared.claim
@@ -130,116 +134,89 @@ class OutsideModel(NamedModel):
             message = f"{MAX_TIMEOUTS} calls of this claim to the role {self.name!r} have timed out"
             raise GatewayError(403, "claim_limit_exceeded", message)
         wanted = self._server.max_tokens if call.max_tokens is None else call.max_tokens
-        granted = await self._claims.begin(claim, call.n, wanted)
+        num_bytes = prepared.recorded_bytes()
+        granted = await self._claims.begin(claim, 1, wanted, num_bytes)
         try:
             prepared.attempt.is_recording = True  # A retry waits for what is paid for already.
-            request = request_of(call)
-            reply = await self._server.ask(request, max_tokens=granted, n=call.n, report=report)
+            reply = await self._server.ask(request_of(call), max_tokens=granted, report=report)
             return await self._record(prepared, reply)
         except GatewayError as error:
+            logger.info("role.failed role=%s status=%d message=%s", self.role, error.status, error.message)
             if error.status == 504:
                 self._timeouts[key] = self._timeouts.get(key, 0) + 1
             raise
         finally:
-            self._claims.end(claim, call.n, granted)
+            self._claims.end(claim, 1, granted, num_bytes)
 
     async def _record(self, prepared: PreparedRequest, reply: OutsideReply) -> Completion:
         (turn,), header, fingerprint = prepared.turns, prepared.header, prepared.attempt.fingerprint
-        choices = [
-            Choice(
-                message=choice.message,
-                finish_reason=choice.finish_reason,
-                reported_tokens=0 if index else reply.tokens[1],
-            )
-            for index, choice in enumerate(reply.choices)
-        ]
-        calls = [
-            Call(
-                call_id=choice_id(header.call_id, index),
-                parent_id=turn.parent.call_id if turn.parent else None,
-                matched_by=turn.matched_by,
-                new_prompt=b"",
-                sampled=b"",
-                logprobs=b"",
-                stop_reason="length" if choice.finish_reason == "length" else "stop",
-                policy_version=FOREIGN_POLICY,
-                temperature=1.0 if prepared.call.temperature is None else prepared.call.temperature,
-                top_p=prepared.call.top_p,
-                top_k=prepared.call.top_k,
-                logprob_kind="unknown",
-                messages=msgspec.json.encode(turn.new_messages).decode(),
-                reply=msgspec.json.encode(choice.message).decode(),
-                tools="[]" if turn.parent else msgspec.json.encode(turn.tools).decode(),
-                created=header.created,
-                idempotency_key=fingerprint.key,
-                request_digest=fingerprint.digest if fingerprint.key else "",
-                ignored=prepared.call.ignored,
-                role=self.role,
-                reported_tokens=(0 if index else reply.tokens[0], choice.reported_tokens),
-            )
-            for index, choice in enumerate(choices)
-        ]
-        await self._claims.record(prepared.claim, calls)
-        for call, choice in zip(calls, choices, strict=True):
-            prepared.session.add(turn, call.call_id, b"", choice.message)
+        call = Call(
+            call_id=choice_id(header.call_id, 0),
+            parent_id=turn.parent.call_id if turn.parent else None,
+            matched_by=turn.matched_by,
+            new_prompt=b"",
+            sampled=b"",
+            logprobs=b"",
+            stop_reason="length" if reply.finish_reason == "length" else "stop",
+            policy_version=FOREIGN_POLICY,
+            temperature=1.0 if prepared.call.temperature is None else prepared.call.temperature,
+            top_p=prepared.call.top_p,
+            top_k=prepared.call.top_k,
+            logprob_kind="unknown",
+            messages=turn.texts[0],
+            reply=msgspec.json.encode(reply.message).decode(),
+            tools=turn.texts[1],
+            created=header.created,
+            idempotency_key=fingerprint.key,
+            request_digest=fingerprint.digest if fingerprint.key else "",
+            ignored=prepared.call.ignored,
+            role=self.role,
+            reported_tokens=reply.tokens,
+        )
+        await self._claims.record(prepared.claim, [call])
+        prepared.session.add(turn, call.call_id, b"", reply.message)
         prepared.attempt.call_id = header.call_id
-        return self._completion(header.call_id, header.created, choices, reply.tokens[0])
+        return self._completion(header.call_id, call, reply.message)
 
     async def _recorded(self, state: ClaimState, call: ModelCall, call_id: str) -> Completion | None:
         known = {each.call_id: each for each in await self._claims.calls(state.claim)}
-        found = [known.get(choice_id(call_id, index)) for index in range(call.n)]
-        calls = [each for each in found if each is not None]
-        if len(calls) < call.n:
-            return None
-        choices = [_choice(each, state.session.reply_of(each.call_id)) for each in calls]
-        return self._completion(call_id, calls[0].created, choices, calls[0].reported_tokens[0])
+        found = known.get(choice_id(call_id, 0))
+        return found and self._completion(call_id, found, state.session.reply_of(found.call_id))
 
     def _whole_stream(self, dialect: Dialect[Any], call: ModelCall, completion: Completion) -> bytes:
-        events = dialect.events(call, completion)
-        deltas = (
-            MessageDelta(
-                index=index,
-                content=choice.message["content"],
-                reasoning=choice.message.get("reasoning_content", ""),
-            )
-            for index, choice in enumerate(completion.choices)
-        )
-        return events.start() + b"".join(map(events.delta, deltas)) + events.finish(completion)
+        events, (choice,) = dialect.events(call, completion), completion.choices
+        reasoning = choice.message.get("reasoning_content", "")
+        delta = MessageDelta(index=0, content=choice.message["content"], reasoning=reasoning)
+        return events.start() + events.delta(delta) + events.finish(completion)
 
-    def _completion(
-        self, call_id: str, created: int, choices: list[Choice], prompt_tokens: int
-    ) -> Completion:
+    def _completion(self, call_id: str, call: Call, message: ChatMessage) -> Completion:
+        choice = Choice(
+            message=message,
+            finish_reason="tool_calls" if "tool_calls" in message else call.stop_reason,
+            reported_tokens=call.reported_tokens[1],
+        )
         return Completion(
             call_id=call_id,
-            created=created,
+            created=call.created,
             model=self.name,
             prompt=b"",
-            choices=choices,
+            choices=[choice],
             policy_version=FOREIGN_POLICY,
-            reported_prompt_tokens=prompt_tokens,
+            reported_prompt_tokens=call.reported_tokens[0],
         )
 
 
-def _choice(call: Call, message: ChatMessage) -> Choice:
-    return Choice(
-        message=message,
-        finish_reason="tool_calls" if "tool_calls" in message else call.stop_reason,
-        reported_tokens=call.reported_tokens[1],
-    )
-
-
-async def _pass_on(news: asyncio.Queue[TextDelta | None], events: EventStream, caller: Caller) -> None:
+async def _pass_on(news: asyncio.Queue[MessageDelta | None], events: EventStream, caller: Caller) -> None:
     """Send text as it comes, until None does; without any for a while, what keeps the connection open."""
     while True:
         try:
             async with asyncio.timeout(KEEP_ALIVE_S):
-                text = await news.get()
+                delta = await news.get()
         except TimeoutError:
             await caller.send_events(KEEP_ALIVE if caller.streaming else events.start())
             continue
-        if text is None:
+        if delta is None:
             return
-        delta = MessageDelta(index=text.index, content=text.content, reasoning=text.reasoning)
         sent = events.delta(delta)
         await caller.send_events(sent if caller.streaming else events.start() + sent)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
@@ -36,14 +37,8 @@ from tinkerscript.gateway.chat_messages import (
     joined_parts,
 )
 from tinkerscript.gateway.chat_template import PROBE_CALL, PROBE_TOOL, ChatTemplate
-from tinkerscript.gateway.frames import DeferringTokenizer, Frames, deferring_renderer
-from tinkerscript.gateway.partial_message import (
-    Markers,
-    PartialMessage,
-    PartialReply,
-    PartialText,
-)
-from tinkerscript.gateway.reply_format import NamedCall
+from tinkerscript.gateway.partial_reply import PartialReply
+from tinkerscript.gateway.reply_format import QWEN3, NamedCall, ReplyFormat
 from tinkerscript.gateway.template_rendering import TemplateRendering
 from tinkerscript.gateway.tokenizer import (
     ESCAPED_MARK,
@@ -63,6 +58,16 @@ CANONICAL: list[tuple[list[ChatMessage], list[Tool]]] = [
     (PROBE_CALL, [PROBE_TOOL]),
 ]
 """Conversations whose prompts tell whether two renderers write one chat format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """The ids that delimit reasoning and tool calls in Qwen3's format."""
+
+    think: int
+    think_end: int
+    tool_call: int
+    tool_call_end: int
 
 
 class ParseOptions(msgspec.Struct, frozen=True):
@@ -98,18 +103,15 @@ class ChatRenderer:
         if template is None and self.template_kwargs:
             raise ConfigError(f"engine.chat_template_kwargs: {folder} has no chat template")
         self.tokenizer = LightTokenizer(folder)
-        by_template = TemplateRendering(template, self.tokenizer, folder) if template else None
-        self._renderer = _hand_made(folder, self.tokenizer, by_template, self.template_kwargs)
-        if self._renderer is None and by_template is None:
+        self._template = TemplateRendering(template, self.tokenizer, folder) if template else None
+        self._renderer = _hand_made(folder, self.tokenizer, self._template, self.template_kwargs)
+        if self._renderer is None and self._template is None:
             raise _no_renderer(folder)
-        self._deferring = DeferringTokenizer(self.tokenizer)
-        self._placing, self._frames = _placing(self._renderer, self._deferring)
-        """What writes the same ids, with texts that are not encoded yet among them."""
+        self._format = _format_of(self._renderer, self._template)
+        """How replies are read; None: as a whole, by the renderer."""
 
-        self._template = None if self._renderer else by_template
-        self._reply_template = by_template
         self.markers = _markers(self.tokenizer) if isinstance(self._renderer, Qwen3Renderer) else None
-        """Ids of the markers, which partial messages and grammars need; None if unknown for this format."""
+        """Ids of the markers, which grammars need; None if unknown for this format."""
 
         self.max_context = context_of(folder)
         """Maximum length of prompt and reply together, in tokens."""
@@ -122,7 +124,7 @@ class ChatRenderer:
     @property
     def uses_template(self) -> bool:
         """Whether the model's chat template renders."""
-        return self._template is not None
+        return self._renderer is None
 
     @property
     def _by_template(self) -> TemplateRendering:
@@ -136,17 +138,16 @@ class ChatRenderer:
         has none.
         """
         given, specs = self._marked(messages, tools)
-        if self._placing is None:
-            return self._checked(self._by_template.prompt(given, specs), given is messages and specs is tools)
-        if not tools and self._frames and (ids := self._frames.prompt(given)) is not None:
-            return self._checked(ids, given is messages)
+        unmarked = given is messages and specs is tools
+        if self._renderer is None:
+            return self._checked(self._by_template.prompt(given, specs), unmarked)
         try:
-            placed = self._placing.render_ids(
+            ids = self._renderer.render_ids(
                 cast("list[Message]", given), tools=_specs(specs), add_generation_prompt=True
             )
         except ValueError as error:
             raise _invalid(f"the messages cannot be rendered: {error}") from error
-        return self._checked(self._deferring.encoded(placed), given is messages and specs is tools)
+        return self._checked(ids, unmarked)
 
     def extend(
         self,
@@ -184,8 +185,8 @@ class ChatRenderer:
         """
         every = [*messages, reply]
         marked, specs = self._marked(every, tools)
-        if self._reply_template is not None:
-            return self._reply_template.reply(marked[:-1], marked[-1], specs)
+        if self._template is not None:
+            return self._template.reply(marked[:-1], marked[-1], specs)
         assert self._renderer is not None
         given = cast("list[Message]", marked)
         prompt = self._renderer.render_ids(given[:-1], tools=_specs(specs), add_generation_prompt=True)
@@ -203,16 +204,14 @@ class ChatRenderer:
     def _bridge(
         self, tail: list[int], sampled: list[int], messages: list[ChatMessage], tools: list[Tool]
     ) -> list[int] | None:
-        assert self._placing is not None
-        if self._frames and (ids := self._frames.extension(tail, sampled, messages)) is not None:
-            return ids
+        assert self._renderer is not None
         before = tail + sampled
-        bridged = self._placing.bridge_to_next_turn(
+        bridged = self._renderer.bridge_to_next_turn(
             tail, sampled, cast("list[Message]", messages), tools=_specs(tools)
         )
         if bridged is None or bridged.token_ids[: len(before)] != before:
             return None
-        return self._deferring.encoded(bridged.token_ids[len(before) :])
+        return bridged.token_ids[len(before) :]
 
     def _ends_in_reasoning(self, sampled: list[int]) -> bool:
         """Whether the turn ended inside its reasoning."""
@@ -234,35 +233,23 @@ class ChatRenderer:
         Malformed tool calls, and text between tool calls, stay in the content.
         """
         ids = self._before_stop(sampled)
-        if self._renderer is None:
-            read = self._by_template.format.read(
+        if self._format is not None:
+            read = self._format.read(
                 self.tokenizer.decode(ids), tool_calls=options.tool_calls, tools=options.tools
             )
             return _message(joined_parts(read.content), read.reasoning, read.calls, options.cut_at)
-        if self.markers and len(ids) >= len(sampled) - 1 and "<" not in (text := self.tokenizer.decode(ids)):
-            return _message(text, "", (), options.cut_at)  # As the renderer does, at a quarter of the time.
+        assert self._renderer is not None
         parsed = self._renderer.parse_response(sampled)
         calls = [call for call in parsed.tool_calls if options.tool_calls and _is_complete(call)]
-        reasoning = (parsed.reasoning_content or "").strip()
-        if reasoning:
-            opened = self.tokenizer.decode(ids).partition(THINK_START)
-            reasoning = _with_outer_space(reasoning, opened[2] or opened[0])
         named = [(cast("str", call.name), cast("dict[str, Any]", call.arguments)) for call in calls]
-        return _message(self._content(ids, parsed, calls), reasoning, named, options.cut_at)
+        content = self._content(ids, parsed, calls)
+        return _message(content, parsed.reasoning_content or "", named, options.cut_at)
 
-    def partial(self, options: ParseOptions) -> PartialMessage | PartialReply:
+    def partial(self, options: ParseOptions) -> PartialReply:
         """Text of a message while it is sampled, a prefix of what `parse` will return."""
-        if self._renderer is None:
-            return PartialReply(
-                self.tokenizer.token_bytes,
-                self._by_template.format,
-                stop_ids=self.stop_token_ids,
-                tool_calls=options.tool_calls,
-                cut_at=options.cut_at,
-            )
-        return PartialMessage(
+        return PartialReply(
             self.tokenizer.token_bytes,
-            self.markers,
+            self._format,
             stop_ids=self.stop_token_ids,
             tool_calls=options.tool_calls,
             cut_at=options.cut_at,
@@ -272,22 +259,21 @@ class ChatRenderer:
         """The plain text of `sampled` [R], with white space and markers as they are."""
         return _cut_at_stops(self.tokenizer.decode(self._before_stop(sampled)), cut_at)
 
-    def partial_text(self, cut_at: Sequence[str]) -> PartialText:
+    def partial_text(self, cut_at: Sequence[str]) -> PartialReply:
         """Text while it is sampled, a prefix of what `text` will return."""
-        return PartialText(self.tokenizer.token_bytes, stop_ids=self.stop_token_ids, cut_at=cut_at)
+        return PartialReply(
+            self.tokenizer.token_bytes, None, stop_ids=self.stop_token_ids, cut_at=cut_at, plain=True
+        )
 
     def _before_stop(self, sampled: list[int]) -> list[int]:
         end = next((index for index, token in enumerate(sampled) if token in self.stop_token_ids), None)
         return sampled[:end]
 
     def _content(self, ids: list[int], parsed: ParsedResponse, calls: list[ParsedToolCall]) -> str:
-        """The text outside `calls`, with the white space around it.
-
-        Renderers return only the text before the first attempted call, and strip it.
-        """
+        """The text outside `calls`. Renderers return only the text before the first attempted call."""
         spans = [attempt.token_span for attempt in parsed.tool_calls if attempt.token_span is not None]
         position = spans[0][0] if spans else len(ids)
-        parts = [_with_outer_space(parsed.content, self.tokenizer.decode(ids[:position]), last=True)]
+        parts = [parsed.content]
         for attempt in parsed.tool_calls:
             if attempt.token_span is None:
                 parts += [] if attempt in calls else [attempt.raw]
@@ -326,24 +312,10 @@ def _hand_made(
     return None
 
 
-def _placing(
-    renderer: Renderer | None, deferring: DeferringTokenizer
-) -> tuple[Renderer | None, Frames | None]:
-    """The same renderer over `deferring`, if it looks at no ids of a text and its prompts are the same, and
-    what it writes around messages, if that is the same for all of a role."""
-    if not isinstance(renderer, Qwen3Renderer):
-        return renderer, None
-    placing = deferring_renderer(renderer, deferring)
-    for messages, tools in CANONICAL:
-        given = cast("list[Message]", messages)
-        placed = placing.render_ids(given, tools=_specs(tools), add_generation_prompt=True)
-        ids = renderer.render_ids(given, tools=_specs(tools), add_generation_prompt=True)
-        if deferring.encoded(placed) != ids:
-            return renderer, None
-    try:
-        return placing, Frames(placing, deferring)
-    except ValueError:
-        return placing, None
+def _format_of(renderer: Renderer | None, template: TemplateRendering | None) -> ReplyFormat | None:
+    if isinstance(renderer, Qwen3Renderer):
+        return QWEN3
+    return template.format if template and (renderer is None or template.format.reads_calls) else None
 
 
 def _candidates(
@@ -404,7 +376,7 @@ def _invalid(problem: str) -> GatewayError:
 
 
 def _markers(tokenizer: LightTokenizer) -> Markers | None:
-    names = ["<|im_start|>", THINK_START, THINK_END, "<tool_call>", "</tool_call>"]
+    names = [THINK_START, THINK_END, "<tool_call>", "</tool_call>"]
     ids = [token for token in tokenizer.convert_tokens_to_ids(names) if token is not None]
     return Markers(*ids) if len(ids) == len(names) else None
 
@@ -434,16 +406,6 @@ def _openai_tool_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         text = json.dumps(arguments)
     function = {"name": name, "arguments": text}
     return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
-
-
-def _with_outer_space(text: str, whole: str, *, last: bool = False) -> str:
-    """`text`, which was stripped, with the white space that is around it in `whole`."""
-    text = text.strip()
-    start = whole.rfind(text) if last else whole.find(text)
-    if start < 0 or not text:
-        return text
-    before, after = whole[:start], whole[start + len(text) :]
-    return before[len(before.rstrip()) :] + text + after[: len(after) - len(after.lstrip())]
 
 
 def _cut_and_stripped(text: str, stops: Sequence[str]) -> str:

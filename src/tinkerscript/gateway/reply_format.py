@@ -1,8 +1,8 @@
 """How families of models write reasoning and tool calls in a reply, and how its text is read.
 
-Used for models without a renderer of their own (`rendering`). Invariant: no text is lost. What is neither
-reasoning nor part of a complete call stays content, as do calls whose name or arguments OpenAI's form cannot
-express.
+A reply is read by its text, as inference servers do: a model that spells out `<tool_call>` calls a tool.
+Invariant: no text is lost. What is neither reasoning nor part of a complete call stays content, as do calls
+whose name or arguments OpenAI's form cannot express.
 """
 
 from __future__ import annotations
@@ -84,6 +84,11 @@ class ReplyFormat:
 
     one_call: bool = False
     """Whether the chat template can write only one call, so that several stay text."""
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether it is known how the model calls tools."""
+        return self.harmony or self.calls is not None
 
     def read(self, text: str, *, tool_calls: bool, tools: Sequence[Tool] = ()) -> ReadReply:
         """Read a reply's text. `tool_calls`: whether calls are read; if not, they are content."""
@@ -294,10 +299,14 @@ def _json_object(text: str) -> Any:
         return None
 
 
+_HERMES = CallFormat("hermes", ("<tool_call>",), _tagged_json)
+
+QWEN3 = ReplyFormat(calls=_HERMES)
+
 CALL_FORMATS = (
     CallFormat("deepseek", ("<｜tool▁calls▁begin｜>",), _deepseek),
     CallFormat("mistral", ("[TOOL_CALLS]",), _bracketed),
-    CallFormat("hermes", ("<tool_call>",), _tagged_json),
+    _HERMES,
     CallFormat("glm", ("<tool_call>",), _tagged_arguments),
     CallFormat("llama3", ("<|python_tag|>",), _whole_json, bare="{"),
 )

@@ -1,14 +1,15 @@
-"""`SampledModel`: the calls of a model whose tokens we have. The claim's session makes the prompt, a
-`Sampler` samples, and every call is recorded as ids.
+"""`SampledModel`: the calls of a model whose tokens we have.
 
-Invariant: a request that failed or was abandoned records nothing.
+The claim's session makes the prompt, a `Sampler` samples, and every call is recorded as ids. Invariants: a
+request that failed or was abandoned records nothing; a completion is made only after every call behind it is
+recorded, and made again from the record it is the same.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+import asyncio
+from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,13 +18,28 @@ import msgspec
 from tinkerscript.asgi import CLIENT_CLOSED_REQUEST, Caller
 from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.chat_messages import ChatMessage
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
-from tinkerscript.gateway.dialects.dialect import Completion, Dialect, ModelCall, ReplyHeader
-from tinkerscript.gateway.named_model import ENCODER, ClaimState, NamedModel, PreparedRequest, in_step
-from tinkerscript.gateway.recording import GatewayStatistics, Recorder, recorded_completion, sample_all
-from tinkerscript.gateway.rendering import ChatRenderer
-from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
+from tinkerscript.gateway.conversation.session import LONG, Session, unblocked
+from tinkerscript.gateway.conversation.tree import SAMPLED_AGAIN, Turn
+from tinkerscript.gateway.dialects.dialect import Choice, Completion, Dialect, ModelCall, ReplyHeader
+from tinkerscript.gateway.idempotency import choice_id, choice_index
+from tinkerscript.gateway.named_model import ENCODER, ClaimState, NamedModel, PreparedRequest
+from tinkerscript.gateway.partial_reply import PartialReply
+from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
+from tinkerscript.gateway.reply_grammar import constraint_of, is_constrained
+from tinkerscript.gateway.sampler import (
+    Progress,
+    ProgressCallback,
+    SampledSequence,
+    SampledTokens,
+    Sampler,
+    SampleRequest,
+    SampleResult,
+)
 from tinkerscript.gateway.streamed_reply import StreamedReply
+from tinkerscript.limits import LOGPROBS
+from tinkerscript.rollouts.call import Call, TokenConstraint, unpack_ids
 from tinkerscript.tracing import call_span
 
 
@@ -42,45 +58,23 @@ class SampledModel(NamedModel):
         accepted_names: Collection[str] | None = None,
         other_names: Collection[str] = (),
     ) -> None:
-        """`accepted_names`: what requests may call the model; None: anything. `other_names`: of other models,
-        for the error."""
+        """`role`: the one that samples, empty for the policy. `accepted_names`: what requests may call the
+        model; None: anything. `other_names`: of other models, for the error."""
         super().__init__(name, claims, renderer, role=role)
         self._sampler = sampler
         self._renderer = renderer
         self._sampling = sampling
         self._accepted_names = accepted_names
         self._other_names = other_names
-        self._recorder = Recorder(claims, renderer, sampling, role)
         self.max_context = renderer.max_context
-
-    def statistics(self) -> GatewayStatistics:
-        """A snapshot of the counters."""
-        return self._recorder.statistics()
-
-    def for_others(self, claims: ClaimBook) -> SampledModel:
-        """The same model for callers whose calls are not the run's, with keys of `claims`.
-
-        The seeds of the run's own requests stay what they are, whatever these callers do.
-        """
-        return SampledModel(
-            self.name,
-            claims=claims,
-            sampler=_RandomSeeds(self._sampler),
-            renderer=self._renderer,
-            sampling=self._sampling,
-            accepted_names=self._accepted_names,
-        )
 
     def _check(self, call: ModelCall) -> None:
         if not (self._accepted_names is None or call.side or call.model in self._accepted_names):
             raise unknown_model(call.model, [*self._accepted_names, *self._other_names])
-        self._check_template_kwargs(call.template_kwargs)
-
-    def _check_template_kwargs(self, wanted: dict[str, Any]) -> None:
-        """Raises GatewayError 400 for arguments of the template that are not those of the run."""
         rendered = self._renderer.template_kwargs
-        other = {name: value for name, value in wanted.items() if (name, value) not in rendered.items()}
-        if other:
+        if other := {
+            k: value for k, value in call.template_kwargs.items() if (k, value) not in rendered.items()
+        }:
             message = (
                 f"chat_template_kwargs={other} are not those of this model's prompts, {rendered}; set "
                 "engine.chat_template_kwargs in the run's config, which hold for all of its episodes"
@@ -96,35 +90,25 @@ class SampledModel(NamedModel):
         return streamed.start() + streamed.finish(completion)
 
     async def _reply(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
-        requests = list[SampleRequest]()
-        try:
-            await self._begin(prepared, requests)
+        async with self._granted(prepared) as requests:
             results = await caller.until_disconnect(self._sampled(prepared, requests))
             if results is None:
                 await caller.reply(b"", status=CLIENT_CLOSED_REQUEST)
                 return
-            await self.turns.next(prepared.size)
-            completion = await self._recorder.record(prepared, results)
-        finally:
-            self._end(prepared, requests)
-        await in_step()
+            completion = await self._record(prepared, results)
+        await asyncio.sleep(0)
         if not await caller.is_disconnected():
             await caller.reply(ENCODER.encode(dialect.reply(prepared.call, completion)))
             prepared.attempt.delivered = True
 
     async def _stream(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
         streamed = self._streamed(dialect, prepared.call, prepared.header)
-        requests = list[SampleRequest]()
         try:
-            try:
-                await self._begin(prepared, requests)
+            async with self._granted(prepared) as requests:
                 results = await streamed.follow(partial(self._sampled, prepared, requests), caller)
                 if results is None:
                     return
-                await self.turns.next(prepared.size)
-                completion = await self._recorder.record(prepared, results)
-            finally:
-                self._end(prepared, requests)
+                completion = await self._record(prepared, results)
             rest = streamed.finish(completion)
             disconnected = await caller.is_disconnected()
             await caller.send_events(rest if caller.streaming else streamed.start() + rest, last=True)
@@ -134,17 +118,23 @@ class SampledModel(NamedModel):
                 raise
             await caller.send_events(streamed.failure(error), last=True)
 
-    async def _begin(self, prepared: PreparedRequest, begun: list[SampleRequest]) -> None:
-        """Add one request per prompt to `begun`, each as soon as the claim may sample it."""
-        for request in self._recorder.requests(prepared):
-            granted = await self._claims.begin(prepared.claim, request.num_samples, request.max_tokens)
-            if granted != request.max_tokens:
-                request = msgspec.structs.replace(request, max_tokens=granted)
-            begun.append(request)
-
-    def _end(self, prepared: PreparedRequest, begun: list[SampleRequest]) -> None:
-        for request in begun:
-            self._claims.end(prepared.claim, request.num_samples, request.max_tokens)
+    @asynccontextmanager
+    async def _granted(self, prepared: PreparedRequest) -> AsyncGenerator[list[SampleRequest]]:
+        """One request per prompt, as far as the claim may sample it while the context is open."""
+        granted: list[tuple[SampleRequest, int]] = []
+        try:
+            for number, request in enumerate(self._requests(prepared)):
+                num_bytes = prepared.recorded_bytes(number)
+                max_tokens = await self._claims.begin(
+                    prepared.claim, request.num_samples, request.max_tokens, num_bytes
+                )
+                if max_tokens != request.max_tokens:
+                    request = msgspec.structs.replace(request, max_tokens=max_tokens)
+                granted.append((request, num_bytes))
+            yield [request for request, _ in granted]
+        finally:
+            for request, num_bytes in granted:
+                self._claims.end(prepared.claim, request.num_samples, request.max_tokens, num_bytes)
 
     def _span(self, claim: OpenClaim, requests: list[SampleRequest]) -> AbstractContextManager[Any]:
         if not claim.continues:  # Of no episode.
@@ -165,33 +155,231 @@ class SampledModel(NamedModel):
         return results
 
     def _streamed(self, dialect: Dialect[Any], call: ModelCall, header: ReplyHeader) -> StreamedReply:
-        messages = [self._recorder.partial(call) for _ in range(call.n * max(1, len(call.prompts)))]
-        return StreamedReply(dialect.events(call, header), messages, self._recorder.hidden_ids(call))
+        messages = [self._partial(call) for _ in range(call.n * max(1, len(call.prompts)))]
+        return StreamedReply(dialect.events(call, header), messages, frozenset(self._extra_stops(call)))
+
+    def _requests(self, prepared: PreparedRequest) -> list[SampleRequest]:
+        """One request per prompt, with the config's values for what the caller did not set."""
+        call, renderer = prepared.call, self._renderer
+        max_tokens = self._sampling.max_tokens if call.max_tokens is None else call.max_tokens
+        if call.logprobs:
+            each = min(max_tokens, renderer.max_context) * (1 + call.top_logprobs)
+            LOGPROBS.check(call.n * len(prepared.turns) * each)
+        constraint = constraint_of(call, renderer.markers, renderer.stop_token_ids)
+        return [
+            SampleRequest(
+                prompt=turn.prompt,
+                max_tokens=min(max_tokens, renderer.max_context - len(turn.prompt) // 4),
+                num_samples=call.n,
+                **self._distribution(call),
+                seed=call.seed,
+                stop_token_ids=renderer.stop_token_ids,
+                extra_stop_ids=self._extra_stops(call),
+                stop=call.stop,
+                top_logprobs=call.top_logprobs,
+                constraint=constraint,
+                stream=call.stream,
+                affinity=prepared.claim.episode_uuid if prepared.claim.continues else "",
+                role=self.role,
+            )
+            for turn in prepared.turns
+        ]
+
+    def _partial(self, call: ModelCall) -> PartialReply:
+        """Reads one choice of `call` while it is sampled."""
+        if call.prompts:
+            return self._renderer.partial_text(call.stop)
+        return self._renderer.partial(ParseOptions(call.parse_tool_calls, call.stop))
+
+    async def _record(self, prepared: PreparedRequest, results: Sequence[SampleResult]) -> Completion:
+        """Record what was sampled for each prompt.
+
+        Raises GatewayError: 502 if the engine returned the wrong number of sequences, 409 `claim_lost`.
+        """
+        call, header = prepared.call, prepared.header
+        for result in results:
+            if len(result.sequences) != call.n:
+                message = f"the engine returned {len(result.sequences)} sequences for a request for {call.n}"
+                raise GatewayError(502, "engine_error", message)
+        messages = [
+            await unblocked(len(sequence.sampled) >= LONG, self._parse, call, sequence)
+            for result in results
+            for sequence in result.sequences
+        ]
+        turns = zip(prepared.session.recording(prepared.turns), results, strict=True)
+        each = ((turn, result, sequence) for turn, result in turns for sequence in result.sequences)
+        sampled = [(*parts, message) for parts, message in zip(each, messages, strict=True)]
+        recorded = [
+            self._call(choice_id(header.call_id, number), prepared, *parts)
+            for number, parts in enumerate(sampled)
+        ]
+        # All choices or none: a request that failed must leave nothing that trains.
+        await self._claims.record(prepared.claim, recorded)
+        choices: list[Choice] = []
+        for (turn, _, sequence, message), made in zip(sampled, recorded, strict=True):
+            prepared.session.add(turn, made.call_id, sequence.sampled, message)
+            choices.append(_choice(sequence, made, message))
+        if call.store:
+            self._claims.keep(prepared.claim, recorded)
+        prepared.attempt.call_id = header.call_id
+        return Completion(
+            call_id=header.call_id,
+            created=header.created,
+            model=header.model,
+            prompt=header.prompt,
+            choices=choices,
+            policy_version=results[0].policy_version,
+        )
+
+    def _distribution(self, call: ModelCall) -> dict[str, Any]:
+        """The parameters of what is sampled from, as a request and a recorded call have them."""
+        own = self._sampling.temperature
+        if self._sampling.precedence == "run":
+            return {"temperature": own}
+        return {
+            "temperature": own if call.temperature is None else call.temperature,
+            "top_p": call.top_p,
+            "top_k": call.top_k,
+            "min_p": call.min_p,
+            "repetition_penalty": call.repetition_penalty,
+        }
+
+    def _extra_stops(self, call: ModelCall) -> list[int]:
+        """Ids that end a reply to `call` and have no part in its text."""
+        return [token for token in call.stop_token_ids if token not in self._renderer.stop_token_ids]
+
+    def _parse(self, call: ModelCall, sequence: SampledSequence) -> ChatMessage:
+        ids = unpack_ids(sequence.sampled).tolist()
+        if ids and ids[-1] in self._extra_stops(call):
+            ids = ids[:-1]
+        if call.prompts:
+            return {"role": "assistant", "content": self._renderer.text(ids, call.stop)}
+        return self._renderer.parse(ids, ParseOptions(call.parse_tool_calls, call.stop, call.tools))
+
+    def _call(
+        self,
+        call_id: str,
+        prepared: PreparedRequest,
+        turn: Turn,
+        result: SampleResult,
+        sequence: SampledSequence,
+        reply: ChatMessage,
+    ) -> Call:
+        call, fingerprint = prepared.call, prepared.attempt.fingerprint
+        constrained, logprob_kind = sequence.constrained, result.logprob_kind
+        messages, tools = ("", "") if choice_index(call_id) % call.n else turn.texts
+        if is_constrained(call) and not constrained:
+            # The sampler honored the constraint and does not tell where, nor what its logprobs are of.
+            constrained = bytes([TokenConstraint.UNKNOWN]) * (len(sequence.sampled) // 4)
+            logprob_kind = "unknown"
+        fork_reason = turn.fork_reason
+        if turn.parent is None and choice_index(call_id) % call.n:
+            fork_reason = SAMPLED_AGAIN
+        return Call(
+            call_id=call_id,
+            parent_id=turn.parent.call_id if turn.parent else None,
+            new_prompt=turn.new_prompt,
+            sampled=sequence.sampled,
+            logprobs=sequence.logprobs,
+            stop_reason=sequence.stop_reason,
+            policy_version=result.policy_version,
+            **self._distribution(call),
+            logprob_kind=logprob_kind,
+            policy_version_end=result.policy_version_end,
+            seed=result.seed,
+            constrained=constrained,
+            matched_by=turn.matched_by,
+            tokenizer=self._renderer.tokenizer.fingerprint,
+            fork_reason=fork_reason,
+            messages=messages,
+            reply=msgspec.json.encode(reply).decode(),
+            tools=tools,
+            created=prepared.header.created,
+            idempotency_key=fingerprint.key,
+            request_digest=fingerprint.digest if fingerprint.key else "",
+            ignored=call.ignored,
+            side=call.side,
+            role=self.role,
+        )
 
 
 def unknown_model(name: str, known: Collection[str]) -> GatewayError:
-    """The refusal of a request for a model that there is not."""
+    """The error for an unknown model."""
     names = " or ".join(repr(each) for each in known)
     message = f"the model {name!r} does not exist here; use {names} (interchange_server.model_names)"
     return GatewayError(404, "model_not_found", message, param="model")
 
 
-class _RandomSeeds(Sampler):
-    """Gives a seed to requests without one, which a run counts: the n-th has the same seed in every process.
+def recorded_completion(
+    call: ModelCall, call_id: str, calls: Iterable[Call], session: Session, model: str
+) -> Completion | None:
+    """The completion of `call` that was recorded as `call_id` and its siblings among `calls`.
 
-    Where seeds are not supported, nothing counts, and the request goes on as it is.
+    None where it cannot be reproduced: the server stopped before all choices were recorded, the reply had
+    top logprobs, which are not recorded, or there were several prompts.
     """
+    if call.top_logprobs or len(call.prompts) > 1:
+        return None
+    ids = [choice_id(call_id, index) for index in range(call.n)]
+    known = {each.call_id: each for each in calls if each.call_id in ids}
+    if len(known) < len(ids):
+        return None
+    first = known[call_id]
+    recorded = ((known[each], session.reply_of(each)) for each in ids)
+    return Completion(
+        call_id=call_id,
+        created=first.created,
+        model=model,
+        prompt=session.prompt_of(call_id),
+        choices=[
+            _choice(SampledTokens(sampled=each.sampled, logprobs=each.logprobs), each, reply)
+            for each, reply in recorded
+        ],
+        policy_version=first.policy_version,
+    )
 
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
 
-    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        if request.seed is not None:
-            return await self._sampler.sample(request, progress)
-        seeded = msgspec.structs.replace(request, seed=random.getrandbits(31))
-        try:
-            return await self._sampler.sample(seeded, progress)
-        except GatewayError as error:
-            if error.param != "seed":
-                raise
-        return await self._sampler.sample(request, progress)
+def _choice(tokens: SampledTokens, recorded: Call, message: ChatMessage) -> Choice:
+    """`tokens`: those of the recorded call, with alternatives if there are any."""
+    called = recorded.stop_reason == "stop" and "tool_calls" in message
+    return Choice(
+        message=message,
+        finish_reason="tool_calls" if called else recorded.stop_reason,
+        constrained=recorded.constrained,
+        sampled=tokens.sampled,
+        logprobs=tokens.logprobs,
+        top_ids=tokens.top_ids,
+        top_logprobs=tokens.top_logprobs,
+    )
+
+
+async def sample_all(
+    sampler: Sampler, requests: Sequence[SampleRequest], progress: ProgressCallback | None = None
+) -> list[SampleResult]:
+    """Sample all requests concurrently; the first error cancels the others.
+
+    `progress` gets the sequences of all requests under consecutive numbers.
+    """
+    if len(requests) == 1:
+        return [await sampler.sample(requests[0], progress)]
+    tasks: list[asyncio.Task[SampleResult]] = []
+    first = 0
+    for request in requests:
+        tasks.append(asyncio.ensure_future(sampler.sample(request, _shifted(first, progress))))
+        first += request.num_samples
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _shifted(first: int, progress: ProgressCallback | None) -> ProgressCallback | None:
+    if progress is None:
+        return None
+
+    def report(news: Progress) -> None:
+        progress(msgspec.structs.replace(news, index=first + news.index))
+
+    return report

@@ -15,7 +15,7 @@ from typing import Any
 from tinkerscript.asgi import KEEP_ALIVE, KEEP_ALIVE_S, Caller
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.dialects.dialect import Choice, Completion, EventStream, MessageDelta
-from tinkerscript.gateway.partial_message import PartialMessage, PartialReply, PartialText
+from tinkerscript.gateway.partial_reply import PartialReply
 from tinkerscript.gateway.sampler import Progress, ProgressCallback, SampledTokens, SampleResult
 from tinkerscript.rollouts.call import unpack_ids
 
@@ -29,7 +29,7 @@ class _StreamedChoice:
 
     __slots__ = ("_content", "_hidden", "_ids", "_message", "_pending", "_reasoning")
 
-    def __init__(self, message: PartialMessage | PartialReply | PartialText, hidden: frozenset[int]) -> None:
+    def __init__(self, message: PartialReply, hidden: frozenset[int]) -> None:
         self._hidden = hidden
         self._content = list[str]()
         """Content sent so far."""
@@ -93,7 +93,7 @@ class StreamedReply:
     def __init__(
         self,
         events: EventStream,
-        messages: Sequence[PartialMessage | PartialReply | PartialText],
+        messages: Sequence[PartialReply],
         hidden: frozenset[int] = frozenset(),
     ) -> None:
         """`messages`: one for each choice; `hidden`: ids that have no part in their text."""

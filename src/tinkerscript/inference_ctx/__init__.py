@@ -7,10 +7,12 @@ from tinkerscript.inference_ctx.inference_context import (
     InferenceContext,
     InferenceResponse,
     InferenceTurn,
+    PromptFormat,
+    PromptLike,
+    RequestParameters,
     Reward,
+    Tools,
 )
-from tinkerscript.inference_ctx.prompts import PromptFormat, PromptLike, PromptMessage, Tools
-from tinkerscript.inference_ctx.sampling_requests import RequestParameters, SamplingOptions
 
 __all__ = [
     "SHORT_RESPONSE",
@@ -22,9 +24,7 @@ __all__ = [
     "InferenceTurn",
     "PromptFormat",
     "PromptLike",
-    "PromptMessage",
     "RequestParameters",
     "Reward",
-    "SamplingOptions",
     "Tools",
 ]

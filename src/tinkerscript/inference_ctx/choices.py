@@ -1,20 +1,16 @@
-"""What a reply of an OpenAI-compatible server says about tokens: ids, logprobs, the prompt's ids.
-
-`choices_of` finds the choices of a reply in any wire format, `read_choice` reads the tokens of one.
+"""What a choice of an OpenAI-compatible server says about tokens: ids, logprobs, the prompt's ids.
 
 Invariants: ids are read, never guessed. They come from the first of `SOURCES` that the server reported; if it
 reported several, they must agree, and ids and logprobs must have the same length. Without any, raw
 vocabulary pieces (`Ġhello`) are converted to ids only if the caller declares that the server sends them, or
 with proof that these are the sampled ids (`ids_of_pieces`). What cannot be a sample (a logprob of no
-probability, an id beyond the vocabulary, an aborted reply) is refused. A choice holds all tokens of its reply
-or no token texts, so a Responses reply without ids yields none of its logprobs: they cover its text but not
-its reasoning and tool calls.
+probability, an id beyond the vocabulary, an aborted reply) is refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
@@ -34,35 +30,21 @@ REMEDY = (
     "or leave the episode out of training"
 )
 
-IdsSource = Literal[
-    "sampler",
-    "token_ids",
-    "meta_info",
-    "output_ids",
-    "raw_output",
-    "logprobs_token_id",
-    "token_id_text",
-    "sglext",
-    "pieces",
-]
+IdsSource = Literal["sampler", "token_ids", "logprobs_token_id", "token_id_text", "pieces"]
 """Origin of sampled ids. `sampler`: the engine itself, through our gateway; the others are in `SOURCES`."""
 
-PIECES: IdsSource = "pieces"
+SOURCES: tuple[IdsSource, ...] = ("token_ids", "logprobs_token_id", "token_id_text", "pieces")
+"""Sources of ids in the order they are tried: `choice.token_ids` (vLLM, our gateway), `token_id` of each
+entry of `logprobs.content` (our gateway), `token: "token_id:123"` (vLLM), and vocabulary pieces as token
+texts."""
 
 _STOP_REASONS: dict[str, StopReason] = {
     "stop": "stop",
     "tool_calls": "stop",
     "function_call": "stop",
-    "end_turn": "stop",
-    "tool_use": "stop",
-    "stop_sequence": "stop",
-    "completed": "stop",
     "length": "length",
-    "max_tokens": "length",
-    "max_output_tokens": "length",
 }
-"""Finish reasons of the wire formats for a reply that ended by itself, or at its token limit. After any other
-(`abort`, `content_filter`), what was sampled is incomplete or was changed."""
+"""After any other finish reason (`abort`, `content_filter`), the reply is incomplete or was changed."""
 
 _TOKEN_ID_TEXT = re.compile(r"token_id:(\d+)")
 _REPLACEMENT_CHARACTER = "\ufffd"
@@ -111,15 +93,15 @@ def read_choice(
     the model's ids. Raises AlignmentError saying what is missing, wrong, or which sources disagree.
     """
     plain, around = as_plain(choice), plain_or_empty(response)
-    ids, source = _reported_ids(plain, around) or _read_pieces(plain, tokenizer, declared=raw_pieces)
-    logprobs = read_logprobs(plain)
+    ids, source = _reported_ids(plain) or _read_pieces(plain, tokenizer, declared=raw_pieces)
+    logprobs = _logprobs(plain)
     if logprobs is not None and len(logprobs) != len(ids):
         raise AlignmentError(
             f"the choice has {len(ids)} token ids (from {source}) and {len(logprobs)} log probabilities"
         )
     if not len(ids):
         raise AlignmentError("the choice has no tokens")
-    prompt_ids = read_prompt_ids(plain, around)
+    prompt_ids = _prompt_ids(plain, around)
     for what, found in (("sampled", ids), ("prompt", () if prompt_ids is None else prompt_ids)):
         if vocabulary is not None and len(found) and max(found) >= vocabulary:
             raise AlignmentError(
@@ -129,57 +111,18 @@ def read_choice(
     return ChoiceTokens(ids, source, logprobs, prompt_ids, _constrained(plain, around, len(ids)))
 
 
-def choices_of(response: Any) -> list[Any]:
-    """Find the choices of a reply.
-
-    Supports chat completions, completions, SGLang's own `/generate`, and OpenAI Responses and Anthropic
-    Messages with the token ids that our gateway adds on request. Raises AlignmentError for anything else.
-    """
-    plain = as_plain(response)
-    if plain.get("choices"):
-        return list(plain["choices"])
-    if plain.get("meta_info"):
-        return [plain]
-    if plain.get("token_ids") is not None:
-        return [_choice(plain)]
-    raise AlignmentError(
-        f"a reply of {', '.join(sorted(plain)) or 'nothing'} holds no choices; use chat completions "
-        "or completions, or ask for token ids (return_token_ids, with this gateway)"
-    )
-
-
 def read_stop_reason(choice: Any) -> StopReason:
     """Whether the choice ended at its token limit (`length`) or by itself (`stop`).
 
     Raises AlignmentError for a choice that ended in another way, or does not say.
     """
-    plain = as_plain(choice)
-    reason = plain.get("finish_reason") or _section(plain, "meta_info").get("finish_reason")
-    kind = reason.get("type") if isinstance(reason, Mapping) else reason
-    if kind not in _STOP_REASONS:
+    reason = as_plain(choice).get("finish_reason")
+    if not isinstance(reason, str) or reason not in _STOP_REASONS:
         raise AlignmentError(
-            f"the choice's finish reason is {kind!r}: it may be cut off or changed; leave it out of training"
+            f"the choice's finish reason is {reason!r}: it may be cut off or changed; leave it "
+            "out of training"
         )
-    return _STOP_REASONS[kind]
-
-
-def _choice(reply: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a Responses or Messages reply to its one choice."""
-    items = [plain_or_empty(item) for item in reply.get("output") or ()]
-    messages = [reply] if reply.get("content") else [item for item in items if item.get("type") == "message"]
-    parts = [plain_or_empty(part) for message in messages for part in message.get("content") or ()]
-    text = "".join(part["text"] for part in parts if part.get("type") in ("output_text", "text"))
-    ended = reply.get("stop_reason") or reply.get("status")
-    if ended == "incomplete":
-        ended = _section(reply, "incomplete_details").get("reason")
-    return {
-        "index": 0,
-        "message": {"role": "assistant", "content": text},
-        "finish_reason": ended,
-        "token_ids": reply["token_ids"],
-        "constrained": reply.get("constrained"),
-        "logprobs": {"content": [entry for part in parts for entry in part.get("logprobs") or ()]},
-    }
+    return _STOP_REASONS[reason]
 
 
 def as_plain(value: Any) -> Mapping[str, Any]:
@@ -199,24 +142,17 @@ def plain_or_empty(value: Any) -> Mapping[str, Any]:
     return {} if value is None else as_plain(value)
 
 
-def read_prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any]) -> IntArray | None:
-    """Read the prompt's ids, int32 [P], wherever the server reported them; None if nowhere."""
-    places = (
-        choice.get("prompt_token_ids"),
-        response.get("prompt_token_ids"),
-        _section(choice, "raw_output").get("prompt_token_ids"),
-        _section(response, "sglext").get("prompt_token_ids"),
-        _section(response, "nvext").get("prompt_token_ids"),
-        _section(choice, "message").get("prompt_token_ids"),
-    )
+def _prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any]) -> IntArray | None:
+    """The prompt's ids, int32 [P], of the choice or of the reply; None if there are none."""
+    places = (choice.get("prompt_token_ids"), response.get("prompt_token_ids"))
     found = [read_ids(place, "prompt_token_ids") for place in places if place is not None]
-    if any(not np.array_equal(found[0], other) for other in found[1:]):
+    if len(found) == 2 and not np.array_equal(found[0], found[1]):
         raise AlignmentError("the server reports the prompt's ids in two places that disagree")
     return found[0] if found else None
 
 
-def read_logprobs(choice: Mapping[str, Any]) -> FloatArray | None:
-    """Read the sampled tokens' logprobs, float32 [R]; None if the choice has none.
+def _logprobs(choice: Mapping[str, Any]) -> FloatArray | None:
+    """The sampled tokens' logprobs, float32 [R]; None if the choice has none.
 
     Raises AlignmentError for values that are not the logarithm of a probability.
     """
@@ -225,8 +161,6 @@ def read_logprobs(choice: Mapping[str, Any]) -> FloatArray | None:
         values = [entry.get("logprob") for entry in logprobs["content"]]
     elif logprobs.get("token_logprobs"):
         values = logprobs["token_logprobs"]
-    elif pairs := _section(choice, "meta_info").get("output_token_logprobs"):
-        values = [pair[0] for pair in pairs]
     else:
         return None
     if not all(isinstance(value, int | float) for value in values):
@@ -250,78 +184,26 @@ def _constrained(choice: Mapping[str, Any], response: Mapping[str, Any], number:
     return bytes(kinds)
 
 
-def _reported_ids(
-    choice: Mapping[str, Any], response: Mapping[str, Any]
-) -> tuple[IntArray, IdsSource] | None:
+def _reported_ids(choice: Mapping[str, Any]) -> tuple[IntArray, IdsSource] | None:
     """Ids of the first source that has any. Raises AlignmentError if two sources disagree."""
-    found: list[tuple[IntArray, IdsSource]] = [
-        (ids, source) for source, read in _READERS.items() if (ids := read(choice, response)) is not None
-    ]
-    for ids, source in found[1:]:
-        if not np.array_equal(ids, found[0][0]):
-            raise AlignmentError(f"the choice's token ids from {found[0][1]} and from {source} differ")
-    return found[0] if found else None
-
-
-def _token_ids(choice: Mapping[str, Any], _: Mapping[str, Any]) -> IntArray | None:
-    """vLLM's `return_token_ids`, and our gateway's."""
-    return _optional(choice.get("token_ids"), "token_ids")
-
-
-def _meta_info(choice: Mapping[str, Any], _: Mapping[str, Any]) -> IntArray | None:
-    """SGLang: [logprob, id, text] per token."""
-    pairs = _section(choice, "meta_info").get("output_token_logprobs")
-    return _optional([pair[1] for pair in pairs] if pairs else None, "meta_info.output_token_logprobs")
-
-
-def _output_ids(choice: Mapping[str, Any], _: Mapping[str, Any]) -> IntArray | None:
-    """SGLang's own `/generate`."""
-    return _optional(choice.get("output_ids"), "output_ids")
-
-
-def _raw_output(choice: Mapping[str, Any], _: Mapping[str, Any]) -> IntArray | None:
-    """Fireworks' `raw_output`."""
-    return _optional(_section(choice, "raw_output").get("completion_token_ids"), "raw_output")
-
-
-def _logprobs_token_id(choice: Mapping[str, Any], _: Mapping[str, Any]) -> IntArray | None:
-    """`logprobs.content[].token_id`, or `logprobs.token_ids` in the older format; for all tokens or none."""
     logprobs = _section(choice, "logprobs")
     entries = [entry.get("token_id") for entry in logprobs.get("content") or ()]
     named = [entry for entry in entries if entry is not None]
     if named and len(named) != len(entries):
         raise AlignmentError(f"{len(named)} of {len(entries)} entries of logprobs.content have a token_id")
-    return _optional(named or logprobs.get("token_ids") or None, "logprobs")
-
-
-def _token_id_text(choice: Mapping[str, Any], _: Mapping[str, Any]) -> IntArray | None:
-    """vLLM's `return_tokens_as_token_ids`: `token: "token_id:123"`, for all tokens or none."""
-    matches = [_TOKEN_ID_TEXT.fullmatch(text) for text in _token_texts(choice)]
-    named = [match for match in matches if match]
-    if not named or len(named) != len(matches):
-        return None
-    return read_ids([int(match[1]) for match in named], "logprobs.content[].token")
-
-
-def _sglext(choice: Mapping[str, Any], response: Mapping[str, Any]) -> IntArray | None:
-    """SGLang's response extension: a list of ids per choice."""
-    lists = _section(response, "sglext").get("completion_token_ids")
-    index = choice.get("index") or 0
-    return _optional(lists[index] if lists and index < len(lists) else None, "sglext.completion_token_ids")
-
-
-_READERS: dict[IdsSource, Callable[[Mapping[str, Any], Mapping[str, Any]], IntArray | None]] = {
-    "token_ids": _token_ids,
-    "meta_info": _meta_info,
-    "output_ids": _output_ids,
-    "raw_output": _raw_output,
-    "logprobs_token_id": _logprobs_token_id,
-    "token_id_text": _token_id_text,
-    "sglext": _sglext,
-}
-
-SOURCES: tuple[IdsSource, ...] = (*_READERS, PIECES)
-"""Sources of ids in the order they are tried."""
+    texts = [_TOKEN_ID_TEXT.fullmatch(text) for text in _token_texts(choice)]
+    reported: dict[IdsSource, Any] = {
+        "token_ids": choice.get("token_ids"),
+        "logprobs_token_id": named or logprobs.get("token_ids") or None,
+        "token_id_text": [int(text[1]) for text in texts if text] if texts and all(texts) else None,
+    }
+    found: list[tuple[IntArray, IdsSource]] = [
+        (read_ids(ids, source), source) for source, ids in reported.items() if ids is not None
+    ]
+    for ids, source in found[1:]:
+        if not np.array_equal(ids, found[0][0]):
+            raise AlignmentError(f"the choice's token ids from {found[0][1]} and from {source} differ")
+    return found[0] if found else None
 
 
 def _read_pieces(
@@ -336,7 +218,7 @@ def _read_pieces(
     if tokenizer is None:
         raise AlignmentError(f"the choice has token texts but no token ids; {REMEDY}")
     text = _section(choice, "message").get("content") or choice.get("text")
-    return ids_of_pieces(strings, text, tokenizer, declared=declared), PIECES
+    return ids_of_pieces(strings, text, tokenizer, declared=declared), "pieces"
 
 
 def _token_texts(choice: Mapping[str, Any]) -> list[str]:
@@ -428,10 +310,6 @@ def _refusal(problem: str) -> AlignmentError:
 
 def _section(around: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return plain_or_empty(around.get(name))
-
-
-def _optional(values: Any, what: str) -> IntArray | None:
-    return None if values is None else read_ids(values, what)
 
 
 def read_ids(values: Any, what: str) -> IntArray:

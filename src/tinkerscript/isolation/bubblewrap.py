@@ -1,9 +1,9 @@
 """`Bubblewrap`: a sandbox made of Linux namespaces, with Debian's `bwrap` and util-linux's `nsenter`.
 
 Inside, the root is a folder of the sandbox's own, with this machine's programs mounted read-only. Programs
-see no process but the sandbox's, no network but a loopback interface, and no variable but what they are
-given. They have no capability. What they may use of memory, processes and files is limited if it is asked for
-(`ResourceLimits`); processor time and the disk as a whole are not.
+see no process but the sandbox's, no network but a loopback interface, no terminal, and no variable but what
+they are given. They have no capability. What they may use of memory, processes and files is limited if it is
+asked for (`ResourceLimits`); processor time and the disk as a whole are not.
 
 Invariants: when `stop` returns, no process of the sandbox is alive, whatever it forked or detached. When the
 process that started it ends, however it ends, the sandbox's processes end and its files are removed.
@@ -171,6 +171,8 @@ class Bubblewrap:
         # The first `env` keeps this process's variables from the one that enters the namespaces.
         return [
             *("/usr/bin/env", "-i", *self._limited.outside, *self._entered(*_NAMESPACES)),
+            # In a session of its own it has no terminal: it could type commands into the user's shell.
+            "/usr/bin/setsid",
             *self._limited.inside,
             *(
                 "/usr/bin/env",
@@ -303,7 +305,8 @@ def _bwrap(root: Path, readable: Iterable[Path], status: int) -> list[str]:
     for folder in dict.fromkeys(path.resolve() for path in readable):
         if not folder.is_relative_to("/usr"):
             arguments += ["--ro-bind", str(folder), str(folder)]
-    arguments += ["--proc", "/proc", "--dev", "/dev", "--chdir", WORK, "--json-status-fd", str(status)]
+    arguments += ["--proc", "/proc", "--dev", "/dev", "--ro-bind", "/dev/null", "/dev/tty"]
+    arguments += ["--chdir", WORK, "--json-status-fd", str(status)]
     return ["bwrap", *arguments, "--"]
 
 

@@ -10,6 +10,7 @@ Files are read and written by commands in the sandbox, so that a link in it lead
 from __future__ import annotations
 
 import os
+import re
 import time
 from typing import Any, Literal, overload
 
@@ -25,11 +26,11 @@ from inspect_ai.util import (
     sandboxenv,
     subprocess,
 )
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, Field
 
 from tinkerscript.errors import IsolationError
 from tinkerscript.isolation.bubblewrap import WORK, Bubblewrap
-from tinkerscript.isolation.resource_limits import MIN_PROCESSES, ResourceLimits
+from tinkerscript.isolation.resource_limits import ResourceLimits
 
 _WRITE = '[ -d "$0" ] && exit 21; mkdir -p -- "$(dirname -- "$0")" && cat > "$0" || exit 13'
 _SIZE = '[ -d "$0" ] && exit 21; [ -e "$0" ] || exit 2; [ -r "$0" ] || exit 13; exec stat -L -c %s -- "$0"'
@@ -42,14 +43,9 @@ _TIMED_OUT = (124, 137)
 _USERS = (None, "agent", "1000")
 
 
-class BubblewrapSettings(BaseModel):
-    """A sample's own settings of its sandbox. Limits are those of `ResourceLimits`; None: none."""
+class BubblewrapSettings(ResourceLimits):
+    """A sample's own settings of its sandbox."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    memory_mb: int | None = Field(default=None, ge=1)
-    processes: int | None = Field(default=None, ge=MIN_PROCESSES)
-    file_mb: int | None = Field(default=None, ge=1)
     environment: dict[str, str] = Field(default_factory=dict)
     """Variables of every command, unless it sets them itself."""
 
@@ -59,10 +55,6 @@ class BubblewrapSettings(BaseModel):
     def __hash__(self) -> int:
         """Inspect keeps settings in sets."""
         return hash(self.model_dump_json())
-
-    @property
-    def limits(self) -> ResourceLimits:
-        return ResourceLimits(memory_mb=self.memory_mb, processes=self.processes, file_mb=self.file_mb)
 
 
 _NOT_OF_IMAGES = {
@@ -102,24 +94,21 @@ def _settings_of_service(service: ComposeService) -> BubblewrapSettings:
             f"this sandbox cannot honor the Compose settings {', '.join(unknown)}; it honors "
             f"{', '.join(sorted(_HONORED))}"
         )
-    bytes_ = (
-        TypeAdapter(ByteSize).validate_python(_in_words(service.mem_limit)) if service.mem_limit else None
-    )
     processes = int(service.pids_limit or 0)
     return BubblewrapSettings(
-        memory_mb=bytes_ and max(1, bytes_ // 2**20),
+        memory_mb=_mib(service.mem_limit) if service.mem_limit else None,
         processes=processes if processes > 0 else None,
         environment=_variables(service.environment),
         working_dir=service.working_dir or WORK,
     )
 
 
-def _in_words(size: str) -> str:
-    """A size of Compose, whose `m` is 2**20, in pydantic's words."""
-    number, unit = size.rstrip("bBiI"), ""
-    if number[-1:].lower() in "kmgt":
-        number, unit = number[:-1], f"{number[-1].lower()}ib"
-    return f"{number}{unit}"
+def _mib(size: str) -> int:
+    """A size as Compose writes it, such as 512m or 2gb. Raises IsolationError for another one."""
+    found = re.fullmatch(r"(\d+)([bkmg]?)b?", size.lower())
+    if found is None:
+        raise IsolationError(f"mem_limit: {size!r} is no size such as 512m or 2g")
+    return max(1, (int(found[1]) << {"k": 10, "m": 20, "g": 30}.get(found[2], 0)) >> 20)
 
 
 def _variables(given: list[str] | dict[str, str | None] | None) -> dict[str, str]:
@@ -149,7 +138,7 @@ class BubblewrapSandbox(SandboxEnvironment):
     ) -> dict[str, SandboxEnvironment]:
         """Raises IsolationError if a sandbox with these settings cannot be made here."""
         settings = settings_of(config)
-        bubblewrap = Bubblewrap(settings.limits)
+        bubblewrap = Bubblewrap(settings)
         try:
             await bubblewrap.start()
         except BaseException:

@@ -16,8 +16,9 @@ import shlex
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields
 from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from tinkerscript.errors import IsolationError
 
@@ -28,27 +29,21 @@ _MOUNT = Path("/sys/fs/cgroup")
 _REMOVED_WITHIN_S = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResourceLimits:
+class ResourceLimits(BaseModel):
     """What the programs in a sandbox may use. None: as much as this machine has."""
 
-    memory_mb: int | None = None
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    memory_mb: int | None = Field(default=None, ge=1)
     """MiB of memory that they use together, with the files that they keep in memory. Beyond it the kernel
     kills one of them. Without control groups: MiB of data of each process, whose next allocation fails."""
 
-    processes: int | None = None
+    processes: int | None = Field(default=None, ge=MIN_PROCESSES)
     """Processes and threads at a time, those of the sandbox itself included (two, and two for each command).
-    At least 16. Beyond it none can be started."""
+    Beyond it none can be started."""
 
-    file_mb: int | None = None
+    file_mb: int | None = Field(default=None, ge=1)
     """MiB of the longest file that can be written."""
-
-    def __post_init__(self) -> None:
-        """Raises IsolationError for a limit that no sandbox could keep."""
-        for field in fields(self):
-            value, least = getattr(self, field.name), MIN_PROCESSES if field.name == "processes" else 1
-            if value is not None and value < least:
-                raise IsolationError(f"{field.name}: {value} is too few; give at least {least}, or None")
 
 
 class LimitedProcesses:

@@ -18,14 +18,13 @@ from collections.abc import Callable, Mapping
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tinkerscript.server.auth import ADMIN_TOKEN
+from tinkerscript.asgi import problem_with_site
 
 AUDIT_FILE = "audit.jsonl"
 """In the run's folder: who changed what through the page."""
@@ -35,8 +34,6 @@ COOKIE = "tinkerscript_session_"
 of their own."""
 
 SESSION_S = 30 * 24 * 3600
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 OPEN_PATHS = frozenset({"/", "/docs", "/favicon.ico", "/api/login", "/api/session"})
 """What anybody may load: the files of the page, with the login form, and what the form asks."""
 
@@ -134,20 +131,8 @@ class PageAccess:
 
     def _refusal(self, request: Request) -> Response | None:
         headers = request.headers
-        host = _host(headers.get("host", ""))
-        if not self._sessions.are_needed and host not in LOOPBACK:
-            names = ", ".join(sorted(LOOPBACK))
-            return _refused(
-                403,
-                f"this page answers to {names} only, not to {host!r}; with {ADMIN_TOKEN} set where it is "
-                "started it answers to any name, behind a login",
-            )
-        if request.method not in SAFE_METHODS and not _is_own(headers):
-            return _refused(
-                403,
-                f"the request comes from another site: {headers.get('origin')}, not {headers.get('host')}; "
-                "a proxy before this page has to pass the Host header on",
-            )
+        if problem := problem_with_site(request.scope, any_host=self._sessions.are_needed):
+            return _refused(403, problem)
         path = request.url.path
         is_open = path in OPEN_PATHS or path.startswith("/page/")
         if not is_open and not self._sessions.may_enter(headers):
@@ -175,31 +160,6 @@ def read_audit(folder: Path) -> list[dict[str, Any]]:
     path = folder / AUDIT_FILE
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [json.loads(line) for line in reversed(lines[-1000:])]
-
-
-def _is_own(headers: Headers) -> bool:
-    """Whether the page itself sent a request, or a program that is no browser."""
-    if headers.get("sec-fetch-site") == "same-origin":  # No script can set it. It knows of no proxy.
-        return True
-    origin = headers.get("origin")
-    own = headers.get("x-forwarded-host", headers.get("host", ""))
-    return origin is None or _netloc(origin) == own
-
-
-def _netloc(origin: str) -> str | None:
-    """The name and port of an Origin header; None if it has none."""
-    try:
-        return urlsplit(origin).netloc or None
-    except ValueError:
-        return None
-
-
-def _host(header: str) -> str:
-    """The name in a Host header, without the port."""
-    try:
-        return (urlsplit(f"//{header}").hostname or "").lower()
-    except ValueError:
-        return header
 
 
 def _refused(status: int, reason: str) -> JSONResponse:

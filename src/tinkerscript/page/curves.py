@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
+from tinkerscript.config import RunConfig
 from tinkerscript.record.reader import Record
 
 MAX_POINTS = 2000
@@ -83,7 +84,9 @@ def curves(record: Record, names: Iterable[str], *, points: int = 400) -> Curves
 
 
 def config_differences(configs: Mapping[str, Mapping[str, Any]]) -> list[ConfigDifference]:
-    """The settings that differ between runs. `configs`: by run."""
+    """The settings that differ between runs, or from the defaults those of one run. `configs`: by run."""
+    if len(configs) == 1:
+        configs = {"default": RunConfig().model_dump(mode="json"), **configs}
     flat = {run: dict(_flat(config)) for run, config in configs.items()}
     keys = sorted({key for settings in flat.values() for key in settings})
     return [

@@ -11,12 +11,11 @@ from pydantic import BaseModel, Field
 
 from tinkerscript.errors import NotRecordedError
 from tinkerscript.page.held_out import as_text, input_text
-from tinkerscript.page.inspect_viewer import is_installed
 from tinkerscript.page.lines import COLUMNS as LINE
 from tinkerscript.page.lines import EpisodeLine, line, lines
 from tinkerscript.record.entries import EpisodeDetail, TokenUse, TrainedSequence
 from tinkerscript.record.reader import Record
-from tinkerscript.rollouts.call import Call, unpack_ids
+from tinkerscript.rollouts.call import Call, unpack_ids, with_messages
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
 
@@ -114,7 +113,6 @@ class EpisodeView(BaseModel):
     next: str | None
     is_chat: bool = Field(description="Whether it is a chat of supervised fine-tuning, which has no calls.")
     transcripts: list[int] = Field(description="The attempts whose transcript by Inspect is recorded.")
-    has_viewer: bool = Field(description="Whether Inspect's own viewer can show them.")
 
 
 def find_episode(record: Record, prefix: str) -> str:
@@ -161,7 +159,6 @@ def episode_view(run: str, record: Record, uuid: str) -> EpisodeView:
         next=_neighbor(record, "number > ? ORDER BY number", number),
         is_chat=bool(detail.chat),
         transcripts=record.transcribed(number),
-        has_viewer=is_installed(),
     )
 
 
@@ -217,7 +214,7 @@ def _turns(calls: list[Call], sequences: Sequence[EpisodeSequence]) -> list[Call
         for at, sequence in enumerate(sequences)
         for segment in sequence.rollout.segments
     }
-    return [_turn(call, places.get(call.call_id)) for call in calls]
+    return [_turn(call, places.get(call.call_id)) for call in with_messages(calls)]
 
 
 def _turn(call: Call, place: tuple[int, int, int] | None) -> CallView:
@@ -295,7 +292,7 @@ def _attempt(failure: dict[str, Any], calls: dict[int, list[Call]]) -> FailedAtt
         client=str(failure.get("client_uuid") or ""),
         kind=str(failure.get("kind")),
         message=str(failure.get("message")),
-        turns=[_turn(call, None) for call in calls.get(number, [])],
+        turns=[_turn(call, None) for call in with_messages(calls.get(number, []))],
     )
 
 

@@ -8,9 +8,9 @@ from typing import Any, Literal, cast
 from pydantic import BaseModel, Field
 
 from tinkerscript.errors import NotRecordedError
-from tinkerscript.page.gain import Gain, gain, sample_scores
 from tinkerscript.page.lines import MAX_LINES, EpisodeLine, lines
 from tinkerscript.page.overview import Evaluation, evaluations
+from tinkerscript.record.health import Gain, gain, sample_scores
 from tinkerscript.record.reader import Record
 
 SAMPLES_PER_PAGE = 100

@@ -13,8 +13,8 @@ from pydantic import BaseModel, Field
 
 from tinkerscript import __version__
 from tinkerscript.lifecycle import ProcessId
-from tinkerscript.page.gain import Gain, gain, sample_scores
 from tinkerscript.page.lines import EpisodeLine, newest
+from tinkerscript.record.health import Gain, HealthRow, gain, health_rows, sample_scores, verdict
 from tinkerscript.record.reader import Record
 
 NEWEST = 12
@@ -22,9 +22,6 @@ RECENT_STEPS = 50
 """Steps whose pace tells how long the rest will take."""
 
 EVALUATIONS = 20
-
-SILENT_S = 30.0
-"""After which a trainer elsewhere counts as silent: it reports at least every 10."""
 
 State = Literal["running", "finished", "stopped", "failed"]
 
@@ -71,18 +68,8 @@ class Health(BaseModel):
     failed: int
     failures: list[FailureCount]
     retried: int
-    groups_trained: int
-    groups_same_reward: int = Field(description="Groups without a signal: all rewards are equal.")
-    groups_dropped: int
-    truncated_share: float | None = Field(description="Of the replies of the last steps.")
-    stale: int
-    max_abs_dlogp: float | None = Field(
-        description="The largest gap between the trainer's and the sampler's log probability at policy lag 0."
-    )
-    entropy_first: float | None = Field(description="Of the first step, in nats per token.")
-    entropy: float | None = Field(description="Of the newest step.")
-    findings: int = Field(description="Steps whose tokens the trainer did not reproduce.")
-    sequences_with_errors: int
+    rows: list[HealthRow] = Field(description="What was judged, by the last steps; empty before the first.")
+    verdict: str = Field(description="Such as `all well` and `needs attention: reply length`.")
 
 
 class Note(BaseModel):
@@ -97,7 +84,9 @@ class RunLine(BaseModel):
     state: State
     method: str
     model: str
+    learning_rate: float | None
     tasks: list[str]
+    failure: str = Field(description="Why it failed; empty for any other.")
     step: int
     steps: int
     began: float
@@ -111,7 +100,6 @@ class RunView(RunLine):
     """A run's first screen."""
 
     folder: str
-    failure: str
     time_left_s: float | None
     waiting: CurrentWait | None
     phase: PhaseProgress | None
@@ -151,7 +139,9 @@ def _line(name: str, record: Record, facts: dict[str, Any]) -> dict[str, Any]:
         "state": state(facts),
         "method": facts.get("method", ""),
         "model": facts.get("model", ""),
+        "learning_rate": _learning_rate(record, facts),
         "tasks": facts.get("tasks", []),
+        "failure": facts.get("failure", ""),
         "step": facts.get("step", 0),
         "steps": facts.get("steps", 0),
         "began": facts.get("began", 0.0),
@@ -160,6 +150,13 @@ def _line(name: str, record: Record, facts: dict[str, Any]) -> dict[str, Any]:
         "score": last and last[0],
         "reward": newest_value(record, "reward/mean"),
     }
+
+
+def _learning_rate(record: Record, facts: dict[str, Any]) -> float | None:
+    """The config's, or of one that was chosen by what trains, that of the newest step."""
+    section = "sft" if facts.get("method") == "sft" else "training"
+    said = facts.get("config", {}).get(section, {}).get("learning_rate")
+    return said if isinstance(said, float) else newest_value(record, "train/learning_rate")
 
 
 def overview(name: str, record: Record) -> RunView:
@@ -172,9 +169,8 @@ def overview(name: str, record: Record) -> RunView:
     return RunView(
         **line,
         folder=str(record.folder),
-        failure=facts.get("failure", ""),
         time_left_s=_time_left_s(record, facts) if live else None,
-        waiting=_waiting(record, facts) if live else None,
+        waiting=_waiting(facts) if live else None,
         phase=PhaseProgress.model_validate(phase) if phase else None,
         evaluations=evaluated,
         gain=_gain(record, evaluated),
@@ -190,10 +186,7 @@ def overview(name: str, record: Record) -> RunView:
     )
 
 
-def _waiting(record: Record, facts: dict[str, Any]) -> CurrentWait | None:
-    heard = record.heard()
-    if heard is not None and time.time() - heard > SILENT_S:
-        return CurrentWait(what="the trainer, which is elsewhere and has not been heard", since=heard)
+def _waiting(facts: dict[str, Any]) -> CurrentWait | None:
     what = facts.get("waiting_for")
     return CurrentWait(what=what, since=facts.get("waiting_since", 0.0)) if what else None
 
@@ -225,26 +218,14 @@ def _gain(record: Record, evaluated: list[Evaluation]) -> Gain | None:
 
 
 def health(record: Record) -> Health:
-    recent = record.number("SELECT max(step) FROM steps") or 0
-    replies = _total(record, "alignment/calls", after=recent - RECENT_STEPS)
-    truncated = _total(record, "alignment/truncated", after=recent - RECENT_STEPS)
-    findings = record.number("SELECT count(DISTINCT step) FROM findings WHERE kind = 'finding'")
-    errors = record.number("SELECT coalesce(sum(count), 0) FROM findings WHERE kind = 'error'")
+    rows = health_rows(record)
     return Health(
         episodes=int(_total(record, "episodes/accepted")),
         failed=int(_total(record, "episodes/failed")),
         failures=_failures(record),
         retried=int(_total(record, "episodes/retried")),
-        groups_trained=int(_total(record, "groups/trained")),
-        groups_same_reward=int(_total(record, "groups/same_reward")),
-        groups_dropped=int(_total(record, "groups/dropped")),
-        truncated_share=truncated / replies if replies else None,
-        stale=int(_total(record, "episodes/stale")),
-        max_abs_dlogp=_largest(record, "alignment/max_abs_dlogp"),
-        entropy_first=_oldest_value(record, "train/entropy"),
-        entropy=newest_value(record, "train/entropy"),
-        findings=int(findings or 0),
-        sequences_with_errors=int(errors or 0),
+        rows=rows,
+        verdict=verdict(rows),
     )
 
 
@@ -273,22 +254,13 @@ def _example(record: Record, preview: str) -> EpisodeLine | None:
 _VALUES = "SELECT {what} FROM metrics WHERE name = (SELECT number FROM names WHERE name = ?)"
 
 
-def _total(record: Record, name: str, *, after: float = -1) -> float:
-    query = _VALUES.format(what="coalesce(sum(value), 0)") + " AND step > ?"
-    return record.number(query, (name, after)) or 0.0
-
-
-def _largest(record: Record, name: str) -> float | None:
-    return record.number(_VALUES.format(what="max(value)"), (name,))
+def _total(record: Record, name: str) -> float:
+    return record.number(_VALUES.format(what="coalesce(sum(value), 0)"), (name,)) or 0.0
 
 
 def newest_value(record: Record, name: str) -> float | None:
     """The value of a metric at the newest step that has it."""
     return record.number(_VALUES.format(what="value") + " ORDER BY step DESC LIMIT 1", (name,))
-
-
-def _oldest_value(record: Record, name: str) -> float | None:
-    return record.number(_VALUES.format(what="value") + " ORDER BY step LIMIT 1", (name,))
 
 
 def _updated(record: Record, facts: dict[str, Any]) -> float:

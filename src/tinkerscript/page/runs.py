@@ -1,24 +1,48 @@
-"""`Runs`: the runs that a page shows, opened as they are asked for."""
+"""`Runs`: the runs that a page shows, and their interchange servers while they go on.
+
+Invariants: a server is asked at most once a second, however many people look. Only a server of this user on
+this machine is asked: a run folder from elsewhere could name any address, which would get the admin token.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
+import os
+import socket
+import ssl
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
+
+from tinkerscript.asgi import is_loopback
 from tinkerscript.errors import ConfigError, NotRecordedError
 from tinkerscript.record.reader import Record, find_runs
+from tinkerscript.server.addresses import SERVER_FILE, ServerInfo, read_server_info
+
+FRESH_S = 1.0
+"""Seconds for which a reply of a run's server is shown again."""
+
+TIMEOUT_S = 15.0
+"""The page has low priority, so it may notice a reply late."""
 
 LOOK_AGAIN_S = 2.0
-"""Between two looks at the folder for new runs."""
+"""Seconds between two looks at the folder for new runs."""
 
 
 class Runs:
     """The run in a folder, or all that are in it. For any thread."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, admin_token: str | None = None) -> None:
         self.root = root
+        self._admin_token = admin_token
+        self._servers: dict[Path, RunServer] = {}
         self._records: dict[str, Record] = {}
         self._folders: dict[str, Path] = {}
         self._looked = -LOOK_AGAIN_S
@@ -40,8 +64,9 @@ class Runs:
         """Raises NotRecordedError for a run that is not there."""
         folder = self.folders().get(name)
         if folder is None:
-            known = ", ".join(list(self._folders)[:10]) or "no runs yet"
-            raise NotRecordedError(f"there is no run {name!r} here; there are {known}")
+            known = ", ".join(list(self._folders)[:10])
+            there = f"there are {known}" if known else "the record of a run is where its trainer is"
+            raise NotRecordedError(f"there is no run {name!r} here; {there}")
         with self._lock:
             if name not in self._records:
                 self._records[name] = Record(folder)
@@ -61,3 +86,117 @@ class Runs:
             if record.number("SELECT number FROM episodes WHERE uuid = ?", (episode_uuid,)) is not None:
                 return name, record
         raise NotRecordedError(f"no run here has an episode {episode_uuid!r} that ended")
+
+    def server_of(self, folder: Path) -> RunServer:
+        """The server of the run in `folder`."""
+        if folder not in self._servers:
+            self._servers[folder] = RunServer(folder, self._admin_token)
+        return self._servers[folder]
+
+    async def close(self) -> None:
+        for server in self._servers.values():
+            await server.close()
+
+
+class RunServer:
+    """One run's server; it may come and go."""
+
+    def __init__(self, folder: Path, admin_token: str | None) -> None:
+        self._folder = folder
+        self._headers = {"authorization": f"Bearer {admin_token or 'none'}"}
+        self._clients: dict[str, httpx.AsyncClient] = {}
+        """By the certificate that the server has to show; empty: it speaks HTTP."""
+
+        self._asking = asyncio.Lock()
+        self._fleet: tuple[float, dict[str, Any]] = (-FRESH_S, {})
+
+    async def fleet(self) -> dict[str, Any]:
+        """What `GET /fleet` answers. Raises NotRecordedError if no server answers."""
+        async with self._asking:
+            at, found = self._fleet
+            if time.monotonic() - at >= FRESH_S:
+                found = await self._ask("GET", "/fleet")
+                self._fleet = time.monotonic(), found
+            return found
+
+    async def openapi(self) -> dict[str, Any]:
+        """The OpenAPI description of its API. Raises NotRecordedError."""
+        return await self._ask("GET", "/openapi.json")
+
+    async def failed_episodes(self, action: str, uuids: list[str]) -> dict[str, Any]:
+        """`retry` or `drop` episodes that failed. Raises NotRecordedError."""
+        return await self._ask("POST", f"/failed_episodes/{action}", {"episode_uuids": uuids})
+
+    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        info = read_server_info(self._folder)
+        if info is None:
+            raise NotRecordedError("this run has no server: its episodes run in the trainer's process")
+        await asyncio.to_thread(_check_own, self._folder, info)
+        try:
+            reply = await self._client(info.certificate).request(
+                method, f"{info.url}{path}", json=body, headers=self._headers
+            )
+        except httpx.HTTPError as error:
+            reason = str(error) or type(error).__name__
+            raise NotRecordedError(f"the run's server at {info.url} does not answer: {reason}") from error
+        if reply.status_code >= 400:
+            raise NotRecordedError(f"the run's server refuses: {_reason(reply)}")
+        try:
+            return reply.json()
+        except ValueError as error:
+            raise NotRecordedError(f"what answers at {info.url} is not the run's server: no JSON") from error
+
+    def _client(self, certificate: str) -> httpx.AsyncClient:
+        """Raises NotRecordedError for a certificate that cannot be read."""
+        if certificate not in self._clients:
+            verify: ssl.SSLContext | bool = True
+            if certificate:
+                try:
+                    verify = ssl.create_default_context(cafile=certificate)
+                except (OSError, ssl.SSLError) as error:
+                    raise NotRecordedError(f"the run's certificate {certificate}: {error}") from error
+                # It names the server's public address, and this is the same machine; and it need not be the
+                # root that signed it.
+                verify.check_hostname = False
+                verify.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+            self._clients[certificate] = httpx.AsyncClient(timeout=TIMEOUT_S, verify=verify, trust_env=False)
+        return self._clients[certificate]
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.aclose()
+
+
+def _check_own(folder: Path, info: ServerInfo) -> None:
+    """Raises NotRecordedError unless `info` is of a server that this user runs on this machine."""
+    us = os.geteuid()
+    for path in (folder, folder / SERVER_FILE):
+        if path.stat().st_uid != us:
+            raise NotRecordedError(f"{path} is another user's, so its server is not asked")
+    host = urlsplit(info.url).hostname or ""
+    if not is_loopback(host) and not _is_of_this_machine(host):
+        raise NotRecordedError(f"this run's server is not on this machine ({info.url}), so it is not asked")
+    try:
+        os.kill(info.pid, 0)
+    except (ProcessLookupError, PermissionError):  # Whoever has its port now is somebody else.
+        raise NotRecordedError(f"this run's server does not run any more (process {info.pid})") from None
+
+
+def _is_of_this_machine(host: str) -> bool:
+    """Whether an IP address is one of this machine's own: only those can be bound."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((str(ipaddress.ip_address(host)), 0))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _reason(reply: httpx.Response) -> str:
+    try:
+        body = reply.json()
+    except ValueError:
+        return f"status {reply.status_code}"
+    if not isinstance(body, dict):
+        return f"status {reply.status_code}: {body}"
+    return str(body.get("failure_reason") or body)

@@ -140,7 +140,12 @@ def _tokenizer(folder: Path) -> LightTokenizer:
 
 
 def pieces(model: str, ids: list[int], start: int, end: int) -> list[str]:
-    """The text of each token [start, end)."""
+    """The text of each token [start, end).
+
+    Raises NotRecordedError for a model at a URL: a run folder from elsewhere could name any.
+    """
+    if "://" in model:
+        raise NotRecordedError(f"the page fetches no tokenizer from {model}")
     tokenizer = _tokenizer(model_folder(model))
     texts: list[str] = []
     begin = max(0, start - 8)  # A character has at most 4 bytes; the rest is for decoders that look back.

@@ -106,7 +106,7 @@ def transcript_view(
     record: Record, uuid: str, *, attempt: int | None = None, offset: int = 0
 ) -> TranscriptView:
     """A page of the transcript of an attempt, the last one by default. Raises NotRecordedError."""
-    number, attempts, attempt = find_transcript(record, uuid, attempt)
+    number, attempts, attempt = _find_transcript(record, uuid, attempt)
     text = record.transcript(number, attempt) or b""
     with _one_at_a_time:
         try:
@@ -125,7 +125,7 @@ def transcript_view(
             )
 
 
-def find_transcript(record: Record, uuid: str, attempt: int | None = None) -> tuple[int, list[int], int]:
+def _find_transcript(record: Record, uuid: str, attempt: int | None = None) -> tuple[int, list[int], int]:
     """The episode's number, the attempts with a transcript, and the one meant: the last by default.
 
     Raises NotRecordedError if there is no such transcript.

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi import APIRouter, FastAPI, HTTPException, Query, Request, Response
 from fastapi.middleware.gzip import GZipMiddleware
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
@@ -23,17 +23,14 @@ from tinkerscript import __version__
 from tinkerscript.errors import ConfigError, NotRecordedError
 from tinkerscript.page import curves as curve_view
 from tinkerscript.page.access import SESSION_S, PageAccess, PageSessions, read_audit, write_audit
-from tinkerscript.page.chat import ChatRoutes
 from tinkerscript.page.curves import ConfigDifference, Curves, Metric
 from tinkerscript.page.episode_view import EpisodeView, episode_view
 from tinkerscript.page.findings import AlignmentView, FindingPage, alignment_view, found_in
 from tinkerscript.page.held_out import Comparison, ComparisonQuery, SampleView, compare, sample_view
-from tinkerscript.page.inspect_viewer import add_viewer
 from tinkerscript.page.lines import EpisodePage, Show, newest
 from tinkerscript.page.overview import Evaluation, RunList, RunView, evaluations, overview, run_list, state
 from tinkerscript.page.run_events import RunEvents
-from tinkerscript.page.run_server import RunServer, RunServers
-from tinkerscript.page.runs import Runs
+from tinkerscript.page.runs import Runs, RunServer
 from tinkerscript.page.search import SearchPage, search
 from tinkerscript.page.steps import GroupFilter, Step, StepPage, step_page, step_view
 from tinkerscript.page.token_view import Tokens, token_view
@@ -62,17 +59,16 @@ class FailedEpisodes(BaseModel):
     episode_uuids: list[str] = Field(min_length=1, max_length=1000)
 
 
-def create_page(runs: Runs, *, admin_token: str | None) -> FastAPI:
-    """The app. `admin_token`: None lets everybody in who reaches it by a loopback name."""
+def create_page(root: Path, *, admin_token: str | None) -> FastAPI:
+    """The app for the runs in `root`. `admin_token`: None lets everybody in who reaches it by a loopback
+    name."""
     sessions = PageSessions(admin_token)
-    servers = RunServers(admin_token)
-    page, chat = _Page(runs, sessions, servers), ChatRoutes(runs, servers)
+    runs = Runs(root, admin_token)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
         yield
-        await chat.checkpoint_server.end()
-        await servers.close()
+        await runs.close()
 
     app = FastAPI(
         title="TinkerScript page",
@@ -86,9 +82,7 @@ def create_page(runs: Runs, *, admin_token: str | None) -> FastAPI:
     app.add_exception_handler(ConfigError, _not_found)
     app.add_middleware(GZipMiddleware, minimum_size=2000, compresslevel=5)
     app.add_middleware(PageAccess, sessions=sessions)
-    app.include_router(page.router())
-    add_viewer(app, runs)
-    app.include_router(chat.router())
+    app.include_router(_Page(runs, sessions).router())
     app.mount("/page", StaticFiles(directory=STATIC))
     return app
 
@@ -101,10 +95,9 @@ async def _not_found(request: Request, error: Exception) -> JSONResponse:
 class _Page:
     """The routes. Those that read a record are plain functions, which FastAPI runs in threads."""
 
-    def __init__(self, runs: Runs, sessions: PageSessions, servers: RunServers) -> None:
+    def __init__(self, runs: Runs, sessions: PageSessions) -> None:
         self._runs = runs
         self._sessions = sessions
-        self._servers = servers
         self._events: dict[str, RunEvents] = {}
 
     def router(self) -> APIRouter:
@@ -165,7 +158,11 @@ class _Page:
 
     async def login(self, body: Token, request: Request, response: Response) -> LoginState:
         """Log in with the admin token; the reply sets a cookie. 401 for another token, after a pause."""
-        if not self._sessions.admits(body.token):
+        try:
+            is_right = self._sessions.admits(body.token)
+        except UnicodeEncodeError as error:  # Half of a pair of surrogates, which JSON can spell.
+            raise HTTPException(400, "the token is not Unicode text") from error
+        if not is_right:
             await asyncio.sleep(0.5 + random.random() / 2)  # Guessing gets slow.
             response.status_code = 401
             return LoginState(needed=True, entered=False)
@@ -211,7 +208,7 @@ class _Page:
         return self._record(run).facts().get("config", {})
 
     def differences(self, run: Annotated[list[str], Query()]) -> list[ConfigDifference]:
-        """The settings that the given runs do not share."""
+        """The settings that the given runs do not share, or of one run those that are not the defaults."""
         return curve_view.config_differences({name: self.config(name) for name in run})
 
     def metrics(self, run: str) -> list[Metric]:
@@ -301,12 +298,12 @@ class _Page:
     # The run's server
 
     def _server(self, run: str) -> RunServer:
-        return self._servers.of(self._record(run).folder)
+        return self._runs.server_of(self._record(run).folder)
 
     async def server_api(self) -> dict[str, Any]:
         """The OpenAPI description of the interchange server here, or of a run that goes on."""
         folder = await asyncio.to_thread(self._served_folder)
-        return await self._servers.of(folder).openapi()
+        return await self._runs.server_of(folder).openapi()
 
     def _served_folder(self) -> Path:
         """Raises NotRecordedError if there is none."""

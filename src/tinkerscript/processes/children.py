@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -19,12 +20,12 @@ from urllib.parse import urlsplit
 from tinkerscript.config import InterchangeConfig, RunConfig
 from tinkerscript.errors import EngineError, LinkError, WorkerError
 from tinkerscript.lifecycle import own_command, try_lock
-from tinkerscript.processes.launcher import Launcher, LocalProcess, Slot, free_port
+from tinkerscript.processes.launcher import Child, Launcher, LocalProcess, Slot, free_port
 from tinkerscript.processes.planned import TRAINER, PlannedProcess
-from tinkerscript.processes.supervisor import Child, Supervisor
+from tinkerscript.processes.supervisor import Supervisor
 from tinkerscript.server.addresses import remote_url
 from tinkerscript.server.auth import CLIENT_TOKEN, reached_through, read_token
-from tinkerscript.trainer_link.keys import KEYS_DIR, TrainerKeys, load_trainer_keys
+from tinkerscript.trainer_link.keys import TrainerKeys, load_trainer_keys
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 SERVER_START_S = 60.0
@@ -35,7 +36,7 @@ FORMER_SERVER_S = 20.0
 
 POLL_S = 0.02
 
-LAST_WORDS_S = 5.0
+RANK_ERROR_S = 5.0
 """Seconds in which a rank that has died is known to be dead."""
 
 SCALE_S = 1.0
@@ -54,14 +55,6 @@ class ServerAddress:
     link_keys: Path | None
     """Folder of the link's keys; None for a link that needs none."""
 
-    other_links: tuple[str, ...] = ()
-    """Links of servers that may take over from this one."""
-
-    @property
-    def links(self) -> list[str]:
-        """The links of all servers that may serve."""
-        return [self.link_address, *self.other_links]
-
     def seen_from(self, address: str, section: InterchangeConfig) -> str:
         """The server's URL for processes that reach this machine at `address`."""
         if section.public_base_url:
@@ -75,13 +68,6 @@ class ServerAddress:
     def trainer_keys(self) -> TrainerKeys | None:
         """The keys that a trainer connects with; None if it needs none. Raises ConfigError."""
         return None if self.link_keys is None else load_trainer_keys(self.link_keys)
-
-
-def standing_servers(section: InterchangeConfig, folder: Path) -> ServerAddress:
-    """The servers that the config names, and the keys of their links, if those are in the run folder."""
-    first, *others = section.link_addresses
-    keys = folder.absolute() / KEYS_DIR
-    return ServerAddress(section.public_base_url, first, keys if keys.exists() else None, tuple(others))
 
 
 def engine_child(checkpoint: Path, address: ServerAddress, folder: Path) -> Child:
@@ -140,12 +126,20 @@ def _written_by(server: Child, path: Path) -> dict[str, Any] | None:
 
 
 def worker_command(config: RunConfig, url: str) -> str:
-    """What a user types to run a worker of this run on any machine that reaches the server at `url`."""
+    """What a user types to run a worker of this run on any machine that reaches the server at `url`, in the
+    folder that has the script or the task's file there."""
     interchange = config.interchange_server
     remote = interchange.public_base_url or remote_url(url, interchange.interchange_server_host)
-    tasks = " ".join(f"--task {task.name}" for task in config.all_tasks)
-    text = f"tinkerscript worker {config.workers.script or tasks or 'SCRIPT'} --server {remote}"
+    tasks = " ".join(f"--task {shlex.quote(_of_user(task.name))}" for task in config.all_tasks)
+    script = shlex.quote(Path(config.workers.script).name)
+    text = f"tinkerscript worker {script if config.workers.script else tasks or 'SCRIPT'} --server {remote}"
     return f"{text}   (with {CLIENT_TOKEN} in its environment)" if reached_through(interchange) else text
+
+
+def _of_user(task: str) -> str:
+    """The name of a task without this machine's folder: an episode's task is found with or without it."""
+    file, separator, name = task.rpartition(".py@")
+    return f"{Path(file).name}{separator}{name}" if separator else task
 
 
 def release_former_workers(folder: Path, link: TrainerLink) -> None:
@@ -184,7 +178,7 @@ async def launched_ranks(
             yield
         except EngineError:
             with suppress(TimeoutError):  # Its log says more than the end of its connection.
-                await asyncio.wait_for(supervisor.failed(), LAST_WORDS_S)
+                await asyncio.wait_for(supervisor.failed(), RANK_ERROR_S)
             raise
 
 

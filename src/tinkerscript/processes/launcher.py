@@ -1,7 +1,7 @@
-"""`Launcher`: starts one process of a run somewhere; `LocalLauncher` does so on this machine.
+"""`Launcher`: starts a `Child` of the run somewhere; `LocalLauncher` does so on this machine.
 
 Invariant: no process outlives this one. Its standard input is a pipe from here, which closes however this
-process dies, and it then ends by itself (`--exit-with-parent`, or `processes.tether`). It runs in a session
+process dies, and it then ends by itself (`--exit-with-parent`, or `with_parent`). It runs in a session
 of its own: Ctrl-C reaches only this process, which stops it in order, and what it has started ends with it.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from tinkerscript.lifecycle import describe_exit
+from tinkerscript.lifecycle import DISK_FULL, describe_exit
 
 
 class Slot(StrEnum):
@@ -79,21 +79,45 @@ class Room:
     gpus: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What to start."""
+@dataclass
+class Child:
+    """A process of a run; `argv` is called for each incarnation, numbered from 0."""
 
     name: str
-    argv: Sequence[str]
-    environ: Mapping[str, str] = field(repr=False)
-    """What its environment has besides that of its machine."""
-
+    argv: Callable[[int], Sequence[str]]
     log: Path
     """File of this machine to which its output is appended."""
 
-    room: Room = Room()
-    withheld: Sequence[str] = ()
-    """Names of variables that its environment lacks of those of its machine."""
+    environ: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+    """Variables that are added to the environment of its machine."""
+
+    withheld: tuple[str, ...] = ()
+    """Names of variables of that environment that it does not get."""
+
+    room: Room = field(default_factory=Room)
+    is_beside: bool = False
+    """Whether it has to run on this machine, whatever launcher its supervisor uses."""
+
+    max_restarts: int | None = None
+    """None: as often as its supervisor says."""
+
+    on_start: Callable[[Started], None] = lambda process: None
+    """Called once it runs: there may have to be room for it first."""
+
+    on_death: Callable[[int, int], None] = lambda incarnation, code: None
+    """Called with the number of the incarnation that died, and its exit code."""
+
+    fatal_codes: frozenset[int] = frozenset({2, DISK_FULL})
+    """Exit codes after which a restart does not help: bad configuration, a port in use, a full disk."""
+
+    restarts: int = 0
+    retired: bool = False
+    """Whether it is no longer needed, and not started again."""
+
+    process: Started | None = field(default=None, repr=False)
+
+    fds: Sequence[int] = ()
+    """Open files of this process that it inherits, if it runs on this machine."""
 
 
 class Launcher(ABC):
@@ -106,11 +130,8 @@ class Launcher(ABC):
     """Whether those processes see the files of this machine."""
 
     @abstractmethod
-    async def start(self, order: Order, on_start: Callable[[Started], None]) -> Started:
-        """Start a process. `on_start` is called once it runs: there may have to be room for it first.
-
-        Raises OSError or WorkerError if it cannot be started.
-        """
+    async def start(self, child: Child) -> Started:
+        """Start its next incarnation. Raises OSError or WorkerError if it cannot be started."""
 
 
 class LocalProcess(Started):
@@ -151,24 +172,26 @@ class LocalProcess(Started):
 class LocalLauncher(Launcher):
     """Starts child processes of this one."""
 
-    async def start(self, order: Order, on_start: Callable[[Started], None]) -> LocalProcess:
-        port = free_port() if Slot.PORT in order.argv else 0
+    async def start(self, child: Child) -> LocalProcess:
+        argv = child.argv(child.restarts)
+        port = free_port() if Slot.PORT in argv else 0
         own = {Slot.HOST: self.address, Slot.PORT: str(port)}
-        with order.log.open("ab") as output:
+        with child.log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *(own.get(word, word) if isinstance(word, Slot) else word for word in order.argv),
+                *(own.get(word, word) if isinstance(word, Slot) else word for word in argv),
                 stdin=PIPE,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                pass_fds=child.fds,
                 env={
                     name: value
-                    for name, value in (os.environ | order.environ).items()
-                    if name not in order.withheld
+                    for name, value in (os.environ | child.environ).items()
+                    if name not in child.withheld
                 },
             )
         started = LocalProcess(process, self.address, port)
-        on_start(started)
+        child.on_start(started)
         return started
 
 

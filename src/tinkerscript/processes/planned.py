@@ -11,18 +11,25 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tinkerscript.config import RunConfig
+from tinkerscript.config import EngineConfig, InferenceConfig, RunConfig
 from tinkerscript.lifecycle import own_command
 from tinkerscript.logs import FORMAT, LogFormat
-from tinkerscript.processes.launcher import Room, Slot
-from tinkerscript.processes.sampling_servers import KEY, command, environment
-from tinkerscript.processes.supervisor import Child
-from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, TOKEN_VARIABLES
-from tinkerscript.vllm_plugin import ADAPTERS_TOKEN
+from tinkerscript.processes.launcher import Child, Room, Slot
+from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, FILE_SUFFIX, TOKEN_VARIABLES
+from tinkerscript.vllm_plugin import ADAPTERS, ADAPTERS_TOKEN, TRANSFER
 
 SERVER = "interchange server"
 TRAINER = "trainer"
 SERVER_URL = "TINKERSCRIPT_SERVER_URL"
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What `vllm serve --max-lora-rank` takes."""
+
+MODEL_NAME = "base"
+"""What a replica calls the model without an adapter."""
+
+KEY = "VLLM_API_KEY"
+"""The environment variable from which vLLM reads its API key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +73,10 @@ class PlannedProcess:
         program, *arguments = self.command
         if program == "tinkerscript" and arguments[0] != "rank":
             return own_command(*arguments)
-        tether = [sys.executable, "-m", "tinkerscript.processes.tether"]
+        with_parent = [sys.executable, "-m", "tinkerscript.processes.with_parent"]
         if program == "tinkerscript":
-            return [*tether, sys.executable, "-m", "tinkerscript", *arguments]
-        return [*tether, sys.executable if program == "python" else program, *arguments]
+            return [*with_parent, sys.executable, "-m", "tinkerscript", *arguments]
+        return [*with_parent, sys.executable if program == "python" else program, *arguments]
 
     def child(
         self,
@@ -102,25 +109,23 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
 
 
 def plan_of(config: RunConfig, folder: Path) -> list[PlannedProcess]:
-    """The processes of a run in `folder`, those first that others wait for.
-
-    Servers that the config names (`interchange_server.link_addresses`) run by themselves.
-    """
+    """The processes of a run in `folder`, those first that others wait for."""
     trainer = _trainer(config)
+    page = [] if config.page_port == "off" else [page_process(config, folder)]
     if not config.enable_tinkerscript_mode or config.method == "sft":
-        return trainer
+        return [*trainer, *page]
     server = server_process(
         folder,
         restarts=config.workers.max_restarts,
         secrets=_of_server(config),
         log_format=config.log_format,
     )
-    servers = [] if config.interchange_server.link_addresses else [server]
     children = [*trainer[1:], *_replicas(config), *_workers(config)]
     keys = config.key_variables
     return [
-        *(_without(keys, server) for server in servers),
+        _without(keys, server),
         trainer[0],
+        *page,
         *(_without(keys | TOKEN_VARIABLES, child) for child in children),
     ]
 
@@ -148,6 +153,19 @@ def server_process(
         is_beside=True,
         restarts=restarts,
     )
+
+
+def page_process(config: RunConfig, folder: Path, *options: str) -> PlannedProcess:
+    """The page of the run in `folder`. `options`: of `tinkerscript view`."""
+    page = PlannedProcess(
+        "page",
+        ("tinkerscript", "view", str(folder), *options),
+        secrets=(ADMIN_TOKEN, f"{ADMIN_TOKEN}{FILE_SUFFIX}"),
+        is_beside=True,
+        restarts=config.workers.max_restarts,
+        after=(TRAINER,),
+    )
+    return _without(config.key_variables | TOKEN_VARIABLES, page)
 
 
 def _of_server(config: RunConfig) -> tuple[str, ...]:
@@ -185,12 +203,12 @@ def _trainer(config: RunConfig) -> list[PlannedProcess]:
 def _replicas(config: RunConfig) -> list[PlannedProcess]:
     engine, inference = config.engine, config.inference
     launch = inference.launch
-    secrets = (KEY, ADAPTERS_TOKEN) if inference.backend == "vllm" else ()
+    secrets = (KEY, ADAPTERS_TOKEN)
     return [
         PlannedProcess(
             f"replica {number}",
-            tuple(command(engine, inference)),
-            environment=environment(engine, inference, number),
+            tuple(_replica_command(engine, inference)),
+            environment=_replica_environment(engine, inference, number),
             secrets=(*secrets, *config.cluster.environment),
             room=Room(launch.cpus, launch.tensor_parallel if launch.gpus else 0),
             restarts=launch.max_restarts,
@@ -198,6 +216,59 @@ def _replicas(config: RunConfig) -> list[PlannedProcess]:
         )
         for number in range(launch.replicas)
     ]
+
+
+def _replica_command(engine: EngineConfig, inference: InferenceConfig) -> list[str]:
+    """The command of one replica."""
+    launch = inference.launch
+    return [
+        *(launch.python or "python", "-m"),
+        *_vllm(engine, inference),
+        *("--served-model-name", MODEL_NAME),
+        *("--host", Slot.HOST, "--port", Slot.PORT),
+        *("--dtype", engine.dtype),
+        *("--tensor-parallel-size", str(launch.tensor_parallel)),
+        *launch.args,
+    ]
+
+
+def _vllm(engine: EngineConfig, inference: InferenceConfig) -> list[str]:
+    rank = next((each for each in RANKS if each >= engine.lora.rank), engine.lora.rank)
+    adapters = [
+        "--enable-lora",
+        *("--max-lora-rank", str(rank), "--max-loras", str(inference.max_loras)),
+        *("--max-cpu-loras", str(inference.max_loras)),
+    ]
+    whole = ["--weight-transfer-config", json.dumps({"backend": TRANSFER})]
+    return [
+        "vllm.entrypoints.openai.api_server",
+        *("--model", Slot.MODEL),
+        *(adapters if engine.lora.rank else whole),
+        *(["--enable-sleep-mode"] if inference.sleep and inference.launch.gpus else []),
+        *("--logprobs-mode", "processed_logprobs"),
+        *("--generation-config", "vllm"),
+        *([] if inference.launch.gpus else ["--enforce-eager"]),
+    ]
+
+
+def _replica_environment(engine: EngineConfig, inference: InferenceConfig, number: int) -> dict[str, str]:
+    """The environment of replica `number`, besides its key and that of its machine."""
+    launch = inference.launch
+    first = number * launch.tensor_parallel
+    named = [] if launch.gpus == "any" else launch.gpus
+    gpus = ",".join(map(str, named[first : first + launch.tensor_parallel]))
+    vllm = {
+        # Adapters are found by the plugin when a request names them.
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        ADAPTERS: Slot.ADAPTERS,
+        # Replacing all weights and sleeping are for development mode alone.
+        **({"VLLM_SERVER_DEV_MODE": "1"} if inference.sleep or not engine.lora.rank else {}),
+    }
+    return {
+        **vllm,
+        **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
+        **launch.env,
+    }
 
 
 def _workers(config: RunConfig) -> list[PlannedProcess]:
@@ -227,8 +298,9 @@ def worker_arguments(config: RunConfig) -> list[str]:
     """What a worker of this run works on: a script, or tasks."""
     if config.workers.script:
         return [config.workers.script]
-    return [
-        word
-        for task in config.all_tasks
-        for word in ("--task", task.name, "--task-args", json.dumps(task.train_args))
-    ]
+    words: list[str] = []
+    for task in config.all_tasks:
+        words += ["--task", task.name, "--task-args", json.dumps(task.train_args)]
+        words += ["--eval-args", json.dumps(task.eval_args)]
+        words += ["--sandbox", task.sandbox] if any(each.sandbox for each in config.all_tasks) else []
+    return words

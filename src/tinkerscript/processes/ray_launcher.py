@@ -26,7 +26,7 @@ from typing import Any
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConfigError, WorkerError
 from tinkerscript.lifecycle import describe_exit, last_lines
-from tinkerscript.processes.launcher import Launcher, LocalLauncher, Order, Slot, Started
+from tinkerscript.processes.launcher import Child, Launcher, LocalLauncher, Slot, Started
 from tinkerscript.processes.planned import PlannedProcess
 from tinkerscript.server.auth import is_loopback
 
@@ -152,24 +152,25 @@ class RayLauncher(Launcher):
                 "interchange_server.interchange_server_host: 0.0.0.0, and the two tokens that it then needs"
             )
 
-    async def start(self, order: Order, on_start: Callable[[Started], None]) -> RayProcess:
+    async def start(self, child: Child) -> RayProcess:
         if self._failure is not None:
             raise self._failure
         number = len(self._started)
         process = RayProcess(number, self._send)
-        self._started[number] = process, on_start
+        self._started[number] = process, child.on_start
+        argv = child.argv(child.restarts)
         self._send(
             {
                 "start": number,
-                "name": order.name,
-                "argv": [{"slot": word.name} if isinstance(word, Slot) else word for word in order.argv],
+                "name": child.name,
+                "argv": [{"slot": word.name} if isinstance(word, Slot) else word for word in argv],
                 "python": sys.executable,
                 "cwd": str(Path.cwd()),
-                "environ": dict(order.environ),
-                "withheld": list(order.withheld),
-                "cpus": order.room.cpus,
-                "gpus": order.room.gpus,
-                "log": str(order.log),
+                "environ": dict(child.environ),
+                "withheld": list(child.withheld),
+                "cpus": child.room.cpus,
+                "gpus": child.room.gpus,
+                "log": str(child.log),
             }
         )
         return process

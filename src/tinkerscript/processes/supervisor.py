@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from tinkerscript.errors import WorkerError
 from tinkerscript.lifecycle import last_lines
-from tinkerscript.processes.launcher import Launcher, LocalLauncher, Order, Room, Started
+from tinkerscript.processes.launcher import Child, Launcher, LocalLauncher
 
 STOP_GRACE_S = 4.0
 """Seconds between the request to stop and SIGKILL, before an interrupted supervisor exits hard itself."""
@@ -24,40 +22,6 @@ BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 
 STABLE_AFTER_S = 60.0
 """A child that lived this long is restarted at once, with its backoff reset."""
-
-
-@dataclass
-class Child:
-    """One supervised process; `argv` is called for each incarnation, numbered from 0."""
-
-    name: str
-    argv: Callable[[int], Sequence[str]]
-    log: Path
-    environ: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    """What its environment has besides that of its machine."""
-
-    withheld: tuple[str, ...] = ()
-    """What it lacks of it."""
-
-    room: Room = field(default_factory=Room)
-    is_beside: bool = False
-    """Whether it has to run on this machine, whatever else the supervisor's launcher uses."""
-
-    max_restarts: int | None = None
-    """None: as often as its supervisor says."""
-
-    on_start: Callable[[Started], None] = lambda process: None
-    on_death: Callable[[int, int], None] = lambda incarnation, code: None
-    """Called with the number of the incarnation that died, and its exit code."""
-
-    fatal_codes: frozenset[int] = frozenset({2})
-    """Exit codes after which a restart does not help: bad configuration, a port in use."""
-
-    restarts: int = 0
-    retired: bool = False
-    """Whether it is no longer needed, and not started again."""
-
-    process: Started | None = field(default=None, repr=False)
 
 
 class Supervisor:
@@ -123,10 +87,7 @@ class Supervisor:
 
     async def _spawn(self, child: Child) -> None:
         launcher = self._local if child.is_beside else self.launcher
-        order = Order(
-            child.name, child.argv(child.restarts), child.environ, child.log, child.room, child.withheld
-        )
-        child.process = await launcher.start(order, child.on_start)
+        child.process = await launcher.start(child)
 
     async def _keep(self, child: Child) -> None:
         try:

@@ -6,6 +6,8 @@ token of a sequence, in order, so that they line up with `Rollout.sampled`.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from itertools import chain
 from typing import Any, TypeVar
@@ -13,12 +15,19 @@ from typing import Any, TypeVar
 import msgspec
 import zstandard
 
-from tinkerscript.rollouts.call import Call
+from tinkerscript.rollouts.call import Call, calls_of
 
 T = TypeVar("T")
 
 LEVEL = 1
 """Of zstd: logprobs barely compress at any level."""
+
+MAX_UNPACKED_BYTES = 256 * 2**20
+"""Of an episode's calls, or of its tokens in one step."""
+
+PREVIEW_CHARS = 160
+MAX_INDEXED_CHARS = 65_536
+"""Of an episode's text, for the search."""
 
 
 class TokenUse(IntEnum):
@@ -58,7 +67,7 @@ class EpisodeDetail(msgspec.Struct, frozen=True, kw_only=True):
     def size(self) -> int:
         """About how many bytes of memory it takes."""
         attempts = [self.calls, *self.failed_calls.values()]
-        return 5 * len(self.chat) // 4 + sum(map(_size, chain.from_iterable(attempts)))
+        return 5 * len(self.chat) // 4 + sum(call.size for call in chain.from_iterable(attempts))
 
 
 class RecordedEpisode(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,11 +142,6 @@ class TrainedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     sequences: list[TrainedSequence] = []
 
 
-def _size(call: Call) -> int:
-    arrays = len(call.new_prompt) + len(call.sampled) + len(call.logprobs)
-    return arrays + len(call.messages) + len(call.reply) + len(call.tools)
-
-
 _pack = msgspec.msgpack.Encoder().encode
 
 
@@ -147,5 +151,97 @@ def packed(value: object) -> bytes:
 
 
 def unpacked(data: bytes, kind: type[T]) -> T:
-    """What `packed` packed."""
-    return msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(data), type=kind)
+    """What `packed` packed. A record may be from elsewhere: anything but a `kind` of at most
+    `MAX_UNPACKED_BYTES` raises ValueError."""
+    try:
+        size = zstandard.frame_content_size(data)
+        if not 0 <= size <= MAX_UNPACKED_BYTES:
+            raise ValueError(
+                f"{size} bytes are packed, and at most {MAX_UNPACKED_BYTES} are taken (-1: it does not say)"
+            )
+        # A second frame behind the first is not looked at.
+        return msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(data), type=kind)
+    except (zstandard.ZstdError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"not a packed {getattr(kind, '__name__', kind)}: {error}") from error
+
+
+# An episode as a row of `episodes`
+
+
+def columns_of(episode: RecordedEpisode) -> dict[str, object]:
+    """The columns of `episodes`, but for the sample."""
+    calls = calls_of(episode.detail.calls)
+    versions = [version for call in calls for version in call.policy_versions]
+    return {
+        "uuid": episode.uuid,
+        "type": episode.episode_type,
+        "step": episode.step,
+        "label": episode.label,
+        "group_id": episode.group_id,
+        "status": episode.status,
+        "reward": episode.reward,
+        "is_success": episode.is_success,
+        "attempt": episode.attempt,
+        "client": episode.client_uuid,
+        "started": min((call.created for call in calls if call.created), default=0),
+        "ended": episode.ended,
+        "calls": len(calls),
+        "prompt_tokens": sum(len(call.new_prompt) for call in calls) // 4,
+        "sampled_tokens": sum(len(call.sampled) for call in calls) // 4,
+        "truncated": sum(call.stop_reason == "length" for call in calls),
+        "first_version": min(versions, default=None),
+        "last_version": max(versions, default=None),
+        "preview": _preview(episode),
+        "figures": json.dumps(_figures(episode.detail)),
+    }
+
+
+def _figures(detail: EpisodeDetail) -> dict[str, float]:
+    """The scores and the episode's own metrics by name, for filters."""
+    scores = detail.metadata.get("scores")
+    found = {f"score/{name}": value for name, value in scores.items()} if isinstance(scores, dict) else {}
+    found |= detail.log_metrics
+    return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+
+
+def _preview(episode: RecordedEpisode) -> str:
+    """The last reply, or why the episode failed."""
+    detail = episode.detail
+    if episode.status != "accepted" and detail.failures:
+        last = detail.failures[-1]
+        return _storable(f"{last.get('kind')}: {last.get('message')}"[:PREVIEW_CHARS])
+    calls = calls_of(detail.calls)
+    words = _reply_text(calls[-1]).split() if calls else []
+    return _storable(" ".join(words)[:PREVIEW_CHARS])
+
+
+def _reply_text(call: Call) -> str:
+    """What a call answered, tools that it called included."""
+    return " ".join(_texts(json.loads(call.reply) or {}))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Strings inside a message, but for what only names its parts."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if key not in ("role", "id", "type", "tool_call_id"):
+                yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
+def searched_text(*names: str, detail: EpisodeDetail) -> str:
+    """What the search finds an episode by. `names`: its uuid, and what else it is known by."""
+    parts = [*names]
+    for call in detail.calls:
+        parts += [*_texts(json.loads(call.messages or "[]")), _reply_text(call)]
+    parts += [str(failure.get("message")) for failure in detail.failures]
+    return _storable("\n".join(parts)[:MAX_INDEXED_CHARS])
+
+
+def _storable(text: str) -> str:
+    """The text without lone surrogates, which are not UTF-8."""
+    return text.encode("utf-8", "replace").decode()

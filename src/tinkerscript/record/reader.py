@@ -10,11 +10,13 @@ import sqlite3
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-from tinkerscript.errors import ConfigError
+from tinkerscript.errors import ConfigError, NotRecordedError
 from tinkerscript.record.entries import EpisodeDetail, TrainedSequence, unpacked
 from tinkerscript.record.schema import RECORD_FILE, open_for_reading
+
+T = TypeVar("T")
 
 Parameters = Sequence[object] | Mapping[str, object]
 
@@ -51,20 +53,8 @@ class Record:
         return {name: json.loads(value) for name, value in self.rows("SELECT name, value FROM run")}
 
     def model(self) -> str:
-        """The folder or name of the model, as this machine knows it."""
-        here = self.row("SELECT model FROM mirror")
-        return here[0] if here else str(self.facts().get("model", ""))
-
-    def heard(self) -> float | None:
-        """When the trainer was heard last, in Unix time, where this is a mirror of its record; None if it is
-        the trainer's own."""
-        return self.number("SELECT heard FROM mirror")
-
-    def is_written_by(self, session: str) -> bool:
-        """Whether this is the very file that a trainer writes, in a session (`RecordWriter.session`)."""
-        query = "SELECT session FROM resumes ORDER BY number DESC LIMIT 1"
-        last = self.row(query)
-        return last is not None and last[0] == session and self.heard() is None
+        """The folder or name of the model."""
+        return str(self.facts().get("model", ""))
 
     def change(self) -> int:
         """A number that differs once the record has changed. For one thread."""
@@ -73,7 +63,7 @@ class Record:
     def detail(self, number: int) -> EpisodeDetail | None:
         """The calls of the episode with this number; None if they are not recorded."""
         found = self.row("SELECT detail FROM details WHERE episode = ?", (number,))
-        return None if found is None else unpacked(found[0], EpisodeDetail)
+        return None if found is None else _unpacked(found[0], EpisodeDetail)
 
     def transcribed(self, number: int) -> list[int]:
         """The attempts of the episode with this number whose transcripts are recorded."""
@@ -89,12 +79,20 @@ class Record:
     def sequences(self, number: int) -> dict[int, list[TrainedSequence]]:
         """Step -> what it did with the sequences of the episode with this number."""
         query = "SELECT step, sequences FROM trained WHERE episode = ? AND sequences IS NOT NULL"
-        return {step: unpacked(data, list[TrainedSequence]) for step, data in self.rows(query, (number,))}
+        return {step: _unpacked(data, list[TrainedSequence]) for step, data in self.rows(query, (number,))}
 
     def close(self) -> None:
         """Close this thread's connection."""
         self._connection().close()
         del self._of_thread.connection
+
+
+def _unpacked(data: bytes, kind: type[T]) -> T:
+    """Raises NotRecordedError for what no recorder packed, such as a few bytes that stand for gigabytes."""
+    try:
+        return unpacked(data, kind)
+    except ValueError as error:
+        raise NotRecordedError(f"the record holds something else: {error}") from error
 
 
 def find_runs(root: Path) -> dict[str, Path]:

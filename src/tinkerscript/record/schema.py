@@ -1,8 +1,7 @@
 """The tables of a run's record (`record.sqlite`), and opening it.
 
-Invariant: rows are only added, in the order of their numbers, except that a resumed run takes back what the
-steps that it repeats left in `TAKEN_BACK`, and says so first, in `resumes`. So whoever has all rows up to
-some numbers needs only those after them (`rows`).
+Invariant: rows are only added, except that a resumed run takes back what the steps that it repeats left in
+`TAKEN_BACK`, and says so in `resumes`.
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ import sqlite3
 from pathlib import Path
 
 from tinkerscript.errors import ConfigError
+from tinkerscript.files import stamp
 
 RECORD_FILE = "record.sqlite"
 """In the run's folder."""
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 TAKEN_BACK = ("metrics", "steps", "trained", "evaluations", "findings")
 """The tables whose rows of later steps are deleted when a run resumes."""
@@ -89,7 +89,6 @@ CREATE INDEX episodes_of_sample ON episodes (sample, number);
 CREATE INDEX episodes_that_failed ON episodes (number) WHERE status != 'accepted';
 CREATE TABLE details (episode INTEGER PRIMARY KEY, detail BLOB NOT NULL);
 CREATE TABLE transcripts (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
     episode INTEGER NOT NULL,
     attempt INTEGER NOT NULL,
     transcript BLOB NOT NULL,
@@ -118,15 +117,9 @@ CREATE INDEX findings_of_step ON findings (step);
 CREATE TABLE resumes (
     number INTEGER PRIMARY KEY,
     step INTEGER NOT NULL,
-    time REAL NOT NULL,
-    session TEXT NOT NULL
+    time REAL NOT NULL
 );
-CREATE TABLE undone (
-    number INTEGER PRIMARY KEY,
-    episode INTEGER NOT NULL UNIQUE,
-    resume INTEGER NOT NULL
-);
-CREATE TABLE mirror (heard REAL NOT NULL, model TEXT NOT NULL);
+CREATE TABLE undone (episode INTEGER PRIMARY KEY, resume INTEGER NOT NULL);
 CREATE TABLE notes (number INTEGER PRIMARY KEY, time REAL NOT NULL, text TEXT NOT NULL);
 CREATE VIRTUAL TABLE words USING fts5(body, content='');
 PRAGMA user_version = {SCHEMA_VERSION};
@@ -145,6 +138,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
     file of another version."""
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
     try:
+        stamp(connection, path)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         (version,) = connection.execute("PRAGMA user_version").fetchone()

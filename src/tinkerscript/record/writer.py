@@ -18,14 +18,17 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 import msgspec
 
-from tinkerscript.record.entries import RecordedEpisode, TrainedEpisode, packed
-from tinkerscript.record.episode_row import columns_of, searched_text
+from tinkerscript.record.entries import (
+    RecordedEpisode,
+    TrainedEpisode,
+    columns_of,
+    packed,
+    searched_text,
+)
 from tinkerscript.record.schema import open_for_writing, take_back
-from tinkerscript.record.storage_limit import StorageLimit
 
 MAX_BACKLOG = 10_000
 """Entries that may wait for the disk."""
@@ -64,6 +67,15 @@ BAD_VALUES = (
 LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 """Codes of a file that another program writes or copies."""
 
+_OLDEST = """
+SELECT min(number) FROM (
+    SELECT min(episode) AS number FROM details
+    UNION ALL SELECT min(episode) FROM transcripts
+    UNION ALL SELECT min(episode) FROM trained WHERE sequences IS NOT NULL
+)
+"""
+"""The number of the oldest episode of which there are calls, tokens or transcripts."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -85,6 +97,7 @@ class RecordWriter:
         Raises ConfigError for a record of another version.
         """
         self._path = path
+        self.folder = path.parent
         self._limit = StorageLimit(limit_mb)
         self._failed = failed
         self._note = note
@@ -103,9 +116,6 @@ class RecordWriter:
         """Number of the last entry that somebody waits for."""
 
         self._closing_since: float | None = None
-
-        self.session = uuid4().hex
-        """Of this writer alone: whoever finds it in a file's `resumes` sees what is written here."""
 
         self.dropped = 0
         """Entries that were not written: the disk was too slow, or failed."""
@@ -189,8 +199,7 @@ class RecordWriter:
 
         def begin(run: sqlite3.Connection) -> None:
             take_back(run, step)
-            row = (step, time.time(), self.session)
-            run.execute("INSERT INTO resumes (step, time, session) VALUES (?, ?, ?)", row)
+            run.execute("INSERT INTO resumes (step, time) VALUES (?, ?)", (step, time.time()))
             _undo(run, [number for number, uuid in run.execute(_LATER, (step,)) if uuid not in kept])
             _undo(run, [number for (number,) in run.execute(_WITHOUT_SCORE)])
             self._limit.count(run)
@@ -442,3 +451,43 @@ def checkpoint(path: Path) -> None:
     """Fold the write-ahead log into the file, so that it can be copied by itself. Raises sqlite3.Error."""
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+class StorageLimit:
+    """Bounds a record's calls, tokens and transcripts: over the limit, the oldest episodes lose theirs.
+
+    Their rows stay.
+    """
+
+    def __init__(self, limit_mb: int) -> None:
+        """0: no limit."""
+        self._limit = limit_mb * 2**20
+        self.stored = 0
+        """Bytes of calls, tokens and transcripts in the file."""
+
+    def count(self, run: sqlite3.Connection) -> None:
+        """Read what is stored. Reads all of it."""
+        (details,) = run.execute("SELECT coalesce(sum(length(detail)), 0) FROM details").fetchone()
+        query = "SELECT coalesce(sum(length(sequences)), 0) FROM trained WHERE sequences IS NOT NULL"
+        (sequences,) = run.execute(query).fetchone()
+        query = "SELECT coalesce(sum(length(transcript)), 0) FROM transcripts"
+        (transcripts,) = run.execute(query).fetchone()
+        self.stored = details + sequences + transcripts
+
+    def add(self, size: int) -> None:
+        """Bytes that were written; below 0: deleted."""
+        self.stored += size
+
+    def keep(self, run: sqlite3.Connection) -> None:
+        """Drop what is stored of the oldest episodes until the rest is within the limit."""
+        while self._limit and self.stored > self._limit:
+            (oldest,) = run.execute(_OLDEST).fetchone()
+            if oldest is None:
+                return
+            for query in (
+                "DELETE FROM details WHERE episode = ? RETURNING length(detail)",
+                "DELETE FROM transcripts WHERE episode = ? RETURNING length(transcript)",
+                "SELECT length(sequences) FROM trained WHERE episode = ? AND sequences IS NOT NULL",
+            ):
+                self.stored -= sum(length for (length,) in run.execute(query, (oldest,)).fetchall())
+            run.execute("UPDATE trained SET sequences = NULL WHERE episode = ?", (oldest,))

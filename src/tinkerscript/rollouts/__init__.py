@@ -3,8 +3,7 @@
 
 A token passes these modules in order: `call` (what was sampled), `merge` (into sequences), `rollout` (the
 sequences), `advantages` (groups, weights and padded batches), `alignment` (is it exactly what was sampled?),
-`convert` (into the format of a trainer). The last two are public packages of their own. numpy and msgspec
-only.
+and `trainers` or `parquet` (formats for others), which are public by themselves. numpy and msgspec only.
 """
 
 from tinkerscript.rollouts.advantages import (

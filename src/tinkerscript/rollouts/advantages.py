@@ -7,7 +7,8 @@
     WeightedRollout                       a sequence and its tokens' advantages
     TrainingBatch                         B weighted sequences, padded to [B, T]
 
-Invariants: a group with equal rewards has advantages of exactly 0. Nothing is truncated or shifted: position
+Invariants: episodes of a group with equal rewards have advantages of exactly 0; their tokens too, unless they
+have rewards of their own (`Rollout.rewards`). Nothing is truncated or shifted: position
 t of a row is token t of its sequence; padding and tokens that carry no loss have mask 0 and weight 0.
 """
 
@@ -152,24 +153,6 @@ class RolloutBatch:
     """The groups of one training step."""
 
     groups: tuple[RolloutGroup, ...]
-    step: int = 0
-    """The training step; 0 if unspecified."""
-
-    @property
-    def episodes(self) -> tuple[EpisodeRollouts, ...]:
-        return tuple(episode for group in self.groups for episode in group.episodes)
-
-    @property
-    def rollouts(self) -> tuple[Rollout, ...]:
-        return tuple(rollout for episode in self.episodes for rollout in episode.rollouts)
-
-    @property
-    def policy_versions(self) -> frozenset[int]:
-        return frozenset(version for rollout in self.rollouts for version in rollout.policy_versions)
-
-    def weighted(self) -> list[WeightedRollout]:
-        """Every sequence with its tokens' advantages (`RolloutGroup.weighted`)."""
-        return [weighted for group in self.groups for weighted in group.weighted()]
 
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -233,21 +216,24 @@ class TrainingBatch:
             )
         present = np.arange(width) < lengths[:, None]
         return cls(
-            input_ids=_padded([item.rollout.tokens for item in rollouts], width, pad_token_id),
+            input_ids=padded([item.rollout.tokens for item in rollouts], width, pad_token_id),
             position_ids=np.where(present, np.arange(width), 0).astype(np.int32),
             attention_mask=present,
-            loss_masks=_padded([item.rollout.loss_mask for item in rollouts], width),
-            loss_weights=_padded([item.advantages for item in rollouts], width),
-            policy_logprobs=_padded([item.rollout.logprobs for item in rollouts], width),
+            loss_masks=padded([item.rollout.loss_mask for item in rollouts], width),
+            loss_weights=padded([item.advantages for item in rollouts], width),
+            policy_logprobs=padded([item.rollout.logprobs for item in rollouts], width),
             lengths=lengths,
             rollouts=tuple(rollouts),
         )
 
 
-def _padded(rows: Sequence[npt.NDArray[Scalar]], width: int, fill: int = 0) -> npt.NDArray[Scalar]:
+def padded(
+    rows: Sequence[npt.NDArray[Scalar]], width: int, fill: int = 0, *, left: bool = False
+) -> npt.NDArray[Scalar]:
+    """Rows of different lengths as an array [B, `width`], with `fill` to their right (or left)."""
     out = np.full((len(rows), width), fill, dtype=rows[0].dtype)
     for line, row in zip(out, rows, strict=True):
-        line[: len(row)] = row
+        line[slice(width - len(row), width) if left else slice(len(row))] = row
     return out
 
 

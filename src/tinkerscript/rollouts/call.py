@@ -134,13 +134,15 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Why this prompt does not extend an earlier call, where one would expect it to."""
 
     messages: str = "[]"
-    """JSON list of the messages new in this prompt, for display and for resuming after a restart."""
+    """JSON list of the messages new in this prompt, for display and for resuming after a restart. Empty for a
+    later choice of a request: `with_messages` gives it those of the first, which holds them for all."""
 
     reply: str = "{}"
     """JSON of the assistant message returned, for display and for resuming after a restart."""
 
     tools: str = "[]"
-    """JSON list of a new prompt's tools; a call with a parent has the same tools as its parent."""
+    """JSON list of a new prompt's tools; a call with a parent has the same tools as its parent. Empty where
+    `messages` are."""
 
     created: int = 0
     """Unix time in seconds when the request arrived; 0 for a call not recorded by a gateway."""
@@ -177,6 +179,14 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
                 f"call {self.call_id}: `constrained` needs one of {[*map(int, TokenConstraint)]} for each of "
                 f"the {len(self.sampled) // 4} sampled ids, got {list(self.constrained)}"
             )
+
+    @property
+    def size(self) -> int:
+        """About how many bytes it takes, wherever it is held."""
+        texts = (self.messages, self.reply, self.tools)
+        return sum(map(utf8_size, texts)) + sum(
+            map(len, (self.new_prompt, self.sampled, self.logprobs, self.constrained))
+        )
 
     @property
     def reply_tokens(self) -> int:
@@ -252,6 +262,22 @@ class Prompts(Mapping[str, bytes]):
         return len(self._calls)
 
 
+def utf8_size(text: str) -> int:
+    """How many bytes `text` takes as UTF-8."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def with_messages(calls: Iterable[Call]) -> list[Call]:
+    """`calls`, oldest first, each choice with the messages and tools that its request's first one holds."""
+    whole = list[Call]()
+    for call in calls:
+        if not call.messages and whole:  # The choices of a request follow each other.
+            first = whole[-1]
+            call = msgspec.structs.replace(call, messages=first.messages, tools=first.tools)
+        whole.append(call)
+    return whole
+
+
 def calls_of(calls: Iterable[Call], role: str = "") -> list[Call]:
     """The calls of one role, by default the policy's."""
     return [call for call in calls if call.role == role]
@@ -267,6 +293,7 @@ def conversation_of(calls: Sequence[Call]) -> list[dict[str, Any]]:
 
     Empty for calls made with a raw prompt.
     """
+    calls = with_messages(calls)
     by_id = {call.call_id: call for call in calls}
     chain: list[Call] = []
     call = calls[-1] if calls else None

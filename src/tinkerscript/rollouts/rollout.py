@@ -76,6 +76,14 @@ class Rollout:
         return frozenset(version for segment in self.segments for version in segment.call.policy_versions)
 
     @property
+    def temperatures(self) -> FloatArray:
+        """float32 [T]: what each token was sampled at; 1 where it was not sampled."""
+        found = np.ones(len(self.tokens), dtype=np.float32)
+        for segment in self.segments:
+            found[segment.start : segment.end] = segment.call.temperature
+        return found
+
+    @property
     def is_truncated(self) -> bool:
         """Whether the token limit cut the last reply off."""
         return self.segments[-1].call.stop_reason == "length"

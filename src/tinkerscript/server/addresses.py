@@ -12,16 +12,21 @@ import ipaddress
 import os
 import socket
 import tempfile
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
 
-from tinkerscript.config import InterchangeConfig
+from tinkerscript.config import DEFAULT_PORT, InterchangeConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.trainer_link.keys import KEYS_DIR, ServerKeys, load_server_keys, make_link_keys
 from tinkerscript.trainer_link.server_end import ServerLink
 
 SERVER_FILE = "server.json"
+
+PAGE_PORT = 10085
+"""Where a page listens if it can. Gateway processes take the ports above the server's, 10086."""
 
 ADAPTERS_FOLDER = "adapters"
 """In the run's folder: the versions that the server gives to replicas."""
@@ -42,6 +47,12 @@ class ServerInfo(msgspec.Struct, frozen=True):
     link_keys: str = ""
     """The folder of the link's keys; empty for a link without keys."""
 
+    certificate: str = ""
+    """PEM file of the certificate with which it serves HTTPS; empty for HTTP."""
+
+    gateway_ports: tuple[int, ...] = ()
+    """Where its gateway processes listen; empty if it answers model calls itself."""
+
 
 def read_server_info(run_dir: Path) -> ServerInfo | None:
     """The `server.json` of the folder's last server; None if there is none or it cannot be read."""
@@ -52,20 +63,45 @@ def read_server_info(run_dir: Path) -> ServerInfo | None:
 
 
 def bind_http(config: InterchangeConfig, previous: ServerInfo | None) -> socket.socket:
-    """A listening socket. Port 0 takes the previous server's port if it is free, or else any free port.
+    """A listening socket. Ports 0 and `auto` take the previous server's port, without one `auto` takes
+    `DEFAULT_PORT`, and where that is in use any free one, unless `public_base_url` says where clients come.
 
     Raises ConfigError that names the port and the config key.
     """
-    port = config.interchange_server_port
-    if port == 0 and previous is not None:
-        try:
-            return listen(config.interchange_server_host, _port_of(previous.url))
-        except OSError:
-            port = 0
+    host, port = config.interchange_server_host, config.interchange_server_port
+    former = _port_of(previous.url) if previous is not None else 0
+    wanted = (former or DEFAULT_PORT) if port == "auto" else port or former
+    is_fixed = config.public_base_url if port == "auto" else port
     try:
-        return listen(config.interchange_server_host, port)
+        return listen(host, wanted) if is_fixed else listen_near(host, wanted)
     except OSError as error:
-        raise ConfigError(_explain(config, port, error)) from error
+        raise ConfigError(_explain(config, wanted, error)) from error
+
+
+@contextmanager
+def bind_gateways(
+    config: InterchangeConfig, number: int, port: int, previous: ServerInfo | None
+) -> Generator[list[socket.socket]]:
+    """Listening sockets of `number` gateway processes: at their former ports, at first at those after the
+    server's `port`; where one is in use at any free one, unless `public_base_url` says where clients come.
+
+    Raises ConfigError.
+    """
+    host = config.interchange_server_host
+    former = previous.gateway_ports if previous is not None else ()
+    ports = former if len(former) == number else range(port + 1, port + 1 + number)
+    bind = listen if config.public_base_url else listen_near
+    with ExitStack() as sockets:
+        listeners: list[socket.socket] = []
+        for wanted in ports:
+            try:
+                listeners.append(sockets.enter_context(bind(host, wanted)))
+            except (OSError, OverflowError) as error:
+                raise ConfigError(
+                    f"interchange_server.processes: a gateway process cannot listen on {host} port {wanted}: "
+                    f"{error}; choose an interchange_server_port with free ports after it"
+                ) from error
+        yield listeners
 
 
 def listen_near(host: str, port: int) -> socket.socket:
@@ -89,7 +125,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
         listener.listen(BACKLOG)
         listener.setblocking(False)
-    except OSError:
+    except (OSError, OverflowError):
         listener.close()
         raise
     return listener
@@ -100,7 +136,7 @@ def _explain(config: InterchangeConfig, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
             f"interchange_server.interchange_server_port: port {port} on {host} is in use; "
-            "stop the process that listens there, or set another port (0 takes a free one)"
+            "stop the process that listens there, or set another port (--port 0 takes a free one)"
         )
     return f"interchange_server: cannot listen on {host} port {port}: {error.strerror or error}"
 
@@ -108,6 +144,12 @@ def _explain(config: InterchangeConfig, port: int, error: OSError) -> str:
 def _port_of(url: str) -> int:
     _, _, port = url.rpartition(":")
     return int(port) if port.isdecimal() else 0
+
+
+def moved_to(config: InterchangeConfig, url: str) -> str:
+    """What to say behind `url` of a server that did not get the default port; empty for any other."""
+    is_moved = config.interchange_server_port == "auto" and _port_of(url) != DEFAULT_PORT
+    return f" (port {DEFAULT_PORT} was in use)" if is_moved else ""
 
 
 def http_url(listener: socket.socket, *, tls: bool = False) -> str:

@@ -10,10 +10,9 @@ import base64
 import binascii
 import hashlib
 import hmac
-import ipaddress
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
@@ -21,6 +20,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
+from tinkerscript.asgi import is_loopback
 from tinkerscript.config import InterchangeConfig
 from tinkerscript.errors import ConfigError, NotTheOwnerError, UnauthorizedError
 from tinkerscript.files import check_private
@@ -153,8 +153,8 @@ class Roles:
 
     client_token: str | None = field(default=None, repr=False)
     admin_token: str | None = field(default=None, repr=False)
-    is_client: Callable[[str], object] = field(default=lambda authorization: None, repr=False)
-    """Whether an `Authorization` header is that of a client with a token of its own."""
+    accounts: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+    """Name -> token, of the clients with tokens of their own."""
 
     @staticmethod
     def of(section: InterchangeConfig, environ: Mapping[str, str], *, serve_model: bool = False) -> Roles:
@@ -175,7 +175,7 @@ class Roles:
             raise ConfigError(
                 f"{CLIENT_TOKEN} and {ADMIN_TOKEN} are equal, so every client would be an admin"
             )
-        return Roles(client, admin)
+        return Roles(client, admin, _account_tokens(section, environ, client, admin))
 
     @property
     def are_open(self) -> bool:
@@ -185,6 +185,15 @@ class Roles:
     def check(self, role: Role, scope: Scope) -> None:
         """Check the `Authorization` header of an HTTP request. Raises what `require` raises."""
         self.require(role, authorization_of(scope))
+
+    def account(self, scope: Scope) -> str:
+        """The name of the client whose own token a request carries; empty for any other token."""
+        return self._account_of(authorization_of(scope)) if self.accounts else ""
+
+    def _account_of(self, authorization: str) -> str:
+        token = authorization.removeprefix("Bearer ").encode()
+        # All are compared: how long it takes says nothing about the tokens.
+        return next(iter([name for name, own in self.accounts.items() if _same(own, token)]), "")
 
     def grants(self, role: Role, authorization: str) -> bool:
         """Whether an `Authorization` header grants `role`."""
@@ -205,7 +214,9 @@ class Roles:
             return
         token = authorization.removeprefix("Bearer ").encode()
         is_admin = _same(self.admin_token, token)
-        is_client = _same(self.client_token, token) or (not is_admin and bool(self.is_client(authorization)))
+        is_client = _same(self.client_token, token) or (
+            not is_admin and bool(self._account_of(authorization))
+        )
         if is_admin or (is_client and role == "client"):
             return
         if is_client:
@@ -347,6 +358,32 @@ def _check_tokens(setting: str, tokens: Mapping[str, str | None]) -> None:
             )
 
 
+def _account_tokens(
+    section: InterchangeConfig, environ: Mapping[str, str], client: str | None, admin: str | None
+) -> dict[str, str]:
+    """The tokens of `interchange_server.clients` by name. Raises ConfigError for one that cannot be used."""
+    if section.clients and client is None:
+        raise ConfigError(
+            f"interchange_server.clients: without {CLIENT_TOKEN} and {ADMIN_TOKEN} everybody may enter: "
+            "set both"
+        )
+    tokens, taken = dict[str, str](), {client, admin}
+    for each in section.clients:
+        where, variable = f"interchange_server.clients: {each.name}", each.token_env
+        token = read_token(environ, variable)
+        if token is None:
+            raise ConfigError(
+                f"{where}: no token; set {variable}, or {variable}{FILE_SUFFIX} to a file with it"
+            )
+        if len(token) < MIN_TOKEN_CHARS and reached_through(section):
+            raise ConfigError(f"{where}: its token needs at least {MIN_TOKEN_CHARS} characters")
+        if token in taken:
+            raise ConfigError(f"{where}: its token is also another's")
+        taken.add(token)
+        tokens[each.name] = token
+    return tokens
+
+
 def _same(known: str | None, token: bytes) -> bool:
     return known is not None and hmac.compare_digest(known.encode(), token)
 
@@ -361,13 +398,3 @@ def reached_through(section: InterchangeConfig) -> str:
     if public is not None and not is_loopback(public):
         return f"public_base_url: {section.public_base_url!r}"
     return ""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

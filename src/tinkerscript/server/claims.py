@@ -8,15 +8,17 @@ claim, before it is answered.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+import math
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from uuid import uuid4
 
 from tinkerscript.errors import GatewayError, UnknownEpisodeError
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
+from tinkerscript.limits import KEPT_BYTES, KEPT_CALLS, KEPT_S, RECORDED_BYTES, SERVER
 from tinkerscript.logs import now_about
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.auth import ClaimKeys
@@ -32,38 +34,65 @@ def gateway_path(number: int) -> str:
 
 
 class ServedModel(ClaimBook):
-    """Callers whose calls do not train: one key for all of them; calls are counted but not recorded.
+    """Callers whose calls do not train: one key for all of them; calls are counted but not recorded. The
+    latest that are to be stored are kept in memory, each for the key that made it.
 
-    `token` is the key; None accepts any. `metrics`: None for calls that are not counted either.
+    `token` is the key; None accepts any.
     """
 
-    def __init__(self, token: str | None, metrics: ServerMetrics | None) -> None:
+    def __init__(
+        self,
+        token: str | None,
+        metrics: ServerMetrics,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._token = token
         self._metrics = metrics
+        self._clock = clock
+        self._kept: OrderedDict[tuple[str, str], tuple[float, Call]] = OrderedDict()
+        """By key and id, with the time of their last use; the least recently used first."""
+
+        self._kept_bytes = 0
 
     async def open(self, key: str) -> OpenClaim:
         if self._token is not None and not hmac.compare_digest(key.encode(), self._token.encode()):
-            raise GatewayError(401, "invalid_api_key", "this API key does not open this model")
-        return OpenClaim(uuid4().hex, 1, 0, continues=False)
+            raise _refused(key, "this API key does not open this model")
+        return OpenClaim(hashlib.sha256(key.encode()).hexdigest(), 1, 0, continues=False)
 
     async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
-        if self._metrics is not None:
-            for call in calls:
-                self._metrics.count_call(call.reply_tokens)
+        for call in calls:
+            self._metrics.count_call(call.reply_tokens)
+
+    def keep(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
+        now = self._clock()
+        for call in calls:
+            self._kept[claim.episode_uuid, call.call_id] = now, call
+            self._kept_bytes += call.size
+        while self._kept and (
+            len(self._kept) > KEPT_CALLS
+            or self._kept_bytes > KEPT_BYTES
+            or now - next(iter(self._kept.values()))[0] > KEPT_S
+        ):
+            _, (_, oldest) = self._kept.popitem(last=False)
+            self._kept_bytes -= oldest.size
+
+    def kept(self, claim: OpenClaim, call_id: str) -> list[Call]:
+        now, calls, wanted = self._clock(), list[Call](), call_id
+        while wanted:
+            used, call = self._kept.get((claim.episode_uuid, wanted), (-math.inf, None))
+            if call is None or now - used > KEPT_S:
+                return []
+            calls.append(call)
+            wanted = call.parent_id or ""
+        for call in reversed(calls):
+            name = claim.episode_uuid, call.call_id
+            self._kept[name] = now, call
+            self._kept.move_to_end(name)
+        return calls[::-1]
 
     async def calls(self, claim: OpenClaim) -> list[Call]:
         return []
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimLimits:
-    """What one claim may use."""
-
-    max_calls: int
-    """Recorded calls; each choice of a reply is one."""
-
-    max_tokens: int
-    """Sampled tokens."""
 
 
 @dataclass(slots=True)
@@ -72,8 +101,10 @@ class _Usage:
 
     calls: int = 0
     tokens: int = 0
+    bytes: int = 0
     calls_in_flight: int = 0
     tokens_in_flight: int = 0
+    bytes_in_flight: int = 0
     began: deque[float] = field(default_factory=deque[float])
     """When calls in flight began, oldest first."""
 
@@ -83,6 +114,7 @@ class _Usage:
     def add(self, call: Call) -> None:
         self.calls += 1
         self.tokens += call.reply_tokens
+        self.bytes += call.size
         if call.is_foreign:
             return
         known = () if self.oldest_version is None else (self.oldest_version,)
@@ -99,16 +131,19 @@ class LeasedClaims(ClaimBook):
         *,
         keys: ClaimKeys,
         metrics: ServerMetrics,
-        limits: ClaimLimits,
+        max_calls: int,
+        max_tokens: int,
         gateways: int = 0,
     ) -> None:
-        """`gateways`: processes that own the claims; 0: the server's own process does."""
+        """`max_calls` and `max_tokens`: recorded choices and sampled tokens of one claim. `gateways`:
+        processes that own the claims; 0: the server's own process does."""
         self._gateways = gateways
         self._book = book
         self._store = store
         self._keys = keys
         self._metrics = metrics
-        self._limits = limits
+        self._max_calls = max_calls
+        self._max_tokens = max_tokens
         self._usages: dict[tuple[str, int], _Usage] = {}
         """(episode uuid, attempt) -> usage, from `calls` until `forget`."""
 
@@ -121,8 +156,8 @@ class LeasedClaims(ClaimBook):
         now_about(episode=claim.episode_uuid, attempt=claim.attempt)
         return claim
 
-    async def begin(self, claim: OpenClaim, num_samples: int, max_tokens: int) -> int:
-        return self.reserve(claim, num_samples, max_tokens)
+    async def begin(self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0) -> int:
+        return self.reserve(claim, num_samples, max_tokens, num_bytes)
 
     def opened(self, key: str, *, gateway: int = 0) -> OpenClaim:
         """What `open` returns to a gateway process; 0 is the server's own.
@@ -131,30 +166,33 @@ class LeasedClaims(ClaimBook):
         """
         claim = self._keys.opened_by(key)
         if claim is None:
-            raise GatewayError(401, "invalid_api_key", "this API key opens no claim on this server")
+            raise _refused(key, "this API key opens no claim on this server")
         if self._gateways and (owner := self._keys.gateway(*claim, of=self._gateways)) != gateway:
             raise _misdirected(owner, gateway)
         episode = self._held(claim.episode_uuid, claim.attempt)
         return OpenClaim(episode.uuid, episode.attempt, episode.policy_version)
 
-    def reserve(self, claim: OpenClaim, num_samples: int, max_tokens: int) -> int:
+    def reserve(self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0) -> int:
         """What `begin` returns."""
         episode = self._held(claim.episode_uuid, claim.attempt)
         usage = self._usages[claim.episode_uuid, claim.attempt]
+        _check_bytes(usage, num_bytes)
         granted = self._granted(usage, num_samples, max_tokens)
         self._book.leases.begin_call(episode)
         usage.calls_in_flight += num_samples
         usage.tokens_in_flight += num_samples * granted
+        usage.bytes_in_flight += num_bytes
         usage.began.append(time.monotonic())
         return granted
 
-    def end(self, claim: OpenClaim, num_samples: int, max_tokens: int) -> None:
+    def end(self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0) -> None:
         usage = self._usages.get((claim.episode_uuid, claim.attempt))
         if usage is None:  # The claim is over.
             return
         self._metrics.observe_call(time.monotonic() - usage.began.popleft())
         usage.calls_in_flight -= num_samples
         usage.tokens_in_flight -= num_samples * max_tokens
+        usage.bytes_in_flight -= num_bytes
         self._book.leases.end_call(self._book.get(claim.episode_uuid), claim.attempt)
 
     async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
@@ -196,17 +234,16 @@ class LeasedClaims(ClaimBook):
         Raises GatewayError: 403 `claim_limit_exceeded`, or 429 while the rest is reserved for calls in
         flight.
         """
-        limits = self._limits
-        calls_left, tokens_left = limits.max_calls - usage.calls, limits.max_tokens - usage.tokens
+        calls_left, tokens_left = self._max_calls - usage.calls, self._max_tokens - usage.tokens
         if calls_left < number:
-            raise _exceeded(f"{limits.max_calls} model calls", "max_calls_per_claim")
+            raise _exceeded(f"{self._max_calls} model calls", "max_calls_per_claim")
         if tokens_left < number:
-            raise _exceeded(f"{limits.max_tokens} sampled tokens", "max_tokens_per_claim")
+            raise _exceeded(f"{self._max_tokens} sampled tokens", "max_tokens_per_claim")
         granted = min(max_tokens, tokens_left // number)
         if number > calls_left - usage.calls_in_flight:
-            raise _busy("max_calls_per_claim")
+            raise _busy(f"{SERVER}.max_calls_per_claim")
         if granted * number > tokens_left - usage.tokens_in_flight:
-            raise _busy("max_tokens_per_claim")
+            raise _busy(f"{SERVER}.max_tokens_per_claim")
         return granted
 
     def _held(self, uuid: str, attempt: int) -> EpisodeRecord:
@@ -220,11 +257,25 @@ class LeasedClaims(ClaimBook):
         return episode
 
 
+def _check_bytes(usage: _Usage, number: int) -> None:
+    """Raises GatewayError: 403 if the claim may not record so much more, 429 while calls in flight may."""
+    limit = RECORDED_BYTES.limit
+    if usage.bytes + number > limit:
+        raise RECORDED_BYTES.refusal(usage.bytes + number)
+    if usage.bytes + usage.bytes_in_flight + number > limit:
+        raise _busy(RECORDED_BYTES.name)
+
+
 def _usage_of(calls: list[Call]) -> _Usage:
     usage = _Usage()
     for call in calls:
         usage.add(call)
     return usage
+
+
+def _refused(key: str, why: str) -> GatewayError:
+    missing = "send the API key as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+    return GatewayError(401, "invalid_api_key", why if key else missing)
 
 
 def _exceeded(limit: str, key: str) -> GatewayError:
@@ -242,6 +293,6 @@ def _misdirected(owner: int, gateway: int) -> GatewayError:
     return GatewayError(421, "wrong_gateway", message)
 
 
-def _busy(key: str) -> GatewayError:
-    message = f"calls in flight may use up this claim's interchange_server.{key}; retry after they finish"
+def _busy(bound: str) -> GatewayError:
+    message = f"calls in flight may use up this claim's {bound}; retry after they finish"
     return GatewayError(429, "claim_limit_reserved", message)

@@ -8,16 +8,17 @@ changes the book calls `settle` in the same tick, and answers after `commit`.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 from tinkerscript.errors import NotTheOwnerError, QuotaError, UnauthorizedError
+from tinkerscript.limits import CLAIMED_BYTES, POOL_BYTES
 from tinkerscript.logs import about
 from tinkerscript.protocol import (
     NO_EPISODES,
@@ -30,11 +31,9 @@ from tinkerscript.protocol import (
     Failure,
     own_clients,
 )
-from tinkerscript.server.accounts import Account, Accounts
-from tinkerscript.server.episodes.activity import ClientActivity, RunEnd
+from tinkerscript.server.clients import Clients, RunEnd
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.indexes import DeliveryWindow, LongPollQueue, RequestKey, Wakeup
-from tinkerscript.server.episodes.quarantine import Quarantine
 from tinkerscript.server.episodes.record import Claim, ClosedClaim, EpisodeRecord
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.store.episode_store import EpisodeStore
@@ -43,9 +42,6 @@ from tinkerscript.trainer_link.messages import BatchProgress, Demand, Hello, New
 
 ROLLING: EngineStatus = "ENGINE.ROLLING"
 """The status in which episodes are handed out."""
-
-_CLIENT = "client "
-"""Before the `client_uuid`, as a literal, in the names by which the quarantine knows clients."""
 
 logger = logging.getLogger(__name__)
 
@@ -78,21 +74,6 @@ class EngineState:
     """Whether a trainer was started that has not said anything yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClientLimits:
-    """What one client may hold at once."""
-
-    max_claims_per_client: int = 4096
-    max_pool_episodes: int = 20_000
-    """Episodes in the client's own pool whose outcome is not acknowledged."""
-
-    max_groups_ahead: int = 0
-    """Complete groups of its pool that may wait for a later batch; 0: as many as a batch needs."""
-
-    quarantine_s: float = 600.0
-    """How long it gets no episodes once it only fails; 0: it gets them all the same."""
-
-
 class Interchange:
     """The book with its store, its waiting clients and its outcomes. `run` owns the lease timer."""
 
@@ -104,14 +85,16 @@ class Interchange:
         metrics: ServerMetrics,
         forget: Iterable[Callable[[str, int], None]],
         clock: Callable[[], float],
-        limits: ClientLimits | None = None,
-        accounts: Accounts | None = None,
+        clients: Clients | None = None,
+        max_claims_per_client: int = 4096,
+        max_pool_episodes: int = 20_000,
         keeps_failed_calls: bool = False,
     ) -> None:
         """Each of `forget` is called with uuid and attempt of every claim that is over.
 
-        `accounts`: the clients with their own tokens. `keeps_failed_calls`: whether the calls of a claim that
-        does not count stay in the store until the trainer has acknowledged the episode's outcome.
+        `max_pool_episodes` bounds the episodes in a client's own pool whose outcome is not acknowledged.
+        With `keeps_failed_calls`, the calls of a claim that does not count stay in the store until the
+        trainer has acknowledged the episode's outcome.
         """
         self.book = book
         self.engine = EngineState()
@@ -122,22 +105,20 @@ class Interchange:
         self._metrics = metrics
         self._forget = tuple(forget)
         self._clock = clock
-        self._limits = limits or ClientLimits()
-        self._accounts = accounts
+        self.clients = clients or Clients(clock)
+        self.run_end = RunEnd(self.clients)
+        self._max_claims_per_client = max_claims_per_client
+        self._max_pool_episodes = max_pool_episodes
         self._keeps_failed_calls = keeps_failed_calls
-        self.activity = ClientActivity(clock)
-        self.run_end = RunEnd(self.activity)
-        self.quarantine = Quarantine(clock, quarantine_s=self._limits.quarantine_s)
         self._long_polls = LongPollQueue()
+        self._polling: Counter[str] = Counter()
+        """Client -> its requests in long polls."""
         engine = self.engine
         metrics.watch("waiting_clients", "Clients in long polls.", lambda: len(self._long_polls))
         metrics.watch("policy_version", "Version of the newest weights.", lambda: engine.policy_version)
         metrics.watch("global_step", "Last step of the trainer.", lambda: engine.global_step)
         metrics.watch("rolling", "Whether episodes are handed out.", lambda: engine.status == ROLLING)
         metrics.watch("run_finished", "Whether the run is finished.", lambda: engine.run_finished)
-        self._own_clients = ""
-        """Prefix of the trainer's own workers; their failures are the run's."""
-
         self._pools_ahead: frozenset[str] = frozenset()
         """Clients' pools that are held back."""
 
@@ -149,6 +130,7 @@ class Interchange:
     async def restore(self) -> None:
         """Fill the book from the store. Raises StoreError."""
         self.book.restore(await self._store.load())
+        self.clients.restore(self.book)
         self._offer(episode.uuid for episode in self.book)
         logger.info("server.restored episodes=%d outcomes_to_deliver=%d", len(self.book), len(self.outcomes))
 
@@ -162,6 +144,21 @@ class Interchange:
     def waiting_clients(self) -> int:
         """Clients in long polls."""
         return len(self._long_polls)
+
+    @property
+    def idle_clients(self) -> int:
+        """Clients in long polls that hold no claim: one that works also asks for more."""
+        return sum(not self.book.claims_held(name) for name in self._polling)
+
+    @contextmanager
+    def _counted(self, client: str) -> Generator[None]:
+        self._polling[client] += 1
+        try:
+            yield
+        finally:
+            self._polling[client] -= 1
+            if not self._polling[client]:
+                del self._polling[client]
 
     def close(self) -> None:
         """Answer all long polls: the server is shutting down."""
@@ -193,36 +190,15 @@ class Interchange:
             self._earlier_deadline.set()
 
     def _watch(self, closed: ClosedClaim) -> None:
-        """Whose attempts only fail gets no more episodes for a while."""
         if is_on():
             _export(closed)
-        if closed.fault or closed.counts:
-            client_uuid = closed.episode.claimants[closed.attempt - 1]
-            self.activity.finished(client_uuid, failed=bool(closed.fault))
-        if closed.fault:
-            for name in self.quarantine.failed(self._names(closed), closed.fault):
-                logger.warning("client.quarantined %s", self.quarantine.reason([name]))
-        elif closed.counts and self.quarantine.streaks:
-            self.quarantine.succeeded(self._names(closed))
-
-    def _names(self, closed: ClosedClaim) -> list[str]:
-        """What the quarantine knows the client of a claim by."""
-        uuid, accounts = closed.episode.uuid, self._accounts
-        account = None if accounts is None else accounts.holder(uuid, closed.attempt)
-        return self._names_of(closed.episode.claimants[closed.attempt - 1], account)
-
-    def _names_of(self, client_uuid: str, account: Account | None) -> list[str]:
-        if self._own_clients and client_uuid.startswith(self._own_clients) and account is None:
-            return []
-        uuid = f"{_CLIENT}{client_uuid!r}"
-        return [uuid] if account is None else [uuid, f"account {account.name!r}"]
-
-    def quarantined_clients(self, limit: int) -> tuple[int, dict[str, str]]:
-        """How many clients are in quarantine, and `client_uuid` -> why of the first of them."""
-        reasons = self.quarantine.reasons()
-        names = [name for name in reasons if name.startswith(_CLIENT)]
-        first = {ast.literal_eval(name.removeprefix(_CLIENT)): reasons[name] for name in names[:limit]}
-        return len(names), first
+        client = closed.episode.claimants[closed.attempt - 1]
+        self.clients.closed(client)
+        if closed.counts:
+            self.clients.succeeded(client)
+        elif closed.fault:
+            for name in self.clients.failed(client, closed.fault):
+                logger.warning("client.quarantined name=%r: %s", name, self.clients.quarantined()[name])
 
     def _wake_clients(self, changed: list[EpisodeRecord]) -> None:
         if self.engine.status == ROLLING:
@@ -257,36 +233,36 @@ class Interchange:
 
     # Claims
 
-    async def claim(self, request: ClaimEpisodeRequest, account: Account | None = None) -> list[Claim] | str:
+    async def claim(self, request: ClaimEpisodeRequest) -> list[Claim] | str:
         """The claims, or the `fail_cause` if nothing could be claimed within `request.wait_s`.
 
-        A request whose `claim_request_id` was answered with claims gets the same claims again. `account`: of
-        a client that has a limit of its own. Raises QuotaError for one that waits for too many already, and
-        UnauthorizedError 403 for one in quarantine.
+        A request whose `claim_request_id` was answered with claims gets the same claims again. Raises
+        QuotaError for a client that waits for too many already, and UnauthorizedError 403 in quarantine.
         """
-        self.activity.seen(request.client_uuid)
+        self.clients.seen(request.client_uuid)
         until = self._clock() + request.wait_s
         wakeup: Wakeup | None = None
         while True:
             episodes = self.book.answered(request.client_uuid, request.claim_request_id)
             answered = episodes is not None
-            failing = self._names_of(request.client_uuid, account) if self.quarantine.streaks else []
-            refusal = self.quarantine.reason(failing) if failing and not answered else ""
-            too_soon = self.quarantine.too_soon(failing) if failing else ""
+            pause = None if answered else self.clients.pause(request.client_uuid)
             if episodes is None:
-                episodes = [] if refusal or too_soon else self._claim_now(request, account, failing)
+                episodes = [] if pause else self._claim_now(request)
             if wakeup is not None and (answered or not episodes):
                 self._pass_on(wakeup)
             if episodes:
                 return await self._committed_claims(request, episodes)
-            if refusal:
-                raise UnauthorizedError(403, refusal)
+            if pause and pause.is_refusal:
+                raise UnauthorizedError(403, pause.reason)
             left_s = until - self._clock()
-            in_vain = too_soon or self._answers_at_once or not self._free_claims(request, account)
+            in_vain = pause or self._answers_at_once or not self._free_claims(request)
             if answered or left_s <= 0 or in_vain:
-                return self._why_nothing(request, account, answered, too_soon)
+                return self._why_nothing(request, answered, pause.reason if pause else "")
             try:
-                with account.waiting() if account is not None else nullcontext():
+                with (
+                    self.clients.waiting(request.client_uuid, "an episode"),
+                    self._counted(request.client_uuid),
+                ):
                     wakeup = await self._long_polls.wait(
                         request.pool, request.episode_type, left_s, _request_key(request)
                     )
@@ -306,6 +282,13 @@ class Interchange:
                 self.book.abort(claim.episode_uuid, claim.attempt, failure)
             except NotTheOwnerError as error:
                 logger.info("claim.lost_before_reply reason=%s", error)
+        self.settle()
+
+    def stop_client(self, client: str) -> None:
+        """Give the client no more episodes, and requeue those that it holds. `NAME/` is all of an account."""
+        self.clients.stop(client)
+        for name in self.book.claims_by_client(client) if client.endswith("/") else (client,):
+            self.book.release_client(name, "an operator has stopped the client")
         self.settle()
 
     async def _committed_claims(
@@ -334,6 +317,13 @@ class Interchange:
         )
 
     @property
+    def why_over(self) -> str:
+        """Why there will be no more episodes; empty while there may be some."""
+        if not self.engine.run_finished:
+            return ""
+        return f"The run has failed: {self.engine.failure}" if self.engine.failure else RUN_FINISHED
+
+    @property
     def _answers_at_once(self) -> bool:
         """Whether waiting for an episode is in vain."""
         return self._closing or self.engine.run_finished
@@ -342,15 +332,13 @@ class Interchange:
         if self.book.queues.claimable(wakeup.pool, wakeup.episode_type):
             self._long_polls.pass_on(wakeup)
 
-    def _free_claims(self, request: ClaimEpisodeRequest, account: Account | None) -> int:
+    def _free_claims(self, request: ClaimEpisodeRequest) -> float:
         """How many more claims the client may hold."""
-        free = max(0, self._limits.max_claims_per_client - self.book.claims_held(request.client_uuid))
-        return free if account is None else min(free, account.free_claims)
+        client = request.client_uuid
+        free = self._max_claims_per_client - self.book.claims_held(client)
+        return max(0, min(free, self.clients.free_claims(client)))
 
-    def _claim_now(
-        self, request: ClaimEpisodeRequest, account: Account | None, failing: list[str]
-    ) -> list[EpisodeRecord]:
-        """Claim what there is. `failing`: the client's names, if any client's attempts have failed."""
+    def _claim_now(self, request: ClaimEpisodeRequest) -> list[EpisodeRecord]:
         if self.engine.status != ROLLING or self._closing:
             return []
         kind = request.episode_type
@@ -358,18 +346,17 @@ class Interchange:
             if kind == "train":
                 return []
             kind = "eval"
-        number = min(request.max_episodes, self._free_claims(request, account))
-        if failing and self.quarantine.is_paced(failing):
+        number = min(request.max_episodes, self._free_claims(request))
+        if self.clients.is_paced(request.client_uuid):
             number = min(number, 1)
         episodes = list[EpisodeRecord]()
-        while len(episodes) < number and (episode := self._claim_one(request, kind)) is not None:
+        left = CLAIMED_BYTES
+        while len(episodes) < number and left > 0 and (episode := self._claim_one(request, kind)) is not None:
             episodes.append(episode)
+            left -= len(episode.payload)
             self._metrics.count_claim()
-            if account is not None:
-                account.hold(episode.uuid, episode.attempt)
+            self.clients.claimed(request.client_uuid)
         if episodes:
-            if failing:
-                self.quarantine.claimed(failing)
             self.settle()
             if key := _request_key(request):
                 self._long_polls.answered(key)
@@ -379,7 +366,7 @@ class Interchange:
     def max_groups_ahead(self) -> int:
         """Complete groups of a client's pool beyond which it is held back; 0 while no batch is known."""
         batch = self.engine.batch
-        return 0 if batch is None else self._limits.max_groups_ahead or batch.groups_needed
+        return 0 if batch is None else batch.needed
 
     @property
     def _trains_too_late(self) -> bool:
@@ -397,17 +384,15 @@ class Interchange:
             claim_request_id=request.claim_request_id,
         )
 
-    def _why_nothing(
-        self, request: ClaimEpisodeRequest, account: Account | None, answered: bool, too_soon: str
-    ) -> str:
+    def _why_nothing(self, request: ClaimEpisodeRequest, answered: bool, too_soon: str) -> str:
         if answered:
             return (
                 f"{NO_EPISODES} The request {request.claim_request_id!r} was answered before, and its claims "
                 "are over; a new request needs a new claim_request_id."
             )
         if self.engine.run_finished:
-            self.run_end.told(request.client_uuid)
-            return RUN_FINISHED
+            self.run_end.knows(request.client_uuid)
+            return self.why_over
         if too_soon:
             return f"{NO_EPISODES} {too_soon}"
         if self._closing:
@@ -421,13 +406,12 @@ class Interchange:
         if request.pool in self._pools_ahead and request.episode_type != "eval":
             return (
                 f"{NO_EPISODES} The pool {request.pool!r} is {self.max_groups_ahead} groups or more ahead of "
-                "the trainer (interchange_server.max_groups_ahead)."
+                "the trainer."
             )
-        if not self._free_claims(request, account):
-            limit = self._limits.max_claims_per_client
+        if not self._free_claims(request):
             return (
-                f"{NO_EPISODES} Client {request.client_uuid!r} holds {limit} claims, the maximum "
-                "(interchange_server.max_claims_per_client)."
+                f"{NO_EPISODES} Client {request.client_uuid!r} holds {self._max_claims_per_client} claims, "
+                "the maximum (interchange_server.max_claims_per_client)."
             )
         return NO_EPISODES
 
@@ -438,12 +422,8 @@ class Interchange:
         and QuotaError.
         """
         check_episode(new)
-        quota = self._limits.max_pool_episodes
-        if limited and new.episode_uuid not in self.book and self.book.counts.unfinished(new.pool) >= quota:
-            raise QuotaError(
-                f"the pool {new.pool!r} holds {quota} unfinished episodes, the maximum "
-                "(interchange_server.max_pool_episodes); register more when some are over"
-            )
+        if limited and new.episode_uuid not in self.book:
+            self._check_pool(new)
         self.book.register(
             new.episode_uuid,
             new.episode_type,
@@ -452,6 +432,20 @@ class Interchange:
             pool=new.pool,
             group_size=new.group_size,
         )
+
+    def _check_pool(self, new: NewEpisode) -> None:
+        """Raises QuotaError for one episode too many in a client's pool."""
+        quota = self._max_pool_episodes
+        if self.book.counts.unfinished(new.pool) >= quota:
+            raise QuotaError(
+                f"the pool {new.pool!r} holds {quota} unfinished episodes, the maximum "
+                "(interchange_server.max_pool_episodes); register more when some are over"
+            )
+        if self.book.counts.payload_bytes(new.pool) + len(new.payload) > POOL_BYTES.limit:
+            raise QuotaError(
+                f"the payloads of the pool {new.pool!r} have {POOL_BYTES.limit} bytes, the maximum; register "
+                "more when some are over"
+            )
 
     # The engine
 
@@ -480,16 +474,17 @@ class Interchange:
 
     def demand(self) -> Demand:
         """What there is to do for the trainer's workers."""
-        own = self.book.claims_by_client(self._own_clients) if self._own_clients else {}
+        prefix = self.clients.own_prefix
+        own = self.book.claims_by_client(prefix) if prefix else {}
         return Demand(waiting=self.book.counts.waiting(TRAINER_POOL), own_claims=own)
 
     def trainer_says(self, hello: Hello) -> None:
         """Take over the engine's state from its trainer."""
         engine = self.engine
         if engine.booting and hello.engine_status == "ENGINE.OFFLINE":
-            return  # The farewell of the trainer before the one that boots.
+            return  # The last message of the trainer before the one that boots.
         engine.booting = False
-        self._own_clients = own_clients(hello.trainer_id)
+        self.clients.own_prefix = own_clients(hello.trainer_id)
         too_late, ahead = self._trains_too_late, self._pools_ahead
         engine.policy_version, engine.global_step = hello.policy_version, hello.global_step
         engine.model, engine.failure = hello.model, hello.failure

@@ -60,9 +60,6 @@ class ServerMetrics:
         self._trainers = b""
         """The trainer's metrics, as it sent them last."""
 
-        self._clients: Counter | None = None
-        """Made with the first client that has its own token."""
-
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"tinkerscript_{name}", text, registry=self._registry)
 
@@ -86,17 +83,6 @@ class ServerMetrics:
     def observe_call(self, seconds: float) -> None:
         """How long a model call took to be sampled, or to fail."""
         self._call_s.observe(seconds)
-
-    def count_client(self, client: str, what: str, number: int = 1) -> None:
-        """`what`: claims, registrations, bytes or refusals of a client with its own token."""
-        if self._clients is None:
-            self._clients = Counter(
-                "tinkerscript_client_usage",
-                "Claims, registrations, bytes of requests and refusals of clients with their own tokens.",
-                ["client", "what"],
-                registry=self._registry,
-            )
-        self._clients.labels(client, what).inc(number)
 
     def count_gateway_restart(self) -> None:
         self._gateway_restarts.inc()

@@ -18,16 +18,25 @@ import socket
 import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import uvicorn
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
+from tinkerscript import __version__, tracing
+from tinkerscript.asgi import Refusals
 from tinkerscript.config import InterchangeConfig, RunConfig, load_config
 from tinkerscript.errors import ConfigError, StoreError
-from tinkerscript.files import write_atomically
+from tinkerscript.files import is_disk_full, write_atomically
+from tinkerscript.gateway.dialects import REFUSAL_BODIES
 from tinkerscript.lifecycle import (
+    DISK_FULL,
     GRACE_S,
     collect_everything,
     exit_hard_after,
@@ -38,9 +47,11 @@ from tinkerscript.lifecycle import (
 )
 from tinkerscript.logs import now_about
 from tinkerscript.model_folder import model_folder
+from tinkerscript.protocol import HealthResponse
 from tinkerscript.server.addresses import (
     SERVER_FILE,
     ServerInfo,
+    bind_gateways,
     bind_http,
     bind_link,
     http_url,
@@ -60,11 +71,9 @@ if TYPE_CHECKING:
 RETRY_S = 0.5
 """Seconds after which a server that has lost a shared store tries to lead again."""
 
+STANDBY = "another server serves this run's episodes, or none does yet; try again"
+
 logger = logging.getLogger(__name__)
-
-
-CreateServer = Callable[[EpisodeStore, int], Awaitable["InterchangeServer"]]
-"""Assembles the server of a store, for the epoch that it leads."""
 
 
 @asynccontextmanager
@@ -83,34 +92,47 @@ async def running_server(
     that cannot be used) and StoreError.
     """
     model_folder(config.engine.model)
-    _check_certificate(config.interchange_server)
-    roles = Roles.of(config.interchange_server, environ, serve_model=serve_model)
+    section = config.interchange_server
+    _check_certificate(section)
+    roles = Roles.of(section, environ, serve_model=serve_model)
     from tinkerscript.gateway.outside_server import outside_servers
 
     async with (
         _sampler_of(config, environ) as sampler,
         outside_servers(config, environ) as outside,
     ):
-
-        async def create(store: EpisodeStore, epoch: int) -> InterchangeServer:
-            with without_garbage_collection():
+        lock = try_lock(run_dir / "server.lock")
+        if lock is None:
+            raise ConfigError(f"another interchange server already serves {run_dir}")
+        previous = read_server_info(run_dir)
+        with lock, bind_http(section, previous) as listener:
+            with without_garbage_collection():  # Before the first term, so that a take-over does not wait.
                 from tinkerscript.server.app import create_server
 
-            return await create_server(
+            create = partial(
+                create_server,
                 config,
                 run_dir,
-                store=store,
                 roles=roles,
                 serve_model=serve_model,
                 environ=environ,
                 remote_sampler=sampler,
                 outside=outside,
-                epoch=epoch,
                 times=times,
             )
-
-        async with _listening(config.interchange_server, run_dir, create) as running:
-            yield running
+            gateways = section.processes if section.processes > 1 and not serve_model else 0
+            terms = _Terms(section, run_dir, create, listener, previous, gateways)
+            running = asyncio.create_task(terms.run())
+            try:
+                await asyncio.wait((terms.began, running), return_when=asyncio.FIRST_COMPLETED)
+                if running.done():
+                    running.result()
+                yield terms.began.result(), running
+            finally:
+                await terms.finish_requests()
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+    logger.info("server.stopped")
 
 
 def _check_certificate(section: InterchangeConfig) -> None:
@@ -141,29 +163,41 @@ async def _sampler_of(config: RunConfig, environ: Mapping[str, str]) -> AsyncGen
         yield sampler
 
 
-@asynccontextmanager
-async def _listening(
-    section: InterchangeConfig, run_dir: Path, create: CreateServer
-) -> AsyncGenerator[tuple[ServerInfo, asyncio.Task[None]]]:
-    """What `create` makes, on its socket and its link, while this process may serve."""
-    lock = try_lock(run_dir / "server.lock")
-    if lock is None:
-        raise ConfigError(f"another interchange server already serves {run_dir}")
-    with lock:
-        previous = read_server_info(run_dir)
-        with bind_http(section, previous) as listener:
-            terms = _Terms(section, run_dir, create, listener, previous)
-            running = asyncio.create_task(terms.run())
-            try:
-                await asyncio.wait((terms.began, running), return_when=asyncio.FIRST_COMPLETED)
-                if running.done():
-                    running.result()
-                yield terms.began.result(), running
-            finally:
-                await terms.finish_requests()
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
-    logger.info("server.stopped")
+class _Gate:
+    """The process's ASGI app: the server's while it serves, and else a refusal (503).
+
+    Invariant: while another server serves, nothing here says anything about the episodes. Requests are
+    refused so that clients try again, and `/ready` with them, which tells a load balancer where to send them.
+    """
+
+    def __init__(self) -> None:
+        self.server: InterchangeServer | None = None
+        """What serves; None while this process may not."""
+
+        self._refusals = Refusals(REFUSAL_BODIES)
+
+    def stop_waiting(self) -> None:
+        """Answer long polls and model calls that wait, so that their connections can close."""
+        if self.server is not None:
+            self.server.stop_waiting()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.server is not None:
+            if tracing.is_on() and scope["type"] == "http":
+                tracing.came_with(Headers(scope=scope).get(tracing.HEADER, ""))
+            await self.server.app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._answer(scope)(scope, receive, send)
+        else:  # A websocket.
+            await send({"type": "websocket.close", "code": 1013, "reason": STANDBY})
+
+    def _answer(self, scope: Scope) -> JSONResponse:
+        if scope["path"] == "/health":
+            return JSONResponse(HealthResponse(version=__version__).model_dump())
+        refusal = self._refusals.refuse(Request(scope), 503, STANDBY)
+        # A balancer of connections chooses again for the next one only.
+        refusal.headers["Connection"] = "close"
+        return refusal
 
 
 class _Terms:
@@ -176,12 +210,12 @@ class _Terms:
         self,
         section: InterchangeConfig,
         run_dir: Path,
-        create: CreateServer,
+        create: Callable[..., Awaitable[InterchangeServer]],
         listener: socket.socket,
         previous: ServerInfo | None,
+        gateways: int,
     ) -> None:
-        from tinkerscript.server.http_server import http_server
-        from tinkerscript.server.standby import StandbyGate
+        from tinkerscript.http_server import http_server
 
         self.began: asyncio.Future[ServerInfo] = asyncio.get_running_loop().create_future()
         """Done when the first term begins."""
@@ -191,8 +225,9 @@ class _Terms:
         self._create = create
         self._listener = listener
         self._previous = previous
-        self._gate = StandbyGate()
-        self._http = http_server(self._gate, section, self._gate.route if section.processes > 1 else None)
+        self._gateways = gateways
+        self._gate = _Gate()
+        self._http = http_server(self._gate, section)
         self._serving: asyncio.Task[None] | None = None
         self._served = False
         """Whether a term has begun since the last one's book was thrown away."""
@@ -225,12 +260,14 @@ class _Terms:
 
     async def finish_requests(self) -> None:
         """Take no more requests, and answer those that are there. They need the background tasks."""
-        await self._gate.say_farewell()
+        if self._gate.server is not None:
+            await self._gate.server.until_end_is_known()
         self._gate.stop_waiting()
         self._http.should_exit = True
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)
-        await self._gate.gateways_ended()
+        if self._gate.server is not None and self._gate.server.gateways is not None:
+            await self._gate.server.gateways.ended()
 
     async def _serve(self, store: EpisodeStore) -> None:
         """One term."""
@@ -241,7 +278,12 @@ class _Terms:
             folder = self._run_dir / KEYS_DIR
             make_link_keys(folder)
             unpack_link_keys(folder, await store.agree("link_keys", pack_link_keys(folder)))
-        server = await self._create(store, epoch)
+        port = self._listener.getsockname()[1]
+        with bind_gateways(self._section, self._gateways, port, self._previous) as listeners:
+            server = await self._create(store=store, epoch=epoch, listeners=listeners)
+            await self._serve_book(server, epoch)
+
+    async def _serve_book(self, server: InterchangeServer, epoch: int) -> None:
         try:
             link_address, link_keys = bind_link(server.link, self._section, self._run_dir, self._previous)
         except ConfigError:
@@ -253,10 +295,12 @@ class _Terms:
             os.getpid(),
             server.link.server_id,
             link_keys,
+            _certificate(self._section),
+            server.gateway_ports,
         )
-        self._gate.open(server)
+        self._gate.server = server
         self._served = True
-        background = asyncio.create_task(server.run(self._http.adopt))
+        background = asyncio.create_task(server.run())
         try:
             http = self._start_http()
             write_atomically(self._run_dir / SERVER_FILE, msgspec.json.encode(info).decode() + "\n")
@@ -266,7 +310,8 @@ class _Terms:
                 self.began.set_result(info)
             await _first_error(background, http)
         finally:
-            self._gate.close()
+            self._gate.stop_waiting()
+            self._gate.server = None
             background.cancel()
             await asyncio.gather(background, return_exceptions=True)
 
@@ -274,6 +319,11 @@ class _Terms:
         if self._serving is None:
             self._serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         return self._serving
+
+
+def _certificate(section: InterchangeConfig) -> str:
+    """The path of the certificate for whoever runs elsewhere; empty without one."""
+    return os.path.abspath(section.tls_certificate) if section.tls_certificate else ""
 
 
 def _lost_store(error: BaseException) -> StoreError | None:
@@ -305,20 +355,26 @@ def run_server(run_dir: Path, *, exit_with_parent: bool, serve_model: bool) -> N
     """Run the interchange server of a folder until it is stopped: the `tinkerscript server` command.
 
     Reads config.yaml, restores server.sqlite, and writes server.json once it listens. Raises ConfigError and
-    StoreError.
+    StoreError; ends with `DISK_FULL` where a disk has no room.
     """
     config = load_config(run_dir / "config.yaml")
     now_about(run=run_dir.resolve().name, whole_process=True)
-    with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
-        runner.run(
-            serve_until_stopped(
-                config,
-                run_dir,
-                environ=os.environ,
-                exit_with_parent=exit_with_parent,
-                serve_model=serve_model,
+    try:
+        with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
+            runner.run(
+                serve_until_stopped(
+                    config,
+                    run_dir,
+                    environ=os.environ,
+                    exit_with_parent=exit_with_parent,
+                    serve_model=serve_model,
+                )
             )
-        )
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        logger.warning("server.disk_full reason=%s", error)
+        raise SystemExit(DISK_FULL) from error
 
 
 async def serve_until_stopped(

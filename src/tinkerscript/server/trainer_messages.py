@@ -13,31 +13,31 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 
-from tinkerscript.errors import ConflictError, InterchangeError, UnknownEpisodeError
+import msgspec
+
+from tinkerscript.errors import ConflictError, InterchangeError, StoreError, UnknownEpisodeError
 from tinkerscript.logs import about
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import ServerMetrics
-from tinkerscript.server.mirror_process import MirrorProcess
 from tinkerscript.server.store.episode_store import EpisodeStore
-from tinkerscript.trainer_link.framing import LinkTimes
+from tinkerscript.trainer_link.framing import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, LinkTimes
 from tinkerscript.trainer_link.messages import (
     Acknowledge,
     Cancel,
     Cancelled,
-    FailedEpisode,
+    EpisodeAccepted,
+    EpisodeFailed,
     Hello,
     Metrics,
     NotRegistered,
-    OfferRecord,
+    Outcome,
     Outcomes,
     OutcomesRequest,
-    RecordPart,
     Register,
     Registered,
     ReleaseClient,
-    Result,
     Sampled,
     SampleFailed,
     SampleProgress,
@@ -53,6 +53,15 @@ MAX_TRANSCRIPT_BYTES = 64 * 2**20
 MAX_FAILED_BYTES = 16 * 2**20
 """Of an episode's calls, beyond which those of its earliest attempts are not sent."""
 
+AT_ONCE = 16
+"""Outcomes whose calls are read from the store together."""
+
+MAX_ON_THE_WAY = MAX_FRAME_BYTES
+"""Bytes of outcomes that were sent and not acknowledged, beyond which the next ones wait."""
+
+OVERHEAD = 1024
+"""Bytes of a message around each call, and around the rest, at most."""
+
 
 class TrainerMessageHandler:
     """Serves the link: `run` owns its tasks, and the one that delivers outcomes."""
@@ -66,11 +75,7 @@ class TrainerMessageHandler:
         sampler: LinkSampler,
         metrics: ServerMetrics,
         times: LinkTimes,
-        mirror: MirrorProcess | None = None,
     ) -> None:
-        """`mirror`: of the trainer's record; None where there is none, which leaves a trainer that offers
-        its record without an answer."""
-        self._mirror = mirror
         self._interchange = interchange
         self._store = store
         self._link = link
@@ -95,6 +100,15 @@ class TrainerMessageHandler:
 
     def handle(self, event: LinkEvent) -> None:
         """Handle one event of the link."""
+        try:
+            self._handle(event)
+        except StoreError:  # Memory is ahead of the store: the server ends.
+            raise
+        except Exception:
+            logger.exception("link.drop reason=failed message=%s", type(event).__name__)
+            self._metrics.count_link_drop("failed")
+
+    def _handle(self, event: LinkEvent) -> None:
         match event:
             case Hello():
                 self._hello(event)
@@ -124,9 +138,6 @@ class TrainerMessageHandler:
                 logger.info("client.released client_uuid=%s claims=%d", event.client_uuid, len(released))
             case OutcomesRequest():
                 self._tasks.create_task(self._send_outcomes(event))
-            case OfferRecord() | RecordPart():
-                if self._mirror is None or not self._mirror.put(event):
-                    self._metrics.count_link_drop("record")
             case Metrics():
                 if not self._metrics.add_trainers(event.text):
                     self._metrics.count_link_drop("metrics")
@@ -136,7 +147,7 @@ class TrainerMessageHandler:
     def _hello(self, hello: Hello) -> None:
         self._interchange.trainer_says(hello)
         accepted = sum(counts.accepted for counts in self._interchange.book.counts.by_type().values())
-        quarantined = self._interchange.quarantine.reasons() if self._interchange.quarantine.streaks else {}
+        quarantined = self._interchange.clients.quarantined()
         demand = self._interchange.demand()
         self._interchange.when_committed(
             partial(self._link.welcome, hello.number, accepted, quarantined, demand)
@@ -181,10 +192,12 @@ class TrainerMessageHandler:
 class OutcomeDelivery:
     """Sends the committed outcomes to the trainer, with their calls from the store.
 
-    Invariant: a committed outcome is sent again and again until it is acknowledged.
+    Invariants: a committed outcome is sent again and again until it is acknowledged. One that no message can
+    carry fails its episode, with the reason: it must not keep the others from the trainer.
     """
 
     def __init__(self, interchange: Interchange, store: EpisodeStore, link: ServerLink) -> None:
+        self._interchange = interchange
         self._book = interchange.book
         self._outcomes = interchange.outcomes
         self._store = store
@@ -193,13 +206,35 @@ class OutcomeDelivery:
         """Episode uuid -> bytes of transcripts that were sent, and not acknowledged when that was looked at
         last."""
 
+        self._sent: dict[str, int] = {}
+        """Episode uuid -> bytes of an outcome that was sent, and not acknowledged when that was looked at
+        last."""
+
     async def run(self) -> None:
         """Send what the window has room for, until cancelled. Raises StoreError."""
         while True:
             await self._outcomes.changed.wait()
             self._outcomes.changed.clear()
-            if self._link.connected:
-                await self._send(self._outcomes.take())
+            while self._link.connected and (uuids := self._outcomes.take(self._room())):
+                await self._send_each(uuids)
+
+    async def _send_each(self, uuids: list[str]) -> None:
+        """Send outcomes; one that cannot be read or written fails alone."""
+        try:
+            await self._send(uuids)
+        except StoreError:
+            raise
+        except Exception as error:
+            for uuid in uuids if len(uuids) > 1 else ():
+                await self._send_each([uuid])
+            if len(uuids) == 1:
+                logger.exception("outcome.failed episode_uuid=%s", uuids[0])
+                self._give_up(self._book.get(uuids[0]), f"{type(error).__name__}: {error}")
+
+    def _room(self) -> int:
+        """How many outcomes may be read and sent now."""
+        self._sent = {uuid: size for uuid, size in self._sent.items() if self._outcomes.is_sent(uuid)}
+        return AT_ONCE if sum(self._sent.values()) < MAX_ON_THE_WAY else 0
 
     async def _send(self, uuids: list[str]) -> None:
         episodes = [self._book.get(uuid) for uuid in uuids]
@@ -217,7 +252,31 @@ class OutcomeDelivery:
         for episode in episodes:
             if not episode.acknowledged:
                 transcripts = await self._transcripts(episode) if episode.uuid in transcribed else {}
-                self._link.send(outcome_of(episode, calls[episode.uuid], transcripts))
+                self._send_one(episode, outcome_of(episode, calls[episode.uuid], transcripts))
+
+    def _send_one(self, episode: EpisodeRecord, outcome: Outcome) -> None:
+        """Send what a message can carry, at the least without what is for people alone."""
+        size = _size_of(outcome)
+        if size > MAX_MESSAGE_BYTES:
+            outcome = outcome.without_extras()
+            size = _size_of(outcome)
+        if size > MAX_MESSAGE_BYTES and isinstance(outcome, EpisodeAccepted):
+            limit = f"a message to the trainer carries {MAX_MESSAGE_BYTES}"
+            self._give_up(episode, f"the result and its calls have {size} bytes; {limit}")
+            return
+        self._sent[episode.uuid] = size
+        self._link.send(outcome)
+
+    def _give_up(self, episode: EpisodeRecord, reason: str) -> None:
+        """A result cannot be delivered: fail its episode. A failure is sent without its calls."""
+        with about(episode=episode.uuid, attempt=episode.attempt, client=episode.client_uuid):
+            logger.error("episode.undeliverable episode_uuid=%s reason=%s", episode.uuid, reason)
+        if episode.state == "ended":
+            self._book.give_up(episode.uuid, reason)
+            self._outcomes.remove(episode.uuid)  # The failure is offered once it is committed.
+            self._interchange.settle()
+        else:
+            self._link.send(outcome_of(episode, {}))
 
     async def _transcripts(self, episode: EpisodeRecord) -> dict[int, bytes]:
         """The episode's transcripts; none if there is no room for them."""
@@ -239,6 +298,17 @@ class OutcomeDelivery:
         return self._book.get(uuid).acknowledged
 
 
+def _size_of(outcome: Outcome) -> int:
+    """How many bytes the message has, at most."""
+    calls = [call for each in outcome.failed_calls.values() for call in each]
+    rest = outcome.without_extras()
+    if isinstance(rest, EpisodeAccepted):
+        calls += rest.all_calls
+        rest = msgspec.structs.replace(rest, all_calls=[])
+    size = len(msgspec.msgpack.encode(rest)) + sum(map(len, outcome.transcripts.values()))
+    return OVERHEAD + size + sum(OVERHEAD + call.size for call in calls)
+
+
 def _attempts(episode: EpisodeRecord) -> range:
     """The attempts whose calls the trainer gets: the last one, and those that failed before it."""
     return range(1 if episode.failures else max(1, episode.attempt), episode.attempt + 1)
@@ -248,11 +318,11 @@ def outcome_of(
     episode: EpisodeRecord,
     calls: Mapping[int, list[Call]],
     transcripts: Mapping[int, bytes] = MappingProxyType({}),
-) -> Result | FailedEpisode:
+) -> Outcome:
     """The message that tells the trainer how an episode ended. `calls` and `transcripts`: by attempt."""
-    failures = json.dumps([failure.model_dump() for failure in episode.failures]).encode()
+    failures: list[dict[str, object]] = [failure.model_dump() for failure in episode.failures]
     if episode.state == "failed":
-        return FailedEpisode(
+        return EpisodeFailed(
             episode_uuid=episode.uuid,
             episode_type=episode.episode_type,
             group_id=episode.group_id,
@@ -264,17 +334,21 @@ def outcome_of(
         )
     if episode.reward is None:
         raise InterchangeError(f"episode {episode.uuid} is {episode.state} and has no result")
-    return Result(
+    output = _read(episode.result)
+    return EpisodeAccepted(
         episode_uuid=episode.uuid,
         episode_type=episode.episode_type,
         group_id=episode.group_id,
         attempt=episode.attempt,
         client_uuid=episode.client_uuid,
         reward=episode.reward,
-        workflow_output=episode.result,
-        calls=calls.get(episode.attempt, []),
+        all_calls=calls.get(episode.attempt, []),
         policy_version_at_claim=episode.policy_version,
-        failures=failures,
+        role_rewards=output.role_rewards,
+        metadata=output.metadata,
+        log_metrics=output.log_metrics,
+        is_success=output.is_success,
+        retries=failures,
         pool=episode.pool,
         group_size=episode.group_size,
         failed_calls=_failed_calls(calls, counted=episode.attempt),
@@ -282,20 +356,37 @@ def outcome_of(
     )
 
 
+def _within_64_bits(digits: str) -> int | float:
+    return int(digits) if len(digits) < 19 else float(digits)
+
+
+class _Output(msgspec.Struct):
+    """The fields of a stored `WorkflowOutput` that the trainer gets beside the reward."""
+
+    role_rewards: dict[str, float] = {}
+    metadata: dict[str, object] = {}
+    log_metrics: dict[str, float] = {}
+    is_success: bool | None = None
+
+
+def _read(result: bytes) -> _Output:
+    """A stored result; an integer that msgpack cannot hold becomes a float."""
+    output = msgspec.json.decode(result, type=_Output)
+    try:
+        msgspec.msgpack.encode(output.metadata)
+    except OverflowError:
+        output.metadata = json.loads(result, parse_int=_within_64_bits)["metadata"]
+    return output
+
+
 def _failed_calls(calls: Mapping[int, list[Call]], *, counted: int) -> dict[int, list[Call]]:
     """The calls of the attempts but the one that counts, the last ones first, within `MAX_FAILED_BYTES`."""
     found: dict[int, list[Call]] = {}
     left = MAX_FAILED_BYTES
     for attempt in sorted(calls, reverse=True):
-        left -= sum(map(_size, calls[attempt]))
+        left -= sum(call.size for call in calls[attempt])
         if left < 0:
             break
         if attempt != counted and calls[attempt]:
             found[attempt] = calls[attempt]
     return found
-
-
-def _size(call: Call) -> int:
-    return (
-        len(call.new_prompt) + 2 * len(call.sampled) + len(call.messages) + len(call.reply) + len(call.tools)
-    )

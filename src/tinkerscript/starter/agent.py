@@ -1,6 +1,8 @@
 """An agent: any program that calls an OpenAI-compatible endpoint. It replaces the task's solver and scorer.
 
 tinkerscript train train.yaml --set workers.script=agent.py
+
+A machine that only runs it needs `pip install tinkerscript openai`: the client, and what is imported here.
 """
 
 from openai import OpenAI

@@ -20,10 +20,12 @@ from starlette.responses import Response
 from tinker.proto import tinker_public_pb2 as pb
 
 from tinkerscript.errors import EngineRequestError, WireError
-from tinkerscript.tinker_api.futures import FutureResult
 
 Reply = dict[str, Any] | Response | None
 """A JSON object, a whole response, or None for an empty one."""
+
+FutureResult = tinker.SampleResponse | tinker.ForwardBackwardOutput | dict[str, Any]
+"""What `write_result` writes; a JSON object goes out as it is."""
 
 M = TypeVar("M", bound=BaseModel)
 

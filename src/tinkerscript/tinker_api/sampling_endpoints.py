@@ -15,8 +15,7 @@ from tinker.types.topk_logprobs import TopkLogprobs
 from tinkerscript.engine.sampling import PromptScores
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
 from tinkerscript.errors import WireError
-from tinkerscript.tinker_api.codec import Reply
-from tinkerscript.tinker_api.futures import FutureResult
+from tinkerscript.tinker_api.codec import FutureResult, Reply
 from tinkerscript.tinker_api.records import SamplerRecord
 from tinkerscript.tinker_api.state import WireState
 
@@ -85,8 +84,6 @@ def _check_supported(request: types.SampleRequest) -> None:
         )
     if request.prompt_alt_tokens_k:
         raise WireError(400, "prompt_alt_tokens_k: not supported")
-    if request.record_stability_info:
-        raise WireError(400, "record_stability_info: not supported")
     if not all(isinstance(chunk, types.EncodedTextChunk) for chunk in request.prompt.chunks):
         raise WireError(400, "prompt.chunks: only tokens (encoded_text) are supported")
     length, last = request.prompt.length, request.prompt_logprobs_last_n

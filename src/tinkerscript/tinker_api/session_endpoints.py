@@ -8,7 +8,6 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from tinker import types
-from tinker.types.client_config_request import ClientConfigRequest
 from tinker.types.future_retrieve_request import FutureRetrieveRequest
 from tinker.types.session_heartbeat_request import SessionHeartbeatRequest
 
@@ -41,37 +40,21 @@ class TtlRequest(BaseModel):
     ttl_seconds: int | None = None
 
 
-async def health(state: WireState, request: Request) -> Reply:
-    del state, request
-    return {"status": "ok"}
+CLIENT_CONFIG = {
+    "pjwt_auth_enabled": False,
+    "use_pyqwest_transport": False,
+    "parallel_fwdbwd_chunks": False,
+    "proto_compress_fwdbwd": False,
+    "proto_write_fwdbwd": True,
+    "fwd_via_fwdbwd": True,
+    "create_model_via_load_weights": True,
+    "sample_use_retrieve_futures": False,
+    "sample_join_sampling_session": True,
+    "custom_loss_server_side": False,
+}
+"""No token exchange, plain httpx, one request at a time for each run; of SDKs before 0.25, protobuf."""
 
-
-async def client_config(state: WireState, request: ClientConfigRequest) -> Reply:
-    """No token exchange, plain httpx, one request at a time for each run; of SDKs before 0.25, protobuf."""
-    del state, request
-    return {
-        "pjwt_auth_enabled": False,
-        "use_pyqwest_transport": False,
-        "parallel_fwdbwd_chunks": False,
-        "proto_compress_fwdbwd": False,
-        "proto_write_fwdbwd": True,
-        "fwd_via_fwdbwd": True,
-        "create_model_via_load_weights": True,
-        "sample_use_retrieve_futures": False,
-        "sample_join_sampling_session": True,
-        "custom_loss_server_side": False,
-    }
-
-
-async def dynamic_config(state: WireState, request: ClientConfigRequest) -> Reply:
-    del state, request
-    return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
-
-
-async def telemetry(state: WireState, request: Request) -> Reply:
-    """Accepted and dropped: nothing that a client reports about itself is kept."""
-    del state, request
-    return {"status": "accepted"}
+DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
 
 async def create_session(state: WireState, request: types.CreateSessionRequest) -> Reply:

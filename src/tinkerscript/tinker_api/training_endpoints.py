@@ -6,18 +6,19 @@ Invariant: requests of one run take effect in the order of their `seq_id`, and a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, cast
 
+import numpy as np
+import tinker
 from starlette.requests import Request
 from tinker import types
 
-from tinkerscript.engine.losses import LOSSES
+from tinkerscript.engine.losses import SKIPPED_STEPS
 from tinkerscript.engine.training import EmbeddedTrainingClient
 from tinkerscript.engine.weights import LoraSettings
-from tinkerscript.errors import EngineRequestError, WireError
-from tinkerscript.tinker_api.codec import Reply, read_forward_backward
-from tinkerscript.tinker_api.futures import FutureResult
+from tinkerscript.errors import EngineError, EngineRequestError, WireError
+from tinkerscript.tinker_api.codec import ForwardBackwardCall, FutureResult, Reply, read_forward_backward
 from tinkerscript.tinker_api.records import (
     Checkpoint,
     ClientSession,
@@ -33,6 +34,23 @@ LORA_PARTS = {"attn": "train_attn", "mlp": "train_mlp", "unembed": "train_unembe
 
 LORA_ALPHA = 32.0
 """Tinker's, whatever the rank."""
+
+POLICY_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
+TINKER_LOSSES = {
+    "cross_entropy": frozenset({"target_tokens", "weights"}),
+    "importance_sampling": POLICY_INPUTS,
+    "ppo": POLICY_INPUTS,
+    "cispo": POLICY_INPUTS,
+    "dro": POLICY_INPUTS,
+    "gspo": POLICY_INPUTS | {"sequence_ratio_mask"},
+    "stable_reinforce": POLICY_INPUTS,
+}
+"""`loss_fn` -> the `loss_fn_inputs` that its page in Tinker's documentation names."""
+
+STABLE_REINFORCE = {"clip_low_threshold": 0.0, "clip_high_threshold": 2.0}
+"""Tinker publishes no formula of `stable_reinforce`. Ours is REINFORCE with truncated importance sampling
+(Yao et al. 2025): -sg(min(ratio, 2)) * advantage * logprob. It needs no record of the sampler but the datum's
+`logprobs`."""
 
 DEFAULT_RANK = 32
 """Of a run that asks for none, as in the SDK."""
@@ -171,13 +189,57 @@ async def forward_backward(state: WireState, request: Request, body: bytes) -> R
     method = run.client.forward if call.forward_only else run.client.forward_backward
 
     async def work() -> FutureResult:
-        # Not `resolve_loss`: a request must not import what it names.
-        if call.loss_fn not in LOSSES:
-            raise EngineRequestError(f"loss_fn {call.loss_fn!r} is not one of {', '.join(LOSSES)}")
-        loss_fn = cast("types.LossFnType", call.loss_fn)
-        return await method(call.data, loss_fn, call.loss_fn_config)
+        data, loss_fn, config = _for_engine(call)
+        return await method(data, cast("types.LossFnType", loss_fn), config)
 
     return _begin(state, run, call.model_id, call.seq_id, work)
+
+
+def _for_engine(call: ForwardBackwardCall) -> tuple[list[tinker.Datum], str, dict[str, float | str]]:
+    """A call with a loss of Tinker's, as the engine computes it. Raises EngineRequestError."""
+    needed = TINKER_LOSSES.get(call.loss_fn)
+    if needed is None:  # A request must not import what it names, so this is not `resolve_loss`.
+        raise EngineRequestError(f"loss_fn {call.loss_fn!r} is not one of {', '.join(TINKER_LOSSES)}")
+    for index, datum in enumerate(call.data):
+        if (given := frozenset(datum.loss_fn_inputs)) != needed:
+            raise EngineRequestError(
+                f"datum {index}: {call.loss_fn} needs loss_fn_inputs {sorted(needed)}, got {sorted(given)}"
+            )
+    match call.loss_fn:
+        case "gspo":
+            return [_averaged(datum) for datum in call.data], "gspo", call.loss_fn_config
+        case "dro":
+            return [_without_padding(datum) for datum in call.data], "dro", call.loss_fn_config
+        case "stable_reinforce":
+            if call.loss_fn_config:
+                raise EngineRequestError(
+                    f"loss_fn_config: {call.loss_fn} has none, got {call.loss_fn_config}"
+                )
+            return call.data, "cispo", dict(STABLE_REINFORCE)
+        case _:
+            return call.data, call.loss_fn, call.loss_fn_config
+
+
+def _averaged(datum: tinker.Datum) -> tinker.Datum:
+    """For the engine's `gspo`, which averages over the tokens in the ratio what Tinker's sums."""
+    inputs = dict(datum.loss_fn_inputs)
+    mask = inputs.pop("sequence_ratio_mask").to_numpy() != 0
+    advantages = inputs["advantages"].to_numpy() * max(1, int(mask.sum()))
+    return _with_inputs(datum, inputs, advantages=advantages, mask=mask)
+
+
+def _without_padding(datum: tinker.Datum) -> tinker.Datum:
+    """For the engine's `dro`, whose penalty would train prompts: they have neither advantage nor logprob."""
+    inputs = dict(datum.loss_fn_inputs)
+    mask = (inputs["advantages"].to_numpy() != 0) | (inputs["logprobs"].to_numpy() != 0)
+    return _with_inputs(datum, inputs, mask=mask)
+
+
+def _with_inputs(
+    datum: tinker.Datum, inputs: Mapping[str, tinker.TensorData], **more: np.ndarray
+) -> tinker.Datum:
+    tensors = {name: tinker.TensorData.from_numpy(each.astype(np.float32)) for name, each in more.items()}
+    return tinker.Datum(model_input=datum.model_input, loss_fn_inputs={**inputs, **tensors})
 
 
 async def optim_step(state: WireState, request: types.OptimStepRequest) -> Reply:
@@ -188,6 +250,9 @@ async def optim_step(state: WireState, request: types.OptimStepRequest) -> Reply
 
     async def work() -> FutureResult:
         response = await run.client.optim_step(params)
+        if SKIPPED_STEPS in (response.metrics or {}):
+            # Tinker has no metric for it, and its clients would take the step for one that was taken.
+            raise EngineError("the gradient is not finite; the step was not taken")
         return {"metrics": response.metrics}
 
     return _begin(state, run, request.model_id, request.seq_id, work)
@@ -284,7 +349,11 @@ async def load_weights(state: WireState, request: types.LoadWeightsRequest) -> R
 
 
 def _begin(
-    state: WireState, run: Run, model_id: str, seq_id: int | None, work: Callable[[], Awaitable[FutureResult]]
+    state: WireState,
+    run: Run,
+    model_id: str,
+    seq_id: int | None,
+    work: Callable[[], Coroutine[Any, Any, FutureResult]],
 ) -> dict[str, str]:
     """Start a request of a run, unless it was already started."""
     if seq_id is None:

@@ -2,8 +2,8 @@
 
 Every error is answered with `{"detail": message}` and a status that the SDK's retries understand: 400, 404,
 410 and 422 are final, 408 and 429 mean "try again later", 5xx is the server's fault. Every request but the
-health check needs an `X-API-Key` header, even if any key will do: a web page cannot send that header
-unasked.
+health check needs an `X-API-Key` header, even if any key will do: a web page of another site cannot send that
+header unasked, and one that takes this server's place by its name (DNS rebinding) is refused by that name.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import hmac
 import logging
 import os
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import uvicorn
 from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from tinker import types
-from tinker.types.client_config_request import ClientConfigRequest
 from tinker.types.create_sampling_session_request import CreateSamplingSessionRequest
 from tinker.types.join_sampling_session_request import JoinSamplingSessionRequest
 from tinker.types.session_heartbeat_request import SessionHeartbeatRequest
 
+from tinkerscript.asgi import is_loopback, problem_with_site
+from tinkerscript.config import InterchangeConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.weights import LoraSettings
 from tinkerscript.errors import ConfigError, EngineRequestError, TinkerScriptError, WireError
+from tinkerscript.http_server import http_server
 from tinkerscript.tinker_api import sampling_endpoints as sampling
 from tinkerscript.tinker_api import session_endpoints as session
 from tinkerscript.tinker_api import training_endpoints as training
@@ -48,6 +48,14 @@ HEALTH = "healthz"
 
 
 HOUSEKEEPING_S = 10.0
+
+
+LIMITS = InterchangeConfig(body_timeout_s=600.0)
+"""Of connections. A batch to train on may take minutes to arrive."""
+
+
+GRACE_S = 2
+"""Seconds that open requests may take to finish at shutdown."""
 
 
 M = TypeVar("M", bound=BaseModel)
@@ -81,14 +89,24 @@ def _no_body(handler: Callable[[WireState, Request], Awaitable[Reply]]) -> Handl
     return handle
 
 
+def _fixed(reply: dict[str, Any]) -> Handler:
+    """A handler that drops the body: nothing that a client reports about itself is kept."""
+
+    async def handle(state: WireState, request: Request, body: bytes) -> Reply:
+        del state, request, body
+        return reply
+
+    return handle
+
+
 _CHECKPOINT = "training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
 ENDPOINTS: Mapping[tuple[str, str], Handler] = {
-    ("GET", HEALTH): _no_body(session.health),
-    ("POST", "client/config"): _json(ClientConfigRequest, session.client_config),
-    ("POST", "client/dynamic_config"): _json(ClientConfigRequest, session.dynamic_config),
-    ("POST", "telemetry"): _no_body(session.telemetry),
+    ("GET", HEALTH): _fixed({"status": "ok"}),
+    ("POST", "client/config"): _fixed(session.CLIENT_CONFIG),
+    ("POST", "client/dynamic_config"): _fixed(session.DYNAMIC_CONFIG),
+    ("POST", "telemetry"): _fixed({"status": "accepted"}),
     ("GET", "get_server_capabilities"): _no_body(session.capabilities),
     ("POST", "create_session"): _json(types.CreateSessionRequest, session.create_session),
     ("POST", "session_heartbeat"): _json(SessionHeartbeatRequest, session.heartbeat),
@@ -153,6 +171,8 @@ def _served(
 ) -> Callable[[Request], Awaitable[Response]]:
     async def serve(request: Request) -> Response:
         try:
+            if problem := problem_with_site(request.scope, any_host=api_key is not None):
+                raise WireError(403, problem)
             if path != HEALTH:
                 _authorize(request, api_key)
             body = await _body(request, state.limits.body_bytes)
@@ -241,7 +261,7 @@ async def serve_wire(options: WireOptions, announce: Callable[[str], None]) -> N
     Raises ConfigError for an address that is taken, or open to other machines without a key.
     """
     key = os.environ.get(KEY_VARIABLE) or None
-    if key is None and not _loopback(options.host):
+    if key is None and not is_loopback(options.host):
         raise ConfigError(
             f"--host {options.host} can be reached from other machines: set {KEY_VARIABLE} to the API key "
             "that clients must send (the SDK wants one that starts with tml-)"
@@ -262,13 +282,11 @@ async def serve_wire(options: WireOptions, announce: Callable[[str], None]) -> N
         ) as engine,
     ):
         state = WireState(engine, options.state_dir, name=options.name, limits=options.limits)
-        config = uvicorn.Config(
-            wire_app(state, api_key=key), log_level="warning", timeout_graceful_shutdown=2
-        )
-        server = _Server(config)
+        app = wire_app(state, api_key=key)
+        server = http_server(app, LIMITS, lifespan="on", grace_s=GRACE_S)
         serving = asyncio.create_task(server.serve([listener]))
         try:
-            await server.listening.wait()
+            await server.ready.wait()
             announce(f"http://{options.host}:{listener.getsockname()[1]}")
             await asyncio.shield(serving)
         finally:
@@ -277,33 +295,9 @@ async def serve_wire(options: WireOptions, announce: Callable[[str], None]) -> N
             await serving
 
 
-class _Server(uvicorn.Server):
-    """Sets `listening` once it listens, and leaves signals to the command."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None]:
-        """The command has signal handlers of its own."""
-        yield
-
-
 def _listener(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -2,7 +2,7 @@
 
 Each sequence is checked by itself, then the sampler's log probabilities are compared with the trainer's.
 Invariant: off-policy samples (lag above 0) differ from the trainer for a good reason: they are measured by
-lag and stop nothing.
+lag and stop nothing, unless their logprobs fit other tokens.
 """
 
 from __future__ import annotations
@@ -51,9 +51,16 @@ class TrainedModel:
     retokenise: Callable[[IntArray], Sequence[int]] | None = None
     """Decodes ids and encodes the text again."""
 
+    is_embedded: bool = True
+    """Whether its engine takes the inputs `mask` and `temperatures` beside those of Tinker's losses."""
+
+    scales_logits: bool = True
+    """Whether each token is trained and scored at the temperature that it was sampled at."""
+
     @classmethod
-    def of(cls, folder: Path, backend: TrainerBackend) -> TrainedModel:
-        """From the model's folder and the backend; stop ids are those of both."""
+    def of(cls, folder: Path, backend: TrainerBackend, *, scales_logits: bool = True) -> TrainedModel:
+        """From the model's folder and the backend; stop ids are those of both. `scales_logits`: of what else
+        scores, such as a teacher."""
         tokenizer = LightTokenizer(folder)
         eos = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
 
@@ -65,6 +72,8 @@ class TrainedModel:
             stop_ids={*backend.stop_ids, *eos},
             tokenizer=tokenizer.fingerprint,
             retokenise=retokenise,
+            is_embedded=backend.scales_logits,
+            scales_logits=backend.scales_logits and scales_logits,
         )
 
 
@@ -113,6 +122,7 @@ class AlignmentCheck:
                 vocabulary=self._model.vocabulary,
                 prompts=prompts,
                 refuse_constrained=self._config.constrained_tokens == "refuse",
+                scales_logits=self._model.scales_logits,
             )
             warnings = find_warnings(rollout, stop_ids=self._model.stop_ids, tokenizer=self._model.tokenizer)
             self._report.add_warnings(warnings)
@@ -150,10 +160,12 @@ class AlignmentCheck:
         current = Gap()
         pairs: list[Pair] = []
         apart: list[Pair] = []
+        older: list[Pair] = []
         kept: list[WeightedRollout] = []
         for item, logprobs in zip(items, trainer, strict=True):
             gap = self._measure(item.rollout, logprobs, lags)
             current.add(gap)
+            older += self._pairs(item.rollout, logprobs, lags, is_older=True)
             suspects = self._pairs(item.rollout, logprobs, lags) if gap.mean_abs > self._limit else []
             finding = self._diagnose(suspects)
             pairs += suspects
@@ -163,6 +175,9 @@ class AlignmentCheck:
                 apart += suspects
                 self._leave_out(item.rollout, [finding.name])
         self._judge(current.mean_abs, pairs, apart, step)
+        finding = self._diagnose(older)
+        if finding and finding.name == "logprobs_shifted":  # A change of the weights looks like all else.
+            self._misaligned(finding, step)
         return kept
 
     @property
@@ -189,12 +204,19 @@ class AlignmentCheck:
                 current = gap
         return current
 
-    def _pairs(self, rollout: Rollout, trainer: FloatArray, lags: Mapping[int, int] | None) -> list[Pair]:
-        """The calls at lag 0, each with the sampler's and the trainer's log probabilities."""
+    def _pairs(
+        self,
+        rollout: Rollout,
+        trainer: FloatArray,
+        lags: Mapping[int, int] | None,
+        *,
+        is_older: bool = False,
+    ) -> list[Pair]:
+        """The calls at lag 0, or the older ones, each with the logprobs of the sampler and the trainer."""
         spans = [
             slice(segment.start, segment.end)
             for segment in rollout.segments
-            if _lag(segment.call, lags) == 0 and is_comparable(segment.call)
+            if (_lag(segment.call, lags) > 0) == is_older and is_comparable(segment.call)
         ]
         return [Pair(rollout.tokens[span], rollout.logprobs[span], trainer[span]) for span in spans]
 
@@ -206,7 +228,7 @@ class AlignmentCheck:
         finding = self._diagnose(pairs if mean > self._limit else apart)
         if finding:
             self._misaligned(finding, step)
-        elif mean > self._config.warn_mean_dlogp:
+        elif mean > self._limit / 2:
             self._report.add_warnings({"logprob_gap": 1})
 
     def _misaligned(self, finding: Finding, step: int) -> None:

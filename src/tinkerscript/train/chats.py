@@ -1,6 +1,7 @@
 """`Chats`: a JSONL file of chats as tinker_cookbook's supervised datums, some of them held out.
 
-Invariant: no chat is truncated, and none both trains and is held out. Selection and order depend on the seed.
+Invariants: no chat is truncated, and none both trains and is held out. Each reply follows the prompt that the
+gateway would give the model for it. Selection and order depend on the seed.
 """
 
 from __future__ import annotations
@@ -8,31 +9,37 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import tinker
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from tinker_cookbook.exceptions import TinkerCookbookError
-from tinker_cookbook.renderers import (
-    Message,
-    Renderer,
-    TextPart,
-    ThinkingPart,
-    ToolCall,
-    ToolSpec,
-    TrainOnWhat,
-)
 from tinker_cookbook.supervised.common import datum_from_model_input_weights
 
 from tinkerscript.config import RunConfig, SftConfig
 from tinkerscript.errors import ConfigError, GatewayError
-from tinkerscript.train.renderer import model_renderer
+from tinkerscript.gateway.chat_messages import ChatMessage, Tool
+from tinkerscript.gateway.rendering import ChatRenderer
+from tinkerscript.model_folder import context_of
 
 Datums = list[tinker.Datum]
 """Of one chat: several if the chat format renders earlier turns differently from how they were sampled."""
+
+
+class FunctionCall(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call of a tool in OpenAI's format."""
+
+    type: Literal["function"] = "function"
+    id: str | None = None
+    function: FunctionCall
 
 
 class TrainingMessage(BaseModel):
@@ -46,7 +53,6 @@ class TrainingMessage(BaseModel):
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    trainable: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -56,12 +62,9 @@ class TrainingMessage(BaseModel):
             return {**data, "content": ""}
         return data
 
-    def to_renderer_message(self) -> Message:
-        present = {name: getattr(self, name) for name in self.model_fields_set - {"reasoning_content"}}
-        if self.reasoning_content:
-            thinking = ThinkingPart(type="thinking", thinking=self.reasoning_content)
-            present["content"] = [thinking, TextPart(type="text", text=self.content)]
-        return {name: value for name, value in present.items() if value is not None}  # pyright: ignore[reportReturnType]
+    def for_gateway(self) -> ChatMessage:
+        role = "system" if self.role == "developer" else self.role
+        return {**self.model_dump(exclude_none=True), "role": role}
 
 
 class FunctionTool(BaseModel):
@@ -69,6 +72,11 @@ class FunctionTool(BaseModel):
 
     type: Literal["function"] = "function"
     function: dict[str, Any]
+
+    def for_gateway(self) -> Tool:
+        # The order of the keys is the order in the prompt.
+        defaults: dict[str, Any] = {"description": "", "parameters": {}}
+        return {"type": "function", "function": {**self.function, **defaults, **self.function}}
 
 
 class Chat(BaseModel):
@@ -129,16 +137,16 @@ def _scaled(datum: tinker.Datum, factor: float) -> tinker.Datum:
     return tinker.Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
 
 
-def load_chats(config: RunConfig, *, max_context: int) -> Chats:
-    """Read and render `config.sft.data`. `max_context`: the engine's context length.
+def load_chats(config: RunConfig, model: Path) -> Chats:
+    """Read `config.sft.data` and render it in the chat format of the model in the folder `model`.
 
     Raises ConfigError with the file, the line and what is wrong with it.
     """
-    sft = config.sft
-    limit = min(sft.max_tokens or max_context, max_context)
-    render = _render(config)
+    sft, longest = config.sft, context_of(model)
+    limit = min(sft.max_tokens or longest, longest)
+    renderer = ChatRenderer(model, config.engine.chat_template_kwargs)
     data = _read(sft)
-    chats = [_datums(chat, render, sft, line) for line, chat in _chats(data, sft)]
+    chats = [_datums(chat, renderer, sft, line) for line, chat in _chats(data, sft)]
     kept = [datums for datums in chats if max(d.model_input.length for d in datums) < limit]
     if len(kept) <= sft.held_out:
         raise ConfigError(
@@ -184,56 +192,43 @@ def _chats(data: bytes, sft: SftConfig) -> list[tuple[int, Chat]]:
 
 def _chat(text: str, sft: SftConfig, line: int) -> Chat:
     try:
-        chat = Chat.model_validate(json.loads(text))
+        return Chat.model_validate(json.loads(text))
     except json.JSONDecodeError as error:
         raise _wrong(sft, line, f"it is not JSON: {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the line"
         raise _wrong(sft, line, f"{where}: {first['msg']}") from error
-    marked = [message.trainable is not None for message in chat.messages]
-    if not all(marked) if sft.train_on_what == "customized" else any(marked):
-        rule = "every message must say" if sft.train_on_what == "customized" else "no message may say"
-        raise _wrong(sft, line, f"with sft.train_on_what {sft.train_on_what}, {rule} `trainable`")
-    return chat
 
 
-Render = Callable[[Chat], list[tuple[tinker.ModelInput, Any]]]
-
-
-def _render(config: RunConfig) -> Render:
-    renderer = model_renderer(config.engine)
-    what = TrainOnWhat(config.sft.train_on_what)
-    return lambda chat: renderer.build_supervised_examples(_messages(chat, renderer, what), what)
-
-
-def _messages(chat: Chat, renderer: Renderer, what: TrainOnWhat) -> list[Message]:
-    """The messages of a chat, with its tools declared as the renderer does it."""
-    messages = [message.to_renderer_message() for message in chat.messages]
-    if not chat.tools:
-        return messages
-    system = ""
-    if messages[0]["role"] == "system" and len(messages) > 1:
-        system = str(messages.pop(0)["content"])
-    # The order of the keys is the order in the prompt.
-    defaults: dict[str, Any] = {"description": "", "parameters": {}}
-    specs = [cast("ToolSpec", {**tool.function, **defaults, **tool.function}) for tool in chat.tools]
-    prefix = renderer.create_conversation_prefix_with_tools(specs, system)
-    if what == TrainOnWhat.CUSTOMIZED:
-        prefix = [cast("Message", {**message, "trainable": False}) for message in prefix]
-    return [*prefix, *messages]
-
-
-def _datums(chat: Chat, render: Render, sft: SftConfig, line: int) -> Datums:
+def _datums(chat: Chat, renderer: ChatRenderer, sft: SftConfig, line: int) -> Datums:
+    """One sequence, or several where the format rewrites earlier turns."""
+    messages = [message.for_gateway() for message in chat.messages]
+    tools = [tool.for_gateway() for tool in chat.tools or ()]
+    sequences: list[tuple[list[int], list[int]]] = []
+    sampled: list[int] = []
+    seen = 0
     try:
-        examples = render(chat)
-        datums = [datum_from_model_input_weights(ids, weights) for ids, weights in examples]
-    except (TinkerCookbookError, GatewayError, ValueError, NotImplementedError) as error:
+        for index in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
+            new, (ids, weights) = None, sequences[-1] if sequences else ([], [])
+            if seen:
+                prompt, history = ids[: len(ids) - len(sampled)], messages[:seen]
+                new = renderer.extend(prompt, sampled, messages[seen:index], tools, history.copy)
+            if new is None:
+                new, ids, weights = renderer.render(messages[:index], tools), [], []
+                sequences.append((ids, weights))
+            sampled = renderer.reply_ids(messages[:index], messages[index], tools)
+            ids += new + sampled
+            weights += [0] * len(new) + [1] * len(sampled)
+            seen = index + 1
+    except (GatewayError, ValueError) as error:
         raise _wrong(sft, line, f"the chat format cannot render it: {error}") from error
-    datums = [datum for datum in datums if trained_weight(datum)]
-    if not datums:
-        raise _wrong(sft, line, f"nothing in it trains with sft.train_on_what {sft.train_on_what}")
-    return datums
+    if not sequences:
+        raise _wrong(sft, line, "nothing in it trains: it has no reply of the assistant")
+    return [
+        datum_from_model_input_weights(tinker.ModelInput.from_ints(ids), torch.tensor(weights))
+        for ids, weights in sequences
+    ]
 
 
 def _wrong(sft: SftConfig, line: int, what: str) -> ConfigError:

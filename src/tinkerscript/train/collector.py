@@ -19,27 +19,23 @@ from typing import Literal
 from tinkerscript.config import TrainingConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import NoSuccessError
+from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
 from tinkerscript.train.history import History
-from tinkerscript.train.journal import (
-    QUARANTINED,
-    Discarded,
-    EpisodeAccepted,
-    EpisodeFailed,
-    EpisodeRegistered,
-    Journal,
-    Outcome,
-    usable,
-)
+from tinkerscript.train.journal import QUARANTINED, Discarded, EpisodeRegistered, Journal, usable
 from tinkerscript.train.recorder import RunRecorder
 from tinkerscript.train.samples import TaskSamples
-from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
-from tinkerscript.trainer_link.messages import BatchProgress
+from tinkerscript.trainer_link.messages import BatchProgress, EpisodeAccepted, EpisodeFailed, Outcome
 
-BatchRule = Literal["groups", "differing_groups", "episodes"]
+BatchRule = Literal["groups", "differing_groups"]
 
 
 HOPELESS_AFTER = 32
 """Failed episodes without one success after which a batch is not waited for any longer."""
+
+
+MAX_TRIES = 4
+"""Times `groups_per_step` that `differing_groups` registers at most: a task whose rewards hardly ever differ
+should not hold a step up for good."""
 
 
 @dataclass
@@ -143,35 +139,27 @@ class Batch:
 
     def progress(self, groups_ahead: dict[str, int]) -> BatchProgress:
         """How far it is. `groups_ahead`: complete groups of each pool that wait for a later batch."""
-        per_episode = self._rule == "episodes"
-        have = {"groups": self._complete, "differing_groups": self._differing, "episodes": self._accepted}
         return BatchProgress(
             label=self.label,
             rule=self._rule,
-            needed=self._needed * self._group_size if per_episode else self._needed,
-            have=have[self._rule],
+            needed=self._needed,
+            have=self._have,
             episodes_ended=self.ended,
             episodes_expected=len(self._group_of),
-            groups_needed=self._needed,
             groups_ahead=groups_ahead,
         )
 
     @property
     def is_met(self) -> bool:
         """Whether the batch has enough, or nothing is left to wait for."""
-        if self._enough():
+        if self._have >= self._needed:
             return True
         runs_out = self.ended == len(self._group_of) and not self.replacements_needed
         return runs_out and not self._from_clients
 
-    def _enough(self) -> bool:
-        match self._rule:
-            case "groups":
-                return self._complete >= self._needed
-            case "differing_groups":
-                return self._differing >= self._needed
-            case "episodes":
-                return self._accepted >= self._needed * self._group_size
+    @property
+    def _have(self) -> int:
+        return self._complete if self._rule == "groups" else self._differing
 
     @property
     def replacements_needed(self) -> int:
@@ -182,12 +170,9 @@ class Batch:
         return max(0, min(self._needed - promising, self._max_groups - len(self.groups)))
 
     def trainable(self, min_group: int) -> list[Group]:
-        """The groups that can train: complete ones with `min_group` accepted episodes.
-
-        For the rule `episodes` they need not be complete.
-        """
-        groups = [g for g in self.groups.values() if g.is_complete or self._rule == "episodes"]
-        return [group for group in groups if len(group.accepted) >= min_group]
+        """The groups that can train: complete ones with `min_group` accepted episodes."""
+        complete = [group for group in self.groups.values() if group.is_complete]
+        return [group for group in complete if len(group.accepted) >= min_group]
 
     def check_success(self, own_clients: str = "") -> None:
         """Raises NoSuccessError, with the reasons, if every episode failed, or the first `HOPELESS_AFTER`.
@@ -281,10 +266,10 @@ class Collector:
         fresh = {uuid: usable(outcome) for uuid, outcome in fresh.items()}
         self._quarantine([o for o in outcomes if isinstance(fresh.get(o.episode_uuid), EpisodeFailed)])
         for outcome in fresh.values():
-            uuid = outcome.episode_uuid
-            self._recorder.ended(outcome, self._source.failed_calls(uuid), self._source.transcripts(uuid))
+            self._recorder.ended(outcome)
             if self._seen is not None:
                 self._seen(outcome)
+        fresh = {uuid: outcome.without_extras() for uuid, outcome in fresh.items()}
         strays = [outcome for outcome in fresh.values() if not self._deliver(outcome)]
         own = [o.episode_uuid for o in strays if isinstance(o, EpisodeAccepted) and not o.pool]
         theirs = [o.episode_uuid for o in strays if isinstance(o, EpisodeAccepted) and o.pool]
@@ -435,9 +420,6 @@ class StepBatches:
         self._interrupted: tuple[Batch, list[PlannedEpisode]] | None = None
         """The next step's batch, in a resumed run."""
 
-        self.cancelled = Counter[int]()
-        """Step -> episodes cancelled when its batch closed."""
-
     def restore(self, history: History) -> list[Outcome]:
         """Rebuild the batch that an interrupted run was collecting; returns the outcomes that it had."""
         if self._samples is None or not history.planned:
@@ -466,12 +448,12 @@ class StepBatches:
             await self._collector.open(batch, self._plan(step, groups), step=step)
         return batch
 
-    async def close(self, batch: Batch, step: int) -> None:
-        """Wait until the batch has what its rule asks for."""
+    async def close(self, batch: Batch, step: int) -> int:
+        """Wait until the batch has what its rule asks for; returns how many episodes were cancelled then."""
         if self._samples is None:
             await self._collector.filled(batch)
-        else:
-            self.cancelled[step] = await self._collector.closed(batch, lambda n: self._plan(step, n), step)
+            return 0
+        return await self._collector.closed(batch, lambda n: self._plan(step, n), step)
 
     def _batch(self, step: int) -> Batch:
         config = self._config
@@ -480,7 +462,7 @@ class StepBatches:
             rule=config.batch_rule,
             groups=config.groups_per_step,
             group_size=config.group_size,
-            max_groups=config.max_groups_per_step or 4 * config.groups_per_step,
+            max_groups=MAX_TRIES * config.groups_per_step,
             from_clients=self._samples is None,
         )
 

@@ -15,12 +15,13 @@ from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.rollouts.call import calls_of
 from tinkerscript.train.collector import Batch, Collector
 from tinkerscript.train.inspect_logs import write_logs
-from tinkerscript.train.journal import EpisodeAccepted, Evaluated, Journal
+from tinkerscript.train.journal import Evaluated, Journal
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.recorder import RunRecorder
 from tinkerscript.train.run_folder import RunFolder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_metrics import by_task
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 
 @dataclass
@@ -59,6 +60,12 @@ class Evaluator:
             del self.finished["after"]
         await self._evaluate("after", step, self.config.episodes)
 
+    @property
+    def best_step(self) -> int | None:
+        """The step with the highest score so far; None without a score."""
+        scored = [(each.score, each.step) for each in self.finished.values() if each.score is not None]
+        return max(scored)[1] if scored else None
+
     async def _evaluate(self, label: str, step: int, count: int) -> None:
         if label in self.finished or not count or self.samples is None:
             return
@@ -86,8 +93,7 @@ class Evaluator:
         payloads = {plan.episode_uuid: plan.payload for plan in plans}
         if self.inspect_logs:
             path = self.folder.path
-            paths = await asyncio.to_thread(write_logs, path, f"eval-{label}", step, [], accepted, payloads)
-            self.folder.copy_out(*paths)
+            await asyncio.to_thread(write_logs, path, f"eval-{label}", step, [], accepted, payloads)
         task_of = {uuid: payload["task"] for uuid, payload in payloads.items()}
         metrics |= by_task(batch.outcomes.values(), task_of, "eval/score", tasks=self.samples.tasks)
         self.folder.log_metrics(metrics, step=step)

@@ -129,7 +129,10 @@ class ServedFrozenModel(FrozenModel):
         self.folder = folder
         self.max_context = sampler.facts.max_context
 
-    async def logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
+    async def logprobs(
+        self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
+    ) -> list[FloatArray]:
+        del temperatures  # They are 1: `prompt_logprobs` knows no other.
         tasks = [asyncio.create_task(self._scored(ids)) for ids in sequences]
         try:
             return await asyncio.gather(*tasks)

@@ -17,17 +17,15 @@ from tinkerscript.train.journal import (
     AnyEvent,
     Checkpointed,
     Discarded,
-    EpisodeAccepted,
-    EpisodeFailed,
     EpisodeRegistered,
     Evaluated,
-    Outcome,
     PolicyPublished,
     Resumed,
     SetAside,
     StepConsumed,
     usable,
 )
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
 
 
 @dataclass

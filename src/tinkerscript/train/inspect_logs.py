@@ -17,13 +17,12 @@ from inspect_ai.log import EvalSample
 from inspect_ai.model import ChatMessage, ChatMessageAssistant, ModelOutput
 from inspect_ai.scorer import Score
 
-from inspect_tinker_bridge import EpisodeOutcome, UnsupportedError, write_inspect_log
+from inspect_tinker_bridge import SavedRollout, UnsupportedError, write_inspect_log
 from inspect_tinker_bridge.conversion import from_dicts
 from inspect_tinker_bridge.episodes import MODEL_NAME
-from inspect_tinker_bridge.rollout_log import SavedRollout
 from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule, RolloutGroup
 from tinkerscript.rollouts.call import conversation_of, full_prompts, unpack_ids
-from tinkerscript.train.journal import EpisodeAccepted
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 FOLDER = "inspect"
 """In the run's folder."""
@@ -100,7 +99,7 @@ def _saved(
     )
     prompts = full_prompts(outcome.calls)
     turns = [(unpack_ids(prompts[c.call_id]).tolist(), c.sampled_ids.tolist()) for c in outcome.calls]
-    return SavedRollout(task, step, EpisodeOutcome.of(record), outcome.reward, outcome.log_metrics, turns)
+    return SavedRollout(task, step, record, outcome.reward, turns)
 
 
 def _asked(messages: Sequence[ChatMessage]) -> str:

@@ -16,85 +16,29 @@ from typing import BinaryIO
 import msgspec
 
 from tinkerscript.errors import ConfigError
-from tinkerscript.protocol import POLICY, bounded
-from tinkerscript.rollouts.call import Call, calls_of
+from tinkerscript.protocol import EpisodeType, bounded
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base: the class name is the event's tag."""
 
 
+class RunBegun(Event, frozen=True):
+    """The first event of a journal: which run it is of (`files.RUN_ID`)."""
+
+    run: str
+
+
 class EpisodeRegistered(Event, frozen=True):
     episode_uuid: str
-    episode_type: str
+    episode_type: EpisodeType
     group_id: str
     step: int = 0
     """Training step that the episode is for; 0 for evaluations and clients' own samples."""
 
     position: int = -1
     """Of its sample in the training order; -1 if it has none."""
-
-
-class EpisodeAccepted(Event, frozen=True):
-    """An episode's result, with the calls of the claim that produced it."""
-
-    episode_uuid: str
-    attempt: int
-    client_uuid: str
-    reward: float
-    policy_version_at_claim: int
-    all_calls: list[Call] = msgspec.field(name="calls")
-    """Of every role, in the order in which they were recorded."""
-
-    role_rewards: dict[str, float] = {}
-    """What counts for a policy in place of `reward`, by the name of its role."""
-
-    metadata: dict[str, object] = {}
-    log_metrics: dict[str, float] = {}
-    retries: list[dict[str, object]] = []
-    """Failures of earlier attempts."""
-
-    episode_type: str = "train"
-    pool: str = ""
-    group_id: str = ""
-    group_size: int = 0
-    """Episodes in the group; 0 if the client that registered it did not say."""
-
-    is_success: bool | None = None
-    """Whether the attempt solved its sample; None if it did not say."""
-
-    @property
-    def calls(self) -> list[Call]:
-        """The policy's."""
-        return calls_of(self.all_calls)
-
-    @property
-    def policy_versions(self) -> set[int]:
-        """Of all weights of this run that sampled any of it: the policy's, and those of roles that train."""
-        return {version for call in self.all_calls if not call.is_foreign for version in call.policy_versions}
-
-    def reward_of(self, role: str) -> float:
-        """The reward of a policy of the run; an empty `role` is the run's own.
-
-        Without one in `role_rewards`, that of a role is the score with its name, or else the episode's.
-        """
-        if not role:
-            return self.role_rewards.get(POLICY, self.reward)
-        return self.role_rewards.get(role, self.log_metrics.get(f"score/{role}", self.reward))
-
-
-class EpisodeFailed(Event, frozen=True):
-    episode_uuid: str
-    failures: list[dict[str, object]]
-    episode_type: str = "train"
-    pool: str = ""
-    group_id: str = ""
-    group_size: int = 0
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether the trainer cancelled it because it was no longer needed."""
-        return bool(self.failures) and self.failures[-1].get("kind") == "cancelled"
 
 
 class Discarded(Event, frozen=True):
@@ -128,9 +72,6 @@ class StepConsumed(Event, frozen=True):
 
     trained_by_role: dict[str, list[list[str]]] = {}
     """The same of each role that trains."""
-
-    time: float = 0.0
-    """Unix time in seconds at which the step's batch was full."""
 
 
 class PolicyPublished(Event, frozen=True):
@@ -177,7 +118,8 @@ class Resumed(Event, frozen=True):
 
 
 AnyEvent = (
-    EpisodeRegistered
+    RunBegun
+    | EpisodeRegistered
     | EpisodeAccepted
     | EpisodeFailed
     | Discarded
@@ -188,7 +130,6 @@ AnyEvent = (
     | Checkpointed
     | Resumed
 )
-Outcome = EpisodeAccepted | EpisodeFailed
 
 QUARANTINED = "reward_out_of_bounds"
 """Failure kind of a recorded result whose reward would end the run (`errors.MAX_REWARD`)."""
@@ -211,14 +152,9 @@ def usable(outcome: Outcome) -> Outcome:
             "attempt": outcome.attempt,
             "client_uuid": outcome.client_uuid,
         }
-        return EpisodeFailed(
-            episode_uuid=outcome.episode_uuid,
-            failures=[*outcome.retries, failure],
-            episode_type=outcome.episode_type,
-            pool=outcome.pool,
-            group_id=outcome.group_id,
-            group_size=outcome.group_size,
-        )
+        fields = (name for name in EpisodeFailed.__struct_fields__ if name != "failures")
+        shared = {name: getattr(outcome, name) for name in fields}
+        return EpisodeFailed(failures=[*outcome.retries, failure], **shared)
     return outcome
 
 
@@ -229,8 +165,9 @@ _encoder = msgspec.json.Encoder()
 class Journal:
     """Append-only. When `write` returns, the operating system has the data. Use as a context manager."""
 
-    def __init__(self, path: Path, *, durable: bool = False) -> None:
-        """Continues the journal at `path`, if there is one. `durable`: sync every write to disk.
+    def __init__(self, path: Path, *, durable: bool = False, run_id: str = "") -> None:
+        """Continues the journal at `path`, if there is one. `durable`: sync every write to disk. `run_id`:
+        the run that a new one is of.
 
         Raises ConfigError for a broken line other than the last.
         """
@@ -258,15 +195,18 @@ class Journal:
             for event in read_journal(path):
                 self._count(event)
         self._file: BinaryIO = path.open("ab", buffering=0)
+        self._first = [RunBegun(run=run_id)] if run_id and not self._file.tell() else []
 
     def write(self, events: Iterable[AnyEvent], *, durable: bool = False) -> None:
         """Append events; `durable`: sync them to disk in any case. Raises OSError if the disk is full."""
-        events = list(events)
+        kept = (each.without_extras() if isinstance(each, Outcome) else each for each in events)
+        events = [*self._first, *kept]
         data = memoryview(b"".join(_encoder.encode(event) + b"\n" for event in events))
         while data:  # A disk that is nearly full accepts only part of it.
             data = data[self._file.write(data) :]
         if durable or self._durable:
             os.fsync(self._file.fileno())
+        self._first = []
         for event in events:
             self._count(event)
 

@@ -1,41 +1,44 @@
-"""`Learner`: the gradient side of GRPO. One `update` is check, advantages, compare, loss, optimizer step.
+"""`Learner`: what a training step does to one policy's weights.
 
-Invariants: `AlignmentCheck` runs before the step's first gradient, so a step that it stops has changed no
-weights, and nothing trains that it has not passed.
+It checks what was sampled, turns rewards into advantages, compares its own log probabilities with the
+sampler's, and takes the optimizer steps. Invariants: `AlignmentCheck` runs before the step's first gradient,
+so a step that it stops has changed no weights, and nothing trains that it has not passed.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import numpy as np
 import tinker
 from tinker.types import LossFnType
 
 from tinkerscript.config import RunConfig, TrainingConfig
-from tinkerscript.engine.losses import CLIP, Loss, resolve_loss
-from tinkerscript.errors import ConfigError, EngineRequestError
+from tinkerscript.engine.losses import CLIP, MASK, TEMPERATURES, Loss, resolve_loss
+from tinkerscript.errors import AlignmentError, ConfigError, EngineRequestError
 from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule, RolloutGroup, WeightedRollout
 from tinkerscript.rollouts.alignment import AlignmentReport
-from tinkerscript.rollouts.call import FloatArray
-from tinkerscript.rollouts.convert.tinker_datum import to_scoring_datum, to_training_datum
-from tinkerscript.rollouts.rollout import BoolArray, Rollout
+from tinkerscript.rollouts.alignment.report import explain
+from tinkerscript.rollouts.call import FloatArray, calls_of
+from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.rollouts.rollout import BoolArray, EpisodeRollouts, Rollout
+from tinkerscript.rollouts.trainers import to_scoring_datum, to_training_datum
 from tinkerscript.train.alignment_check import AlignmentCheck, TrainedModel
 from tinkerscript.train.backends.backend import (
-    LossTerm,
+    SKIPPED,
     TrainerBackend,
     TrainingClient,
-    learning_rate,
     optimizer_step,
 )
-from tinkerscript.train.distillation import Distillation
-from tinkerscript.train.kl_penalty import KLPenalty, ReferenceLogprobs
-from tinkerscript.train.rollout_correction import correct
+from tinkerscript.train.learning_rates import learning_rate
+from tinkerscript.train.off_policy import AcceptedGroup, ReplayBuffer
+from tinkerscript.train.token_advantages import Distillation, KLPenalty, ReferenceLogprobs, correct
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
-LossMean = Literal["sequences", "tokens", "tokens_then_sequences"]
+LossMean = Literal["sequences", "tokens", "tokens_then_sequences", "episodes"]
 
 DATUM_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
 """What `to_training_datum` gives a loss."""
@@ -54,7 +57,11 @@ class Compared:
 
 
 class Learner:
-    """Updates the weights behind `client` from groups of rollouts."""
+    """Trains one policy of a run: the run's own, or that of a role.
+
+    A step is `take` (episodes become groups of rollouts), `check` and `train`. A role's learner merges the
+    calls of its role and no others, and has its own rewards, optimizer, replay buffer and report.
+    """
 
     def __init__(
         self,
@@ -64,63 +71,106 @@ class Learner:
         model: TrainedModel,
         report: AlignmentReport,
         seed: int,
+        role: str = "",
         start_logprobs: ReferenceLogprobs | None = None,
         distillation: Distillation | None = None,
     ) -> None:
         """`start_logprobs` is needed for `kl_penalty_coef`. Raises ConfigError for an unknown `loss_fn`."""
+        self.role = role
+        """Empty for the run's own policy."""
+
+        self.report = report
         self.rule = AdvantageRule(config.advantage_baseline, config.advantage_scale)
         if config.distillation.is_pure:
-            self.rule = PLAIN  # It is weighed with 0, and has to be there for a group of one.
-        self._distillation = distillation
-        self._client = client
-        self._config = config
-        self._report = report
-        self._check = AlignmentCheck(report, config, model)
-        self._seed = seed
+            self.rule = PLAIN  # Its weight is 0; a group of one still needs some advantage.
+        self.alignment = AlignmentCheck(report, config, model)
+        """Decides which sequences may train."""
+
+        self.replay = ReplayBuffer(config, seed=seed) if config.replay.uses > 1 else None
+        self.groups: list[RolloutGroup] = []
+        """The step's own groups."""
+
+        self.replayed: list[RolloutGroup] = []
+        """Groups of earlier steps that it trains on again."""
+
         self.trained: list[RolloutGroup] = []
-        """The new groups of the last update that carry a gradient and have no sequence with an error."""
+        """The step's own groups that carry a gradient and have no sequence with an error."""
 
         self.compared: list[Compared] = []
-        """The sequences that the last update compared."""
+        """The sequences that the last step compared."""
 
         self.advantages: dict[int, FloatArray] = {}
-        """By `id` of the rollouts that the last update trained on: float32 [T], as the loss had them but for
+        """By `id` of the rollouts that the last step trained on: float32 [T], as the loss had them but for
         the mean."""
 
         self.corrected: dict[int, BoolArray] = {}
         """By `id` of those rollouts: bool [T], True where `rollout_correction` took the loss away."""
 
+        self._client = client
+        self._config = config
+        self._seed = seed
+        self._distillation = distillation
         self._aligned: list[tuple[WeightedRollout, FloatArray]] = []
-        """What `check_step` has passed, each with the trainer's log probabilities, float32 [T]."""
+        """What `check` has passed, each with the trainer's log probabilities, float32 [T]."""
 
         loss = policy_loss(config)
+        self._is_embedded = model.is_embedded
         self._loss_config = _loss_config(config, loss)
         self._clips = CLIP.keys() <= loss.settings.keys()
         self._ratio_of_sequence = loss.ratio == "sequence"
         self._penalty: KLPenalty | None = None
         if config.kl_penalty_coef:
             assert start_logprobs is not None
-            self._penalty = KLPenalty(
-                start_logprobs, coef=config.kl_penalty_coef, discount=config.kl_discount_factor
-            )
+            self._penalty = KLPenalty(start_logprobs, coef=config.kl_penalty_coef)
 
     async def check_loss(self, backend: TrainerBackend) -> None:
         """Raise EngineError if `backend` cannot train with the run's loss."""
         await backend.check_loss(cast(LossFnType, self._config.loss_fn), self._loss_config or None)
 
-    async def update(
-        self,
-        groups: Sequence[RolloutGroup],
-        *,
-        step: int,
-        lags: Mapping[int, int] | None = None,
-        replayed: Sequence[RolloutGroup] = (),
-    ) -> dict[str, float]:
-        """One training step on a batch of groups: `check_step`, then `train`."""
-        await self.check_step(groups, step=step, lags=lags, replayed=replayed)
-        return await self.train(step)
+    # Groups
 
-    async def check_step(
+    def take(self, groups: Iterable[AcceptedGroup]) -> list[RolloutGroup]:
+        """Merge a step's episodes. A role's groups have the episodes that called it, if they are enough."""
+        self.report.begin_step()
+        taken: list[RolloutGroup] = []
+        for group_id, accepted in groups:
+            episodes = [outcome for outcome in accepted if self._has_part_in(outcome)]
+            if len(episodes) >= (self._config.min_group if self.role else 0):
+                taken.append(RolloutGroup(group_id, tuple(map(self._merged, episodes))))
+        for group in taken:
+            for episode in group.episodes:
+                self.report.add_episode(episode)
+        self._begin(taken)
+        return taken
+
+    def group_again(self, outcomes: Sequence[EpisodeAccepted]) -> RolloutGroup:
+        """A group that an earlier step trained on."""
+        return RolloutGroup(outcomes[0].group_id, tuple(map(self._merged, outcomes)))
+
+    def _has_part_in(self, outcome: EpisodeAccepted) -> bool:
+        """Whether an episode counts for the policy's groups. The run's own policy is in every one."""
+        return not self.role or any(call.sampled for call in calls_of(outcome.all_calls, self.role))
+
+    def _merged(self, outcome: EpisodeAccepted) -> EpisodeRollouts:
+        rollouts = merge_calls(
+            outcome.all_calls,
+            episode_uuid=outcome.episode_uuid,
+            trains_constrained=self._config.constrained_tokens == "train",
+            role=self.role,
+        )
+        calls = tuple(calls_of(outcome.all_calls, self.role))
+        return EpisodeRollouts(
+            outcome.episode_uuid, outcome.reward_of(self.role), rollouts, calls, outcome.metadata
+        )
+
+    @property
+    def used(self) -> list[RolloutGroup]:
+        """The groups whose gradients the step used."""
+        return [*self.trained, *self.replayed]
+
+    # A step
+
+    async def check(
         self,
         groups: Sequence[RolloutGroup],
         *,
@@ -134,11 +184,23 @@ class Learner:
         `replayed`: groups of earlier steps (`trained` then) to train on again. Raises AlignmentError if the
         batch is misaligned and the config says to stop then.
         """
-        # Check each sequence by itself: ids, masks, temperature.
-        self._check.begin()
+        self._begin(groups, replayed)
+        try:
+            await self._check_groups(step, lags)
+        except AlignmentError as error:
+            if not self.role:
+                raise
+            raise AlignmentError(f"role {self.role}: {error}", name=error.name) from error
+
+    def _begin(self, groups: Sequence[RolloutGroup], replayed: Sequence[RolloutGroup] = ()) -> None:
+        self.groups, self.replayed = list(groups), list(replayed)
         self.trained, self.compared, self.advantages, self.corrected = [], [], {}, {}
         self._aligned = []
-        sound = [*(self._check.sound(group) for group in groups), *replayed]
+
+    async def _check_groups(self, step: int, lags: Mapping[int, int] | None) -> None:
+        # Check each sequence by itself: ids, masks, temperature.
+        self.alignment.begin()
+        sound = [*(self.alignment.sound(group) for group in self.groups), *self.replayed]
         # Advantages. Without a teacher a group whose rewards are all equal carries no gradient; a masked
         # sequence never does.
         weighted = [self._weighted(group) for group in sound]
@@ -152,17 +214,9 @@ class Learner:
         # Compare the sampler's log probabilities with the trainer's; if nothing is trainable, of one group.
         compared = batch or next((items for items in weighted if items), [])
         aligned = await self._compare(compared, lags, step)
-        self._check.siblings(groups, step=step)
-        self.trained = [group for group in groups if self.trains(group) and self._check.passed(group)]
+        self.alignment.siblings(self.groups, step=step)
+        self.trained = [each for each in self.groups if self.trains(each) and self.alignment.passed(each)]
         self._aligned = aligned if batch else []
-
-    async def train(self, step: int) -> dict[str, float]:
-        """The loss and the optimizer steps on what `check_step` has passed; returns `train/` metrics."""
-        metrics = {"train/sequences": 0.0, "train/learning_rate": self.learning_rate(step)}
-        aligned, self._aligned = self._aligned, []
-        if aligned:
-            metrics |= await self._train(aligned, step)
-        return metrics
 
     def trains(self, group: RolloutGroup) -> bool:
         """Whether the group carries a gradient: its rewards differ, or a teacher scores it."""
@@ -183,7 +237,7 @@ class Learner:
         before any update of this step."""
         if not items:
             return []
-        datums = [to_scoring_datum(item.rollout) for item in items]
+        datums = [to_scoring_datum(item.rollout, **self._more(item.rollout)) for item in items]
         output = await self._client.forward(datums, "cross_entropy")
         trainer = [_shifted(result["logprobs"]) for result in output.loss_fn_outputs]
         entropies = [
@@ -195,15 +249,41 @@ class Learner:
             for item, logprobs, entropy in zip(items, trainer, entropies, strict=True)
         ]
         of = {id(item): logprobs for item, logprobs in zip(items, trainer, strict=True)}
-        return [(item, of[id(item)]) for item in self._check.compare(items, trainer, lags=lags, step=step)]
+        return [(item, of[id(item)]) for item in self.alignment.compare(items, trainer, lags=lags, step=step)]
 
-    async def _train(self, aligned: list[tuple[WeightedRollout, FloatArray]], step: int) -> dict[str, float]:
-        """One optimizer step for each minibatch of each epoch; metrics are means over them."""
-        batch = [item for item, _ in aligned]
-        metrics = {"train/sequences": float(len(batch))}
-        for item in batch:
-            self._report.add_trained(item.rollout)
-        metrics |= self._entropy()
+    async def train(self, step: int) -> dict[str, float]:
+        """One optimizer step for each minibatch of each epoch, on what `check` has passed.
+
+        Returns `train/` metrics, which are means over the optimizer steps.
+        """
+        aligned, self._aligned = self._aligned, []
+        rate = learning_rate(self._config, step, steps=self._config.steps)
+        metrics = {"train/sequences": float(len(aligned)), "train/learning_rate": rate}
+        if aligned:
+            batch, changed = await self._token_advantages(aligned)
+            metrics |= self._entropy() | changed
+            self.advantages = {id(item.rollout): item.advantages for item in batch}
+            for item in batch:
+                self.report.add_trained(item.rollout)
+            parts = [
+                part
+                for epoch in range(self._config.epochs_per_batch)
+                for part in minibatches(batch, self._config.minibatches, seed=f"{self._seed}/{step}/{epoch}")
+            ]
+            results = [await self._minibatch(part, rate) for part in parts]
+            for key in dict.fromkeys(key for result in results for key in result):
+                found = [result[key] for result in results if key in result]
+                metrics[key] = float(np.sum(found) if key == SKIPPED else np.mean(found))
+        if self.replay is not None:
+            self.replay.record(self.used)
+            metrics |= self.replay.metrics(self.replayed)
+        return metrics
+
+    async def _token_advantages(
+        self, aligned: list[tuple[WeightedRollout, FloatArray]]
+    ) -> tuple[list[WeightedRollout], dict[str, float]]:
+        """The sequences with the advantages that the loss gets: penalized, taught and corrected."""
+        batch, metrics = [item for item, _ in aligned], dict[str, float]()
         if self._penalty is not None:
             batch, metrics["train/kl_start"] = await self._penalty.apply(batch)
         if self._distillation is not None:
@@ -216,16 +296,7 @@ class Learner:
                 id(item.rollout): (former.advantages != 0) & (item.advantages == 0)
                 for former, item in zip(before, batch, strict=True)
             }
-        self.advantages = {id(item.rollout): self._shown(item) for item in batch}
-        parts = [
-            part
-            for epoch in range(self._config.epochs_per_batch)
-            for part in minibatches(batch, self._config.minibatches, seed=f"{self._seed}/{step}/{epoch}")
-        ]
-        results = [await self._minibatch(part, step) for part in parts]
-        for key in results[0]:
-            metrics[key] = float(np.mean([result[key] for result in results]))
-        return metrics
+        return batch, metrics
 
     def _entropy(self) -> dict[str, float]:
         """`train/entropy`: the mean over the compared tokens that carry loss, in nats."""
@@ -234,42 +305,35 @@ class Learner:
         ]
         return {"train/entropy": float(np.concatenate(found).mean())} if found else {}
 
-    async def _minibatch(self, part: list[WeightedRollout], step: int) -> dict[str, float]:
+    async def _minibatch(self, part: list[WeightedRollout], rate: float) -> dict[str, float]:
         """One optimizer step. The loss is a sum over tokens, divided as `loss_mean` says."""
-        first, *further = self._terms(part)
+        config = self._config
+        planned = config.groups_per_step * config.group_size / config.minibatches
+        counts = divisors(part, config.loss_mean, episodes=planned)
         stepped = await optimizer_step(
             self._client,
-            first.datums,
-            self._config,
-            loss_fn=first.loss_fn,
-            loss_config=first.loss_config,
-            learning_rate=self.learning_rate(step),
-            further=further[0] if further else None,
+            [self._datum(item, count) for item, count in zip(part, counts, strict=True)],
+            config,
+            loss_fn=cast(LossFnType, config.loss_fn),
+            loss_config=self._loss_config or None,
+            learning_rate=rate,
         )
-        clipped = first.loss_fn == self._config.loss_fn
-        return stepped.metrics | (self._clipped(part, stepped.logprobs) if clipped else {})
+        return stepped.metrics | self._clipped(part, stepped.logprobs)
 
-    def _terms(self, part: list[WeightedRollout]) -> list[LossTerm]:
-        """The policy-gradient loss, and the teacher's if it is a loss of its own."""
-        counts = divisors(part, self._config.loss_mean)
-        terms: list[LossTerm] = []
-        teacher = self._distillation if self._distillation and self._distillation.is_loss else None
-        if teacher is None or teacher.reward_coef or self._penalty is not None:
-            datums = [
-                to_training_datum(item.scaled(1 / count)) for item, count in zip(part, counts, strict=True)
-            ]
-            loss_fn = cast(LossFnType, self._config.loss_fn)
-            terms.append(LossTerm(datums, loss_fn, self._loss_config or None))
-        if teacher is not None:
-            datums = [teacher.datum(item, count) for item, count in zip(part, counts, strict=True)]
-            terms.append(LossTerm(datums, cast(LossFnType, "reverse_kl")))
-        return terms
+    def _datum(self, item: WeightedRollout, count: float) -> tinker.Datum:
+        """A sequence for `loss_fn`, divided by `count`."""
+        more = self._more(item.rollout)
+        if self._config.loss_fn == "gspo" and not self._is_embedded:
+            # Tinker's gspo sums over the tokens whose mean ours takes.
+            count *= max(1, int(item.rollout.loss_mask.sum()))
+            more["sequence_ratio_mask"] = item.rollout.loss_mask.astype(np.float32)
+        return to_training_datum(item.scaled(1 / count), **more)
 
-    def _shown(self, item: WeightedRollout) -> FloatArray:
-        """What the losses make of the advantages, float32 [T]."""
-        if self._distillation is None:
-            return item.advantages
-        return item.advantages + self._distillation.pull(item)
+    def _more(self, rollout: Rollout) -> dict[str, FloatArray]:
+        """What the embedded engine takes beside the inputs of Tinker's losses."""
+        if not self._is_embedded:
+            return {}
+        return {MASK: rollout.loss_mask.astype(np.float32), TEMPERATURES: rollout.temperatures}
 
     def _clipped(self, part: Sequence[WeightedRollout], logprobs: Sequence[FloatArray]) -> dict[str, float]:
         """`train/clip_fraction`: the share of the loss's tokens whose probability ratio is clipped."""
@@ -286,23 +350,21 @@ class Learner:
         old = item.reference if item.reference is not None else item.rollout.logprobs
         mask = item.rollout.loss_mask[1:]
         gaps = (new - old[1:])[mask]
-        if not self._ratio_of_sequence:
-            return gaps
-        trains = item.advantages[1:][mask] != 0  # As in the loss: what has no advantage has no say.
-        return np.full_like(gaps, gaps[trains].mean() if trains.any() else 0.0)
-
-    def learning_rate(self, step: int) -> float:
-        """The learning rate of `step`, which counts from 1."""
-        return learning_rate(self._config, step, steps=self._config.steps)
-
-    @property
-    def check(self) -> AlignmentCheck:
-        """What decided which sequences of the last update may train."""
-        return self._check
+        return np.full_like(gaps, gaps.mean()) if self._ratio_of_sequence else gaps
 
     async def save_checkpoint(self, name: str) -> None:
         """Write weights and optimizer state durably, under `name`."""
         await self._client.save_state(name)
+
+    def summary(self) -> dict[str, Any]:
+        """A role's part of summary.json."""
+        return {
+            "tokens_trained": self.report.tokens_trained,
+            "max_abs_dlogp": self.report.max_abs_dlogp,
+            "mean_abs_dlogp": self.report.whole.at_lag_0.mean_abs,
+            "sequences_per_episode": self.report.sequences_per_episode,
+            "alignment": explain(self.report),
+        }
 
 
 def _shifted(values: tinker.TensorData) -> FloatArray:
@@ -322,8 +384,11 @@ def minibatches(batch: Sequence[WeightedRollout], number: int, *, seed: str) -> 
     return [ordered[i : i + size] for i in range(0, len(ordered), size)]
 
 
-def divisors(part: Sequence[WeightedRollout], loss_mean: LossMean) -> list[int]:
-    """What the token losses of each sequence of a minibatch are divided by."""
+def divisors(part: Sequence[WeightedRollout], loss_mean: LossMean, *, episodes: float) -> Sequence[float]:
+    """What the token losses of each sequence of a minibatch are divided by. `episodes`: those that the
+    minibatch was planned to have."""
+    if loss_mean == "episodes":
+        return [episodes] * len(part)
     tokens = [int(item.rollout.loss_mask.sum()) for item in part]
     if loss_mean == "tokens":
         return [sum(tokens)] * len(part)
@@ -352,17 +417,47 @@ def policy_loss(config: TrainingConfig) -> Loss:
     return loss
 
 
+SERVICE_LOSSES = frozenset({"ppo", "importance_sampling", "cispo", "gspo"})
+"""Those that mean the same at a service. Its `dro` has no mask, so that prompts would train, and of its
+`stable_reinforce` no formula is published."""
+
+
 def check_loss(config: RunConfig) -> None:
     """Raises ConfigError if the run's backend cannot train with `training.loss_fn`."""
-    policy_loss(config.training)
-    if config.engine.backend == "tinker" and config.training.loss_fn not in get_args(LossFnType):
+    training = config.training
+    policy_loss(training)
+    if config.engine.backend == "tinker" and training.loss_fn not in SERVICE_LOSSES:
         raise ConfigError(
-            f"training.loss_fn: {config.training.loss_fn!r} needs the embedded engine; a service behind "
-            "Tinker's protocol knows only its own losses"
+            f"training.loss_fn: {training.loss_fn!r} needs the embedded engine; a service behind Tinker's "
+            f"protocol trains a run with {', '.join(sorted(SERVICE_LOSSES))}"
+        )
+    if training.loss_fn == "gspo" and training.loss_mean != "sequences":
+        raise ConfigError(
+            f"training.loss_mean: {training.loss_mean} divides by tokens, as gspo does itself; use sequences"
         )
 
 
+WIDE_CLIP = 0.05
+"""Ratios of whole sequences stay so close to 1 that a clip this wide never acts."""
+
+
+def wide_clip(config: TrainingConfig) -> str:
+    """What to tell of `clip_low` and `clip_high` with gspo; empty: nothing."""
+    given = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+    wide = [f"{name}: {value:g}" for name, value in given.items() if value is not None and value > WIDE_CLIP]
+    if config.loss_fn != "gspo" or not wide:
+        return ""
+    return (
+        f"training.{', '.join(wide)} hardly ever clips the ratio of a whole sequence, which is a mean; leave "
+        "it out for the 3e-4 and 4e-4 of gspo's authors"
+    )
+
+
 def _loss_config(config: TrainingConfig, loss: Loss) -> dict[str, float]:
-    """`loss_fn_config`: the clip thresholds if the loss has them, and `loss_config`."""
-    clip = {"clip_low_threshold": 1 - config.clip_low, "clip_high_threshold": 1 + config.clip_high}
-    return {key: value for key, value in clip.items() if key in loss.settings} | config.loss_config
+    """`loss_fn_config`: the loss's own settings, under those of the config."""
+    clip = {
+        "clip_low_threshold": None if config.clip_low is None else 1 - config.clip_low,
+        "clip_high_threshold": None if config.clip_high is None else 1 + config.clip_high,
+    }
+    given = {key: value for key, value in clip.items() if key in loss.settings and value is not None}
+    return {**loss.settings, **given, **config.loss_config}

@@ -21,7 +21,8 @@ from tinkerscript.errors import AlignmentError, GatewayError
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import IntArray, unpack_ids, unpack_logprobs
 from tinkerscript.train.backends.backend import FrozenModel, Publisher
-from tinkerscript.train.journal import EpisodeAccepted, Journal, Outcome, PolicyPublished
+from tinkerscript.train.journal import Journal, PolicyPublished
+from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
 
 
 class SeededSampler(Sampler):

@@ -12,7 +12,6 @@ from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
@@ -30,24 +29,18 @@ from tinkerscript.record.entries import (
     TrainedEpisode,
     TrainedSequence,
 )
+from tinkerscript.record.health import HealthRow, health_rows
+from tinkerscript.record.reader import Record
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.record.writer import RecordWriter
 from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup
-from tinkerscript.rollouts.call import Call, FloatArray, pack_ids, pack_logprobs
+from tinkerscript.rollouts.call import FloatArray, pack_ids, pack_logprobs
 from tinkerscript.rollouts.rollout import Rollout
-from tinkerscript.train.journal import (
-    AnyEvent,
-    EpisodeAccepted,
-    EpisodeFailed,
-    EpisodeRegistered,
-    Evaluated,
-    Outcome,
-    usable,
-)
-from tinkerscript.train.learner import Compared
+from tinkerscript.train.episode_source import PlannedEpisode
+from tinkerscript.train.journal import AnyEvent, EpisodeRegistered, Evaluated, usable
+from tinkerscript.train.learner import Compared, Learner
 from tinkerscript.train.samples import TaskSamples
-from tinkerscript.train.sources.source import PlannedEpisode
-from tinkerscript.train.trained_policy import TrainedPolicy
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
 
 MAX_FINDINGS = 200
 """Findings with their episodes that a step records."""
@@ -141,23 +134,17 @@ class RunRecorder:
         for episode in episodes if self._every else ():
             self._expected.setdefault(episode.episode_uuid, _Expected(step, label, episode.payload))
 
-    def ended(
-        self,
-        outcome: Outcome,
-        failed_calls: Mapping[int, list[Call]],
-        transcripts: Mapping[int, bytes] = MappingProxyType({}),
-    ) -> None:
-        """An episode ended. `failed_calls`: attempt -> the calls of one that failed; `transcripts`: attempt
-        -> its transcript."""
+    def ended(self, outcome: Outcome) -> None:
+        """An episode ended."""
         if not self._every:
             return
         expected = self._expected.pop(outcome.episode_uuid, _Expected(0, "", {}))
-        entry = _entry(outcome, expected, failed_calls)
+        entry = _entry(outcome, expected)
         # Nobody planned clients' own samples for a step; the next one will take them.
         step = expected.step or self._step + 1
         keeps = self.keeps(step) or outcome.episode_type == "eval"
         self._writer.episode(entry, with_tokens=keeps)
-        for attempt, transcript in transcripts.items() if keeps else ():
+        for attempt, transcript in outcome.transcripts.items() if keeps else ():
             self._writer.transcript(outcome.episode_uuid, attempt, transcript)
 
     def catch_up(self, events: Sequence[AnyEvent], samples: TaskSamples | None) -> None:
@@ -177,7 +164,7 @@ class RunRecorder:
                 interrupted = label not in evaluated
                 step = step if interrupted else evaluated[label].step
             self._expected[outcome.episode_uuid] = _Expected(step, label, payload)
-            self.ended(outcome, {})
+            self.ended(outcome)
             if interrupted or (step > self._step and outcome.episode_uuid not in self._kept):
                 self._writer.undo(outcome.episode_uuid)
             if number % BETWEEN_FLUSHES == 0:
@@ -190,7 +177,7 @@ class RunRecorder:
         step: int,
         *,
         outcomes: Mapping[str, Outcome],
-        trained: Sequence[TrainedPolicy],
+        trained: Sequence[Learner],
         metrics: Mapping[str, float],
         max_lag: int | None,
         stale: Container[str],
@@ -206,19 +193,19 @@ class RunRecorder:
             reward=metrics.get("reward/mean"),
             accepted=metrics["episodes/accepted"],
             failed=metrics["episodes/failed"],
-            trained=sum(len(group.episodes) for group in trained[0].learner.trained),
+            trained=sum(len(group.episodes) for group in trained[0].trained),
             max_lag=max_lag,
         )
-        noticed = sum((each.learner.check.noticed for each in trained), Counter[tuple[str, str, str]]())
+        noticed = sum((each.alignment.noticed for each in trained), Counter[tuple[str, str, str]]())
         for (kind, name, uuid), count in sorted(noticed.items())[:MAX_FINDINGS]:
             self._writer.finding(step=step, kind=kind, name=name, detail="", episode=uuid, count=count)
         if self._every:
             # What stops a run is looked at, whichever steps are kept.
             keeps = self.keeps(step) or bool(stopped)
             entries: dict[str, TrainedEpisode] = {}
-            for policy in trained:
-                view = _StepView(policy, keeps=keeps, stopped=stopped)
-                for group in [*policy.groups, *policy.replayed]:
+            for learner in trained:
+                view = _StepView(learner, keeps=keeps, stopped=stopped)
+                for group in [*learner.groups, *learner.replayed]:
                     for entry in view.group(group):
                         entries[entry.uuid] = _together(entries.get(entry.uuid), entry)
             for uuid, outcome in outcomes.items():
@@ -268,17 +255,18 @@ class RunRecorder:
         """Facts about the run, such as its server's address."""
         self._writer.status(**values)
 
-    @property
-    def session(self) -> str:
-        """`RecordWriter.session`."""
-        return self._writer.session
+    def health(self) -> list[HealthRow]:
+        """By what is written so far; empty if nothing can be written any more. Blocks."""
+        if self._writer.failure:
+            return []
+        record = Record(self._writer.folder)
+        try:
+            return health_rows(record)
+        finally:
+            record.close()
 
-    def flush(self) -> bool:
-        """`RecordWriter.flush`. Blocks."""
-        return self._writer.flush()
 
-
-def _entry(outcome: Outcome, expected: _Expected, failed_calls: Mapping[int, list[Call]]) -> RecordedEpisode:
+def _entry(outcome: Outcome, expected: _Expected) -> RecordedEpisode:
     accepted = isinstance(outcome, EpisodeAccepted)
     failures = outcome.retries if accepted else outcome.failures
     last = failures[-1] if failures else {}
@@ -299,7 +287,7 @@ def _entry(outcome: Outcome, expected: _Expected, failed_calls: Mapping[int, lis
         ended=time.time(),
         detail=EpisodeDetail(
             calls=outcome.all_calls if accepted else [],
-            failed_calls=dict(failed_calls),
+            failed_calls=outcome.failed_calls,
             failures=failures,
             metadata=outcome.metadata if accepted else {},
             log_metrics=_figures(outcome) if accepted else {},
@@ -351,16 +339,15 @@ def _together(known: TrainedEpisode | None, more: TrainedEpisode) -> TrainedEpis
 class _StepView:
     """What a policy's last update did with each episode."""
 
-    def __init__(self, policy: TrainedPolicy, *, keeps: bool, stopped: str) -> None:
-        self._role = policy.role
-        learner = policy.learner
+    def __init__(self, learner: Learner, *, keeps: bool, stopped: str) -> None:
+        self._role = learner.role
         self._stopped = stopped
         self._rule: AdvantageRule = learner.rule
         self._advantages = learner.advantages
         self._compared: dict[int, Compared] = {id(each.rollout): each for each in learner.compared}
         self._corrected = learner.corrected
         self._trains = learner.trains
-        self._reasons = learner.check.reasons
+        self._reasons = learner.alignment.reasons
         self._keeps = keeps
 
     def group(self, group: RolloutGroup) -> list[TrainedEpisode]:

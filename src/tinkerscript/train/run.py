@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -17,12 +17,11 @@ from contextlib import (
 )
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from tinkerscript.config import EvaluationConfig, InterchangeConfig, RunConfig
+from tinkerscript.config import EvaluationConfig, RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import AlignmentError, ConfigError, EngineError, LinkError
 from tinkerscript.logs import logged_to
@@ -34,45 +33,40 @@ from tinkerscript.processes.children import (
     launched_ranks,
     release_former_workers,
     server_address,
-    standing_servers,
     worker_command,
 )
 from tinkerscript.processes.launcher import Launcher, LocalLauncher
 from tinkerscript.processes.planned import SERVER, PlannedProcess, plan_of
 from tinkerscript.processes.ray_launcher import open_launcher
+from tinkerscript.processes.run_page import run_page
 from tinkerscript.processes.supervisor import Supervisor, run_beside
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.alignment.diagnosis import Finding
 from tinkerscript.rollouts.alignment.report import explain
-from tinkerscript.server.addresses import read_server_info
+from tinkerscript.server.addresses import moved_to, read_server_info
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends import backend_named, open_backend, waited_for
 from tinkerscript.train.backends.backend import FrozenModel, Publisher, TrainerBackend
-from tinkerscript.train.distillation import Distillation, open_distillation
+from tinkerscript.train.episode_source import EpisodeSource, NetworkSource
 from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.grpo import GRPO
 from tinkerscript.train.history import History, read_history
 from tinkerscript.train.journal import Journal, lost_episodes
-from tinkerscript.train.learner import Learner, check_loss
+from tinkerscript.train.learner import Learner, check_loss, wide_clip
+from tinkerscript.train.learning_rates import resolved
 from tinkerscript.train.policy import Policy
-from tinkerscript.train.record_sender import record_sent
 from tinkerscript.train.recorder import recorded
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, FINAL_CHECKPOINT, RunFolder
 from tinkerscript.train.samples import TaskSamples
-from tinkerscript.train.sources.network import NetworkSource
-from tinkerscript.train.sources.source import EpisodeSource
 from tinkerscript.train.step_metrics import extra_metrics
-from tinkerscript.train.trained_policy import TrainedPolicy
+from tinkerscript.train.token_advantages import Distillation, open_distillation
 from tinkerscript.trainer_link.trainer_end import TrainerLink
-from tinkerscript.workers.task_kinds import INSPECT, kind_of
+from tinkerscript.workers.base_task import INSPECT, kind_of
 
 if TYPE_CHECKING:
     from tinkerscript.train.replicas.publisher import ReplicaPublisher
 
 GOODBYE_S = 2.0
-
-RecordSent = Callable[[TrainerLink], AbstractAsyncContextManager[None]]
-"""Sends the run's record while the context is open."""
 
 logger = logging.getLogger(__name__)
 
@@ -83,21 +77,25 @@ async def run_training(
     *,
     path: Path | None = None,
     join: bool = False,
-    on_url: Callable[[str], object] = lambda url: None,
+    on_server: Callable[[str], object] = lambda url: None,
+    on_page: Callable[[str], object] | None = None,
 ) -> RunFolder:
     """Train as `config` says; returns the run's folder, whose summary.json has the results.
 
     `path`: the folder of a run to resume. `join`: use the server that already serves `path` instead of
-    starting one. `on_url` is called with the server's URL, where the run's page is, once it listens. Raises
-    ConfigError for a run that cannot start.
+    starting one. `on_server` is called with the server's URL once it listens, and `on_page` with that of the
+    run's page; without it the run has no page. Raises ConfigError for a run that cannot start.
     """
-    backend_named(config.engine.backend)
+    # What can be refused is refused before the run has a folder.
+    model = model_folder(config.engine.model)
+    backend_named(config.engine.backend).check(config.engine, model, progress.note)
     check_loss(config)
     extra = extra_metrics(config)
     samples = _samples(config)
-    folder = RunFolder(config, now=datetime.now(), path=path)
-    durable = config.interchange_server.durability == "full"
+    config, about_rates = resolved(config, model)
+    folder = RunFolder(config, model, now=datetime.now(), path=path)
     async with AsyncExitStack() as stack:
+        # The run's folder: its journal, its record, and how far it came.
         stack.callback(folder.close)
         log = folder.path / "logs" / "trainer.log"
         stack.enter_context(logged_to(log, config.log_format, run=folder.path.name))
@@ -108,17 +106,27 @@ async def run_training(
             recorded(config, folder.path, progress, step=history.step, kept=kept)
         )
         await stack.enter_async_context(folder.copied(progress.note))
-        journal = stack.enter_context(Journal(folder.path / "journal.jsonl", durable=durable))
+        for damage in folder.passed_over(events, history.step):
+            progress.note(damage)
+        await stack.enter_async_context(run_page(config, folder.path, progress.note, on_page))
+        durable = config.interchange_server.durability == "full"
+        journal_path = folder.path / "journal.jsonl"
+        journal = stack.enter_context(Journal(journal_path, durable=durable, run_id=folder.run_id))
         children = await stack.enter_async_context(
-            _children(config, folder.path, progress, on_url, join=join)
+            _children(config, folder.path, progress, on_server, join=join)
         )
         progress.begin(config.training.steps, done=history.step)
         recorder.catch_up(events, samples)
-        del events
-        if samples and (warning := not_held_out(samples, config.evaluation)):
-            progress.note(warning)
+        for line in (*about_rates, *_advice(config, samples)):
+            progress.note(line)
+        if folder.holds_a_run:
+            if samples:
+                samples.next_position = history.next_position
+            folder.forget_metrics_after(history.step)
+        # What trains and samples.
         opening = open_backend(
             config.engine,
+            model,
             checkpoint_dir=folder.checkpoints,
             seed=config.seed,
             restore=folder.checkpoint_name(history.step) if history.checkpoint else None,
@@ -129,110 +137,142 @@ async def run_training(
         )
         with progress.waiting(waited_for(config.engine)):
             backend = await stack.enter_async_context(opening)
-        _restore(history, folder, samples)
+        if config.sampling.max_tokens >= backend.max_context:
+            progress.note(
+                f"sampling.max_tokens: {config.sampling.max_tokens} does not fit the model's context of "
+                f"{backend.max_context} tokens, prompt and reply: a reply without an end fills it"
+            )
         policy = Policy(backend, journal, seed=config.seed)
-        own_folder = model_folder(config.engine.model)
-        frozen = dict[str, FrozenModel]()
-        for name, role in config.episode_roles.items():
-            if role.kind == "frozen":
-                model = open_frozen_role(name, role, backend, folder=own_folder, note=progress.note)
-                frozen[name] = await stack.enter_async_context(model)
-                policy.add_frozen(name, frozen[name])
-        distillation = await stack.enter_async_context(
-            open_distillation(config, backend, folder=own_folder, progress=progress, opened=frozen)
-        )
-        trained = [_trained_policy(config, backend, history, distillation=distillation)]
-        with progress.waiting("the engine to try the loss"):
-            await trained[0].learner.check_loss(backend)
-        for name in config.trained_roles:
-            with progress.waiting(f"the policy of role {name}"):
-                beside = await _policy_of_role(config, name, backend, folder, history)
-            policy.add_trained(name, beside)
-            trained.append(_trained_policy(config, beside, history, role=name))
-        sent = partial(
-            record_sent,
-            recorder=recorder,
-            folder=folder.path,
-            limit_mb=config.recording_limit_mb,
-            note=progress.note,
-        )
-        # A server that this trainer has started reads the record where it is written.
-        opening = _opened(config, folder, backend, policy, children, progress, sent if join else None)
-        async with opening as opened:
+        learners = await _learners(config, backend, policy, folder, history, model, progress, stack)
+        # What runs the episodes.
+        async with _opened(config, folder, backend, policy, children, model, progress) as opened:
             if config.inference.has_replicas:
                 # After the server, which may be where they get their adapters.
                 with progress.waiting(f"the replicas (logs: {folder.path / 'logs'})"):
-                    replicas = await stack.enter_async_context(
-                        _replicas(config, folder.path, backend, progress, children)
-                    )
+                    opening = _replicas(config, folder.path, backend, progress, children)
+                    replicas = await stack.enter_async_context(opening)
                 policy.publish_to(replicas)
                 folder.exported.watch(replicas.pool.replicas)
                 opened, extra = replace(opened, publisher=replicas), [*extra, replicas.metrics]
-            source = opened.source
             recorder.status(server_url=opened.server_url or "")
             grpo = GRPO(
                 config,
                 folder,
                 samples,
-                source,
+                opened.source,
                 policy,
-                trained,
+                learners,
                 journal,
                 progress,
                 recorder,
                 history,
                 extra_metrics=extra,
+                train_seconds=history.checkpoint.train_seconds if history.checkpoint else 0.0,
             )
-            grpo.train_seconds = history.checkpoint.train_seconds if history.checkpoint else 0.0
             with _report_written(grpo):
                 await run_beside(opened, asyncio.create_task(grpo.run(), name="grpo"))
             with progress.waiting("the final checkpoint"):
                 await grpo.save_checkpoint(FINAL_CHECKPOINT)
-            folder.copy_out(*folder.checkpoints_named(FINAL_CHECKPOINT))
             audit = await _audit(journal, opened, progress, folder.ended_elsewhere())
-        _write_results(folder, grpo, audit)
+        folder.write_json("summary.json", summarize(grpo, audit))
+        folder.draw_curve(at_once=True)
         await folder.finish_copies(progress)
     return folder
 
 
-def _replicas(
+def _samples(config: RunConfig) -> TaskSamples | None:
+    """The tasks' samples; None if clients register their own. Raises ConfigError."""
+    others = [task.name for task in config.all_tasks if kind_of(task.name) != INSPECT]
+    if others and not config.enable_tinkerscript_mode:
+        raise ConfigError(
+            "enable_tinkerscript_mode: false supports only Inspect tasks, in the trainer's process, and "
+            f"{others[0]!r} is not one: set it to true"
+        )
+    if config.all_tasks or not config.enable_tinkerscript_mode:
+        return TaskSamples(config.all_tasks, seed=config.seed)
+    if config.evaluation.episodes or config.workers.count:
+        raise ConfigError(
+            "without task.name the episodes are samples that clients register: set evaluation.episodes and "
+            "workers.count to 0, or name a task"
+        )
+    return None
+
+
+def _advice(config: RunConfig, samples: TaskSamples | None) -> Iterator[str]:
+    """What people should know before the run begins."""
+    if samples and (warning := not_held_out(samples, config.evaluation)):
+        yield warning
+    if samples and samples.greedy and config.sampling.precedence == "program":
+        yield (
+            f"the task {', '.join(samples.greedy)} asks for temperature 0, at which nothing trains: "
+            "change its config, or let the run decide with sampling.precedence: run"
+        )
+    if warning := wide_clip(config.training):
+        yield warning
+
+
+def not_held_out(samples: TaskSamples, evaluation: EvaluationConfig) -> str:
+    """A warning about evaluation samples that also train; empty if there are none."""
+    interim = evaluation.interim_episodes if evaluation.every_steps else 0
+    shared, number = samples.trained_too(max(evaluation.episodes, interim))
+    if not shared:
+        return ""
+    return (
+        f"{shared} of {number} evaluation samples are trained on too: the score is not held out; "
+        "select another split with task.eval_args"
+    )
+
+
+# What trains
+
+
+async def _learners(
     config: RunConfig,
-    folder: Path,
     backend: TrainerBackend,
-    progress: ProgressReporter,
-    children: Children,
-) -> AbstractAsyncContextManager[ReplicaPublisher]:
-    # Imported here: a run that samples with its own engine does not need it.
-    from tinkerscript.train.replicas.publisher import open_replicas
-
-    launcher = children.launcher
-    server_url = "" if launcher.shares_files else children.url_of_server(config)
-    return open_replicas(config, folder, backend, progress.note, launcher=launcher, server_url=server_url)
-
-
-def _trained_policy(
-    config: RunConfig,
-    backend: TrainerBackend,
+    policy: Policy,
+    folder: RunFolder,
     history: History,
-    *,
-    role: str = "",
-    distillation: Distillation | None = None,
-) -> TrainedPolicy:
-    """The policy that `backend` trains, as far as its checkpoint came. `role`: empty for the run's own."""
-    training = config.training_of(role)
+    model: Path,
+    progress: ProgressReporter,
+    stack: AsyncExitStack,
+) -> list[Learner]:
+    """What trains the run's own policy, and then the roles that train, which `policy` samples from.
+
+    Also opens the frozen roles and the teacher, until `stack` is closed.
+    """
+    frozen = dict[str, FrozenModel]()
+    for name, role in config.episode_roles.items():
+        if role.kind == "frozen":
+            opening = open_frozen_role(name, role, backend, folder=model, note=progress.note)
+            frozen[name] = await stack.enter_async_context(opening)
+            policy.add_frozen(name, frozen[name])
+    distillation = await stack.enter_async_context(
+        open_distillation(config, backend, folder=model, progress=progress, opened=frozen)
+    )
     done = history.checkpoint
     reports = {"": done.report, **done.role_reports} if done else {}
-    report = AlignmentReport.from_json(reports.get(role, {}))
-    learner = Learner(
-        backend.client,
-        training,
-        model=TrainedModel.of(model_folder(config.engine.model), backend),
-        report=report,
-        seed=config.seed,
-        start_logprobs=backend.start_logprobs,
-        distillation=distillation,
-    )
-    return TrainedPolicy(learner, report, training, seed=config.seed, role=role)
+
+    def learner(backend: TrainerBackend, role: str, teacher: Distillation | None) -> Learner:
+        return Learner(
+            backend.client,
+            config.training_of(role),
+            model=TrainedModel.of(model, backend, scales_logits=teacher is None or teacher.scales_logits),
+            report=AlignmentReport.from_json(reports.get(role, {})),
+            seed=config.seed,
+            role=role,
+            start_logprobs=backend.start_logprobs,
+            distillation=teacher,
+        )
+
+    learners = [learner(backend, "", distillation)]
+    with progress.waiting("the engine to try the loss"):
+        await learners[0].check_loss(backend)
+    for name in config.trained_roles:
+        with progress.waiting(f"the policy of role {name}"):
+            beside = await _policy_of_role(config, name, backend, folder, history)
+        policy.add_trained(name, beside)
+        learners.append(learner(beside, name, None))
+    return learners
 
 
 async def _policy_of_role(
@@ -253,58 +293,33 @@ async def _policy_of_role(
         raise ConfigError(f"roles.{name}.model: {checkpoint or restore!r}: {error}") from error
 
 
+def _replicas(
+    config: RunConfig, folder: Path, backend: TrainerBackend, progress: ProgressReporter, children: Children
+) -> AbstractAsyncContextManager[ReplicaPublisher]:
+    # Imported here: a run that samples with its own engine does not need it.
+    from tinkerscript.train.replicas.publisher import open_replicas
+
+    launcher = children.launcher
+    server_url = "" if launcher.shares_files else children.url_of_server(config)
+    return open_replicas(config, folder, backend, progress.note, launcher=launcher, server_url=server_url)
+
+
 @contextmanager
 def _report_written(grpo: GRPO) -> Generator[None]:
     """Write the alignment reports however the run ends, including the finding that ended it."""
     try:
         yield
     except AlignmentError as error:
-        last = [each.report.findings[-1]["name"] for each in grpo.trained if each.report.findings]
+        last = [each.report.findings[-1]["name"] for each in grpo.learners if each.report.findings]
         if error.name not in last:
             grpo.own.report.add_finding(Finding(error.name, str(error)), step=grpo.step + 1)
             grpo.recorder.finding(grpo.step + 1, error.name, str(error))
         raise
     finally:
-        grpo.folder.write_json(ALIGNMENT_FILE, grpo.alignment())
+        grpo.folder.write_json(ALIGNMENT_FILE, grpo.log.alignment())
 
 
-def _samples(config: RunConfig) -> TaskSamples | None:
-    """The tasks' samples; None if clients register their own. Raises ConfigError."""
-    others = [task.name for task in config.all_tasks if kind_of(task.name) != INSPECT]
-    if others and not config.enable_tinkerscript_mode:
-        raise ConfigError(
-            "enable_tinkerscript_mode: false runs Inspect tasks alone, in the trainer's process, and "
-            f"{others[0]!r} is none: set it to true"
-        )
-    if config.all_tasks or not config.enable_tinkerscript_mode:
-        return TaskSamples(config.all_tasks, seed=config.seed)
-    if config.evaluation.episodes or config.workers.count:
-        raise ConfigError(
-            "without task.name the episodes are samples that clients register: set evaluation.episodes and "
-            "workers.count to 0, or name a task"
-        )
-    return None
-
-
-def not_held_out(samples: TaskSamples, evaluation: EvaluationConfig) -> str:
-    """A warning about evaluation samples that also train; empty if there are none."""
-    interim = evaluation.interim_episodes if evaluation.every_steps else 0
-    shared, number = samples.trained_too(max(evaluation.episodes, interim))
-    if not shared:
-        return ""
-    return (
-        f"{shared} of {number} evaluation samples are trained on too: the score is not held out; "
-        "select another split with task.eval_args"
-    )
-
-
-def _restore(history: History, folder: RunFolder, samples: TaskSamples | None) -> None:
-    """Set the position in the samples and the metrics back to the checkpoint's step."""
-    if not folder.holds_a_run:
-        return
-    if samples:
-        samples.next_position = history.next_position
-    folder.forget_metrics_after(history.step)
+# What runs the episodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,6 +382,8 @@ class Children:
 
     plan: list[PlannedProcess] = field(default_factory=list[PlannedProcess])
     launcher: Launcher = field(default_factory=LocalLauncher)
+    server_stays: bool = False
+    """Whether the server outlives this trainer, and may get another one."""
 
     def url_of_server(self, config: RunConfig) -> str:
         """Where the processes that the launcher starts find the server."""
@@ -379,11 +396,10 @@ async def _children(
     config: RunConfig,
     path: Path,
     progress: ProgressReporter,
-    on_url: Callable[[str], object],
+    on_server: Callable[[str], object],
     *,
     join: bool,
 ) -> AsyncGenerator[Children]:
-    """The server first: people can watch the run while everything else starts."""
     if not config.enable_tinkerscript_mode:
         async with Supervisor(max_restarts=0, note=progress.note) as supervisor:
             yield Children(supervisor, None)
@@ -391,30 +407,20 @@ async def _children(
     plan = plan_of(config, path)
     async with Supervisor(max_restarts=config.workers.max_restarts, note=progress.note) as supervisor:
         with progress.waiting(f"the interchange server (log: {path / 'logs' / 'server.log'})"):
-            address = await _server(config.interchange_server, path, plan, supervisor, join=join)
-        progress.note(f"watch the run at {address.url}")
-        progress.note(f"interchange server at {address.url}, run folder {path}")
-        on_url(address.url)
-        async with _launcher(config, plan, path, progress) as launcher:
+            address = await _server(path, plan, supervisor, join=join)
+        moved = "" if join else moved_to(config.interchange_server, address.url)
+        progress.note(f"interchange server at {address.url}, run folder {path}{moved}")
+        on_server(address.url)
+        in_ray = f"room in the Ray cluster (log: {path / 'logs' / 'ray.log'})"
+        async with AsyncExitStack() as stack:
+            with nullcontext() if config.cluster.launcher == "local" else progress.waiting(in_ray):
+                opening = open_launcher(config, plan, path, progress.note)
+                launcher = await stack.enter_async_context(opening)
             supervisor.launcher = launcher
             try:
-                yield Children(supervisor, address, plan, launcher)
+                yield Children(supervisor, address, plan, launcher, join)
             finally:
                 await supervisor.stop()
-
-
-@asynccontextmanager
-async def _launcher(
-    config: RunConfig, plan: Sequence[PlannedProcess], path: Path, progress: ProgressReporter
-) -> AsyncGenerator[Launcher]:
-    async with AsyncExitStack() as stack:
-        opening = open_launcher(config, plan, path, progress.note)
-        if config.cluster.launcher == "local":
-            launcher = await stack.enter_async_context(opening)
-        else:
-            with progress.waiting(f"room in the Ray cluster (log: {path / 'logs' / 'ray.log'})"):
-                launcher = await stack.enter_async_context(opening)
-        yield launcher
 
 
 @asynccontextmanager
@@ -424,27 +430,18 @@ async def _opened(
     backend: TrainerBackend,
     policy: Policy,
     children: Children,
+    model: Path,
     progress: ProgressReporter,
-    sent: RecordSent | None,
 ) -> AsyncGenerator[Opened]:
-    """`sent`: sends the run's record over the link to a server that may be elsewhere."""
-    if children.address is None:
-        opening = _in_process(config, backend, policy, children.supervisor)
-    else:
-        opening = _network(config, folder, backend, policy, children, children.address, progress, sent)
-    async with opening as opened:
-        yield opened
-
-
-@asynccontextmanager
-async def _in_process(
-    config: RunConfig, backend: TrainerBackend, policy: Policy, supervisor: Supervisor
-) -> AsyncGenerator[Opened]:
+    if children.address is not None:
+        async with _network(config, folder, backend, policy, children, children.address, progress) as opened:
+            yield opened
+        return
     # Imported here: renderers and rollout loops take seconds, and a run with a server needs neither.
-    from tinkerscript.train.sources.in_process import InProcessSource
+    from tinkerscript.train.in_process import InProcessSource
 
-    async with InProcessSource(config, policy) as source:
-        yield Opened(source, supervisor, backend)
+    async with InProcessSource(config, policy, model) as source:
+        yield Opened(source, children.supervisor, backend)
 
 
 @asynccontextmanager
@@ -456,16 +453,15 @@ async def _network(
     children: Children,
     address: ServerAddress,
     progress: ProgressReporter,
-    sent: RecordSent | None,
 ) -> AsyncGenerator[Opened]:
     supervisor, planned = children.supervisor, [p for p in children.plan if p.name.startswith("worker ")]
     if not planned:
         progress.note(
-            f"no workers on this machine (workers.count: 0); start some with\n  "
+            f"no workers on this machine (workers.count: 0); start some where their files are, with\n  "
             f"{worker_command(config, address.url)}"
         )
     link = TrainerLink(
-        address.links,
+        address.link_address,
         trainer_id=uuid4().hex,
         model=config.engine.model,
         sampler=policy.sample,
@@ -491,8 +487,7 @@ async def _network(
             ]
             failure, finished = "", False
             try:
-                async with sent(link) if sent is not None else nullcontext():
-                    yield Opened(source, supervisor, backend, address.url, link, policy=policy)
+                yield Opened(source, supervisor, backend, address.url, link, policy=policy)
                 finished = True
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
@@ -501,14 +496,16 @@ async def _network(
                 for task in beside:
                     task.cancel()
                 await asyncio.gather(*beside, return_exceptions=True)
-                await _say_goodbye(link, finished=finished, failure=failure)
+                # Nobody comes back to the workers of a failed run whose server ends with it.
+                over = finished or (bool(failure) and not children.server_stays)
+                await _say_goodbye(link, over=over, failure=failure)
     finally:
         await supervisor.stop()  # While the backend can still answer what the workers ask.
 
 
-async def _say_goodbye(link: TrainerLink, *, finished: bool, failure: str) -> None:
+async def _say_goodbye(link: TrainerLink, *, over: bool, failure: str) -> None:
     """Tell the server that the trainer is leaving and why, so that nobody waits for a timeout."""
-    link.set_status(engine_status="ENGINE.OFFLINE", run_finished=finished, failure=failure)
+    link.set_status(engine_status="ENGINE.OFFLINE", run_finished=over, failure=failure)
     try:
         async with asyncio.timeout(GOODBYE_S):
             await link.flush()
@@ -517,16 +514,9 @@ async def _say_goodbye(link: TrainerLink, *, finished: bool, failure: str) -> No
 
 
 async def _server(
-    section: InterchangeConfig,
-    path: Path,
-    plan: Sequence[PlannedProcess],
-    supervisor: Supervisor,
-    *,
-    join: bool,
+    path: Path, plan: Sequence[PlannedProcess], supervisor: Supervisor, *, join: bool
 ) -> ServerAddress:
-    """The address of the server: of those that the config names, the one to join, or a new child process."""
-    if section.link_addresses:
-        return standing_servers(section, path)
+    """The address of the server: the one to join, or a new child process."""
     if join:
         info = read_server_info(path)
         if info is None:
@@ -557,11 +547,6 @@ async def _audit(
     return Audit(lost, restarts, opened.link.results_accepted)
 
 
-def _write_results(folder: RunFolder, grpo: GRPO, audit: Audit) -> None:
-    folder.write_json("summary.json", summarize(grpo, audit))
-    folder.draw_curve(at_once=True)
-
-
 def summarize(grpo: GRPO, audit: Audit) -> dict[str, Any]:
     """The contents of summary.json."""
     evaluations = grpo.evaluator.finished
@@ -574,7 +559,7 @@ def summarize(grpo: GRPO, audit: Audit) -> dict[str, Any]:
             "eval_after": after.role_scores.get(each.role) if after else None,
             **each.summary(),
         }
-        for each in grpo.trained[1:]
+        for each in grpo.learners[1:]
     }
     return {
         "eval_before": before.score if before else None,

@@ -2,7 +2,7 @@
 
 config.yaml  metrics.jsonl  journal.jsonl  record.sqlite  alignment.json  summary.json  learning_curve.png
 rollouts/step_0001.jsonl  checkpoints/step_0005/  checkpoints/final/  checkpoints/roles/NAME/final/
-logs/  inspect/  sft_data.json  outbox/
+logs/  inspect/  sft_data.json  run_id
 
 Invariant: one trainer at a time writes there, held by a lock that dies with the process.
 """
@@ -30,13 +30,13 @@ from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically, write_json
 from tinkerscript.lifecycle import try_lock
-from tinkerscript.model_folder import model_folder
-from tinkerscript.remote_folder import FETCHED, ROLES, Uploads, is_url
+from tinkerscript.remote_folder import FETCHED, JOURNAL, ROLES, Uploads, is_url
 from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup
 from tinkerscript.rollouts.rollout import EpisodeRollouts
-from tinkerscript.train.journal import AnyEvent, EpisodeAccepted, EpisodeFailed, Outcome, read_journal
-from tinkerscript.train.step_metrics import metric_loggers
-from tinkerscript.train.trainer_metrics import TrainerMetrics
+from tinkerscript.train.identity import check_unused, check_whole, damage_of, identify, write_manifest
+from tinkerscript.train.journal import AnyEvent, Checkpointed, read_journal
+from tinkerscript.train.step_metrics import TrainerMetrics, metric_loggers
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
 
 ALIGNMENT_FILE = "alignment.json"
 FINAL_CHECKPOINT = "final"
@@ -45,25 +45,28 @@ FINAL_CHECKPOINT = "final"
 class RunFolder:
     """Creates the folder of `config` if it does not exist, and locks it."""
 
-    def __init__(self, config: RunConfig, *, now: datetime, path: Path | None = None) -> None:
-        """`path`: the folder of a run to resume, or of a server to join; None: as `experiment_dir` says.
+    def __init__(self, config: RunConfig, model: Path, *, now: datetime, path: Path | None = None) -> None:
+        """`model`: the folder of the model that trains. `path`: the folder of a run to resume, or of a server
+        to join; None: as `experiment_dir` says.
 
         Raises ConfigError for a new run in a folder that holds one, and if another trainer is using the
         folder.
         """
-        self._tokenizer: Any = Tokenizer.from_file(str(model_folder(config.engine.model) / "tokenizer.json"))
+        self._tokenizer: Any = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.path = path or config.new_folder(now)
-        self.holds_a_run = _size(self.path / "journal.jsonl") > 0
-        if self.holds_a_run and path is None:
-            raise ConfigError(
-                f"experiment_dir: {self.path} already holds a run; resume it "
-                f"(tinkerscript train --resume {self.path}), name another folder, or use 'auto'"
-            )
+        if path is None:
+            check_unused(self.path)
+        else:
+            check_whole(self.path)
+        self.holds_a_run = _size(self.path / JOURNAL) > 0
         self._url = config.experiment_dir if is_url(config.experiment_dir) else ""
         self._keep = config.training.keep_checkpoints
         self._uploads: Uploads | None = None
+        # Others on this machine may not read its texts. A folder that is there keeps its mode.
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in ("rollouts", "checkpoints", "logs"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
+        self.run_id = identify(self.path)
         lock = try_lock(self.path / "trainer.lock")
         if lock is None:
             raise ConfigError(f"another trainer is at work in {self.path}")
@@ -98,12 +101,32 @@ class RunFolder:
         return f"step_{step:04d}"
 
     def has_checkpoint(self, step: int) -> bool:
-        """Whether this step has a checkpoint. One that exists is complete."""
-        return (self.checkpoints / self.checkpoint_name(step)).is_dir()
+        """Whether this step has a checkpoint that is complete."""
+        name = self.checkpoint_name(step)
+        return (self.checkpoints / name).is_dir() and not self._lacks(name)
+
+    def _lacks(self, name: str) -> str:
+        return next(filter(None, map(damage_of, self.checkpoints_named(name))), "")
+
+    def seal(self, name: str) -> None:
+        """Say of a checkpoint whose files are all there that it is complete: that of the run's own last."""
+        for folder in self.checkpoints_named(name):
+            write_manifest(folder, self.run_id, _size(self.path / JOURNAL))
 
     def events(self) -> list[AnyEvent]:
         """What the journal of the folder's run has so far. Raises ConfigError for a broken one."""
-        return read_journal(self.path / "journal.jsonl") if self.holds_a_run else []
+        return read_journal(self.path / JOURNAL) if self.holds_a_run else []
+
+    def passed_over(self, events: Sequence[AnyEvent], step: int) -> list[str]:
+        """Why checkpoints later than the one of `step`, from which the run goes on, are not used."""
+        later = {event.step for event in events if isinstance(event, Checkpointed) and event.step > step}
+        names = [self.checkpoint_name(each) for each in sorted(later)]
+        return [
+            f"the checkpoint {self.checkpoints / name} is not complete ({damage}): the run goes on from "
+            + (f"that of step {step}" if step else "its beginning")
+            for name in names
+            if (self.checkpoints / name).is_dir() and (damage := self._lacks(name))
+        ]
 
     @asynccontextmanager
     async def copied(self, note: Callable[[str], None]) -> AsyncGenerator[None]:
@@ -114,29 +137,21 @@ class RunFolder:
         if not self._url:
             yield
             return
-        async with Uploads(self.path, self._url, note, keep_checkpoints=self._keep) as self._uploads:
+        async with Uploads(self.path, self._url, note) as self._uploads:
             yield
-
-    def copy_out(self, *paths: Path) -> None:
-        """Copy what does not change any more to the URL of the run, if it has one."""
-        if self._uploads is not None:
-            for path in paths:
-                self._uploads.add(path)
 
     async def finish_copies(self, progress: ProgressReporter) -> None:
         """Wait until all is copied. Raises UploadError that names what could not be."""
         if self._uploads is not None:
-            found = (self.path / name for name in ("summary.json", ALIGNMENT_FILE, "learning_curve.png"))
-            self.copy_out(*(path for path in found if path.exists()))
             with progress.waiting(f"the copies at {self._url}"):
                 await self._uploads.finish()
 
-    def checkpointed(self, step: int) -> None:
-        """The checkpoint of this step is written and in the journal: copy it out, and delete the oldest."""
-        self.copy_out(*self.checkpoints_named(self.checkpoint_name(step)))
+    def checkpointed(self, *, best: int | None = None) -> None:
+        """A checkpoint is written and in the journal: delete the oldest, but not that of the step with the
+        `best` score, and copy what is new."""
+        self.keep_checkpoints(self._keep, best=best)
         if self._uploads is not None:
-            self._uploads.add_journal()
-        self.keep_checkpoints(self._keep)
+            self._uploads.copy()
 
     def ended_elsewhere(self) -> dict[str, str]:
         """What ended before the run was fetched from its URL, episode uuid -> `accepted` or `failed`: the
@@ -144,20 +159,21 @@ class RunFolder:
         path = self.path / FETCHED
         if not path.exists():
             return {}
-        events = read_journal(self.path / "journal.jsonl", size=int(path.read_text(encoding="utf-8")))
+        events = read_journal(self.path / JOURNAL, size=int(path.read_text(encoding="utf-8")))
         return {
             event.episode_uuid: "accepted" if isinstance(event, EpisodeAccepted) else "failed"
             for event in events
             if isinstance(event, EpisodeAccepted | EpisodeFailed)
         }
 
-    def keep_checkpoints(self, number: int) -> None:
-        """Delete all but the newest `number` step checkpoints of every policy."""
+    def keep_checkpoints(self, number: int, *, best: int | None = None) -> None:
+        """Delete all but the newest `number` step checkpoints of every policy, and that of step `best`."""
         for folder in (self.checkpoints, *self.checkpoints.glob(f"{ROLES}/*")):
             steps = {path: re.fullmatch(r"step_(\d+)", path.name) for path in folder.iterdir()}
             made = sorted((int(match[1]), path) for path, match in steps.items() if match)
-            for _, old in made[:-number]:
-                shutil.rmtree(old)
+            for step, old in made[:-number]:
+                if step != best:
+                    shutil.rmtree(old)
 
     def forget_metrics_after(self, step: int) -> None:
         """Remove the metrics of steps that a resumed run repeats."""
@@ -189,9 +205,7 @@ class RunFolder:
         seen = {line["episode_uuid"] for line in lines}
         lines += [_left_out(outcome) for uuid, outcome in outcomes.items() if uuid not in seen]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        path = self.path / "rollouts" / f"{name}.jsonl"
-        write_atomically(path, text)
-        self.copy_out(path)
+        write_atomically(self.path / "rollouts" / f"{name}.jsonl", text)
 
     def _readable(self, group: RolloutGroup, episode: EpisodeRollouts, advantage: float) -> dict[str, Any]:
         return {

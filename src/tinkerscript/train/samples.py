@@ -15,18 +15,17 @@ from typing import Any
 
 from tinkerscript.config import WeightedTaskConfig
 from tinkerscript.errors import ConfigError
-from tinkerscript.train.sources.source import PlannedEpisode
-from tinkerscript.workers.base_task import Task
-from tinkerscript.workers.task_kinds import load_task
+from tinkerscript.train.episode_source import PlannedEpisode
+from tinkerscript.workers.base_task import Task, load_task
 
 
-def usable_task(name: str, args: Mapping[str, Any], *, setting: str = "task") -> Task:
+def usable_task(name: str, args: Mapping[str, Any], *, setting: str = "task", sandbox: str = "") -> Task:
     """The task `name` called with `args`. Raises ConfigError, also for errors in the task's own code.
 
     `setting`: what gave the arguments, for messages.
     """
     try:
-        return load_task(name, args)
+        return load_task(name, args, sandbox=sandbox)
     except ConfigError as error:
         raise ConfigError(f"{setting}: {error}") from error
     except Exception as error:
@@ -48,9 +47,12 @@ class TaskSamples:
         """Raises ConfigError if no task is given, or for a task that cannot be loaded or has no samples."""
         if not tasks:
             raise ConfigError("task.name is needed to train: see docs/environments.md")
-        loaded = [usable_task(task.name, task.train_args) for task in tasks]
+        loaded = [usable_task(task.name, task.train_args, sandbox=task.sandbox) for task in tasks]
         self.tasks = [task.task_id for task in loaded]
         """What payloads call them."""
+
+        self.greedy = [task.task_id for task in loaded if task.temperature == 0]
+        """Those that ask for temperature 0."""
 
         if len(set(self.tasks)) < len(self.tasks):
             raise ConfigError(f"tasks: two have the same file name and task name: {', '.join(self.tasks)}")
@@ -169,6 +171,14 @@ def _samples(task: Task, args: dict[str, Any], *, held_out: bool) -> list[dict[s
         raise _own_error(setting, task.task_id, args, error) from error
     if not samples:
         raise ConfigError(f"{setting}: {task.task_id!r} with {args} has no samples")
+    for sample in samples:
+        try:
+            json.dumps(sample)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{setting}: the sample {sample.get('id')!r} of {task.task_id!r} is not JSON, and cannot "
+                f"travel to a worker: {error}"
+            ) from error
     ids = Counter(str(sample.get("id")) for sample in samples)
     repeated = [name for name, count in ids.items() if count > 1 or name == "None"]
     if repeated:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,19 +21,21 @@ from tinker_cookbook.supervised.common import compute_mean_nll
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import ConfigError
-from tinkerscript.model_folder import context_of, model_folder
+from tinkerscript.model_folder import model_folder
+from tinkerscript.processes.run_page import run_page
 from tinkerscript.processes.supervisor import run_beside
 from tinkerscript.train.backends import backend_named, open_backend, waited_for
 from tinkerscript.train.backends.backend import (
     STEP_GRACE_S,
     TrainingClient,
     finish_despite_cancel,
-    learning_rate,
     optimizer_step,
+    skipped_note,
 )
 from tinkerscript.train.chats import Chats, load_chats, trained_weight
 from tinkerscript.train.history import read_history
 from tinkerscript.train.journal import Checkpointed, Journal, Resumed
+from tinkerscript.train.learning_rates import learning_rate, resolved
 from tinkerscript.train.recorder import RunRecorder, recorded
 from tinkerscript.train.run_folder import FINAL_CHECKPOINT, RunFolder
 
@@ -42,29 +44,44 @@ ORIGIN_FILE = "sft_data.json"
 """In the run's folder: the origin of the chats that it began with."""
 
 
-async def run_sft(config: RunConfig, progress: ProgressReporter, *, path: Path | None = None) -> RunFolder:
+async def run_sft(
+    config: RunConfig,
+    progress: ProgressReporter,
+    *,
+    path: Path | None = None,
+    on_page: Callable[[str], object] | None = None,
+) -> RunFolder:
     """Train as `config` says; returns the run's folder, whose summary.json has the results.
 
-    `path`: the folder of a run to resume. Raises ConfigError for a run that cannot start.
+    `path`: the folder of a run to resume. `on_page` is called with the URL of the run's page; without it the
+    run has no page. Raises ConfigError for a run that cannot start.
     """
-    backend_named(config.engine.backend)
-    chats = load_chats(config, max_context=context_of(model_folder(config.engine.model)))
-    folder = RunFolder(config, now=datetime.now(), path=path)
+    model = model_folder(config.engine.model)
+    backend_named(config.engine.backend).check(config.engine, model, progress.note)
+    config, about_rates = resolved(config, model)
+    chats = load_chats(config, model)
+    folder = RunFolder(config, model, now=datetime.now(), path=path)
     async with AsyncExitStack() as stack:
         stack.callback(folder.close)
         check_origin(folder, chats)
-        history = read_history(folder.events(), exists=folder.has_checkpoint)
+        events = folder.events()
+        history = read_history(events, exists=folder.has_checkpoint)
         recorder, progress = stack.enter_context(recorded(config, folder.path, progress, step=history.step))
+        await stack.enter_async_context(run_page(config, folder.path, progress.note, on_page))
         await stack.enter_async_context(folder.copied(progress.note))
         progress.begin(chats.steps, done=history.step)
-        progress.note(
+        for line in (
+            *folder.passed_over(events, history.step),
             f"{len(chats.train)} chats train for {chats.steps} steps, {len(chats.held_out)} sequences are "
-            f"held out, {chats.left_out} chats are too long and left out"
-        )
+            f"held out, {chats.left_out} chats are too long and left out",
+            *about_rates,
+        ):
+            progress.note(line)
         folder.forget_metrics_after(history.step)
-        journal = stack.enter_context(Journal(folder.path / "journal.jsonl"))
+        journal = stack.enter_context(Journal(folder.path / "journal.jsonl", run_id=folder.run_id))
         opening = open_backend(
             config.engine,
+            model,
             checkpoint_dir=folder.checkpoints,
             seed=config.seed,
             restore=folder.checkpoint_name(history.step) if history.checkpoint else None,
@@ -85,8 +102,7 @@ async def run_sft(config: RunConfig, progress: ProgressReporter, *, path: Path |
         )
         await run_beside(backend, asyncio.create_task(run.run(), name="sft"))
         with progress.waiting("the final checkpoint"):
-            await backend.client.save_state(FINAL_CHECKPOINT)
-        folder.copy_out(folder.checkpoints / FINAL_CHECKPOINT)
+            await run.save(FINAL_CHECKPOINT)
         folder.write_json("summary.json", run.summary())
         folder.draw_curve(at_once=True)
         await folder.finish_copies(progress)
@@ -131,7 +147,7 @@ class SupervisedRun:
 
     async def run(self) -> None:
         """The whole run, or the rest of it. Cancelling it saves the last finished step."""
-        every = self.config.evaluation.every_steps
+        every, saves = self.config.evaluation.every_steps, self.config.training.checkpoint_every
         started = time.monotonic() - self.train_seconds
         if self.step == 0:
             await self.measure()
@@ -142,7 +158,8 @@ class SupervisedRun:
                 is_last = self.step == self.chats.steps
                 if is_last or (every and self.step % every == 0):
                     await self.measure()
-                await self._checkpoint_if_due(is_last=is_last)
+                if is_last or (saves and self.step % saves == 0):
+                    await self._checkpoint()
         except asyncio.CancelledError:
             if self.step and not self._training and not self.folder.has_checkpoint(self.step):
                 await self._checkpoint()
@@ -174,6 +191,8 @@ class SupervisedRun:
         self.recorder.chats(step, datums, stepped.logprobs, metrics)
         await asyncio.to_thread(self.folder.draw_curve)
         self.progress.step(step, metrics)
+        if skipped := skipped_note(step, metrics):
+            self.progress.note(skipped)
 
     async def measure(self) -> None:
         """The held-out nll of the current weights, in nats per trained token. Measured once per step."""
@@ -185,17 +204,17 @@ class SupervisedRun:
         self.recorder.metrics(self.step, {HELD_OUT: nll})
         self.progress.note(f"held-out nll after {self.step} steps: {nll:.4f}")
 
-    async def _checkpoint_if_due(self, *, is_last: bool) -> None:
-        training = self.config.training
-        if is_last or (training.checkpoint_every and self.step % training.checkpoint_every == 0):
-            await self._checkpoint()
+    async def save(self, name: str) -> None:
+        """Write the weights under `name`."""
+        await self.client.save_state(name)
+        self.folder.seal(name)
 
     async def _checkpoint(self) -> None:
         with self.progress.waiting(f"the checkpoint of step {self.step}"):
-            await self.client.save_state(self.folder.checkpoint_name(self.step))
+            await self.save(self.folder.checkpoint_name(self.step))
         done = Checkpointed(step=self.step, policy_version=0, train_seconds=self.train_seconds)
         self.journal.write([done])
-        self.folder.checkpointed(self.step)
+        self.folder.checkpointed()
 
     def held_out_curve(self) -> list[tuple[int, float]]:
         """(step, nll) of each measurement so far."""

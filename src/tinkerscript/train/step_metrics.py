@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
+import resource
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,10 +26,19 @@ from tinkerscript.config import RunConfig, import_name
 from tinkerscript.errors import ConfigError
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import Call
-from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
 
 if TYPE_CHECKING:  # It leads to torch and Inspect, and `train` checks what it can before they are loaded.
     from tinkerscript.train.collector import Batch
+
+
+import asyncio
+from collections.abc import Iterator
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 __all__ = ["STEP_METRICS", "StepFacts", "StepMetric"]
 
@@ -155,10 +168,11 @@ def episodes(facts: StepFacts) -> dict[str, float]:
 
 
 def groups(facts: StepFacts) -> dict[str, float]:
-    trained = sum(group.rewards_differ or facts.distills for group in facts.groups)
+    equal = [] if facts.distills else [group.rewards[0] for group in facts.groups if not group.rewards_differ]
     return {
-        "groups/trained": float(trained),
-        "groups/same_reward": float(len(facts.groups) - trained),
+        "groups/trained": float(len(facts.groups) - len(equal)),
+        "groups/same_reward": float(len(equal)),
+        **({"groups/same_reward_mean": sum(equal) / len(equal)} if equal else {}),
         "groups/dropped": float(len(facts.batch.groups) - len(facts.groups)),
     }
 
@@ -175,6 +189,23 @@ def timing(facts: StepFacts) -> dict[str, float]:
         "time/publish_s": facts.publish_s,
         "episodes_per_s": len(facts.outcomes) / (facts.rollout_s + facts.train_s),
     }
+
+
+def system(facts: StepFacts) -> dict[str, float]:
+    """What this machine is doing as the step ends; without what its system does not say."""
+    del facts
+    found = {"system/load": os.getloadavg()[0]}
+    with suppress(OSError):
+        sizes = {
+            line.split(":")[0]: line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines()
+        }
+        found["system/memory_gb"] = (int(sizes["MemTotal"]) - int(sizes["MemAvailable"])) * 1024 / 1e9
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        found["system/trainer_gb"] = pages * resource.getpagesize() / 1e9
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info()
+        found["system/gpu_memory_gb"] = (total - free) / 1e9
+    return found
 
 
 def reported(facts: StepFacts) -> dict[str, float]:
@@ -219,7 +250,7 @@ def role_metrics(
     return {f"role/{role}/{name}": value for name, value in found.items()}
 
 
-STEP_METRICS: list[StepMetric] = [reward, lengths, episodes, groups, policy, timing, reported]
+STEP_METRICS: list[StepMetric] = [reward, lengths, episodes, groups, policy, timing, system, reported]
 
 
 def step_metrics(facts: StepFacts, extra: Sequence[StepMetric] = ()) -> dict[str, float]:
@@ -248,8 +279,11 @@ def by_task(
     return {f"{name}/{task}": sum(found) / len(found) for task, found in rewards.items()}
 
 
-def why_nothing_trained(facts: StepFacts, metrics: Mapping[str, float]) -> str:
-    """Why a step with these metrics left the weights as they were; empty if it trained."""
+def why_nothing_trained(
+    facts: StepFacts, metrics: Mapping[str, float], errors: Mapping[str, int] | None = None
+) -> str:
+    """Why a step with these metrics left the weights as they were; empty if it trained. `errors`: of its
+    sequences, by name."""
     if metrics["train/sequences"]:
         return ""
     if not facts.groups:
@@ -259,11 +293,13 @@ def why_nothing_trained(facts: StepFacts, metrics: Mapping[str, float]) -> str:
             f"({counts['episodes/accepted']} accepted, {counts['episodes/failed']} failed, "
             f"{counts['episodes/stale']} stale)"
         )
-    return why_groups_do_not_train(facts.groups, distills=facts.distills)
+    return why_groups_do_not_train(facts.groups, distills=facts.distills, errors=errors)
 
 
-def why_groups_do_not_train(groups: Sequence[RolloutGroup], *, distills: bool = False) -> str:
-    """Why these groups have left the weights as they were."""
+def why_groups_do_not_train(
+    groups: Sequence[RolloutGroup], *, distills: bool = False, errors: Mapping[str, int] | None = None
+) -> str:
+    """Why these groups have left the weights as they were. `errors`: of their sequences, by name."""
     if not groups:
         return "no group has enough episodes that can train"
     if not distills and not any(group.rewards_differ for group in groups):
@@ -273,7 +309,11 @@ def why_groups_do_not_train(groups: Sequence[RolloutGroup], *, distills: bool = 
             f"in each of the {len(groups)} groups all rewards are equal ({values}), and advantages "
             "come from differences within a group"
         )
-    return "the alignment check left out every sequence (alignment.json says why)"
+    differing = [group for group in groups if distills or group.rewards_differ]
+    if not any(episode.rollouts for group in differing for episode in group.episodes):
+        return "no episode of the groups whose rewards differ has called the model: there is nothing to train"
+    found = ", ".join(f"{number} {name}" for name, number in (errors or {}).items())
+    return f"the alignment check left out every sequence: {found or 'alignment.json says why'}"
 
 
 # Where they go
@@ -333,3 +373,96 @@ def _made(name: str, make: Callable[[], Logger]) -> Logger:
         ) from error
     except TinkerCookbookError as error:
         raise ConfigError(f"metrics.loggers: {name}: {error}") from error
+
+
+PUSH_S = 5.0
+"""Between two messages to the server."""
+
+MAX_NAMES = 256
+"""Metrics of a step that are exported, at most."""
+
+REPORTED = ("episode/", "limit/", "tool_error/", "failure/")
+"""What begins the names that clients choose."""
+
+
+class ReplicaFigures(Protocol):
+    """What is exported of a replica."""
+
+    name: str
+    serving: bool
+    pinned: int
+    tokens: float
+
+    @property
+    def load(self) -> tuple[int, int]: ...
+
+
+class TrainerMetrics(Logger):
+    """A logger of step metrics that keeps the last value of each."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        ProcessCollector(namespace="tinkerscript_trainer", registry=self._registry)
+        self._step = Gauge("tinkerscript_trainer_step", "Last finished step.", registry=self._registry)
+        self._values = Gauge(
+            "tinkerscript_trainer_metric",
+            "A metric of the last finished step or evaluation, as in metrics.jsonl.",
+            ["metric"],
+            registry=self._registry,
+        )
+        self._names = set[str]()
+        self._replicas = _Replicas()
+        self._registry.register(self._replicas)
+
+    def log_hparams(self, config: Any) -> None:
+        """They are in the run folder."""
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Keep the values, except for those whose names clients choose."""
+        if step is not None:
+            self._step.set(step)
+        for name, value in metrics.items():
+            if name.startswith(REPORTED) or (name not in self._names and len(self._names) >= MAX_NAMES):
+                continue
+            self._names.add(name)
+            self._values.labels(name).set(value)
+
+    def watch(self, replicas: Iterable[ReplicaFigures]) -> None:
+        """Export what these replicas do."""
+        self._replicas.replicas = list(replicas)
+
+    def text(self) -> bytes:
+        """All of it, as of now."""
+        return generate_latest(self._registry)
+
+    async def push(self, send: Callable[[bytes], object]) -> None:
+        """Send it again and again, until cancelled."""
+        while True:
+            send(self.text())
+            await asyncio.sleep(PUSH_S)
+
+
+class _Replicas(Collector):
+    def __init__(self) -> None:
+        self.replicas: list[ReplicaFigures] = []
+
+    def collect(self) -> Iterator[Metric]:
+        gauges = {
+            "serving": "Whether the replica samples for the run.",
+            "calls_in_flight": "Model calls that wait for the replica.",
+            "episodes": "Episodes that stay with the replica.",
+        }
+        families = [
+            GaugeMetricFamily(f"tinkerscript_replica_{name}", text, labels=["replica"])
+            for name, text in gauges.items()
+        ]
+        tokens = CounterMetricFamily(
+            "tinkerscript_replica_sampled_tokens", "Tokens that the replica has sampled.", labels=["replica"]
+        )
+        for replica in self.replicas:
+            for family, value in zip(
+                families, (replica.serving, replica.load[0], replica.pinned), strict=True
+            ):
+                family.add_metric([replica.name], float(value))
+            tokens.add_metric([replica.name], replica.tokens)
+        return iter([*families, tokens])

@@ -11,13 +11,15 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 from tokenizers import AddedToken, Tokenizer
 
 from tinkerscript.errors import ConfigError
 from tinkerscript.gateway.samplers.remote import TOKENIZER_TEXT
+from tinkerscript.model_folder import stop_ids_of
 
-__all__ = ["check_same_tokenizer", "check_tokenizer_of_server"]
+__all__ = ["check_loads_the_same", "check_same_tokenizer", "check_tokenizer_of_server"]
 
 REMEDY = "logprobs of the same ids can be compared only between models with one tokenizer"
 
@@ -56,6 +58,70 @@ async def check_tokenizer_of_server(own: Path, encode: Encode, *, longest: int, 
             raise ConfigError(
                 f"{whose} has another tokenizer than the model that trains: {difference}; {REMEDY}"
             )
+
+
+def check_loads_the_same(folder: Path, note: Callable[[str], None]) -> None:
+    """Compare the tokenizer.json in a model's folder, whose ids train, with what transformers makes of the
+    folder, as whoever loads a checkpoint of it will.
+
+    `note` is told of texts that do not come back as they were, and of an end of sequence at which nothing
+    stops. Raises ConfigError if transformers loads none, or one that gives other ids for a text with the
+    whole alphabet, or other texts for ids.
+    """
+    from transformers import AutoTokenizer  # noqa: PLC0415 - Takes a second; servers import this module too.
+
+    ours, difference, lost = _tokenizer(folder), "", ""
+    texts = [TOKENIZER_TEXT, *_alphabet(ours)]
+    ids = [_ids(ours, text) for text in texts]
+    try:
+        theirs: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        their_ids = [theirs.encode(text, add_special_tokens=False) for text in texts]
+        their_texts = [theirs.decode(each, clean_up_tokenization_spaces=False) for each in ids]
+    except Exception as error:  # Whatever the class that the folder names may raise.
+        raise _wrong_tokenizer(
+            folder, "one that does not work", f"{type(error).__name__}: {error}"
+        ) from error
+    for text, own, others, read in zip(texts, ids, their_ids, their_texts, strict=True):
+        plain = ours.decode(own, skip_special_tokens=False)
+        difference = difference or _of_ids(ours, text, others)
+        if not difference and read != plain:
+            difference = f"it reads the ids of {plain[:20]!r} as {read[:20]!r}"
+        lost = lost or _changed(normalize("NFC", text), plain)
+    if difference:
+        raise _wrong_tokenizer(folder, type(theirs).__name__, difference)
+    if lost:
+        note(f"engine.model: the tokenizer does not give texts back as they were: {lost}")
+    stops = stop_ids_of(folder)
+    if theirs.eos_token_id is not None and stops and theirs.eos_token_id not in stops:
+        note(
+            f"engine.model: the tokenizer ends a sequence with {theirs.eos_token!r} (id "
+            f"{theirs.eos_token_id}), and generation stops at {sorted(stops)} alone: replies may run "
+            "on; see eos_token_id in generation_config.json"
+        )
+
+
+def _wrong_tokenizer(folder: Path, name: str, difference: str) -> ConfigError:
+    return ConfigError(
+        f"engine.model: the tokenizer that transformers loads from {folder} ({name}, by "
+        f"tokenizer_config.json) is not that of tokenizer.json: {difference}; if tokenizer.json is right, "
+        'set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json'
+    )
+
+
+def _changed(text: str, back: str) -> str:
+    """Where a text that came back differs; empty if it does not."""
+    one, other = text.strip(), normalize("NFC", back).strip()
+    place = next((n for n, (mine, its) in enumerate(zip_longest(one, other)) if mine != its), None)
+    return "" if place is None else f"{one[place : place + 20]!r} becomes {other[place : place + 20]!r}"
+
+
+def _alphabet(tokenizer: Tokenizer) -> Iterator[str]:
+    """Texts with every character that a token of the vocabulary begins with, each after a space."""
+    whole = tokenizer.get_vocab_size(with_added_tokens=False)
+    pieces = tokenizer.decode_batch([[index] for index in range(whole)], skip_special_tokens=False)
+    first = sorted({piece.strip()[:1] for piece in pieces} - {"", "\ufffd"})
+    for start in range(0, len(first), TOKENS_OF_TEXT):
+        yield " ".join(first[start : start + TOKENS_OF_TEXT])
 
 
 def _tokenizer(folder: Path) -> Tokenizer:

@@ -7,8 +7,9 @@ a frame that cannot be decoded is rejected as a whole, and no queue grows withou
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -17,8 +18,13 @@ import zmq.asyncio
 from tinkerscript.errors import LinkError
 from tinkerscript.trainer_link.messages import Tagged, ToServer, ToTrainer
 
+logger = logging.getLogger(__name__)
+
 MAX_FRAME_BYTES = 256 * 2**20
 """A peer that sends a larger frame is disconnected."""
+
+MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 2**20
+"""Of one message: the rest is for what is around it. A larger one is never sent."""
 
 FULL_FRAME_BYTES = 4 * 2**20
 """A frame is closed once it holds this much."""
@@ -43,20 +49,35 @@ class LinkTimes:
     resend_s: float = 5.0
     """Time after which an unconfirmed message is sent again."""
 
-    record_s: float = 20.0
-    """How long the trainer waits for an answer about its record."""
-
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_to_server = msgspec.msgpack.Decoder(list[ToServer]).decode
 _decode_to_trainer = msgspec.msgpack.Decoder(list[ToTrainer]).decode
 
 
-def frames(messages: Iterable[Tagged]) -> Iterator[bytes]:
-    """Pack messages into frames, in order."""
+def _log_drop(reason: str, detail: str) -> None:
+    logger.warning("link.drop reason=%s detail=%s", reason, detail)
+
+
+def frames(messages: Iterable[Tagged], drop: Callable[[str, str], None] = _log_drop) -> Iterator[bytes]:
+    """Pack messages into frames, in order.
+
+    `drop(reason, detail)` is called for a message that cannot be written, or is too large: its frame would
+    end the connection, and with it every other message, as often as it is repeated.
+    """
     parts, size = list[msgspec.Raw](), 0
     for message in messages:
-        encoded = _encode(message)
+        try:
+            encoded = _encode(message)
+        except (TypeError, ValueError, OverflowError) as error:
+            drop("unencodable", f"{type(message).__name__}: {error}")
+            continue
+        if len(encoded) > MAX_MESSAGE_BYTES:
+            drop("too_large", f"{type(message).__name__} of {len(encoded)} bytes")
+            continue
+        if parts and size + len(encoded) > MAX_MESSAGE_BYTES:
+            yield _encode(parts)
+            parts, size = [], 0
         parts.append(msgspec.Raw(encoded))
         size += len(encoded)
         if size >= FULL_FRAME_BYTES:
@@ -89,8 +110,9 @@ def set_options(socket: zmq.asyncio.Socket, address: str) -> None:
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     socket.setsockopt(zmq.IPV6, int("[" in address))
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+    # A stopped machine keeps its connections: without these a trainer would not reach the next server.
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
 
 
 class Outbox:

@@ -7,16 +7,16 @@ idempotent by episode uuid.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import msgspec
 
 from tinkerscript.gateway.sampler import Progress, SampleRequest, SampleResult
-from tinkerscript.protocol import TRAINER_POOL, EngineStatus, EpisodeType
-from tinkerscript.rollouts.call import Call
+from tinkerscript.limits import ID_CHARS, PAYLOAD_DEPTH, depth_is_beyond
+from tinkerscript.protocol import POLICY, TRAINER_POOL, EngineStatus, EpisodeType
+from tinkerscript.rollouts.call import Call, calls_of
 
-LINK_VERSION = 8
+LINK_VERSION = 11
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -35,9 +35,6 @@ class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
     have: int
     episodes_ended: int
     episodes_expected: int
-    groups_needed: int
-    """Groups that a batch needs, whatever its rule counts."""
-
     groups_ahead: dict[str, int] = {}
 
 
@@ -142,34 +139,6 @@ class SampleFailed(Tagged, frozen=True):
     """The field of the caller's request that caused the failure."""
 
 
-class OfferRecord(Tagged, frozen=True):
-    """Does the server see the record that this trainer writes? Answered by `RecordState`."""
-
-    session: str
-    """Of the record's writer, unique to this trainer's start."""
-
-    identity: str
-    """The session of the record's first writer."""
-
-    limit_mb: int
-    """Of its calls and tokens; 0: no limit."""
-
-
-class RecordPart(Tagged, frozen=True):
-    """A piece of a packed batch of the record's rows (`record.rows`). The last one is answered by
-    `RecordState`, the others by `PartTaken`; the next piece follows the answer."""
-
-    session: str
-    batch: int
-    """Counts from 1 in a session."""
-
-    part: int
-    """Counts from 0 in a batch."""
-
-    is_last: bool
-    data: bytes
-
-
 class Metrics(Tagged, frozen=True):
     """The trainer's metrics, as text for Prometheus: the server's `/metrics` has them."""
 
@@ -256,47 +225,82 @@ class Outcomes(Tagged, frozen=True):
     """By episode uuid; unknown episodes are left out."""
 
 
-class Result(Tagged, frozen=True):
-    """A result and the calls of the claim that produced it; repeated until acknowledged."""
+class _Ended(Tagged, frozen=True, kw_only=True, omit_defaults=True):
+    """How an episode ended: the server repeats it until it is acknowledged, and the journal keeps it."""
 
     episode_uuid: str
-    episode_type: EpisodeType
-    group_id: str
+    episode_type: EpisodeType = "train"
+    pool: str = TRAINER_POOL
+    group_id: str = ""
+    group_size: int = 0
+    """Episodes in the group; 0 if the client that registered it did not say."""
+
+    failed_calls: dict[int, list[Call]] = {}
+    """Attempt -> the calls of an attempt that failed, for people; they never train. Those of early attempts
+    may be missing, and the journal keeps none."""
+
+    transcripts: dict[int, bytes] = {}
+    """Attempt -> what its program left for people to read. Any may be missing, and the journal keeps none."""
+
+    def without_extras(self) -> Self:
+        """The outcome without what is only for people."""
+        return msgspec.structs.replace(self, failed_calls={}, transcripts={})
+
+
+class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
+    """An episode's result, with the calls of the claim that produced it."""
+
     attempt: int
     client_uuid: str
     reward: float
-    workflow_output: bytes
-    """JSON of `WorkflowOutput`."""
-
-    calls: list[Call]
     policy_version_at_claim: int
-    failures: bytes
-    """JSON list of `Failure`, one for each earlier attempt."""
+    all_calls: list[Call] = msgspec.field(name="calls")
+    """Of every role, in the order in which they were recorded."""
 
-    pool: str = TRAINER_POOL
-    group_size: int = 0
-    failed_calls: dict[int, list[Call]] = {}
-    """Attempt -> calls, of attempts that failed, for the run's record; they never train. Those of early
-    attempts may be missing."""
+    role_rewards: dict[str, float] = {}
+    """What counts for a policy in place of `reward`, by the name of its role."""
 
-    transcripts: dict[int, bytes] = {}
-    """Attempt -> what its program left for people to read, as it came. Any may be missing."""
+    metadata: dict[str, object] = {}
+    log_metrics: dict[str, float] = {}
+    is_success: bool | None = None
+    """Whether the attempt solved its sample; None if it did not say."""
+
+    retries: list[dict[str, object]] = []
+    """The `protocol.Failure` of each earlier attempt."""
+
+    @property
+    def calls(self) -> list[Call]:
+        """The policy's."""
+        return calls_of(self.all_calls)
+
+    @property
+    def policy_versions(self) -> set[int]:
+        """Of all weights of this run that sampled any of it: the policy's, and those of roles that train."""
+        return {version for call in self.all_calls if not call.is_foreign for version in call.policy_versions}
+
+    def reward_of(self, role: str) -> float:
+        """The reward of a policy of the run; an empty `role` is the run's own.
+
+        Without one in `role_rewards`, that of a role is the score with its name, or else the episode's.
+        """
+        if not role:
+            return self.role_rewards.get(POLICY, self.reward)
+        return self.role_rewards.get(role, self.log_metrics.get(f"score/{role}", self.reward))
 
 
-class FailedEpisode(Tagged, frozen=True):
-    """The episode used all its attempts or was cancelled; repeated until acknowledged."""
+class EpisodeFailed(_Ended, frozen=True, kw_only=True, omit_defaults=True):
+    """An episode that used all its attempts or was cancelled."""
 
-    episode_uuid: str
-    episode_type: EpisodeType
-    group_id: str
-    failures: bytes
-    """JSON list of `Failure`, one for each attempt."""
+    failures: list[dict[str, object]]
+    """The `protocol.Failure` of each attempt."""
 
-    pool: str = TRAINER_POOL
-    group_size: int = 0
-    failed_calls: dict[int, list[Call]] = {}
-    transcripts: dict[int, bytes] = {}
-    """Both as in `Result`."""
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the trainer cancelled it because it was no longer needed."""
+        return bool(self.failures) and self.failures[-1].get("kind") == "cancelled"
+
+
+Outcome = EpisodeAccepted | EpisodeFailed
 
 
 class Sample(Tagged, frozen=True):
@@ -312,39 +316,12 @@ class CancelSample(Tagged, frozen=True):
     request_id: int
 
 
-class RecordState(Tagged, frozen=True):
-    """What the server has of the trainer's record. Repeats what it was asked by."""
-
-    session: str
-    batch: int = 0
-    """0: this answers an `OfferRecord`."""
-
-    is_shared: bool = False
-    """Whether the server reads the very file that the trainer writes."""
-
-    problem: str = ""
-    """Why the record is not mirrored; empty if it is."""
-
-    marks: bytes = b""
-    """`record.rows.Marks` as msgpack; empty if the record is to be offered again."""
-
-
-class PartTaken(Tagged, frozen=True):
-    """Answer to a `RecordPart` that is not the last of its batch."""
-
-    session: str
-    batch: int
-    part: int
-
-
 FromTrainer = (
     Register
     | Acknowledge
     | Cancel
     | ReleaseClient
     | OutcomesRequest
-    | OfferRecord
-    | RecordPart
     | Metrics
     | Sampled
     | SampleProgress
@@ -362,47 +339,22 @@ ToTrainer = (
     | NotRegistered
     | Cancelled
     | Outcomes
-    | RecordState
-    | PartTaken
-    | Result
-    | FailedEpisode
+    | EpisodeAccepted
+    | EpisodeFailed
     | Sample
     | CancelSample
 )
 
 
-MAX_UUID_CHARS = 200
-
-
-MAX_PAYLOAD_DEPTH = 64
-"""Objects and lists in a payload that may lie inside each other. JSON parsers give up at about 200."""
-
-
 def check_episode(episode: NewEpisode) -> None:
     """Raises ValueError for an episode that cannot be registered."""
-    if not 0 < len(episode.episode_uuid) <= MAX_UUID_CHARS:
-        raise ValueError(
-            f"an episode uuid has 1 to {MAX_UUID_CHARS} characters, not {len(episode.episode_uuid)}"
-        )
+    if not 0 < len(episode.episode_uuid) <= ID_CHARS:
+        raise ValueError(f"an episode uuid has 1 to {ID_CHARS} characters, not {len(episode.episode_uuid)}")
     try:
         payload = msgspec.json.decode(episode.payload, type=dict[str, object])
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"the payload of an episode must be a JSON object: {error}") from error
     # No deeper than it has brackets: most payloads need no second look.
-    if episode.payload.count(b"{") + episode.payload.count(b"[") > MAX_PAYLOAD_DEPTH:
-        _check_depth(payload)
-
-
-def _check_depth(payload: object) -> None:
-    """Raises ValueError for a payload that is nested more than `MAX_PAYLOAD_DEPTH` deep."""
-    level: list[object] = [payload]
-    for _ in range(MAX_PAYLOAD_DEPTH):
-        level = [item for value in level if isinstance(value, dict | list) for item in _items(value)]
-        if not level:
-            return
-    if any(isinstance(value, dict | list) for value in level):
-        raise ValueError(f"the payload of an episode is nested more than {MAX_PAYLOAD_DEPTH} deep")
-
-
-def _items(value: dict[str, object] | list[object]) -> Iterable[object]:
-    return value.values() if isinstance(value, dict) else value
+    brackets, depth = episode.payload.count(b"{") + episode.payload.count(b"["), PAYLOAD_DEPTH.limit
+    if brackets > depth and depth_is_beyond(payload, depth):
+        raise ValueError(f"the payload of an episode is nested more than {depth} deep; flatten it")

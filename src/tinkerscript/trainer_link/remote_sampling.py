@@ -147,7 +147,9 @@ class LinkSampler(Sampler):
 
 
 def _unavailable(grace_s: float) -> GatewayError:
-    return GatewayError(503, "engine_unavailable", f"no trainer has been connected for {grace_s:g} s; retry")
+    return GatewayError(
+        503, "engine_unavailable", f"no trainer or engine has been here for {grace_s:g} s; retry"
+    )
 
 
 def _shutting_down() -> GatewayError:

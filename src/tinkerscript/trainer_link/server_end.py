@@ -67,8 +67,8 @@ class ServerLink:
         times: LinkTimes | None = None,
         count_drop: Callable[[str], None],
     ) -> None:
-        """`epoch`: of several servers, the one with the highest serves. `count_drop(reason)` is called for
-        every dropped frame or message."""
+        """`epoch`: a trainer drops frames whose epoch is lower than one it has seen. `count_drop(reason)` is
+        called for every dropped frame or message."""
         self.server_id = server_id
         self.epoch = epoch
         self.connected = False
@@ -231,7 +231,7 @@ class ServerLink:
 
     async def _send_to(self, identity: bytes, messages: list[Tagged]) -> None:
         """Never waits: a trainer that is gone or does not read must not block its successor."""
-        for frame in frames(messages):
+        for frame in frames(messages, self._drop):
             try:
                 await self._socket.send_multipart([identity, b"%d" % self.epoch, frame], flags=zmq.NOBLOCK)
             except zmq.ZMQError as error:

@@ -2,8 +2,8 @@
 
 Invariant: nothing that matters depends on a single message. Registrations, cancellations and requests are
 repeated until they are confirmed, and the server repeats outcomes until they are acknowledged. The same link
-object survives a restart of the server, and its replacement by another one: the server with the highest epoch
-counts, and what others say is dropped.
+object survives a restart of the server, and its replacement by another one at the same address: messages of a
+server with a lower epoch than one heard before are dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -25,8 +24,8 @@ import zmq.asyncio
 from tinkerscript.errors import ConflictError, LinkError
 from tinkerscript.gateway.sampler import SampleFunction
 from tinkerscript.protocol import EngineStatus, own_clients
-from tinkerscript.trainer_link.framing import LinkTimes, Outbox
-from tinkerscript.trainer_link.keys import TrainerKeys
+from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to_trainer, set_options
+from tinkerscript.trainer_link.keys import FailedHandshakes, TrainerKeys, secure_trainer
 from tinkerscript.trainer_link.messages import (
     LINK_VERSION,
     Acknowledge,
@@ -35,23 +34,20 @@ from tinkerscript.trainer_link.messages import (
     Cancelled,
     CancelSample,
     Demand,
-    FailedEpisode,
+    EpisodeAccepted,
+    EpisodeFailed,
     Hello,
     Metrics,
     NewEpisode,
     NotRegistered,
-    OfferRecord,
+    Outcome,
     Outcomes,
     OutcomesRequest,
-    PartTaken,
     RecordedOutcome,
-    RecordPart,
-    RecordState,
     Refused,
     Register,
     Registered,
     ReleaseClient,
-    Result,
     Sample,
     Stop,
     ToTrainer,
@@ -59,7 +55,6 @@ from tinkerscript.trainer_link.messages import (
     check_episode,
 )
 from tinkerscript.trainer_link.remote_sampling import SampleService
-from tinkerscript.trainer_link.server_lines import ServerLine, ServerLines
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +64,6 @@ REGISTER_CHUNK = 500
 
 OUTCOMES_CHUNK = 10_000
 """Episodes in one `OutcomesRequest`."""
-
-OutcomeMessage = Result | FailedEpisode
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +97,7 @@ class TrainerLink:
 
     def __init__(
         self,
-        address: str | Sequence[str],
+        address: str,
         *,
         trainer_id: str,
         model: str,
@@ -116,9 +109,8 @@ class TrainerLink:
         keys: TrainerKeys | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
-        """Does not connect yet. `address`: of the server, or of each server that may serve. `keys` are
-        required if the server's `server.json` names `link_keys`; `note` is called with what a person should
-        know."""
+        """Does not connect yet. `keys`: required if the server's `server.json` names `link_keys`. `note` is
+        called with what a person should know."""
         self.stop_requested = asyncio.Event()
         """Set when the server asks the trainer to stop."""
 
@@ -131,7 +123,7 @@ class TrainerLink:
         self.demand = Demand()
         """What there is to do for workers, as of the server's last answer."""
 
-        self._addresses = [address] if isinstance(address, str) else list(address)
+        self._address = address
         self._keys = keys
         self._note = note
         self._quarantined: dict[str, str] = {}
@@ -147,14 +139,16 @@ class TrainerLink:
         )
         self._outbox = Outbox()
         self._samples = SampleService(sampler, self._outbox.put)
-        self._inbox: dict[str, OutcomeMessage] = {}
+        self._inbox: dict[str, Outcome] = {}
         self._handed_out: set[str] = set()
         self._registering: dict[str, _Registration] = {}
         self._cancelling: dict[str, str] = {}
         self._asking: dict[int, _OutcomesCall] = {}
         self._request_ids = itertools.count(1)
         self._server_id = ""
-        self._record_answers: asyncio.Queue[RecordState | PartTaken] = asyncio.Queue(maxsize=16)
+        self._epoch = 0
+        """The highest that a server has sent."""
+
         self._welcomed = -1
         self._news = asyncio.Event()
         self._failure: LinkError | None = None
@@ -162,13 +156,20 @@ class TrainerLink:
 
     async def __aenter__(self) -> Self:
         self._context = zmq.asyncio.Context()
-        identity, count = self._hello.trainer_id.encode(), self._count_handshake
-        self._lines = ServerLines(self._context, self._addresses, identity, self._keys, count)
+        self._socket: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
+        set_options(self._socket, self._address)
+        self._socket.setsockopt(zmq.IDENTITY, self._hello.trainer_id.encode())
+        if self._keys is not None:
+            secure_trainer(self._socket, self._keys)
+        self._handshakes = FailedHandshakes(self._socket, self._address, self._count_handshake)
+        self._socket.connect(self._address)
         self._say_hello()
-        parts = {"send": self._send, "beat": self._beat}
-        for line in self._lines.all:
-            parts[f"receive {line.address}"] = partial(self._receive, line)
-            parts[f"handshakes {line.address}"] = line.handshakes.run
+        parts = {
+            "receive": self._receive,
+            "send": self._send,
+            "beat": self._beat,
+            "handshakes": self._handshakes.run,
+        }
         for name, part in parts.items():
             self._tasks.add(asyncio.create_task(self._guarded(name, part)))
         return self
@@ -180,7 +181,8 @@ class TrainerLink:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._samples.close()
-        self._lines.close()
+        self._handshakes.close()
+        self._socket.close(linger=0)
         self._context.term()
 
     @property
@@ -213,7 +215,7 @@ class TrainerLink:
             for episode in episodes:
                 self._registering.pop(episode.episode_uuid, None)
 
-    async def outcomes(self) -> list[OutcomeMessage]:
+    async def outcomes(self) -> list[Outcome]:
         """Wait for results and failures; returns one or more.
 
         An outcome is returned twice only if its acknowledgement was lost: recognize it by its uuid and
@@ -300,18 +302,6 @@ class TrainerLink:
                 del self._asking[request.request_id]
         return found
 
-    async def ask_about_record(self, question: OfferRecord | RecordPart) -> RecordState | PartTaken:
-        """Send a piece of the run's record, or offer it; returns the answer. One question at a time.
-
-        Raises TimeoutError if there is none in time, and LinkError.
-        """
-        self._check()
-        self._outbox.put(question)
-        async with asyncio.timeout(self._times.record_s):
-            while not _answers(answer := await self._record_answers.get(), question):
-                pass
-        return answer
-
     async def flush(self) -> None:
         """Return when the server has committed everything sent before. Raises LinkError."""
         self._say_hello()
@@ -335,14 +325,25 @@ class TrainerLink:
             self._fail(LinkError(f"the link's {name} task failed: {error!r}"))
             raise
 
-    async def _receive(self, line: ServerLine) -> None:
+    async def _receive(self) -> None:
         while True:
-            for message in await self._lines.receive(line):
+            *before, frame = await self._socket.recv_multipart()
+            try:
+                epoch, messages = int(before[0]) if before else 0, read_to_trainer(frame)
+            except (LinkError, ValueError) as error:
+                logger.warning("link.drop reason=malformed detail=%s", error)
+                continue
+            if epoch < self._epoch:
+                logger.warning("link.drop reason=former_server epoch=%d", epoch)
+                continue
+            self._epoch = epoch
+            for message in messages:
                 self._on_message(message)
 
     async def _send(self) -> None:
         while True:
-            await self._lines.send(await self._outbox.take())
+            for frame in frames(await self._outbox.take()):
+                await self._socket.send(frame)
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
@@ -375,7 +376,7 @@ class TrainerLink:
 
     def _on_message(self, message: ToTrainer) -> None:
         match message:
-            case Result() | FailedEpisode():
+            case EpisodeAccepted() | EpisodeFailed():
                 self._on_outcome(message)
             case Sample():
                 self._samples.start(message)
@@ -393,9 +394,6 @@ class TrainerLink:
                 call = self._asking.get(message.request_id)
                 if call is not None and not call.answer.done():
                     call.answer.set_result(message.outcomes)
-            case RecordState() | PartTaken():
-                if not self._record_answers.full():
-                    self._record_answers.put_nowait(message)
             case Welcome():
                 self._on_welcome(message)
             case Stop():
@@ -404,7 +402,7 @@ class TrainerLink:
             case Refused():
                 self._fail(LinkError(f"the server refused this trainer: {message.reason}"))
 
-    def _on_outcome(self, outcome: OutcomeMessage) -> None:
+    def _on_outcome(self, outcome: Outcome) -> None:
         if outcome.episode_uuid not in self._handed_out:
             self._inbox[outcome.episode_uuid] = outcome
             self._news.set()
@@ -439,7 +437,7 @@ class TrainerLink:
     def _name_quarantined(self, quarantined: dict[str, str]) -> None:
         for name, reason in quarantined.items():
             if name not in self._quarantined and self._note is not None:
-                self._note(f"{name} gets no more episodes for now: {reason}")
+                self._note(f"client {name!r} gets no more episodes for now: {reason}")
         self._quarantined = quarantined
 
     def _fail(self, error: LinkError) -> None:
@@ -456,14 +454,6 @@ class TrainerLink:
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-
-def _answers(answer: RecordState | PartTaken, question: OfferRecord | RecordPart) -> bool:
-    """Whether it answers this question, and not one that was given up."""
-    batch = question.batch if isinstance(question, RecordPart) else 0
-    if isinstance(answer, PartTaken) and isinstance(question, RecordPart) and answer.part != question.part:
-        return False
-    return (answer.session, answer.batch) == (question.session, batch)
 
 
 def _check_episodes(

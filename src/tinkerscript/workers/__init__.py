@@ -1,7 +1,6 @@
 """Ready-made workers over the client: a user's script, or tasks of any kind."""
 
 from tinkerscript.workers.base_task import EpisodeModel, Task, named_scores
-from tinkerscript.workers.script import load_rollout
-from tinkerscript.workers.worker import WorkerOptions, run_worker
+from tinkerscript.workers.worker import WorkerOptions, load_rollout, run_worker
 
 __all__ = ["EpisodeModel", "Task", "WorkerOptions", "load_rollout", "named_scores", "run_worker"]

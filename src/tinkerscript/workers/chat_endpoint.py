@@ -101,7 +101,13 @@ class ChatEndpoint:
         """
         url = f"{base_url.rstrip('/')}/chat/completions"
         data = json.dumps(body, separators=(",", ":")).encode()
-        return json.loads(await self._answer(url, api_key, data, "application/json", self._post, trace=trace))
+        return json.loads(
+            await self._answer(url, api_key, data, "application/json", self._whole, trace=trace)
+        )
+
+    async def get_json(self, url: str, api_key: str) -> dict[str, Any]:
+        """GET a JSON object. Raises what `complete` raises."""
+        return json.loads(await self._answer(url, api_key, None, "application/json", self._whole))
 
     async def open_stream(self, url: str, api_key: str, data: bytes) -> aiohttp.ClientResponse:
         """POST a JSON body; returns the accepted reply with its body unread, which the caller closes.
@@ -112,15 +118,15 @@ class ChatEndpoint:
 
     async def send_bytes(self, url: str, api_key: str, data: bytes) -> None:
         """POST `data` to `url`. Raises what `complete` raises."""
-        await self._answer(url, api_key, data, "application/octet-stream", self._post)
+        await self._answer(url, api_key, data, "application/octet-stream", self._whole)
 
     async def _answer(
         self,
         url: str,
         api_key: str,
-        data: bytes,
+        data: bytes | None,
         content_type: str,
-        send: Callable[[str, bytes, dict[str, str]], Awaitable[_Attempt[Reply]]],
+        send: Callable[[str, bytes | None, dict[str, str]], Awaitable[_Attempt[Reply]]],
         *,
         trace: str = "",
     ) -> Reply:
@@ -156,25 +162,31 @@ class ChatEndpoint:
             _, session = self._sessions.popitem()
             await session.close()
 
-    async def _post(self, url: str, data: bytes, headers: dict[str, str]) -> _Attempt[bytes]:
-        """One attempt, with its whole reply."""
+    async def _whole(self, url: str, data: bytes | None, headers: dict[str, str]) -> _Attempt[bytes]:
+        """One attempt, with its whole reply. Without `data` it is a GET."""
+        attempt = await self._open(url, data, headers)
+        if attempt.reply is None:
+            return _Attempt(attempt.status, attempt.said, None, attempt.retry_after)
         try:
-            async with self._session_of(url).post(url, data=data, headers=headers) as response:
-                said = await response.read()
-                return _attempt(response, said, said if response.status == 200 else None)
+            async with attempt.reply as response:
+                return _Attempt(200, b"", await response.read(), None)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             return _unreachable(error)
         except TimeoutError:
             return self._timed_out()
 
-    async def _open(self, url: str, data: bytes, headers: dict[str, str]) -> _Attempt[aiohttp.ClientResponse]:
+    async def _open(
+        self, url: str, data: bytes | None, headers: dict[str, str]
+    ) -> _Attempt[aiohttp.ClientResponse]:
         """One attempt, whose reply is unread if it was accepted."""
         try:
-            response = await self._session_of(url).post(url, data=data, headers=headers)
+            method = "GET" if data is None else "POST"
+            response = await self._session_of(url).request(method, url, data=data, headers=headers)
             if response.status == 200:
-                return _attempt(response, b"", response)
+                return _Attempt(200, b"", response, None)
             async with response:
-                return _attempt(response, await response.read(), None)
+                said = await response.read()
+                return _Attempt(response.status, said, None, _seconds(response.headers.get("Retry-After")))
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             return _unreachable(error)
         except TimeoutError:
@@ -195,10 +207,6 @@ class ChatEndpoint:
     def _delay(self, failures: int) -> float:
         delay = min(self._retry.first_delay_s * 2 ** (failures - 1), self._retry.max_delay_s)
         return delay * random.uniform(0.5, 1.5)
-
-
-def _attempt(response: aiohttp.ClientResponse, said: bytes, reply: Reply | None) -> _Attempt[Reply]:
-    return _Attempt(response.status, said, reply, _seconds(response.headers.get("Retry-After")))
 
 
 def _unreachable(error: Exception) -> _Attempt[Any]:

@@ -21,15 +21,15 @@ from inspect_tinker_bridge import (
     EpisodeOutcome,
     EpisodeReward,
     GenerateRequest,
-    InspectTaskInfo,
     RunnerOptions,
+    SandboxConfig,
     TaskRunner,
     load_inspect_task,
     score_episode,
 )
-from inspect_tinker_bridge.conversion import ChatConverter, sample_from_json, sample_to_json
+from inspect_tinker_bridge.conversion import ChatConverter, sample_summary, unapplied
+from inspect_tinker_bridge.records import pack_transcript
 from inspect_tinker_bridge.scoring import report_of
-from inspect_tinker_bridge.transcript import pack_transcript
 from tinkerscript.errors import ClaimLostError, ConfigError, WorkerError
 from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.tracing import traceparent
@@ -49,41 +49,52 @@ class InspectTask(Task):
         except BridgeError as error:
             raise ConfigError(str(error)) from error
         self.task_id = self.info.task_id
+        self.temperature = self.info.task.config.temperature
+        self.options = RunnerOptions()
+        """How episodes differ from the task as it is written."""
+
+        self._by_id = {str(sample.id): sample for sample in self.info.samples}
         self._eval: _SharedEval | None = None
 
+    def replace_sandbox(self, sandbox: str) -> None:
+        """Use another sandbox than the task's own: `TYPE`, or `TYPE:CONFIG_FILE`. Raises ConfigError."""
+        kind, _, config = sandbox.partition(":")
+        try:
+            self.options = replace(self.options, sandbox=SandboxConfig(kind, config or None))
+        except BridgeError as error:
+            raise ConfigError(str(error)) from error
+
     def samples(self, *, held_out: bool) -> list[dict[str, Any]]:
-        return [sample_to_json(sample) for sample in self.info.samples]
+        return [sample_summary(sample) for sample in self.info.samples]
+
+    def own_sample(self, sample_id: str, *, held_out: bool) -> TaskSample | None:
+        sample = self._by_id.get(sample_id)
+        return None if sample is None else sample_summary(sample)
 
     async def rollout(self, sample: TaskSample, model: EpisodeModel) -> WorkflowOutput:
-        """Run the sample by the task's own solver and scorers.
+        """Run the task's sample with the id of `sample` by the task's own solver and scorers.
 
-        Raises WorkerError for a sample that is not Inspect's, TaskFailedError when the solver or a scorer
-        raises, ClaimLostError, and the endpoint's errors when the model cannot be reached.
+        Raises TaskFailedError when the solver or a scorer raises, ClaimLostError, and the endpoint's errors
+        when the model cannot be reached.
         """
         assert self._eval is not None, "a rollout runs inside `resources`"
-        asked = inspect_sample(sample)
-        policy = GatewayPolicy(model, asked)
+        policy = GatewayPolicy(model, self._by_id[str(sample["id"])])
         records: list[EvalSample] = []
         try:
-            outcome = await self._eval.run(self.info, policy, records.append)
+            outcome = await self._eval.run(self, policy, records.append)
         finally:
             if records and policy.lost is None and (limit := model.max_transcript_bytes):
                 await model.record_transcript(await asyncio.to_thread(pack_transcript, records[0], limit))
         if policy.lost is not None:
             raise policy.lost
-        return _output(outcome, score_episode(outcome), policy.calls)
-
-    @classmethod
-    def options(cls, tasks: Sequence[Any]) -> RunnerOptions:
-        """How episodes differ from the tasks as they are written."""
-        return RunnerOptions()
+        return _output(outcome, score_episode(outcome), policy)
 
     @classmethod
     @asynccontextmanager
     async def resources(cls, tasks: Sequence[Any]) -> AsyncGenerator[None]:
         """One eval for all of them, since Inspect runs one per process. Raises WorkerError if it cannot
         start."""
-        shared = _SharedEval([task.info for task in tasks], cls.options(tasks))
+        shared = _SharedEval(tasks)
         for task in tasks:
             task._eval = shared
         try:
@@ -99,40 +110,36 @@ class InspectTask(Task):
 class _SharedEval:
     """The eval of a process; one that died is started again by the next episode."""
 
-    def __init__(self, tasks: list[InspectTaskInfo], options: RunnerOptions) -> None:
+    def __init__(self, tasks: Sequence[InspectTask]) -> None:
         self._tasks = tasks
-        self._options = options
         self._runner: TaskRunner | None = None
         self._opening = asyncio.Lock()
 
     async def run(
-        self, task: InspectTaskInfo, policy: GatewayPolicy, on_record: Callable[[EvalSample], None]
+        self, task: InspectTask, policy: GatewayPolicy, on_record: Callable[[EvalSample], None]
     ) -> EpisodeOutcome:
         """Run the policy's sample. Inspect gets the roles of its claim as models: those of its run."""
         runner = await self.runner()
-        options = replace(self._options, policy_roles=policy.model.roles)
-        await runner.add(task, options)
-        return await runner.run(policy.sample, policy, task=task, options=options, on_record=on_record)
+        options = replace(task.options, policy_roles=policy.model.roles)
+        await runner.add(task.info, options)
+        return await runner.run(policy.sample, policy, task=task.info, options=options, on_record=on_record)
 
     async def runner(self) -> TaskRunner:
         if self._runner is not None and self._runner.is_open:
             return self._runner
         async with self._opening:
             if self._runner is None or not self._runner.is_open:
-                self._runner = await TaskRunner(self._tasks, self._options).__aenter__()
+                first, *others = self._tasks
+                runner = await TaskRunner(first.info, first.options).__aenter__()
+                self._runner = runner
+                for task in others:
+                    await runner.add(task.info, task.options)
             return self._runner
 
     async def aclose(self) -> None:
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.__aexit__(None, None, None)
-
-
-def inspect_sample(sample: TaskSample) -> Sample:
-    try:
-        return sample_from_json(dict(sample))
-    except (TypeError, ValueError) as error:  # such as a sample without input
-        raise WorkerError(f"the episode's payload holds no Inspect sample: {error}") from error
 
 
 class GatewayPolicy:
@@ -143,10 +150,14 @@ class GatewayPolicy:
         self.sample = sample
         self._converter = ChatConverter()
         self._trace = traceparent()  # The solver runs in a task of the eval's.
+        self.unapplied: set[str] = set()
+        """What the task asks for and requests do not carry, as `name=value`."""
+
         self.calls = 0
         self.lost: ClaimLostError | None = None
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
+        self.unapplied.update(unapplied(request.config))
         body = self._converter.request(request.messages, request.tools, request.tool_choice, request.config)
         body["model"] = request.role or self.model.name
         try:
@@ -159,10 +170,10 @@ class GatewayPolicy:
         return self._converter.output(completion)
 
 
-def _output(outcome: EpisodeOutcome, scored: EpisodeReward, calls: int) -> WorkflowOutput:
-    report = report_of(outcome, scored)
+def _output(outcome: EpisodeOutcome, scored: EpisodeReward, policy: GatewayPolicy) -> WorkflowOutput:
+    report = report_of(outcome, scored, policy.unapplied)
     return WorkflowOutput(
         reward=scored.reward,
         metadata=report.metadata,
-        log_metrics={**report.metrics, "model_calls": float(calls)},
+        log_metrics={**report.metrics, "model_calls": float(policy.calls)},
     )

@@ -1,29 +1,42 @@
-"""`ModelRelay`: one address in the worker's own process for programs that cannot be given a key for each
-episode.
+"""Relays of model calls in the worker's process, for programs that must not or cannot hold a claim's key.
 
-A library that keeps its model clients, one for each endpoint and key, would keep one for every claim. It gets
-the relay's address once instead, and the relay sends each request on under the claim of the conversation that
-it is of, which a request header names.
+`ModelRelay` is for a library that keeps its model clients, one for each endpoint and key, and would keep one
+for every claim. It gets the relay's address once, and a request header names the conversation, which an
+episode has announced. `AgentRelay` is for an agent in a sandbox.
 
-Invariant: a request of a conversation that no episode has announced is refused; a claim's key never reaches
-the program, only the server.
+Invariant: a claim's key never reaches the program, only the server; only routes of the model pass.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
+from socket import socket
 from types import TracebackType
+from typing import Any
 
 from aiohttp import web
 
-from tinkerscript.errors import ClientError, RequestRefusedError
+from tinkerscript.errors import ClaimLostError, ClientError, RequestRefusedError
 from tinkerscript.workers.base_task import EpisodeModel
 
 SESSION_HEADER = "X-Session-ID"
 MAX_BODY_BYTES = 64 * 2**20
+
+AGENT_MODELS = "/agent/v1/models"
+AGENT_ROUTES = frozenset(
+    f"/agent/v1/{name}"
+    for name in (
+        "chat/completions",
+        "responses",
+        "responses/input_tokens",
+        "messages",
+        "messages/count_tokens",
+    )
+)
 
 logger = logging.getLogger(__name__)
 
@@ -97,22 +110,93 @@ class ModelRelay:
             body = json.dumps({**json.loads(body), **model.sampling}).encode()
         url = f"{model.base_url.rstrip('/')}/{request.match_info['path']}"
         try:
-            reply = await model.endpoint.open_stream(url, model.api_key, body)
+            answer = await _streamed(request, url, model, body)
         except RequestRefusedError as error:
             return _refused(error.status, error.reason, error.code)
         except ClientError as error:
             relayed.error = error
             return _refused(400, str(error))  # No client tries this status again.
         relayed.calls += 1
-        async with reply:
-            answer = web.StreamResponse(headers={"Content-Type": reply.headers["Content-Type"]})
-            await answer.prepare(request)
-            async for chunk in reply.content.iter_any():
-                await answer.write(chunk)
-            await answer.write_eof()
         return answer
+
+
+class AgentRelay:
+    """The only way out of an agent's sandbox, on the sandbox's own loopback interface."""
+
+    def __init__(self, model: EpisodeModel) -> None:
+        self._model = model
+        self._models: dict[str, Any] = {}
+        self.answered = 0
+        """Model calls that were answered."""
+
+        self.refusals: Counter[str] = Counter()
+        """What was asked for and refused, here or by the gateway: `STATUS METHOD PATH`."""
+
+        self.last_refusal = ""
+        """The gateway's words when it last refused a call."""
+
+        self.refused = False
+        """Whether the last model call was one that the gateway does not support."""
+
+        self.lost: ClaimLostError | None = None
+        """Set when the gateway says that the claim is lost."""
+
+    async def context_length(self) -> int:
+        """Tokens that a prompt and its reply may have together. Raises ClientError."""
+        url = f"{self._model.anthropic_base_url.rstrip('/')}{AGENT_MODELS}"
+        self._models = await self._model.endpoint.get_json(url, self._model.api_key)
+        return int(self._models["data"][0]["max_model_len"])
+
+    @asynccontextmanager
+    async def listening(self, listening: socket) -> AsyncGenerator[None]:
+        """Serve what connects to a socket of the sandbox. Takes the socket."""
+        application = web.Application(client_max_size=MAX_BODY_BYTES)
+        application.router.add_route("*", "/{path:.*}", self._handle)
+        runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            await web.SockSite(runner, listening).start()
+            yield
+        finally:
+            await runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if (request.method, request.path) == ("GET", AGENT_MODELS):
+            return web.json_response(self._models)
+        if request.method != "POST" or request.path not in AGENT_ROUTES:
+            self.refusals[f"404 {request.method} {request.path[:100]}"] += 1
+            return _refused(404, "only the model can be reached from here")
+        url = f"{self._model.anthropic_base_url.rstrip('/')}{request.path}"
+        try:
+            answer = await _streamed(request, url, self._model, await request.read())
+        except RequestRefusedError as error:
+            self.refusals[f"{error.status} POST {request.path}"] += 1
+            self.last_refusal = error.reason
+            # A prompt that is too long is the agent's own doing.
+            self.refused = error.status == 400 and error.code != "context_length_exceeded"
+            return _refused(error.status, error.reason, error.code)
+        except ClaimLostError as error:
+            self.lost = error
+            return _refused(409, str(error), "claim_lost")
+        except ClientError as error:
+            self.last_refusal = str(error)
+            return _refused(503, str(error))
+        self.answered += 1
+        self.refused = False
+        return answer
+
+
+async def _streamed(request: web.Request, url: str, model: EpisodeModel, body: bytes) -> web.StreamResponse:
+    """Answer with what the gateway answers at `url`, as it comes. Raises ClientError if it refuses."""
+    async with await model.endpoint.open_stream(url, model.api_key, body) as reply:
+        answer = web.StreamResponse(headers={"Content-Type": reply.headers["Content-Type"]})
+        await answer.prepare(request)
+        async for chunk in reply.content.iter_any():
+            await answer.write(chunk)
+        await answer.write_eof()
+    return answer
 
 
 def _refused(status: int, message: str, code: str = "") -> web.Response:
     error = {"message": message, "type": "invalid_request_error", "code": code or None}
-    return web.json_response({"error": error}, status=status)
+    return web.json_response({"type": "error", "error": error}, status=status)

@@ -1,13 +1,16 @@
 """One worker process: `run_worker` runs a user's script or tasks of any kind over a server's episodes.
 
 Invariants: SIGTERM, SIGINT and, on request, the parent's end stop it gracefully, and after a grace period it
-exits whatever its rollouts do; at the second signal it exits at once. What a task needs is imported only to
-run one.
+exits whatever its rollouts do; at the second signal it exits at once. Of a task, it runs its own
+sample and never what an episode's payload holds, so that a server cannot make it run anything else, and gives
+back an episode whose task or sample it does not have. What a task needs is imported only to run one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
+import json
 import logging
 import os
 import signal
@@ -15,12 +18,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from pydantic import JsonValue
 
-from tinkerscript.client import Runner, RunStatistics, TinkerScriptClient
-from tinkerscript.client.episode import RolloutFunction
+from tinkerscript.client import Episode, Runner, RunStatistics, TinkerScriptClient
+from tinkerscript.client.episode import RolloutFunction, RolloutResult
 from tinkerscript.client.runner import (
     DEFAULT_GIVE_UP_AFTER_S,
     DEFAULT_GRACE_S,
@@ -28,7 +33,7 @@ from tinkerscript.client.runner import (
     stopped_by_signals,
 )
 from tinkerscript.client.settings import DEFAULT_SERVER_URL
-from tinkerscript.errors import ConfigError, WorkerError
+from tinkerscript.errors import ConfigError, WorkerError, WrongTaskError
 from tinkerscript.lifecycle import (
     INTERRUPTED,
     ORPHAN_GRACE_S,
@@ -38,8 +43,19 @@ from tinkerscript.lifecycle import (
     without_garbage_collection,
 )
 from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S, TRAINER_POOL, ClaimType
-from tinkerscript.workers.base_task import Task
-from tinkerscript.workers.script import load_rollout
+from tinkerscript.workers.base_task import (
+    INSPECT,
+    EpisodeModel,
+    Task,
+    TaskSample,
+    how_to_install,
+    kind_of,
+    load_module,
+    load_task,
+)
+
+if TYPE_CHECKING:  # It needs aiohttp, which a script does not.
+    from tinkerscript.workers.chat_endpoint import ChatEndpoint
 
 DEFAULT_TIME_LIMIT_S = 1800.0
 
@@ -56,6 +72,14 @@ class WorkerOptions:
 
     tasks: Mapping[str, Mapping[str, JsonValue]] = field(default_factory=dict[str, Mapping[str, JsonValue]])
     """Tasks by name (docs/environments.md), each with its arguments."""
+
+    eval_args: Mapping[str, Mapping[str, JsonValue]] = field(
+        default_factory=dict[str, Mapping[str, JsonValue]]
+    )
+    """Arguments with which evaluations make some of the tasks, where they are others."""
+
+    sandboxes: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What some of the tasks use in place of their own sandbox: `TYPE`, or `TYPE:CONFIG_FILE`."""
 
     agent: str = ""
     """A coding agent that works on the samples of Inspect tasks in place of their own solvers."""
@@ -91,22 +115,24 @@ def run_worker(options: WorkerOptions) -> RunStatistics:
     Raises WorkerError for a script or task that cannot be run, or an episode of another task,
     ServerUnreachableError when the server stays unreachable, RequestRefusedError when it refuses this client.
     """
-    return asyncio.run(_run(options, []))
+    statistics, _ = asyncio.run(_run(options, []))
+    return statistics
 
 
 def worker_process(options: WorkerOptions) -> int:
-    """The same, as a process: its exit code, 0 when the run is finished, `INTERRUPTED` after a signal.
+    """The same, as a process: its exit code, 0 when the run is finished, `INTERRUPTED` after a signal, and
+    1 when the run has failed, whose own workers end with 0 as it stops them.
 
     They differ because who starts workers again has to know whether there is work left: a Job of Kubernetes
     is complete when one of its pods ends with 0.
     """
     signals = list[signal.Signals]()
-    asyncio.run(_run(options, signals))
-    return INTERRUPTED if signals else 0
+    _, has_failed = asyncio.run(_run(options, signals))
+    return INTERRUPTED if signals else int(has_failed and not options.exit_with_parent)
 
 
-async def _run(options: WorkerOptions, signals: list[signal.Signals]) -> RunStatistics:
-    """Adds the signal that has stopped it to `signals`."""
+async def _run(options: WorkerOptions, signals: list[signal.Signals]) -> tuple[RunStatistics, bool]:
+    """What was done, and whether the run has failed. Adds the signal that has stopped it to `signals`."""
     async with AsyncExitStack() as stack:
         rollout = await _rollout(options, stack)
         client = stack.enter_context(_client(options))
@@ -124,7 +150,7 @@ async def _run(options: WorkerOptions, signals: list[signal.Signals]) -> RunStat
         first = partial(_on_signal, signals, runner, options.grace_s, asyncio.get_running_loop())
         statistics = await stopped_by_signals(runner, first=first, second=_exit_at_once)
     logger.info("worker done: %s", statistics)
-    return statistics
+    return statistics, runner.has_failed
 
 
 def _on_signal(
@@ -164,40 +190,35 @@ async def _rollout(options: WorkerOptions, stack: AsyncExitStack) -> RolloutFunc
         raise WorkerError("give a worker either a script (SCRIPT) or tasks (--task NAME)")
     if options.agent and options.script:
         raise WorkerError("an agent works on tasks (--task NAME), not on a script")
+    if options.agent and any(options.sandboxes.values()):
+        raise WorkerError("an agent has the sandbox bubblewrap; leave out --sandbox, and task.sandbox_type")
     if options.script:
         return load_rollout(options.script)
     try:
         with without_garbage_collection():
-            tasks = _agent_tasks(options) if options.agent else _tasks(options)
-
-            from tinkerscript.workers.task_rollout import TaskRollout
+            tasks = {name: _task(name, args, options) for name, args in options.tasks.items()}
+            held_out = {
+                name: _task(name, args, options)
+                for name, args in options.eval_args.items()
+                if args != options.tasks[name]
+            }
     except ModuleNotFoundError as error:
         raise WorkerError(
-            f"running a task needs the package {error.name!r}: pip install {error.name}"
+            f"running a task needs the package {error.name!r}: {how_to_install(error.name)}"
         ) from error
     except ConfigError as error:
         raise WorkerError(str(error)) from error
-    return await stack.enter_async_context(TaskRollout(tasks))
+    return await stack.enter_async_context(TaskRollout(tasks, held_out=held_out))
 
 
-def _tasks(options: WorkerOptions) -> dict[str, Task]:
-    from tinkerscript.workers.task_kinds import load_task
-
-    return {name: load_task(name, args) for name, args in options.tasks.items()}
-
-
-def _agent_tasks(options: WorkerOptions) -> dict[str, Task]:
-    from tinkerscript.workers.task_kinds import INSPECT, kind_of
-
-    others = [name for name in options.tasks if kind_of(name) != INSPECT]
-    if others:
-        raise WorkerError(f"agents work on Inspect tasks (file.py@NAME); {', '.join(others)} is none")
+def _task(name: str, args: Mapping[str, JsonValue], options: WorkerOptions) -> Task:
+    if not options.agent:
+        return load_task(name, args, sandbox=options.sandboxes.get(name, ""))
+    if kind_of(name) != INSPECT:
+        raise WorkerError(f"agents work on Inspect tasks (file.py@NAME); {name} is none")
     from tinkerscript.workers.agents.agent_task import AgentTask
 
-    return {
-        name: AgentTask(name, options.agent, options.time_limit_s, **args)
-        for name, args in options.tasks.items()
-    }
+    return AgentTask(name, options.agent, options.time_limit_s, **args)
 
 
 def tasks_with_args(
@@ -210,3 +231,138 @@ def tasks_with_args(
     if len(args) > len(tasks) or len(set(tasks)) < len(tasks):
         raise WorkerError(f"give each task once and at most one --task-args for each, got {list(tasks)}")
     return {task: args[i] if i < len(args) else {} for i, task in enumerate(tasks)}
+
+
+def load_rollout(script: str | Path) -> RolloutFunction:
+    """The `rollout` function of a script, plain or async.
+
+    The script's folder comes first in `sys.path`, as when Python runs the script. Raises WorkerError for a
+    missing file or function, listing what is there, and for a script that cannot be imported.
+    """
+    path = Path(script).expanduser().resolve()
+    module = load_module(path)
+    rollout: Any = getattr(module, "rollout", None)
+    if not callable(rollout):
+        own = (
+            name
+            for name, each in vars(module).items()
+            if inspect.isfunction(each) and each.__module__ == module.__name__
+        )
+        defined = ", ".join(sorted(own)) or "no function"
+        raise WorkerError(f"{path} defines no function rollout(episode); it defines {defined}")
+    try:
+        inspect.signature(rollout).bind(object())
+    except TypeError as error:
+        raise WorkerError(f"{path}: rollout must take one argument, the episode: {error}") from error
+    return cast("RolloutFunction", rollout)
+
+
+class TaskRollout:
+    """A rollout function for `tinkerscript.client.run`: `await rollout(episode)` runs one episode.
+
+    Takes any number of calls at once, inside its `async with` block.
+    """
+
+    def __init__(
+        self,
+        tasks: Mapping[str, Task],
+        *,
+        held_out: Mapping[str, Task] | None = None,
+        endpoint: ChatEndpoint | None = None,
+    ) -> None:
+        """`tasks`: each by its name as it was given. An episode names one of them in `payload["task"]`, with
+        or without its folder. `held_out`: those that evaluations run instead, under the same names, where
+        their arguments differ. `endpoint` replaces the model endpoint."""
+        others = held_out or {}
+        self._tasks: dict[str, tuple[Task, Task]] = {}
+        """What trains, and what evaluates."""
+
+        for name, task in tasks.items():
+            self._tasks[name] = self._tasks[task.task_id] = task, others.get(name, task)
+        self._loaded = [*tasks.values(), *others.values()]
+        if endpoint is None:
+            from tinkerscript.workers.chat_endpoint import ChatEndpoint
+
+            endpoint = ChatEndpoint()
+        self._endpoint = endpoint
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> TaskRollout:
+        kinds = {
+            type(task): [each for each in self._loaded if type(each) is type(task)] for task in self._loaded
+        }
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._endpoint.aclose)
+            for kind, tasks in kinds.items():
+                await stack.enter_async_context(kind.resources(tasks))
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def __call__(self, episode: Episode) -> RolloutResult:
+        """Run the episode's sample and score it.
+
+        Raises WrongTaskError, WorkerError for a payload without a task or a sample, and what the task's
+        rollout raises: ClaimLostError, the endpoint's errors, and its own.
+        """
+        task, sample = self._found(episode)
+        model = EpisodeModel(
+            base_url=episode.openai_base_url,
+            api_key=episode.openai_api_key,
+            endpoint=self._endpoint,
+            claim=episode,
+        )
+        return await task.rollout(sample, model)
+
+    def _found(self, episode: Episode) -> tuple[Task, TaskSample]:
+        """The episode's task, and its sample, both this machine's own."""
+        tasks, given = self._of(episode.payload), _sample(episode.payload)
+        is_eval = episode.episode_type == "eval"
+        sample_id, others = str(given["id"]), 0
+        for held_out in (is_eval, not is_eval):
+            sample = tasks[held_out].own_sample(sample_id, held_out=held_out)
+            if sample is not None and _is_same(sample, given):
+                return tasks[held_out], sample
+            others += sample is not None
+        problem = (
+            f"the sample {sample_id!r} is another problem" if others else f"there is no sample {sample_id!r}"
+        )
+        raise WrongTaskError(
+            f"{problem} in the task {tasks[0].task_id!r} of this machine, and a worker runs its own samples "
+            "only. It needs the trainer's version of the task and its data, the run's train_args "
+            "(--task-args) and eval_args (--eval-args), and a task that makes the same samples whenever it "
+            "is loaded: a seed where it shuffles. Samples that programs register are for scripts"
+        )
+
+    def _of(self, payload: Mapping[str, JsonValue]) -> tuple[Task, Task]:
+        named = payload.get("task")
+        if not isinstance(named, str):  # No worker could run it: its own failure, not this worker's.
+            raise WorkerError("the episode's payload names no task, so there is no sample to run")
+        if named not in self._tasks:
+            runs = ", ".join(sorted({repr(task.task_id) for task in self._loaded}))
+            raise WrongTaskError(f"the episode is of the task {named!r}, this worker runs {runs}")
+        return self._tasks[named]
+
+
+def _is_same(own: TaskSample, given: TaskSample) -> bool:
+    if "digest" in own:
+        return own["digest"] == given.get("digest")
+    return _as_json(own) == _as_json(given)
+
+
+def _as_json(sample: TaskSample) -> str:
+    """As it is after it has travelled: keys are text, and tuples are lists."""
+    return json.dumps(json.loads(json.dumps(dict(sample))), sort_keys=True)
+
+
+def _sample(payload: Mapping[str, JsonValue]) -> TaskSample:
+    sample = payload.get("sample")
+    if not isinstance(sample, dict):
+        raise WorkerError(f"the episode's payload holds no sample: {str(sample)[:100]}")
+    if sample.get("id") is None:
+        raise WorkerError("the episode's sample has no id")
+    return sample

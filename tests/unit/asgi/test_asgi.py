@@ -52,7 +52,7 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
     front = in_front(app, models={}, fast=fast, max_body_bytes=100, refusals=refusals)
     transport = httpx.ASGITransport(front, raise_app_exceptions=False)
     async with httpx.AsyncClient(
-        transport=transport, base_url="http://server", headers={"Authorization": "Bearer key"}
+        transport=transport, base_url="http://localhost", headers={"Authorization": "Bearer key"}
     ) as client:
         yield client
 

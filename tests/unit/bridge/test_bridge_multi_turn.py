@@ -23,7 +23,7 @@ from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.rl.rollouts import do_group_rollout
 
 from bridge_parts import END, Says, add, bytes_renderer, call, decode, register_bytes, rollout
-from inspect_tinker_bridge import EnvironmentConfigError, SandboxError, load_environment
+from inspect_tinker_bridge import SandboxError, load_environment
 
 CODING = Path(__file__).parents[3] / "examples" / "coding_task.py"
 SAMPLES = [
@@ -46,10 +46,43 @@ def submit(answer: str) -> str:
     return call("submit", json.dumps({"answer": answer}))
 
 
-def test_a_renderer_without_tools_is_refused_at_once(byte_model: Path) -> None:
-    renderer = get_renderer("role_colon", register_bytes(byte_model))
-    with pytest.raises(EnvironmentConfigError, match="RoleColonRenderer cannot declare any"):
-        load_environment(reading, renderer, env_type="multi_turn")
+LLAMA = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+
+
+async def test_the_documents_second_program_runs_with_its_llama_renderer(
+    byte_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its renderer knows no tools: they are text in the prompt. Here there is no Docker."""
+    monkeypatch.syspath_prepend(str(CODING.parents[1]))
+    tokenizer = register_bytes(byte_model, "meta-llama/Llama-3.1-8B-Instruct", LLAMA)
+    renderer = get_renderer("LlamaRenderer", tokenizer)
+
+    from examples.coding_task import coding_task  # pyright: ignore[reportMissingImports]
+
+    dataset = load_environment(
+        coding_task,
+        renderer=renderer,
+        env_type="multi_turn",
+        max_turns=10,
+        batch_size=4,
+        sandbox_type="local",
+    )
+    tries = call("python", json.dumps({"code": f"{SOLUTION}\nprint(is_palindrome('aa'))"}))
+    broken = "<tool_call>\n{broken\n</tool_call>"
+    says = Says(renderer, *(f"I try.\n{text}<|eot_id|>" for text in (tries, broken, submit(SOLUTION))))
+    group = await do_group_rollout(dataset.get_batch(0)[0], says)
+    assert group.get_total_rewards() == [1.0]
+    first, second, third = (decode(renderer, prompt) for prompt in says.prompts)
+    assert first.startswith("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n")
+    assert all(f'"name": "{name}"' in first for name in ("bash", "python", "submit"))
+    assert second.endswith("<tool_response>\nTrue\n\n</tool_response>" + AGAIN)
+    assert "Error: " in third.rpartition("<tool_response>")[2], "what does not parse is told to the model"
+    for turn in (0, 1):
+        extended = says.prompts[turn] + says.actions[turn]
+        assert says.prompts[turn + 1][: len(extended)] == extended, "as it was sampled"
+
+
+AGAIN = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
 
 
 async def test_bash_and_submit_in_the_tasks_sandbox(renderer: Renderer) -> None:
@@ -175,7 +208,7 @@ def test_the_same_program_says_clearly_that_docker_is_not_there(
     monkeypatch.syspath_prepend(str(CODING.parents[1]))
     from examples.coding_task import coding_task  # pyright: ignore[reportMissingImports]
 
-    with pytest.raises(SandboxError, match=r"docker .*start it, or pass sandbox_type='local'"):
+    with pytest.raises(SandboxError, match=r"docker .*start it, or set another sandbox_type"):
         load_environment(
             coding_task,
             renderer=renderer,

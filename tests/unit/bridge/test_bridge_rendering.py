@@ -23,7 +23,6 @@ from tinker_cookbook.renderers.base import RenderedMessage
 from inspect_tinker_bridge.rendering import (
     UNPARSED,
     ContinuingRenderer,
-    Prompt,
     TokenBuffer,
     offered_tools,
     parse_action,
@@ -189,11 +188,6 @@ def test_an_earlier_turn_is_continued_as_a_fork() -> None:
     assert rendered(buffer, user("hi"), reply("a"), user("else")) == ("u:hi|a:A|u:else|a:", True)
 
 
-def test_an_image_has_the_id_minus_1() -> None:
-    image = tinker.types.ImageChunk(data=b"", format="png", expected_tokens=4)
-    assert Prompt([5, image, 6], is_fork=False).ids == [5, -1, 6]
-
-
 def test_a_prompt_is_answered_once() -> None:
     buffer = TokenBuffer(Plain())
     with pytest.raises(ValueError, match=r"call render\(\) first"):
@@ -267,6 +261,11 @@ def test_the_parts_after_a_stop_text_are_left_out() -> None:
 class Calling(Plain):
     """Reads every reply as a call."""
 
+    def create_conversation_prefix_with_tools(
+        self, tools: list[ToolSpec], system_prompt: str = ""
+    ) -> list[Message]:
+        return []
+
     def parse_response(self, response: list[int]) -> tuple[Message, ParseTermination]:
         message, ended = super().parse_response(response)
         function = RendererToolCall.FunctionBody(name="add", arguments="{}")
@@ -289,4 +288,4 @@ def test_only_what_was_no_call_is_text_again_in_the_history() -> None:
         ([ContentText(text="so")], [{"type": "text", "text": each} for each in ("so", "<tool_call>{")]),
     ):
         message = ChatMessageAssistant(content=content, tool_calls=calls)
-        assert to_renderer_message(message)["content"] == expected
+        assert to_renderer_message(Calling(), message)["content"] == expected

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from inspect_ai import Task
 from inspect_ai.dataset import Sample
 from inspect_ai.scorer import Score, Scorer, Target, exact, includes, mean, scorer
@@ -20,7 +16,7 @@ from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import Trajectory
 
 from bridge_parts import Says, bytes_renderer, rollout
-from inspect_tinker_bridge import ScoringContext, TaskFailedError, compute_reward, load_environment
+from inspect_tinker_bridge import TaskFailedError, compute_reward, load_environment
 
 
 @pytest.fixture(scope="module")
@@ -69,62 +65,6 @@ async def test_weights_decide_what_counts(renderer: Renderer) -> None:
     assert (await last(renderer, scorer_weights=weights))[0] == pytest.approx((1 + 3 * 0.75) / 4)
 
 
-def doubled(context: ScoringContext) -> float:
-    return 2 * context.base_reward
-
-
-async def described(context: ScoringContext) -> tuple[float, dict[str, float]]:
-    await asyncio.sleep(0)
-    assert context.answer == "4"
-    assert context.scores["exact"].answer == "it is 4"
-    assert (context.current_turn, context.max_turns, context.completion) == (1, 1, "it is 4")
-    assert [message.role for message in context.conversation] == ["user", "assistant"]
-    return context.individual_rewards["includes"] / 4, {"length": len(context.completion)}
-
-
-class Callable:
-    async def __call__(self, context: ScoringContext) -> float:
-        return 0.125
-
-
-async def test_a_custom_function_decides_sync_or_async(renderer: Renderer) -> None:
-    assert (await last(renderer, custom_reward_fn=doubled))[0] == pytest.approx(3.5 / 3)
-    reward, trajectory = await last(renderer, custom_reward_fn=described)
-    assert reward == 0.25
-    assert trajectory.transitions[-1].metrics["reward/length"] == 7.0
-    assert trajectory.transitions[-1].metrics["score/exact"] == 0.0
-    assert (await last(renderer, custom_reward_fn=Callable()))[0] == 0.125
-
-
-def numpy_scalar(context: ScoringContext) -> Any:
-    return np.float32(0.25), {"length": np.int64(3)}
-
-
-def numpy_array(context: ScoringContext) -> Any:
-    return np.asarray(0.25)
-
-
-def torch_scalar(context: ScoringContext) -> Any:
-    return torch.tensor(0.25, requires_grad=True)
-
-
-def true(context: ScoringContext) -> Any:
-    return True, {"good": np.True_}
-
-
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [(numpy_scalar, 0.25), (numpy_array, 0.25), (torch_scalar, 0.25), (true, 1.0)],
-)
-async def test_scalars_of_numpy_and_torch_and_bools_are_numbers(
-    renderer: Renderer, function: Any, expected: float
-) -> None:
-    reward, trajectory = await last(renderer, custom_reward_fn=function)
-    assert (reward, type(reward)) == (expected, float)
-    metrics = trajectory.transitions[-1].metrics
-    assert {type(value) for name, value in metrics.items() if name.startswith("reward/")} <= {float}
-
-
 @scorer(metrics=[mean()])
 def absent() -> Scorer:
     async def score(state: TaskState, target: Target) -> Score | None:
@@ -160,12 +100,6 @@ async def test_a_scorer_that_returns_none_does_not_count_and_the_others_share_it
     [
         ("4", {}, 0.0, 1.0),
         ("4", {"scorer_weights": {"exact": 1, "includes": 1, "aspects": 0}}, 1.0, 1.0),
-        (
-            "4",
-            {"custom_reward_fn": doubled, "scorer_weights": {"exact": 1, "includes": 0, "aspects": 0}},
-            1.0,
-            1.0,
-        ),
         ("5", {"scorer_weights": {"exact": 1, "includes": 1, "aspects": 0}}, 0.0, 1.0),
     ],
 )
@@ -181,70 +115,6 @@ async def test_an_action_without_an_end_is_not_valid_format(renderer: Renderer) 
     dataset = load_environment(asked, renderer)
     group = await do_group_rollout(dataset.get_batch(0)[0], Says(renderer, "4"))
     assert group.trajectories_G[0].transitions[-1].metrics["format_valid"] == 0.0
-
-
-def huge(context: ScoringContext) -> Any:
-    return 10**5000
-
-
-def vector(context: ScoringContext) -> Any:
-    return np.asarray([1.0])
-
-
-def odd(context: ScoringContext) -> Any:
-    return 1.0, [2.0]
-
-
-def triple(context: ScoringContext) -> Any:
-    return 1.0, {}, {}
-
-
-def broken(context: ScoringContext) -> float:
-    raise KeyError("no such thing")
-
-
-def endless(context: ScoringContext) -> float:
-    return float("inf")
-
-
-def wordy(context: ScoringContext) -> Any:
-    return 1.0, {"tone": "kind"}
-
-
-def nothing(context: ScoringContext) -> Any:
-    return None
-
-
-async def slow(context: ScoringContext) -> float:
-    await asyncio.sleep(60)
-    return 1.0
-
-
-def slow_sync(context: ScoringContext) -> float:
-    time.sleep(0.5)
-    return 1.0
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (broken, r"the reward function broken raised KeyError\('no such thing'\)"),
-        (endless, "returned reward=inf"),
-        (wordy, "returned tone='kind'"),
-        (nothing, "returned reward=None"),
-        (huge, "returned reward=a value of type int that is too large to show"),
-        (vector, r"returned reward=array\(\[1"),
-        (odd, r"returned metrics=\[2.0\], not a mapping"),
-        (triple, r"returned reward=\(1.0, {}, {}\)"),
-        (slow, "took longer than 0.1 s"),
-        (slow_sync, "took longer than 0.1 s"),
-    ],
-)
-async def test_a_custom_function_without_a_number_fails_the_episode(
-    renderer: Renderer, function: Any, message: str
-) -> None:
-    with pytest.raises(TaskFailedError, match=message):
-        await last(renderer, custom_reward_fn=function, custom_reward_fn_timeout=0.1)
 
 
 @pytest.mark.parametrize(

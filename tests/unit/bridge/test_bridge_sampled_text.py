@@ -20,7 +20,7 @@ from tinker_cookbook.renderers import Message, Renderer, ToolSpec, get_renderer
 from tinker_cookbook.rl.rollouts import do_group_rollout
 
 from bridge_parts import END, Says, add, bytes_renderer, call, encode
-from inspect_tinker_bridge import RolloutLog, load_environment, read_rollouts
+from inspect_tinker_bridge import load_environment
 from inspect_tinker_bridge.conversion import ChatConverter, parse_arguments, to_dicts
 from inspect_tinker_bridge.rendering import (
     TokenBuffer,
@@ -95,22 +95,16 @@ SAMPLE = Sample(input="What is 1?", target="1", id=1)
 
 
 @pytest.mark.parametrize("env_type", ["task", "single_turn", "multi_turn"])
-async def test_no_text_ends_a_group_of_rollouts(renderer: Renderer, tmp_path: Path, env_type: Any) -> None:
+async def test_no_text_ends_a_group_of_rollouts(renderer: Renderer, env_type: Any) -> None:
     own = generate() if env_type == "multi_turn" else react(tools=[add(), note(), bash(timeout=9)])
     scorers = [match(numeric=True), includes(), f1(), exact()]
     sandbox = "local" if env_type == "multi_turn" else None
     task = Task(dataset=[SAMPLE], solver=own, scorer=scorers, sandbox=sandbox)
-    log = RolloutLog(tmp_path)
-    dataset = load_environment(
-        task, renderer, env_type=env_type, max_turns=2, num_envs_per_group=len(NASTY), rollout_log=log
-    )
+    dataset = load_environment(task, renderer, env_type=env_type, max_turns=2, num_envs_per_group=len(NASTY))
     policy = Says(renderer, *(text + END for text in NASTY.values()))
     group = await do_group_rollout(dataset.get_batch(0)[0], policy)
     assert len(group.get_total_rewards()) == len(NASTY)
     assert all(0 <= reward <= 1 for reward in group.get_total_rewards())
-    saved = read_rollouts(tmp_path)
-    assert [rollout["failure"] for rollout in saved] == [None] * len(NASTY)
-    assert all(rollout["conversation"] for rollout in saved)
 
 
 texts = st.text(st.sampled_from('a1\0\ud83d{["<>') | st.characters(codec=None), max_size=12)
@@ -165,7 +159,7 @@ def test_any_action_becomes_a_message_that_can_be_logged_and_rendered_again(
         output = to_model_output(parsed.message, prompt_tokens=1, sampled_tokens=1, truncated=False)
         assert json.loads(to_json(output))
         assert to_json(to_dicts([output.message]))
-        reply = to_renderer_message(output.message)
+        reply = to_renderer_message(own, output.message)
         prompt = TokenBuffer(own).render([Message(role="user", content="?"), reply, reply, reply])
         assert prompt.pieces
 

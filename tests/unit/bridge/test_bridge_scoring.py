@@ -13,7 +13,7 @@ from inspect_ai.model import ChatMessage, ChatMessageAssistant, ChatMessageTool,
 from inspect_ai.scorer import Score, exact, includes
 from inspect_ai.tool import ToolCall, ToolCallError
 
-from inspect_tinker_bridge import EnvironmentConfigError, ScoringContext, TaskFailedError, compute_reward
+from inspect_tinker_bridge import EnvironmentConfigError, TaskFailedError, compute_reward
 from inspect_tinker_bridge.episodes import EpisodeOutcome
 from inspect_tinker_bridge.scoring import EpisodeReward, check_weights, report_of, score_episode, to_number
 
@@ -30,7 +30,7 @@ def test_scorers_are_averaged_and_so_are_the_values_of_one() -> None:
     scored = score_episode(outcome(a="C", b={"x": 0.5, "y": None, "z": 1}, c=[0, "P"]))
     assert scored.values == {"a": 1.0, "b/x": 0.5, "b/z": 1.0, "c/0": 0.0, "c/1": 0.5}
     assert scored.reward == pytest.approx((1.0 + 0.75 + 0.25) / 3)
-    assert (scored.correct, scored.metrics) == (False, {})
+    assert not scored.correct
 
 
 @pytest.mark.parametrize(("value", "correct"), [(1.0, True), (1.5, True), (0.999, False)])
@@ -71,7 +71,7 @@ def test_weights_name_every_scorer_and_no_other() -> None:
         (outcome(), "without a score"),
         (outcome(a={}), "the scorer 'a' returned an empty value"),
         (outcome(a={"x": None}), "the scorer 'a' returned an empty value"),
-        (outcome(a="perhaps"), "the score 'a' is 'perhaps', not a finite number$"),
+        (outcome(a="perhaps"), "the score 'a' is 'perhaps', not a finite number; .*wrap the scorer"),
         (outcome(a=Score(value="?", reason="no grade")), r"not a finite number \(no grade\)"),
         (outcome(a=1e308, b=1e308), "the mean of the scores .* is not a finite number"),
         (EpisodeOutcome("s", {"a": Score(value=1)}, error="boom", limit=None, messages=[]), "boom"),
@@ -113,11 +113,10 @@ def test_a_report_names_scores_limits_and_errors() -> None:
     ]
     ended = outcome(talk, a=Score(value=1, answer="4", explanation="x" * 2001), b=Score(value=0))
     ended = replace(ended, limit="token")
-    report = report_of(ended, EpisodeReward(0.5, {"a": 1.0, "b": 0.0}, metrics={"reward/length": 3.0}))
+    report = report_of(ended, EpisodeReward(0.5, {"a": 1.0, "b": 0.0}))
     assert report.metrics == {
         "score/a": 1.0,
         "score/b": 0.0,
-        "reward/length": 3.0,
         "limit/token": 1.0,
         "tool_error/timeout": 2.0,
     }
@@ -167,21 +166,3 @@ async def test_weights_by_order_or_by_name() -> None:
     for wrong in ([1], [1, 2, 3], {"exact": 1}):
         with pytest.raises(EnvironmentConfigError, match="weights"):
             await compute_reward(talk, SAMPLE, scorers, weights=wrong)
-
-
-def test_a_reward_function_gets_what_the_episode_was() -> None:
-    talk: list[ChatMessage] = [ChatMessageAssistant(content="4")]
-    ended = replace(outcome(talk, a=1), limit="token", completion="4")
-    context = ScoringContext.of(SAMPLE, ended, score_episode(ended), turns=2, max_turns=5)
-    assert context == ScoringContext(
-        sample=SAMPLE,
-        conversation=talk,
-        completion="4",
-        scores=ended.scores,
-        individual_rewards={"a": 1.0},
-        base_reward=1.0,
-        current_turn=2,
-        max_turns=5,
-        answer="4",
-        limit="token",
-    )

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample
+from inspect_ai.model import ChatMessageUser
 from inspect_ai.scorer import Score, match
 
 import inspect_tinker_bridge
@@ -25,10 +26,12 @@ from inspect_tinker_bridge import (
     load_inspect_task,
     score_episode,
 )
+from inspect_tinker_bridge.conversion import sample_digest
 
 ONE = """
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample
+from inspect_ai.model import ChatMessageUser
 
 @task
 def counting(top: int = 2):
@@ -89,8 +92,11 @@ def test_what_does_not_exist_is_named_beside_what_does(folder: Path, spec: str, 
         load_inspect_task(f"{folder}/{spec}")
 
 
-def test_an_unknown_registered_name_lists_the_known_ones() -> None:
-    with pytest.raises(TaskNotFoundError, match=r"no task is registered as 'plane'.*plain"):
+def test_an_unknown_registered_name_lists_the_near_ones_first() -> None:
+    """However many come before them by name."""
+    for number in range(40):
+        task(name=f"a_{number}")(lambda: Task())
+    with pytest.raises(TaskNotFoundError, match=r"registered as 'plane'.*registered tasks: plain, "):
         load_inspect_task("plane")
 
 
@@ -218,3 +224,13 @@ def test_episodes_without_tinker_import_neither_tinker_nor_tinkerscript() -> Non
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_a_digest_is_of_the_problem_and_of_nothing_that_differs_between_machines() -> None:
+    def problem(text: str = "hi", folder: str = "/home/a", **more: object) -> str:
+        metadata = {"file": f"{folder}/data.csv", "of": {1: (2,), "s": {"x", "y"}}, "odd": object(), **more}
+        return sample_digest(Sample(input=[ChatMessageUser(content=text)], metadata=metadata, setup=folder))
+
+    assert problem() == problem(folder="/srv/b")
+    others = {problem("ho"), problem(of={1: [2], "s": {"x", "y"}}), problem(of={"1": (2,), "s": {"x", "y"}})}
+    assert len(others | {problem()}) == 4

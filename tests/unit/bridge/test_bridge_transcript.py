@@ -16,7 +16,7 @@ from inspect_ai.scorer import Score
 
 from inspect_tinker_bridge import TaskFailedError, TaskRunner, load_inspect_task, score_episode
 from inspect_tinker_bridge.episodes import GenerateRequest
-from inspect_tinker_bridge.transcript import MAX_JSON_BYTES, pack_transcript
+from inspect_tinker_bridge.records import MAX_JSON_BYTES, pack_transcript
 from tinkerscript.page.transcript_view import MAX_JSON_BYTES as READABLE_BYTES
 
 TASKS = '''

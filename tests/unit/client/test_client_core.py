@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import runpy
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +17,7 @@ from pydantic import ValidationError
 import tinkerscript.client
 from clock import Clock
 from interchange_helpers import until
+from tinkerscript.client.async_client import AsyncTinkerScriptClient
 from tinkerscript.client.episode import (
     MAX_IN_FLIGHT,
     Episode,
@@ -28,7 +26,6 @@ from tinkerscript.client.episode import (
     Lease,
     as_output,
     renewed_by_task,
-    renewed_by_thread,
     run_rollout,
 )
 from tinkerscript.client.exchange import (
@@ -118,10 +115,12 @@ def test_public_names_are_exact() -> None:
     }
 
 
-def test_the_sync_client_is_what_the_script_writes() -> None:
-    script = Path(__file__).parents[3] / "scripts" / "write_sync_client.py"
-    written = runpy.run_path(str(script))
-    assert (written["CLIENT"] / "sync_client.py").read_text(encoding="utf-8") == written["sync_source"]()
+def test_both_clients_have_the_same_operations() -> None:
+    def names(client: type) -> set[str]:
+        return {name for name in vars(client) if not name.startswith("_")}
+
+    differ = names(AsyncTinkerScriptClient) ^ names(TinkerScriptClient)
+    assert differ == {"claim", "finish_block", "reopen", "run"}, "what one needs to run the other"
 
 
 def test_the_client_imports_nothing_heavy() -> None:
@@ -266,6 +265,7 @@ def test_an_end_names_its_claim_and_may_lose_it(core: Operations) -> None:
             "metadata": {"a": 1},
             "log_metrics": {},
         },
+        "task_id": "",
     }
     assert end().request.key == "secret-key"
     for status in (401, 403, 404, 409, 410):
@@ -406,34 +406,6 @@ def test_a_heartbeat_waits_no_longer_than_its_lease_allows(clock: Clock) -> None
     beat = Driven(core.heartbeat_episode(episode))
     assert beat.answered(503, busy, b"") == Wait(4.0)
     assert max(beat.unreachable(OSError("reset")).delay_s for _ in range(20)) == 4.0
-
-
-def test_a_thread_goes_on_renewing_after_a_failure_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    episode = replace(EPISODE, allow_discard_timeout=0.01, lease=Lease())
-    beats: list[int] = []
-    over = threading.Event()
-
-    def heartbeat(episode: Episode, sleep: Callable[[float], object]) -> None:
-        beats.append(len(beats))
-        if len(beats) == 1:
-            raise ServerUnreachableError("no server")
-        episode.lease.lose("expired")
-        over.set()
-
-    with renewed_by_thread(episode, heartbeat):
-        assert over.wait(20)
-    assert beats == [0, 1], "a lost claim is not renewed"
-    assert "could not be renewed; trying again: no server" in caplog.text
-
-
-def test_a_thread_stops_renewing_with_its_block() -> None:
-    def heartbeat(episode: Episode, sleep: Callable[[float], object]) -> None:
-        raise AssertionError("not due before the block ends")
-
-    before = threading.active_count()
-    with renewed_by_thread(replace(EPISODE, allow_discard_timeout=3600.0, lease=Lease()), heartbeat):
-        assert threading.active_count() == before + 1
-    assert threading.active_count() == before
 
 
 def test_a_reply_may_take_its_time_and_as_long_as_the_server_may_hold_the_request() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import subprocess
 import sys
@@ -15,6 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tinkerscript.cli import CANNOT_RUN, app
+from tinkerscript.client.settings import DEFAULT_SERVER_URL, local_server_url
+from tinkerscript.workers import worker
 
 
 @pytest.fixture
@@ -41,6 +45,17 @@ def test_help_loads_typer_and_nothing_slow() -> None:
 def test_the_version_is_the_installed_one() -> None:
     shown = CliRunner().invoke(app, ["--version"])
     assert (shown.exit_code, shown.output) == (0, f"tinkerscript {version('tinkerscript')}\n")
+
+
+def test_the_keys_of_a_config_are_listed_where_there_are_no_docs() -> None:
+    listed = CliRunner().invoke(app, ["config", "training.group"]).output
+    assert listed.startswith("training.groups_per_step: ")
+    assert "training.group_size: " in listed
+    assert "training.steps" not in listed
+    every = CliRunner().invoke(app, ["config"]).output
+    assert "interchange_server.interchange_server_port: auto   (integer or auto)\n    HTTP port." in every
+    assert CliRunner().invoke(app, ["config", "trainin.g"]).exit_code == CANNOT_RUN
+    assert "docs/config.md" not in CliRunner().invoke(app, ["train", "--help"]).output
 
 
 def test_the_process_that_train_starts_is_not_listed() -> None:
@@ -102,6 +117,43 @@ def test_status_says_at_once_that_nothing_answers(unused_port: int) -> None:
     assert result.exit_code == 1
     assert f"no interchange server answers at {url}" in result.stderr
     assert "timeout_s" not in result.stderr
+
+
+def test_a_run_is_found_by_its_folder_and_the_newest_one_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_port: int
+) -> None:
+    """Whatever port its server has. Only a server of this user's on this machine: it gets the token."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TINKERSCRIPT_SERVER_URL", raising=False)
+    run, url = tmp_path / "runs" / "latest", f"http://127.0.0.1:{unused_port}"
+    run.mkdir(parents=True)
+
+    def served(url: str, pid: int) -> None:
+        (run / "server.json").write_text(json.dumps({"url": url, "pid": pid}))
+
+    def said(*command: str) -> str:
+        return " ".join(CliRunner().invoke(app, [*command]).stderr.split())
+
+    served(url, os.getpid())
+    for command in (
+        ("status",),
+        ("status", "runs/latest"),
+        ("control", "failed"),
+        ("control", "failed", "--server", "runs/latest"),
+    ):
+        assert f"no interchange server answers at {url}: " in said(*command), command
+    asked: list[str] = []
+    monkeypatch.setattr(worker, "worker_process", lambda options: asked.append(options.server_url) or 0)
+    said("worker", "agent.py")
+    said("worker", "agent.py", "--server", "runs/latest")
+    said("worker", "agent.py", "--server", "http://a:1")
+    assert asked == [url, url, "http://a:1"]
+    served("http://10.1.2.3:80", os.getpid())
+    assert "names http://10.1.2.3:80; give that URL itself if you trust it" in said("status", "runs/latest")
+    served(url, 2**30)
+    assert "the interchange server of runs/latest does not run" in said("status", "runs/latest")
+    assert "has had no interchange server" in said("control", "failed", "--server", ".")
+    assert local_server_url() == DEFAULT_SERVER_URL
 
 
 def test_status_of_a_web_page_is_not_the_page() -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import shutil
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 from transformers import Qwen3Config
 
-from tinkerscript.commands.plan import plan
+from tinkerscript.commands.plan import check_fits, plan
 from tinkerscript.config import load_config
+from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import TINY_MODEL
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -30,7 +32,7 @@ CONFIGS = sorted(
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_example_has_a_plan(path: Path) -> None:
     lines = plan(load_config(path))
-    assert lines[0] == "processes"
+    assert lines[0].startswith("processes, on ")
     assert any(line.startswith("  trainer ") for line in lines)
 
 
@@ -38,7 +40,8 @@ def test_a_node_of_replicas() -> None:
     lines = plan(load_config(EXAMPLES / "scale" / "one_node.yaml"))
     text = "\n".join(lines)
     assert "cuda:0, bfloat16: LoRA adapter of rank 32 of Qwen/Qwen3-8B" in text
-    assert [line.split()[-2] for line in lines if "vLLM replica " in line] == [f"{n}," for n in range(1, 8)]
+    gpus = [line.split("=")[1] for line in lines if "CUDA_VISIBLE_DEVICES" in line]
+    assert gpus == [f"{number} \\" for number in range(1, 8)]
     assert "worker -> interchange server -> trainer -> one of 7 vLLM replicas" in text
     assert "2 live versions and a free slot, of 4" in text
     assert "200 steps of 64 groups of 16: 1024 a step, at most 1024 at once" in text
@@ -58,11 +61,14 @@ def test_the_memory_of_a_models_training_and_sampling(tmp_path: Path) -> None:
         max_position_embeddings=40_960,
         tie_word_embeddings=True,
     ).save_pretrained(tmp_path)
-    one = load_config(EXAMPLES / "scale" / "one_gpu.yaml", [f"engine.model={tmp_path}"])
+    overrides = [f"engine.model={tmp_path}", "sampling.max_tokens=2000"]
+    one = load_config(EXAMPLES / "scale" / "one_gpu.yaml", overrides)
     to_train, to_sample = memory_lines(plan(one))
     assert re.search(r"to train +\d\.\d GiB: 4\.\d GiB of weights and AdamW", to_train), to_train
-    cache = 2 * 2 * 1024 * 28 * 32 * 2048 / 2**30  # Storage for 1,088 tokens a row is for 2,048.
-    wanted = r"to sample +(\S+) GiB more, for 32 sequences of 1,088 tokens; (\S+) GiB in all"
+    cache = (
+        2 * 2 * 1024 * 28 * 32 * 2272 / 2**30
+    )  # Storage for the 71 tokens of a prompt, doubled five times.
+    wanted = r"to sample +(\S+) GiB more, for 32 sequences of 2,071 tokens; (\S+) GiB in all"
     more = re.search(wanted, to_sample)
     assert more, to_sample
     assert cache < float(more[1]) < 1.5 * cache
@@ -105,12 +111,60 @@ def frozen_lines(lines: list[str]) -> list[str]:
 
 def test_the_memory_of_a_model_that_cannot_be_read_is_not_known() -> None:
     config = load_config(EXAMPLES / "scale" / "laptop.yaml", ["engine.model=/nowhere"])
-    assert memory_lines(plan(config)) == [line for line in plan(config) if "not known: engine.model" in line]
+    assert memory_lines(plan(config)) == [
+        line for line in plan(config) if "not known: engine.model: '/nowhere' does" in line
+    ]
 
 
 def memory_lines(lines: list[str]) -> list[str]:
     at = next(index for index, line in enumerate(lines) if line.startswith("memory"))
-    return lines[at + 1 : lines.index("model calls")]
+    return list(takewhile(lambda line: line.startswith(" "), lines[at + 1 :]))
+
+
+def huge_model(folder: Path) -> Path:
+    """The folder of a model of 40 billion parameters, without weights."""
+    shutil.copyfile(TINY_MODEL / "tokenizer.json", folder / "tokenizer.json")
+    Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=8192,
+        intermediate_size=24_576,
+        num_hidden_layers=48,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    ).save_pretrained(folder)
+    return folder
+
+
+def test_a_run_without_room_is_refused_and_its_plan_says_what_to_change(tmp_path: Path) -> None:
+    config = load_config(EXAMPLES / "arithmetic.yaml", [f"engine.model={huge_model(tmp_path)}"])
+    (problem,) = [line for line in plan(config) if line.startswith("will not fit: ")]
+    with pytest.raises(ConfigError) as refused:
+        check_fits(config, tmp_path)
+    for text in (problem, str(refused.value)):
+        assert re.search(r"engine.model: .* will not fit: .* GiB free; use engine.lora.rank=16", text), text
+
+
+def test_checkpoints_without_room_are_refused(tmp_path: Path) -> None:
+    config = load_config(EXAMPLES / "arithmetic.yaml", ["training.keep_checkpoints=100000000"])
+    with pytest.raises(ConfigError, match=r"the checkpoints will not fit: .*lower training.keep_checkpoints"):
+        check_fits(config, tmp_path)
+
+
+def test_the_plan_is_for_the_tasks_own_lengths() -> None:
+    """The demo's prompts and replies are short, and a step of 16 of them is less than a microbatch."""
+    small = ["training.groups_per_step=4", "training.group_size=4", "sampling.max_tokens=8"]
+    to_train, to_sample = memory_lines(plan(load_config(EXAMPLES / "arithmetic.yaml", small)))
+    length = re.search(r"sequences of (\d+) tokens", to_sample)
+    assert length, to_sample
+    assert int(length[1]) < 120
+    assert f"a microbatch of {16 * int(length[1]):,} tokens" in to_train
+
+
+def test_a_checkpoint_takes_what_the_plan_says() -> None:
+    """The tiny model's are 2.8 MB of weights and 5.5 MB of AdamW's moments."""
+    lines = plan(load_config(EXAMPLES / "arithmetic.yaml"))
+    (checkpoints,) = [line for line in lines if line.startswith("  checkpoints ")]
+    assert checkpoints.endswith("24 MiB: 2 that are kept and one that is written, 8 MiB each"), checkpoints
 
 
 def test_a_service_and_a_run_in_one_process() -> None:

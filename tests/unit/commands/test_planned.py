@@ -25,15 +25,16 @@ def of(*overrides: str, path: Path = VLLM) -> dict[str, PlannedProcess]:
 def test_a_run_has_a_server_a_trainer_replicas_and_workers() -> None:
     found = of("engine.devices=2", "workers.count=2", "workers.max_count=3")
     assert list(found) == [
-        *("interchange server", "trainer", "trainer rank 1", "replica 0", "replica 1"),
+        *("interchange server", "trainer", "page", "trainer rank 1", "replica 0", "replica 1"),
         *("worker 0", "worker 1", "worker 2"),
     ]
-    assert [name for name, process in found.items() if process.is_beside] == ["interchange server", "trainer"]
+    beside = [name for name, process in found.items() if process.is_beside]
+    assert beside == ["interchange server", "trainer", "page"]
     assert [name for name, process in found.items() if process.on_demand] == ["worker 2"]
     assert found["trainer rank 1"].environment["RANK"] == "1"
     assert all(process.after == ("interchange server",) for name, process in found.items() if "w" in name)
-    assert [process.log for process in found.values()][:5] == [
-        *("server.log", "trainer.log", "rank-1.log", "replica-0.log", "replica-1.log"),
+    assert [process.log for process in found.values()][:6] == [
+        *("server.log", "trainer.log", "page.log", "rank-1.log", "replica-0.log", "replica-1.log"),
     ]
 
 
@@ -53,7 +54,7 @@ def test_no_command_has_a_secret_or_a_value_that_is_known_later(monkeypatch: pyt
 
 
 def test_keys_of_roles_are_withheld_from_whoever_needs_none() -> None:
-    judge = "{kind: outside, base_url: http://127.0.0.1:9/v1, api_key_env: JUDGE_KEY}"
+    judge = "{kind: outside, base_url: http://127.0.0.1:9/v1, model: m, api_key_env: JUDGE_KEY}"
     teacher = "{kind: frozen, base_url: http://127.0.0.1:9/v1, model: m, api_key_env: TEACHER_KEY}"
     found = of("engine.devices=2", f"roles.judge={judge}", f"roles.teacher={teacher}")
     for name, process in found.items():
@@ -70,15 +71,15 @@ def test_a_command_is_typed_by_a_user_and_ends_with_what_starts_it() -> None:
     assert found["worker 0"].argv()[:4] == [sys.executable, "-m", "tinkerscript", "worker"]
     assert found["worker 0"].argv()[-1] == "--exit-with-parent"
     assert found["replica 0"].command[:2] == ("python", "-m")
-    tether = [sys.executable, "-m", "tinkerscript.processes.tether"]
+    with_parent = [sys.executable, "-m", "tinkerscript.processes.with_parent"]
     assert found["replica 0"].argv()[:6] == [
-        *tether,
+        *with_parent,
         sys.executable,
         "-m",
         "vllm.entrypoints.openai.api_server",
     ]
     rank = of("engine.devices=2")["trainer rank 1"]
-    assert rank.argv() == [*tether, sys.executable, "-m", "tinkerscript", "rank"]
+    assert rank.argv() == [*with_parent, sys.executable, "-m", "tinkerscript", "rank"]
 
 
 def test_replicas_take_the_gpus_that_are_named_or_that_ray_chooses() -> None:
@@ -116,7 +117,7 @@ def test_what_a_launcher_cannot_place_is_refused(text: str, message: str) -> Non
 def test_the_plan_prints_the_commands_that_are_executed() -> None:
     config = load_config(VLLM, ["workers.count=2", "workers.max_count=8", "cluster.launcher=ray"])
     lines = plan(config)
-    assert "commands (a Ray of its own on this machine)" in lines
+    assert lines[0] == "processes, on a Ray of its own on this machine"
     for process in plan_of(config, Path("run")):
         program = [word for word in process.command if not word.startswith("run")][:3]
         assert any(all(word in line for word in program) for line in lines), process.name
@@ -126,6 +127,6 @@ def test_the_plan_prints_the_commands_that_are_executed() -> None:
 
 
 def test_one_process_is_the_whole_plan_of_a_run_without_a_server() -> None:
-    config = RunConfig(enable_tinkerscript_mode=False)
+    config = RunConfig(enable_tinkerscript_mode=False, page_port="off")
     (trainer,) = plan_of(config, Path("run"))
     assert trainer.after == ()

@@ -18,10 +18,12 @@ from tinkerscript.commands.serve import Served, serve_checkpoint, served_config
 from tinkerscript.config import InterchangeConfig
 from tinkerscript.errors import GatewayError, WorkerError
 from tinkerscript.gateway.claim_book import OpenClaim
-from tinkerscript.gateway.gateway import create_gateway
+from tinkerscript.gateway.endpoint import create_gateway
+from tinkerscript.limits import KEPT_BYTES, KEPT_CALLS, KEPT_S
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.processes.children import ServerAddress
 from tinkerscript.processes.supervisor import Supervisor
+from tinkerscript.rollouts.call import Call
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, Roles
 from tinkerscript.server.claims import ServedModel
 from tinkerscript.server.episodes.book import EpisodeBook
@@ -49,6 +51,10 @@ async def test_a_request_without_a_limit_has_the_whole_context(byte_model: Path)
     assert request.max_tokens == 4096 - reply["usage"]["prompt_tokens"]
 
 
+def new_metrics() -> ServerMetrics:
+    return ServerMetrics(EpisodeBook(clock=lambda: 0.0, max_attempts=1))
+
+
 class Ended(Supervisor):
     async def failed(self) -> None:
         raise WorkerError("that is all")
@@ -73,10 +79,45 @@ async def test_serve_says_which_api_keys_the_model_takes(
     keys = f"the API key is {CLIENT_TOKEN}" if token else "any API key will do"
     assert printed.getvalue() == f"serving 'tiny[x]' at http://here/v1 ({keys})\n"
     roles = Roles.of(InterchangeConfig(), os.environ, serve_model=True)
-    model = ServedModel(roles.client_token, ServerMetrics(EpisodeBook(clock=lambda: 0.0, max_attempts=1)))
+    model = ServedModel(roles.client_token, new_metrics())
     if token is None:
         assert await model.open("any") != await model.open("")
     else:
         await model.open(token)
         with pytest.raises(GatewayError, match="does not open this model"):
             await model.open("any")
+
+
+def stored(number: int, parent: int | None = None, text: str = "") -> Call:
+    return Call(
+        call_id=f"c{number}",
+        parent_id=None if parent is None else f"c{parent}",
+        new_prompt=b"",
+        sampled=b"",
+        logprobs=b"",
+        stop_reason="stop",
+        policy_version=0,
+        reply=text,
+    )
+
+
+async def test_the_responses_that_a_served_model_keeps_are_bounded() -> None:
+    """In number, bytes and time; those that are used stay, with all that they extend."""
+    now = 0.0
+    model = ServedModel(None, new_metrics(), clock=lambda: now)
+    mine, others = await model.open("mine"), await model.open("another's")
+    model.keep(mine, [stored(0), stored(1, parent=0)])
+    assert [each.call_id for each in model.kept(mine, "c1")] == ["c0", "c1"]
+    assert model.kept(others, "c1") == []
+    model.keep(mine, [stored(number) for number in range(2, KEPT_CALLS)])
+    assert model.kept(mine, "c1")
+    model.keep(mine, [stored(KEPT_CALLS)])
+    assert (model.kept(mine, "c2"), len(model.kept(mine, "c1"))) == ([], 2)
+    now += KEPT_S
+    assert model.kept(mine, "c1")
+    assert model.kept(mine, f"c{KEPT_CALLS}")
+    now += KEPT_S + 1
+    assert model.kept(mine, "c1") == []
+    large = range(KEPT_CALLS + 1, KEPT_CALLS + 6)
+    model.keep(mine, [stored(number, text="x" * (KEPT_BYTES // 4 - 99)) for number in large])
+    assert [len(model.kept(mine, f"c{number}")) for number in large] == [0, 1, 1, 1, 1]

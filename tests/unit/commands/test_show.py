@@ -15,10 +15,9 @@ from typer.testing import CliRunner
 from made_run import MadeRun
 from record_helpers import episode, said, trained_sequence
 from tinkerscript.cli import CANNOT_RUN, app
-from tinkerscript.commands.show import Wanted, show_command
-from tinkerscript.dashboard.plain_text import one_line, plain
+from tinkerscript.commands.show import show_command
+from tinkerscript.dashboard import one_line, plain
 from tinkerscript.errors import ConfigError, NotRecordedError
-from tinkerscript.page.runs import Runs
 from tinkerscript.page.web_app import create_page
 from tinkerscript.record.entries import TrainedEpisode
 from tinkerscript.record.schema import RECORD_FILE
@@ -74,54 +73,35 @@ def told(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def shown(folder: Path, wanted: Wanted | None = None, *, as_json: bool = False, **options: Any) -> str:
+def shown(folder: Path, what: str = "", **options: Any) -> str:
     file = io.StringIO()
-    console = Console(file=file, width=120, **options)
-    assert show_command(folder, wanted or Wanted(), console, as_json=as_json) == 0
+    assert show_command(folder, what, Console(file=file, width=120), **options) == 0
     return file.getvalue()
 
 
-VIEWS: dict[str, Wanted] = {
-    "runs/made": Wanted(),
-    "runs/made/steps?limit=2&before=5": Wanted(steps=True, limit=2, start=5),
-    "runs/made/steps/3?show=best": Wanted(step="3", filter="best"),
-    "runs/made/episodes?show=failed": Wanted(episodes=True, filter="failed"),
-    "runs/made/search?q=label:step-3 step=3": Wanted(step="step-3"),
-    "runs/made/search?q=reward<0.5": Wanted(search="reward<0.5"),
-    "runs/made/comparison": Wanted(compare=".."),
-    "runs/made/comparison?before=before&after=step-3&show=better": Wanted(
-        compare="before..step-3", filter="better"
-    ),
-    "runs/made/alignment": Wanted(findings=True),
-    "runs/made/alignment/warning/no_stop_token": Wanted(finding="warning/no_stop_token"),
-}
+def test_json_and_paths_are_what_the_api_answers(made: Path) -> None:
+    with TestClient(create_page(made.parent, admin_token=None), base_url="http://localhost") as client:
 
+        def answer(path: str) -> Any:
+            return client.get(f"/api/{path}").json()
 
-@pytest.mark.parametrize("path", VIEWS)
-def test_json_is_what_the_api_answers(made: Path, path: str) -> None:
-    with TestClient(create_page(Runs(made), admin_token=None), base_url="http://localhost") as client:
-        answer = client.get(f"/api/{path}")
-    assert answer.status_code == 200, answer.text
-    assert json.loads(shown(made, VIEWS[path], as_json=True)) == answer.json()
-    assert shown(made, VIEWS[path]).strip()
-
-
-def test_episodes_tokens_and_runs_are_the_apis_too(made: Path) -> None:
-    with TestClient(create_page(Runs(made.parent), admin_token=None), base_url="http://localhost") as client:
-        uuid = client.get("/api/runs/made/episodes?show=trained").json()["episodes"][0]["uuid"]
-        view, tokens, runs = (
-            client.get(f"/api/{path}").json()
-            for path in (f"episodes/{uuid}", f"episodes/{uuid}/tokens", "runs")
-        )
-    assert json.loads(shown(made, Wanted(episode=uuid[:8]), as_json=True)) == view
-    assert json.loads(shown(made, Wanted(episode=uuid[:8], sequence=0), as_json=True)) == tokens
-    assert json.loads(shown(made.parent, as_json=True)) == runs
+        assert json.loads(shown(made.parent, as_json=True)) == answer("runs")
+        assert json.loads(shown(made, as_json=True)) == answer("runs/made")
+        for path in ("steps?limit=2&before=5", "steps/3?show=best", "search?q=reward<0.5", "comparison"):
+            assert json.loads(shown(made, f"/{path}")) == answer(f"runs/made/{path}")
+        uuid = answer("runs/made/episodes?show=trained")["episodes"][0]["uuid"]
+        assert json.loads(shown(made, uuid[:8], as_json=True)) == answer(f"episodes/{uuid}")
+        tokens = f"episodes/{uuid}/tokens"
+        assert json.loads(shown(made, f"/api/{tokens}")) == answer(tokens)
+    assert shown(made.parent, "/api/runs")
+    with pytest.raises(NotRecordedError, match=r"/steps/99: .*no step 99"):
+        shown(made, "/steps/99")
 
 
 def test_a_run_shows_its_state_steps_failures_and_episodes(told: Path) -> None:
     text = shown(told)
     assert "grpo of tiny on t.py@adding\nstopped at step 1 of 9\n" in text
-    assert "  1 x task_error: boom [red]   (episode bbbb3)\n" in text
+    assert "failed: 1 x task_error: boom [red]   (episode bbbb3)\n" in text
     rows = {line.split()[0]: " ".join(line.split()) for line in text.splitlines() if line.split()}
     assert rows["1"].startswith("1 0.500 2 1 1 0 1 "), rows
     assert rows["bbbb3"] == "bbbb3 step 1 failed task_error: boom [red]"
@@ -129,7 +109,7 @@ def test_a_run_shows_its_state_steps_failures_and_episodes(told: Path) -> None:
 
 
 def test_an_episode_shows_every_sequence_score_and_attempt(told: Path) -> None:
-    text = shown(told, Wanted(episode="aaaa"))
+    text = shown(told, "aaaa")
     assert "train episode aaaa1, group step-1/sample-0: reward 1\n" in text
     assert "attempt 1 of w failed: lease_expired: gone" in text
     assert "score exact: 1.0, answer 2; it is" in text
@@ -143,44 +123,16 @@ def test_an_episode_shows_every_sequence_score_and_attempt(told: Path) -> None:
     assert "training sequence 1: 2 tokens, 1 sampled, 1 that train" in second
 
 
-def test_tokens_have_colors_where_there_is_a_terminal_and_numbers_everywhere(made: Path) -> None:
-    listed = json.loads(shown(made, Wanted(episodes=True, filter="trained"), as_json=True))
-    uuid = listed["episodes"][0]["uuid"]
-    colored = shown(
-        made, Wanted(episode=uuid), force_terminal=True, color_system="truecolor", legacy_windows=False
-    )
-    assert "\x1b[48;2;" in colored or ";48;2;" in colored
-    assert "48;2;" not in shown(
-        made, Wanted(episode=uuid), force_terminal=True, no_color=True, color_system="truecolor"
-    )
-    tokens = json.loads(shown(made, Wanted(episode=uuid, sequence=0), as_json=True))
-    table = shown(made, Wanted(episode=uuid, sequence=0))
-    at = tokens["sampled"].index(True)
-    row = next(line.split() for line in table.splitlines() if line.split()[:1] == [str(at)])
-    assert row[:3] == [str(at), str(tokens["ids"][at]), f"{tokens['logprobs'][at]:.4g}"]
-
-
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("what", "message"),
     [
-        (Wanted(episode="aaa"), "several episodes begin with 'aaa': aaaa1, aaab2"),
-        (
-            Wanted(episode="x"),
-            "no episode that ended begins with 'x' in .*; the newest are bbbb3, aaab2, aaaa1",
-        ),
-        (Wanted(step="7"), "the run has no '7'; it has steps 1 to 1"),
-        (Wanted(compare=".."), "has not been evaluated yet"),
-        (Wanted(compare="before"), "give two evaluations such as before..after, not 'before'"),
-        (Wanted(step="1", filter="newest"), "'newest' is none of all, failed, truncated"),
-        (Wanted(step="1", episodes=True), "--step and --episodes are views of their own"),
-        (Wanted(sequence=1), "--sequence is of an EPISODE"),
-        (Wanted(episode="aaaa1", sequence=9), "has 2 sequences, numbered from 0"),
-        (Wanted(finding="warning/x"), "the run has no warning 'x'"),
+        ("aaa", "several episodes begin with 'aaa': aaaa1, aaab2"),
+        ("x", "no episode that ended begins with 'x' in .*; the newest are bbbb3, aaab2, aaaa1"),
     ],
 )
-def test_what_is_not_there_is_named_with_what_is(told: Path, wanted: Wanted, message: str) -> None:
-    with pytest.raises((ConfigError, NotRecordedError), match=message):
-        shown(told, wanted)
+def test_what_is_not_there_is_named_with_what_is(told: Path, what: str, message: str) -> None:
+    with pytest.raises(NotRecordedError, match=message):
+        shown(told, what)
 
 
 def test_runs_that_are_not_there(tmp_path: Path, made: Path) -> None:
@@ -200,16 +152,13 @@ def test_a_run_that_keeps_no_episodes_says_so(tmp_path: Path) -> None:
         )
         writer.step(1, policy_version=1, reward=0.5, accepted=2, failed=1, trained=1, max_lag=0)
         assert writer.flush()
-    for wanted in (Wanted(), Wanted(step="1")):
-        assert "This run keeps no episodes (recording: off); journal.jsonl has them." in shown(
-            tmp_path, wanted
-        )
+    assert "This run keeps no episodes (recording: off); journal.jsonl has them." in shown(tmp_path)
     with pytest.raises(NotRecordedError, match=r"keeps none \(recording: off\)"):
-        shown(tmp_path, Wanted(episode="a"))
+        shown(tmp_path, "a")
 
 
 def test_the_command(made: Path) -> None:
-    listed = CliRunner().invoke(app, ["show", str(made), "--steps", "--limit", "2", "--json"])
+    listed = CliRunner().invoke(app, ["show", str(made), "/steps?limit=2"])
     assert [step["step"] for step in json.loads(listed.stdout)["steps"]] == [6, 5]
     refused = CliRunner().invoke(app, ["show", str(made), "zz"])
     assert (refused.exit_code, "error: no episode that ended begins with 'zz'" in refused.stderr) == (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +47,7 @@ async def test_a_model_of_the_hub_gets_its_commit(config: Path, monkeypatch: pyt
     monkeypatch.setattr(train, "pinned_model", lambda model, **_: f"{model}@c0ffee")
     seen: list[str] = []
 
-    def imported(config: RunConfig, **_: object) -> None:
+    def imported(config: RunConfig, *_: object, **__: object) -> None:
         seen.append(config.engine.model)
         raise ConfigError("that is all")
 
@@ -75,31 +74,8 @@ def test_what_is_checked_first_needs_neither_torch_nor_inspect() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
 
 
-@pytest.mark.parametrize("override", ["method=sft", "enable_tinkerscript_mode=false"])
-async def test_a_run_without_a_server_says_first_where_its_page_is(
-    config: Path, monkeypatch: pytest.MonkeyPatch, override: str
-) -> None:
-    def imported(*_: object, **__: object) -> None:
-        raise ConfigError("that is all")
-
-    opened: list[str] = []
-    monkeypatch.setattr(train, "_import_training", imported)
-    monkeypatch.setattr(train, "open_in_browser", lambda url, note: opened.append(url))
-    printed = io.StringIO()
-    data = config.parent / "chats.jsonl"
-    data.touch()
-    with pytest.raises(ConfigError, match="that is all"):
-        await train.train_command(
-            config,
-            [override, f"sft.data={data}"],
-            Console(file=printed, width=40),
-            resume=None,
-            join=None,
-            opens=True,
-        )
-    (url,) = opened
-    assert printed.getvalue() == f"watch the run at {url}\n"
-    assert not (config.parent / "runs").exists(), "nobody has asked for the page"
+def stops_here(*_: object, **__: object) -> None:
+    raise ConfigError("that is all")
 
 
 def test_a_run_is_resumed_by_the_link_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

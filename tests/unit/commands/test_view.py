@@ -35,13 +35,6 @@ def test_other_machines_need_a_token() -> None:
         check_reach("::", {ADMIN_TOKEN: "short"})
 
 
-def test_the_page_of_a_parent_takes_one_socket(tmp_path: Path) -> None:
-    assert "Serve the page of one run" not in CliRunner().invoke(app, ["--help"]).output
-    for options in ([], ["--socket", "x", "--fd", "3"]):
-        result = CliRunner().invoke(app, ["page", "--run-dir", str(tmp_path), *options])
-        assert (result.exit_code, "give one of --socket and --fd" in result.stderr) == (CANNOT_RUN, True)
-
-
 def test_a_browser_is_opened_and_its_absence_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from tinkerscript.dashboard.terminal import open_in_browser
 

@@ -141,7 +141,9 @@ async def test_a_training_backend(folder: Path, random_model: Path, monkeypatch:
     monkeypatch.setitem(backends.BACKENDS, "announcing", lambda: module.AnnouncingBackend)
     notes: list[str] = []
     config = EngineConfig(backend="announcing", model=str(random_model))
-    opened = backends.open_backend(config, checkpoint_dir=folder, seed=1, restore=None, note=notes.append)
+    opened = backends.open_backend(
+        config, random_model, checkpoint_dir=folder, seed=1, restore=None, note=notes.append
+    )
     async with opened as backend:
         sampler = await backend.publish(7)
         request = SampleRequest(prompt=pack_ids([2, 3]), num_samples=1, max_tokens=2, temperature=1.0, seed=1)
@@ -182,8 +184,7 @@ def shortest_way(lake: list[str]) -> list[str]:
 
 
 async def test_a_gymnasium_environment_is_a_task(folder: Path) -> None:
-    from tinkerscript.workers.base_task import EpisodeModel
-    from tinkerscript.workers.task_kinds import load_task
+    from tinkerscript.workers.base_task import EpisodeModel, load_task
 
     task = load_task(config_with("task").task.name, {})
     assert task.task_id == "frozen_lake.py:FrozenLake"

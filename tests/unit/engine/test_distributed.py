@@ -99,6 +99,10 @@ def test_portions_together_give_the_loss_and_gradient_of_one_pass(random_model: 
             loss_fn_inputs={
                 "target_tokens": tinker.TensorData.from_numpy(ids[1:].astype(np.int64)),
                 "weights": tinker.TensorData.from_numpy(random.normal(size=len(ids) - 1).astype(np.float32)),
+                "mask": tinker.TensorData.from_numpy(np.ones(len(ids) - 1, np.float32)),
+                "temperatures": tinker.TensorData.from_numpy(
+                    random.choice([0.7, 1.0, 1.3], len(ids) - 1).astype(np.float32)
+                ),
             },
         )
 

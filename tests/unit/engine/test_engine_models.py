@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from tinkerscript.engine.context import exact_context
+from tinkerscript.engine.context import exact_context, short_context
 from tinkerscript.engine.decoder import FusedDecoder, HubDecoder, decoder_for
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.packing import shares_prefixes
@@ -30,11 +30,26 @@ SHAPE: dict[str, Any] = {
 }
 GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
 MOE: dict[str, Any] = {"num_local_experts": 4}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+"""Multi-head latent attention: keys of 16 channels, values of 8."""
 
 
 def config_of(name: str, **settings: Any) -> PretrainedConfig:
     """A small configuration of the class `name`."""
-    return getattr(transformers, name)(**(SHAPE | settings))
+    return getattr(transformers, name)(**(settings if "text_config" in settings else SHAPE | settings))
 
 
 def random_model_of(config: PretrainedConfig) -> Any:
@@ -65,6 +80,8 @@ TAKEN: list[tuple[str, dict[str, Any], type]] = [
         HubDecoder,
     ),
     ("GptOssConfig", {"head_dim": 8, "sliding_window": 48, **GROUPED, **MOE}, HubDecoder),
+    ("DeepseekV2Config", LATENT, HubDecoder),
+    ("DeepseekV3Config", LATENT, HubDecoder),
 ]
 
 
@@ -110,11 +127,23 @@ def test_what_is_sampled_has_the_logprobs_of_a_plain_forward_pass(
         ("MistralConfig", {"sliding_window": 4, **GROUPED}),
     ],
 )
-def test_what_cannot_be_decoded_exactly_is_refused_by_name(name: str, settings: dict[str, Any]) -> None:
-    model = random_model_of(config_of(name, **settings))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_cannot_be_decoded_exactly_is_refused_by_name(
+    name: str, settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    model = random_model_of(config_of(name, **settings)).to(dtype)
+    for weight in model.parameters():  # So that attention is not uniform.
+        weight.data *= 4 if weight.dim() > 1 else 1
     with pytest.raises(EngineError, match=rf"'{model.config.model_type}' cannot be decoded exactly"):
         decoder_for(model, frozen=True)
     assert not shares_prefixes(model)
+
+
+def test_a_model_with_a_vision_tower_is_refused_by_name() -> None:
+    """Its vocabulary is in a config of its own, and its head takes no states alone."""
+    model = random_model_of(config_of("Gemma3Config", text_config=SHAPE | {"head_dim": 8, **GROUPED}))
+    with pytest.raises(EngineError, match="'gemma3' cannot be decoded exactly"):
+        decoder_for(model, frozen=True)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +167,56 @@ def test_the_context_ends_where_attention_is_no_longer_to_everything(
     """A layer that slides over 16 tokens is the same as one that does not, in texts of up to 16."""
     settings = settings | ({"num_layers": 2, "num_heads": 4} if name == "GPTNeoConfig" else {})
     assert exact_context(config_of(name, **settings)) == context
+
+
+@pytest.mark.parametrize(
+    ("config", "held"),
+    [
+        (transformers.GptOssConfig(), 128),
+        (transformers.Gemma3Config(text_config={"sliding_window": 1024}), 1024),
+        (transformers.Olmo3Config(sliding_window=4096, max_position_embeddings=65536), 4096),
+        (transformers.Gemma2Config(sliding_window=4096, max_position_embeddings=8192), None),
+        (transformers.Qwen3Config(max_position_embeddings=40960), None),
+    ],
+)
+def test_a_context_far_below_the_models_own_is_said(config: PretrainedConfig, held: int | None) -> None:
+    said = short_context(config)
+    if held is None:
+        assert said is None
+    else:
+        own = config.get_text_config().max_position_embeddings
+        assert said is not None
+        assert f"hold {held:,} tokens here, of this model's {own:,}: " in said
+        assert "For longer conversations take a model" in said
+
+
+def test_a_model_that_shares_no_prefixes_says_so(random_model: Path, tmp_path: Path) -> None:
+    config = transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=64, max_seq_len=64)
+    random_model_of(config).save_pretrained(tmp_path)
+    shutil.copy(random_model / "tokenizer.json", tmp_path)
+    with EmbeddedEngine(tmp_path, checkpoint_dir=tmp_path / "none") as engine:
+        (said,) = engine.warnings
+    assert said.startswith("mpt: sequences with a common prompt do not share it in training")
+
+
+def test_a_soft_cap_of_attention_is_computed(random_model: Path, tmp_path: Path) -> None:
+    """Gemma 2's: fused kernels leave it out, and then trainer and sampler agree on another model."""
+    config = config_of("Gemma2Config", head_dim=8, sliding_window=48, query_pre_attn_scalar=8, **GROUPED)
+    model = random_model_of(config)
+    for layer in model.model.layers:  # Scores of attention reach the cap, which is 50.
+        layer.self_attn.q_proj.weight.data *= 40
+        layer.self_attn.k_proj.weight.data *= 40
+    model.save_pretrained(tmp_path)
+    shutil.copy(random_model / "tokenizer.json", tmp_path)
+    ids = torch.randint(64, (1, 20), generator=torch.Generator().manual_seed(0))
+    capped = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = capped(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    with EmbeddedEngine(tmp_path, checkpoint_dir=tmp_path / "none") as engine:
+        assert engine.shares_prefixes
+        client = engine.create_sampling_client().result()
+        found = client.compute_logprobs(tinker.ModelInput.from_ints(ids[0].tolist())).result()
+    np.testing.assert_allclose(np.array(found[1:], np.float32), expected, atol=1e-5)
 
 
 def test_a_config_without_a_context_length_is_refused() -> None:

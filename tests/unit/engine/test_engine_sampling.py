@@ -133,7 +133,7 @@ def test_bfloat16_decodes_as_the_model_in_bfloat16(random_model: Path, kind: typ
     decoder = kind(model, torch.bfloat16)
     logits, keys, values = decoder.prefill(ids[:, :11], torch.tensor([11, 10]))
     cache = KVCache()
-    cache.reserve(2, 12, keys)
+    cache.reserve(2, 12, keys, values)
     for row in range(2):
         cache.put(row, [k[row] for k in keys], [v[row] for v in values])
     lengths = torch.tensor([11, 10])

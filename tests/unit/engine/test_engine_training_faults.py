@@ -184,7 +184,6 @@ def test_a_gradient_that_is_not_finite_spoils_no_later_step(random_model: Path) 
     )
     spoiled = datum(9, weights=tinker.TensorData.from_numpy(np.full(9, np.inf, np.float32)))
     trainer.forward_backward([spoiled], "cross_entropy", None, backward=True)
-    with pytest.raises(EngineError, match=r"gradient norm is (nan|inf); the step was not taken"):
-        trainer.optim_step(ADAM)
+    assert trainer.optim_step(ADAM).metrics == {"skipped_steps": 1.0}
     for mine, other in zip(one_step(trainer), one_step(fresh), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=0)

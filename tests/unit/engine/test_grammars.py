@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from gateway_bench import CLAIM, Bench
 from tinkerscript.engine import grammars
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
+from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import TokenConstraint, full_prompts, unpack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.train.backends.embedded_engine import EmbeddedSampler
@@ -234,6 +237,26 @@ async def test_a_schema_that_cannot_be_compiled_is_refused_by_name(bench: Bench)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "response_format")
     assert "nonsense" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_grammar_that_ends_nowhere_fails_its_own_call(tmp_path: Path, stream: bool) -> None:
+    """The text is spelled by a marker alone, which a grammar's text may not contain."""
+    wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"const": "<|im_end|>"}}}
+    with EmbeddedEngine(TINY_MODEL, checkpoint_dir=tmp_path) as engine:
+        bench = Bench(TINY_MODEL)
+        bench.use(EmbeddedSampler(await engine.create_sampling_client(), 0))
+        alone = await bench.ask(seed=3, max_tokens=20)
+        beside, failed = await asyncio.gather(
+            bench.ask(seed=3, max_tokens=20), bench.post(response_format=wanted, stream=stream)
+        )
+        await bench.client.aclose()
+    # A stream has begun, and its last event is the error.
+    error = json.loads(failed.text.strip().rpartition("data: ")[2])["error"]
+    assert (failed.status_code, error["param"]) == (200 if stream else 400, "response_format")
+    assert "the grammar cannot be followed to its end" in error["message"]
+    assert len(error["message"]) < 400
+    assert [each["message"] for each in beside["choices"]] == [each["message"] for each in alone["choices"]]
 
 
 async def test_an_engine_that_cannot_constrain_says_so(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

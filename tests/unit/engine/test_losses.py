@@ -11,7 +11,7 @@ import tinker
 import torch
 from torch import Tensor
 
-from tinkerscript.engine.losses import LOSSES, SEQUENCE, Loss, resolve_loss
+from tinkerscript.engine.losses import LOSSES, MASK, SEQUENCE, TEMPERATURES, Loss, resolve_loss
 from tinkerscript.engine.training import AllWeights, Trainer
 from tinkerscript.engine.weights import load_model
 from tinkerscript.errors import EngineError, EngineRequestError
@@ -35,11 +35,17 @@ def cispo(ours: Tensor, theirs: Tensor, advantages: Tensor, low: float, high: fl
 
 
 def gspo(ours: Tensor, theirs: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Of one sequence; what its tokens share is divided among those that train."""
-    trains = advantages != 0
-    ratio = torch.exp((ours - theirs)[trains].mean())
-    terms = torch.min(ratio * advantages, torch.clamp(ratio, low, high) * advantages)
-    return -terms / trains.sum()
+    """Tinker's, of one sequence, over the number of its tokens."""
+    in_ratio = advantages != 0
+    log_ratio = (ours.detach() - theirs)[in_ratio].mean()
+    ratio = torch.exp(log_ratio + ours - ours.detach())
+    clipped = torch.clamp(ratio, low, high)
+    return -torch.min(ratio * advantages, clipped * advantages) / in_ratio.sum()
+
+
+def dro(ours: Tensor, theirs: Tensor, advantages: Tensor, *_: float) -> Tensor:
+    """Tinker's, at the tokens that train."""
+    return -(ours * advantages - 0.5 * 0.05 * torch.where(advantages == 0, 0.0, ours - theirs) ** 2)
 
 
 FORMULAS: dict[str, Formula] = {
@@ -47,11 +53,13 @@ FORMULAS: dict[str, Formula] = {
     "ppo": ppo,
     "cispo": cispo,
     "gspo": gspo,
+    "dro": dro,
 }
 
 
 CASES: list[tuple[str, tuple[float, float] | None]] = [
     ("importance_sampling", None),
+    ("dro", None),
     *(
         (name, thresholds)
         for name in ("ppo", "cispo", "gspo")
@@ -70,7 +78,7 @@ def test_losses_and_gradients_equal_tinkers_formulas(
     reference = load_model(random_model).double()
     data: list[tinker.Datum] = []
     losses: list[Tensor] = []
-    low, high = thresholds or (0.8, 1.2)
+    low, high = thresholds or ((1 - 3e-4, 1 + 4e-4) if name == "gspo" else (0.8, 1.2))
     outside = 0
     for length in random.integers(4, 20, 6).tolist():
         ids = random.integers(2, 64, length + 1)
@@ -116,12 +124,175 @@ def test_cross_entropy_falls_as_what_has_weight_gets_likelier() -> None:
 def test_a_token_without_advantage_may_have_any_logprob(name: str) -> None:
     ours = torch.tensor([-1.0, -2.0], requires_grad=True)
     inputs = {"logprobs": torch.tensor([-1e30, -2.5]), "advantages": torch.tensor([0.0, 1.0])}
-    inputs[SEQUENCE] = torch.tensor([0, 0])
+    inputs |= {SEQUENCE: torch.tensor([0, 0]), MASK: torch.tensor([False, True])}
     losses = LOSSES[name].configured(name, None)(ours, inputs)
     losses.sum().backward()
     assert losses[0] == 0
     assert ours.grad is not None
     assert (float(ours.grad[0]), bool(ours.grad.isfinite().all())) == (0.0, True)
+
+
+def by_hand(
+    name: str,
+    ours: list[float],
+    advantages: list[float],
+    *,
+    clip: bool = True,
+    mask: list[bool] | None = None,
+) -> tuple[list[float], list[float]]:
+    """Losses and gradients of one sequence whose sampler gave every token -1."""
+    tensor = torch.tensor(ours, dtype=torch.float64, requires_grad=True)
+    inputs = {
+        "logprobs": torch.full_like(tensor, -1.0),
+        "advantages": torch.tensor(advantages, dtype=torch.float64),
+        SEQUENCE: torch.zeros(len(ours), dtype=torch.int64),
+        MASK: torch.tensor(mask or [True] * len(ours)),
+    }
+    wide = None if clip else {"clip_low_threshold": 0.0, "clip_high_threshold": 1e9}
+    losses = LOSSES[name].configured(name, wide)(tensor, inputs)
+    losses.sum().backward()
+    assert tensor.grad is not None
+    return losses.tolist(), tensor.grad.tolist()
+
+
+def test_gspo_gives_each_token_the_gradient_of_its_own_advantage() -> None:
+    """With one ratio for the whole sequence the advantages of 1 and -1 would cancel each other out."""
+    assert by_hand("gspo", [-1.0, -1.0], [1.0, -1.0])[1] == pytest.approx([-0.5, 0.5])
+
+
+def test_gspo_is_the_papers_where_all_tokens_have_one_advantage() -> None:
+    ours, advantage = torch.tensor([-0.7, -1.4, -0.9], dtype=torch.float64, requires_grad=True), 0.6
+    loss = -torch.exp((ours + 1.0).mean()) * advantage  # Equations 5 and 7, without a clip.
+    loss.backward()
+    assert ours.grad is not None
+    losses, slopes = by_hand("gspo", ours.tolist(), [advantage] * 3, clip=False)
+    assert (sum(losses), slopes) == (pytest.approx(loss.item()), pytest.approx(ours.grad.tolist()))
+
+
+def test_a_trained_token_without_advantage_has_its_part_in_the_ratio_of_its_sequence() -> None:
+    losses, _ = by_hand("gspo", [-1.0, -0.5], [1.0, 0.0], clip=False)
+    assert losses == pytest.approx([-np.exp(0.25) / 2, 0.0])
+    losses, _ = by_hand("gspo", [-1.0, -0.5], [1.0, 0.0], clip=False, mask=[True, False])
+    assert losses == pytest.approx([-1.0, 0.0])
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("ours", [-1e4, 199.0])
+def test_a_ratio_beyond_float32_leaves_the_gradient_finite(name: str, ours: float) -> None:
+    """As verl, which clamps log-ratios to 20: an infinite ratio times a clipped gradient of 0 is NaN."""
+    for advantage in (1.0, -1.0):
+        tensor = torch.tensor([ours, -1.0], requires_grad=True)
+        inputs = {
+            "logprobs": torch.full_like(tensor, -1.0),
+            "advantages": torch.full_like(tensor, advantage),
+            SEQUENCE: torch.zeros(2, dtype=torch.int64),
+            MASK: torch.tensor([True, True]),
+        }
+        losses = LOSSES[name].configured(name, None)(tensor, inputs)
+        losses.sum().backward()
+        assert losses.isfinite().all()
+        assert tensor.grad is not None
+        assert tensor.grad.isfinite().all()
+        if name == "importance_sampling":
+            expected = -advantage * np.exp(np.clip(ours + 1, -20, 20))
+            assert losses[0].item() == pytest.approx(expected, rel=1e-5)
+
+
+def prefixed_datums(random: np.random.Generator, temperatures: list[list[float]]) -> list[tinker.Datum]:
+    """Sequences that begin alike, each token with a temperature of its own."""
+    begin = random.integers(2, 64, 5)
+    data: list[tinker.Datum] = []
+    for row in temperatures:
+        ids = np.append(begin, random.integers(2, 64, len(row) - 4))
+        inputs = {
+            "target_tokens": ids[1:].astype(np.int64),
+            "logprobs": random.normal(-4, 0.3, len(row)).astype(np.float32),
+            "advantages": random.normal(size=len(row)).astype(np.float32),
+            TEMPERATURES: np.array(row, np.float32),
+        }
+        tensors = {name: tinker.TensorData.from_numpy(value) for name, value in inputs.items()}
+        model_input = tinker.ModelInput.from_ints(ids[:-1].tolist())
+        data.append(tinker.Datum(model_input=model_input, loss_fn_inputs=tensors))
+    return data
+
+
+MIXED = [[0.7] * 9, [1.0] * 4 + [1.3] * 4, [1.0] * 3 + [0.2, 0.7, 0.7, 1.0, 2.5], [1.0] * 6]
+"""Temperatures of tokens; where the sequences share a token, they may go on from it at different ones."""
+
+
+@pytest.mark.parametrize("share_prefixes", [False, True])
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo"])
+def test_each_token_trains_at_its_own_temperature(
+    random_model: Path, name: str, share_prefixes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against softmax(logits / temperature) by plain torch in float64, in one chunk and in several."""
+    torch.set_num_threads(1)
+    data = prefixed_datums(np.random.default_rng(3), MIXED)
+    reference = load_model(random_model).double()
+    losses: list[Tensor] = []
+    expected: list[Tensor] = []
+    low, high = (1 - 3e-4, 1 + 4e-4) if name == "gspo" else (0.8, 1.2)
+    for datum in data:
+        inputs = {key: torch.from_numpy(value.to_numpy()) for key, value in datum.loss_fn_inputs.items()}
+        logits = reference(torch.tensor([datum.model_input.to_ints()])).logits[0]
+        scaled = torch.softmax(logits / inputs[TEMPERATURES].double()[:, None], -1)
+        ours = scaled[torch.arange(len(logits)), inputs["target_tokens"]].log()
+        given = inputs["logprobs"].double(), inputs["advantages"].double()
+        losses.append(FORMULAS[name](ours, *given, low, high).sum())
+        expected.append(ours.detach())
+    torch.stack(losses).sum().backward()
+    for chunk in (1000, 3):
+        monkeypatch.setattr("tinkerscript.engine.losses.logits_rows", lambda *_, chunk=chunk: chunk)
+        trainer = Trainer(AllWeights(load_model(random_model)), share_prefixes=share_prefixes)
+        output = trainer.forward_backward(data, name, None, backward=True)
+        for row, ours in zip(output.loss_fn_outputs, expected, strict=True):
+            np.testing.assert_allclose(row["logprobs"].to_numpy(), ours.numpy(), atol=1e-5)
+        for mine, other in zip(trainer.model.parameters(), reference.parameters(), strict=True):
+            assert mine.grad is not None
+            assert other.grad is not None
+            largest = float(other.grad.abs().max())
+            torch.testing.assert_close(
+                mine.grad.double(), other.grad, atol=1e-5 * max(1.0, largest), rtol=1e-5
+            )
+
+
+def test_entropies_are_those_of_the_distributions_that_were_sampled_from(random_model: Path) -> None:
+    (datum,) = prefixed_datums(np.random.default_rng(4), [[0.5] * 8])
+    trainer = Trainer(AllWeights(load_model(random_model)))
+    (row,) = trainer.forward_backward([datum], "ppo", None, backward=False).loss_fn_outputs
+    logits = trainer.model(torch.tensor([datum.model_input.to_ints()])).logits[0]
+    expected = torch.distributions.Categorical(logits=logits / 0.5).entropy()
+    np.testing.assert_allclose(row["entropies"].to_numpy(), expected.detach().numpy(), atol=1e-5)
+
+
+def test_a_temperature_of_zero_is_refused_by_name(random_model: Path) -> None:
+    (datum,) = prefixed_datums(np.random.default_rng(5), [[1.0] * 5 + [0.0]])
+    trainer = Trainer(AllWeights(load_model(random_model)))
+    with pytest.raises(EngineRequestError, match=r"datum 0: loss_fn_inputs.temperatures must be above 0"):
+        trainer.forward_backward([datum], "ppo", None, backward=False)
+
+
+def confident(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
+    """REINFORCE and a bonus for every token that trains, whatever its advantage."""
+    del settings
+    return -inputs["advantages"] * logprobs - inputs[MASK] * logprobs
+
+
+def test_a_loss_sees_which_tokens_train(random_model: Path) -> None:
+    trainer = Trainer(AllWeights(load_model(random_model)))
+    (datum,) = prefixed_datums(np.random.default_rng(6), [[1.0] * 6])
+    tensors = dict(datum.loss_fn_inputs)
+    tensors["advantages"] = tinker.TensorData.from_numpy(np.zeros(6, np.float32))
+    mask = np.array([0, 0, 0, 0, 1, 1], np.float32)
+    for given, trained in ((None, []), (mask, [4, 5])):
+        inputs = tensors if given is None else {**tensors, MASK: tinker.TensorData.from_numpy(given)}
+        output = trainer.forward_backward(
+            [tinker.Datum(model_input=datum.model_input, loss_fn_inputs=inputs)],
+            *(f"{__name__}:confident", None),
+            backward=False,
+        )
+        logprobs = output.loss_fn_outputs[0]["logprobs"].to_numpy()
+        assert output.metrics["loss:sum"] == pytest.approx(-float(logprobs[trained].sum()), rel=1e-5)
 
 
 def scaled_likelihood(
@@ -180,7 +351,7 @@ def test_a_loss_of_the_users_own_trains_with_its_settings(random_model: Path) ->
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("dro", "'dro' is not one of cross_entropy, .*; name a loss of your own as module:name"),
+        ("reinforce", "'reinforce' is not one of cross_entropy, .*; name a loss of your own as module:name"),
         ("nowhere:loss", "loss_fn: cannot import 'nowhere:loss': No module named 'nowhere'"),
         (f"{__name__}:nothing", "cannot import .* has no attribute 'nothing'"),
         (f"{__name__}:FORMULAS", "must be a function of per-token losses"),
@@ -192,12 +363,12 @@ def test_a_loss_that_cannot_be_resolved_is_refused(name: str, message: str) -> N
         resolve_loss(name)
 
 
-def test_the_table_is_tinkers_and_two_more() -> None:
+def test_the_table_is_tinkers() -> None:
     assert {name: sorted(loss.settings) for name, loss in LOSSES.items()} == {
         "cross_entropy": [],
         "importance_sampling": [],
         "ppo": ["clip_high_threshold", "clip_low_threshold"],
         "cispo": ["clip_high_threshold", "clip_low_threshold"],
         "gspo": ["clip_high_threshold", "clip_low_threshold"],
-        "reverse_kl": [],
+        "dro": ["beta"],
     }

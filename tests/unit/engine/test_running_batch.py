@@ -1,7 +1,8 @@
-"""`RunningBatch` on failure: every request gets the error, and the batch goes on."""
+"""`RunningBatch` on failure: what fails for one row fails its request, and no other notices."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -10,99 +11,225 @@ import numpy as np
 import pytest
 import torch
 
-from tinkerscript.engine.decoder import FusedDecoder, KVCache
+from tinkerscript.engine.decoder import FusedDecoder
 from tinkerscript.engine.running_batch import Request, RunningBatch, SampledRow
 from tinkerscript.engine.weights import load_model
 from tinkerscript.errors import EngineError
 
+BAD = 9
+"""The id that the prompt of the request that fails has, and no other prompt."""
+
 
 class FaultyDecoder(FusedDecoder):
-    """Runs out of memory for prompts of more than two tokens."""
+    """Fails where it sees `BAD`: runs out of memory in `prefill`, or gives logits that are no numbers."""
+
+    fails_at: str = ""
 
     def prefill(
         self, ids: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        if ids.shape[1] > 2:
+        there = (ids == BAD).any(-1)
+        if self.fails_at == "prefill" and bool(there.any()):
             raise RuntimeError("out of memory")
-        return super().prefill(ids, lengths)
+        logits, keys, values = super().prefill(ids, lengths)
+        if self.fails_at == "logits":
+            logits[there] = torch.nan
+        return logits, keys, values
 
 
-def batch_over(decoder: FusedDecoder, max_rows: int = 8) -> RunningBatch:
+class FaultyMatcher:
+    """A grammar that allows everything until `fails_at`: `allowed` or `take`."""
+
+    def __init__(self, fails_at: str, after: int) -> None:
+        self._fails_at, self._left = fails_at, after
+
+    def allowed(self) -> Any:
+        self._left -= 1
+        if self._fails_at == "allowed" and self._left < 0:
+            raise EngineError("the grammar allows nothing")
+        return np.ones(64, np.bool_) if self._fails_at != "width" else np.ones(63, np.bool_)
+
+    def take(self, token: int) -> None:
+        if self._fails_at == "take" and self._left < 0:
+            raise EngineError("the grammar does not allow it")
+
+
+def batch_over(
+    decoder: FusedDecoder, max_rows: int = 8, decode: Callable[[list[int]], str] = str
+) -> RunningBatch:
     return RunningBatch(
-        decoder, max_rows=max_rows, max_length=48, decode=str, random=np.random.default_rng(0)
+        decoder, max_rows=max_rows, max_length=48, decode=decode, random=np.random.default_rng(0)
     )
 
 
-def greedy(*prompt: int, max_tokens: int = 3) -> Request:
-    return Request(prompt, 2, max_tokens, 0.0, 1.0, -1, None, frozenset(), ())
+def seeded(*prompt: int, samples: int = 2, max_tokens: int = 12) -> Request:
+    return Request(prompt, samples, max_tokens, 1.0, 1.0, -1, sum(prompt), frozenset(), ())
 
 
-def fail_to_advance(batch: RunningBatch) -> None:
-    with pytest.raises(RuntimeError, match="out of memory") as caught:
-        batch.advance()
-    batch.fail(caught.value)
-
-
-def test_requests_whose_prefill_fails_are_told(random_model: Path) -> None:
-    batch = batch_over(FaultyDecoder(load_model(random_model)))
-    running, long = greedy(5, 6), greedy(5, 6, 7)
-    batch.submit(running)
-    batch.advance()
-    batch.submit(long)
-    fail_to_advance(batch)
-    for request in (running, long):
-        with pytest.raises(RuntimeError, match="out of memory"):
-            request.future.result(timeout=1)
-    batch.submit(again := greedy(5, 6))
+def run(batch: RunningBatch) -> None:
     while batch.busy:
         batch.advance()
-    assert len(again.future.result(timeout=1)[1].ids) == 3
 
 
-def test_requests_for_whose_rows_there_is_no_memory_are_told(
-    random_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those before the row that failed, those that were to be admitted after it, and those that wait."""
-    reserve = KVCache.reserve
+def matched(fails_at: str, after: int = 0) -> Callable[[Request], None]:
+    def change(request: Request) -> None:
+        request.matchers = [FaultyMatcher(fails_at, after) for _ in range(request.num_samples)]  # pyright: ignore
 
-    def small(self: KVCache, rows: int, length: int, like: list[torch.Tensor]) -> None:
-        if rows > 3:
-            raise RuntimeError("out of memory")
-        reserve(self, rows, length, like)
-
-    monkeypatch.setattr(KVCache, "reserve", small)
-    batch = batch_over(FusedDecoder(load_model(random_model)), max_rows=7)
-    requests = [greedy(5, 6), greedy(7), greedy(8, 9), greedy(3)]
-    for request in requests:
-        batch.submit(request)
-    fail_to_advance(batch)
-    for request in requests:
-        with pytest.raises(RuntimeError, match="out of memory"):
-            request.future.result(timeout=1)
+    return change
 
 
-def test_a_batch_goes_on_after_its_cache_could_not_grow(
-    random_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory runs out when the keys have grown and the values have not."""
-    batch = batch_over(FusedDecoder(load_model(random_model)))
-    batch.submit(greedy(5))
-    batch.advance()
-    zeros, calls = torch.zeros, iter(range(3))
+def with_report(request: Request) -> None:
+    def report(index: int, offset: int, *_: Any) -> None:
+        if index and offset == 3:
+            raise ValueError("the listener is gone")
+
+    request.report = report
+
+
+def with_setting(**settings: Any) -> Callable[[Request], None]:
+    def change(request: Request) -> None:
+        for name, value in settings.items():
+            setattr(request, name, value)
+
+    return change
+
+
+def decode(ids: list[int]) -> str:
+    if len(ids) > 4:
+        raise UnicodeDecodeError("utf-8", b"", 0, 1, "no text")
+    return ""
+
+
+FAULTS: dict[str, tuple[str, Callable[[Request], None], str]] = {
+    "admission: the seed": ("", with_setting(seed="one"), "unsupported operand"),
+    "admission: a setting": ("", with_setting(top_k=2**70), "verflow"),
+    "prefill": ("prefill", lambda _: None, "out of memory"),
+    "the model's logits": ("logits", lambda _: None, "not finite"),
+    "the temperature": ("", with_setting(temperature=float("nan")), "not finite"),
+    "the grammar's first mask": ("", matched("allowed"), "allows nothing"),
+    "a later mask": ("", matched("allowed", after=7), "allows nothing"),
+    "a mask of another vocabulary": ("", matched("width"), "could not broadcast"),
+    "the grammar's next state": ("", matched("take"), "does not allow"),
+    "the listener": ("", with_report, "listener is gone"),
+    "finishing: a stop string": ("", with_setting(stop_strings=("\ud800",)), "surrogates"),
+    "finishing: the text": ("", with_setting(stop_strings=("x",)), "no text"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_error_in_one_request_leaves_the_others_as_they_would_be(random_model: Path, fault: str) -> None:
+    """Some run before it, some are admitted with it, and some wait until it has failed."""
+    fails_at, change, message = FAULTS[fault]
+
+    def answers(*, faulty: bool) -> tuple[list[list[SampledRow]], BaseException | None]:
+        decoder = FaultyDecoder(load_model(random_model))
+        decoder.fails_at = fails_at if faulty else ""
+        batch = batch_over(decoder, decode=decode)
+        neighbors = [seeded(5, 6), seeded(7), seeded(8, 1, 2), seeded(3, 4, samples=4)]
+        bad = seeded(BAD, 1)
+        if faulty:
+            change(bad)
+        batch.submit(neighbors[0])
+        batch.advance()
+        batch.advance()
+        for request in (neighbors[1], bad, *neighbors[2:]):
+            batch.submit(request)
+        run(batch)
+        return [each.future.result(timeout=1) for each in neighbors], bad.future.exception(timeout=1)
+
+    wanted, nothing = answers(faulty=False)
+    found, error = answers(faulty=True)
+    assert nothing is None
+    assert message in str(error)
+    for one, other in zip(wanted, found, strict=True):
+        assert [row.ids for row in one] == [row.ids for row in other]
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
+def short_of_memory(monkeypatch: pytest.MonkeyPatch, allows: Callable[[tuple[int, ...]], bool]) -> None:
+    """No tensor for keys or values of a shape (rows, heads, length, width) that is not allowed."""
+    zeros = torch.zeros
 
     def limited(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if len(args) == 4 and next(calls) == 2:  # Keys of two layers are there.
+        if len(args) == 4 and not allows(args):
             raise RuntimeError("out of memory")
         return zeros(*args, **kwargs)
 
-    with monkeypatch.context() as short:
-        short.setattr(torch, "zeros", limited)
-        batch.submit(greedy(6))
-        fail_to_advance(batch)
-    batch.submit(again := greedy(6))
-    while batch.busy:
+    monkeypatch.setattr(torch, "zeros", limited)
+
+
+def test_a_row_without_memory_fails_and_those_beside_it_go_on(
+    random_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that run, and those that are admitted after it into the rows that there are."""
+    batch = batch_over(FusedDecoder(load_model(random_model)))
+    requests = [seeded(5, 6), seeded(7), seeded(8, 9, 1), seeded(3)]
+    short_of_memory(monkeypatch, lambda shape: shape[0] <= 4)
+    for request in requests:
+        batch.submit(request)
+    batch.advance()
+    assert [each.future.done() for each in requests] == [False, False, True, True]
+    batch.submit(again := seeded(8, 9, 1))
+    run(batch)
+    for request in requests[2:]:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            request.future.result(timeout=1)
+    monkeypatch.undo()
+    alone = batch_over(FusedDecoder(load_model(random_model)))
+    wanted = [seeded(5, 6), seeded(7)]
+    for request in wanted:
+        alone.submit(request)
+    run(alone)
+    for one, other in zip(requests, wanted, strict=False):
+        assert [row.ids for row in one.future.result()] == [row.ids for row in other.future.result()]
+    assert isinstance(again.future.exception(timeout=1), RuntimeError)
+
+
+def test_the_longest_row_fails_if_there_is_no_memory_for_its_next_token(
+    random_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = batch_over(FusedDecoder(load_model(random_model)))
+    long, short = seeded(*range(1, 13), samples=1, max_tokens=30), seeded(5, 6, max_tokens=9)
+    short_of_memory(monkeypatch, lambda shape: shape[2] <= 12)
+    for request in (long, short):
+        batch.submit(request)
+    run(batch)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        long.future.result(timeout=1)
+    monkeypatch.undo()
+    alone = batch_over(FusedDecoder(load_model(random_model)))
+    alone.submit(wanted := seeded(5, 6, max_tokens=9))
+    run(alone)
+    assert [r.ids for r in short.future.result(timeout=1)] == [r.ids for r in wanted.future.result()]
+
+
+@pytest.mark.parametrize("made", range(5))
+def test_a_batch_goes_on_after_its_cache_could_not_grow(
+    random_model: Path, monkeypatch: pytest.MonkeyPatch, made: int
+) -> None:
+    """Memory runs out when some of the layers' keys and values have grown, and others have not."""
+    batch = batch_over(FusedDecoder(load_model(random_model)))
+    batch.submit(running := seeded(5))
+    for _ in range(
+        3
+    ):  # Its row has room for the next token: memory is wanted for the rows of the next request.
         batch.advance()
-    assert [len(row.ids) for row in again.future.result(timeout=1)] == [3, 3]
+    left = iter(range(made))
+    with monkeypatch.context() as short:
+        short_of_memory(short, lambda _: next(left, None) is not None)
+        batch.submit(failed := seeded(6, 7))
+        batch.advance()
+    assert failed.future.done() == (made < 4)
+    batch.submit(again := seeded(6, 7))
+    run(batch)
+    alone = batch_over(FusedDecoder(load_model(random_model)))
+    wanted = [seeded(5), seeded(6, 7)]
+    for request in wanted:
+        alone.submit(request)
+    run(alone)
+    for one, other in zip((running, again), wanted, strict=True):
+        assert [row.ids for row in one.future.result()] == [row.ids for row in other.future.result()]
 
 
 class CancelledMeanwhile(Future[list[SampledRow]]):
@@ -115,7 +242,7 @@ class CancelledMeanwhile(Future[list[SampledRow]]):
 
 def test_a_failure_that_meets_a_cancellation_reaches_the_others(random_model: Path) -> None:
     batch = batch_over(FusedDecoder(load_model(random_model)))
-    cancelled, other = greedy(5), greedy(6)
+    cancelled, other = seeded(5), seeded(6)
     cancelled.future = CancelledMeanwhile()
     batch.submit(cancelled)
     batch.submit(other)

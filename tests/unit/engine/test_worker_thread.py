@@ -131,7 +131,7 @@ def test_what_is_asked_while_the_engine_closes_is_done_or_failed() -> None:
 def test_an_engine_that_cannot_be_made_leaves_no_thread(
     random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    def broken(_: Any) -> bool:
+    def broken(*_: Any) -> bool:
         raise ValueError("broken")
 
     if fault == "shares_prefixes":

@@ -17,8 +17,7 @@ from gateway_bench import Bench
 from session_book import Book, assistant, tool_result, user
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.chat_template import ChatTemplate, templates_with_defaults
-from tinkerscript.gateway.conversation.fork_reasons import TEMPLATE_REWRITES
-from tinkerscript.gateway.conversation.tree import Turn
+from tinkerscript.gateway.conversation.tree import TEMPLATE_REWRITES, Turn
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
 from tinkerscript.gateway.tokenizer import MARK, LightTokenizer, unmarked
 from tinkerscript.rollouts.call import unpack_ids
@@ -58,7 +57,7 @@ def theirs(folder: Path) -> PreTrainedTokenizerFast:
 def conversation(family: Family) -> list[dict[str, Any]]:
     """As templates see it, with everything that the family can write."""
     messages = ([SYSTEM] if family.system else []) + [user("hello "), assistant(" hello\n"), user("\nso?")]
-    if family.call:
+    if family.writes_tools:
         function = {"name": "look", "arguments": {"a": "é", "n": 1}}
         call = {"id": "abcdefghi", "type": "function", "function": function}
         messages += [assistant("", tool_calls=[call]), tool_result("abcdefghi", '{"b": "<&"}')]
@@ -67,7 +66,7 @@ def conversation(family: Family) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_text_is_transformers(name: str, folders: dict[str, Path]) -> None:
-    family, tools = FAMILIES[name], TOOLS if FAMILIES[name].call else []
+    family, tools = FAMILIES[name], TOOLS if FAMILIES[name].writes_tools else []
     ours, reference = ChatTemplate.of(folders[name]), theirs(folders[name])
     assert ours is not None
     messages: Any = conversation(family)
@@ -228,17 +227,12 @@ def test_arguments_that_the_template_does_not_have_are_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tools_are_written_or_refused(name: str, renderers: dict[str, ChatRenderer]) -> None:
+def test_tools_are_written(name: str, renderers: dict[str, ChatRenderer]) -> None:
     family, renderer = FAMILIES[name], renderers[name]
     system = [SYSTEM] if family.system else []
-    if family.call:
-        text = renderer.tokenizer.decode(renderer.render([*system, user("a")], TOOLS))
-        assert "look" in text
-        assert "weigh" in text
-    else:
-        with pytest.raises(GatewayError, match="nothing about the tools") as refused:
-            renderer.render([*system, user("a")], TOOLS)
-        assert (refused.value.status, refused.value.code) == (400, "tools_not_supported")
+    text = renderer.tokenizer.decode(renderer.render([*system, user("a")], TOOLS))
+    assert "look" in text
+    assert "weigh" in text
     if name == "phi4_mini":
         with pytest.raises(GatewayError, match="need a system message"):
             renderer.render([user("a")], TOOLS)
@@ -334,6 +328,8 @@ class Talk:
     def rendered(self) -> str:
         """The conversation as transformers renders it, with marks in what is not the template's."""
         messages = self.renderer.tokenizer.escaper.messages(self.messages)
+        if not self.family.writes_tools:
+            return self.template.text(messages, self.tools, generation=True)
         given: Any = [self.template._form.of(message) for message in messages]  # pyright: ignore[reportPrivateUsage]
         text = self.reference.apply_chat_template(
             given, tools=self.tools or None, add_generation_prompt=True, tokenize=False
@@ -363,7 +359,7 @@ def test_random_conversations_follow_the_template(
 
 async def test_the_gateway_serves_it(folders: dict[str, Path]) -> None:
     """Tools in vain are a 400 of their own, and a streamed reply is the whole one."""
-    bench = Bench(folders["gemma2"])
+    bench = Bench(folders["phi4_mini"])
     refused = await bench.post("hi", tools=TOOLS)
     error = refused.json()["error"]
     assert (refused.status_code, error["code"], error["param"]) == (400, "tools_not_supported", "tools")

@@ -13,8 +13,8 @@ import pytest
 
 from gateway_bench import CLAIM, Bench, WaitingSampler
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.dialects.completions.request import parse_completion_request
-from tinkerscript.gateway.recording import sample_all
+from tinkerscript.gateway.dialects import Completions
+from tinkerscript.gateway.sampled_model import sample_all
 from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import full_prompts, pack_ids, unpack_ids
@@ -172,7 +172,7 @@ async def test_a_prompt_that_does_not_fit(tmp_path: Path) -> None:
         ({"prompt": ["x", ""]}, "prompt[1]", "invalid_value"),
         ({"prompt": [[1, 99999]]}, "prompt[0]", "invalid_value"),
         ({"prompt": [-1]}, "prompt", "invalid_value"),
-        ({"prompt": ["a", "b"], "n": 128}, "n", "invalid_value"),
+        ({"prompt": ["a", "b"], "n": 128}, "n", "limit_exceeded"),
         ({"echo": True}, "echo", "unsupported_parameter"),
         ({"best_of": 2}, "best_of", "unsupported_parameter"),
         ({"suffix": "x"}, "suffix", "unsupported_parameter"),
@@ -221,5 +221,5 @@ def test_the_vocabulary_is_counted_once(byte_model: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tokenizer, "_tokenizer", Counting())
     for _ in range(3):
         body = json.dumps({"model": "policy", "prompt": [299]}).encode()
-        assert parse_completion_request(tokenizer, body).prompts == [pack_ids([299])]
+        assert Completions(tokenizer).parse(body).prompts == [pack_ids([299])]
     assert counts == [True]

@@ -1,6 +1,6 @@
 """Random conversations over a random, non-canonical sampler: what trains is exactly the sampler's log.
 
-`CONVERSATIONS=5000` runs as many as `make acceptance` does, `CONVERSATIONS_SEED` others.
+`CONVERSATIONS=2000` runs as many as `make acceptance` does, `CONVERSATIONS_SEED` others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from conversation_world import World
 from conversations import FEATURES, Program
-from tinkerscript.gateway.conversation import fork_reasons
+from tinkerscript.gateway.conversation import tree
 from tinkerscript.rollouts.call import unpack_ids
 
 TINY = Path(__file__).parents[3] / "src" / "tinkerscript" / "engine" / "tiny"
@@ -50,5 +50,5 @@ async def test_rollouts_hold_the_sampled_tokens_once_each_under_their_own_prefix
     print({name: f"{share:.0%}" for name, share in shares.items()}, dict(causes))
     assert min(shares.values()) >= 0.15, shares
     assert retokenised / sampled > 0.5
-    assert set(causes) <= {None, *fork_reasons.FORK_REASONS}
+    assert set(causes) <= {None, *tree.FORK_REASONS}
     assert causes[None] > sampled / 2

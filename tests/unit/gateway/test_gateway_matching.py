@@ -12,7 +12,7 @@ import pytest
 
 from session_book import TOOL, Book, assistant, tool_result, user
 from tinkerscript.gateway.chat_messages import canonical_json
-from tinkerscript.gateway.conversation import fork_reasons
+from tinkerscript.gateway.conversation import tree
 from tinkerscript.gateway.conversation.tree import Turn
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.rollouts.call import unpack_ids
@@ -118,9 +118,7 @@ def test_outer_white_space_of_a_reply_does_not_count(book: Book) -> None:
     for text, same in (("two  words", True), (reply["content"] + " ", True), ("two words", False)):
         turn = book.session.plan([user("one"), assistant(text), user("x")], [])
         assert (turn.parent is not None) is same
-    assert (
-        forks(book, [user("one "), assistant("two  words"), user("x")], []) == fork_reasons.NEW_CONVERSATION
-    )
+    assert forks(book, [user("one "), assistant("two  words"), user("x")], []) == tree.NEW_CONVERSATION
 
 
 def test_reasoning_may_be_left_out_but_not_changed(book: Book) -> None:
@@ -129,17 +127,17 @@ def test_reasoning_may_be_left_out_but_not_changed(book: Book) -> None:
     for again in (reply, assistant("yes"), assistant("yes", reasoning_content="\nhm ")):
         assert extends(book.session.plan([user("one"), again, user("x")], []), "call0", "equality")
     other = assistant("yes", reasoning_content="no")
-    assert forks(book, [user("one"), other, user("x")], []) == fork_reasons.REASONING_EDITED
+    assert forks(book, [user("one"), other, user("x")], []) == tree.REASONING_EDITED
     _, plain = book.ask([user("two")], book.ids("yes"))
     invented = assistant(plain["content"], reasoning_content="no")
-    assert forks(book, [user("two"), invented, user("x")], []) == fork_reasons.REASONING_EDITED
+    assert forks(book, [user("two"), invented, user("x")], []) == tree.REASONING_EDITED
 
 
 def test_changed_reasoning_is_an_edit_even_of_messages_that_were_requested_before(book: Book) -> None:
     _, reply = book.ask([user("one")], book.marked("<think>\nhm\n</think>\n\nyes"))
     book.ask([user("one"), reply, user("x")], book.ids("z"))
     other = assistant("yes", reasoning_content="no")
-    assert forks(book, [user("one"), other, user("x")], []) == fork_reasons.REASONING_EDITED
+    assert forks(book, [user("one"), other, user("x")], []) == tree.REASONING_EDITED
 
 
 def test_reasoning_of_messages_that_the_caller_wrote_counts_too(book: Book) -> None:
@@ -149,7 +147,7 @@ def test_reasoning_of_messages_that_the_caller_wrote_counts_too(book: Book) -> N
     turn = book.session.plan([user("a"), assistant("b"), user("c"), reply, user("e")], [])
     assert extends(turn, "call0", "equality")
     other = [user("a"), {**written, "reasoning_content": "because"}, user("c"), reply, user("e")]
-    assert forks(book, other, []) == fork_reasons.REASONING_EDITED
+    assert forks(book, other, []) == tree.REASONING_EDITED
 
 
 def test_ids_of_the_callers_own_are_no_edit(book: Book) -> None:
@@ -168,7 +166,7 @@ def test_ids_of_the_callers_own_are_no_edit(book: Book) -> None:
     )
     swapped = [tool_result("mine-0", "4"), tool_result("mine-1", "3")]
     history = [*messages[:2], renamed, *swapped, second, user("x")]
-    assert forks(book, history) == fork_reasons.TOOL_RESULT_EDITED
+    assert forks(book, history) == tree.TOOL_RESULT_EDITED
 
 
 def test_an_id_never_makes_up_for_other_content(book: Book) -> None:
@@ -176,40 +174,40 @@ def test_an_id_never_makes_up_for_other_content(book: Book) -> None:
     first, reply = tool_turn(book)
     _, other = tool_turn(book, CALL_TEXT.replace("2", "5"))
     mixed = assistant("", tool_calls=[{**other["tool_calls"][0], "id": reply["tool_calls"][0]["id"]}])
-    assert forks(book, [*first[:2], mixed, first[3]]) == fork_reasons.HISTORY_EDITED
+    assert forks(book, [*first[:2], mixed, first[3]]) == tree.HISTORY_EDITED
 
 
 EDITS: dict[str, tuple[str, Callable[[Messages], Messages]]] = {
-    "an earlier user message": (fork_reasons.HISTORY_EDITED, lambda m: [m[0], user("uno"), *m[2:]]),
-    "the last reply's text": (fork_reasons.HISTORY_EDITED, lambda m: [*m[:4], assistant("so 4"), *m[5:]]),
+    "an earlier user message": (tree.HISTORY_EDITED, lambda m: [m[0], user("uno"), *m[2:]]),
+    "the last reply's text": (tree.HISTORY_EDITED, lambda m: [*m[:4], assistant("so 4"), *m[5:]]),
     "the arguments of a call": (
-        fork_reasons.HISTORY_EDITED,
+        tree.HISTORY_EDITED,
         lambda m: [*m[:2], _with_arguments(m[2], '{"b": 3}'), *m[3:]],
     ),
-    "the name of a tool": (fork_reasons.HISTORY_EDITED, lambda m: [*m[:2], _with_name(m[2], "sub"), *m[3:]]),
+    "the name of a tool": (tree.HISTORY_EDITED, lambda m: [*m[:2], _with_name(m[2], "sub"), *m[3:]]),
     "a tool's result": (
-        fork_reasons.TOOL_RESULT_EDITED,
+        tree.TOOL_RESULT_EDITED,
         lambda m: [*m[:3], {**m[3], "content": "[result cleared]"}, *m[4:]],
     ),
     "a tool's result by its outer white space": (
-        fork_reasons.TOOL_RESULT_EDITED,
+        tree.TOOL_RESULT_EDITED,
         lambda m: [*m[:3], {**m[3], "content": "3\n"}, *m[4:]],
     ),
     "text beside a tool call": (
-        fork_reasons.TEXT_DROPPED,
+        tree.TEXT_DROPPED,
         lambda m: [*m[:2], {**m[2], "content": ""}, *m[3:]],
     ),
     "a tool call beside text": (
-        fork_reasons.HISTORY_EDITED,
+        tree.HISTORY_EDITED,
         lambda m: [*m[:2], assistant(m[2]["content"]), *m[3:]],
     ),
-    "the first turn": (fork_reasons.HISTORY_SHORTENED, lambda m: [m[0], *m[3:]]),
+    "the first turn": (tree.HISTORY_SHORTENED, lambda m: [m[0], *m[3:]]),
     "the first turns for a summary": (
-        fork_reasons.HISTORY_SHORTENED,
+        tree.HISTORY_SHORTENED,
         lambda m: [m[0], user("so far: 3"), m[4], m[5]],
     ),
-    "the system message": (fork_reasons.SYSTEM_CHANGED, lambda m: [{**m[0], "content": "other"}, *m[1:]]),
-    "no system message": (fork_reasons.SYSTEM_CHANGED, lambda m: m[1:]),
+    "the system message": (tree.SYSTEM_CHANGED, lambda m: [{**m[0], "content": "other"}, *m[1:]]),
+    "no system message": (tree.SYSTEM_CHANGED, lambda m: m[1:]),
 }
 
 
@@ -255,16 +253,16 @@ def test_every_other_fork_has_its_reason(book: Book) -> None:
     messages = [user("one")]
     _, reply = book.ask(messages, book.ids("a"), [])
     more = [*messages, reply, user("x")]
-    assert forks(book, [user("one")], []) == fork_reasons.SAMPLED_AGAIN
-    assert forks(book, [user("one")], [TOOL]) == fork_reasons.TOOLS_CHANGED
-    assert forks(book, [user("two")], []) == fork_reasons.NEW_CONVERSATION
-    assert forks(book, more, [TOOL]) == fork_reasons.TOOLS_CHANGED
-    assert forks(book, [user("one"), reply], []) == fork_reasons.NO_NEW_MESSAGES
-    assert forks(book, [user("q"), assistant("a"), user("one")], []) == fork_reasons.NEW_CONVERSATION
+    assert forks(book, [user("one")], []) == tree.SAMPLED_AGAIN
+    assert forks(book, [user("one")], [TOOL]) == tree.TOOLS_CHANGED
+    assert forks(book, [user("two")], []) == tree.NEW_CONVERSATION
+    assert forks(book, more, [TOOL]) == tree.TOOLS_CHANGED
+    assert forks(book, [user("one"), reply], []) == tree.NO_NEW_MESSAGES
+    assert forks(book, [user("q"), assistant("a"), user("one")], []) == tree.NEW_CONVERSATION
     few_shot = [user("few"), assistant("shots"), user("one")]
     book.ask(few_shot, book.ids("a"), [])
-    assert forks(book, few_shot, []) == fork_reasons.SAMPLED_AGAIN
-    assert forks(book, [*few_shot[:2], user("two")], []) == fork_reasons.HISTORY_EDITED
+    assert forks(book, few_shot, []) == tree.SAMPLED_AGAIN
+    assert forks(book, [*few_shot[:2], user("two")], []) == tree.HISTORY_EDITED
 
 
 def _refuse(*_: object) -> None:
@@ -274,7 +272,7 @@ def _refuse(*_: object) -> None:
 def test_a_chat_format_that_cannot_continue_forks(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
     _, reply = book.ask([user("one")], book.ids("a"))
     monkeypatch.setattr(book.renderer, "extend", _refuse)
-    assert forks(book, [user("one"), reply, user("x")], []) == fork_reasons.RENDERER_REFUSED
+    assert forks(book, [user("one"), reply, user("x")], []) == tree.RENDERER_REFUSED
 
 
 def test_siblings_with_equal_text_are_extended_one_each(book: Book) -> None:

@@ -20,7 +20,7 @@ from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.dialects import Responses
 from tinkerscript.gateway.dialects.dialect import ModelCall
-from tinkerscript.gateway.gateway import create_gateway
+from tinkerscript.gateway.endpoint import create_gateway
 from tinkerscript.gateway.sampler import (
     ProgressCallback,
     Sampler,

@@ -242,11 +242,11 @@ class CountingBook(MemoryClaimBook):
 
     in_flight_now = 0
 
-    async def begin(self, claim: OpenClaim, num_samples: int, max_tokens: int) -> int:
+    async def begin(self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0) -> int:
         self.in_flight_now += 1
         return max_tokens
 
-    def end(self, claim: OpenClaim, num_samples: int, max_tokens: int) -> None:
+    def end(self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0) -> None:
         self.in_flight_now -= 1
 
 

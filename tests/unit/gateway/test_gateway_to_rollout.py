@@ -9,13 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 from openai.types.chat import ChatCompletion
-from openai.types.responses import Response
+from transformers import PreTrainedTokenizerFast
 
 from gateway_bench import CLAIM, Bench
-from tinkerscript.errors import AlignmentError
 from tinkerscript.inference_ctx import InferenceContext, InferenceTurn
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
+    "{{ '<|im_start|>assistant\n' }}"
+)
+"""As the gateway writes the messages of the tests' model."""
 
 IDS = {"logprobs": True, "return_token_ids": True}
 
@@ -55,28 +61,32 @@ async def test_a_conversation(bench: Bench, as_object: bool) -> None:
     assert not context.warnings
 
 
-@pytest.mark.parametrize("as_object", [True, False])
-async def test_a_response(bench: Bench, as_object: bool) -> None:
-    body = {
-        "model": "policy",
-        "input": "hi",
-        "max_output_tokens": 100,
-        "include": ["message.output_text.logprobs"],
-        "return_token_ids": True,
-    }
-    answered = (await bench.client.post("/v1/responses", json=body)).json()
-    reply: Any = Response.model_validate(answered) if as_object else answered
-    context = InferenceContext(bench.tokenizer)
-    (rollout,) = context.create_rollouts_from_response("hi", reply, "e", "x", [1.0])
+async def test_logprobs_alone_make_a_rollout_in_both_of_openais_formats(
+    bench: Bench, byte_model: Path
+) -> None:
+    """The first program that anybody writes with an `InferenceContext` asks for nothing of our own."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(byte_model / "tokenizer.json"))
+    tokenizer.chat_template = TEMPLATE
+    inference_ctx = InferenceContext(tokenizer)
+    prompt = "What is 2+2?"
+    body = await bench.ask([{"role": "user", "content": prompt}], max_tokens=100, logprobs=True)
+    completion = ChatCompletion.model_validate(body)
+
+    prompt_tokens = inference_ctx.tokenize_prompt(prompt)
+    response_tokens = inference_ctx.response_tokens_from_choice(completion.choices[0])
+    response_logprobs = inference_ctx.logprobs_from_choice(completion.choices[0])
+    rollout = inference_ctx.create_rollout_from_choice(
+        prompt=prompt,
+        choice=completion.choices[0],
+        env_name="gsm8k",
+        env_example_id="ex_123",
+        reward=1.0,
+    )
+
     assert same(rollout, recorded(bench))
-    assert context.to_inference_response("hi", reply).choices[0].response_text == "hello"
-
-
-async def test_a_message_has_ids_and_no_logprobs(bench: Bench) -> None:
-    messages = [{"role": "user", "content": "hi"}]
-    body = {"model": "policy", "messages": messages, "max_tokens": 100, "return_token_ids": True}
-    reply = (await bench.client.post("/v1/messages", json=body)).json()
-    context = InferenceContext(bench.tokenizer)
-    with pytest.raises(AlignmentError, match="no log probabilities"):
-        context.create_rollouts_from_response("hi", reply, "e", "x", [1.0])
-    assert reply["token_ids"] == recorded(bench).response_tokens.tolist()
+    assert rollout.tokens.tolist() == [*prompt_tokens.tolist(), *response_tokens.tolist()]
+    assert rollout.response_logprobs.tolist() == response_logprobs.tolist()
+    old = {"model": "policy", "prompt": "2+2=", "max_tokens": 100, "logprobs": 1}
+    (choice,) = (await bench.client.post("/v1/completions", json=old)).json()["choices"]
+    call = bench.claims.recorded[CLAIM][-1]
+    assert inference_ctx.response_tokens_from_choice(choice).tolist() == call.sampled_ids.tolist()

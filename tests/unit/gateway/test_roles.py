@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from gateway_bench import CLAIM, SAMPLING
 from tinkerscript.errors import ConfigError
-from tinkerscript.gateway.gateway import create_gateway
+from tinkerscript.gateway.endpoint import create_gateway
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import pack_ids
@@ -71,3 +71,34 @@ def test_a_role_cannot_take_a_name_of_the_policy(byte_model: Path) -> None:
             sampling=SAMPLING,
             sampled={"own": ChatRenderer(TINY_MODEL)},
         )
+
+
+@pytest.mark.parametrize("precedence", ["program", "run"])
+async def test_a_run_may_overrule_how_programs_sample_the_policy(byte_model: Path, precedence: str) -> None:
+    """The roles that do not train, such as a judge, are sampled as the program asks."""
+    sampler, claims = ScriptedSampler(lambda prompt: [5, 6]), MemoryClaimBook({"key": CLAIM})
+    gateway = create_gateway(
+        claims=claims,
+        sampler=sampler,
+        model_folder=byte_model,
+        model_name="own",
+        sampling=SAMPLING.model_copy(update={"precedence": precedence}),
+        sampled={name: ChatRenderer(TINY_MODEL) for name in ("judge", "rival")},
+        frozen=["judge"],
+    )
+    app = FastAPI()
+    app.include_router(gateway.router)
+    body = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "top_p": 0.9, "max_tokens": 7}
+    headers = {"Authorization": "Bearer key"}
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://test", headers=headers
+    ) as http:
+        for name in ("policy", "rival", "judge"):
+            reply = await http.post("/v1/chat/completions", json={"model": name, "top_k": 5, **body})
+            assert reply.status_code == 200, reply.text
+    asked, overruled = (0, 0.9, 5, 7), (SAMPLING.temperature, 1.0, -1, 7)
+    expected = [overruled, overruled, asked] if precedence == "run" else [asked] * 3
+    sampled = [(r.temperature, r.top_p, r.top_k, r.max_tokens) for r in sampler.requests]
+    assert sampled == expected
+    recorded = [(call.temperature, call.top_p, call.top_k) for call in claims.recorded[CLAIM]]
+    assert recorded == [each[:3] for each in expected]

@@ -137,10 +137,10 @@ def test_the_longest_special_token_is_found() -> None:
 
 
 def test_a_mark_that_a_renderer_escapes_is_refused(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
-    def escaping(messages: Any, **_: Any) -> list[int]:
+    def escaping(_: Any, messages: Any, **__: Any) -> list[int]:
         return book.renderer.tokenizer.encode(json.dumps(messages[0]["content"]))
 
-    monkeypatch.setattr(book.renderer._placing, "render_ids", escaping)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr("renderers.qwen3.Qwen3Renderer.render_ids", escaping)
     assert book.renderer.render([user("é")], [TOOL])
     with pytest.raises(GatewayError, match="cannot write special tokens as text") as refused:
         book.renderer.render([user(FORGED)], [TOOL])

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from record_helpers import episode, said
-from tinkerscript.page.runs import Runs
 from tinkerscript.page.web_app import create_page
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.record.writer import RecordWriter
@@ -58,7 +57,7 @@ def test_every_view_answers(
         writer.episode(episode("e-2", sample={"input": "fine"}))
         assert writer.flush(60)
         assert not writer.dropped, writer.failure
-    app = create_page(Runs(tmp_path / "runs"), admin_token=None)
+    app = create_page(tmp_path / "runs", admin_token=None)
     with TestClient(app, base_url="http://localhost") as client:
         for view in VIEWS:
             answer = client.get(f"/api/{view}")

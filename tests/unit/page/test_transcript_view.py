@@ -1,13 +1,8 @@
-"""Transcripts on the page: read event by event, whatever a client sent, and served to Inspect's viewer."""
+"""Transcripts on the page: read event by event, whatever a client sent."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
-import re
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +10,12 @@ from typing import Any
 import httpx
 import pytest
 import zstandard
-from inspect_ai.log import EvalLog
 
 from made_run import MadeRun
 from record_helpers import episode
 from tinkerscript.errors import NotRecordedError
-from tinkerscript.page import inspect_viewer
 from tinkerscript.page import transcript_view as module
 from tinkerscript.page.episode_view import episode_view
-from tinkerscript.page.runs import Runs
 from tinkerscript.page.transcript_view import MAX_DEPTH, TranscriptView, transcript_view
 from tinkerscript.page.web_app import create_page
 from tinkerscript.record.reader import Record
@@ -42,7 +34,7 @@ def writer(tmp_path: Path) -> Iterator[RecordWriter]:
 
 @pytest.fixture
 async def client(tmp_path: Path, writer: RecordWriter) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_page(Runs(tmp_path / "run"), admin_token=None)
+    app = create_page(tmp_path / "run", admin_token=None)
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app=app), base_url="http://localhost"
     ) as client:
@@ -95,7 +87,7 @@ def test_events_are_told_in_order_with_their_depth_and_times(writer: RecordWrite
     assert parts["model"]["prompt"] == "user: What is due?\nassistant: \ntool: 21\n"
     assert found.events[2].took_s == 1.25
     own = episode_view("run", Record(tmp_path / "run"), "e")
-    assert (own.transcripts, own.has_viewer) == ([2], True)
+    assert own.transcripts == [2]
 
 
 def test_errors_limits_and_unknown_events_are_told(writer: RecordWriter, tmp_path: Path) -> None:
@@ -165,9 +157,6 @@ async def test_what_is_no_transcript_is_said_to_be_none(
     assert found.problem
     assert found.events == []
     assert found.raw or "truncated" in found.problem
-    log = await client.get("/api/inspect/e/1/logs/episode.json")
-    assert log.status_code == 404
-    assert "cannot be read" in log.json()["failure_reason"]
 
 
 def test_a_bomb_is_not_unpacked(writer: RecordWriter, tmp_path: Path) -> None:
@@ -217,93 +206,4 @@ async def test_what_is_not_recorded_is_not_found(
     writer.flush()
     with pytest.raises(NotRecordedError):
         transcript_view(Record(tmp_path / "run"), uuid)
-    for path in (
-        f"/api/episodes/{uuid}/transcript",
-        f"/api/inspect/{uuid}/1/",
-        f"/api/inspect/{uuid}/1/logs/episode.json",
-    ):
-        assert (await client.get(path)).status_code == 404
-
-
-# Inspect's viewer
-
-
-async def test_the_log_of_the_viewer_is_inspects_own(
-    writer: RecordWriter, client: httpx.AsyncClient, tmp_path: Path
-) -> None:
-    writer.transcript("e", 1, made(tmp_path))
-    writer.flush()
-    (name,) = (await client.get("/api/inspect/e/1/logs/listing.json")).json()
-    log = EvalLog.model_validate((await client.get(f"/api/inspect/e/1/logs/{name}")).json())
-    assert log.samples is not None
-    assert [event.event for event in log.samples[0].events if event.event in ("tool", "score")] == [
-        "tool",
-        "score",
-    ]
-
-
-async def test_the_viewer_runs_under_a_policy_of_its_own(
-    writer: RecordWriter, client: httpx.AsyncClient, tmp_path: Path
-) -> None:
-    writer.transcript("e", 1, made(tmp_path))
-    writer.flush()
-    index = await client.get("/api/inspect/e/1/")
-    policy = index.headers["content-security-policy"]
-    scripts = re.findall(r"<script>(.*?)</script>", index.text, re.DOTALL)
-    hashes = {f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts}
-    allowed = dict(part.split(" ", 1) for part in policy.split("; "))
-    assert set(allowed["script-src"].split()) == {"'self'", "'wasm-unsafe-eval'", *hashes}
-    assert (allowed["default-src"], allowed["connect-src"]) == ("'none'", "'self'")
-    assert (allowed["form-action"], allowed["base-uri"]) == ("'none'", "'none'")
-    context = re.search(r'<script id="log_dir_context"[^>]*>(.*?)</script>', index.text)
-    assert context is not None
-    assert json.loads(context[1])["trust_content"] is False
-    worker = await client.get("/api/inspect/assets/json-parse.worker.js")
-    assert (worker.status_code, worker.headers["content-security-policy"]) == (200, policy)
-    assert (await client.get("/api/inspect/assets/../index.html")).status_code == 404
-
-
-async def test_without_inspect_the_page_says_so(
-    writer: RecordWriter, client: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer.transcript("e", 1, made(tmp_path))
-    writer.flush()
-    monkeypatch.setattr(inspect_viewer, "_dist", lambda: None)
-    assert not episode_view("run", Record(tmp_path / "run"), "e").has_viewer
-    reply = await client.get("/api/inspect/e/1/")
-    assert reply.status_code == 404
-    assert "pip install inspect_ai" in reply.json()["failure_reason"]
-    assert (await client.get("/api/episodes/e/transcript")).json()["total"] == 9
-
-
-async def test_the_viewer_is_behind_the_login(writer: RecordWriter, tmp_path: Path) -> None:
-    writer.transcript("e", 1, made(tmp_path))
-    writer.flush()
-    app = create_page(Runs(tmp_path / "run"), admin_token="an-admin-token-of-this-test")
-    transport = httpx.ASGITransport(app=app)
-    paths = ("/api/inspect/e/1/", "/api/inspect/e/1/logs/episode.json", "/api/inspect/assets/index.js")
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        for path in (*paths, "/api/episodes/e/transcript"):
-            assert (await client.get(path)).status_code == 401
-            bearer = {"authorization": "Bearer an-admin-token-of-this-test"}
-            assert (await client.get(path, headers=bearer)).status_code == 200
-    app = create_page(Runs(tmp_path / "run"), admin_token=None)
-    transport = httpx.ASGITransport(app=app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://elsewhere.example") as client:
-        for path in paths:
-            assert (await client.get(path)).status_code == 403
-
-
-def test_the_page_never_imports_inspect() -> None:
-    program = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from tinkerscript.page.inspect_viewer import is_installed\n"
-        "from tinkerscript.page.runs import Runs\n"
-        "from tinkerscript.page.web_app import create_page\n"
-        "create_page(Runs(Path('.')), admin_token=None)\n"
-        "assert is_installed()\n"
-        "assert 'inspect_ai' not in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert (await client.get(f"/api/episodes/{uuid}/transcript")).status_code == 404

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sqlite3
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,27 +11,24 @@ from typing import Any
 import pytest
 
 from record_helpers import episode, said, trained_sequence
+from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConfigError, NotRecordedError
 from tinkerscript.lifecycle import ProcessId
-from tinkerscript.page import held_out as held_out_module
 from tinkerscript.page import lines as lines_module
 from tinkerscript.page import search as search_module
-from tinkerscript.page import token_view as token_module
 from tinkerscript.page.curves import config_differences, curve, curves, metrics
 from tinkerscript.page.episode_view import MAX_TEXT_CHARS, episode_view, find_episode
 from tinkerscript.page.findings import alignment_view, found_in
-from tinkerscript.page.gain import Gain
 from tinkerscript.page.held_out import ComparisonQuery, compare, sample_view
 from tinkerscript.page.lines import EpisodeLine, newest
 from tinkerscript.page.overview import overview, run_line, state
 from tinkerscript.page.runs import Runs
-from tinkerscript.page.search import parse, search
+from tinkerscript.page.search import search
 from tinkerscript.page.steps import histogram, step_page, step_view
 from tinkerscript.page.token_view import pieces, token_view
 from tinkerscript.record.entries import TokenUse, TrainedEpisode
-from tinkerscript.record.mirror import Mirror
+from tinkerscript.record.health import Gain
 from tinkerscript.record.reader import Record
-from tinkerscript.record.rows import RowBatch, pack_batch
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.record.writer import RecordWriter
 
@@ -76,22 +71,6 @@ def write_evaluation(writer: RecordWriter, label: str, step: int, rewards: dict[
     every = [reward for each in rewards.values() for reward in each]
     score = sum(every) / len(every)
     writer.evaluation(label=label, step=step, policy_version=step, score=score, accepted=len(every), failed=0)
-
-
-def test_a_mirror_says_when_its_trainer_has_not_been_heard(tmp_path: Path) -> None:
-    for folder, heard in (("now", time.time()), ("silent", time.time() - 1000)):
-        (tmp_path / folder).mkdir()
-        with Mirror(
-            tmp_path / folder, identity="i", limit_mb=0, model="m", clock=lambda at=heard: at
-        ) as mirror:
-            facts = {"state": '"running"', "process": '["far", 1, 2]', "waiting_for": '"a step"'}
-            mirror.write(pack_batch(RowBatch(facts=facts)))
-        view = overview("r", Record(tmp_path / folder))
-        assert view.state == "running"
-        assert view.waiting is not None
-        expected = "a step" if folder == "now" else "the trainer, which is elsewhere and has not been heard"
-        assert view.waiting.what == expected
-        assert folder == "now" or view.waiting.since == heard
 
 
 def test_what_a_resumed_run_took_back_is_in_no_group_and_no_score(
@@ -177,7 +156,7 @@ def test_the_first_screen_of_a_run_that_goes_on(writer: RecordWriter, tmp_path: 
                 "groups/dropped": 1.0,
                 "failure/timeout": 1.0,
                 "alignment/calls": 10.0,
-                "alignment/truncated": 2.0,
+                "response_tokens/cut_off": 0.2,
                 "alignment/max_abs_dlogp": 0.01 * step,
             },
         )
@@ -205,10 +184,15 @@ def test_the_first_screen_of_a_run_that_goes_on(writer: RecordWriter, tmp_path: 
     assert [note.text for note in view.notes] == ["second", "first"]
     assert uuids(view.newest)[:3] == ["step-2-1-0", "step-2-0-0", "1.0.2"]
     health = view.health
-    assert (health.episodes, health.failed, health.retried, health.stale) == (8, 2, 4, 2)
-    assert (health.groups_trained, health.groups_same_reward, health.groups_dropped) == (6, 4, 2)
-    assert (health.truncated_share, health.max_abs_dlogp) == (0.2, 0.02)
-    assert (health.findings, health.sequences_with_errors) == (1, 3)
+    assert (health.episodes, health.failed, health.retried) == (8, 2, 4)
+    rows = {row.name: row for row in health.rows}
+    assert {name: row.value for name, row in rows.items()} == {
+        **{"held_out": "0.500 → 1.000", "reward": "0.250 → 0.500", "equal": "4 of 12 (33%)"},
+        **{"cut_off": "20%", "failed": "2 of 10 (20%)", "stale": "2", "mismatch": "2.0e-02"},
+    }
+    bad = {name for name, row in rows.items() if row.kind == "bad"}
+    assert (bad, rows["cut_off"].kind) == ({"failed", "mismatch"}, "warn")
+    assert health.verdict == "needs attention: failed episodes, trainer–sampler mismatch"
     (failure,) = health.failures
     assert (failure.kind, failure.count) == ("timeout", 2)
     assert failure.example is not None
@@ -218,21 +202,10 @@ def test_the_first_screen_of_a_run_that_goes_on(writer: RecordWriter, tmp_path: 
     )
 
 
-def test_the_first_screen_has_the_first_and_the_newest_of_many_evaluations(
-    writer: RecordWriter, tmp_path: Path
-) -> None:
-    for step in range(100):
-        label = f"step-{step}"
-        writer.evaluation(label=label, step=step, policy_version=step, score=0.5, accepted=1, failed=0)
-    view = overview("run", flushed(writer, tmp_path))
-    assert [each.step for each in view.evaluations] == [0, *range(80, 100)]
-    assert view.gain is None, "no sample has a score"
-
-
 def test_a_run_that_has_just_begun_has_a_first_screen(writer: RecordWriter, tmp_path: Path) -> None:
     view = overview("run", flushed(writer, tmp_path))
     assert (view.state, view.step, view.newest, view.evaluations) == ("stopped", 0, [], [])
-    assert (view.policy_version, view.health.truncated_share, view.time_left_s) == (None, None, None)
+    assert (view.policy_version, view.health.rows, view.time_left_s) == (None, [], None)
 
 
 def test_a_trainer_that_is_gone_without_a_word_was_stopped() -> None:
@@ -302,7 +275,27 @@ def test_configs_differ_by_setting() -> None:
         "training.empty": {"one": {}, "two": None},
         "new": {"one": None, "two": [1]},
     }
-    assert config_differences({"one": configs["one"]}) == []
+    own = RunConfig.model_validate({"training": {"steps": 7}}).model_dump(mode="json")
+    (only,) = config_differences({"mine": own})
+    assert (only.key, only.values) == ("training.steps", {"default": RunConfig().training.steps, "mine": 7})
+
+
+def test_the_list_of_runs_says_what_tells_them_apart_and_why_one_failed(
+    writer: RecordWriter, tmp_path: Path
+) -> None:
+    def said(**training: Any) -> None:
+        config = {"training": training}
+        writer.status(state="failed", failure="disk full", method="grpo", model="/m/qwen", config=config)
+
+    said(learning_rate=2e-5)
+    found = run_line("run", flushed(writer, tmp_path))
+    assert (found.state, found.failure, found.model, found.learning_rate) == (
+        *("failed", "disk full", "/m/qwen"),
+        2e-5,
+    )
+    said(learning_rate=None)  # Chosen by what trains.
+    writer.metrics(1, {"train/learning_rate": 1e-4})
+    assert run_line("run", flushed(writer, tmp_path)).learning_rate == 1e-4
 
 
 # Steps
@@ -496,24 +489,6 @@ def test_two_evaluations_are_compared_sample_by_sample(writer: RecordWriter, tmp
         compare(record, ComparisonQuery(before="nope"))
 
 
-def test_comparisons_come_in_pages(
-    writer: RecordWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tinkerscript.page.held_out.SAMPLES_PER_PAGE", 3)
-    write_evaluation(writer, "before", 0, {i: [0.0] for i in range(4)})
-    write_evaluation(writer, "after", 1, {i: [float(i)] for i in range(4)})
-    record = flushed(writer, tmp_path)
-    first = compare(record, ComparisonQuery())
-    assert ([c.id for c in first.samples], first.next) == (["s3", "s2", "s1"], 3)
-    rest = compare(record, ComparisonQuery(offset=3))
-    assert ([c.id for c in rest.samples], rest.next) == (["s0"], None)
-
-
-def test_a_run_without_evaluations_cannot_be_compared(writer: RecordWriter, tmp_path: Path) -> None:
-    with pytest.raises(NotRecordedError, match="not been evaluated yet"):
-        compare(flushed(writer, tmp_path), ComparisonQuery())
-
-
 def test_a_sample_is_shown_over_the_policys_versions(writer: RecordWriter, tmp_path: Path) -> None:
     write_evaluation(writer, "before", 0, {0: [0.0, 0.5], 1: [1.0]})
     write_evaluation(writer, "after", 3, {0: [1.0]})
@@ -533,19 +508,6 @@ def test_a_sample_is_shown_over_the_policys_versions(writer: RecordWriter, tmp_p
 
 
 # An episode
-
-
-def test_very_many_versions_of_a_sample_share_points(writer: RecordWriter, tmp_path: Path) -> None:
-    for version in range(1000):
-        call = said(None, [1], [2], "ask", "reply", policy_version=version)
-        writer.episode(episode(f"e{version}", detail={"calls": [call]}, reward=float(version % 2)))
-    write_step(writer, 999)
-    view = sample_view(flushed(writer, tmp_path), 1)
-    assert len(view.versions) == held_out_module.VERSION_POINTS
-    assert sum(each.episodes for each in view.versions) == 1000
-    found = [each.policy_version for each in view.versions]
-    assert found[0] == 0
-    assert found == sorted(found, key=lambda version: version or 0)
 
 
 def test_an_episode_has_its_turns_its_fork_and_its_failed_attempt(
@@ -685,6 +647,12 @@ def ids_of(text: str, folder: Path) -> list[int]:
     return [tokenizer.token_to_id(character) for character in characters]
 
 
+def test_no_tokenizer_is_fetched_from_a_url_that_a_run_names() -> None:
+    for url in ("https://elsewhere.example/model", "s3://bucket/model", "file:///etc"):
+        with pytest.raises(NotRecordedError, match="fetches no tokenizer"):
+            pieces(url, [1], 0, 1)
+
+
 def test_a_character_of_several_tokens_is_the_text_of_its_last(byte_model: Path, model: str) -> None:
     ids = ids_of("aé€😀b", byte_model)
     assert len(ids) == 1 + 2 + 3 + 4 + 1
@@ -768,15 +736,6 @@ def test_numbers_that_json_cannot_hold_are_left_out(writer: RecordWriter, tmp_pa
     assert json.loads(view.model_dump_json())["logprobs"] == view.logprobs
 
 
-def test_a_reply_has_a_limit_of_tokens(
-    writer: RecordWriter, tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(token_module, "MAX_TOKENS", 3)
-    write_tokens(writer, model, [1, 2, 3], [4, 5])
-    view = token_view(flushed(writer, tmp_path), "a", 0, start=1)
-    assert (view.ids, view.start, view.end, view.length) == ([2, 3, 4], 1, 4, 8)
-
-
 def test_tokens_that_are_not_there_are_named(writer: RecordWriter, tmp_path: Path, model: str) -> None:
     write_tokens(writer, model, [1], [2])
     writer.episode(episode("row"), with_tokens=False)
@@ -789,25 +748,6 @@ def test_tokens_that_are_not_there_are_named(writer: RecordWriter, tmp_path: Pat
 
 
 # The search
-
-
-def test_a_query_is_words_phrases_and_conditions() -> None:
-    query = parse('sorry "the answer is" reward>0.5 step=12 score/exact=0 client:worker-3 https://a.b/c x=y')
-    assert query.words == ["sorry", "the answer is", "https://a.b/c", "x=y"]
-    assert query.conditions == [
-        ("reward", ">", "0.5"),
-        ("step", "=", "12"),
-        ("score/exact", "=", "0"),
-        ("client", ":", "worker-3"),
-    ]
-    assert parse("reward>=1 attempt!=1 reward<=-1e3").conditions == [
-        ("reward", ">=", "1"),
-        ("attempt", "!=", "1"),
-        ("reward", "<=", "-1e3"),
-    ]
-    assert parse('""  ').words == []
-    with pytest.raises(NotRecordedError, match="'much' is not a number"):
-        parse("reward>much")
 
 
 def test_the_search_finds_words_ids_and_conditions(writer: RecordWriter, tmp_path: Path) -> None:
@@ -852,28 +792,6 @@ def test_the_search_finds_words_ids_and_conditions(writer: RecordWriter, tmp_pat
         assert found(strange) == [], strange
     with pytest.raises(NotRecordedError, match="cannot be read"):
         found("\x00")
-
-
-@pytest.mark.parametrize("text", ["step=2", "ask step:2", "step>1 step<3", "ask step>=2 step<=2 reward=1"])
-def test_a_search_in_a_step_looks_at_no_other(
-    writer: RecordWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    for number in range(30):
-        writer.episode(episode(f"e{number}", step=1 + number // 10))
-    record = flushed(writer, tmp_path)
-    seen: list[int] = []
-    page_of = search_module.page_of
-
-    def watched(rows: Iterable[sqlite3.Row], *others: Any) -> dict[str, Any]:
-        return page_of((seen.append(row["number"]) or row for row in rows), *others)
-
-    monkeypatch.setattr(search_module, "page_of", watched)
-    first = search(record, text, limit=4)
-    assert (uuids(first.episodes), first.next) == (["e19", "e18", "e17", "e16"], 17)
-    rest = search(record, text, before=first.next)
-    assert (uuids(rest.episodes), rest.next) == ([f"e{n}" for n in range(15, 9, -1)], None)
-    assert seen == list(range(20, 10, -1)), "the numbers of the step's episodes"
-    assert search(record, "step=7").episodes == []
 
 
 def test_a_search_goes_on_where_a_page_ended(
@@ -947,8 +865,3 @@ def test_a_run_of_another_version_hides_no_other(tmp_path: Path) -> None:
         runs.record("nope")
     with pytest.raises(ConfigError, match="cannot be read"):
         runs.record("bad")
-
-
-def test_a_folder_without_runs_has_none_yet(tmp_path: Path) -> None:
-    with pytest.raises(NotRecordedError, match="there are no runs yet"):
-        Runs(tmp_path).record("a")

@@ -14,9 +14,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from record_helpers import episode, said, trained_sequence
-from tinkerscript.errors import ConfigError
+from tinkerscript.errors import ConfigError, NotRecordedError
 from tinkerscript.record import schema as schema_module
 from tinkerscript.record import writer as writer_module
 from tinkerscript.record.entries import EpisodeDetail, TrainedEpisode, packed, unpacked
@@ -210,6 +211,26 @@ def test_facts_are_replaced_by_name(writer: RecordWriter, path: Path) -> None:
     assert record.change() != before
 
 
+def test_what_would_unpack_to_gigabytes_is_not_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record may be from elsewhere."""
+    monkeypatch.setattr("tinkerscript.record.entries.MAX_UNPACKED_BYTES", 10**6)
+    with RecordWriter(tmp_path / RECORD_FILE) as writer:
+        writer.episode(episode("e"))
+        writer.flush()
+    bomb = zstandard.ZstdCompressor().compress(b"\x00" * 10**7)
+    assert len(bomb) < 1000
+    with sqlite3.connect(tmp_path / RECORD_FILE) as database:
+        database.execute("UPDATE details SET detail = ?", (bomb,))
+    database.close()
+    record = Record(tmp_path)
+    number = record.number("SELECT number FROM episodes")
+    assert number is not None
+    with pytest.raises(NotRecordedError, match="10000000 bytes are packed"):
+        record.detail(int(number))
+
+
 def test_packing_is_lossless_and_small() -> None:
     detail = EpisodeDetail(calls=episode("e").detail.calls * 50, metadata={"a": [1, None]})
     assert unpacked(packed(detail), EpisodeDetail) == detail
@@ -244,7 +265,7 @@ def test_a_resumed_run_takes_back_what_later_steps_left(path: Path) -> None:
     assert columns(record, "SELECT text FROM notes") == [("kept",)]
     query = (
         "SELECT uuid, resume FROM undone JOIN episodes ON episodes.number = undone.episode "
-        "ORDER BY undone.number"
+        "ORDER BY undone.episode"
     )
     assert columns(record, query) == [("e3", 1), ("v3", 1), ("v4", 1), ("late", 2)]
     resumes = columns(record, "SELECT number, step FROM resumes")

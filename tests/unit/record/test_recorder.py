@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout_helpers import make_call
+from rollout_helpers import make_call, update
 from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.lifecycle import ProcessId
@@ -29,18 +29,11 @@ from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.alignment_check import TrainedModel
-from tinkerscript.train.journal import (
-    AnyEvent,
-    EpisodeAccepted,
-    EpisodeFailed,
-    EpisodeRegistered,
-    Evaluated,
-    Outcome,
-)
+from tinkerscript.train.episode_source import PlannedEpisode
+from tinkerscript.train.journal import AnyEvent, EpisodeRegistered, Evaluated
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.recorder import RunRecorder, recorded
-from tinkerscript.train.sources.source import PlannedEpisode
-from tinkerscript.train.trained_policy import TrainedPolicy
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
 
 
 @dataclass
@@ -118,7 +111,8 @@ class Step:
         roles: Sequence[str] = (),
     ) -> Learner:
         config = TrainingConfig.model_validate(
-            {"steps": 10, "on_misalignment": "warn", "max_mean_dlogp": 100.0} | self.settings
+            {"steps": 10, "learning_rate": 1e-4, "on_misalignment": "warn", "max_mean_dlogp": 100.0}
+            | self.settings
         )
         recorder = RunRecorder(self.writer, self.recording)
         trained = [self._policy(config, role) for role in ("", *roles)]
@@ -129,12 +123,11 @@ class Step:
             outcomes |= {member.episode_uuid: member for member in members}
         outcomes |= {other.episode_uuid: other for other in others}
         for outcome in outcomes.values():
-            recorder.ended(outcome, {})
+            recorder.ended(outcome)
         learned: dict[str, float] = {}
         for policy in trained:
-            policy.take(list(groups.items()))
-            await policy.check(step, dict.fromkeys(range(20), 0))
-            learned |= await policy.train(step, now=0.0)
+            taken = policy.take(list(groups.items()))
+            learned |= await update(policy, taken, step=step, lags=dict.fromkeys(range(20), 0))
         recorder.step(
             step,
             outcomes=outcomes,
@@ -144,13 +137,12 @@ class Step:
             stale=set(stale),
         )
         assert self.writer.flush()
-        return trained[0].learner
+        return trained[0]
 
-    def _policy(self, config: TrainingConfig, role: str) -> TrainedPolicy:
+    def _policy(self, config: TrainingConfig, role: str) -> Learner:
         report = AlignmentReport()
         client = self.engine.create_training_client()
-        learner = Learner(client, config, model=TrainedModel(64), report=report, seed=1)
-        return TrainedPolicy(learner, report, config, seed=1, role=role)
+        return Learner(client, config, model=TrainedModel(64), report=report, seed=1, role=role)
 
 
 def numbers(data: bytes, kind: str, count: int) -> list[float]:
@@ -356,10 +348,10 @@ def test_an_outcome_is_recorded_for_the_step_and_sample_it_was_planned_for(
         {"kind": "cancelled", "message": "enough", "attempt": 2, "client_uuid": "w2"},
     ]
     lost = {1: [make_call(None, [1], [2])]}
-    recorder.ended(accepted("a", [], 1.0, group_id="g", retries=failures[:1], attempt=2), lost)
-    recorder.ended(EpisodeFailed(episode_uuid="b", failures=failures, group_id="g"), {})
-    recorder.ended(accepted("v", [], 0.5, group_id="v", episode_type="eval"), {})
-    recorder.ended(accepted("client's", [], 0.0, pool="w", group_id="own"), {})
+    recorder.ended(accepted("a", [], 1.0, group_id="g", retries=failures[:1], attempt=2, failed_calls=lost))
+    recorder.ended(EpisodeFailed(episode_uuid="b", failures=failures, group_id="g"))
+    recorder.ended(accepted("v", [], 0.5, group_id="v", episode_type="eval"))
+    recorder.ended(accepted("client's", [], 0.0, pool="w", group_id="own"))
     writer.flush()
     record = Record(tmp_path)
     query = "SELECT uuid, step, label, status, reward, attempt, client, sample FROM episodes ORDER BY number"
@@ -378,13 +370,15 @@ def test_transcripts_are_kept_where_calls_are(writer: RecordWriter, tmp_path: Pa
     recorder = RunRecorder(writer, "every 2")
     for step in (1, 2):
         recorder.expect([PlannedEpisode("train", "g", {}, episode_uuid=f"t{step}")], step=step)
-        recorder.ended(accepted(f"t{step}", [], 1.0, group_id="g", attempt=2), {}, {1: b"failed", 2: b"done"})
-    recorder.ended(accepted("v", [], 1.0, episode_type="eval"), {}, {1: b"held out"})
+        recorder.ended(
+            accepted(f"t{step}", [], 1.0, group_id="g", attempt=2, transcripts={1: b"failed", 2: b"done"})
+        )
+    recorder.ended(accepted("v", [], 1.0, episode_type="eval", transcripts={1: b"held out"}))
     writer.flush()
     record = Record(tmp_path)
     assert [record.transcribed(number) for number in (1, 2, 3)] == [[], [1, 2], [1]]
     assert record.transcript(2, 1) == b"failed"
-    RunRecorder(writer, "off").ended(accepted("x", [], 1.0), {}, {1: b"no"})
+    RunRecorder(writer, "off").ended(accepted("x", [], 1.0, transcripts={1: b"no"}))
     writer.flush()
     assert record.number("SELECT count(*) FROM transcripts") == 3
 
@@ -394,8 +388,8 @@ def test_clients_own_samples_follow_every_n_by_the_step_that_comes(
 ) -> None:
     for step in (1, 2, 3):
         recorder = RunRecorder(writer, "every 3", step=step)
-        recorder.ended(accepted(f"after {step}", [], 1.0, pool="w"), {})
-        recorder.ended(accepted(f"eval {step}", [], 1.0, episode_type="eval"), {})
+        recorder.ended(accepted(f"after {step}", [], 1.0, pool="w"))
+        recorder.ended(accepted(f"eval {step}", [], 1.0, episode_type="eval"))
     writer.flush()
     query = "SELECT uuid FROM episodes JOIN details ON details.episode = episodes.number ORDER BY uuid"
     kept = [uuid for (uuid,) in columns(Record(tmp_path), query)]
@@ -407,7 +401,7 @@ def test_a_resumed_run_records_what_a_kill_kept_from_the_record(
 ) -> None:
     monkeypatch.setattr("tinkerscript.train.recorder.BETWEEN_FLUSHES", 2)
     first = RunRecorder(writer, "all")
-    first.ended(accepted("known", [], 1.0), {})
+    first.ended(accepted("known", [], 1.0))
     assert writer.flush()
     events: list[AnyEvent] = [
         EpisodeRegistered(episode_uuid="lost", episode_type="train", group_id="g", step=2),
@@ -497,7 +491,7 @@ def test_a_record_that_cannot_be_written_is_noted(tmp_path: Path) -> None:
     (tmp_path / RECORD_FILE).write_bytes(b"no database" * 100)
     shown = QuietReporter()
     with recorded(RunConfig(), tmp_path, shown, step=0) as (recorder, progress):
-        recorder.ended(accepted("a", [], 1.0), {})
+        recorder.ended(accepted("a", [], 1.0))
         progress.note("goes on")
     (told, went_on) = shown.notes
     assert "record.sqlite is not written any more" in told

@@ -67,7 +67,8 @@ def changed(**arrays: Any) -> Rollout:
         (changed(loss_mask=np.ones(3, np.bool_)), "loss_on_unsampled_token"),
         (changed(loss_mask=np.ones(2, np.bool_)), "lengths_differ"),
         (one(make_call(None, [], [2, 3])), "prompt_empty"),
-        (one(make_call(None, [1], [2, 3], temperature=0.7)), "temperature_not_one"),
+        (one(make_call(None, [1], [2, 3], temperature=0.0)), "greedy"),
+        (one(make_call(None, [1], [2, 3], temperature=0.0, logprob_kind="raw")), "greedy"),
         (
             one(make_call(None, [1], [2, 3], temperature=0.7, logprob_kind="raw")),
             "raw_logprobs_at_temperature",
@@ -77,6 +78,14 @@ def changed(**arrays: Any) -> Rollout:
 )
 def test_what_is_wrong_with_a_sequence_is_named(rollout: Rollout, error: str) -> None:
     assert find_errors(rollout, vocabulary=10) == [error]
+
+
+def test_a_temperature_is_an_error_where_the_trainer_cannot_divide_by_it() -> None:
+    first = make_call(None, [1], [2, 3])
+    rollout = one(first, make_call(first, [4], [5], temperature=0.7))
+    assert find_errors(rollout, vocabulary=10) == []
+    assert find_errors(rollout, vocabulary=10, scales_logits=False) == ["temperature_not_one"]
+    assert rollout.temperatures.tolist() == pytest.approx([1, 1, 1, 1, 0.7])
 
 
 def test_ids_out_of_range_and_overlaps_are_named() -> None:
@@ -115,7 +124,6 @@ def test_warnings_are_counted_by_name() -> None:
         "prompt_rendered_by_the_client": 1,
         "top_p": 1,
         "top_k": 1,
-        "greedy": 1,
         "logprob_kind_unknown": 1,
         "tokenizer_differs": 1,
     }
@@ -398,7 +406,7 @@ def test_a_report_counts_a_step_and_the_whole() -> None:
     assert metrics["alignment/merge_ratio"] == (4 + 6 + 2) / 8
     assert (metrics["alignment/tokens_sampled"], metrics["alignment/tokens_trained"]) == (4, 4)
     assert metrics["alignment/tokens_total"] == 8
-    assert metrics["alignment/truncated"] == pytest.approx(1 / 3)
+    assert metrics["alignment/truncated"] == 1
     assert metrics["alignment/forks/edited"] == 1
     assert metrics["alignment/ids_from/meta_info"] == 0.25
     assert metrics["alignment/logprob_kinds/processed"] == 1

@@ -1,51 +1,32 @@
-"""Converters: what comes out is the calls, token by token; what would be lost is refused by name."""
+"""Converters: a format holds the rollout, and what would be lost is refused by name."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from rollout_helpers import make_call, make_episode, make_group, random_calls
 from tinkerscript.errors import ConversionError
-from tinkerscript.rollouts.advantages import RolloutBatch, TrainingBatch, WeightedRollout
-from tinkerscript.rollouts.call import Call, full_prompts
-from tinkerscript.rollouts.convert import areal, marin, prime_rl, skyrl, slime, tinker_datum, trl, verl
-from tinkerscript.rollouts.convert.areal import to_areal
-from tinkerscript.rollouts.convert.marin import to_marin_batch, to_marin_group
-from tinkerscript.rollouts.convert.prime_rl import to_prime_rl
-from tinkerscript.rollouts.convert.skyrl import to_skyrl
-from tinkerscript.rollouts.convert.slime import to_slime
-from tinkerscript.rollouts.convert.table import to_table
-from tinkerscript.rollouts.convert.tinker_datum import to_datum, to_scoring_datum
-from tinkerscript.rollouts.convert.traits import TRAITS
-from tinkerscript.rollouts.convert.trl import to_trl
-from tinkerscript.rollouts.convert.verl import to_verl
+from tinkerscript.rollouts.advantages import RolloutBatch, WeightedRollout
+from tinkerscript.rollouts.parquet import to_table
 from tinkerscript.rollouts.rollout import EpisodeRollouts
+from tinkerscript.rollouts.trainers import (
+    TRAITS,
+    to_areal,
+    to_datum,
+    to_scoring_datum,
+    to_skyrl,
+    to_trl,
+    to_verl,
+)
 
 ROOT = Path(__file__).parents[3]
-
-
-def check_against_calls(calls: list[Call], rows: list[tuple[Any, Any, Any]]) -> None:
-    """Rows of tokens, mask and log probabilities hold every call's sample once, after its own prompt."""
-    prompts = full_prompts(calls)
-    wanted = {(prompts[c.call_id], c.sampled): c for c in calls}
-    found: list[str] = []
-    for tokens, mask, logprobs in rows:
-        ids, on = np.asarray(tokens, np.int32), np.asarray(mask).astype(bool)
-        assert len(ids) == len(on) == len(logprobs)
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], on.astype(int), [0]])))
-        for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-            call = wanted[(ids[:start].tobytes(), ids[start:end].tobytes())]
-            assert np.asarray(logprobs, np.float32)[start:end].tobytes() == call.logprobs
-            found.append(call.call_id)
-        assert not np.asarray(logprobs)[~on].any()
-    assert sorted(found) == sorted(call.call_id for call in calls)
 
 
 @pytest.fixture
@@ -55,17 +36,8 @@ def several() -> list[EpisodeRollouts]:
 
 
 @pytest.fixture
-def forked() -> list[EpisodeRollouts]:
-    return [make_episode(random_calls(i, forks=2), reward=float(i % 2), name=f"e{i}") for i in range(3)]
-
-
-@pytest.fixture
 def single() -> list[EpisodeRollouts]:
     return [make_episode(random_calls(i, turns=1), reward=float(i % 2), name=f"e{i}") for i in range(3)]
-
-
-def calls_of(episodes: list[EpisodeRollouts]) -> list[Call]:
-    return [call for episode in episodes for call in episode.calls]
 
 
 def test_a_datum_is_shifted_by_one_and_trains_only_what_was_sampled() -> None:
@@ -79,83 +51,20 @@ def test_a_datum_is_shifted_by_one_and_trains_only_what_was_sampled() -> None:
     assert to_scoring_datum(rollout).loss_fn_inputs["weights"].data == [0, 1, 1, 0, 1]
 
 
-def test_datums_hold_every_call_once(forked: list[EpisodeRollouts]) -> None:
-    group = make_group(forked)
-    rows: list[tuple[Any, Any, Any]] = []
-    for weighted in group.weighted():
-        datum = to_datum(weighted)
-        inputs = {name: [0, *value.data] for name, value in datum.loss_fn_inputs.items()}
-        assert datum.model_input.to_ints()[1:] == inputs["target_tokens"][1:-1]
-        tokens = [*datum.model_input.to_ints(), inputs["target_tokens"][-1]]
-        rows.append((tokens, np.asarray(inputs["advantages"]) != 0, inputs["logprobs"]))
-    check_against_calls(calls_of(forked), rows)
-
-
-def test_marins_rollouts_are_single_calls(
-    single: list[EpisodeRollouts], several: list[EpisodeRollouts]
-) -> None:
-    rows: list[tuple[Any, Any, Any]] = []
-    for made, episode in zip(to_marin_group(make_group(single), max_output_tokens=64), single, strict=True):
-        prompt, response = made["prompt_tokens"], made["response_tokens"]
-        assert prompt.dtype == response.dtype == np.int32
-        np.testing.assert_array_equal(made["token_rewards"], np.full(len(response), episode.reward))
-        assert made["episode_reward"] == episode.reward
-        padding = np.zeros(len(prompt))
-        rows.append(
-            (
-                np.concatenate([prompt, response]),
-                np.concatenate([padding, np.ones(len(response))]),
-                np.concatenate([padding, made["response_logprobs"]]),
-            )
-        )
-    check_against_calls(calls_of(single), rows)
-    with pytest.raises(ConversionError, match=r"Marin's Rollout cannot hold .*several_calls"):
-        to_marin_group(make_group(several), max_output_tokens=64)
-    with pytest.raises(ConversionError, match=r"is one call; episode e0 has 4: use"):
-        to_marin_group(make_group(several), max_output_tokens=64, allow={"several_calls"})
-
-
-def test_marins_training_batch_is_not_shifted(forked: list[EpisodeRollouts]) -> None:
-    weighted = list(make_group(forked).weighted())
-    batch = to_marin_batch(TrainingBatch.of(weighted, multiple_of=16), max_output_tokens=64)
-    shape = batch["input_ids"].shape
-    assert shape[0] == 9
-    assert shape[1] % 16 == 0
-    assert all(batch[name].shape == shape for name in ("position_ids", "loss_weights", "policy_logprobs"))
-    rows = [
-        (batch["input_ids"][i][:n], batch["loss_masks"][i][:n], batch["policy_logprobs"][i][:n])
-        for i, n in enumerate(len(item.rollout.tokens) for item in weighted)
-    ]
-    check_against_calls(calls_of(forked), rows)
-    for i, item in enumerate(weighted):
-        n = len(item.rollout.tokens)
-        np.testing.assert_array_equal(batch["loss_weights"][i][:n], item.advantages)
-        assert not batch["loss_weights"][i][n:].any()
-        assert not batch["loss_masks"][i][n:].any()
-        assert batch["position_ids"][i].tolist() == [*range(n), *[0] * (shape[1] - n)]
-    assert batch["temperature"].tolist() == [1.0] * 9
-
-
-def test_verl_has_prompts_to_the_left(several: list[EpisodeRollouts]) -> None:
-    batch = to_verl(RolloutBatch((make_group(several, "a"),)), pad_token_id=49)
-    assert {str(value.dtype) for name, value in batch.items() if name != "uid"} == {
+def test_verl_pads_prompts_on_the_left_and_responses_on_the_right(several: list[EpisodeRollouts]) -> None:
+    made = to_verl(RolloutBatch((make_group(several, "a"),)), pad_token_id=49)
+    assert {str(value.dtype) for name, value in made.items() if name != "uid"} == {
         "torch.int64",
         "torch.float32",
     }
-    batch = {name: np.asarray(value) for name, value in batch.items()}
-    rows: list[tuple[Any, Any, Any]] = []
-    width = batch["prompts"].shape[1]
-    for i, episode in enumerate(several):
-        on = batch["attention_mask"][i].astype(bool)
-        tokens = batch["input_ids"][i][on]
-        assert batch["position_ids"][i][on].tolist() == list(range(len(tokens)))
-        pad = np.zeros(int(on[:width].sum()))
-        size = int(on[width:].sum())
-        mask = np.concatenate([pad, batch["response_mask"][i][:size]])
-        rows.append((tokens, mask, np.concatenate([pad, batch["rollout_log_probs"][i][:size]])))
-        assert not batch["response_mask"][i][size:].any()
-        assert batch["rm_scores"][i].sum() == batch["rm_scores"][i][size - 1] == episode.reward
-    check_against_calls(calls_of(several), rows)
+    batch = {name: np.asarray(value) for name, value in made.items()}
+    for row, episode in enumerate(several):
+        there = batch["attention_mask"][row].astype(bool)
+        tokens = episode.rollouts[0].tokens
+        assert batch["input_ids"][row][there].tolist() == tokens.tolist()
+        assert (batch["input_ids"][row][~there] == 49).all()
+        assert batch["position_ids"][row][there].tolist() == list(range(len(tokens)))
+        assert batch["rm_scores"][row].sum() == episode.reward
     assert batch["uid"].tolist() == ["a"] * 3
     with pytest.raises(ConversionError, match="more than response_length=3"):
         to_verl(RolloutBatch((make_group(several),)), response_length=3)
@@ -167,93 +76,6 @@ def test_verl_takes_token_rewards(single: list[EpisodeRollouts]) -> None:
     shaped = dataclasses.replace(single[0], rollouts=(rollout.rewarded(shares),))
     batch = to_verl(RolloutBatch((make_group([shaped]),)))
     np.testing.assert_array_equal(batch["rm_scores"][0].numpy(), shares)
-
-
-STORED_SAMPLES: dict[str, dict[str, Any]] = {
-    # `TrainingSample` of PrimeIntellect-ai/prime-rl, as public repositories hold it at three times: the
-    # fields without a default, and those with one that we fill. Anything else would be refused.
-    "parts": {
-        "prompt_ids": list[int],
-        "prompt_mask": list[bool],
-        "completion_ids": list[int],
-        "completion_mask": list[bool],
-        "completion_logprobs": list[float],
-        "completion_temperatures": list[float],
-        "env_name": str,
-        "advantage": float | None,
-        "reward": float | None,
-    },
-    "flat": {
-        "token_ids": list[int],
-        "mask": list[bool],
-        "logprobs": list[float],
-        "temperatures": list[float],
-        "env_name": str,
-        "reward": float | None,
-        "advantages": list[float] | None,
-    },
-    "channels": {
-        "token_ids": list[int],
-        "mask": list[bool],
-        "logprobs": list[float],
-        "temperatures": list[float],
-        "env_name": str,
-        "advantages": list[
-            msgspec.defstruct(  # type: ignore[misc]
-                "TrainingAdvantage", [("loss", str), ("values", list[float]), ("mask", list[bool])]
-            )
-        ],
-        "reward": float | None,
-    },
-}
-
-
-@pytest.mark.parametrize("layout", STORED_SAMPLES)
-def test_prime_rl_has_every_field_of_its_stored_definitions(
-    forked: list[EpisodeRollouts], layout: Any
-) -> None:
-    sample = msgspec.defstruct(
-        "TrainingSample", list(STORED_SAMPLES[layout].items()), forbid_unknown_fields=True
-    )
-    for weighted in make_group(forked).weighted():
-        rewarded = weighted.rollout.rewarded(0.5, "gsm8k", "ex_1")
-        made = to_prime_rl(dataclasses.replace(weighted, rollout=rewarded), layout=layout)
-        assert msgspec.to_builtins(msgspec.convert(made, sample)) == made
-        assert (made["env_name"], made["reward"]) == ("gsm8k", 0.5)
-        if layout == "parts":
-            assert len(made["completion_temperatures"]) == len(made["completion_ids"])
-            assert made["advantage"] == weighted.scalar
-        else:
-            assert made["temperatures"] == [1.0] * len(made["token_ids"])
-            (channel,) = made["advantages"] if layout == "channels" else [{"values": made["advantages"]}]
-            assert channel["values"] == weighted.advantages.tolist()
-
-
-def test_marins_rollout_has_the_fields_of_its_published_definition() -> None:
-    """Read from marin-community/marin, `marin/rl/types.py` and `marin/rl/decoding.py`."""
-    call = make_call(None, [1], [2, 3], min_p=0.1, repetition_penalty=1.2, seed=4, created=1700000000)
-    (made,) = to_marin_group(make_group([make_episode([call])]), max_output_tokens=64)
-    assert made.keys() == {
-        *("env_name", "env_example_id", "prompt_tokens", "response_tokens", "response_logprobs"),
-        *("token_rewards", "episode_reward", "decoding", "is_truncated", "metadata"),
-    }
-    assert made["decoding"] == {
-        "strategy": "sample",
-        "temperature": 1.0,
-        "top_k": None,
-        "top_p": None,
-        "min_p": 0.1,
-        "repetition_penalty": 1.2,
-        "presence_penalty": None,
-        "frequency_penalty": None,
-        "max_output_tokens": 64,
-        "min_output_tokens": None,
-        "stop_strings": None,
-        "stop_token_ids": None,
-        "ignore_eos": False,
-        "seed": 4,
-    }
-    assert made["metadata"] == {"timestamp": 1.7e9, "weight_step": 0}
 
 
 def test_the_other_forms_have_the_fields_of_published_versions(several: list[EpisodeRollouts]) -> None:
@@ -289,45 +111,25 @@ def test_token_rewards_are_skyrls_where_any_episode_has_them(several: list[Episo
     assert made["rewards"][1] == [0.0] * (len(made["response_ids"][1]) - 1) + [1.0]
 
 
-def test_prime_rl_in_parts_has_one_advantage(forked: list[EpisodeRollouts]) -> None:
-    item = next(iter(make_group(forked).weighted()))
-    uneven = WeightedRollout(item.rollout, np.where(item.rollout.sampled, item.rollout.logprobs, 0))
-    assert to_prime_rl(uneven)["advantages"] == uneven.advantages.tolist()
-    with pytest.raises(ConversionError, match="token_advantages"):
-        to_prime_rl(uneven, layout="parts")
-    with pytest.raises(ConversionError, match="has one advantage; the tokens of episode e0 differ"):
-        to_prime_rl(uneven, layout="parts", allow={"token_advantages"})
+CARRIES: dict[str, frozenset[str]] = {
+    "Tinker": frozenset({"several_sequences", "token_rewards"}),
+    "verl": frozenset({"token_rewards"}),
+    "TRL": frozenset(),
+    "SkyRL": frozenset({"token_rewards"}),
+    "AReaL": frozenset(),
+}
 
 
-def test_slime_has_a_mask_over_the_response(several: list[EpisodeRollouts]) -> None:
-    made = to_slime(make_group(several), group_index=7)
-    rows: list[tuple[Any, Any, Any]] = []
-    for sample, episode in zip(made, several, strict=True):
-        prompt = len(sample["tokens"]) - sample["response_length"]
-        zeros = [0] * prompt
-        rows.append((sample["tokens"], zeros + sample["loss_mask"], zeros + sample["rollout_log_probs"]))
-        assert (sample["reward"], sample["group_index"]) == (episode.reward, 7)
-        assert sample["weight_versions"] == ["0"] * 4
-    check_against_calls(calls_of(several), rows)
-    cut = make_episode([make_call(None, [1], [2, 3], stop_reason="length")])
-    assert to_slime(make_group([cut]))[0]["status"] == "truncated"
-
-
-def convert_all(episode: EpisodeRollouts, **allow: Any) -> dict[str, str | None]:
+def convert_all(episode: EpisodeRollouts, allow: Collection[str] = ()) -> dict[str, str | None]:
     """Form -> the error of converting a group of this episode and a plain one; None if it went through."""
     group = make_group([episode, make_episode([make_call(None, [1], [2, 3])], reward=0.0)])
-    weighted = list(group.weighted())
+    batch = RolloutBatch((group,))
     forms: dict[str, Any] = {
-        "tinker": lambda: [to_datum(item, **allow) for item in weighted],
-        "marin rollout": lambda: to_marin_group(group, max_output_tokens=9, **allow),
-        "marin batch": lambda: to_marin_batch(TrainingBatch.of(weighted), max_output_tokens=9, **allow),
-        "verl": lambda: to_verl(RolloutBatch((group,)), **allow),
-        "prime-rl": lambda: [to_prime_rl(item, layout="parts", **allow) for item in weighted],
-        "prime-rl flat": lambda: [to_prime_rl(item, **allow) for item in weighted],
-        "slime": lambda: to_slime(group, **allow),
-        "TRL": lambda: to_trl([group], **allow),
-        "SkyRL": lambda: to_skyrl(RolloutBatch((group,)), trajectory_id=lambda *each: each, **allow),
-        "AReaL": lambda: to_areal(group, **allow),
+        "Tinker": lambda: [to_datum(item, allow=allow) for item in group.weighted()],
+        "verl": lambda: to_verl(batch, allow=allow),
+        "TRL": lambda: to_trl([group], allow=allow),
+        "SkyRL": lambda: to_skyrl(batch, trajectory_id=lambda *each: each, allow=allow),
+        "AReaL": lambda: to_areal(group, allow=allow),
     }
     results: dict[str, str | None] = {}
     for form, convert in forms.items():
@@ -339,25 +141,9 @@ def convert_all(episode: EpisodeRollouts, **allow: Any) -> dict[str, str | None]
     return results
 
 
-CARRIES = {
-    "tinker": tinker_datum.CARRIES,
-    "marin rollout": marin.ROLLOUT_CARRIES,
-    "marin batch": marin.BATCH_CARRIES,
-    "verl": verl.CARRIES,
-    "prime-rl": prime_rl.CARRIES,
-    "prime-rl flat": prime_rl.FLAT_CARRIES,
-    "slime": slime.CARRIES,
-    "TRL": trl.CARRIES,
-    "SkyRL": skyrl.CARRIES,
-    "AReaL": areal.CARRIES,
-}
-
-
 def with_trait(trait: str) -> EpisodeRollouts:
     """An episode that has this trait, and as few others as there can be."""
     match trait:
-        case "several_calls":
-            return make_episode(random_calls(1))
         case "several_sequences":
             return make_episode([make_call(None, [1], [2]), make_call(None, [1], [3])])
         case "temperature":
@@ -373,8 +159,6 @@ def with_trait(trait: str) -> EpisodeRollouts:
             return make_episode([make_call(None, [1], [2, 3], min_p=0.1)])
         case "repetition_penalty":
             return make_episode([make_call(None, [1], [2, 3], repetition_penalty=1.1)])
-        case "constrained":
-            return make_episode([make_call(None, [1], [2, 3], constrained=bytes([1, 0]))])
         case "logprob_kind":
             return make_episode([make_call(None, [1], [2, 3], logprob_kind="unknown")])
         case _:
@@ -386,15 +170,11 @@ def with_trait(trait: str) -> EpisodeRollouts:
 @pytest.mark.parametrize("trait", TRAITS)
 def test_what_a_form_does_not_carry_is_refused_by_name(trait: str) -> None:
     for form, error in convert_all(with_trait(trait)).items():
-        has_weights = form in ("tinker", "marin batch", "prime-rl", "prime-rl flat")
-        # Advantages and rewards are two sides of one thing: a form has one of them.
-        name = "token_advantages" if has_weights and trait == "token_rewards" else trait
-        name = "token_rewards" if not has_weights and trait == "token_advantages" else name
-        if name in CARRIES[form]:
-            assert error is None or name not in error, (form, trait, error)
+        if trait in CARRIES[form]:
+            assert error is None, (form, trait, error)
         else:
             assert error is not None, (form, trait)
-            assert f"{name} (" in error
+            assert f"{trait} (" in error
 
 
 @pytest.mark.parametrize(
@@ -442,19 +222,16 @@ def test_trl_needs_groups_of_one_size(several: list[EpisodeRollouts]) -> None:
 
 def test_a_loss_may_be_accepted_by_name_and_by_no_other() -> None:
     assert convert_all(with_trait("top_p"), allow={"top_p"}) == dict.fromkeys(CARRIES)
+    forked = convert_all(with_trait("several_sequences"), allow={"several_sequences"})
+    assert "has one row for an episode" in str(forked["verl"])
     with pytest.raises(ConversionError, match=r"allow: \['top-p'\] are not traits; the traits are"):
-        to_slime(make_group([with_trait("top_p")]), allow={"top-p"})
+        to_trl([make_group([with_trait("top_p")])], allow={"top-p"})
 
 
 def test_the_page_says_what_each_form_refuses() -> None:
     page = (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8")
     for form, carries in CARRIES.items():
-        row = re.search(rf"^\| {re.escape(form)} \|.*\|([^|]*)\|$", page, re.MULTILINE)
+        row = re.search(rf"^\| {form} \| `to_.*\|([^|]*)\|$", page, re.MULTILINE)
         assert row is not None, form
-        named = set(re.findall(r"`(\w+)`", row[1]))
-        kind = (
-            "token_rewards"
-            if form in ("tinker", "marin batch", "prime-rl", "prime-rl flat")
-            else "token_advantages"
-        )
-        assert named == set(TRAITS) - carries - {kind}, form
+        refused = {"several_sequences", "token_rewards"} - carries
+        assert set(re.findall(r"`(\w+)`", row[1])) == refused, form

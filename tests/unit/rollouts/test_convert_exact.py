@@ -15,18 +15,10 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from rollout_helpers import make_call, make_episode, make_group
-from tinkerscript.rollouts import convert
-from tinkerscript.rollouts.advantages import RolloutBatch, RolloutGroup, TrainingBatch
+from tinkerscript.rollouts.advantages import RolloutBatch, RolloutGroup
 from tinkerscript.rollouts.call import Call, full_prompts
-from tinkerscript.rollouts.convert.areal import to_areal
-from tinkerscript.rollouts.convert.marin import to_marin_batch, to_marin_group
-from tinkerscript.rollouts.convert.prime_rl import to_prime_rl
-from tinkerscript.rollouts.convert.skyrl import to_skyrl
-from tinkerscript.rollouts.convert.slime import to_slime
-from tinkerscript.rollouts.convert.table import from_table, read_parquet, to_table, write_parquet
-from tinkerscript.rollouts.convert.tinker_datum import to_datum
-from tinkerscript.rollouts.convert.trl import to_trl
-from tinkerscript.rollouts.convert.verl import to_verl
+from tinkerscript.rollouts.parquet import from_table, read_parquet, to_table, write_parquet
+from tinkerscript.rollouts.trainers import to_areal, to_datum, to_skyrl, to_trl, to_verl
 
 Row = tuple[Any, Any, Any]
 """Tokens [T], mask of the tokens that train [T], logprobs [T]."""
@@ -94,19 +86,6 @@ def tinker(group: RolloutGroup) -> Iterator[Row]:
         yield tokens, [0, *(inputs["advantages"] != 0)], [0, *inputs["logprobs"]]
 
 
-def marin_rollout(group: RolloutGroup) -> Iterator[Row]:
-    for made in to_marin_group(group, max_output_tokens=9):
-        response = made["response_tokens"].tolist()
-        ones = [1] * len(response)
-        yield joined(made["prompt_tokens"].tolist(), response, ones, made["response_logprobs"])
-
-
-def marin_batch(group: RolloutGroup) -> Iterator[Row]:
-    batch = to_marin_batch(TrainingBatch.of(list(group.weighted())), max_output_tokens=9)
-    np.testing.assert_array_equal(batch["loss_weights"] != 0, batch["loss_masks"].astype(bool))
-    yield from zip(batch["input_ids"], batch["loss_masks"], batch["policy_logprobs"], strict=True)
-
-
 def verl(group: RolloutGroup) -> Iterator[Row]:
     batch = {name: np.asarray(value) for name, value in to_verl(RolloutBatch((group,))).items()}
     assert batch["rm_scores"].sum(axis=1).tolist() == group.rewards
@@ -118,29 +97,6 @@ def verl(group: RolloutGroup) -> Iterator[Row]:
         columns = (batch[name][row][:size] for name in ("response_mask", "rollout_log_probs"))
         prompt = batch["prompts"][row][there[:width]].tolist()
         yield joined(prompt, batch["responses"][row][:size].tolist(), *columns)
-
-
-def prime_rl(group: RolloutGroup) -> Iterator[Row]:
-    for weighted in group.weighted():
-        made = to_prime_rl(weighted)
-        assert [value != 0 for value in made["advantages"]] == made["mask"]
-        yield made["token_ids"], made["mask"], made["logprobs"]
-
-
-def prime_rl_parts(group: RolloutGroup) -> Iterator[Row]:
-    for weighted in group.weighted():
-        made = to_prime_rl(weighted, layout="parts")
-        completion = [made[f"completion_{name}"] for name in ("ids", "mask", "logprobs")]
-        yield joined(made["prompt_ids"], *completion)
-
-
-def slime(group: RolloutGroup) -> Iterator[Row]:
-    made = to_slime(group)
-    assert [sample["reward"] for sample in made] == group.rewards
-    for sample in made:
-        prompt = len(sample["tokens"]) - sample["response_length"]
-        tokens = sample["tokens"]
-        yield joined(tokens[:prompt], tokens[prompt:], sample["loss_mask"], sample["rollout_log_probs"])
 
 
 def trl(group: RolloutGroup) -> Iterator[Row]:
@@ -180,32 +136,14 @@ def parquet(group: RolloutGroup) -> Iterator[Row]:
 
 
 READERS: dict[str, tuple[Callable[[RolloutGroup], Iterator[Row]], st.SearchStrategy[RolloutGroup]]] = {
-    "tinker_datum": (tinker, groups(forks=True)),
-    "marin": (marin_batch, groups(forks=True)),
+    "tinker": (tinker, groups(forks=True)),
     "verl": (verl, groups()),
-    "prime_rl": (prime_rl, groups(forks=True)),
-    "slime": (slime, groups()),
     "trl": (trl, groups()),
     "skyrl": (skyrl, groups()),
     "areal": (areal, groups()),
-    "table": (parquet, groups(forks=True)),
-    # A second form of a module that is above.
-    "marin rollout": (
-        marin_rollout,
-        groups(turns=1).filter(lambda g: not any(c.is_constrained for e in g.episodes for c in e.calls)),
-    ),
-    "prime_rl parts": (prime_rl_parts, groups(forks=True)),
+    "parquet": (parquet, groups(forks=True)),
 }
 """How each form is read back, and the groups that it holds."""
-
-
-def test_every_converter_is_here() -> None:
-    assert {name for name in READERS if " " not in name} == set(convert.CONVERTERS.values())
-    folder = Path(convert.__file__).parent
-    modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "traits"}
-    assert modules == set(convert.CONVERTERS.values())
-    for name in convert.CONVERTERS:
-        assert callable(getattr(convert, name))
 
 
 @pytest.mark.parametrize("form", READERS)

@@ -15,16 +15,9 @@ import pytest
 
 from rollout_helpers import make_call, make_episode, make_group, random_calls
 from tinkerscript.errors import ConversionError
+from tinkerscript.rollouts import parquet
 from tinkerscript.rollouts.advantages import RolloutGroup
-from tinkerscript.rollouts.convert import table
-from tinkerscript.rollouts.convert.table import (
-    from_dataset,
-    from_table,
-    read_parquet,
-    to_dataset,
-    to_table,
-    write_parquet,
-)
+from tinkerscript.rollouts.parquet import from_table, read_parquet, to_table, write_parquet
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 
 
@@ -71,7 +64,7 @@ def groups() -> list[RolloutGroup]:
         make_group([told, made[4]], "b"),
         # The next group has the same name, and the last two sequences lie apart.
         make_group([made[5], make_episode([silent], -1.0, "silent")], "b"),
-        make_group([make_episode([silent, odd], 0.0, "odd"), dataclasses.replace(made[0], calls=())], "c"),
+        make_group([make_episode([silent, odd], 0.0, "odd"), made[0]], "c"),
     ]
 
 
@@ -99,7 +92,7 @@ def assert_equal(made: list[RolloutGroup], read: list[RolloutGroup]) -> None:
 
 
 def test_parquet_gives_back_what_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "ROWS_PER_GROUP", 4)
+    monkeypatch.setattr(parquet, "ROWS_PER_GROUP", 4)
     made = groups()
     rows = sum(max(1, len(episode.rollouts)) for group in made for episode in group.episodes)
     assert rows > 12
@@ -107,17 +100,16 @@ def test_parquet_gives_back_what_it_was_given(tmp_path: Path, monkeypatch: pytes
     assert_equal(made, list(read_parquet(tmp_path / "r.parquet")))
 
 
-def test_a_dataset_gives_back_what_it_was_given(tmp_path: Path) -> None:
+def test_a_hugging_face_dataset_reads_the_file(tmp_path: Path) -> None:
     made = groups()
+    write_parquet(tmp_path / "r.parquet", made)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the library's own, on import
-        dataset = to_dataset(made)
-        assert_equal(made, from_dataset(dataset))
-        dataset.save_to_disk(str(tmp_path / "saved"))
-        loaded = importlib.import_module("datasets").load_from_disk(str(tmp_path / "saved"))
-        assert_equal(made, from_dataset(loaded))
-        rows = [i for i, name in enumerate(loaded["group_id"]) if name != "b"]
-        assert_equal([made[0], made[3]], from_dataset(loaded.select(rows)))
+        datasets: Any = importlib.import_module("datasets")
+        dataset = datasets.Dataset.from_parquet(str(tmp_path / "r.parquet"), cache_dir=str(tmp_path))
+        assert_equal(made, from_table(dataset.with_format("arrow")[:]))
+        rows = [i for i, name in enumerate(dataset["group_id"]) if name != "b"]
+        assert_equal([made[0], made[3]], from_table(dataset.select(rows).with_format("arrow")[:]))
 
 
 def test_no_rollouts_are_a_table_too(tmp_path: Path) -> None:
@@ -171,10 +163,10 @@ def test_a_sequence_of_another_episodes_call_is_refused() -> None:
         to_table([make_group([dataclasses.replace(episode, calls=episode.calls[:-1])])])
 
 
-def test_a_reward_out_of_bounds_is_not_read_back() -> None:
+def test_rows_without_their_episodes_first_are_refused() -> None:
     made = to_table(groups())
-    rows = [row | {"episode_reward": 1.7e308} for row in made.to_pylist()]
-    with pytest.raises(ConversionError, match=r"1\.7e\+308 is above"):
+    rows = [row for row in made.to_pylist() if row["calls"] is None]
+    with pytest.raises(ConversionError, match="the first row of episode"):
         from_table(type(made).from_pylist(rows, schema=made.schema))
 
 

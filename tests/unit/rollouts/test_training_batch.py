@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 
 from rollout_helpers import make_call, make_episode, make_group, random_calls
-from tinkerscript.rollouts.advantages import RolloutBatch, TrainingBatch, WeightedRollout
+from tinkerscript.rollouts.advantages import TrainingBatch, WeightedRollout
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 
 
 def test_a_batch_holds_every_row_and_nothing_else() -> None:
     episodes = [make_episode(random_calls(i, turns=i + 1), float(i), f"e{i}") for i in range(3)]
-    whole = RolloutBatch((make_group(episodes, "a"), make_group(episodes[:2], "b")), step=4)
-    weighted = whole.weighted()
-    assert [item.rollout for item in weighted] == list(whole.rollouts)
+    groups = (make_group(episodes, "a"), make_group(episodes[:2], "b"))
+    weighted = [item for group in groups for item in group.weighted()]
     batch = TrainingBatch.of(weighted, pad_token_id=9, multiple_of=8)
     assert len(batch) == 5
     assert batch.input_ids.shape[1] % 8 == 0

@@ -8,7 +8,9 @@ import socket
 import pytest
 
 from tinkerscript.config import InterchangeConfig
-from tinkerscript.server.addresses import bind_http, http_url, remote_url
+from tinkerscript.errors import ConfigError
+from tinkerscript.server import addresses
+from tinkerscript.server.addresses import ServerInfo, bind_http, http_url, listen, moved_to, remote_url
 
 
 async def test_a_reply_does_not_wait_for_an_acknowledgment() -> None:
@@ -36,3 +38,25 @@ def test_other_machines_are_told_an_address_that_reaches_this_one(host: str, nam
         port = listener.getsockname()[1]
         assert http_url(listener) == f"http://127.0.0.1:{port}"
         assert remote_url(http_url(listener), host) == f"http://{name}:{port}"
+
+
+def test_a_server_beside_another_takes_a_free_port_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody chose the default port. One that somebody chose, or tells clients of, is in use or it is not."""
+    with listen("127.0.0.1", 0) as taken:
+        port = int(taken.getsockname()[1])
+        monkeypatch.setattr(addresses, "DEFAULT_PORT", port)
+        by_default = InterchangeConfig()
+        with bind_http(by_default, None) as first:
+            url = http_url(first)
+            assert url != http_url(taken)
+            assert moved_to(by_default, url) == f" (port {port} was in use)"
+        with bind_http(by_default, ServerInfo(url, "", 1, "")) as again:
+            assert http_url(again) == url, "a restarted server is where it was"
+        for chosen in (
+            InterchangeConfig(interchange_server_port=port),
+            InterchangeConfig(public_base_url="https://train.example.org"),
+        ):
+            with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use"):
+                bind_http(chosen, None)
+    with bind_http(by_default, None) as alone:
+        assert (http_url(alone), moved_to(by_default, http_url(alone))) == (f"http://127.0.0.1:{port}", "")

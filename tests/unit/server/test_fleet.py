@@ -6,24 +6,24 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
+from fastapi import FastAPI
 
 from clock import Clock
 from interchange_helpers import run_config
 from tinkerscript.protocol import Failure, FleetResponse
 from tinkerscript.server.app import create_server
 from tinkerscript.server.auth import Roles
-from tinkerscript.server.episodes import activity
 from tinkerscript.server.interchange import Interchange
-from tinkerscript.server.routes import fleet
-from tinkerscript.server.routes.operator import OperatorRoutes
+from tinkerscript.server.routes import status
 from tinkerscript.testing import MemoryStore
 
 
 @dataclass
 class Fleet:
     interchange: Interchange
-    routes: OperatorRoutes
+    app: FastAPI
 
     def claim(self, uuid: str, client: str) -> None:
         self.interchange.book.register(uuid, "train", "g", b"{}")
@@ -34,7 +34,9 @@ class Fleet:
         self.interchange.settle()
 
     async def look(self) -> FleetResponse:
-        return FleetResponse.model_validate_json((await self.routes.fleet()).body)
+        transport = httpx.ASGITransport(self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return FleetResponse.model_validate_json((await http.get("/fleet")).content)
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ async def seen(tmp_path: Path, byte_model: Path, clock: Clock) -> AsyncIterator[
         clock=clock,
         wall=lambda: 1000.0 + clock(),
     )
-    yield Fleet(server.interchange, OperatorRoutes(interchange=server.interchange, link=server.link))
+    yield Fleet(server.interchange, server.api)
     server.link.close()
 
 
@@ -55,7 +57,7 @@ async def test_each_list_is_bounded_and_the_totals_are_not(
     seen: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("MAX_CLAIMS", "MAX_CLIENTS", "MAX_FAILED"):
-        monkeypatch.setattr(fleet, name, 2)
+        monkeypatch.setattr(status, name, 2)
     for number in range(7):
         seen.claim(f"e{number}", f"client-{number}" if number < 3 else "busy")
     for number in (4, 3, 5):
@@ -83,12 +85,12 @@ async def test_clients_in_quarantine_come_first_whether_they_hold_claims_or_not(
     name = 'it\'s "bad"'
     for number in range(3):
         seen.claim(f"e{number}", "good")
-    quarantine = seen.interchange.quarantine
-    quarantine.failed([f"client {name!r}", "account 'ann'"], "no disk")
+    clients = seen.interchange.clients
+    clients.failed(name, "no disk")
     for _ in range(40):
-        quarantine.succeeded(["client 'good'"])
+        clients.succeeded("good")
     for _ in range(12):
-        quarantine.failed([f"client {name!r}", "account 'ann'"], "no disk")
+        clients.failed(name, "no disk")
     found = await seen.look()
     assert [(client.client_uuid, client.claims) for client in found.clients] == [(name, 0), ("good", 3)]
     assert "no disk" in found.clients[0].quarantined
@@ -125,20 +127,9 @@ async def test_a_client_has_a_rate_and_was_seen(seen: Fleet, clock: Clock) -> No
         episode = book.claim("quick", "train", 60.0)
         assert episode is not None
         seen.interchange.settle()
-        seen.interchange.activity.finished("quick", failed=False)
+        seen.interchange.clients.succeeded("quick")
     quick, lost = {each.client_uuid: each for each in (await seen.look()).clients}.values()
     assert (quick.client_uuid, quick.ended, quick.failed, quick.idle_s) == ("quick", 400, 0, 0)
     assert quick.episodes_per_min == pytest.approx(120, rel=0.02)
     assert (lost.client_uuid, lost.claims, lost.ended, lost.failed, lost.idle_s) == ("lost", 0, 0, 1, 200)
-    assert lost.episodes_per_min < 0.1
-
-
-async def test_the_clients_that_came_last_are_remembered(
-    seen: Fleet, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(activity, "MAX_CLIENTS", 2)
-    for name in ("a", "b", "a", "c"):
-        seen.interchange.activity.seen(name)
-    assert seen.interchange.activity.latest(5) == ["c", "a"]
-    assert seen.interchange.activity.latest(1) == ["c"]
-    assert seen.interchange.activity.of("b") is None
+    assert lost.episodes_per_min < 0.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tinkerscript.server.episodes.leases import Leases
+from tinkerscript.server.episodes.indexes import Leases
 from tinkerscript.server.episodes.record import EpisodeRecord
 
 UNIX = 1_000_000.0

@@ -9,7 +9,7 @@ from clock import Clock
 from tinkerscript.protocol import WorkerReport
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.metrics import MAX_TRAINERS_BYTES, ServerMetrics, WorkerReports
-from tinkerscript.train.trainer_metrics import MAX_NAMES, TrainerMetrics
+from tinkerscript.train.step_metrics import MAX_NAMES, TrainerMetrics
 
 
 @pytest.fixture

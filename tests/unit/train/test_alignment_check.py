@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tinker
 
-from rollout_helpers import make_call, make_episode, make_group
+from rollout_helpers import make_call, make_episode, make_group, update
 from tinkerscript.config import TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import AlignmentError
@@ -90,6 +90,16 @@ def test_what_older_weights_sampled_is_measured_apart_and_stops_nothing() -> Non
     assert report.max_abs_dlogp == pytest.approx(0.01, rel=1e-3)
 
 
+def test_older_weights_do_not_move_logprobs_to_other_tokens() -> None:
+    items = rollouts(policy_version=4)
+    trainer = honest(items, 0.05)
+    for item, logprobs in zip(items, trainer, strict=True):
+        sampled = item.rollout.sampled
+        logprobs[sampled] = np.roll(logprobs[sampled], 1)
+    with pytest.raises(AlignmentError, match="logprobs_shifted: the logprobs are 1 token too early"):
+        check(AlignmentReport()).compare(items, trainer, lags={4: 1}, step=1)
+
+
 def test_a_conversation_over_two_versions_is_split_by_call() -> None:
     first = make_call(None, [1], [2, 3], policy_version=0)
     (rollout,) = make_episode([first, make_call(first, [4], [5, 6], policy_version=1)]).rollouts
@@ -104,25 +114,27 @@ def test_a_conversation_over_two_versions_is_split_by_call() -> None:
 
 def test_sequences_with_errors_do_not_train_and_warnings_are_counted() -> None:
     good = make_episode([make_call(None, [1], [2, 3])])
-    cold = make_episode([make_call(None, [1], [2, 3], temperature=0.5, top_p=0.5)])
+    cold = make_episode([make_call(None, [1], [2, 3], temperature=0.0, top_p=0.5)])
     broken = EpisodeRollouts("b", 0.0, (dataclasses.replace(good.rollouts[0], sampled=np.ones(3, np.bool_)),))
     report = AlignmentReport()
     sound = check(report).sound(make_group([good, cold, broken]))
     assert [rollout for episode in sound.episodes for rollout in episode.rollouts] == [good.rollouts[0]]
     assert sound.rewards == [good.reward, cold.reward, broken.reward]
-    assert report.step.errors == {"temperature_not_one": 1, "mask_differs_from_calls": 1}
+    assert report.step.errors == {"greedy": 1, "mask_differs_from_calls": 1}
     assert report.step.warnings == {"top_p": 1}
 
 
 # With the engine
 
 
-async def conversation(engine: EmbeddedEngine, seed: int) -> list[Call]:
+async def conversation(
+    engine: EmbeddedEngine, seed: int, temperatures: Sequence[float] = (1.0,) * 5
+) -> list[Call]:
     """A conversation of three calls and two forks of it, really sampled."""
     client = await engine.create_sampling_client()
     random = np.random.default_rng(seed)
     calls: list[Call] = []
-    for parent in (None, 0, 1, 0, None):
+    for parent, temperature in zip((None, 0, 1, 0, None), temperatures, strict=True):
         new = random.integers(2, 60, 3).tolist()
         before = calls[parent] if parent is not None else None
         prompt = new
@@ -132,10 +144,31 @@ async def conversation(engine: EmbeddedEngine, seed: int) -> list[Call]:
                 *before.sampled_ids.tolist(),
                 *new,
             ]
-        params = tinker.SamplingParams(max_tokens=5, seed=seed)
+        params = tinker.SamplingParams(max_tokens=5, seed=seed, temperature=temperature)
         (sequence,) = (await client.sample(tinker.ModelInput.from_ints(prompt), 1, params)).sequences
-        calls.append(make_call(before, new, list(sequence.tokens), logprobs=list(sequence.logprobs or ())))
+        sampled = {"logprobs": list(sequence.logprobs or ()), "temperature": temperature}
+        calls.append(make_call(before, new, list(sequence.tokens), **sampled))
     return calls
+
+
+async def test_each_call_is_compared_at_its_own_temperature(engine: EmbeddedEngine) -> None:
+    """Several in one sequence, and several that follow one token."""
+    mixed = (0.7, 1.3, 1.0, 0.7, 1.3), (1.3, 0.7, 0.2, 2.0, 1.0)
+    episodes = [
+        make_episode(await conversation(engine, seed, temperatures), float(seed), f"e{seed}")
+        for seed, temperatures in enumerate(mixed)
+    ]
+    report = AlignmentReport()
+    config = TrainingConfig(steps=10, learning_rate=1e-4)
+    client = engine.create_training_client()
+    learner = Learner(client, config, model=TrainedModel(engine.vocabulary), report=report, seed=1)
+    metrics = await update(learner, [make_group(episodes)], step=1)
+    assert metrics["train/sequences"] == 6
+    assert report.whole.at_lag_0.tokens == sum(
+        int(rollout.sampled.sum()) for episode in episodes for rollout in episode.rollouts
+    )
+    assert report.max_abs_dlogp <= 1e-4
+    assert not report.step.errors
 
 
 async def test_forks_that_share_prefixes_train_each_sampled_token_once(engine: EmbeddedEngine) -> None:
@@ -146,9 +179,9 @@ async def test_forks_that_share_prefixes_train_each_sampled_token_once(engine: E
     assert all(rollout.fork > 3 for episode in episodes for rollout in episode.rollouts[1:2])
     client = RecordingClient(engine.create_training_client())
     report = AlignmentReport()
-    config = TrainingConfig(steps=10, minibatches=2)
+    config = TrainingConfig(steps=10, minibatches=2, learning_rate=1e-4)
     learner = Learner(client, config, model=TrainedModel(engine.vocabulary), report=report, seed=1)  # type: ignore[arg-type]
-    metrics = await learner.update([make_group(episodes)], step=1)
+    metrics = await update(learner, [make_group(episodes)], step=1)
     assert metrics["train/sequences"] == 12
     assert report.max_abs_dlogp <= 1e-4
     calls = [call for episode in episodes for call in episode.calls]
@@ -188,15 +221,16 @@ class RecordingClient:
 async def test_a_step_without_a_gradient_is_compared_too(engine: EmbeddedEngine, tmp_path: Path) -> None:
     report = AlignmentReport()
     model = TrainedModel(engine.vocabulary)
-    learner = Learner(engine.create_training_client(), TrainingConfig(), model=model, report=report, seed=1)
+    config = TrainingConfig(learning_rate=1e-4)
+    learner = Learner(engine.create_training_client(), config, model=model, report=report, seed=1)
     same = [make_episode(await conversation(engine, seed), 1.0, f"e{seed}") for seed in range(2)]
-    metrics = await learner.update([make_group(same)], step=1)
+    metrics = await update(learner, [make_group(same)], step=1)
     assert metrics["train/sequences"] == 0
     assert report.tokens_trained == 0
     assert report.whole.gaps[0].tokens == sum(len(c.sampled_ids) for e in same for c in e.calls)
     wrong = RolloutGroup("w", tuple(_late(episode) for episode in same))
     with pytest.raises(AlignmentError, match="logprobs_shifted"):
-        await learner.update([wrong], step=2)
+        await update(learner, [wrong], step=2)
 
 
 def _late(episode: EpisodeRollouts) -> EpisodeRollouts:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tinkerscript.errors import NoSuccessError
 from tinkerscript.train.collector import HOPELESS_AFTER, Batch
-from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
 
 
 def accepted(uuid: str, reward: float = 1.0, *, group: str = "", size: int = 0) -> EpisodeAccepted:
@@ -100,17 +100,6 @@ def test_enough_differing_groups_end_the_wait() -> None:
     assert len(batch.leftovers) == 3
 
 
-def test_enough_episodes_end_the_wait_whatever_their_groups() -> None:
-    batch = Batch("step 1", rule="episodes", groups=2, group_size=2)
-    planned(batch, 3, size=2)
-    end_group(batch, 0, 1, 0)
-    end_group(batch, 1, 1)
-    assert not batch.is_met
-    end_group(batch, 2, 1)
-    assert batch.is_met
-    assert [group.group_id for group in batch.trainable(2)] == ["g0"]
-
-
 def test_clients_fill_a_batch_group_by_group() -> None:
     batch = Batch("step 1", rule="groups", groups=2, group_size=2, from_clients=True)
     assert not batch.is_met
@@ -129,14 +118,14 @@ Ending = Literal["high", "low", "failed"]
 
 
 @given(
-    rule=st.sampled_from(["groups", "differing_groups", "episodes"]),
+    rule=st.sampled_from(["groups", "differing_groups"]),
     needed=st.integers(1, 4),
     extra=st.integers(0, 3),
     size=st.integers(2, 4),
     data=st.data(),
 )
 def test_every_batch_comes_to_its_end(
-    rule: Literal["groups", "differing_groups", "episodes"],
+    rule: Literal["groups", "differing_groups"],
     needed: int,
     extra: int,
     size: int,
@@ -172,7 +161,6 @@ def naive_is_met(
     enough = {
         "groups": len(complete) >= needed,
         "differing_groups": len(differing) >= needed,
-        "episodes": sum(map(len, rewards.values())) >= needed * size,
     }[rule]
     nothing_left = len(complete) == len(batch.groups)
     may_add = rule == "differing_groups" and len(batch.groups) < most

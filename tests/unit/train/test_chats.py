@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
-from tinker_cookbook.renderers import TrainOnWhat, get_renderer
+from tinker_cookbook.renderers import get_renderer
 from transformers import AutoTokenizer
 
 from chat_families import FAMILIES
-from other_models import write_model
 from tinkerscript.config import EngineConfig, RunConfig, SftConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.model_folder import TINY_MODEL
-from tinkerscript.train.chats import Chats, load_chats, trained_weight
-from tinkerscript.train.renderer import model_renderer
+from tinkerscript.train.chats import Chats, load_chats
+from tinkerscript.train.journal import Journal
 from tinkerscript.train.run_folder import RunFolder
 from tinkerscript.train.sft import check_origin
 
@@ -44,7 +43,7 @@ def config(tmp_path: Path, lines: list[Any], **sft: Any) -> RunConfig:
 
 
 def load(tmp_path: Path, lines: list[Any], **sft: Any) -> Chats:
-    return load_chats(config(tmp_path, lines, **sft), max_context=256)
+    return load_chats(config(tmp_path, lines, **sft), TINY_MODEL)
 
 
 def texts(chats: Chats) -> list[str]:
@@ -65,26 +64,6 @@ def test_the_replies_train_after_the_prompt_that_the_policy_gets(tmp_path: Path)
     prompt = get_renderer("qwen3_instruct", TOKENIZER).build_generation_prompt(messages[:3]).to_ints()
     whole = [*datum.model_input.to_ints(), int(targets[-1])]
     assert whole[: len(prompt)] == prompt
-    [[last]] = load(tmp_path, [{"messages": messages}], train_on_what="last_assistant_message").train
-    assert trained_weight(last) == 2
-
-
-def test_the_names_are_tinker_cookbooks() -> None:
-    annotation = SftConfig.model_fields["train_on_what"].annotation
-    assert list(get_args(annotation)) == [str(what) for what in TrainOnWhat]
-
-
-def test_customized_trains_what_says_so(tmp_path: Path) -> None:
-    marked = chat(1, trainable=True)
-    marked["messages"][0]["trainable"] = False
-    [[datum]] = load(tmp_path, [marked], train_on_what="customized").train
-    assert trained_weight(datum) == 2
-    with pytest.raises(
-        ConfigError, match=r"line 1: with sft.train_on_what customized, every message must say"
-    ):
-        load(tmp_path, [chat(1)], train_on_what="customized")
-    with pytest.raises(ConfigError, match="no message may say `trainable`"):
-        load(tmp_path, [marked])
 
 
 def test_epochs_are_shuffles_of_all_chats_and_held_out_ones_never_train(tmp_path: Path) -> None:
@@ -166,10 +145,6 @@ def test_tools_are_declared_as_the_server_does_it(tmp_path: Path) -> None:
         messages[:2], tools=line["tools"], add_generation_prompt=True, tokenize=False
     )
     assert text == tokenizer_text + "2"
-    named = config(tmp_path, [line])
-    engine = EngineConfig(renderer="qwen3_instruct")
-    (theirs,) = texts(load_chats(named.model_copy(update={"engine": engine}), max_context=256))
-    assert theirs == text
 
 
 def test_reasoning_trains_where_the_chat_format_has_it(tmp_path: Path) -> None:
@@ -177,7 +152,7 @@ def test_reasoning_trains_where_the_chat_format_has_it(tmp_path: Path) -> None:
     reasoned = chat(1, reasoning_content="hm")
     twice = {"messages": reasoned["messages"] * 2}
     made = config(tmp_path, [reasoned, twice]).model_copy(update={"engine": EngineConfig(model=str(folder))})
-    first, second = load_chats(made, max_context=512).train
+    first, second = load_chats(made, folder).train
     tokenizer = LightTokenizer(folder)
     assert [tokenizer.decode(_trained(datum)) for datum in first] == ["<think>\nhm\n</think>\n\n2<|im_end|>"]
     assert len(second) == 2, "the second question strips the reasoning of the first answer"
@@ -188,35 +163,15 @@ def _trained(datum: Any) -> list[int]:
     return [int(token) for token in targets[weights == 1]]
 
 
-def test_a_named_renderer_has_to_fit_the_model(tmp_path: Path) -> None:
-    assert type(model_renderer(EngineConfig())).__name__ == "ModelRenderer"
-    assert type(model_renderer(EngineConfig(renderer="qwen3_instruct"))).__name__ == "Qwen3InstructRenderer"
-    folder = FAMILIES["llama3.1"].write(tmp_path / "llama")
-    for name in ("llama3", "role_colon"):
-        with pytest.raises(ConfigError, match=rf"engine.renderer: '{name}' does not write the prompts of"):
-            model_renderer(EngineConfig(model=str(folder), renderer=name))
-    odd = EngineConfig(model=str(write_model("llama3.2", tmp_path / "odd")), renderer="role_colon")
-    with pytest.raises(ConfigError, match=r"cannot encode its user message: .*<unk>"):
-        model_renderer(odd)
-    (folder / "chat_template.jinja").unlink()
-    assert model_renderer(EngineConfig(model=str(folder), renderer="llama3"))
-    with pytest.raises(ConfigError, match="has no chat template"):
-        model_renderer(EngineConfig(model=str(folder)))
-
-
-def test_only_replies_train_with_the_models_own_format(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"line 1: .*only replies can train, not all_tokens; name one of"):
-        load(tmp_path, [chat(1)], train_on_what="all_tokens")
-
-
 def test_a_run_goes_on_with_the_chats_that_it_began_with_alone(tmp_path: Path) -> None:
     def run(lines: list[Any], **sft: Any) -> None:
         made = config(tmp_path, lines, **sft)
-        chats = load_chats(made, max_context=256)
-        folder = RunFolder(made, now=datetime.now(), path=tmp_path / "run")
+        chats = load_chats(made, TINY_MODEL)
+        folder = RunFolder(made, TINY_MODEL, now=datetime.now(), path=tmp_path / "run")
         try:
             check_origin(folder, chats)
-            (folder.path / "journal.jsonl").write_text("{}\n")
+            with Journal(folder.path / "journal.jsonl", run_id=folder.run_id) as journal:
+                journal.write([])
         finally:
             folder.close()
 
@@ -229,12 +184,16 @@ def test_a_run_goes_on_with_the_chats_that_it_began_with_alone(tmp_path: Path) -
         run(lines, held_out=3)
 
 
-def test_data_and_renderer_are_needed(tmp_path: Path) -> None:
+def test_data_is_needed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sft.data is needed"):
-        load_chats(RunConfig(method="sft"), max_context=64)
+        load_chats(RunConfig(method="sft"), TINY_MODEL)
+    nowhere = SftConfig(data=str(tmp_path / "nowhere.jsonl"))
     with pytest.raises(ConfigError, match=r"sft.data: cannot read .*nowhere"):
-        load_chats(
-            RunConfig(method="sft", sft=SftConfig(data=str(tmp_path / "nowhere.jsonl"))), max_context=64
-        )
-    with pytest.raises(ConfigError, match=r"engine.renderer: 'klingon'"):
-        model_renderer(EngineConfig(renderer="klingon"))
+        load_chats(RunConfig(method="sft", sft=nowhere), TINY_MODEL)
+
+
+def test_a_model_without_a_chat_format_is_refused(tmp_path: Path) -> None:
+    folder = FAMILIES["llama3.1"].write(tmp_path / "llama")
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="has no chat template"):
+        load_chats(config(tmp_path, [chat(1)]), folder)

@@ -15,20 +15,12 @@ from tinkerscript.config import TrainingConfig
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.record.writer import RecordWriter
 from tinkerscript.testing import QuietReporter
-from tinkerscript.train.collector import Batch, Collector, StepBatches
+from tinkerscript.train.collector import MAX_TRIES, Batch, Collector, StepBatches
+from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
 from tinkerscript.train.history import History
-from tinkerscript.train.journal import (
-    Discarded,
-    EpisodeAccepted,
-    EpisodeFailed,
-    EpisodeRegistered,
-    Journal,
-    Outcome,
-    read_journal,
-)
+from tinkerscript.train.journal import Discarded, EpisodeRegistered, Journal, read_journal
 from tinkerscript.train.recorder import RunRecorder
-from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
-from tinkerscript.trainer_link.messages import BatchProgress
+from tinkerscript.trainer_link.messages import BatchProgress, EpisodeAccepted, EpisodeFailed, Outcome
 
 
 class ScriptedSource(EpisodeSource):
@@ -67,23 +59,12 @@ class ScriptedSource(EpisodeSource):
         self.cancelled += episode_uuids
         self.reasons.append(reason)
 
-    async def lost(self, registered: Sequence[EpisodeRegistered]) -> list[EpisodeFailed]:
-        raise AssertionError("not used here")
-
     async def abandon(self, registered: Sequence[EpisodeRegistered], reason: str) -> None:
         raise AssertionError("not used here")
-
-    async def flush(self) -> None: ...
-
-    def accepts(self, policy_versions: Sequence[int]) -> None: ...
 
     def collecting(self, batch: BatchProgress | None, *, at_once: bool = False) -> None:
         self.batches.append(batch)
         self.at_once.append(at_once)
-
-    def publishing(self) -> None: ...
-
-    async def publish(self, policy_version: int, global_step: int) -> None: ...
 
 
 def accepted(uuid: str, *, group: str = "g", pool: str = "", size: int = 0) -> EpisodeAccepted:
@@ -214,13 +195,13 @@ async def test_the_batch_that_is_filled_and_who_is_ahead_of_it_is_told(tmp_path:
         assert told(source.batches[0]) == (0, 1, {})
         assert set(source.at_once) == {True}, "who is ahead waits for it"
         source.at_once.clear()
-        planned = Batch("step 2", rule="episodes", groups=1, group_size=2)
+        planned = Batch("step 2", rule="groups", groups=1, group_size=2)
         await collector.open(planned, [plans("p", "q")], step=2)
         source.queue.put_nowait([accepted("p"), accepted("q")])
         await collector.closed(planned, lambda n: [], 2)
         assert (source.batches[-1], source.batches[-2] and told(source.batches[-2])) == (
             None,
-            (2, 2, {"w": 2}),
+            (1, 1, {"w": 2}),
         )
         assert (source.at_once[0], set(source.at_once[1:])) == (True, {False}), "then with each heartbeat"
 
@@ -298,30 +279,24 @@ async def test_a_step_opens_its_groups_and_the_extra_ones_and_cancels_what_is_le
         assert source.started == [f"2.{group}.{number}" for group in range(3) for number in range(2)]
         assert {plan.step for plan in journal.registered.values()} == {2}
         source.queue.put_nowait([accepted(uuid) for uuid in source.started[:4]])
-        await batches.close(batch, 2)
-        assert batches.cancelled == {2: 2}
+        assert await batches.close(batch, 2) == 2
         assert source.cancelled == ["2.2.0", "2.2.1"]
         assert (await batches.open(3)).leftovers == [], "there is no such step"
         assert len(source.started) == 6
 
 
-@pytest.mark.parametrize(("limit", "groups"), [(0, 4), (2, 2)])
-async def test_groups_without_a_difference_are_replaced_up_to_the_limit(
-    tmp_path: Path, limit: int, groups: int
-) -> None:
-    config = TrainingConfig(
-        steps=1, groups_per_step=1, group_size=2, batch_rule="differing_groups", max_groups_per_step=limit
-    )
+async def test_groups_without_a_difference_are_replaced_up_to_the_limit(tmp_path: Path) -> None:
+    config = TrainingConfig(steps=1, groups_per_step=1, group_size=2, batch_rule="differing_groups")
     async with collecting(tmp_path) as (collector, source, journal):
         batches = StepBatches(collector, config, Samples())
         batch = await batches.open(1)
         closing = asyncio.create_task(batches.close(batch, 1))
-        for group in range(groups):
+        for group in range(MAX_TRIES):
             await until(lambda group=group: len(source.started) == 2 * (group + 1))
             source.queue.put_nowait([accepted(uuid) for uuid in source.started[-2:]])
         await closing
         assert {plan.step for plan in journal.registered.values()} == {1}, "the replacements too"
-        assert len(batch.groups) == groups
+        assert len(batch.groups) == MAX_TRIES
 
 
 async def test_an_interrupted_step_goes_on_with_what_it_had(tmp_path: Path) -> None:
@@ -356,5 +331,5 @@ async def test_without_samples_of_its_own_a_step_takes_those_of_clients(tmp_path
         )
         batch = await batches.open(1)
         source.queue.put_nowait([accepted(uuid, group="G", pool="w") for uuid in ("a", "b")])
-        await batches.close(batch, 1)
-        assert (batch.outcomes.keys(), source.started, batches.cancelled) == ({"a", "b"}, [], {})
+        assert await batches.close(batch, 1) == 0
+        assert (batch.outcomes.keys(), source.started) == ({"a", "b"}, [])

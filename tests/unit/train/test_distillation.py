@@ -12,10 +12,10 @@ import pytest
 import tinker
 import torch
 
-from rollout_helpers import make_call, make_episode, make_group
+from rollout_helpers import make_call, make_episode, make_group, update
 from tinkerscript.config import DistillationConfig, RunConfig, TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.engine.losses import resolve_loss
+from tinkerscript.engine.weights import load_model
 from tinkerscript.errors import ConfigError, EngineError
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.alignment import AlignmentReport
@@ -24,8 +24,8 @@ from tinkerscript.testing import QuietReporter, ScriptedSampler
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends.backend import FrozenModel
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.distillation import Distillation, open_distillation
 from tinkerscript.train.learner import Learner
+from tinkerscript.train.token_advantages import Distillation, KLPenalty, open_distillation
 
 
 class ScriptedTeacher(FrozenModel):
@@ -39,7 +39,9 @@ class ScriptedTeacher(FrozenModel):
         self.folder = Path()
         self.asked: list[list[int]] = []
 
-    async def logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
+    async def logprobs(
+        self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
+    ) -> list[FloatArray]:
         if self._error is not None:
             raise self._error
         self.asked += [ids.tolist() for ids in sequences]
@@ -73,13 +75,6 @@ async def test_each_token_is_charged_its_own_divergence() -> None:
     assert mean == pytest.approx(1 / 6)
 
 
-async def test_a_discount_charges_for_later_tokens_too() -> None:
-    (item,), mean = await distillation(discount_factor=0.5).apply(items(one_turn(1.0)))
-    # -d = 0.5, -2, 1: 1; -2 + 0.5 * 1; 0.5 + 0.5 * -1.5.
-    np.testing.assert_allclose(item.advantages, [0, 0, -0.25, -1.5, 1.0], atol=1e-6)
-    assert mean == pytest.approx(1 / 6)
-
-
 async def test_only_tokens_with_loss_are_charged_and_counted() -> None:
     """What a grammar forced has no divergence, nor has the prompt of the second turn."""
     first = make_call(None, [5, 6], [11, 12], logprobs=[-1.0, -1.0], constrained=bytes([0, 2]))
@@ -94,7 +89,7 @@ async def test_only_tokens_with_loss_are_charged_and_counted() -> None:
 async def test_it_is_tinker_cookbooks_distillation(monkeypatch: pytest.MonkeyPatch) -> None:
     from tinker_cookbook.distillation.train_on_policy import incorporate_kl_penalty
 
-    from tinkerscript.rollouts.convert.tinker_datum import to_datum
+    from tinkerscript.rollouts.trainers import to_datum
 
     batch = items(one_turn(1.0, "a"), one_turn(0.0, "b"))
     data = [to_datum(item) for item in batch]
@@ -107,29 +102,13 @@ async def test_it_is_tinker_cookbooks_distillation(monkeypatch: pytest.MonkeyPat
             return [None, *(TEACHER.get(token, -2.0) for token in prompt.to_ints()[1:])]
 
     client: Any = Client()
-    theirs = await incorporate_kl_penalty(data, [client, client], [0, 0], 0.7, 0.9)
-    ours, mean = await distillation(coef=0.7, discount_factor=0.9).apply(batch)
+    theirs = await incorporate_kl_penalty(data, [client, client], [0, 0], 0.7, 0)
+    ours, mean = await distillation(coef=0.7).apply(batch)
     assert mean == pytest.approx(theirs["teacher_kl"])
     for item, datum in zip(ours, data, strict=True):
         sampled = item.rollout.sampled[1:]
         expected = datum.loss_fn_inputs["advantages"].to_numpy()
         np.testing.assert_allclose(item.advantages[1:][sampled], expected[sampled], atol=1e-6)
-
-
-def test_the_loss_is_half_the_square_and_pulls_by_the_divergence() -> None:
-    loss = resolve_loss("reverse_kl").configured("reverse_kl", None)
-    logprobs = torch.tensor([-1.0, -1.0, -2.0, -7.0], requires_grad=True)
-    inputs = {
-        "logprobs": torch.tensor([-1.0, -1.5, -2.0, -1.0]),
-        "teacher_logprobs": torch.tensor([-0.5, -3.0, -1.0, -100.0]),
-        "weights": torch.tensor([1.0, 1.0, 0.5, 0.0]),
-    }
-    losses = loss(logprobs, inputs)
-    ratio = float(np.exp(0.5))
-    assert losses.tolist() == pytest.approx([0.125, ratio * 2.0, 0.25, 0.0])
-    losses.sum().backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == pytest.approx([-0.5, ratio * 2.0, -0.5, 0.0])
 
 
 # What trains
@@ -187,7 +166,7 @@ PURE = [0.0, 0.5, -2.0, 1.0]
 
 async def test_a_group_of_equal_rewards_trains_on_the_teacher(engine: EmbeddedEngine) -> None:
     made, client = learner(engine)
-    metrics = await made.update([pair(1.0, 1.0)], step=1)
+    metrics = await update(made, [pair(1.0, 1.0)], step=1)
     assert metrics["train/sequences"] == 2
     assert metrics["distillation/teacher_kl"] == pytest.approx(1 / 6)
     ((loss_fn, data),) = client.given
@@ -201,66 +180,22 @@ async def test_a_group_of_equal_rewards_trains_on_the_teacher(engine: EmbeddedEn
 
 async def test_a_single_episode_is_a_group(engine: EmbeddedEngine) -> None:
     made, client = learner(engine, more={"group_size": 1, "advantage_baseline": "leave_one_out"})
-    assert (await made.update([pair(1.0)], step=1))["train/sequences"] == 1
+    assert (await update(made, [pair(1.0)], step=1))["train/sequences"] == 1
     assert advantages(client.given[0][1]) == [PURE]
 
 
 async def test_rewards_have_no_part_unless_they_are_given_a_weight(engine: EmbeddedEngine) -> None:
     made, client = learner(engine)
-    await made.update([pair(1.0, 0.0)], step=1)
+    await update(made, [pair(1.0, 0.0)], step=1)
     assert advantages(client.given[0][1]) == [[x / 2 for x in PURE]] * 2
     mixed, client = learner(engine, reward_coef=3.0)
-    await mixed.update([pair(1.0, 0.0)], step=1)
+    await update(mixed, [pair(1.0, 0.0)], step=1)
     # Their advantages are 0.5 and -0.5, times 3.
     expected = [[0.0, *((x + a) / 2 for x in PURE[1:])] for a in (1.5, -1.5)]
     assert sorted(advantages(client.given[0][1])) == sorted(expected)
 
 
-async def test_as_a_loss_it_stands_beside_the_policys(engine: EmbeddedEngine) -> None:
-    made, client = learner(engine, mode="loss", coef=0.5, reward_coef=1.0)
-    metrics = await made.update([pair(1.0, 0.0)], step=1)
-    assert [name for name, _ in client.given] == ["importance_sampling", "reverse_kl"]
-    assert sorted(advantages(client.given[0][1])) == [[0, -0.25, -0.25, -0.25], [0, 0.25, 0.25, 0.25]]
-    for datum in client.given[1][1]:
-        inputs = {name: value.to_numpy().tolist() for name, value in datum.loss_fn_inputs.items()}
-        assert inputs["weights"] == [0, 0.25, 0.25, 0.25]
-        assert inputs["teacher_logprobs"] == [-2.0, -0.5, -3.0, -1.0]
-        assert inputs["logprobs"] == [0, -1.0, -1.0, -2.0]
-        assert inputs["target_tokens"] == [6, 11, 12, 13]
-    assert metrics["distillation/teacher_kl"] == pytest.approx(1 / 6)
-    pure, client = learner(engine, mode="loss")
-    await pure.update([pair(1.0, 0.0)], step=1)
-    assert [name for name, _ in client.given] == ["reverse_kl"]
-    shown = next(iter(pure.advantages.values()))
-    np.testing.assert_allclose(shown[1:], PURE, err_msg="the page shows what pulls at each token")
-
-
-async def test_both_modes_have_one_gradient_on_policy(random_model: Path, tmp_path: Path) -> None:
-    """At the sampler's own weights, -d as an advantage and d^2 / 2 as a loss pull alike."""
-    found: list[list[torch.Tensor]] = []
-    for mode in ("reward", "loss"):
-        with EmbeddedEngine(random_model, checkpoint_dir=tmp_path, seed=3) as engine:
-            client = engine.create_training_client()
-            datum = tinker.Datum(
-                model_input=tinker.ModelInput.from_ints([5, 6, 11, 12]),
-                loss_fn_inputs={
-                    "target_tokens": tinker.TensorData.from_numpy(np.array([6, 11, 12, 13])),
-                    "weights": tinker.TensorData.from_numpy(np.ones(4, np.float32)),
-                },
-            )
-            output = await client.forward([datum], "cross_entropy")
-            now = output.loss_fn_outputs[0]["logprobs"].to_numpy()[1:].tolist()
-            call = make_call(None, [5, 6], [11, 12, 13], logprobs=now)
-            made, _ = learner(engine, mode=mode)
-            await made.update([make_group([make_episode([call])])], step=1)
-            model: Any = client._trainer.model  # pyright: ignore[reportPrivateUsage]
-            found.append([p.detach().clone() for p in model.parameters()])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("mode", ["reward", "loss"])
-async def test_a_student_becomes_its_teacher(random_model: Path, tmp_path: Path, mode: str) -> None:
+async def test_a_student_becomes_its_teacher(random_model: Path, tmp_path: Path) -> None:
     """What it samples comes closer to the teacher's distribution, step by step, without any reward."""
     with EmbeddedEngine(random_model, checkpoint_dir=tmp_path, seed=3) as engine:
         backend = EmbeddedBackend(engine)
@@ -278,7 +213,7 @@ async def test_a_student_becomes_its_teacher(random_model: Path, tmp_path: Path,
             await taught.optim_step(tinker.AdamParams(learning_rate=0.003))
         teacher = await backend.open_frozen((await taught.save_state("teacher")).path)
         more = {"learning_rate": 0.003, "lr_schedule": "constant"}
-        made, _ = learner(engine, teacher, more, mode=mode)
+        made, _ = learner(engine, teacher, more)
         kl: list[float] = []
         for step in range(1, 13):
             sampling = await backend.client.save_weights_and_get_sampling_client()  # type: ignore[attr-defined]
@@ -291,7 +226,7 @@ async def test_a_student_becomes_its_teacher(random_model: Path, tmp_path: Path,
                 )
                 for i, s in enumerate(response.sequences)
             ]
-            kl.append((await made.update(groups, step=step))["distillation/teacher_kl"])
+            kl.append((await update(made, groups, step=step))["distillation/teacher_kl"])
         assert kl[0] > 0.3
         assert np.mean(kl[-3:]) < 0.5 * kl[0], kl
 
@@ -303,7 +238,7 @@ async def test_nothing_trains_without_the_teacher(engine: EmbeddedEngine) -> Non
     teacher = ScriptedTeacher(error=EngineError("roles.t at http://host: it is gone"))
     made, client = learner(engine, teacher)
     with pytest.raises(EngineError, match="it is gone"):
-        await made.update([pair(1.0, 0.0)], step=1)
+        await update(made, [pair(1.0, 0.0)], step=1)
     assert client.given == []
 
 
@@ -349,6 +284,29 @@ async def test_the_start_is_a_teacher_of_no_divergence(backend: EmbeddedBackend,
         assert nothing is None
 
 
+async def test_teacher_and_policy_are_compared_at_the_temperature_of_each_token(
+    backend: EmbeddedBackend, random_model: Path
+) -> None:
+    """The policy's own weights diverge from it by nothing, with its log probabilities by plain torch."""
+    ids = np.array([5, 6, 11, 12, 7, 13, 14], np.int32)
+    model = load_model(random_model)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(ids[None, :-1].astype(np.int64))).logits[0]
+    temperatures = np.array([1, 1, 0.7, 0.7, 1, 1.3, 1.3], np.float32)
+    scaled = (logits / torch.from_numpy(temperatures[1:, None])).log_softmax(-1)
+    rows = scaled[torch.arange(6), torch.from_numpy(ids[1:].astype(np.int64))].tolist()
+    first = make_call(None, ids[:2].tolist(), ids[2:4].tolist(), logprobs=rows[1:3], temperature=0.7)
+    second = make_call(first, [7], ids[5:].tolist(), logprobs=rows[4:], temperature=1.3)
+    opening = open_distillation(run_config(), backend, folder=random_model, progress=QuietReporter())
+    async with opening as made:
+        assert made is not None
+        assert made.scales_logits
+        _, mean = await made.apply(items(make_episode([first, second])))
+        assert mean == pytest.approx(0, abs=1e-6)
+    penalty = KLPenalty(backend.start_logprobs, coef=1.0)
+    assert (await penalty.apply(items(make_episode([first, second]))))[1] == pytest.approx(0, abs=1e-6)
+
+
 async def test_a_teacher_with_other_tokens_is_refused_before_the_first_episode(
     backend: EmbeddedBackend, random_model: Path
 ) -> None:
@@ -364,7 +322,10 @@ async def test_a_teacher_with_other_tokens_is_refused_before_the_first_episode(
         ({"training": {"distillation": {"teacher": "t"}}}, "'t' is not one of the roles .* which are none"),
         (
             {
-                "roles": {"t": {"kind": "outside", "base_url": "http://h"}, "u": {"kind": "frozen"}},
+                "roles": {
+                    "t": {"kind": "outside", "base_url": "http://h", "model": "m"},
+                    "u": {"kind": "frozen"},
+                },
                 "training": {"distillation": {"teacher": "t"}},
             },
             "'t' is not one of the roles of kind: frozen, which are u",
@@ -377,18 +338,6 @@ async def test_a_teacher_with_other_tokens_is_refused_before_the_first_episode(
         (
             {"training": {"batch_rule": "differing_groups", "distillation": {"teacher": "t"}}},
             "differing_groups replaces groups that train",
-        ),
-        (
-            {"training": {"distillation": {"teacher": "t", "mode": "loss", "discount_factor": 0.5}}},
-            "discount_factor is for mode: reward",
-        ),
-        (
-            {
-                "engine": {"backend": "tinker"},
-                "roles": {"t": {"kind": "frozen"}},
-                "training": {"distillation": {"teacher": "t", "mode": "loss"}},
-            },
-            "mode: loss needs the embedded engine",
         ),
     ],
 )

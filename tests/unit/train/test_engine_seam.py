@@ -30,11 +30,13 @@ from tinkerscript.processes.children import ServerAddress
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs
 from tinkerscript.train import run
 from tinkerscript.train.backends import BACKENDS, backend_named
-from tinkerscript.train.backends.backend import FrozenSampler, Publisher, finish_despite_cancel, learning_rate
+from tinkerscript.train.backends.backend import FrozenSampler, Publisher, finish_despite_cancel
 from tinkerscript.train.backends.tinker_service import SentCall, SlowCallNotifier, TinkerBackend
-from tinkerscript.train.journal import EpisodeAccepted, Journal, PolicyPublished, read_journal
+from tinkerscript.train.journal import Journal, PolicyPublished, read_journal
+from tinkerscript.train.learning_rates import learning_rate
 from tinkerscript.train.policy import Policy, SeededSampler
 from tinkerscript.train.run import run_training
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 
 class Recorder(Sampler):
@@ -250,7 +252,7 @@ async def test_a_service_that_does_not_answer_is_named(
     class Silent(TinkerBackend):
         @classmethod
         @asynccontextmanager
-        async def open(cls, config: EngineConfig, **_: Any) -> AsyncGenerator[TinkerBackend]:
+        async def open(cls, config: EngineConfig, model: Path, **_: Any) -> AsyncGenerator[TinkerBackend]:
             assert await asyncio.to_thread(screen.said.wait, 30), "nothing says what the run waits for"
             raise EngineError("that is all")
             yield

@@ -173,7 +173,7 @@ async def test_sampling_goes_on_while_a_long_batch_is_scored(backend: EmbeddedBa
 
 
 @pytest.mark.parametrize(
-    ("model", "reason"), [("nowhere/to/be/found", "has no config.json"), ("folder", "has no config.json")]
+    ("model", "reason"), [("nowhere/to/be/found", "does not exist"), ("folder", "has no config.json")]
 )
 async def test_a_role_without_a_model_is_named(
     backend: EmbeddedBackend, tmp_path: Path, model: str, reason: str
@@ -203,7 +203,9 @@ async def test_a_service_has_the_start_checkpoints_and_base_models(
 ) -> None:
     monkeypatch.setenv("TINKER_API_KEY", KEY)
     config = EngineConfig(backend="tinker", base_url=wire.url)
-    opening = open_backend(config, checkpoint_dir=tmp_path, seed=1, restore=None, note=lambda _: None)
+    opening = open_backend(
+        config, TINY_MODEL, checkpoint_dir=tmp_path, seed=1, restore=None, note=lambda _: None
+    )
     async with opening as backend:
         start = await backend.open_frozen("")
         assert same(await start.logprobs(SEQUENCES[:3]), expected(TINY_MODEL)[:3], atol=1e-4)

@@ -10,14 +10,12 @@ import msgspec
 import pytest
 
 from rollout_helpers import make_call
-from tinkerscript.rollouts.convert.table import read_parquet
+from tinkerscript.rollouts.parquet import read_parquet
 from tinkerscript.train.history import History, read_history, recorded_groups
 from tinkerscript.train.journal import (
     AnyEvent,
     Checkpointed,
     Discarded,
-    EpisodeAccepted,
-    EpisodeFailed,
     EpisodeRegistered,
     Evaluated,
     Journal,
@@ -27,6 +25,7 @@ from tinkerscript.train.journal import (
     StepConsumed,
     read_journal,
 )
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
 
 def registered(step: int, *uuids: str) -> list[AnyEvent]:
@@ -176,10 +175,10 @@ def test_a_replayed_group_is_known_from_the_steps_that_survive() -> None:
     events = [
         *START,
         *step_done(1, "a", "b", version=1)[:-1],
-        StepConsumed(step=1, episode_uuids=["a", "b"], trained=[["a", "b"]], time=5.0),
+        StepConsumed(step=1, episode_uuids=["a", "b"], trained=[["a", "b"]]),
         Checkpointed(step=1, policy_version=1),
         *step_done(2, "c", "d", version=2)[:-1],
-        StepConsumed(step=2, episode_uuids=["c", "d"], trained=[["c", "d"], ["a", "b"]], time=6.0),
+        StepConsumed(step=2, episode_uuids=["c", "d"], trained=[["c", "d"], ["a", "b"]]),
     ]
     history = read_history(events, exists=everything)
     assert [event.trained for event in history.consumed] == [[["a", "b"]]]
@@ -249,7 +248,7 @@ def test_the_pages_way_to_another_trainer_runs(tmp_path: Path, monkeypatch: pyte
     run_folder(Path(run[1]))
     found: dict[str, Any] = {}
     exec(code, found)
-    assert [sample["reward"] for sample in found["samples"]] == [1.0, 0.0]
+    assert found["rolled"]["reward"] == [1.0, 0.0]
     again = list(read_parquet(Path(run[1]) / "rollouts.parquet"))
     assert [group.rewards for group in again] == [[1.0, 0.0], [0.5]]
 

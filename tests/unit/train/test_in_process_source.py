@@ -24,15 +24,17 @@ from tinkerscript.page.transcript_view import parsed, unpacked_text
 from tinkerscript.rollouts.call import full_prompts, pack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.journal import EpisodeFailed, Journal
+from tinkerscript.train.in_process import InProcessSource, ModelExchange, calls_of
+from tinkerscript.train.journal import Journal
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.samples import TaskSamples
-from tinkerscript.train.sources.in_process import InProcessSource, ModelExchange, calls_of
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
 TASKS = """
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample
 from inspect_ai.scorer import Score, accuracy, includes, scorer
+from inspect_ai.model import GenerateConfig
 from inspect_ai.solver import generate
 
 @scorer(metrics=[accuracy()])
@@ -44,6 +46,12 @@ def generous():
 @task
 def rich():
     return Task(dataset=[Sample(id="s", input="Hi", target="x")], solver=generate(), scorer=generous())
+
+@task
+def tuned(temperature=0.5):
+    config = GenerateConfig(temperature=temperature, top_p=0.9, max_tokens=3)
+    sample = Sample(id="s", input="Hi", target="x")
+    return Task(dataset=[sample], solver=generate(), scorer=includes(), config=config)
 
 @task
 def talk():
@@ -64,7 +72,7 @@ async def opened(
     ):
         policy = Policy(EmbeddedBackend(engine), journal)
         await policy.publish()
-        async with asyncio.timeout(60), InProcessSource(config, policy) as source:
+        async with asyncio.timeout(60), InProcessSource(config, policy, TINY_MODEL) as source:
             yield source, TaskSamples(config.all_tasks, seed=1)
 
 
@@ -90,13 +98,36 @@ async def test_a_prompt_beyond_the_context_fails_its_episode_alone(tmp_path: Pat
     assert "the engine's context holds" in str(ended.failures[0]["message"])
 
 
+@pytest.mark.parametrize(("precedence", "expected"), [("program", (0.5, 0.9)), ("run", (0.7, 1.0))])
+async def test_a_task_chooses_how_it_is_sampled_unless_the_run_does(
+    tmp_path: Path, precedence: str, expected: tuple[float, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    sampling = {"temperature": 0.7, "precedence": precedence, "max_tokens": 9}
+    async with opened(tmp_path, "tuned", sampling=sampling) as (source, samples):
+        [[episode]] = samples.train_groups(step=1, groups=1, group_size=1)
+        await source.start([episode])
+        (ended,) = await source.outcomes()
+    assert isinstance(ended, EpisodeAccepted)
+    calls = ended.all_calls
+    assert [(call.temperature, call.top_p, call.logprob_kind) for call in calls] == [(*expected, "processed")]
+    assert calls[0].reply_tokens <= 3, "its limit of tokens is its own"
+    assert "in a Tinker environment the trainer decides" not in caplog.text
+
+
+def test_a_task_that_asks_for_the_most_probable_token_is_known_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "tasks.py").write_text(TASKS)
+    for temperature, greedy in ((0, ["tasks.py@tuned"]), (0.5, [])):
+        task = {"name": f"{tmp_path}/tasks.py@tuned", "train_args": {"temperature": temperature}}
+        config = RunConfig.model_validate({"task": task})
+        assert TaskSamples(config.all_tasks, seed=1).greedy == greedy
+
+
 async def test_a_reward_out_of_bounds_fails_its_episode_alone(tmp_path: Path) -> None:
     async with opened(tmp_path, "rich") as (source, samples):
         [[episode]] = samples.train_groups(step=1, groups=1, group_size=1)
         await source.start([episode])
         (ended,) = await source.outcomes()
-        transcript = parsed(unpacked_text(source.transcripts(episode.episode_uuid)[1]))
-        assert source.transcripts(episode.episode_uuid) == {}, "it is given once"
+    transcript = parsed(unpacked_text(ended.transcripts[1]))
     assert any(b'"event":"score"' in bytes(event) for event in transcript.events)
     assert isinstance(ended, EpisodeFailed)
     assert ended.failures[0]["kind"] == "reward_out_of_bounds"
@@ -107,8 +138,8 @@ async def test_transcripts_that_nobody_records_are_not_made(tmp_path: Path, sett
     async with opened(tmp_path, "rich", **settings) as (source, samples):
         [[episode]] = samples.train_groups(step=1, groups=1, group_size=1)
         await source.start([episode])
-        await source.outcomes()
-        assert source.transcripts(episode.episode_uuid) == {}
+        (ended,) = await source.outcomes()
+        assert ended.transcripts == {}
 
 
 async def test_an_eval_that_died_ends_the_run(tmp_path: Path) -> None:
@@ -154,7 +185,6 @@ def test_calls_continue_the_call_whose_tokens_they_repeat_and_say_why_else() -> 
         [transition(prompt, sampled) for prompt, sampled, *_ in steps],
         [exchange for _, _, exchange, *_ in steps],
         policy_version=3,
-        temperature=1.0,
     )
     names = [call.call_id for call in calls]
     assert [names.index(call.parent_id) if call.parent_id else None for call in calls] == [

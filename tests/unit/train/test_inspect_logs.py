@@ -15,8 +15,8 @@ from tinkerscript.rollouts.call import Call, conversation_of, pack_ids, pack_log
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.inspect_logs import write_logs
-from tinkerscript.train.journal import EpisodeAccepted
 from tinkerscript.train.step_metrics import by_task
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
@@ -117,7 +117,6 @@ async def test_an_episode_of_a_task_has_messages_scores_and_tokens(tmp_path: Pat
         "batch": 4,
         "prompt_ids": [[1, 2], [1, 2, 7, 8, 3]],
         "sampled_ids": [[7, 8], [7, 8]],
-        "failure": None,
     }
     training = first.metadata["training"]
     assert (training["advantage"], training["policy_versions"]) == (0.5, [3])

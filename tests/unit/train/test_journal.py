@@ -14,8 +14,6 @@ from tinkerscript.train.journal import (
     QUARANTINED,
     Checkpointed,
     Discarded,
-    EpisodeAccepted,
-    EpisodeFailed,
     EpisodeRegistered,
     Journal,
     PolicyPublished,
@@ -25,6 +23,7 @@ from tinkerscript.train.journal import (
     read_journal,
     usable,
 )
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
 
 def accepted(uuid: str, *, retries: int = 0) -> EpisodeAccepted:
@@ -74,7 +73,7 @@ def test_what_an_event_does_not_say() -> None:
         assert (event.episode_type, event.pool, event.group_id, event.group_size) == ("train", "", "", 0)
     assert (result.log_metrics, result.retries, result.is_success) == ({}, [], None)
     done = StepConsumed(step=1, episode_uuids=["a"])
-    assert (done.trained, done.time) == ([], 0.0)
+    assert done.trained == []
     assert PolicyPublished(policy_version=3).step == 0
     saved = Checkpointed(step=1, policy_version=1)
     assert (saved.report, saved.train_seconds) == ({}, 0.0)

@@ -12,6 +12,7 @@ import pytest
 
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConfigError
+from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.train.run_folder import RunFolder
 
 
@@ -20,7 +21,7 @@ def config(folder: Path, *loggers: str) -> RunConfig:
 
 
 def two_steps(tmp_path: Path, logger: str) -> Path:
-    folder = RunFolder(config(tmp_path / "run", logger), now=datetime.now())
+    folder = RunFolder(config(tmp_path / "run", logger), TINY_MODEL, now=datetime.now())
     folder.log_metrics({"reward/mean": 0.25, "eval/score": float("nan")}, step=1)
     folder.log_metrics({"reward/mean": 0.5}, step=2)
     folder.close()
@@ -30,7 +31,7 @@ def two_steps(tmp_path: Path, logger: str) -> Path:
 
 
 def test_metrics_are_valid_json_without_what_is_not_finite(tmp_path: Path) -> None:
-    folder = RunFolder(config(tmp_path / "run"), now=datetime.now())
+    folder = RunFolder(config(tmp_path / "run"), TINY_MODEL, now=datetime.now())
     folder.log_metrics({"reward/mean": float("nan"), "eval/score": float("inf"), "eval/failed": 4.0}, step=1)
     folder.close()
     assert json.loads((folder.path / "metrics.jsonl").read_text()) == {"step": 1, "eval/failed": 4.0}
@@ -42,10 +43,10 @@ def test_a_package_that_is_missing_is_named_before_the_run_begins(
 ) -> None:
     monkeypatch.setitem(sys.modules, logger, None)
     with pytest.raises(ConfigError, match=rf"{logger} cannot be .* pip install 'tinkerscript\[{logger}\]'"):
-        RunFolder(config(tmp_path / "run", logger), now=datetime.now())
+        RunFolder(config(tmp_path / "run", logger), TINY_MODEL, now=datetime.now())
     assert not (tmp_path / "run" / "config.yaml").exists()
     monkeypatch.undo()
-    RunFolder(config(tmp_path / "run"), now=datetime.now()).close()
+    RunFolder(config(tmp_path / "run"), TINY_MODEL, now=datetime.now()).close()
 
 
 def test_a_logger_that_is_not_known_is_refused(tmp_path: Path) -> None:
@@ -58,7 +59,7 @@ def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     path = two_steps(tmp_path, "tensorboard")
-    resumed = RunFolder(config(path, "tensorboard"), now=datetime.now(), path=path)
+    resumed = RunFolder(config(path, "tensorboard"), TINY_MODEL, now=datetime.now(), path=path)
     resumed.log_metrics({"reward/mean": 0.75}, step=2)
     resumed.close()
     events: Any = EventAccumulator(str(path / "tensorboard"))
@@ -80,3 +81,11 @@ def test_trackio_has_a_run_of_the_folders_name(tmp_path: Path, monkeypatch: pyte
     pytest.importorskip("trackio")
     two_steps(tmp_path, "trackio")
     assert list((tmp_path / "trackio").glob("*.db"))
+
+
+def test_other_users_cannot_read_a_new_runs_folder(tmp_path: Path) -> None:
+    RunFolder(config(tmp_path / "run"), TINY_MODEL, now=datetime.now()).close()
+    assert (tmp_path / "run").stat().st_mode & 0o077 == 0
+    (tmp_path / "shared").mkdir(mode=0o750)
+    RunFolder(config(tmp_path / "shared"), TINY_MODEL, now=datetime.now()).close()
+    assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o750, "one that was made for it keeps its mode"

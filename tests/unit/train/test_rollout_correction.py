@@ -11,9 +11,9 @@ from rollout_helpers import make_call, make_episode, make_group
 from tinkerscript.config import RolloutCorrectionConfig
 from tinkerscript.rollouts.advantages import WeightedRollout
 from tinkerscript.rollouts.call import FloatArray
-from tinkerscript.rollouts.convert.tinker_datum import to_training_datum
+from tinkerscript.rollouts.trainers import to_training_datum
 from tinkerscript.train.learner import divisors
-from tinkerscript.train.rollout_correction import correct
+from tinkerscript.train.token_advantages import correct
 
 SAMPLER = [[-1.0, -2.0], [-0.5, -1.5, -3.0]]
 GAPS = [[0.1, 1.5], [-0.2, 0.3, -2.0]]
@@ -87,6 +87,7 @@ def test_a_ratio_beyond_all_numbers_is_a_number() -> None:
 
 def test_a_minibatch_is_divided_by_its_sequences_its_tokens_or_both() -> None:
     items, _ = batch()
-    assert divisors(items, "sequences") == [2, 2]
-    assert divisors(items, "tokens") == [5, 5]
-    assert divisors(items, "tokens_then_sequences") == [4, 6]
+    assert divisors(items, "sequences", episodes=8) == [2, 2]
+    assert divisors(items, "tokens", episodes=8) == [5, 5]
+    assert divisors(items, "tokens_then_sequences", episodes=8) == [4, 6]
+    assert divisors(items, "episodes", episodes=8) == [8, 8]

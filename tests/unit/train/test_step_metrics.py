@@ -10,8 +10,8 @@ from rollout_helpers import make_call, make_episode, make_group
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.train.collector import Batch
-from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed
 from tinkerscript.train.step_metrics import StepFacts, extra_metrics, step_metrics
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
 OWN = """
 def best(facts):
@@ -56,7 +56,11 @@ def facts() -> StepFacts:
 
 
 def test_the_metrics_of_a_step() -> None:
-    assert step_metrics(facts()) == {
+    found = step_metrics(facts())
+    machine = {name: found.pop(name) for name in list(found) if name.startswith("system/")}
+    assert {"system/load", "system/memory_gb", "system/trainer_gb"} <= machine.keys()
+    assert 0 < machine["system/trainer_gb"] < machine["system/memory_gb"]
+    assert found == {
         "reward/mean": 0.5,
         "reward/deviation": (0.5 / 3) ** 0.5,
         "reward/lowest": 0.0,

@@ -131,6 +131,6 @@ def test_a_task_of_another_kind_does_not_run_in_the_trainers_process(tasks: list
         tasks=[*tasks, WeightedTaskConfig(name="mine.py:Halves")], enable_tinkerscript_mode=False
     )
     with pytest.raises(
-        ConfigError, match=r"runs Inspect tasks alone.*'mine.py:Halves' is none: set it to true"
+        ConfigError, match=r"supports only Inspect tasks.*'mine.py:Halves' is not one: set it to true"
     ):
         _samples(config)

@@ -13,7 +13,11 @@ from tokenizers import Tokenizer
 
 from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import TINY_MODEL
-from tinkerscript.train.tokenizer_check import check_same_tokenizer, check_tokenizer_of_server
+from tinkerscript.train.tokenizer_check import (
+    check_loads_the_same,
+    check_same_tokenizer,
+    check_tokenizer_of_server,
+)
 
 
 def changed(folder: Path, own: Path, change: Callable[[dict[str, Any]], object]) -> Path:
@@ -140,3 +144,15 @@ async def test_a_server_that_says_nothing_is_refused(byte_model: Path) -> None:
 
     with pytest.raises(ConfigError, match="it has no /tokenize"):
         await check_tokenizer_of_server(byte_model, nothing, longest=4096, whose="the judge")
+
+
+def test_a_normalizer_that_loses_text_and_an_end_that_stops_nothing_are_named(tmp_path: Path) -> None:
+    folder = changed(tmp_path / "model", TINY_MODEL, lambda it: it.update(normalizer={"type": "Lowercase"}))
+    shutil.copyfile(TINY_MODEL / "tokenizer_config.json", folder / "tokenizer_config.json")
+    (folder / "config.json").write_text('{"model_type": "llama", "eos_token_id": 7}')
+    notes: list[str] = []
+    check_loads_the_same(TINY_MODEL, pytest.fail)
+    check_loads_the_same(folder, notes.append)
+    assert len(notes) == 2
+    assert "does not give texts back as they were: 'Ünïcode" in notes[0]
+    assert "generation stops at [7] alone" in notes[1]

@@ -7,23 +7,24 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Generator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import pytest
 from rich.console import Console
 
 from interchange_helpers import until
-from rollout_helpers import make_call
+from rollout_helpers import update
 from tinkerscript.commands import train as command
 from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.gateway.sampler import SampleRequest
-from tinkerscript.processes.supervisor import Child, ChildFailedError, Supervisor, run_beside
+from tinkerscript.model_folder import TINY_MODEL
+from tinkerscript.processes.launcher import Child
+from tinkerscript.processes.supervisor import ChildFailedError, Supervisor, run_beside
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids
@@ -33,12 +34,11 @@ from tinkerscript.testing import QuietReporter
 from tinkerscript.train import run
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.grpo import GRPO
-from tinkerscript.train.journal import Discarded, EpisodeAccepted, Journal, read_journal
+from tinkerscript.train.journal import Journal
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import RunFolder
-from tinkerscript.train.trained_policy import TrainedPolicy
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ async def test_an_update_raises_what_was_rewarded_and_measures_no_gap(
     report = AlignmentReport()
     learner = make_learner(engine, report, grad_clip_norm=1.0)
     before = await score(engine, group)
-    metrics = await learner.update([group], step=1)
+    metrics = await update(learner, [group], step=1)
     await policy.publish()
     after = await score(engine, group)
     assert after[0] > before[0]
@@ -128,7 +128,7 @@ async def test_a_group_without_a_difference_changes_nothing(engine: EmbeddedEngi
     await policy.publish()
     group = await sampled_group(policy, [1.0, 1.0])
     before = await score(engine, group)
-    metrics = await make_learner(engine, AlignmentReport()).update([group], step=1)
+    metrics = await update(make_learner(engine, AlignmentReport()), [group], step=1)
     await policy.publish()
     assert await score(engine, group) == before
     assert metrics["train/sequences"] == 0
@@ -146,59 +146,6 @@ def accepted(call: Call) -> EpisodeAccepted:
     return EpisodeAccepted(
         episode_uuid="e", attempt=1, client_uuid="c", reward=1.0, policy_version_at_claim=0, all_calls=[call]
     )
-
-
-def test_an_episode_that_unknown_weights_finished_is_stale(tmp_path: Path) -> None:
-    """Its calls began under a known version and ended under one that the trainer never published."""
-    grpo = object.__new__(GRPO)
-    grpo.config, grpo.step, grpo._steps_of, grpo._stale = RunConfig(), 0, {0: 0}, set()
-    lags: Counter[int | None] = Counter()
-    with Journal(tmp_path / "journal.jsonl") as journal:
-        grpo.journal = journal
-        for version_end, fresh in ((None, True), (0, True), (-1, False)):
-            call = make_call(None, [1], [2], policy_version_end=version_end)
-            assert grpo._is_fresh(accepted(call), lags) == fresh
-    assert lags == {0: 2, None: 1}
-    assert grpo._stale == {"e"}
-    (discarded,) = read_journal(tmp_path / "journal.jsonl")
-    assert isinstance(discarded, Discarded)
-    assert "does not stand on" in discarded.reason
-
-
-@pytest.mark.parametrize(
-    ("policy", "outcome"),
-    [
-        ("mask", "they carry no loss"),
-        ("train", "they train as if"),
-        ("refuse", "their sequences do not train"),
-    ],
-)
-def test_constrained_tokens_are_named_once_in_a_run(policy: str, outcome: str) -> None:
-    grpo = object.__new__(GRPO)
-    grpo.config = RunConfig.model_validate({"training": {"constrained_tokens": policy}})
-    grpo.progress = QuietReporter()
-    own = TrainedPolicy(cast(Learner, None), AlignmentReport(), grpo.config.training, seed=1)
-    grpo.trained = [own]
-    free = make_call(None, [1], [2, 3])
-    cut = make_call(None, [1], [2, 3], constrained=bytes([1, 0]))
-    for step, call in enumerate((free, cut, cut), start=1):
-        own.take([("group", [accepted(call)])])
-        (made,) = own.groups[0].episodes
-        trains = policy == "train" or call is free
-        assert made.rollouts[0].response_loss_mask.tolist() == [trains, True]
-        grpo._warn_of_constrained(step)
-    (note,) = grpo.progress.notes
-    assert note.startswith("step 2: 1 of 2 sampled tokens (50%) were constrained by a grammar: 1 cut; ")
-    assert outcome in note
-    assert note.endswith(f"(training.constrained_tokens: {policy})")
-
-
-def test_the_learning_rate_falls_to_a_tenth(engine: EmbeddedEngine) -> None:
-    learner = make_learner(engine, AlignmentReport())
-    rates = [learner.learning_rate(step) for step in (1, 6, 10, 100)]
-    assert rates == pytest.approx([0.01, 0.005, 0.001, 0.001])
-    constant = make_learner(engine, AlignmentReport(), lr_schedule="constant")
-    assert constant.learning_rate(9) == 0.01
 
 
 def child(tmp_path: Path, code: str, **extra: object) -> Child:
@@ -290,16 +237,16 @@ async def test_what_a_child_has_started_ends_with_it(tmp_path: Path, how: str) -
     await until(lambda: not group(first))
 
 
-def tethered(code: str, **options: Any) -> subprocess.Popen[bytes]:
-    argv = [sys.executable, "-m", "tinkerscript.processes.tether", sys.executable, "-c", code]
+def with_parent(code: str, **options: Any) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-m", "tinkerscript.processes.with_parent", sys.executable, "-c", code]
     return subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True, **options)
 
 
 @pytest.mark.parametrize("stubborn", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN); "])
-async def test_a_tethered_program_ends_with_its_parent(tmp_path: Path, stubborn: str) -> None:
+async def test_a_program_with_parent_ends_with_its_parent(tmp_path: Path, stubborn: str) -> None:
     path = tmp_path / "log"
     code = f"import signal, time; {stubborn}{GRANDCHILD}time.sleep(600)"
-    with path.open("wb") as log, tethered(code, stdout=log) as process:
+    with path.open("wb") as log, with_parent(code, stdout=log) as process:
         await until(lambda: "up" in path.read_text())
         assert len(group(process.pid)) == 4
         assert process.stdin is not None
@@ -307,28 +254,31 @@ async def test_a_tethered_program_ends_with_its_parent(tmp_path: Path, stubborn:
         await until(lambda: not group(process.pid))
 
 
-async def test_a_tethered_program_ends_with_a_tether_that_is_killed(tmp_path: Path) -> None:
+async def test_a_program_ends_with_its_wrapper_that_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    with path.open("wb") as log, tethered(f"import time; {GRANDCHILD}time.sleep(600)", stdout=log) as process:
+    with (
+        path.open("wb") as log,
+        with_parent(f"import time; {GRANDCHILD}time.sleep(600)", stdout=log) as process,
+    ):
         await until(lambda: "up" in path.read_text())
         process.kill()
         process.wait()
         await until(lambda: not group(process.pid))
 
 
-def test_a_tethered_program_hands_on_its_exit_code() -> None:
-    with tethered("raise SystemExit(7)") as process:
+def test_a_program_with_parent_hands_on_its_exit_code() -> None:
+    with with_parent("raise SystemExit(7)") as process:
         assert process.wait(30) == 7
 
 
-def test_the_newest_checkpoints_are_kept_by_number(tmp_path: Path) -> None:
-    folder = RunFolder(RunConfig(), now=datetime.now(), path=tmp_path)
-    for name in ("step_9998", "step_9999", "step_10000", "final", "step_by_hand"):
+def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path: Path) -> None:
+    folder = RunFolder(RunConfig(), TINY_MODEL, now=datetime.now(), path=tmp_path)
+    for name in ("step_9996", "step_9997", "step_9998", "step_9999", "step_10000", "final", "step_by_hand"):
         (folder.checkpoints / name).mkdir()
-    folder.keep_checkpoints(2)
+    folder.keep_checkpoints(2, best=9997)
     folder.close()
     left = sorted(path.name for path in folder.checkpoints.iterdir())
-    assert left == ["final", "step_10000", "step_9999", "step_by_hand"]
+    assert left == ["final", "step_10000", "step_9997", "step_9999", "step_by_hand"]
 
 
 @pytest.mark.parametrize(
@@ -347,41 +297,14 @@ def test_what_to_do_with_the_model_depends_on_where_it_is(
     assert ("serve --checkpoint" in text) == (backend == "embedded")
 
 
-@pytest.mark.parametrize(("sampled_by", "lag"), [([3], 0), ([0, 3], 3), ([3, 1, 2], 2), ([], 1)])
-def test_the_oldest_weights_of_an_episode_are_its_lag(
-    tmp_path: Path, sampled_by: list[int], lag: int
-) -> None:
-    """Without a call, it is the version at its claim: 2. Version n has n steps behind it."""
-    grpo = object.__new__(GRPO)
-    grpo.config = RunConfig.model_validate({"training": {"max_policy_lag": 2}})
-    grpo.step, grpo._steps_of, grpo._stale = 3, {version: version for version in range(4)}, set()
-    calls = [make_call(None, [1], [2], policy_version=version) for version in sampled_by]
-    changed_midway = [make_call(None, [1], [2], policy_version=v, policy_version_end=3) for v in sampled_by]
-    lags: Counter[int | None] = Counter()
-    with Journal(tmp_path / "journal.jsonl") as journal:
-        grpo.journal = journal
-        for each in (calls, changed_midway):
-            outcome = EpisodeAccepted(
-                episode_uuid="e",
-                attempt=1,
-                client_uuid="c",
-                reward=1.0,
-                policy_version_at_claim=2,
-                all_calls=each,
-            )
-            assert grpo._is_fresh(outcome, lags) == (lag <= 2)
-        assert lags == {lag: 2}
-        assert journal.discarded == (2 if lag > 2 else 0)
-        assert grpo._stale == ({"e"} if lag > 2 else set())
-
-
 @pytest.mark.parametrize(("durability", "durable"), [("normal", False), ("full", True)])
 async def test_full_durability_is_the_journals_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str, durable: bool
 ) -> None:
     opened: list[bool] = []
 
-    def open_journal(path: Path, *, durable: bool) -> Journal:
+    def open_journal(path: Path, *, durable: bool, run_id: str) -> Journal:
+        assert run_id
         opened.append(durable)
         raise InterruptedError("far enough")
 

@@ -23,12 +23,13 @@ from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import FOREIGN_POLICY, Call, pack_ids
 from tinkerscript.server.routes.episodes import _checked_reward  # pyright: ignore[reportPrivateUsage]
+from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends import open_backend
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Journal, usable
+from tinkerscript.train.journal import Journal, usable
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.policy import Policy
-from tinkerscript.train.trained_policy import TrainedPolicy
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 from wire_setup import KEY, SDK_LEAVES_SOCKETS, wire_server
 
 pytestmark = SDK_LEAVES_SOCKETS
@@ -48,9 +49,11 @@ def accepted(uuid: str, *roles: str, reward: float = 0.0, **more: Any) -> Episod
     )
 
 
-def policy(role: str, **settings: Any) -> TrainedPolicy:
+def policy(role: str, **settings: Any) -> Learner:
     config = TrainingConfig.model_validate(settings)
-    return TrainedPolicy(cast(Learner, None), AlignmentReport(), config, seed=1, role=role)
+    return Learner(
+        cast(Any, None), config, model=TrainedModel(64), report=AlignmentReport(), seed=1, role=role
+    )
 
 
 # Rewards
@@ -282,7 +285,9 @@ async def test_a_service_of_tinkers_protocol_trains_two_policies(
     monkeypatch.setenv("TINKER_API_KEY", KEY)
     with wire_server(TINY_MODEL, tmp_path / "wire", name="tiny-served") as wire:
         config = EngineConfig.model_validate({"backend": "tinker", "base_url": wire.url, "lora": {"rank": 4}})
-        opening = open_backend(config, checkpoint_dir=tmp_path, seed=1, restore=None, note=lambda _: None)
+        opening = open_backend(
+            config, TINY_MODEL, checkpoint_dir=tmp_path, seed=1, restore=None, note=lambda _: None
+        )
         async with opening as backend:
             folder = tmp_path / "roles" / "rival"
             rival = await backend.open_policy("rival", "", checkpoint_dir=folder, restore=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from clock import Clock
 from tinkerscript.config import RunConfig, WorkersConfig
 from tinkerscript.processes.children import LOCAL_WORKERS, Workers
-from tinkerscript.processes.launcher import Launcher, Order, Started
+from tinkerscript.processes.launcher import Child, Launcher, Started
 from tinkerscript.processes.planned import plan_of
 from tinkerscript.processes.supervisor import Supervisor
 from tinkerscript.trainer_link.messages import Demand
@@ -35,8 +35,10 @@ class Link:
 class Idle(Started):
     """Runs until it is asked to stop."""
 
-    def __init__(self, order: Order) -> None:
-        self.host, self.port, self.order = "here", 0, order
+    def __init__(self, child: Child) -> None:
+        self.child = child
+        self.host, self.port = "here", 0
+        self.argv = child.argv(child.restarts)
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     @property
@@ -58,16 +60,16 @@ class Recorder(Launcher):
         self.started: list[Idle] = []
         self.restarted = asyncio.Event()
 
-    async def start(self, order: Order, on_start: Callable[[Started], None]) -> Started:
-        self.started.append(Idle(order))
+    async def start(self, child: Child) -> Started:
+        self.started.append(Idle(child))
         if len(self.started) == 2:
             self.restarted.set()
-        on_start(self.started[-1])
+        child.on_start(self.started[-1])
         return self.started[-1]
 
     def names(self) -> list[str]:
         """The client uuids of those that run."""
-        return [each.order.argv[-2] for each in self.started if each.returncode is None]
+        return [each.argv[-2] for each in self.started if each.returncode is None]
 
 
 @pytest.fixture
@@ -131,6 +133,6 @@ async def test_a_dead_worker_is_released_by_the_name_that_it_had(config: RunConf
             await launcher.restarted.wait()
         assert link.released == ["worker-abc-0-0"]
         assert launcher.names() == ["worker-abc-0-1"]
-        environ: Mapping[str, str] = launcher.started[1].order.environ
+        environ: Mapping[str, str] = launcher.started[1].child.environ
         assert environ["TINKERSCRIPT_SERVER_URL"] == "http://here"
-        assert launcher.started[1].order.argv[0] == sys.executable
+        assert launcher.started[1].argv[0] == sys.executable

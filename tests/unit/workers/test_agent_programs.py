@@ -11,7 +11,7 @@ import pytest
 
 from tinkerscript.errors import WorkerError
 from tinkerscript.gateway.dialects.agent_mode import AGENT_PREFIX, SIDE_MODEL
-from tinkerscript.gateway.gateway import POLICY
+from tinkerscript.protocol import POLICY
 from tinkerscript.workers.agents import programs
 from tinkerscript.workers.agents.programs import AGENTS, AgentJob, agent_named, installation_of
 from tinkerscript.workers.worker import WorkerOptions, run_worker

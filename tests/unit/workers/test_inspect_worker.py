@@ -8,29 +8,37 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zstandard
 from aiohttp import web
-from inspect_ai.dataset import Sample
-from inspect_ai.model import ChatMessageUser, ContentImage, GenerateConfig
+from inspect_ai.model import ChatMessageUser, ContentImage, GenerateConfig, ResponseSchema
+from inspect_ai.util import JSONSchema
+from pydantic import JsonValue
 
 from inspect_tinker_bridge import SandboxError, SelfGradingError, TaskFailedError, UnsupportedError
-from inspect_tinker_bridge.conversion import ChatConverter, sample_to_json, sampling_fields
+from inspect_tinker_bridge.conversion import ChatConverter, sampling_fields
 from tinkerscript.client import Episode
+from tinkerscript.config import RunConfig, WeightedTaskConfig
 from tinkerscript.errors import (
     ClaimLostError,
+    ConfigError,
     RequestRefusedError,
     ServerUnreachableError,
     WorkerError,
     WrongTaskError,
 )
+from tinkerscript.processes.planned import worker_arguments
 from tinkerscript.protocol import WorkflowOutput
+from tinkerscript.train.samples import TaskSamples
 from tinkerscript.workers import base_task
+from tinkerscript.workers.base_task import load_task
 from tinkerscript.workers.chat_endpoint import ChatEndpoint, RetryPolicy
-from tinkerscript.workers.task_kinds import load_task
-from tinkerscript.workers.task_rollout import TaskRollout
+from tinkerscript.workers.worker import TaskRollout
 
 TASKS = '''
+import random
+from datetime import date
 from inspect_ai import Task, task
 from inspect_ai.agent import react
 from inspect_ai.dataset import Sample
@@ -45,6 +53,24 @@ SAMPLES = [Sample(input=f"Say {n}.", target=str(n), id=n, metadata={"n": n}) for
 def say():
     config = GenerateConfig(temperature=0.5, max_tokens=7, stop_seqs=["!"], seed=3)
     return Task(dataset=SAMPLES, solver=[system_message("Obey."), generate()], scorer=match(), config=config)
+
+ODD = {"by": {1: "one"}, "pair": (1, 2), "some": {"b", "a"}, "day": date(2026, 1, 2), "raw": b"raw"}
+
+@scorer(metrics=[accuracy()])
+def keeps_metadata():
+    async def score(state, target) -> Score:
+        return Score(value=float(state.metadata == ODD))
+    return score
+
+@task
+def odd(first=1):
+    samples = [Sample(input=f"Say {n}.", target=str(n), metadata=ODD) for n in range(first, first + 3)]
+    return Task(dataset=samples, solver=generate(), scorer=keeps_metadata())
+
+@task
+def shuffled():
+    samples = [Sample(input=f"Say {random.random()}.", target="1") for _ in range(3)]
+    return Task(dataset=samples, solver=generate(), scorer=match())
 
 @scorer(metrics=[accuracy()])
 def broken():
@@ -89,6 +115,15 @@ def asked_first():
         state.metadata["said"] = (await get_model(role="judge").generate("Say 1.")).completion
         return state
     return solve
+
+@task
+def reasons():
+    config = GenerateConfig(reasoning_effort="high", cache=True, temperature=0.5)
+    return Task(dataset=SAMPLES, solver=generate(verbosity="low"), scorer=match(), config=config)
+
+@task
+def boxed():
+    return Task(dataset=[Sample(input="Say 1.", target="1", sandbox="no-such-provider")], scorer=match())
 
 @task
 def agent():
@@ -164,17 +199,25 @@ def spec(tmp_path: Path) -> str:
     return f"{tmp_path}/tasks.py"
 
 
-def episode(server: Server, task: str, number: int = 1, **claimed: Any) -> Episode:
-    sample = Sample(input=f"Say {number}.", target=str(number), id=number, metadata={"n": number})
+def planned(task: str, number: int = 1, **args: JsonValue) -> dict[str, Any]:
+    """The payload that the trainer makes, as it arrives."""
+    samples = TaskSamples([WeightedTaskConfig(name=task, train_args=args, eval_args=args)], seed=1)
+    found = [samples.payload_at(position) for position in range(10)]
+    payload = next(each for each in found if str(each["sample"]["id"]) == str(number))
+    return json.loads(msgspec.json.encode(payload))
+
+
+def episode(
+    server: Server, task: str, number: int = 1, *, payload: dict[str, Any] | None = None, **claimed: Any
+) -> Episode:
     return Episode(
         episode_uuid=f"episode-{number}",
         attempt=1,
-        payload={"task": task, "sample": sample.model_dump(mode="json", exclude_none=True)},
-        episode_type="train",
+        payload=payload or ({} if task == "other" else planned(task, number)) | {"task": task},
         group_id="g",
         openai_base_url=server.url,
         openai_api_key=f"key-{number}",
-        **claimed,
+        **{"episode_type": "train", **claimed},
     )
 
 
@@ -349,11 +392,71 @@ async def test_the_limit_that_ended_an_episode_is_reported(server: Server, spec:
     assert output.log_metrics["limit/message"] == 1.0
 
 
-async def test_a_samples_own_sandbox_travels_with_it(server: Server, spec: str) -> None:
-    claimed = episode(server, f"{spec}@say", 3)
-    sample = Sample(input="Say 3.", target="3", id=3, sandbox="no-such-provider", metadata={"none": None})
-    claimed.payload["sample"] = sample_to_json(sample)
-    async with rollout_of(f"{spec}@say") as rollout:
+async def test_metadata_that_json_does_not_have_reaches_the_scorer_unchanged(
+    server: Server, spec: str
+) -> None:
+    async with rollout_of(f"{spec}@odd") as rollout:
+        output = await rollout(episode(server, f"{spec}@odd", 2))
+    assert output.reward == 1.0
+
+
+async def test_an_episode_of_other_arguments_is_refused_with_the_remedy(server: Server, spec: str) -> None:
+    name = f"{spec}@odd"
+    held_out = planned(name, 3, first=5)
+    worker = TaskRollout({name: load_task(name, {})})
+    knowing = TaskRollout({name: load_task(name, {})}, held_out={name: load_task(name, {"first": 5})})
+    async with worker as rollout:
+        with pytest.raises(WrongTaskError, match=r"sample '3'.*another problem.*--eval-args"):
+            await rollout(episode(server, name, 3, payload=held_out, episode_type="eval"))
+    async with knowing as rollout:
+        evaluated = await rollout(episode(server, name, 3, payload=held_out, episode_type="eval"))
+        trained = await rollout(episode(server, name, 3))
+    assert [evaluated.reward, trained.reward] == [1.0, 1.0]
+    assert [body["messages"][-1]["content"] for body in server.requests] == ["Say 7.", "Say 3."]
+
+
+async def test_a_task_that_makes_other_samples_each_time_is_refused_with_the_remedy(
+    server: Server, spec: str
+) -> None:
+    async with rollout_of(f"{spec}@shuffled") as rollout:
+        with pytest.raises(WrongTaskError, match="a seed where it shuffles"):
+            await rollout(episode(server, f"{spec}@shuffled"))
+
+
+async def test_what_tunes_other_models_is_left_out_and_recorded(server: Server, spec: str) -> None:
+    async with rollout_of(f"{spec}@reasons") as rollout:
+        output = await rollout(episode(server, f"{spec}@reasons", 4))
+    assert output.reward == 1.0
+    assert output.metadata["unapplied"] == ["reasoning_effort='high'", "verbosity='low'"]
+    (request,) = server.requests
+    assert request.keys() == {"model", "messages", "temperature"}
+
+
+async def test_a_tasks_sandbox_can_be_replaced(server: Server, spec: str) -> None:
+    name = f"{spec}@boxed"
+    async with TaskRollout({name: load_task(name, {}, sandbox="local")}) as rollout:
+        output = await rollout(episode(server, name))
+    assert output.reward == 1.0
+    with pytest.raises(ConfigError, match=r"no file .*/no/compose\.yaml"):
+        load_task(name, {}, sandbox="docker:/no/compose.yaml")
+    task = {"name": "t.py@t", "sandbox_type": "docker", "sandbox_config": "compose.yaml"}
+    words = worker_arguments(RunConfig.model_validate({"task": task}))
+    assert words[-2:] == ["--sandbox", "docker:compose.yaml"]
+
+
+def test_a_response_schema_is_asked_for() -> None:
+    schema = ResponseSchema(name="answer", json_schema=JSONSchema(type="object"))
+    (name, asked) = sampling_fields(GenerateConfig(response_schema=schema)).popitem()
+    assert (name, asked["type"], asked["json_schema"]["name"]) == ("response_format", "json_schema", "answer")
+    assert asked["json_schema"]["schema"]["type"] == "object"
+
+
+async def test_a_tasks_own_sandbox_is_used(server: Server, spec: str) -> None:
+    """Whatever the payload says."""
+    name = f"{spec}@boxed"
+    claimed = episode(server, name)
+    claimed.payload["sample"] |= {"sandbox": {"type": "local"}}  # type: ignore[operator]
+    async with rollout_of(name) as rollout:
         with pytest.raises(SandboxError, match="no-such-provider"):
             await rollout(claimed)
 
@@ -390,8 +493,8 @@ async def test_an_episode_of_another_task_names_both(server: Server, spec: str) 
         with pytest.raises(WorkerError, match="names no task") as untold:
             await rollout(poisoned)
         broken = episode(server, f"{spec}@say")
-        broken.payload["sample"] = {"id": 1, "target": "1"}
-        with pytest.raises(WorkerError, match="input") as caught:
+        broken.payload["sample"] = {"target": "1"}
+        with pytest.raises(WorkerError, match="has no id") as caught:
             await rollout(broken)
     for error in (caught.value, untold.value):
         assert not isinstance(error, WrongTaskError), "its own failure: another worker could not run it"
@@ -455,8 +558,8 @@ def test_the_assistant_messages_id_is_the_completions() -> None:
 
 
 def test_what_cannot_be_honoured_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"cache, reasoning_tokens"):
-        sampling_fields(GenerateConfig(cache=True, reasoning_tokens=5, temperature=1.0))
+    with pytest.raises(UnsupportedError, match=r"extra_body, prompt_logprobs"):
+        sampling_fields(GenerateConfig(extra_body={"a": 1}, prompt_logprobs=5, temperature=1.0))
     image = ChatMessageUser(content=[ContentImage(image="data:image/png;base64,AA==")])
     with pytest.raises(UnsupportedError, match="image content"):
         ChatConverter().request([image], [], "auto", GenerateConfig())

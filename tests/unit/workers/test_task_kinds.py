@@ -11,9 +11,8 @@ import pytest
 from tinkerscript.config import WeightedTaskConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.train.samples import TaskSamples
-from tinkerscript.workers import task_kinds
-from tinkerscript.workers.base_task import EpisodeModel, Task, TaskSample
-from tinkerscript.workers.task_kinds import kind_of, load_task
+from tinkerscript.workers import base_task
+from tinkerscript.workers.base_task import EpisodeModel, Task, TaskSample, kind_of, load_task
 
 FILE = """
 from tinkerscript.workers import Task
@@ -67,10 +66,10 @@ def file(tmp_path: Path) -> str:
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package with the kind `weather`, and one whose own packages are missing."""
     found = [
-        EntryPoint("weather", f"{__name__}:Weather", task_kinds.ENTRY_POINTS),
-        EntryPoint("tides", "no_such_package.tides:Tides", task_kinds.ENTRY_POINTS),
+        EntryPoint("weather", f"{__name__}:Weather", base_task.ENTRY_POINTS),
+        EntryPoint("tides", "no_such_package.tides:Tides", base_task.ENTRY_POINTS),
     ]
-    monkeypatch.setattr(task_kinds, "entry_points", lambda group: found)
+    monkeypatch.setattr(base_task, "entry_points", lambda group: found)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""The token buffer: each claim's conversations as token ids, exactly as they were prompted and sampled.
+"""Whether a prompt continues a conversation, decided here alone, and the ids of each conversation.
 
-`session` makes prompts; `matching` finds the call that a request continues; `tree` holds the ids;
-`fork_reasons` says why a prompt continues no call.
+`tree` finds the call that a request continues, or says why there is none, and holds the ids exactly as they
+were prompted and sampled; `session` makes the prompts of one claim.
 """

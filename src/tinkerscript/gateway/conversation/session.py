@@ -1,14 +1,14 @@
 """`Session`: the token buffers of one claim, one for each conversation that its program holds.
 
 Owns the prompts. Invariant: a prompt that continues a call starts with that call's prompt and sampled ids,
-byte for byte; every other prompt is a new root, and says why (`fork_reasons`). Calls of one claim may be in
+byte for byte; every other prompt is a new root, and says why (`FORK_REASONS`). Calls of one claim may be in
 flight together: what a thread does reads only what never changes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -17,16 +17,30 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 import msgspec
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.chat_messages import ChatMessage, Tool, tools_key, with_ids_of
-from tinkerscript.gateway.conversation.fork_reasons import (
+from tinkerscript.gateway.chat_messages import (
+    ChatMessage,
+    Tool,
+    message_keys,
+    text_size,
+    tools_key,
+    with_ids_of,
+)
+from tinkerscript.gateway.conversation.tree import (
     NEW_CONVERSATION,
+    PROMPT,
     RENDERER_REFUSED,
     SAMPLED_AGAIN,
     TEMPLATE_REWRITES,
+    MessageIndex,
+    MessagePath,
+    Node,
+    PromptIndex,
+    Turn,
 )
-from tinkerscript.gateway.conversation.tree import PROMPT, MessageIndex, MessagePath, Node, PromptIndex, Turn
 from tinkerscript.gateway.tokenizer import LightTokenizer
-from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids
+from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids, with_messages
+
+_encode = msgspec.json.Encoder().encode
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,6 +48,9 @@ T = TypeVar("T")
 LONG = 8_192
 """Bytes of texts or of ids from which on a thread renders, encodes and decodes: about 2,000 tokens, which
 take a millisecond or two."""
+
+LONG_HISTORY = 2**18
+"""Bytes of texts from which on a thread reads what they say, to compare them with those of earlier calls."""
 
 _THREADS = ThreadPoolExecutor(2, "long prompts")
 """Few: whatever but encoding computes in them makes the event loop wait for its turn with Python's lock."""
@@ -75,7 +92,7 @@ class Session:
     def restore(cls, renderer: ConversationRenderer, calls: Iterable[Call]) -> Session:
         """The session that recorded `calls`, oldest first. Raises ValueError for a missing parent."""
         session = cls(renderer)
-        for call in calls:
+        for call in with_messages(calls):
             turn = session._recorded_turn(call)
             session.add(turn, call.call_id, call.sampled, _decoded(call.reply))
         return session
@@ -86,18 +103,22 @@ class Session:
         The turn is in flight until `release`. Raises GatewayError 400 `context_length_exceeded` if the
         context has no room for a reply.
         """
-        with self._placed(messages, tools) as place:
+        with self._placed(messages, tools, _keys_of(messages, tools)) as place:
             return self._started(self._turn(place, place.prompt(self._renderer)), "messages")
 
     async def plan_unblocked(self, messages: list[ChatMessage], tools: list[Tool]) -> Turn:
         """Like `plan`; what is long is rendered and encoded by a thread, so that no other request waits."""
-        with self._placed(messages, tools) as place:
-            prompt = await unblocked(place.size(self._renderer) >= LONG, place.prompt, self._renderer)
+        is_long = text_size(messages) >= LONG_HISTORY
+        keys = await unblocked(is_long, _keys_of, messages, tools)
+        with self._placed(messages, tools, keys) as place:
+            prompt = await unblocked(
+                is_long or place.size(self._renderer) >= LONG, place.prompt, self._renderer
+            )
             return self._started(self._turn(place, prompt), "messages")
 
     async def plan_ids(self, prompt: bytes) -> Turn:
         """Like `plan`, for a prompt given as ids (int32), which is sampled from as it is."""
-        text = await unblocked(len(prompt) >= LONG, self._text_of, prompt)
+        messages, texts = await unblocked(len(prompt) >= LONG, self._message_of, prompt)
         node = self._prompts.find(prompt)
         turn = Turn(
             parent=node,
@@ -105,14 +126,18 @@ class Session:
             new_prompt=prompt[len(node.stream()) :] if node else prompt,
             matched_by="ids" if node else None,
             fork_reason=None if node else self._prompts.fork_reason(prompt),
-            new_messages=[{"role": PROMPT, "content": text}],
+            new_messages=messages,
             tools=node.tools if node else [],
             reply_index=node.reply_index + 2 if node else 1,
+            texts=texts,
         )
         return self._started(turn, "prompt")
 
-    def _text_of(self, prompt: bytes) -> str:
-        return self._renderer.tokenizer.decode(unpack_ids(prompt).tolist())
+    def _message_of(self, prompt: bytes) -> tuple[list[ChatMessage], tuple[str, str]]:
+        """The message that stands for a prompt, and what is recorded of it."""
+        text = self._renderer.tokenizer.decode(unpack_ids(prompt).tolist())
+        messages = [{"role": PROMPT, "content": text}]
+        return messages, _texts_of(messages, [])
 
     def _started(self, turn: Turn, param: str) -> Turn:
         length = len(turn.prompt) // 4
@@ -159,8 +184,12 @@ class Session:
 
     async def prompt_tokens(self, messages: list[ChatMessage], tools: list[Tool]) -> int:
         """Length of the prompt that `plan` would make, in tokens. Changes nothing."""
-        with self._placed(messages, tools) as place:
-            prompt = await unblocked(place.size(self._renderer) >= LONG, place.prompt, self._renderer)
+        is_long = text_size(messages) >= LONG_HISTORY
+        keys = await unblocked(is_long, _keys_of, messages, tools)
+        with self._placed(messages, tools, keys) as place:
+            prompt = await unblocked(
+                is_long or place.size(self._renderer) >= LONG, place.prompt, self._renderer
+            )
             return len(self._turn(place, prompt).prompt) // 4
 
     def messages_of(self, call_id: str) -> list[ChatMessage]:
@@ -198,9 +227,9 @@ class Session:
             turn.parent.extended = True
 
     @contextmanager
-    def _placed(self, messages: list[ChatMessage], tools: list[Tool]) -> Generator[_Place]:
+    def _placed(self, messages: list[ChatMessage], tools: list[Tool], keys: _Keys) -> Generator[_Place]:
         """Where `messages` belong. Until the end of the context, no look-alike takes the same place."""
-        path = self._messages.walk(messages, tools_key(tools))
+        path = self._messages.walk(messages, keys.tools, keys.messages)
         node = self._messages.find(path) if 0 < path.history_length < len(messages) else None
         place = _Place(path, tools, node)
         if node:
@@ -223,6 +252,8 @@ class Session:
                 new_messages=path.messages,
                 tools=place.tools,
                 reply_index=len(path.messages),
+                keys=path.keys,
+                texts=prompt.texts,
             )
         repeated = path.messages[path.history_length - 1]
         return Turn(
@@ -234,6 +265,8 @@ class Session:
             new_messages=place.new_messages,
             tools=node.tools,
             reply_index=len(path.messages),
+            keys=path.keys[path.history_length :],
+            texts=prompt.texts,
         )
 
     @property
@@ -271,6 +304,15 @@ class _Prompt(NamedTuple):
 
     ids: bytes
     extends: bool
+    texts: tuple[str, str]
+    """What is recorded of its new messages and of its tools."""
+
+
+class _Keys(NamedTuple):
+    """What messages and tools are compared by."""
+
+    messages: list[Hashable]
+    tools: bytes
 
 
 class _Place:
@@ -290,18 +332,26 @@ class _Place:
     def size(self, renderer: ConversationRenderer) -> int:
         """About how many bytes `prompt` reads."""
         if self.node is None or renderer.uses_template:
-            return sum(len(message.get("content") or "") for message in self.path.messages)
-        texts = sum(len(message.get("content") or "") for message in self.new_messages)
-        return len(self.node.new_prompt) + len(self.node.sampled) + texts
+            return text_size(self.path.messages) + len(self.path.tools_key)
+        return len(self.node.new_prompt) + len(self.node.sampled) + text_size(self.new_messages)
 
     def prompt(self, renderer: ConversationRenderer) -> _Prompt:
-        """Render and encode. May run in a thread. Raises GatewayError 400."""
+        """Render and encode, also what is recorded. May run in a thread. Raises GatewayError 400."""
         if self.node:
             tail, sampled = unpack_ids(self.node.new_prompt).tolist(), unpack_ids(self.node.sampled).tolist()
             new_ids = renderer.extend(tail, sampled, self.new_messages, self.node.tools, self.node.messages)
             if new_ids is not None:
-                return _Prompt(pack_ids(new_ids), extends=True)
-        return _Prompt(pack_ids(renderer.render(self.path.messages, self.tools)), extends=False)
+                return _Prompt(pack_ids(new_ids), extends=True, texts=_texts_of(self.new_messages, []))
+        ids = pack_ids(renderer.render(self.path.messages, self.tools))
+        return _Prompt(ids, extends=False, texts=_texts_of(self.path.messages, self.tools))
+
+
+def _keys_of(messages: list[ChatMessage], tools: list[Tool]) -> _Keys:
+    return _Keys(list(message_keys(messages)), tools_key(tools))
+
+
+def _texts_of(messages: list[ChatMessage], tools: list[Tool]) -> tuple[str, str]:
+    return _encode(messages).decode(), _encode(tools).decode() if tools else "[]"
 
 
 async def unblocked(is_long: bool, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

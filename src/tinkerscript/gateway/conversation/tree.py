@@ -28,6 +28,7 @@ look-up costs one step per stream length, and one comparison; a claim without te
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -37,17 +38,94 @@ from tinkerscript.gateway.chat_messages import (
     given_ids,
     message_keys,
     reasoning_of,
+    reply_key,
     tools_key,
 )
-from tinkerscript.gateway.conversation import fork_reasons
 from tinkerscript.rollouts.call import MatchedBy
 
 PROMPT = "prompt"
 """Role of the one message that stands for a prompt given as text or ids. No chat has it."""
 
 
+NEW_CONVERSATION = "new_conversation"
+"""The messages belong to no conversation so far (a subagent, an independent call)."""
+
+
+SAMPLED_AGAIN = "sampled_again"
+"""The same messages were requested before (a parallel sample, a retry after the reply was delivered)."""
+
+
+NO_NEW_MESSAGES = "no_new_messages"
+"""The messages end with the assistant's reply."""
+
+
+TOOLS_CHANGED = "tools_changed"
+"""The conversation is known, with other tools."""
+
+
+SYSTEM_CHANGED = "system_changed"
+"""The conversation is known, with another system message at its start."""
+
+
+HISTORY_SHORTENED = "history_shortened"
+"""Earlier messages were dropped, or replaced by fewer (truncation, compaction)."""
+
+
+TOOL_RESULT_EDITED = "tool_result_edited"
+"""The first message that differs is a tool result."""
+
+
+TEXT_DROPPED = "text_dropped"
+"""The first message that differs is a reply whose tool calls came back without its text."""
+
+
+REASONING_EDITED = "reasoning_edited"
+"""Reasoning came back changed. Dropping reasoning does not fork."""
+
+
+HISTORY_EDITED = "history_edited"
+"""The conversation is known, but a message differs from what was sent or sampled."""
+
+
+RENDERER_REFUSED = "renderer_refused"
+"""The chat format cannot continue from what was sampled."""
+
+
+TEMPLATE_REWRITES = "template_rewrites"
+"""The model's chat template writes the conversation differently once there are new messages: it strips
+reasoning, moves the tools, or ends a turn otherwise than it was sampled."""
+
+
+FORK_REASONS = (
+    NEW_CONVERSATION,
+    SAMPLED_AGAIN,
+    NO_NEW_MESSAGES,
+    TOOLS_CHANGED,
+    SYSTEM_CHANGED,
+    HISTORY_SHORTENED,
+    TOOL_RESULT_EDITED,
+    TEXT_DROPPED,
+    REASONING_EDITED,
+    HISTORY_EDITED,
+    RENDERER_REFUSED,
+    TEMPLATE_REWRITES,
+)
+"""Every value of `Turn.fork_reason`."""
+
+
 ROOT_STATE = 0
 """The trie state before any message."""
+
+
+class Conversation(NamedTuple):
+    """Messages, and the key of each."""
+
+    messages: Sequence[ChatMessage]
+    keys: Sequence[Hashable]
+
+    def until(self, end: int) -> Conversation:
+        """The first `end` messages."""
+        return Conversation(self.messages[:end], self.keys[:end])
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +149,12 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     reply_index: int
     """Index of the reply among the messages of the conversation."""
 
+    keys: Sequence[Hashable] = ()
+    """Those of `new_messages`; empty: not made yet."""
+
+    texts: tuple[str, str] = ("", "")
+    """`new_messages` and `tools` as JSON, as they are recorded; empty for a turn that will not be."""
+
 
 class Node:
     """One recorded call in the tree of its claim."""
@@ -78,6 +162,7 @@ class Node:
     __slots__ = (
         "call_id",
         "extended",
+        "keys",
         "new_messages",
         "new_prompt",
         "parent",
@@ -102,6 +187,10 @@ class Node:
         self.tools_key = turn.parent.tools_key if turn.parent else tools_key(turn.tools)
         self.reply_index = turn.reply_index
         """Index of the reply among the messages of the conversation."""
+
+        before = turn.parent.reply if turn.parent else None
+        self.keys = [*(turn.keys or message_keys(turn.new_messages, before)), reply_key(reply)]
+        """Those of the messages, the reply included: long arguments of tools are read for them only once."""
 
         self.written = [
             (index, reasoning_of(message))
@@ -130,12 +219,20 @@ class Node:
 
     def messages(self) -> list[ChatMessage]:
         """The whole conversation, the reply included."""
-        parts: list[list[ChatMessage]] = []
+        return [message for node in self._line() for message in (*node.new_messages, node.reply)]
+
+    def conversation(self) -> Conversation:
+        """The whole conversation with the keys of its messages."""
+        return Conversation(self.messages(), [key for node in self._line() for key in node.keys])
+
+    def _line(self) -> list[Node]:
+        """The calls of the conversation, oldest first."""
+        line: list[Node] = []
         node: Node | None = self
         while node is not None:
-            parts.append([*node.new_messages, node.reply])
+            line.append(node)
             node = node.parent
-        return [message for part in reversed(parts) for message in part]
+        return line[::-1]
 
 
 _TAIL = 32
@@ -145,10 +242,13 @@ _TAIL = 32
 class MessagePath:
     """How far the messages of one request follow the recorded conversations."""
 
-    __slots__ = ("history_length", "messages", "states", "tools_key")
+    __slots__ = ("history_length", "keys", "messages", "states", "tools_key")
 
-    def __init__(self, messages: list[ChatMessage], tools_key: bytes, states: list[int]) -> None:
+    def __init__(
+        self, messages: list[ChatMessage], keys: list[Hashable], tools_key: bytes, states: list[int]
+    ) -> None:
         self.messages = messages
+        self.keys = keys
         self.tools_key = tools_key
         self.history_length = _history_length(messages)
         """How many messages there are up to and including the last assistant message; 0 for none."""
@@ -191,8 +291,7 @@ class MessageIndex:
 
     def add(self, node: Node) -> None:
         """Add a recorded call, after its parent."""
-        messages = [*node.new_messages, node.reply]
-        keys = list(message_keys(messages, node.parent.reply if node.parent else None))
+        keys = node.keys
         path = [node.parent.state if node.parent else ROOT_STATE]
         for key in keys:
             path.append(self._edges.setdefault((path[-1], key), len(self._edges) + 1))
@@ -211,15 +310,18 @@ class MessageIndex:
         node = self._named.get(call_id)
         return node if node and node.call_id == call_id else None
 
-    def walk(self, messages: list[ChatMessage], tools_key: bytes) -> MessagePath:
-        """Follow the recorded conversations as far as `messages` do."""
+    def walk(
+        self, messages: list[ChatMessage], tools_key: bytes, keys: list[Hashable] | None = None
+    ) -> MessagePath:
+        """Follow the recorded conversations as far as `messages` do. `keys`: of the messages, if known."""
+        keys = list(message_keys(messages)) if keys is None else keys
         states = [ROOT_STATE]
-        for key in message_keys(messages):
+        for key in keys:
             state = self._edges.get((states[-1], key))
             if state is None:
                 break
             states.append(state)
-        return MessagePath(messages, tools_key, states)
+        return MessagePath(messages, keys, tools_key, states)
 
     def find(self, path: MessagePath) -> Node | None:
         """The call that a request continues, by the rules above."""
@@ -243,16 +345,16 @@ class MessageIndex:
         if not self._edges:
             return None
         if path.history_length == len(path.messages) and self.find(path):
-            return fork_reasons.NO_NEW_MESSAGES
+            return NO_NEW_MESSAGES
         repeated = self._ending_at(path.history_state)
         agreeing = [node for node in repeated if self._agrees(node, path.messages)]
         if repeated and not agreeing:
             return self._edit(path)
         if path.end_state in self._prompted:
             again = path.tools_key in self._prompted[path.end_state]
-            return fork_reasons.SAMPLED_AGAIN if again else fork_reasons.TOOLS_CHANGED
+            return SAMPLED_AGAIN if again else TOOLS_CHANGED
         if agreeing:
-            return fork_reasons.TOOLS_CHANGED
+            return TOOLS_CHANGED
         return self._edit(path)
 
     def _agrees(self, node: Node, messages: Sequence[ChatMessage]) -> bool:
@@ -275,32 +377,34 @@ class MessageIndex:
 
     def _edit(self, path: MessagePath) -> str:
         """How the messages differ from the conversation that they come from."""
-        messages, history, states = path.messages, path.messages[: path.history_length], path.states
-        for end in range(len(history), 0, -1):
-            if known := self.named_in(history[end - 1]):
-                if reason := fork_reasons.edit_reason(known.messages(), history[:end]):
+        messages, states = path.messages, path.states
+        given = Conversation(messages, path.keys)
+        for end in range(path.history_length, 0, -1):
+            if known := self.named_in(messages[end - 1]):
+                if reason := edit_reason(known.conversation(), given.until(end)):
                     return reason
                 break
         else:
-            if reason := self._edit_of_equal_reply(history):
+            if reason := self._edit_of_equal_reply(given.until(path.history_length)):
                 return reason
         opening = next((i for i, each in enumerate(messages) if each["role"] == "assistant"), 0)
         if not 0 < opening < len(states):
-            return fork_reasons.NEW_CONVERSATION
-        known = self._through[states[-1]].messages()[: path.history_length]
-        return fork_reasons.edit_reason(known, messages[: len(known)]) or fork_reasons.HISTORY_EDITED
+            return NEW_CONVERSATION
+        known = self._through[states[-1]].conversation().until(path.history_length)
+        reason = edit_reason(known, given.until(len(known.messages)))
+        return reason or HISTORY_EDITED
 
-    def _edit_of_equal_reply(self, history: list[ChatMessage]) -> str | None:
+    def _edit_of_equal_reply(self, history: Conversation) -> str | None:
         """How `history` differs from a conversation that ended with the same reply.
 
         A reply alone may be equal by chance, so then only missing messages count.
         """
-        *_, before, reply = (None, None, *message_keys(history))
+        *_, before, reply = (None, None, *history.keys)
         if known := self._by_reply.get((before, reply)):
-            return fork_reasons.edit_reason(known.messages(), history)
+            return edit_reason(known.conversation(), history)
         if known := self._by_reply.get((None, reply)):
-            reason = fork_reasons.edit_reason(known.messages(), history)
-            return reason if reason == fork_reasons.HISTORY_SHORTENED else None
+            reason = edit_reason(known.conversation(), history)
+            return reason if reason == HISTORY_SHORTENED else None
         return None
 
 
@@ -337,7 +441,7 @@ class PromptIndex:
         self._index()
         if not self._by_end:
             return None
-        return fork_reasons.SAMPLED_AGAIN if hash(prompt) in self._prompts else fork_reasons.NEW_CONVERSATION
+        return SAMPLED_AGAIN if hash(prompt) in self._prompts else NEW_CONVERSATION
 
     def _index(self) -> None:
         for node in self._unindexed:
@@ -353,3 +457,49 @@ def _history_length(messages: Sequence[ChatMessage]) -> int:
         if messages[index]["role"] == "assistant":
             return index + 1
     return 0
+
+
+def edit_reason(known: Conversation, given: Conversation) -> str | None:
+    """How the messages `given` differ from the conversation `known`; None if they do not.
+
+    Both end with the same reply, or where the shorter one ends. The first difference decides.
+    """
+    if _only_system_differs(known, given):
+        return SYSTEM_CHANGED
+    pairs = zip(known.messages, given.messages, known.keys, given.keys, strict=False)
+    for was, now, was_key, now_key in pairs:
+        if was_key != now_key:
+            is_shorter = len(given.messages) < len(known.messages)
+            return HISTORY_SHORTENED if is_shorter else _edit_of_message(was, now, was_key, now_key)
+        if now["role"] == "assistant" and reasoning_of(now) not in ("", reasoning_of(was)):
+            return REASONING_EDITED
+    return None
+
+
+def _only_system_differs(known: Conversation, given: Conversation) -> bool:
+    """Whether only the system messages at the start differ."""
+    known_start, given_start = _system_length(known.messages), _system_length(given.messages)
+    known_rest, given_rest = known.keys[known_start:], given.keys[given_start:]
+    common = min(len(known_rest), len(given_rest))
+    same_start = known.keys[:known_start] == given.keys[:given_start]
+    return not same_start and known_rest[:common] == given_rest[:common]
+
+
+def _edit_of_message(was: ChatMessage, now: ChatMessage, was_key: Hashable, now_key: Hashable) -> str:
+    if was["role"] != now["role"]:
+        return HISTORY_EDITED
+    if now["role"] == "tool":
+        return TOOL_RESULT_EDITED
+    if now["role"] == "assistant" and now.get("tool_calls") and not now["content"].strip():
+        return TEXT_DROPPED if _calls_in(was_key) == _calls_in(now_key) else HISTORY_EDITED
+    return HISTORY_EDITED
+
+
+def _calls_in(key: Hashable) -> Hashable:
+    """The key of an assistant message's tool calls, which is in that of the message."""
+    return key[1] if isinstance(key, tuple) else None
+
+
+def _system_length(messages: Sequence[ChatMessage]) -> int:
+    """How many system messages the conversation starts with."""
+    return next((index for index, each in enumerate(messages) if each["role"] != "system"), len(messages))

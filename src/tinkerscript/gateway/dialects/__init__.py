@@ -1,6 +1,6 @@
 """The wire formats that the gateway speaks, in one table.
 
-To add one, write its `Dialect` in a folder of its own and enter it in `DIALECTS`: its routes, its API
+To add one, write its `Dialect` in a module of its own and enter it in `DIALECTS`: its routes, its API
 documentation, and the shape of its errors follow from there.
 """
 

@@ -9,8 +9,8 @@ Sources: requests of Claude Code 2.1, Codex CLI 0.169, opencode 1.18 and mini-sw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import msgspec
 
@@ -79,42 +79,27 @@ def without_agent_fields(path: str, body: bytes) -> tuple[bytes, list[str]]:
         request = _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise GatewayError(400, "invalid_json", f"the request body is not valid JSON: {error}") from error
-    ignored = [field for field in AGENT_FIELDS[path] if _removed(request, field)]
+    ignored = [field for field in AGENT_FIELDS[path] if _remove(request, field.split("."))]
     return _ENCODER.encode(request), ignored
 
 
-def _removed(value: Any, field: str) -> bool:
+def _remove(value: Any, path: Sequence[str]) -> bool:
     """Remove a field of the table from `value`, wherever it is set. Returns whether it was."""
-    *parents, last = field.split(".")
-    places = [value]
-    for name in parents:
-        places = [inner for place in places for inner in _inside(place, name)]
-    name, _, kind = last.removesuffix("]").partition("[type=")
-    removed = [_dropped(place, name, kind) if kind else _unset(place, name) for place in places]
+    if not isinstance(value, dict):
+        return False
+    fields = cast("dict[str, Any]", value)
+    name, is_list, kind = path[0].removesuffix("]").partition("[")
+    found: Any = fields.get(name)
+    if is_list and not isinstance(found, list):
+        return False
+    if kind:
+        fields[name] = [each for each in found if not _has_type(each, kind.removeprefix("type="))]
+        return len(fields[name]) < len(found)
+    if len(path) == 1:
+        return fields.pop(name, None) is not None
+    removed = [_remove(each, path[1:]) for each in (found if is_list else [found])]
     return any(removed)
 
 
-def _inside(value: Any, name: str) -> Iterator[Any]:
-    found = value.get(name.removesuffix("[]")) if isinstance(value, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    if not name.endswith("[]"):
-        yield found
-    elif isinstance(found, list):
-        yield from found  # pyright: ignore[reportUnknownVariableType]
-
-
-def _unset(value: Any, name: str) -> bool:
-    return isinstance(value, dict) and value.pop(name, None) is not None  # pyright: ignore[reportUnknownMemberType]
-
-
-def _dropped(value: Any, name: str, kind: str) -> bool:
-    """Leave out the elements of this type."""
-    elements: Any = value.get(name) if isinstance(value, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    if not isinstance(elements, list):
-        return False
-    kept: list[Any] = [each for each in elements if not _is_of(each, kind)]  # pyright: ignore[reportUnknownVariableType]
-    value[name], found = kept, len(kept) < len(elements)  # pyright: ignore[reportUnknownArgumentType]
-    return found
-
-
-def _is_of(element: Any, kind: str) -> bool:
-    return isinstance(element, dict) and element.get("type") == kind  # pyright: ignore[reportUnknownMemberType]
+def _has_type(element: Any, kind: str) -> bool:
+    return isinstance(element, dict) and cast("dict[str, Any]", element).get("type") == kind

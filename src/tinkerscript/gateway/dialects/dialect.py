@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
 
+from tinkerscript import limits
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage, Tool
 from tinkerscript.gateway.dialects.agent_mode import SIDE_MODEL, without_agent_fields
@@ -69,6 +70,9 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
 
     previous: str | None = None
     """Id of an earlier call of the same claim whose conversation `messages` continue."""
+
+    store: bool = False
+    """Whether a later request may name the reply as `previous`; it always may in an episode."""
 
     n: int = 1
     max_tokens: int | None = None
@@ -223,12 +227,12 @@ class Dialect(ABC, Generic[CallT]):
     def read(self, parse: Callable[[bytes], CallT], body: bytes) -> CallT:
         """Parse a request with `parse`, in agent mode without the fields of the table.
 
-        Raises GatewayError 400.
+        Raises GatewayError 400, also for a call that is beyond one of `limits`.
         """
         if not self.agent_mode:
-            return parse(body)
+            return within_limits(parse(body))
         body, ignored = without_agent_fields(self.path, body)
-        call = parse(body)
+        call = within_limits(parse(body))
         return msgspec.structs.replace(call, ignored=ignored, side=call.model == SIDE_MODEL)
 
     @abstractmethod
@@ -253,7 +257,8 @@ class Dialect(ABC, Generic[CallT]):
     @classmethod
     def error(cls, error: GatewayError) -> dict[str, Any]:
         """The body of the reply that `error` is."""
-        return cls.error_body(error.status, error.message, code=error.code, param=error.param)
+        message = error.message[: limits.REASON_CHARS]
+        return cls.error_body(error.status, message, code=error.code, param=error.param)
 
 
 class TokenCounter(Dialect[CallT]):
@@ -268,6 +273,49 @@ class TokenCounter(Dialect[CallT]):
     @abstractmethod
     def count_reply(self, tokens: int) -> dict[str, Any]:
         """The body of the reply."""
+
+
+def within_limits(call: CallT) -> CallT:
+    """`call`. Raises GatewayError 400 for what no call of any wire format may have."""
+    limits.MODEL_NAME.check(len(call.model))
+    limits.PREVIOUS.check(len(call.previous or ""))
+    limits.MESSAGES.check(len(call.messages))
+    for index, message in enumerate(call.messages):
+        if len(message) > 2:  # Besides role and content.
+            _check_message(message, index)
+    for stop in call.stop:
+        limits.STOP_CHARS.check(len(stop))
+    if call.tools:
+        _check_tools(call.tools)
+    if call.json_schema is not None:
+        limits.SCHEMA_BYTES.check(len(_ENCODER.encode(call.json_schema)))
+        if limits.depth_is_beyond(call.json_schema, limits.SCHEMA_DEPTH.limit):
+            raise limits.SCHEMA_DEPTH.refusal(limits.SCHEMA_DEPTH.limit + 1)
+    limits.TEMPLATE_KWARGS.check(len(call.template_kwargs))
+    return call
+
+
+def _check_message(message: ChatMessage, index: int) -> None:
+    limits.MESSAGE_NAME.check(len(message.get("name", "")))
+    limits.CALL_ID.check(len(message.get("tool_call_id", "")))
+    limits.CALL_ID.check(len(message.get("id", "")))
+    if calls := message.get("tool_calls"):
+        limits.TOOL_CALLS.check(len(calls), f"messages[{index}].tool_calls")
+        for call in calls:
+            limits.CALL_ID.check(len(call["id"]), f"messages[{index}].tool_calls.id")
+            limits.TOOL_NAME.check(len(call["function"]["name"]), f"messages[{index}].tool_calls.name")
+
+
+def _check_tools(tools: list[Tool]) -> None:
+    limits.TOOLS.check(len(tools))
+    for index, tool in enumerate(tools):
+        limits.TOOL_NAME.check(len(tool["function"]["name"]), f"tools[{index}].name")
+    encoded = _ENCODER.encode(tools)
+    limits.TOOLS_BYTES.check(len(encoded))
+    # No deeper than they have brackets: most need no second look.
+    depth = limits.TOOLS_DEPTH
+    if encoded.count(b"{") + encoded.count(b"[") > depth.limit and limits.depth_is_beyond(tools, depth.limit):
+        raise depth.refusal(depth.limit + 1)
 
 
 def named_event(data: dict[str, Any]) -> bytes:

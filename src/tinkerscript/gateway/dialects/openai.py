@@ -5,29 +5,39 @@ Source: https://platform.openai.com/docs/api-reference
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from tinkerscript.gateway.dialects.dialect import CallT, Completion, Dialect, ModelCall
-from tinkerscript.gateway.dialects.validation import invalid
+from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.dialects.dialect import (
+    CallT,
+    Choice,
+    Completion,
+    Dialect,
+    EventStream,
+    ModelCall,
+    ReplyHeader,
+)
+from tinkerscript.gateway.dialects.validation import (
+    MaxTokens,
+    Temperature,
+    TopK,
+    TopP,
+    Unsupported,
+    invalid,
+    sampling_arguments,
+)
 from tinkerscript.gateway.sampler import SampledTokens
 from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.limits import CHOICES, SEED, STOP_IDS, STOPS
 from tinkerscript.rollouts.call import unpack_ids, unpack_logprobs
 
-MAX_CHOICES = 128
-MAX_STOPS = 16
-MAX_TOP_LOGPROBS = 20
 DONE = b"data: [DONE]\n\n"
 
-NO_OPS: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-}
-"""Fields of `GenerationRequest` that are known and not supported, with the values that change nothing."""
 
 _ENCODER = msgspec.json.Encoder()
 
@@ -54,54 +64,49 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """The fields that chat and text completions share."""
 
     model: str
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=CHOICES.limit)] | None = None
+    max_tokens: MaxTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
+    seed: Annotated[int, Meta(ge=-SEED.limit, le=SEED.limit)] | None = None
+    stop: str | Annotated[list[str], Meta(max_length=STOPS.limit)] | None = None
     stop_token_ids: (
-        Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=MAX_STOPS)] | None
+        Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=STOP_IDS.limit)] | None
     ) = None
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     # Accepted and ignored.
     user: str | None = None
-    # Known and not supported: see NO_OPS.
-    frequency_penalty: Any = None
-    logit_bias: Any = None
-    presence_penalty: Any = None
+    frequency_penalty: Annotated[Any, Unsupported(0)] = None
+    logit_bias: Annotated[Any, Unsupported({})] = None
+    presence_penalty: Annotated[Any, Unsupported(0)] = None
 
     def shared_arguments(self) -> dict[str, Any]:
         """These fields as arguments of `ModelCall`, all but `max_tokens`. Raises GatewayError 400."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stop) > MAX_STOPS or not all(stop):
-            raise invalid("stop", f"stop must be at most {MAX_STOPS} non-empty strings")
+        if not all(stop):
+            raise invalid("stop", "a stop string must not be empty")
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "stream_options is only allowed with stream=true")
         return {
-            "model": self.model,
+            **sampling_arguments(self),
             "n": self.n or 1,
-            "temperature": self.temperature,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
-            "top_k": self.top_k or -1,
             "min_p": self.min_p or 0.0,
             "repetition_penalty": 1.0 if self.repetition_penalty is None else self.repetition_penalty,
             "seed": self.seed,
             "stop": stop,
             "stop_token_ids": self.stop_token_ids or [],
-            "return_token_ids": bool(self.return_token_ids),
-            "stream": bool(self.stream),
             "stream_usage": bool(self.stream_options and self.stream_options.include_usage),
         }
 
 
-def usage_of(prompt_tokens: int, completion: Completion) -> dict[str, int]:
-    """Token counts. `prompt_tokens`: of all prompts; each counts once, however many choices it has."""
+def usage_of(call: ModelCall, completion: Completion) -> dict[str, int]:
+    """Token counts. Each prompt counts once, however many choices it has."""
+    prompt_tokens = sum(map(len, call.prompts)) // 4 or completion.prompt_tokens
     completion_tokens = sum(choice.num_tokens for choice in completion.choices)
     return {
         "prompt_tokens": prompt_tokens,
@@ -110,9 +115,42 @@ def usage_of(prompt_tokens: int, completion: Completion) -> dict[str, int]:
     }
 
 
-def fingerprint_of(completion: Completion) -> str | None:
-    """`system_fingerprint`, which names the policy version; None for weights that have none."""
-    return f"policy-{completion.policy_version}" if completion.policy_version >= 0 else None
+def envelope_of(header: ReplyHeader, prefix: str, kind: str) -> dict[str, Any]:
+    """What a reply and its chunks say of themselves. `system_fingerprint` names the policy version; it is
+    null before sampling, and for weights that have no version."""
+    version = header.policy_version if isinstance(header, Completion) else -1
+    return {
+        "id": f"{prefix}-{header.call_id}",
+        "object": kind,
+        "created": header.created,
+        "model": header.model,
+        "system_fingerprint": f"policy-{version}" if version >= 0 else None,
+    }
+
+
+class ChunkStream(EventStream):
+    """A streamed reply of chunks in one envelope; the usage, if requested, comes last."""
+
+    def __init__(self, call: ModelCall, header: ReplyHeader, prefix: str, kind: str) -> None:
+        self._call = call
+        self._kind = prefix, kind
+        self._envelope = envelope_of(header, *self._kind)
+
+    @abstractmethod
+    def _end(self, index: int, choice: Choice) -> bytes:
+        """The last chunks of one choice."""
+
+    def finish(self, completion: Completion) -> bytes:
+        self._envelope = envelope_of(completion, *self._kind)
+        chunks = [self._end(index, choice) for index, choice in enumerate(completion.choices)]
+        if self._call.stream_usage:
+            chunks.append(
+                data_event(self._envelope | {"choices": [], "usage": usage_of(self._call, completion)})
+            )
+        return b"".join((*chunks, DONE))
+
+    def failure(self, error: GatewayError) -> bytes:
+        return data_event(OpenAIDialect.error(error))
 
 
 def logprob_entries(
@@ -120,16 +158,16 @@ def logprob_entries(
 ) -> list[dict[str, Any]]:
     """One entry per sampled id, the stop token included, with the `top_logprobs` that `call` asked for.
 
-    With `return_token_ids` each entry has our extension `token_id`.
+    Each entry has our extension `token_id`: its text does not say which of several ids was sampled.
     """
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        known: dict[str, Any] = {
+        return {
             "token": tokenizer.decode(token_id),
             "bytes": tokenizer.token_bytes(token_id),
             "logprob": logprob,
+            "token_id": token_id,
         }
-        return {**known, "token_id": token_id} if call.return_token_ids else known
 
     most_likely = [entry(*pair) for pair in _pairs(tokens.top_ids, tokens.top_logprobs)]
     top = call.top_logprobs

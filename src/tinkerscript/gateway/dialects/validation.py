@@ -7,27 +7,61 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from functools import cache
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import Tool
+from tinkerscript.limits import MAX_TOKENS, TOP_K, TOP_LOGPROBS
 
 T = TypeVar("T")
+
+MaxTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS.limit)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=TOP_K.limit)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=TOP_LOGPROBS.limit)]
+
+DIRECT = {"type": "direct"}
+"""The caller of a tool that the model itself called."""
+
+
+class Unsupported:
+    """Annotates a field that is known and not supported: null and `values` change nothing, so they may be
+    sent. A field that is a Python keyword ends in an underscore."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
 
 SHOWN = 80
 """Characters of a refused value that the error quotes."""
 
 
+def sampling_arguments(request: Any) -> dict[str, Any]:
+    """The fields that every format names alike, as arguments of `ModelCall`."""
+    return {
+        "model": request.model,
+        "temperature": request.temperature,
+        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "top_k": request.top_k or -1,
+        "return_token_ids": bool(request.return_token_ids),
+        "stream": bool(request.stream),
+    }
+
+
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     """Decode a request. Raises GatewayError 400 that names the invalid field."""
     try:
-        return decoder.decode(body)
+        request = decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _explained(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise GatewayError(400, "invalid_json", f"the request body is not valid JSON: {error}") from error
+    return _honored(request, "")
 
 
 def convert(value: Mapping[str, Any], kind: type[T], where: str) -> T:
@@ -37,9 +71,31 @@ def convert(value: Mapping[str, Any], kind: type[T], where: str) -> T:
     """
     given = {name: each for name, each in value.items() if each is not None}
     try:
-        return msgspec.convert(given, kind)
+        converted = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         raise _explained(str(error), where) from error
+    return _honored(converted, where)
+
+
+def _honored(request: T, where: str) -> T:
+    """`request`. Raises GatewayError 400 for the first `Unsupported` field that is set to anything else."""
+    for name, unset in _unsupported_fields(type(request)).items():
+        value = getattr(request, name)
+        if value is not None and value not in unset.values:
+            field = name.removesuffix("_")
+            raise unsupported(f"{where}.{field}" if where else field, value)
+    return request
+
+
+@cache
+def _unsupported_fields(kind: type[Any]) -> dict[str, Unsupported]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {
+        name: each
+        for name, hint in hints.items()
+        for each in getattr(hint, "__metadata__", ())
+        if isinstance(each, Unsupported)
+    }
 
 
 def _explained(text: str, where: str = "") -> GatewayError:
@@ -81,25 +137,20 @@ def unsupported_content(kind: object, where: str) -> GatewayError:
     return GatewayError(400, "unsupported_content", message, param=where)
 
 
-def refuse_unsupported_fields(request: object, no_ops: Mapping[str, Sequence[Any]], where: str = "") -> None:
-    """Raise GatewayError 400 for the first field in `no_ops` that is set to anything but None or a no-op.
-
-    `no_ops` lists fields that are known and not supported, with the values that change nothing. A field that
-    is a Python keyword ends in an underscore here. Fields that the request's struct lacks are skipped.
-    """
-    for name, values in no_ops.items():
-        value = getattr(request, name, None)
-        if value is not None and value not in values:
-            field = name.removesuffix("_")
-            raise unsupported(f"{where}.{field}" if where else field, value)
-
-
-def required_tools(names: Sequence[str], tools: Sequence[Tool], param: str) -> list[str]:
-    """`names`, as the tools of which one must be called. Raises GatewayError 400 unless `tools` has them."""
+def required_tools(names: Sequence[str] | None, tools: Sequence[Tool]) -> list[str]:
+    """The tools of which one must be called: `names`, or any of `tools` for None. Raises GatewayError 400."""
     known = [tool["function"]["name"] for tool in tools]
+    names = known if names is None else names
     for name in names:
         if name not in known:
-            raise invalid(param, f"{param} names {name!r}, which is not among the tools")
+            raise invalid("tool_choice", f"tool_choice names {name!r}, which is not among the tools")
     if not names:
-        raise invalid(param, f"{param} requires a tool call, so the request needs tools")
+        raise invalid("tool_choice", "tool_choice requires a tool call, so the request needs tools")
     return list(names)
+
+
+def function_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> Tool:
+    """A tool in OpenAI's form, with the fields that are set."""
+    given = {"description": description, "parameters": parameters}
+    set_fields = {field: value for field, value in given.items() if value is not None}
+    return {"type": "function", "function": {"name": name, **set_fields}}

@@ -1,4 +1,4 @@
-"""Samplers over the user's inference servers: vLLM and SGLang."""
+"""Samplers over the user's inference servers: vLLM."""
 
 from tinkerscript.gateway.samplers.remote import RemoteSampler, remote_sampler
 

@@ -1,5 +1,4 @@
-"""`InferenceServer`: the seam to a kind of server that samples for us, and `Upstream`, the HTTP connection
-to one.
+"""`Upstream`, the HTTP connection to a server that samples for us, and what goes over it.
 
 `ServerRequest` goes out, `ServerSample`s come back. Invariants: ids and log probabilities are what the
 server reported, one log probability per id; nothing is derived from text, and a reply that contradicts
@@ -11,10 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
@@ -26,7 +24,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 _CONTEXT = re.compile(r"context length|maximum context|longer than the model|max_model_len", re.IGNORECASE)
-"""How the servers say that a prompt does not fit."""
+"""How servers say that a prompt does not fit."""
 
 
 _SHOWN = 500
@@ -45,20 +43,27 @@ class Upstream:
         base_url: str,
         *,
         api_key: str = "",
+        key_setting: str = "inference.api_key_env",
         max_in_flight: int = 256,
         timeout_s: float = 300.0,
-        transport: httpx.AsyncBaseTransport | None = None,
+        name: str = "",
     ) -> None:
-        """`base_url` may end in `/v1`, as OpenAI's clients expect it."""
+        """`base_url` may end in `/v1`, as for OpenAI's clients. Errors give the server's name or address, and
+        never contain the key."""
         self.url = base_url.rstrip("/").removesuffix("/v1")
+        self.name = name or f"the inference server {self.url}"
+        self._key = api_key
+        self._key_setting = key_setting
+        self._max_in_flight = max_in_flight
         self._slots = asyncio.Semaphore(max_in_flight)
         self._timeout_s = timeout_s
+        self._open: set[asyncio.Timeout] = set()
+        self._is_closed = False
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=max_in_flight + 8, max_keepalive_connections=max_in_flight),
-            transport=transport,
             trust_env=False,
         )
 
@@ -68,67 +73,112 @@ class Upstream:
 
     async def post(self, path: str, body: Any) -> bytes:
         """The body of the reply to JSON `body`. Raises GatewayError."""
-        async with self._slots:
-            reply = await self._send("POST", path, msgspec.json.encode(body))
+        async with self.slot():
+            reply = await self._send("POST", path, body)
         if reply is None:
-            raise GatewayError(502, "engine_error", f"{self.url} has no {path}")
+            raise GatewayError(502, "engine_error", f"{self.name} has no {path}")
         return reply
 
     async def post_optional(self, path: str, body: Any) -> bytes | None:
         """`post` without the limit on requests in flight; None if the server has no such path."""
-        return await self._send("POST", path, msgspec.json.encode(body))
+        return await self._send("POST", path, body)
+
+    def close(self) -> None:
+        """End the requests that are open, and refuse others."""
+        self._is_closed = True
+        for limit in self._open:
+            if not limit.expired():
+                limit.reschedule(0)
 
     async def aclose(self) -> None:
-        """Close the pool."""
+        """Close the connections."""
+        self.close()
         await self._http.aclose()
 
-    async def _send(self, method: str, path: str, content: bytes | None) -> bytes | None:
+    @asynccontextmanager
+    async def slot(self) -> AsyncGenerator[None]:
+        """One of the requests that may be open. Raises GatewayError 503 if none becomes free in time."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                response = await self._exchange(method, path, content)
-        except httpx.ConnectTimeout:
-            raise GatewayError(503, "engine_unavailable", f"cannot connect to {self.url}; retry") from None
+                await self._slots.acquire()
         except TimeoutError:
-            message = f"the inference server {self.url} did not answer within {self._timeout_s:g} s"
+            message = (
+                f"{self.name} has had {self._max_in_flight} requests open for {self._timeout_s:g} s; retry"
+            )
+            raise GatewayError(503, "engine_unavailable", message) from None
+        try:
+            yield
+        finally:
+            self._slots.release()
+
+    @asynccontextmanager
+    async def open(self, method: str, path: str, body: Any) -> AsyncGenerator[httpx.Response]:
+        """The reply to a request, unread. Raises GatewayError, also for what fails while it is read."""
+        if self._is_closed:
+            raise _shutting_down()
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                self._open.add(limit)
+                try:
+                    response = await self._exchange(method, path, body)
+                    try:
+                        yield response
+                    finally:
+                        await response.aclose()
+                finally:
+                    self._open.discard(limit)
+        except TimeoutError:
+            if self._is_closed:
+                raise _shutting_down() from None
+            message = f"{self.name} did not answer within {self._timeout_s:g} s"
             raise GatewayError(504, "engine_timeout", message) from None
         except httpx.HTTPError as error:
-            reason = str(error) or type(error).__name__
-            message = f"the inference server {self.url} is unreachable ({reason}); retry"
-            raise GatewayError(503, "engine_unavailable", message) from error
-        if response.status_code == 404 and not _has_message(response.content):
-            return None
-        if not response.is_success:
-            raise self._refusal(response)
-        return response.content
+            # The error's own text may have the address, which some callers must not learn.
+            message = f"{self.name} cannot be reached ({type(error).__name__}); retry"
+            raise GatewayError(503, "engine_unavailable", message) from None
 
-    async def _exchange(self, method: str, path: str, content: bytes | None) -> httpx.Response:
-        headers = {"Content-Type": "application/json"} if content is not None else {}
+    async def check(self, response: httpx.Response) -> None:
+        """Raises GatewayError for a refusal."""
+        if response.is_success:
+            return
+        status, said = response.status_code, self.without_key(message_of_refusal(await response.aread()))
+        if status in (400, 413, 422):
+            if _CONTEXT.search(said):
+                raise GatewayError(400, "context_length_exceeded", said, param="messages")
+            raise GatewayError(400, "invalid_request", f"{self.name} refused the request: {said}")
+        if status in (401, 403):  # Its words may contain parts of the key.
+            message = f"{self.name} refused our key (HTTP {status}); see {self._key_setting}"
+            raise GatewayError(502, "engine_error", message)
+        if status in (408, 504):
+            raise GatewayError(504, "engine_timeout", f"{self.name} timed out: {said}")
+        if status == 429 or status >= 500:
+            raise GatewayError(503, "engine_unavailable", f"{self.name} answered {status}: {said}; retry")
+        raise GatewayError(502, "engine_error", f"{self.name} answered {status}: {said}")
+
+    def without_key(self, text: str) -> str:
+        return text.replace(self._key, "(the key)") if self._key else text
+
+    async def _send(self, method: str, path: str, body: Any) -> bytes | None:
+        async with self.open(method, path, body) as response:
+            content = await response.aread()
+            if response.status_code == 404 and not _has_message(content):
+                return None
+            await self.check(response)
+            return content
+
+    async def _exchange(self, method: str, path: str, body: Any) -> httpx.Response:
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        content = msgspec.json.encode(body) if body is not None else None
         request = self._http.build_request(method, path, content=content, headers=headers)
         try:
-            response = await self._http.send(request, stream=True)
+            return await self._http.send(request, stream=True)
         except _NOTHING_ANSWERED:
             # A pooled connection that the server has closed, or a server that is restarting.
-            response = await self._http.send(request, stream=True)
-        try:
-            await response.aread()
-        finally:
-            await response.aclose()
-        return response
+            return await self._http.send(request, stream=True)
 
-    def _refusal(self, response: httpx.Response) -> GatewayError:
-        status, said = response.status_code, message_of_refusal(response.content)
-        if status in (400, 413, 422):
-            if is_context_error(said):
-                return GatewayError(400, "context_length_exceeded", said, param="messages")
-            return GatewayError(400, "invalid_request", f"the inference server refused the request: {said}")
-        if status in (401, 403):
-            message = f"{self.url} refused our key (HTTP {status}: {said}); see inference.api_key_env"
-            return GatewayError(502, "engine_error", message)
-        if status in (408, 504):
-            return GatewayError(504, "engine_timeout", f"{self.url} timed out: {said}")
-        if status == 429 or status >= 500:
-            return GatewayError(503, "engine_unavailable", f"{self.url} answered {status}: {said}; retry")
-        return GatewayError(502, "engine_error", f"{self.url} answered {status}: {said}")
+
+def _shutting_down() -> GatewayError:
+    return GatewayError(503, "engine_unavailable", "the server is shutting down; retry")
 
 
 class _Detail(msgspec.Struct):
@@ -136,7 +186,7 @@ class _Detail(msgspec.Struct):
 
 
 class _Refusal(msgspec.Struct):
-    """`{"error": {"message": ...}}` (both servers), `{"error": "..."}`, `{"message": ...}` (older vLLM)."""
+    """`{"error": {"message": ...}}`, `{"error": "..."}`, or `{"message": ...}` (older vLLM)."""
 
     error: _Detail | str | None = None
     message: str = ""
@@ -153,11 +203,6 @@ def message_of_refusal(body: bytes) -> str:
     return str(error or refusal.message or refusal.detail or body[:_SHOWN].decode(errors="replace"))[:_SHOWN]
 
 
-def is_context_error(said: str) -> bool:
-    """Whether a server says that a prompt does not fit."""
-    return _CONTEXT.search(said) is not None
-
-
 def _has_message(body: bytes) -> bool:
     """Whether a 404 came from an endpoint that exists (an unknown model), not from a missing one."""
     try:
@@ -167,23 +212,11 @@ def _has_message(body: bytes) -> bool:
     return bool(refusal.error or refusal.message)
 
 
-IdsFrom = Literal["token_ids", "token_id strings", "output_token_logprobs"]
-"""The field of a reply that has the sampled ids."""
-
-
 T = TypeVar("T")
 
 
 NOT_FINITE = float("nan")
 """A log probability that the server sent as null: JSON has neither -inf nor NaN."""
-
-
-class MissingIdsError(GatewayError):
-    """A reply without the sampled ids. `remedy` names the flag or version to use."""
-
-    def __init__(self, message: str, remedy: str) -> None:
-        super().__init__(502, "engine_error", f"{message}; {remedy}")
-        self.remedy = remedy
 
 
 class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,18 +251,11 @@ class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
     """One per id. -9999.0 and NaN stand for values that the server could not send."""
 
     stop_reason: StopReason
-    ids_from: IdsFrom
     top: list[dict[int, float]] = []
     """The most likely ids of each position, with their log probabilities, if requested."""
 
     scores: list[float] = []
     """Log probabilities of the prompt's tokens from `ServerRequest.score_from` on, at temperature 1."""
-
-    weight_version: str | None = None
-    """The server's name for its weights at the end of the request, if replies have it."""
-
-    weight_versions: list[str] = []
-    """All weights that sampled this, oldest first, if the server keeps track."""
 
 
 class ServerDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,67 +275,6 @@ class ServerDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     weight_version: str | None = None
     """The server's name for its weights; None if it has none."""
-
-
-class InferenceServer(ABC):
-    """A server that takes and returns token ids. Subclasses know the wire format."""
-
-    kind: str
-    """`vllm` or `sglang`."""
-
-    url: str
-    remedies: dict[str, str]
-    """What is wrong (`ids`, `stop`, `logits`, `wrong`, `seed`) -> what to do about it."""
-
-    @abstractmethod
-    async def describe(self) -> ServerDescription:
-        """Raises GatewayError."""
-
-    @abstractmethod
-    async def sample(self, request: ServerRequest, model: str) -> list[ServerSample]:
-        """Sample `request.n` sequences, in order.
-
-        Raises MissingIdsError; GatewayError: 400 for a request that the server refuses, 502 for a reply that
-        contradicts itself or the request, 503 and 504 if no reply came.
-        """
-
-    @abstractmethod
-    async def weight_version(self) -> str | None:
-        """The server's current name for its weights; None if it has none. Raises GatewayError."""
-
-    @abstractmethod
-    async def encode(self, text: str, model: str) -> list[int] | None:
-        """Ids of `text` by the server's tokenizer; None if it has no such endpoint. Raises GatewayError."""
-
-    @abstractmethod
-    async def load_adapter(self, name: str, folder: Path) -> None:
-        """Have `name`, as a request's `model`, be the adapter in `folder`. Raises GatewayError."""
-
-    @abstractmethod
-    async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter, if it is loaded. Raises GatewayError."""
-
-    @abstractmethod
-    async def load_weights(self, name: str, folder: Path, version: str) -> None:
-        """Replace all weights with those in `folder`, and call them `version`; what is sampled meanwhile is
-        aborted. Raises GatewayError.
-        """
-
-    @abstractmethod
-    async def sleep(self) -> None:
-        """Give up the memory of its devices; what is sampled is aborted. Raises GatewayError."""
-
-    @abstractmethod
-    async def wake(self) -> None:
-        """Take the memory back, with the weights that it had. Raises GatewayError."""
-
-    @abstractmethod
-    async def tokens_sampled(self) -> float:
-        """How many tokens the server has sampled, by its metrics. Raises GatewayError."""
-
-    @abstractmethod
-    async def aclose(self) -> None:
-        """Close the connections."""
 
 
 def metric(body: bytes | None, name: str, *, at: str) -> float:
@@ -343,18 +308,6 @@ def check_prompt(sent: Sequence[int], used: Sequence[int] | None, count: int | N
         )
     if count is not None and count != len(sent):
         raise contradiction(f"it counts {count} prompt tokens where {len(sent)} were sent")
-
-
-def agreed(sources: dict[IdsFrom, list[int] | None]) -> tuple[IdsFrom, list[int]] | None:
-    """The first field that has ids. Raises GatewayError 502 if another one has different ids."""
-    found: list[tuple[IdsFrom, list[int]]] = [(name, ids) for name, ids in sources.items() if ids is not None]
-    if not found:
-        return None
-    name, ids = found[0]
-    for other, others in found[1:]:
-        if others != ids:
-            raise contradiction(f"its ids in {name} and in {other} differ")
-    return name, ids
 
 
 def decode(body: bytes, kind: type[T]) -> T:

@@ -14,12 +14,11 @@ import msgspec
 
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.samplers.inference_server import (
-    IdsFrom,
-    InferenceServer,
     ServerDescription,
     ServerRequest,
     ServerSample,
 )
+from tinkerscript.gateway.samplers.vllm import REMEDIES, VllmServer
 from tinkerscript.rollouts.call import LogprobKind
 
 TOP = 5
@@ -34,12 +33,6 @@ CLEAR_GAP = 0.3
 RATIO_MARGIN = 0.15
 """How far the ratio of the gaps may be from the expected one: low-precision kernels add noise."""
 
-RENORMALIZED = -1e-4
-"""Minimum logprob of the only token that top_k=1 leaves, if the server renormalizes after truncation."""
-
-LIKELY = -0.05
-"""Below this logprob, a token's own logprob cannot be mistaken for a renormalized one."""
-
 SAMPLES = 4
 TOKENS = 32
 """Per sample, sampled at temperature 1 and scored again."""
@@ -47,65 +40,35 @@ TOKENS = 32
 MAX_MEAN_GAP = 0.1
 """Maximum mean gap in nats between reported and rescored logprobs: prefill and decode differ."""
 
-SAME = 0.02
-"""Logprobs that differ by less than this many nats count as equal."""
-
-OFF_RANK = 0.5
-"""A token this many nats below the most likely one cannot be confused with it."""
-
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured of a server. Pinned for the lifetime of the sampler."""
 
-    kind: str
     url: str
     version: str
     model: str
     max_context: int
     """Maximum length of prompt and reply together, in tokens."""
 
-    ids_from: IdsFrom
     logprob_kind: LogprobKind
-    renormalizes: bool
-    """Whether logprobs are renormalized after top-p and top-k."""
-
-    siblings: bool
-    """Whether n > 1 returns different sequences; if not, n requests are sent."""
-
-    seeds: bool
-    """Whether the same seed returns the same sequence."""
-
     rescored: bool
     """Whether the logprobs of sampled tokens were compared with those of the same tokens in a prompt."""
-
-    same_tokenizer: bool | None
-    """None: the server has no endpoint to find out."""
 
     weight_version: str | None
 
     def describe(self) -> str:
         """One line for logs and the terminal."""
-        notes = [
-            f"{self.kind} {self.version} at {self.url}",
-            f"model {self.model!r}",
-            f"context {self.max_context}",
-            f"ids from {self.ids_from}",
-            f"logprobs {self.logprob_kind}"
-            + (" (renormalized after top-p and top-k)" if self.renormalizes else ""),
-            "n > 1" if self.siblings else "n > 1 as n requests",
-            "seeds" if self.seeds else "no seeds",
-            "logprobs rescored" if self.rescored else "logprobs not rescored (the server scores no prompts)",
-            {True: "same tokenizer", False: "other tokenizer", None: "tokenizer not compared"}[
-                self.same_tokenizer
-            ],
-        ]
-        return ", ".join(notes)
+        rescored = "rescored" if self.rescored else "not rescored (the server scores no prompts)"
+        return (
+            f"vLLM {self.version} at {self.url}, model {self.model!r}, context {self.max_context}, "
+            f"logprobs {self.logprob_kind}, {rescored}"
+        )
 
 
 class Probe:
     """Probes one server; each method establishes one fact."""
 
-    def __init__(self, server: InferenceServer, model: str, prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, server: VllmServer, model: str, prompts: Sequence[Sequence[int]]) -> None:
         """`prompts`: at least one, as ids; the first few tokens of a chat will do."""
         self._server = server
         self._model = model
@@ -116,33 +79,27 @@ class Probe:
     ) -> ServerFacts:
         """Establish all facts. `ids`: those of `text` by our tokenizer. Raises ConfigError."""
         try:
-            ids_from = await self._ids()
+            await self._check_not_logits()
             kind = await self._logprob_kind()
             rescored = await self._rescore() if rescore else False
-            await self._stop_token()
+            await self._check_stop_token()
+            await self._check_tokenizer(text, list(ids))
             return ServerFacts(
-                kind=self._server.kind,
                 url=self._server.url,
                 version=description.version,
                 model=self._model,
                 max_context=description.max_context,
-                ids_from=ids_from,
                 logprob_kind=kind,
-                renormalizes=await self._renormalizes(),
-                siblings=await self._siblings(),
-                seeds=await self._seeds(),
                 rescored=rescored,
-                same_tokenizer=await self._tokenizer(text, list(ids)),
                 weight_version=description.weight_version,
             )
         except GatewayError as error:
             raise ConfigError(f"{self._name}: {error.message}") from error
 
-    async def _ids(self) -> IdsFrom:
+    async def _check_not_logits(self) -> None:
         sample = await self._one(max_tokens=4)
         if any(value > 1e-3 for value in sample.logprobs):
             raise self._missing("its log probabilities are above zero: these are logits", "logits")
-        return sample.ids_from
 
     async def _logprob_kind(self) -> LogprobKind:
         """A higher temperature shrinks the gap between two tokens, unless logprobs ignore it."""
@@ -162,24 +119,14 @@ class Probe:
                 return "processed"
         return "unknown"
 
-    async def _renormalizes(self) -> bool:
-        """True if it cannot be determined: truncated samples are then of the kind `unknown`."""
-        for prompt in self._prompts:
-            likeliest = max((await self._top(prompt, 1.0)).values(), default=0.0)
-            if likeliest < LIKELY:
-                sample = await self._one(prompt, max_tokens=1, top_k=1)
-                return sample.logprobs[0] >= RENORMALIZED
-        return True
-
     async def _rescore(self) -> bool:
         """Check that a sampled token's logprob is its own, not its neighbor's or the most likely token's."""
-        samples: list[tuple[ServerSample, list[float]]] = []
+        is_scored = False
         for number in range(SAMPLES):
             prompt = self._prompts[number % len(self._prompts)]
-            sample = await self._one(prompt, max_tokens=TOKENS, top_logprobs=TOP)
-            samples.append((sample, await self._scores(prompt, sample)))
-        self._check_ranks(samples)
-        for sample, scores in samples:
+            sample = await self._one(prompt, max_tokens=TOKENS)
+            scores = await self._scores(prompt, sample)
+            is_scored |= bool(scores)
             if not scores or (gap := _mean_gap(sample.logprobs, scores)) <= MAX_MEAN_GAP:
                 continue
             shifted = len(scores) > 1 and _mean_gap(sample.logprobs[1:], scores[:-1]) <= MAX_MEAN_GAP
@@ -188,18 +135,7 @@ class Probe:
                 f"{gap:.3f} nats on average" + (" (they are one token late)" if shifted else ""),
                 "wrong",
             )
-        return any(scores for _, scores in samples)
-
-    def _check_ranks(self, samples: Sequence[tuple[ServerSample, Sequence[float]]]) -> None:
-        """Where the sampled token is clearly not the most likely one, their logprobs must differ."""
-        off_rank = [clear for sample, scores in samples for clear in _off_rank(sample, scores)]
-        if off_rank and all(abs(value - likeliest) < SAME for value, _, likeliest in off_rank):
-            value, own, _ = off_rank[0]
-            raise self._missing(
-                f"it reports the log probability of the most likely token ({value:.3f}) for the sampled one"
-                + ("" if own is None else f" ({own:.3f})"),
-                "wrong",
-            )
+        return is_scored
 
     async def _scores(self, prompt: list[int], sample: ServerSample) -> list[float]:
         whole = prompt + sample.ids
@@ -211,7 +147,7 @@ class Probe:
             raise
         return again.scores
 
-    async def _stop_token(self) -> None:
+    async def _check_stop_token(self) -> None:
         token = (await self._one(max_tokens=1, temperature=0.0)).ids[0]
         sample = await self._one(max_tokens=4, temperature=0.0, stop_token_ids=[token])
         if sample.stop_reason == "stop" and sample.ids[-1:] == [token]:
@@ -220,30 +156,13 @@ class Probe:
             raise self._missing(f"the stop token {token} is not among the ids of its reply", "stop")
         raise self._missing(f"it does not stop at the stop token {token} (ids {sample.ids})", "stop")
 
-    async def _siblings(self) -> bool:
-        try:
-            request = ServerRequest(prompt=self._prompts[0], max_tokens=TOKENS, n=2, temperature=HOT)
-            one, other = await self._server.sample(request, self._model)
-        except GatewayError as error:
-            if error.status in (400, 502):
-                return False
-            raise
-        return one.ids != other.ids
-
-    async def _seeds(self) -> bool:
-        samples = [await self._one(max_tokens=TOKENS, temperature=HOT, seed=seed) for seed in (7, 7, 8)]
-        return samples[0].ids == samples[1].ids != samples[2].ids
-
-    async def _tokenizer(self, text: str, ids: list[int]) -> bool | None:
+    async def _check_tokenizer(self, text: str, ids: list[int]) -> None:
         theirs = await self._server.encode(text, self._model) if text else None
-        if theirs is None:
-            return None
-        if theirs != ids:
+        if theirs is not None and theirs != ids:
             raise ConfigError(
                 f"{self._name}: its tokenizer gives {theirs} for {text!r}, the one in engine.model gives "
                 f"{ids}; point engine.model at the folder of the model that the server serves"
             )
-        return True
 
     async def _top(self, prompt: list[int], temperature: float) -> dict[int, float]:
         sample = await self._one(prompt, max_tokens=1, temperature=temperature, top_logprobs=TOP)
@@ -255,8 +174,6 @@ class Probe:
         *,
         max_tokens: int,
         temperature: float = 1.0,
-        top_k: int = -1,
-        seed: int | None = None,
         stop_token_ids: Sequence[int] = (),
         top_logprobs: int = 0,
         score_from: int | None = None,
@@ -265,8 +182,6 @@ class Probe:
             prompt=self._prompts[0] if prompt is None else prompt,
             max_tokens=max_tokens,
             temperature=temperature,
-            top_k=top_k,
-            seed=seed,
             stop_token_ids=list(stop_token_ids),
             top_logprobs=top_logprobs,
             score_from=score_from,
@@ -278,27 +193,13 @@ class Probe:
 
     @property
     def _name(self) -> str:
-        return f"the {self._server.kind} server at {self._server.url}"
+        return f"the vLLM server at {self._server.url}"
 
     def _missing(self, what: str, remedy: str) -> ConfigError:
-        return ConfigError(f"{self._name}: {what}; {self._server.remedies[remedy]}")
+        return ConfigError(f"{self._name}: {what}; {REMEDIES[remedy]}")
 
 
 def _mean_gap(reported: Sequence[float], scores: Sequence[float]) -> float:
     """The mean absolute difference; infinite if a value is not finite."""
     gap = fmean(abs(a - b) for a, b in zip(reported, scores, strict=True))
     return gap if math.isfinite(gap) else math.inf
-
-
-def _off_rank(sample: ServerSample, scores: Sequence[float]) -> list[tuple[float, float | None, float]]:
-    """Logprobs (reported, own, most likely token's) where the sampled token clearly is not the top one."""
-    found: list[tuple[float, float | None, float]] = []
-    for index, (token, value, top) in enumerate(zip(sample.ids, sample.logprobs, sample.top, strict=True)):
-        others = {each: logprob for each, logprob in top.items() if each != token}
-        likeliest = max(others.values(), default=-math.inf)
-        own = scores[index] if scores else None
-        if own is None and len(others) < TOP:
-            continue  # Without a score, the sampled token must be outside the most likely ones.
-        if own is None or likeliest - own > OFF_RANK:
-            found.append((value, own, likeliest))
-    return found

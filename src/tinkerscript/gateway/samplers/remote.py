@@ -1,5 +1,4 @@
-"""`RemoteSampler`: a vLLM or SGLang server as the gateway's sampler; `remote_sampler` opens the one in the
-config.
+"""`RemoteSampler`: a vLLM server as the gateway's sampler; `remote_sampler` opens the one in the config.
 
 Invariants: no sampler is opened without a successful probe. A result holds what the server reported, under
 the facts that the probe pinned, with the version of the weights that the operator or the server named. A
@@ -10,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-
-import msgspec
 
 from tinkerscript.config import InferenceConfig
 from tinkerscript.errors import ConfigError, GatewayError
@@ -28,14 +25,12 @@ from tinkerscript.gateway.sampler import (
     refuse_unsupported,
 )
 from tinkerscript.gateway.samplers.inference_server import (
-    InferenceServer,
     ServerDescription,
     ServerRequest,
     ServerSample,
     Upstream,
 )
 from tinkerscript.gateway.samplers.probe import Probe, ServerFacts
-from tinkerscript.gateway.samplers.sglang import SglangServer
 from tinkerscript.gateway.samplers.vllm import VllmServer
 from tinkerscript.rollouts.call import FOREIGN_POLICY, LogprobKind, pack_ids, pack_logprobs, unpack_ids
 
@@ -51,9 +46,6 @@ PROMPTS = ("Tell me something.", "Write one sentence about the sea.", "What is 1
 TOKENIZER_TEXT = "Ünïcode 漢字 12345\n\n\tdef f(x): return x  # e\u0301 🙂"
 """Encoded here and by the server: it has the cases that tokenizers handle differently."""
 
-SERVERS: dict[str, Callable[[Upstream], InferenceServer]] = {"vllm": VllmServer, "sglang": SglangServer}
-"""`inference.backend` -> the server behind an address."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -62,7 +54,7 @@ class RemoteSampler(Sampler):
 
     def __init__(
         self,
-        server: InferenceServer,
+        server: VllmServer,
         facts: ServerFacts,
         *,
         policy_version: int = FOREIGN_POLICY,
@@ -75,7 +67,6 @@ class RemoteSampler(Sampler):
         self._policy_version = policy_version
         self._timeout_s = timeout_s
         self._weights = facts.weight_version
-        self._closed = asyncio.Event()
         self.facts = facts
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
@@ -90,8 +81,13 @@ class RemoteSampler(Sampler):
             mixed_stops=True,
         )
         before = self._weights
-        samples = [each for part in await self._all(self._requests(request)) for each in part]
-        versions = await self._versions(samples, before)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                samples = await self._server.sample(self._request(request), self.facts.model)
+        except TimeoutError:
+            message = f"the inference server did not answer within {self._timeout_s:g} s"
+            raise GatewayError(504, "engine_timeout", message) from None
+        versions = await self._versions(before)
         return SampleResult(
             sequences=[_sequence(each, request.top_logprobs) for each in samples],
             policy_version=self._number(versions[0]) if versions else self._policy_version,
@@ -101,15 +97,13 @@ class RemoteSampler(Sampler):
 
     def close(self) -> None:
         """Refuse requests from now on, and those that wait."""
-        self._closed.set()
+        self._server.close()
 
     async def aclose(self) -> None:
         """Close the connections."""
-        self.close()
         await self._server.aclose()
 
-    def _requests(self, request: SampleRequest) -> list[ServerRequest]:
-        """One request, or one per sequence if the server would sample the same sequence n times."""
+    def _request(self, request: SampleRequest) -> ServerRequest:
         prompt = unpack_ids(request.prompt).tolist()
         room = self.facts.max_context - len(prompt)
         if room < 1:
@@ -120,15 +114,7 @@ class RemoteSampler(Sampler):
                 f"{len(prompt)} and leaves no room for a reply",
                 param="messages",
             )
-        if request.seed is not None and not self.facts.seeds:
-            remedy = self._server.remedies["seed"]
-            raise GatewayError(
-                400,
-                "unsupported_parameter",
-                f"seed: the inference server does not honor seeds; leave it out, or {remedy}",
-                param="seed",
-            )
-        whole = ServerRequest(
+        return ServerRequest(
             prompt=prompt,
             max_tokens=min(request.max_tokens, room),
             n=request.num_samples,
@@ -143,49 +129,17 @@ class RemoteSampler(Sampler):
             top_logprobs=request.top_logprobs,
             cache_salt=self._cache_salt,
         )
-        if whole.n == 1 or (self.facts.siblings and whole.seed is None):
-            return [whole]
-        return [
-            msgspec.structs.replace(whole, n=1, seed=None if whole.seed is None else whole.seed + index)
-            for index in range(whole.n)
-        ]
 
-    async def _all(self, requests: Sequence[ServerRequest]) -> list[list[ServerSample]]:
-        """The samples of all requests; the first error cancels the others."""
-        tasks = [asyncio.create_task(self._server.sample(each, self.facts.model)) for each in requests]
-        closed = asyncio.create_task(self._closed.wait())
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                while waiting := [task for task in tasks if not task.done()]:
-                    await asyncio.wait((closed, *waiting), return_when=asyncio.FIRST_COMPLETED)
-                    if closed.done():
-                        raise GatewayError(503, "engine_unavailable", "the server is shutting down; retry")
-                    for task in waiting:
-                        if task.done():
-                            task.result()
-                return [task.result() for task in tasks]
-        except TimeoutError:
-            message = f"the inference server did not answer within {self._timeout_s:g} s"
-            raise GatewayError(504, "engine_timeout", message) from None
-        finally:
-            closed.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _versions(self, samples: Sequence[ServerSample], before: str | None) -> list[str]:
+    async def _versions(self, before: str | None) -> list[str]:
         """Names of the weights that sampled, oldest first; more than one if they may have changed meanwhile.
 
-        Exact if the server keeps track per token. Otherwise the weights are compared with those of the
-        previous request, so the first one after an update always counts as changed.
+        The server names its weights beside the calls only, so the weights are compared with those of the
+        previous request: the first call after an update always counts as changed.
         """
         if before is None and self._weights is None:
             return []
-        seen = [version for each in samples for version in each.weight_versions]
-        if not seen:
-            reported = [each.weight_version for each in samples if each.weight_version is not None]
-            now = reported[-1] if reported else await self._server.weight_version()
-            seen = [version for version in (before, now) if version is not None]
+        now = await self._server.weight_version()
+        seen = [version for version in (before, now) if version is not None]
         if seen:
             self._weights = seen[-1]
         return list(dict.fromkeys(seen))
@@ -194,12 +148,10 @@ class RemoteSampler(Sampler):
         return int(weights) if weights.isdecimal() else self._policy_version
 
     def _logprob_kind(self, request: SampleRequest) -> LogprobKind:
-        """`processed` is before top-p, top-k and min-p: logprobs renormalized after them are of neither kind,
-        nor are those that may come before or after a repetition penalty."""
-        if request.repetition_penalty != 1:
-            return "unknown"
+        """`processed` is before top-p, top-k and min-p. vLLM renormalizes after them, which is neither kind,
+        as are logprobs that may come before or after a repetition penalty."""
         truncated = request.top_p < 1 or request.top_k > 0 or request.min_p > 0
-        if self.facts.logprob_kind == "processed" and self.facts.renormalizes and truncated:
+        if request.repetition_penalty != 1 or (truncated and self.facts.logprob_kind == "processed"):
             return "unknown"
         return self.facts.logprob_kind
 
@@ -247,24 +199,21 @@ async def remote_sampler(
         await server.aclose()
 
 
-def inference_server(
-    config: InferenceConfig, environ: Mapping[str, str], *, timeout_s: float
-) -> InferenceServer:
+def inference_server(config: InferenceConfig, environ: Mapping[str, str], *, timeout_s: float) -> VllmServer:
     """The server in `config`, not contacted yet. Raises ConfigError."""
     if not config.base_url:
-        example = "http://127.0.0.1:8000" if config.backend == "vllm" else "http://127.0.0.1:30000"
-        raise ConfigError(f"inference.backend: {config.backend} needs inference.base_url, such as {example}")
+        raise ConfigError("inference.backend: vllm needs inference.base_url, such as http://127.0.0.1:8000")
     upstream = Upstream(
         config.base_url,
         api_key=api_key(config.api_key_env, environ),
         max_in_flight=config.max_in_flight,
         timeout_s=max(timeout_s, PROBE_TIMEOUT_S),
     )
-    return SERVERS[config.backend](upstream)
+    return VllmServer(upstream)
 
 
 async def examine(
-    server: InferenceServer, config: InferenceConfig, model_folder: Path, *, rescore: bool = True
+    server: VllmServer, config: InferenceConfig, model_folder: Path, *, rescore: bool = True
 ) -> ServerFacts:
     """Wait for the server, choose its model, and probe it. Raises ConfigError.
 
@@ -279,13 +228,13 @@ async def examine(
     return await probe.run(description, text=TOKENIZER_TEXT, ids=ids, rescore=rescore)
 
 
-async def _description(server: InferenceServer, timeout_s: float) -> ServerDescription:
+async def _description(server: VllmServer, timeout_s: float) -> ServerDescription:
     deadline = asyncio.get_running_loop().time() + timeout_s
     while True:
         try:
             return await server.describe()
         except GatewayError as error:
-            name = f"the {server.kind} server at {server.url}"
+            name = f"the vLLM server at {server.url}"
             if error.status not in (503, 504):
                 raise ConfigError(f"{name}: {error.message}") from error
             if asyncio.get_running_loop().time() > deadline:
@@ -294,14 +243,14 @@ async def _description(server: InferenceServer, timeout_s: float) -> ServerDescr
         await asyncio.sleep(POLL_S)
 
 
-def _choose_model(description: ServerDescription, config: InferenceConfig, server: InferenceServer) -> str:
+def _choose_model(description: ServerDescription, config: InferenceConfig, server: VllmServer) -> str:
     known = ", ".join(repr(name) for name in description.models)
     if config.model:
         if config.model not in description.models:
             raise ConfigError(f"inference.model: {server.url} serves {known}, not {config.model!r}")
         return config.model
     bases = [name for name in description.models if name not in description.adapters]
-    if len(bases) != 1 and server.kind == "vllm":
+    if len(bases) != 1:
         raise ConfigError(f"inference.model: {server.url} serves {known}; name one")
     return bases[0]
 

@@ -4,9 +4,9 @@ The wire format, as of vLLM 0.32.0 (`vllm/entrypoints/openai/completion/`, `vllm
 and issues named below; https://github.com/vllm-project/vllm:
 
 - `prompt` may be a list of ids, which is used as it is. `return_token_ids` (0.10.2 and newer,
-  pull/22587) puts `token_ids` and `prompt_token_ids` into every choice; `return_tokens_as_token_ids`, or the
-  flag `--return-tokens-as-token-ids` of older servers, writes `token_id:123` wherever a token's text would
-  stand. Unknown fields are silently ignored, so the probe checks the reply.
+  pull/22587) puts `token_ids` and `prompt_token_ids` into every choice; `return_tokens_as_token_ids` writes
+  `token_id:123` wherever a token's text would stand, as in `top_logprobs`. Unknown fields are silently
+  ignored, so the probe checks the reply.
 - `logprobs: n` reports `token_logprobs` (the sampled tokens') and `top_logprobs` (the sampled token and the n
   most likely ones), with -9999.0 for anything lower. `--max-logprobs` (20) is the largest n.
 - `--logprobs-mode` (0.10 and newer, pull/21398): `raw_logprobs`, the default, is at temperature 1, whatever
@@ -19,7 +19,7 @@ and issues named below; https://github.com/vllm-project/vllm:
   `stop_reason` is that id or string, and null for the model's own end-of-sequence token. `ignore_eos` leaves
   the stop ids of the request in force, so that a turn ends at exactly those.
 - `prompt_logprobs: 0` adds a list with one dict for each prompt token, its id as the key; the first is null.
-- n > 1 with a seed samples n different sequences.
+- n > 1 with a seed samples n different sequences: those of the seeds that follow it.
 - Streaming through tool parsers loses ids (issues/27482), so we do not stream.
 - `finish_reason: abort` ends requests that `/pause` or `/abort_requests` dropped. A closed connection aborts.
 - Servers started for weight updates report their version at `GET /weight_info`.
@@ -27,7 +27,6 @@ and issues named below; https://github.com/vllm-project/vllm:
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,14 +34,10 @@ import msgspec
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.samplers.inference_server import (
     NOT_FINITE,
-    IdsFrom,
-    InferenceServer,
-    MissingIdsError,
     ServerDescription,
     ServerRequest,
     ServerSample,
     Upstream,
-    agreed,
     check_counts,
     check_prompt,
     contradiction,
@@ -55,18 +50,15 @@ TOKEN_ID = "token_id:"
 """Precedes an id where a token's text would stand."""
 
 REMEDIES = {
-    "ids": "use vLLM 0.10.2 or newer (return_token_ids), or start it with --return-tokens-as-token-ids, with "
-    "no proxy between that drops fields",
+    "ids": "use vLLM 0.10.2 or newer (return_token_ids), with no proxy between that drops fields",
     "stop": "vLLM reports the stop token in token_ids; check for a proxy that alters replies",
     "logits": "start vLLM with --logprobs-mode raw_logprobs or processed_logprobs",
     "wrong": "use another version of vLLM, or this one without speculative decoding",
-    "seed": "vLLM honors seeds; check for a proxy that alters replies",
 }
 
 
 class _Logprobs(msgspec.Struct):
     token_logprobs: list[float | None]
-    tokens: list[str] = []
     top_logprobs: list[dict[str, float | None] | None] | None = None
 
 
@@ -114,17 +106,16 @@ class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
-class VllmServer(InferenceServer):
-    """vLLM's OpenAI-compatible server."""
-
-    kind = "vllm"
-    remedies = REMEDIES
+class VllmServer:
+    """vLLM's OpenAI-compatible server: token ids in, token ids out. Every method raises GatewayError."""
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
         self.url = upstream.url
+        self.close = upstream.close
 
     async def describe(self) -> ServerDescription:
+        """Ask the server what it serves."""
         body = await self._upstream.get("/v1/models")
         models = decode(body, _Models).data if body else []
         lengths = [model.max_model_len for model in models if model.max_model_len]
@@ -140,6 +131,11 @@ class VllmServer(InferenceServer):
         )
 
     async def sample(self, request: ServerRequest, model: str) -> list[ServerSample]:
+        """Sample `request.n` sequences, in order.
+
+        Raises GatewayError: 400 for a request that the server refuses, 502 for a reply without ids or
+        one that contradicts itself or the request, 503 and 504 if no reply came.
+        """
         body = await self._upstream.post("/v1/completions", request_body(request, model))
         completion = decode(body, _Completion)
         choices = sorted(completion.choices, key=lambda choice: choice.index)
@@ -149,25 +145,27 @@ class VllmServer(InferenceServer):
         return [_sample_of(choice, request, count) for choice in choices]
 
     async def weight_version(self) -> str | None:
+        """Return the server's current name for its weights; None if it has none."""
         body = await self._upstream.get("/weight_info")
         return decode(body, _WeightInfo).weight_version if body else None
 
     async def encode(self, text: str, model: str) -> list[int] | None:
+        """Encode `text` with the server's tokenizer; None if the server has no such endpoint."""
         prompt = {"model": model, "prompt": text, "add_special_tokens": False}
         body = await self._upstream.post_optional("/tokenize", prompt)
         return decode(body, _Tokens).tokens if body else None
 
-    async def load_adapter(self, name: str, folder: Path) -> None:
-        """Nothing: our plugin finds it when a request names it for the first time."""
-
     async def unload_adapter(self, name: str) -> None:
-        """If it has it: one that was started anew refuses to unload what it has not loaded."""
+        """Forget an adapter if the server has it: a restarted one refuses to unload what it never loaded."""
         body = await self._upstream.get("/v1/models")
         if body and name in {model.id for model in decode(body, _Models).data}:
             await self._upstream.post_optional("/v1/unload_lora_adapter", {"lora_name": name})
 
-    async def load_weights(self, name: str, folder: Path, version: str) -> None:
-        """By the weight transfer of our plugin, in a server in development mode."""
+    async def load_weights(self, name: str, version: str) -> None:
+        """Replace all weights with those of `name` and call them `version`; running samples are aborted.
+
+        This is the weight transfer of our plugin. It needs a server in development mode.
+        """
         await self._control("/init_weight_transfer_engine", init_info={"name": name})
         await self._control("/pause?mode=abort")
         await self._control("/start_weight_update")
@@ -176,10 +174,14 @@ class VllmServer(InferenceServer):
         await self._control("/resume")
 
     async def sleep(self) -> None:
-        """In a server in development mode, with --enable-sleep-mode."""
+        """Give up the memory of the devices; running samples are aborted.
+
+        This needs a server in development mode with --enable-sleep-mode.
+        """
         await self._control("/sleep?level=1&mode=abort")
 
     async def wake(self) -> None:
+        """Take the memory back, with the weights that were there."""
         await self._control("/wake_up")
 
     async def _control(self, path: str, **body: Any) -> None:
@@ -189,9 +191,11 @@ class VllmServer(InferenceServer):
             )
 
     async def tokens_sampled(self) -> float:
+        """Return how many tokens the server has sampled, by its metrics."""
         return metric(await self._upstream.get("/metrics"), "vllm:generation_tokens_total", at=self.url)
 
     async def aclose(self) -> None:
+        """Close the connections."""
         await self._upstream.aclose()
 
 
@@ -234,43 +238,28 @@ def request_body(request: ServerRequest, model: str) -> dict[str, Any]:
 def _sample_of(choice: _Choice, request: ServerRequest, count: int | None) -> ServerSample:
     check_prompt(request.prompt, choice.prompt_token_ids, count)
     stop_reason = _stop_reason(choice.finish_reason)
-    if choice.logprobs is None:
-        raise MissingIdsError("the choice has no logprobs", REMEDIES["ids"])
-    strings = ids_of_strings(choice.logprobs.tokens)
-    sources: dict[IdsFrom, list[int] | None] = {"token_ids": choice.token_ids, "token_id strings": strings}
-    found = agreed(sources)
-    if found is None:
-        raise MissingIdsError(
-            "the choice has neither token_ids nor tokens of the form token_id:123", REMEDIES["ids"]
-        )
+    if choice.logprobs is None or choice.token_ids is None:
+        raise contradiction(f"it has no token_ids or no logprobs; {REMEDIES['ids']}")
     logprobs = [NOT_FINITE if value is None else value for value in choice.logprobs.token_logprobs]
-    check_counts(found[1], logprobs)
+    check_counts(choice.token_ids, logprobs)
     return ServerSample(
-        ids=found[1],
+        ids=choice.token_ids,
         logprobs=logprobs,
         stop_reason=stop_reason,
-        ids_from=found[0],
         top=[_top(entry) for entry in choice.logprobs.top_logprobs or []] if request.top_logprobs else [],
         scores=_scores(choice.prompt_logprobs or [], request),
     )
 
 
-def ids_of_strings(tokens: list[str]) -> list[int] | None:
-    """Ids of `token_id:123` strings; None unless all of them are of that form."""
-    if not tokens or not all(token.startswith(TOKEN_ID) for token in tokens):
-        return None
-    digits = [token.removeprefix(TOKEN_ID) for token in tokens]
-    return [int(each) for each in digits] if all(each.isdecimal() for each in digits) else None
-
-
 def _top(entry: dict[str, float | None] | None) -> dict[int, float]:
-    ids = ids_of_strings(list(entry)) if entry else None
-    if entry is None or ids is None:
-        return {}
-    return {
-        token: NOT_FINITE if value is None else value
-        for token, value in zip(ids, entry.values(), strict=True)
-    }
+    """Raises GatewayError 502 for tokens that are not written as `token_id:123`."""
+    try:
+        return {
+            int(token.removeprefix(TOKEN_ID)): NOT_FINITE if value is None else value
+            for token, value in (entry or {}).items()
+        }
+    except ValueError as error:
+        raise contradiction(f"top_logprobs has no ids ({error}); {REMEDIES['ids']}") from error
 
 
 def _scores(entries: list[dict[str, _PromptLogprob] | None], request: ServerRequest) -> list[float]:

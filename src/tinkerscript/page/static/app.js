@@ -15,10 +15,9 @@ import { Card, Empty, State } from "./parts.js";
 import { go, Link, usePlace } from "./route.js";
 import { RunList } from "./runs.js";
 import { StepPlace, StepsPlace } from "./steps.js";
-import { TryPlace } from "./try.js";
 
-const PLACES = [["", "Run"], ["curves", "Curves"], ["steps", "Steps"], ["evaluations", "Evaluations"], ["episodes", "Episodes"], ["alignment", "Alignment"], ["fleet", "Fleet"], ["try", "Try it"]];
-const KEYS = { r: "", c: "curves", s: "steps", e: "evaluations", p: "episodes", a: "alignment", f: "fleet", t: "try" };
+const PLACES = [["", "Run"], ["curves", "Curves"], ["steps", "Steps"], ["evaluations", "Evaluations"], ["episodes", "Episodes"], ["alignment", "Alignment"], ["fleet", "Fleet"]];
+const KEYS = { r: "", c: "curves", s: "steps", e: "evaluations", p: "episodes", a: "alignment", f: "fleet" };
 
 function Place({ parts, query }) {
   const [kind, name, sub, ...rest] = parts;
@@ -34,7 +33,6 @@ function Place({ parts, query }) {
     case "episodes": return html`<${EpisodesPlace} run=${name} query=${query} />`;
     case "alignment": return rest.length === 2 ? html`<${FindingPlace} run=${name} kind=${rest[0]} name=${rest[1]} />` : html`<${AlignmentPlace} run=${name} />`;
     case "fleet": return html`<${FleetPlace} run=${name} />`;
-    case "try": return html`<${TryPlace} run=${name} />`;
     default: return html`<${Card}><${Empty} title="There is no such place">The link may be of another version.<//><//>`;
   }
 }
@@ -84,7 +82,7 @@ function App() {
       <span class="where">${run}</span>${value.run && html`<${State} state=${value.run.state} />`}
       <div class="tools"><span class="link-state" role="status">${run && !isExport ? linked === false ? "reconnecting…" : linked && value.run?.state === "running" ? "live" : "" : ""}</span>
         <button onClick=${() => setHelp(true)} title="Keys" aria-label="Keys">?</button><${Theme} /></div>
-      ${run && html`<nav aria-label="Places">${PLACES.filter(([to]) => !isExport || !["fleet", "try"].includes(to)).map(([to, text]) => html`<${Link} to=${["run", run, to].filter(Boolean)} aria-current=${to === section ? "page" : null}>${text}<//>`)}</nav>`}
+      ${run && html`<nav aria-label="Places">${PLACES.filter(([to]) => !isExport || to !== "fleet").map(([to, text]) => html`<${Link} to=${["run", run, to].filter(Boolean)} aria-current=${to === section ? "page" : null}>${text}<//>`)}</nav>`}
     </header>
     <main id="main" tabindex="-1">
       ${linked === false && html`<div class="banner" role="alert">The server does not answer. What is shown is from before; the page tries again by itself.</div>`}

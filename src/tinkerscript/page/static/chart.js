@@ -9,7 +9,7 @@ const style = (name) => getComputedStyle(document.documentElement).getPropertyVa
 
 /** `lines`: [{label, curve: {steps, mean, low, high}, dots}]. `stacked`: areas, one on the other, the first at the
  * bottom. `label`: what the chart shows, for screen readers. `over`: what the points are numbered by. */
-export function Chart({ lines, height = HEIGHT, label, stacked = false, over = "step" }) {
+export function Chart({ lines, height = HEIGHT, label, stacked = false, over = "step", log = false }) {
   const box = useRef();
   const plot = useRef();
   const [theme, setTheme] = useState(0);
@@ -18,11 +18,11 @@ export function Chart({ lines, height = HEIGHT, label, stacked = false, over = "
     addEventListener("theme", changed);
     return () => removeEventListener("theme", changed);
   }, []);
-  const data = () => stacked ? piled(lines) : joined(lines);
-  const shape = lines.map((line) => `${line.label}${line.dots ? "." : ""}`).join("|") + theme + height;
+  const data = () => stacked ? piled(lines) : joined(lines, log);
+  const shape = lines.map((line) => `${line.label}${hasPoints(line) ? "." : ""}`).join("|") + theme + height + log;
   useEffect(() => {
     const { width } = box.current.getBoundingClientRect();
-    plot.current = new uPlot(stacked ? areas(lines, Math.max(120, width), height) : options(lines, Math.max(120, width), height, over), data(), box.current);
+    plot.current = new uPlot(stacked ? areas(lines, Math.max(120, width), height) : options(lines, Math.max(120, width), height, over, log), data(), box.current);
     const resized = new ResizeObserver(([entry]) => plot.current.setSize({ width: Math.max(120, entry.contentRect.width), height }));
     resized.observe(box.current);
     return () => {
@@ -35,8 +35,12 @@ export function Chart({ lines, height = HEIGHT, label, stacked = false, over = "
   return html`<div class="chart" ref=${box} role="img" aria-label=${`${label}: ${last.join(", ")}`} style=${{ minHeight: `${height + 30}px` }}></div>`;
 }
 
-function joined(lines) {
-  return uPlot.join(lines.map(({ curve, dots }) => dots ? [curve.steps, curve.mean] : [curve.steps, curve.mean, curve.low, curve.high]));
+/** One value alone makes no line. */
+const hasPoints = ({ dots, curve }) => Boolean(dots) || curve.steps.length === 1;
+
+function joined(lines, log) {
+  const [steps, ...values] = uPlot.join(lines.map(({ curve, dots }) => dots ? [curve.steps, curve.mean] : [curve.steps, curve.mean, curve.low, curve.high]));
+  return [steps, ...values.map((own) => log ? own.map((value) => value > 0 ? value : null) : own)];
 }
 
 /** The sums of the curves from the bottom to each, the highest first. */
@@ -88,23 +92,26 @@ const STEP = { label: "step", value: (_, value) => value === null ? "–" : valu
 /** One step alone stands in the middle. */
 const X_SCALE = { time: false, range: (_, low, high) => low === high ? [low - 1, high + 1] : [low, high] };
 
-/** One value alone is seen against 0. */
-const Y_SCALE = { range: (_, low, high) => low === null || (low === 0 && high === 0) ? [0, 1] : low === high ? uPlot.rangeNum(Math.min(0, low), Math.max(0, high), 0.1, true) : uPlot.rangeNum(low, high, 0.1, true) };
+/** One value alone stands in the middle. */
+const Y_SCALE = { range: (_, low, high) => low === null || (low === 0 && high === 0) ? [0, 1] : low === high ? [low - Math.abs(low) / 10, low + Math.abs(low) / 10] : uPlot.rangeNum(low, high, 0.1, true) };
+const LOG_SCALE = { distr: 3 };
 
-function options(lines, width, height, over) {
+function options(lines, width, height, over, log) {
   const series = [{ ...STEP, label: over }], bands = [];
   lines.forEach((line, index) => {
     const color = style(`--curve-${1 + (index % 6)}`), at = series.length;
     // Where a line ends before the others, its newest value is that of its own last step.
     const value = (chart, found, _, idx) => found === null || found === undefined ? "–" : number(found) + (idx === chart.legend.idxs[0] ? "" : ` (${over} ${chart.data[0][idx]})`);
-    series.push({ label: line.label, stroke: color, width: 2, spanGaps: true, value, points: { show: Boolean(line.dots), size: 7, fill: color } });
+    series.push({ label: line.label, stroke: color, width: 2, spanGaps: true, value, points: { show: hasPoints(line), size: 7, fill: color } });
     if (!line.dots) {
       const hidden = { stroke: "transparent", width: 0, spanGaps: true, points: { show: false }, class: "u-off-legend" };
       series.push({ ...hidden, label: "low" }, { ...hidden, label: "high" });
       bands.push({ series: [at + 2, at + 1], fill: `${color}26` });
     }
   });
-  return { ...frame(width, height), series, bands, scales: { x: X_SCALE, y: Y_SCALE } };
+  const shown = frame(width, height);
+  if (log) shown.axes[1].values = (_, ticks) => ticks.map((tick) => tick === null ? "" : number(tick));
+  return { ...shown, series, bands, scales: { x: X_SCALE, y: log ? LOG_SCALE : Y_SCALE } };
 }
 
 /** The bounds of the spread are not entries of the legend. */

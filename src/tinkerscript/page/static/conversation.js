@@ -1,7 +1,7 @@
 // A conversation turn by turn: tools and reasoning folded, long texts too.
 
 import { html, useState } from "./vendor/preact.js";
-import { number } from "./format.js";
+import { duration, number } from "./format.js";
 
 const LONG = 3000;
 const CALLS = 40;
@@ -9,19 +9,20 @@ const CALLS = 40;
 export function Conversation({ turns, sequences }) {
   const [all, setAll] = useState(turns.length <= CALLS + 10);
   const shown = all ? turns : turns.slice(0, CALLS);
-  return html`<div class="turns">${shown.map((turn, at) => html`<${Turn} key=${turn.call_id} turn=${turn} forked=${turn.sequence !== null && at > 0 && turn.fork_reason} sequences=${sequences} tools=${turn.tools} />`)}
+  return html`<div class="turns">${shown.map((turn, at) => html`<${Turn} key=${turn.call_id} turn=${turn} forked=${turn.sequence !== null && at > 0 && turn.fork_reason} sequences=${sequences} tools=${turn.tools} after=${turn.created - turns[0].created} />`)}
     ${!all && html`<button onClick=${() => setAll(true)}>Show the other ${turns.length - CALLS} calls</button>`}</div>`;
 }
 
-function Turn({ turn, forked, sequences, tools }) {
+function Turn({ turn, forked, sequences, tools, after }) {
   return html`
     ${forked && html`<div class="fork">The conversation forks here, into sequence ${turn.sequence + 1} of ${sequences}: ${turn.fork_reason}</div>`}
     ${tools.length > 0 && html`<details class="small"><summary>${tools.length === 1 ? "1 tool" : `${tools.length} tools`}: ${tools.map((tool) => tool.function?.name ?? tool.name ?? "?").join(", ")}</summary><pre class="mono">${JSON.stringify(tools, null, 2)}</pre></details>`}
     ${turn.messages.map((message) => html`<${Message} message=${message} />`)}
-    <${Message} message=${{ role: "assistant", ...turn.reply }} facts=${facts(turn)} />`;
+    <${Message} message=${{ role: "assistant", ...turn.reply }} facts=${facts(turn, after)} />`;
 }
 
-const facts = (turn) => [
+const facts = (turn, after) => [
+  after > 0 && `asked ${duration(after)} after the first`,
   turn.role && `by the role ${turn.role}${turn.policy_version < 0 ? ", does not train" : ""}`, `${turn.sampled_tokens} tokens`, turn.policy_version < 0 ? "" : `policy version ${turn.policy_version}${turn.policy_version_end === null ? "" : ` to ${turn.policy_version_end}`}`,
   turn.mean_logprob === null ? "" : `mean logprob ${number(turn.mean_logprob)}`, turn.stop_reason === "length" ? "cut off by the token limit" : "", turn.temperature === 1 ? "" : `temperature ${turn.temperature}`,
   turn.side ? "a side call" : "", turn.ignored.length ? `without effect: ${turn.ignored.join(", ")}` : "",

@@ -1,6 +1,7 @@
 // All curves of a run, with those of other runs on the same charts, and how the configs differ.
 
 import { html, useMemo } from "./vendor/preact.js";
+import { isExport } from "./api.js";
 import { Chart } from "./chart.js";
 import { useData } from "./data.js";
 import { number } from "./format.js";
@@ -27,10 +28,12 @@ export function CurvesPlace({ run, query }) {
         </select></label>
         ${others.map((name) => html`<button onClick=${() => set({ with: others.filter((each) => each !== name).join(",") })} title="Leave it out">${name} ✕</button>`)}
         ${picked.length > 0 && html`<button onClick=${() => set({ m: "" })}>Show all metrics</button>`}
+        <label>Smooth <select value=${query.smooth ?? ""} onChange=${(event) => set({ smooth: event.target.value })}>${[["", "not"], ["0.6", "a little"], ["0.9", "much"]].map(([weight, text]) => html`<option value=${weight} selected=${weight === (query.smooth ?? "")}>${text}</option>`)}</select></label>
+        <label><input type="checkbox" checked=${query.log === "1"} onChange=${(event) => set({ log: event.target.checked ? "1" : "" })} /> log axis</label>
         <span style=${{ marginLeft: "auto" }}><${Link} to=${["run", run, "config"]} query=${{ with: query.with ?? "" }}>${others.length ? "config differences" : "config"}<//></span>
       </div>
     <//>
-    <${Loaded} use=${use}>${(metrics) => html`<${Charts} run=${run} others=${others} names=${wanted(metrics, picked, filter)} plain=${picked.length > 0} />`}<//>`;
+    <${Loaded} use=${use}>${(metrics) => html`<${Charts} run=${run} others=${others} names=${wanted(metrics, picked, filter)} plain=${picked.length > 0} smooth=${Number(query.smooth) || 0} log=${query.log === "1"} />`}<//>`;
 }
 
 const MOST = 60;
@@ -42,26 +45,42 @@ function wanted(metrics, picked, filter) {
   return sections(found).flatMap(([, list]) => list).slice(0, MOST);
 }
 
-function Charts({ run, others, names, plain }) {
+function Charts({ run, others, names, ...shown }) {
   if (!names.length) return html`<${Card}><${Empty} title="No metric yet">Metrics appear with the first step. If you search for one, try a part of its name.<//><//>`;
-  return html`<${All} key=${[run, ...others].join("|")} runs=${[run, ...others]} names=${names} plain=${plain} />`;
+  return html`<${All} key=${[run, ...others].join("|")} runs=${[run, ...others]} names=${names} ...${shown} />`;
 }
 
-function All({ runs, names, plain }) {
+function All({ runs, names, plain, smooth, log }) {
   const uses = runs.map((run) => useData(`runs/${encodeURIComponent(run)}/curves`, { name: names, points: 300 }, { live: true }));
   const failed = uses.find((use) => use.error && !use.data);
   const key = uses.map((use) => use.data);
   const found = useMemo(() => plain ? [["", charts(names, runs, uses)]] : sections([...names]).map(([title, list]) => [title, [...(runs.length > 1 ? [] : joint(title, list, uses[0])), ...charts(list, runs, uses)]]), key.concat(names));
   if (failed) return html`<${Failed} error=${failed.error} />`;
   if (uses.some((use) => !use.data)) return html`<div class="card" aria-busy="true">Loading…</div>`;
-  return found.filter(([, list]) => list.length).map(([title, list]) => html`<${Section} key=${title} title=${title} list=${list} />`);
+  return found.filter(([, list]) => list.length).map(([title, list]) => html`<${Section} key=${title} title=${title} list=${list} smooth=${smooth} log=${log} />`);
 }
 
-function Section({ title, list }) {
+/** Each value mixed with those before it, as TensorBoard does. Evaluations, which are far apart, stay as they are. */
+function smoothed(lines, weight) {
+  return !weight ? lines : lines.map((line) => {
+    if (line.dots) return line;
+    let sum = 0, mass = 0;
+    return { ...line, curve: { ...line.curve, mean: line.curve.mean.map((value) => { sum = weight * sum + (1 - weight) * value; mass = weight * mass + 1 - weight; return sum / mass; }) } };
+  });
+}
+
+function download({ name, lines }) {
+  const rows = lines.flatMap(({ label, curve }) => curve.steps.map((step, at) => [JSON.stringify(label), step, curve.mean[at], curve.low[at], curve.high[at]]));
+  const url = URL.createObjectURL(new Blob([["line,step,mean,low,high", ...rows].join("\n") + "\n"], { type: "text/csv" }));
+  Object.assign(document.createElement("a"), { href: url, download: `${name.replaceAll("/", "_")}.csv` }).click();
+  URL.revokeObjectURL(url);
+}
+
+function Section({ title, list, smooth, log }) {
   const still = title ? list.filter((chart) => isConstant(chart)) : [];
   const moving = list.filter((chart) => !still.includes(chart));
   return html`<section class="stack" aria-label=${title || "Curves"}>${title && html`<h2 class="section">${title}</h2>`}
-    ${moving.length > 0 && html`<div class="grid">${moving.map((chart) => html`<div class="span-4" key=${chart.name}><${Card} title=${chart.name}><p class="about small quiet" title=${chart.about}>${chart.about}</p><${Chart} lines=${chart.lines} stacked=${chart.stacked} label=${`${chart.name} by step`} /><//></div>`)}</div>`}
+    ${moving.length > 0 && html`<div class="grid">${moving.map((chart) => html`<div class="span-4" key=${chart.name}><${Card} title=${chart.name} more=${html`<button class="small" onClick=${() => download(chart)} aria-label=${`Download ${chart.name} as CSV`}>CSV</button>`}><p class="about small quiet" title=${chart.about}>${chart.about}</p><${Chart} lines=${smoothed(chart.lines, chart.stacked ? 0 : smooth)} stacked=${chart.stacked} log=${log} label=${`${chart.name} by step`} /><//></div>`)}</div>`}
     ${still.length > 0 && html`<p class="small quiet">The same in every step: ${still.map((chart, at) => html`${at > 0 && ", "}<span title=${chart.about}><code>${chart.name}</code> ${number(chart.lines[0].curve.mean[0])}</span>`)}</p>`}</section>`;
 }
 
@@ -94,13 +113,14 @@ const lines = (name, runs, uses) => runs.flatMap((run, at) => {
 export function ConfigPlace({ run, query }) {
   const others = (query.with ?? "").split(",").filter(Boolean);
   const config = useData(`runs/${encodeURIComponent(run)}/config`);
-  const differences = useData(others.length ? "config-differences" : "", { run: [run, ...others] });
+  const differences = useData("config-differences", { run: [run, ...others] });
+  const columns = others.length ? [run, ...others] : [run, "default"];
   const text = (value) => typeof value === "string" && value ? value : JSON.stringify(value);
   return html`
-    ${others.length > 0 && html`<${Card} title="What differs"><${Loaded} use=${differences}>${(rows) => html`<div class="table"><table>
-      <thead><tr><th>setting</th>${[run, ...others].map((name) => html`<th>${name}</th>`)}</tr></thead>
-      <tbody>${rows.map((row) => html`<tr><td class="mono">${row.key}</td>${[run, ...others].map((name) => html`<td class="mono">${text(row.values[name])}</td>`)}</tr>`)}</tbody></table></div>`}<//><//>`}
-    <${Card} title="Config"><${Loaded} use=${config}>${(data) => html`<div class="table"><table><tbody>${flat(data).map(([key, value]) => html`<tr><td class="mono">${key}</td><td class="mono">${text(value)}</td></tr>`)}</tbody></table></div>`}<//><//>`;
+    ${!isExport && html`<${Card} title=${others.length ? "What differs" : "What you set"}><${Loaded} use=${differences}>${(rows) => html`<div class="table"><table>
+      <thead><tr><th>setting</th>${columns.map((name) => html`<th>${name}</th>`)}</tr></thead>
+      <tbody>${rows.map((row) => html`<tr><td class="mono">${row.key}</td>${columns.map((name) => html`<td class="mono">${text(row.values[name])}</td>`)}</tr>`)}</tbody></table></div>`}<//><//>`}
+    <${Card} title="The whole config"><${Loaded} use=${config}>${(data) => html`<div class="table"><table><tbody>${flat(data).map(([key, value]) => html`<tr><td class="mono">${key}</td><td class="mono">${text(value)}</td></tr>`)}</tbody></table></div>`}<//><//>`;
 }
 
 const flat = (value, prefix = "") => value !== null && typeof value === "object" && !Array.isArray(value) && Object.keys(value).length

@@ -35,12 +35,13 @@ function Comparison({ run, query, evaluations }) {
   const select = (name, value) => html`<select value=${value} onChange=${choose(name)} aria-label=${name}>${choices(evaluations, value).map((each) => html`<option value=${each.label} selected=${each.label === value}>${each.label} (step ${each.step})</option>`)}</select>`;
   const curve = { steps: [], mean: [], low: [], high: [] };
   for (const each of evaluations) if (each.score !== null && curve.steps[curve.steps.length - 1] !== each.step) { curve.steps.push(each.step); curve.mean.push(each.score); }
+  const best = evaluations.filter((each) => each.score !== null).reduce((top, each) => top && top.score >= each.score ? top : each, null);
   return html`
     <div class="grid">
       <${Card} class="span-7" title="Held-out score">${curve.steps.length ? html`<${Chart} lines=${[{ label: "score", curve, dots: true }]} label="Held-out score by step" />` : html`<${Empty} title="No score">Every episode of the evaluations failed.<//>`}<//>
       <${Card} class="span-5" title="Evaluations"><div class="table"><table>
         <thead><tr><th>evaluation</th><th class="number">after step</th><th class="number">score</th><th class="number">episodes</th><th class="number">failed</th></tr></thead>
-        <${Rows} items=${evaluations} columns=${5} row=${(each) => html`<tr><td>${each.label}</td><td class="number">${each.step}</td><td class="number">${score(each.score)}</td><td class="number">${each.accepted}</td><td class=${`number ${each.failed ? "bad" : ""}`}>${each.failed}</td></tr>`} /></table></div><//>
+        <${Rows} items=${evaluations} columns=${5} row=${(each) => html`<tr><td>${each.label}${each === best && html` <span class="chip good" title=${each.step ? `The best; its weights, where kept: checkpoints/${each.label === "after" ? "final" : `step_${String(each.step).padStart(4, "0")}`}` : "The best: no step has improved on the untrained model."}>best</span>`}</td><td class="number">${each.step}</td><td class="number">${score(each.score)}</td><td class="number">${each.accepted}</td><td class=${`number ${each.failed ? "bad" : ""}`}>${each.failed}</td></tr>`} /></table></div><//>
     </div>
     <${Card} title="Sample by sample">
       <div class="stack">

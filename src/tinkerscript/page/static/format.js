@@ -17,12 +17,6 @@ export function compact(value) {
   return value.toLocaleString("en-US");
 }
 
-/** Bytes, in powers of 1,000. */
-export function size(bytes) {
-  for (const [unit, each] of [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) if (bytes >= each) return `${(bytes / each).toPrecision(3)} ${unit}`;
-  return `${bytes} B`;
-}
-
 export const signed = (value) => value === null || value === undefined ? "–" : `${value > 0 ? "+" : value < 0 ? "−" : ""}${number(Math.abs(value))}`;
 
 export const percent = (share) => share === null || share === undefined ? "–" : `${(100 * share).toFixed(share && share < 0.1 ? 1 : 0)}%`;

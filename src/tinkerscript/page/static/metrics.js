@@ -22,6 +22,10 @@ const TEXT = {
   "episode_tokens/mean": "sampled tokens of an episode",
   "turns/mean": "model calls of an episode",
   "turns/max": "model calls of the longest episode",
+  "system/load": "processes of this machine that compute or want to, over the last minute",
+  "system/memory_gb": "memory in use on this machine",
+  "system/trainer_gb": "memory of the trainer",
+  "system/gpu_memory_gb": "memory in use on the trainer's GPU",
   "time/rollout_s": "seconds until the step's episodes were there",
   "time/train_s": "seconds to train and publish",
   "time/publish_s": "seconds to publish the weights",
@@ -59,6 +63,7 @@ const SECTIONS = [
   ["Episodes and groups", /^(episodes|groups|failure|limit|tool_error)\//],
   ["Time", /^time\/|^episodes_per_s$|^replicas\//],
   ["Trainer–sampler mismatch", /^alignment\//],
+  ["System", /^system\//],
 ];
 const OWN = "Your metrics";
 const FIRST = ["reward/mean", "eval/score", "train/nll", "held_out/nll", "distillation/teacher_kl", "train/entropy", "train/loss", "train/grad_norm", "train/clip_fraction", "train/learning_rate", "response_tokens/mean", "turns/mean", "episodes/failed", "groups/trained", "time/rollout_s", "alignment/max_abs_dlogp"];

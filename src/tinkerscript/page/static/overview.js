@@ -4,7 +4,7 @@ import { html, useContext } from "./vendor/preact.js";
 import { isExport } from "./api.js";
 import { Chart } from "./chart.js";
 import { Live, useData } from "./data.js";
-import { ago, count, duration, number, percent, score } from "./format.js";
+import { ago, count, duration, score } from "./format.js";
 import { Card, Empty, Episodes, Loaded, Meter, Time } from "./parts.js";
 import { Link } from "./route.js";
 
@@ -27,7 +27,7 @@ function Screen({ data }) {
 function Newest({ data }) {
   return html`<${Card} title="Newest rollouts" more=${html`<${Link} to=${["run", data.name, "episodes"]}>all ${data.episodes.toLocaleString("en-US")}<//>`}>
       ${data.newest.length ? html`<${Episodes} episodes=${data.newest} run=${data.name} />`
-        : html`<${Empty} title="No episode has ended yet">${data.recording === "off" ? "This run does not record episodes (recording: off)." : "They appear here as they end."}<//>`}
+        : html`<${Empty} title="No episode has ended yet">${data.recording === "off" ? "This run does not record episodes (recording: off)." : data.state === "running" ? "They appear here as they end." : `It ${data.state} before one did.`}<//>`}
   <//>`;
 }
 
@@ -55,7 +55,7 @@ function Progress({ data }) {
 function Score({ data }) {
   const first = data.evaluations[0], last = data.evaluations[data.evaluations.length - 1];
   if (!first) {
-    return data.method === "sft" ? null : html`<${Card} title="Held-out score"><${Empty} title="Not evaluated yet">The score of samples that do not train appears here.<//><//>`;
+    return data.method === "sft" ? null : html`<${Card} title="Held-out score"><${Empty} title=${data.state === "running" ? "Not evaluated yet" : `It ${data.state} before an evaluation`}>${data.state === "running" ? "The score of samples that do not train appears here." : data.failure ? "The reason is above." : "Its messages may say why."}<//><//>`;
   }
   const gain = last === first || first.score === null || last.score === null ? null : last.score - first.score;
   return html`<${Card} title="Held-out score" more=${html`<${Link} to=${["run", data.name, "evaluations"]}>sample by sample<//>`}>
@@ -83,28 +83,28 @@ function Learning({ data }) {
   <//>`;
 }
 
+const curve = (names) => [["curves"], { m: names }];
+
+/** Where each row of the health leads. */
+const LEADS_TO = {
+  held_out: [["evaluations"]], reward: curve("reward/mean"), trained: curve("train/sequences"),
+  equal: curve("groups/same_reward,groups/trained,groups/dropped"), cut_off: [["episodes"], { show: "truncated" }],
+  length: curve("response_tokens/mean"), failed: [["episodes"], { show: "failed" }], stale: curve("episodes/stale"),
+  mismatch: [["alignment"]], entropy: curve("train/entropy"), gradients: curve("train/grad_norm"),
+};
+
 function Health({ data }) {
   const { health: h, name } = data;
   if (data.method === "sft") return html`<${Card} title="Health"><p class="quiet">Supervised training has no episodes.</p><//>`;
-  const groups = h.groups_trained + h.groups_same_reward + h.groups_dropped;
-  const of = (part, whole) => whole ? `${part.toLocaleString("en-US")} of ${whole.toLocaleString("en-US")} (${percent(part / whole)})` : "–";
-  const all = h.failed + h.episodes;
-  const rows = [
-    ["Failed episodes", "out of attempts, without a reward; bad above 5%", of(h.failed, all), h.failed > 0.05 * all ? "bad" : h.failed ? "warn" : "good", ["run", name, "episodes"], { show: "failed" }],
-    ["Groups without signal", "all rewards equal: nothing to learn from", of(h.groups_same_reward, groups), groups && h.groups_same_reward > 0.8 * groups ? "warn" : "good", ["run", name, "curves"], { m: "groups/same_reward,groups/trained,groups/dropped" }],
-    ["Replies cut off", "by the token limit; worth a look above 10%", percent(h.truncated_share), h.truncated_share > 0.1 ? "warn" : "good", ["run", name, "episodes"], { show: "truncated" }],
-    ["Too old to train", "dropped: sampled too many steps before", number(h.stale), h.stale ? "warn" : "good", ["run", name, "curves"], { m: "episodes/stale" }],
-    ["Trainer–sampler mismatch", "largest log probability difference of a token", h.max_abs_dlogp === null ? "–" : h.max_abs_dlogp.toExponential(1), h.findings ? "bad" : h.sequences_with_errors ? "warn" : "good", ["run", name, "alignment"], {}],
-  ];
-  if (h.entropy !== null) rows.push(["Entropy", "nats per token; near 0 nothing new is tried", h.entropy_first === h.entropy ? number(h.entropy) : `${number(h.entropy_first)} → ${number(h.entropy)}`, "good", ["run", name, "curves"], { m: "train/entropy" }]);
-  const worst = rows.some((row) => row[3] === "bad") ? "bad" : rows.some((row) => row[3] === "warn") ? "warn" : "good";
-  const named = rows.filter((row) => row[3] === worst).map((row) => row[0].toLowerCase());
-  const verdict = { good: "all well", warn: "worth a look", bad: "needs attention" }[worst] + (worst === "good" ? "" : `: ${named.length > 1 ? `${named.length} rows` : named[0]}`);
-  const chip = all ? html`<span class=${`chip ${worst}`}><span class="dot"></span>${verdict}</span>` : html`<span class="chip">no training episode yet</span>`;
+  const worst = ["bad", "warn"].find((kind) => h.rows.some((row) => row.kind === kind)) ?? "good";
+  const named = h.rows.filter((row) => row.kind === worst).map((row) => row.label.toLowerCase());
+  const verdict = h.verdict.split(":")[0] + (worst === "good" ? "" : `: ${named.length > 1 ? `${named.length} rows` : named[0]}`);
+  const chip = h.rows.length ? html`<span class=${`chip ${worst}`}><span class="dot"></span>${verdict}</span>` : html`<span class="chip">${verdict}</span>`;
   return html`<${Card} title="Health" more=${chip}>
-    <div class="table"><table><tbody>${rows.map(([label, means, text, kind, to, query]) => html`<tr>
-      <td><${Link} to=${to} query=${query}>${label}<//><div class="small quiet">${means}</div></td>
-      <td class="number"><span class=${kind === "good" ? "" : kind}>${kind !== "good" && html`<span aria-hidden="true">${kind === "bad" ? "✕ " : "! "}</span>`}${text}</span></td></tr>`)}</tbody></table></div>
+    <div class="table"><table><tbody>${h.rows.map((row) => html`<tr>
+      <td><${Link} to=${["run", name, ...LEADS_TO[row.name][0]]} query=${LEADS_TO[row.name][1] ?? {}}>${row.label}<//><div class="small quiet">${row.meaning}</div>
+        ${row.words && html`<div class=${`small ${row.kind}`}>${row.words}</div>`}</td>
+      <td class="number"><span class=${row.kind === "good" ? "" : row.kind}>${row.kind !== "good" && html`<span aria-hidden="true">${row.kind === "bad" ? "✕ " : "! "}</span>`}${row.value}</span></td></tr>`)}</tbody></table></div>
     ${h.failures.length > 0 && html`<div class="stack small why"><h3>Why episodes failed</h3>${h.failures.slice(0, 4).map((failure) => html`<div class="row">
       <span class="chip bad">${failure.count} × ${failure.kind}</span>
       ${failure.example && html`<${Link} to=${["episode", failure.example.uuid]}>${failure.example.preview || "the newest"}<//>`}</div>`)}</div>`}
@@ -119,8 +119,7 @@ function Next({ data }) {
   if (data.state === "stopped") return html`<${Card} title="What next"><p>The run stopped before its end; the logs are in ${log}. Resume it with</p><code class="command">tinkerscript train --resume ${data.folder}</code><//>`;
   return html`<${Card} title="What next"><ul class="next">
     ${data.evaluations.length > 1 && html`<li><${Link} to=${["run", data.name, "evaluations"]}>Compare the evaluations<//>: which samples got better, which got worse</li>`}
-    <li><${Link} to=${["run", data.name, "try"]}>Chat with the trained model<//></li>
-    <li>Serve it to any OpenAI client:<code class="command">tinkerscript serve --checkpoint ${data.folder}/checkpoints/final</code></li>
+    <li>Serve it to any OpenAI client, for example to chat with it:<code class="command">tinkerscript serve --checkpoint ${data.folder}/checkpoints/final</code></li>
   </ul><//>`;
 }
 

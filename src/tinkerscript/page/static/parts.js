@@ -58,6 +58,7 @@ export const UNDONE = "A resumed run repeated its step or evaluation without it.
 export const Undone = () => html`<span class="chip" title=${UNDONE}>undone</span>`;
 
 export function Episodes({ episodes, run, columns = [] }) {
+  const limit = Math.max(1e-3, ...episodes.map((line) => Math.abs(line.advantage ?? 0)));
   const shown = new Set(["what", "reward", "advantage", "calls", "tokens", "reply", "ended", ...columns]);
   return html`<div class="table"><table>
     <thead><tr>
@@ -69,7 +70,7 @@ export function Episodes({ episodes, run, columns = [] }) {
       <td class="nowrap"><${Link} to=${["episode", line.uuid]} class="mono">${short(line.uuid)}<//></td>
       ${shown.has("what") && html`<td class="nowrap">${forWhat(line, run)}</td>`}
       <td class="number"><${Reward} line=${line} /></td>
-      ${shown.has("advantage") && html`<td class="number hide-narrow" style=${{ background: diverging(line.advantage, 1) }} title=${outcomeText(line.outcome)}>${line.advantage === null ? "–" : number(line.advantage)}</td>`}
+      ${shown.has("advantage") && html`<td class="number hide-narrow" style=${{ background: diverging(line.advantage, limit) }} title=${outcomeText(line.outcome)}>${line.advantage === null ? "–" : number(line.advantage)}</td>`}
       <td class="number hide-narrow">${line.calls}</td><td class="number hide-narrow">${number(line.sampled_tokens)}</td>
       <td class="text" title=${line.preview}>${line.undone !== null && html`<${Undone} /> `}${line.truncated > 0 && html`<span class="chip warn">cut off</span> `}${line.preview}</td>
       <td class="nowrap hide-narrow quiet"><${Time} at=${line.ended} /></td>

@@ -55,12 +55,11 @@ export function StepPlace({ run, step, query }) {
 
 function Figures({ data }) {
   const m = data.metrics;
-  const share = m["alignment/calls"] ? m["alignment/truncated"] / m["alignment/calls"] : null;
   const facts = [
     ["mean reward", score(m["reward/mean"] ?? null)], ["episodes", `${data.line.accepted} accepted, ${data.line.failed} failed`],
     ["trained on", `${data.line.trained} episodes, ${compact(m["alignment/tokens_trained"] ?? 0)} tokens`],
     ["groups", `${number(m["groups/trained"])} trained, ${number(m["groups/same_reward"])} without signal, ${number(m["groups/dropped"])} dropped`],
-    ["policy lag", data.line.max_lag === null ? "–" : `at most ${data.line.max_lag} steps`], ["replies cut off", percent(share)],
+    ["policy lag", data.line.max_lag === null ? "–" : `at most ${data.line.max_lag} steps`], ["replies cut off", percent(m["response_tokens/cut_off"])],
     ["entropy", m["train/entropy"] === undefined ? "not recorded" : `${number(m["train/entropy"])} nats per token`],
     ["ratio clipped", m["train/clip_fraction"] === undefined ? "–" : `${percent(m["train/clip_fraction"])} of tokens`],
     ["trainer–sampler mismatch", m["alignment/max_abs_dlogp"] === undefined ? "–" : `max |Δ logprob| ${m["alignment/max_abs_dlogp"].toExponential(1)}`],

@@ -1,4 +1,4 @@
-// What Inspect recorded of an episode, event by event, and the way to Inspect's own viewer.
+// What Inspect recorded of an episode, event by event.
 
 import { html, useState } from "./vendor/preact.js";
 import { usePages } from "./data.js";
@@ -11,11 +11,9 @@ const OPEN_CHARS = 300;
 export function Transcript({ data }) {
   const [attempt, setAttempt] = useState(data.transcripts[data.transcripts.length - 1]);
   const [open, setOpen] = useState(false);
-  const viewer = `api/inspect/${encodeURIComponent(data.line.uuid)}/${attempt}/`;
-  return html`<${Card} title="Inspect's transcript" more=${data.has_viewer ? html`<a href=${viewer} target="_blank" rel="noopener">Open in Inspect's viewer<//>` : ""}><div class="stack">
+  return html`<${Card} title="Inspect's transcript"><div class="stack">
     <div class="row"><button onClick=${() => setOpen(!open)} aria-expanded=${open}>${open ? "Hide the events" : "Show the events"}</button>
-      ${data.transcripts.length > 1 && html`<label>attempt <select value=${attempt} onChange=${(event) => setAttempt(Number(event.target.value))}>${data.transcripts.map((each) => html`<option value=${each}>${each}</option>`)}</select></label>`}
-      ${!data.has_viewer && html`<span class="small quiet">Inspect's own viewer is not installed where this page runs (pip install inspect_ai).</span>`}</div>
+      ${data.transcripts.length > 1 && html`<label>attempt <select value=${attempt} onChange=${(event) => setAttempt(Number(event.target.value))}>${data.transcripts.map((each) => html`<option value=${each}>${each}</option>`)}</select></label>`}</div>
     ${open && html`<${Timeline} key=${attempt} uuid=${data.line.uuid} attempt=${attempt} />`}
   </div><//>`;
 }

@@ -43,7 +43,9 @@ ERRORS: Mapping[str, str] = {
     "loss_on_unsampled_token": "a token that was not sampled carries loss",
     "ids_retokenised": "the token ids were made from text and may differ from what was sampled",
     "raw_logprobs_at_temperature": "logprobs at temperature 1 of tokens sampled at another temperature",
-    "temperature_not_one": "sampled at a temperature other than 1, which the trainer cannot compare",
+    "temperature_not_one": "sampled at a temperature other than 1, at which the trainer or the teacher, a "
+    "service, cannot score",
+    "greedy": "sampled at temperature 0: the most probable token is no sample of a distribution",
     "constrained": "a grammar took choices away, and training.constrained_tokens is refuse",
     "logprobs_shifted": "the logprobs match the tokens one or two positions away",
     "logprobs_truncated": "the logprobs of a call end before its tokens do",
@@ -60,12 +62,14 @@ def find_errors(
     vocabulary: int,
     prompts: Mapping[str, bytes] | None = None,
     refuse_constrained: bool = False,
+    scales_logits: bool = True,
 ) -> list[str]:
     """Return the names of a sequence's errors; empty if it may train.
 
     `vocabulary`: number of token ids. `prompts`: the full prompts of the episode's calls (`full_prompts`),
     needed to check the prefix of a call whose parent is in another sequence; without them only the call's new
     prompt ids are checked. `refuse_constrained`: whether a constrained token is an error.
+    `scales_logits`: whether the trainer scores each token at the temperature that it was sampled at.
     """
     length = len(rollout.tokens)
     arrays = [rollout.sampled, rollout.loss_mask, rollout.logprobs, rollout.rewards]
@@ -88,7 +92,9 @@ def find_errors(
         errors.append("loss_on_unsampled_token")
     if refuse_constrained and any(segment.call.is_constrained for segment in rollout.segments):
         errors.append("constrained")
-    return errors + sorted({*_segment_errors(rollout), *_prefix_errors(rollout, prompts or {})})
+    return errors + sorted(
+        {*_segment_errors(rollout, scales_logits), *_prefix_errors(rollout, prompts or {})}
+    )
 
 
 def logprob_errors(logprobs: npt.NDArray[np.floating[Any]]) -> list[str]:
@@ -103,11 +109,11 @@ def logprob_errors(logprobs: npt.NDArray[np.floating[Any]]) -> list[str]:
     return errors
 
 
-def _segment_errors(rollout: Rollout) -> Iterator[str]:
+def _segment_errors(rollout: Rollout, scales_logits: bool) -> Iterator[str]:
     covered = np.zeros(len(rollout.tokens), dtype=np.int8)
     for segment in rollout.segments:
         covered[segment.start : segment.end] += 1
-        yield from _call_errors(segment.call)
+        yield from _call_errors(segment.call, scales_logits)
         if rollout.tokens[segment.start : segment.end].tobytes() != segment.call.sampled:
             yield "tokens_differ_from_call"
         elif not _same(rollout.logprobs[segment.start : segment.end], segment.call.sampled_logprobs):
@@ -123,10 +129,14 @@ def _same(ours: FloatArray, theirs: FloatArray) -> bool:
     return ours.tobytes() == theirs.tobytes() or not np.isfinite(ours).all()
 
 
-def _call_errors(call: Call) -> Iterator[str]:
-    if call.temperature != 1:
-        # The trainer computes logprobs at temperature 1, so others cannot be compared with them.
-        yield "raw_logprobs_at_temperature" if call.logprob_kind == "raw" else "temperature_not_one"
+def _call_errors(call: Call, scales_logits: bool) -> Iterator[str]:
+    if call.temperature == 0:
+        yield "greedy"
+    elif call.temperature != 1 and call.logprob_kind == "raw":
+        # They are not of the distribution that was sampled from, which is what the losses compare with.
+        yield "raw_logprobs_at_temperature"
+    elif call.temperature != 1 and not scales_logits:
+        yield "temperature_not_one"
     if call.ids_from in FROM_TEXT:
         yield "ids_retokenised"
 
@@ -161,11 +171,10 @@ WARNINGS: Mapping[str, str] = {
     "usage_differs": "the server's token count differs from the number of tokens it sent",
     "prompt_rendered_by_the_client": "the client rendered the prompt ids, not the server",
     "prompt_differs_from_local_rendering": "the server's prompt differs from the client's own rendering",
-    "top_p": "sampled with top-p: the logprobs are of the distribution before the cutoff",
-    "top_k": "sampled with top-k: the logprobs are of the distribution before the cutoff",
-    "min_p": "sampled with min-p: the logprobs are of the distribution before the cutoff",
+    "top_p": "sampled with top-p, and trained with the logprobs from before the cut: the gradient is biased",
+    "top_k": "sampled with top-k, and trained with the logprobs from before the cut: the gradient is biased",
+    "min_p": "sampled with min-p, and trained with the logprobs from before the cut: the gradient is biased",
     "repetition_penalty": "sampled with a repetition penalty, which no trainer reproduces",
-    "greedy": "sampled at temperature 0: no exploration",
     "constrained": "a grammar forced tokens of a reply or cut its choices",
     "logprob_kind_unknown": "it is not known which distribution the logprobs are of",
     "tokenizer_differs": "the prompt was rendered with a tokenizer other than the trainer's",
@@ -210,8 +219,6 @@ def _call_warnings(call: Call, tokenizer: str) -> Iterator[str]:
         yield "min_p"
     if call.repetition_penalty != 1:
         yield "repetition_penalty"
-    if call.temperature == 0:
-        yield "greedy"
     if call.is_constrained:
         yield "constrained"
     if call.logprob_kind == "unknown":

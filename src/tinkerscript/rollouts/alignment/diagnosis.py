@@ -31,10 +31,10 @@ MIN_TOKENS = 8
 
 SHIFTS = (1, -1, 2, -2)
 
-CLEAR = 0.2
-"""A pattern must explain all but this share of the gap."""
+UNEXPLAINED = 0.2
+"""Share of the gap that a pattern may leave unexplained."""
 
-MATCH = 0.01
+EQUAL_WITHIN = 0.01
 """Logprobs that differ by at most this are equal."""
 
 NEARLY_ALL = 0.98
@@ -42,11 +42,11 @@ NEARLY_ALL = 0.98
 MOST_CALLS = 0.8
 """Share of the misaligned calls that must show a per-call pattern."""
 
-FULL = 1.05
+MAX_TOTAL = 1.05
 """Total probability of different tokens after one prefix, including rounding."""
 
 OVERFULL_SHARE = 0.05
-"""Share of prefixes that may exceed `FULL` on a noisy server."""
+"""Share of prefixes that may exceed `MAX_TOTAL` on a noisy server."""
 
 
 def is_comparable(call: Call) -> bool:
@@ -144,7 +144,7 @@ class Pair:
     @property
     def matches(self) -> np.ndarray:
         """bool [n]"""
-        return np.abs(self.sampler - self.trainer) <= MATCH
+        return np.abs(self.sampler - self.trainer) <= EQUAL_WITHIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ def diagnose(
 def _shifted(bad: Sequence[Pair], mean: float, figures: str) -> Finding | None:
     best = min(SHIFTS, key=lambda shift: _residual(bad, shift))
     residual = _residual(bad, best)
-    if residual > CLEAR * mean:
+    if residual > UNEXPLAINED * mean:
         return None
     places, way = abs(best), "late" if best < 0 else "early"
     return Finding(
@@ -245,7 +245,7 @@ def _retokenised(bad: Sequence[Pair], retokenise: Callable[[IntArray], Sequence[
     heads = [int(np.argmin(pair.matches)) for pair in bad]
     tails = np.concatenate([pair.matches[head:] for pair, head in zip(bad, heads, strict=True)])
     begins = np.mean([head > 0 for head in heads])
-    if begins < CLEAR or tails.mean() > CLEAR:
+    if begins < UNEXPLAINED or tails.mean() > UNEXPLAINED:
         return False
     return all(list(retokenise(pair.ids)) == pair.ids.tolist() for pair in bad)
 
@@ -254,10 +254,10 @@ def _of_the_likeliest(bad: Sequence[Pair]) -> bool:
     """Never below the trainer's; where above, the two probabilities sum to at most 1."""
     sampler = np.concatenate([pair.sampler for pair in bad]).astype(np.float64)
     trainer = np.concatenate([pair.trainer for pair in bad]).astype(np.float64)
-    above = sampler - trainer > MATCH
-    if above.all() or not above.any() or (sampler - trainer >= -MATCH).mean() < NEARLY_ALL:
+    above = sampler - trainer > EQUAL_WITHIN
+    if above.all() or not above.any() or (sampler - trainer >= -EQUAL_WITHIN).mean() < NEARLY_ALL:
         return False
-    room = np.exp(sampler[above]) + np.exp(trainer[above]) <= 1 + MATCH
+    room = np.exp(sampler[above]) + np.exp(trainer[above]) <= 1 + EQUAL_WITHIN
     return bool(room.mean() >= NEARLY_ALL)
 
 
@@ -275,7 +275,7 @@ class Contradictions:
     """Number of prefixes after which different tokens were sampled."""
 
     overfull: int = 0
-    """Number of those whose probabilities sum to more than `FULL`."""
+    """Number of those whose probabilities sum to more than `MAX_TOTAL`."""
 
     def add(self, rollouts: Iterable[Rollout]) -> None:
         """Compare the first calls of the sequences of one group."""
@@ -317,7 +317,7 @@ class Contradictions:
                 yield branch
         if len(by_token) > 1:
             self.prefixes += 1
-            self.overfull += total > FULL
+            self.overfull += total > MAX_TOTAL
 
     def finding(self, *, threshold: float) -> Finding | None:
         """None unless there is enough to compare and the contradictions exceed noise."""

@@ -7,25 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tinkerscript.rollouts.alignment.checks import ERRORS, WARNINGS
 from tinkerscript.rollouts.alignment.diagnosis import Finding, Gap
 from tinkerscript.rollouts.call import TokenConstraint
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
-
-_SUMS = (
-    "episodes",
-    "sequences",
-    "calls",
-    "truncated",
-    "tokens_sampled",
-    "tokens_trained",
-    "tokens_total",
-    "side_calls",
-)
-_COUNTERS = ("errors", "warnings", "forks", "ids_from", "logprob_kinds", "constrained", "ignored")
 
 
 @dataclass
@@ -107,33 +95,30 @@ class Counts:
 
     def metrics(self) -> dict[str, float]:
         """Metrics of one step; names start with `alignment/`."""
-        found = {name: float(getattr(self, name)) for name in _SUMS if name != "truncated"}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        found = {name: float(value) for name, value in values.items() if isinstance(value, int)}
+        del found["tokens_unmerged"]
         found["sequences_per_episode"] = self.sequences_per_episode
         found["merge_ratio"] = self.merge_ratio
-        found["truncated"] = self.truncated / self.calls if self.calls else 0.0
         found |= self.at_lag_0.metrics()
         for lag, gap in sorted(self.gaps.items()):
             if lag:
                 found |= {f"lag_{lag}/{name}": value for name, value in gap.metrics().items()}
-        for name in ("errors", "warnings", "forks"):
-            found |= {f"{name}/{key}": float(number) for key, number in getattr(self, name).items()}
+        for name, counter in (("errors", self.errors), ("warnings", self.warnings), ("forks", self.forks)):
+            found |= {f"{name}/{key}": float(number) for key, number in counter.items()}
         for name in ("ids_from", "logprob_kinds", "constrained"):
-            counter: Counter[str] = getattr(self, name)
-            found |= {f"{name}/{key}": number / self.tokens_sampled for key, number in counter.items()}
+            found |= {f"{name}/{key}": number / self.tokens_sampled for key, number in values[name].items()}
         return {f"alignment/{name}": value for name, value in found.items()}
 
     def as_json(self) -> dict[str, object]:
-        return {
-            **{name: getattr(self, name) for name in (*_SUMS, "tokens_unmerged")},
-            **{name: dict(getattr(self, name)) for name in _COUNTERS},
-            "gaps": {str(lag): gap.as_json() for lag, gap in sorted(self.gaps.items())},
-        }
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        plain = {name: value if isinstance(value, int) else dict(value) for name, value in values.items()}
+        return {**plain, "gaps": {str(lag): gap.as_json() for lag, gap in sorted(self.gaps.items())}}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Counts:
-        counts = cls(**{name: data.get(name, 0) for name in (*_SUMS, "tokens_unmerged")})
-        for name in _COUNTERS:
-            getattr(counts, name).update(data.get(name, {}))
+        kinds = {each.name: type(getattr(cls(), each.name)) for each in fields(cls)}
+        counts = cls(**{name: kind(data[name]) for name, kind in kinds.items() if name in data})
         counts.gaps = {int(lag): Gap.from_json(gap) for lag, gap in data.get("gaps", {}).items()}
         return counts
 

@@ -17,11 +17,11 @@ from operator import attrgetter, itemgetter
 
 from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
 from tinkerscript.protocol import HANDED_BACK, TRAINER_POOL, ClaimType, EpisodeType, Failure
-from tinkerscript.server.episodes.indexes import ClaimRequests, Queues, StateCounts
-from tinkerscript.server.episodes.leases import Leases
+from tinkerscript.server.episodes.indexes import ClaimRequests, Leases, Queues, StateCounts
 from tinkerscript.server.episodes.record import (
     CANCELLED,
     TRANSITIONS,
+    UNDELIVERABLE,
     Changes,
     ClosedClaim,
     EpisodeRecord,
@@ -314,6 +314,18 @@ class EpisodeBook:
         episode.failures.append(failure)
         self._close_claim(episode, "failed")
 
+    def give_up(self, uuid: str, reason: str) -> EpisodeRecord:
+        """Fail an episode that has ended with a result which cannot be delivered, so that no trainer has it.
+
+        Raises UnknownEpisodeError, or ConflictError for an episode without such a result.
+        """
+        episode = self.get(uuid)
+        if episode.state != "ended":
+            raise ConflictError(f"episode {uuid!r} is {episode.state}, not ended")
+        episode.failures.append(_failure_of(episode, UNDELIVERABLE, reason))
+        self._move(episode, "failed")
+        return episode
+
     def release_client(self, client_uuid: str, reason: str) -> list[EpisodeRecord]:
         """Release all claims of a dead client; returns their episodes."""
         held = list(self._claims.get(client_uuid, {}).values())
@@ -432,8 +444,8 @@ class EpisodeBook:
             self._move(episode, "accepted")
         self._touch(episode)
         episode.acknowledged = True
-        episode.payload = episode.result = b""
         self.counts.finished(episode)
+        episode.payload = episode.result = b""
         del self._unfinished[episode.sequence]
 
 

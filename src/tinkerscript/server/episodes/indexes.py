@@ -3,6 +3,7 @@
     ClaimRequests    what each claim request was answered with
     Queues           episodes that wait for a client
     LongPollQueue    clients that wait for an episode
+    Leases           running claims by deadline
     DeliveryWindow   outcomes that wait for the trainer
     StateCounts      episodes in each state
 
@@ -248,6 +249,93 @@ def _wake(client: _Waiting) -> None:
         client.set_result(None)
 
 
+class Leases:
+    """The running claims by deadline. A lease expires `lease_s` after the last activity, and no later than
+    `ends_at`.
+
+    Each running claim has exactly one heap entry, never later than its deadline. A running claim's deadline
+    only ever moves later, so an entry is corrected when it reaches the top: O(log n) amortized.
+    """
+
+    def __init__(self, clock: Callable[[], float], wall: Callable[[], float], *, max_claim_s: float) -> None:
+        """`clock` measures leases; `wall` (Unix time) measures lifetimes, also across a restart."""
+        self._clock = clock
+        self._wall = wall
+        self._max_claim_s = max_claim_s
+        self._heap: list[tuple[float, int, int, EpisodeRecord]] = []
+
+    def start(self, episode: EpisodeRecord) -> None:
+        """Start the lease of the episode's last claim, whose `lease_s` and `claimed_at` are set."""
+        episode.ends_at = self._clock() + self._max_claim_s - self.age_s(episode)
+        episode.calls_in_flight = 0
+        self.renew(episode)
+        heapq.heappush(self._heap, (episode.deadline, episode.sequence, episode.attempt, episode))
+
+    def renew(self, episode: EpisodeRecord) -> None:
+        """Record activity of the claim that holds the lease."""
+        episode.renewed_at = self._clock()
+
+    def begin_call(self, episode: EpisodeRecord) -> None:
+        """A model call of the claim that holds the lease begins: the lease does not expire before it ends."""
+        episode.calls_in_flight += 1
+        self.renew(episode)
+
+    def end_call(self, episode: EpisodeRecord, attempt: int) -> None:
+        """A model call is over: renews the lease, unless the claim was lost in the meantime."""
+        if episode.state == "claimed" and episode.attempt == attempt:
+            episode.calls_in_flight -= 1
+            self.renew(episode)
+
+    def next_deadline(self) -> float | None:
+        """When to look for expired claims, on the clock; None while nothing is claimed."""
+        while self._heap:
+            at, sequence, attempt, episode = self._heap[0]
+            if episode.state != "claimed" or episode.attempt != attempt:
+                heapq.heappop(self._heap)
+            elif episode.deadline > at:
+                heapq.heapreplace(self._heap, (episode.deadline, sequence, attempt, episode))
+            else:
+                return at
+        return None
+
+    def find_expired(self) -> tuple[EpisodeRecord, str, str] | None:
+        """An episode whose claim has expired, with the failure's kind and message; None if there is none.
+
+        The claim must be closed before the next call. A model call in flight counts as activity: only the end
+        of the claim's lifetime stops it.
+        """
+        now = self._clock()
+        while (deadline := self.next_deadline()) is not None and deadline <= now:
+            episode = self._heap[0][3]
+            if episode.ends_at <= now:
+                return episode, "claim_expired", f"the claim exceeded its limit of {self._max_claim_s:g} s"
+            if not episode.calls_in_flight:
+                return episode, "lease_expired", f"no activity for {episode.lease_s:g} s"
+            self.renew(episode)
+        return None
+
+    def left_s(self, episode: EpisodeRecord) -> float:
+        """Seconds until the last claim ends, however active it is."""
+        return max(0.0, episode.ends_at - self._clock())
+
+    def lease_left_s(self, episode: EpisodeRecord) -> float:
+        """Seconds until the last claim expires without further activity; a call in flight is activity."""
+        now = self._clock()
+        active_at = now if episode.calls_in_flight else episode.renewed_at
+        return max(0.0, min(active_at + episode.lease_s, episode.ends_at) - now)
+
+    def age_s(self, episode: EpisodeRecord) -> float:
+        """Seconds since the last claim was made."""
+        return max(0.0, self._wall() - episode.claimed_at)
+
+    def last_activity(self, episode: EpisodeRecord) -> float:
+        """Unix time of the last claim's last activity; 0 before the first claim."""
+        if not episode.renewed_at:
+            return episode.claimed_at
+        idle_s = 0.0 if episode.calls_in_flight else self._clock() - episode.renewed_at
+        return max(episode.claimed_at, self._wall() - idle_s)
+
+
 class DeliveryWindow:
     """Uuids of episodes whose outcome is committed and not acknowledged, oldest first.
 
@@ -278,14 +366,19 @@ class DeliveryWindow:
             del self._sent[uuid]
             self.changed.set()
 
-    def take(self) -> list[str]:
-        """What to send now."""
+    def take(self, at_most: int | None = None) -> list[str]:
+        """What to send now; `at_most` so many."""
         taken = list[str]()
-        while self._waiting and len(self._sent) < self._window:
+        at_most = self._window if at_most is None else at_most
+        while self._waiting and len(self._sent) < self._window and len(taken) < at_most:
             uuid, _ = self._waiting.popitem(last=False)
             self._sent[uuid] = self._clock()
             taken.append(uuid)
         return taken
+
+    def is_sent(self, uuid: str) -> bool:
+        """Whether it was sent, and is neither acknowledged nor to be sent again."""
+        return uuid in self._sent
 
     def requeue(self, after_s: float = 0.0) -> None:
         """Move what was sent that many seconds ago or earlier to the front, to be sent again."""
@@ -305,6 +398,9 @@ class StateCounts:
         self._types: dict[EpisodeType, dict[State, int]] = {kind: _zeros() for kind in EPISODE_TYPES}
         self._pools: dict[str, dict[State, int]] = {TRAINER_POOL: _zeros()}
         self._unfinished: dict[str, int] = {}
+        self._payloads: dict[str, int] = {}
+        """Pool -> bytes of the payloads of its unfinished episodes."""
+
         self._failures: dict[EpisodeType, int] = dict.fromkeys(EPISODE_TYPES, 0)
 
     def count(self, episode: EpisodeRecord, step: int) -> None:
@@ -320,18 +416,24 @@ class StateCounts:
     def begun(self, episode: EpisodeRecord) -> None:
         """The episode's outcome is not acknowledged yet."""
         self._unfinished[episode.pool] = self._unfinished.get(episode.pool, 0) + 1
+        self._payloads[episode.pool] = self._payloads.get(episode.pool, 0) + len(episode.payload)
 
     def finished(self, episode: EpisodeRecord) -> None:
-        """The episode's outcome is acknowledged."""
+        """The episode's outcome is acknowledged; its payload is still there."""
         left = self._unfinished[episode.pool] - 1
+        self._payloads[episode.pool] -= len(episode.payload)
         if left:
             self._unfinished[episode.pool] = left
         else:
-            del self._unfinished[episode.pool]
+            del self._unfinished[episode.pool], self._payloads[episode.pool]
 
     def unfinished(self, pool: str) -> int:
         """Episodes of the pool whose outcome is not acknowledged."""
         return self._unfinished.get(pool, 0)
+
+    def payload_bytes(self, pool: str) -> int:
+        """Bytes of the payloads of those episodes."""
+        return self._payloads.get(pool, 0)
 
     def by_type(self) -> dict[EpisodeType, EpisodeCounts]:
         """The counts of each type, over all pools."""

@@ -18,14 +18,18 @@ State = Literal["registered", "claimed", "ended", "accepted", "failed"]
 TRANSITIONS: Mapping[State, frozenset[State]] = {
     "registered": frozenset({"claimed", "failed"}),
     "claimed": frozenset({"registered", "ended", "failed"}),
-    "ended": frozenset({"accepted"}),
+    "ended": frozenset({"accepted", "failed"}),
     "accepted": frozenset(),
     "failed": frozenset({"registered"}),
 }
 """registered -> claimed -> ended -> accepted. A lost claim goes back to registered, or on to failed; an
-operator may retry a failed episode as long as no trainer can have its failure."""
+operator may retry a failed episode as long as no trainer can have its failure. A result that no message can
+carry to the trainer fails its episode: `ended` -> failed."""
 
 STATES: tuple[State, ...] = tuple(TRANSITIONS)
+
+UNDELIVERABLE = "undeliverable"
+"""Failure kind of an episode whose result is larger than a message to the trainer may be."""
 
 CANCELLED = "cancelled"
 """Failure kind of an episode that the trainer no longer needs."""

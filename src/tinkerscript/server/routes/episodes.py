@@ -1,15 +1,17 @@
-"""The endpoints of claims: claim, end, abort, can continue, heartbeat.
+"""The endpoints of claims: claim, end, abort, can continue, heartbeat, and the transcript of a claim.
 
 Invariants: nothing is answered before it is committed, and every refusal has a status that tells the client
-what to do (see `asgi.Refusals`). To claim takes the client role, everything else the claim's own key.
+what to do (see `asgi.Refusals`). To claim takes the client role, everything else the claim's own key. A
+transcript is bytes for people that the server does not read; its length is known and allowed before any of
+it is received.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,15 +20,13 @@ from pydantic_core import from_json
 from starlette.types import Receive
 
 from tinkerscript.asgi import RETRY_AFTER_S, FastRoute
-from tinkerscript.errors import (
-    NotTheOwnerError,
-    UnknownEpisodeError,
-)
+from tinkerscript.config import RunConfig
+from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
+from tinkerscript.limits import FAILURE_KIND, METADATA_DEPTH, OUTPUT_BYTES, depth_is_beyond
 from tinkerscript.logs import about
 from tinkerscript.protocol import (
     NO_EPISODES,
     POLICY,
-    RUN_FINISHED,
     AbortEpisodeRequest,
     AwaitRunEndRequest,
     AwaitRunEndResponse,
@@ -35,7 +35,6 @@ from tinkerscript.protocol import (
     ClaimEpisodeRequest,
     ClaimEpisodeResponse,
     EndEpisodeRequest,
-    EndEpisodeResponse,
     EpisodeClaim,
     Failure,
     SuccessResponse,
@@ -43,18 +42,34 @@ from tinkerscript.protocol import (
     bounded,
     checked_reward,
 )
-from tinkerscript.server.accounts import Account, Accounts
-from tinkerscript.server.auth import ClaimKeys, Roles, authorization_of
+from tinkerscript.server.auth import ClaimKeys, Roles
 from tinkerscript.server.claims import LeasedClaims, gateway_path
 from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import ServerMetrics
+from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.tracing import claim_traceparent
 
+TRANSCRIPT_PATH = "/record_transcript"
+
+MAX_READING_BYTES = 64 * 2**20
+"""Bytes of transcripts that may be received at a time; for one more, the client has to try again."""
+
+_TRANSCRIPT_BODY: dict[str, Any] = {
+    "requestBody": {
+        "description": "The transcript: bytes that the server does not read.",
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+
 MAX_BASE_URLS = 1000
+MAX_GROUPS = 10_000
 
 BAD_PAYLOAD = "bad_payload"
 """Failure kind of an episode whose payload no reply can hold."""
+
+_PORT = re.compile(r":[0-9]*$")
 
 logger = logging.getLogger(__name__)
 
@@ -66,36 +81,36 @@ class EpisodeRoutes:
         self,
         *,
         interchange: Interchange,
+        store: EpisodeStore,
         keys: ClaimKeys,
         claims: LeasedClaims,
-        accounts: Accounts | None,
         roles: Roles,
         metrics: ServerMetrics,
-        public_base_url: str,
-        max_metadata_bytes: int,
-        max_reward: float,
-        trained_roles: Collection[str],
-        max_transcript_bytes: int = 0,
-        model_roles: Sequence[str] = (),
-        gateways: int = 0,
+        config: RunConfig,
+        gateway_ports: Sequence[int] = (),
         run: str = "",
     ) -> None:
-        """`model_roles`: names of the run's; `gateways`: as in `LeasedClaims`; `run`: its name."""
-        self._gateways = gateways
+        """`gateway_ports`: where gateway processes listen; `run`: the name of the run."""
         self._interchange = interchange
         self._book = interchange.book
+        self._store = store
         self._keys = keys
         self._claims = claims
-        self._accounts = accounts
         self._roles = roles
         self._metrics = metrics
-        self._max_metadata_bytes = max_metadata_bytes
-        self._max_reward = max_reward
-        self._trained_roles = trained_roles
-        self._max_transcript_bytes = max_transcript_bytes
-        self._model_roles = list(model_roles)
+        self._public_base_url = config.interchange_server.public_base_url.rstrip("/")
+        self._max_reward = config.interchange_server.max_reward
+        self._max_transcript_bytes = config.max_transcript_bytes
+        self._trained_roles = config.trained_roles
+        self._model_roles = list(config.episode_roles)
+        self._gateway_ports = gateway_ports
         self._run = run
-        self._public_base_url = public_base_url.rstrip("/")
+        self._reading = 0
+        """Bytes of transcripts that are being received."""
+
+        self._tasks_of_groups: dict[str, str] = {}
+        """Group -> the task that its first result named, of the groups that ended last."""
+
         self._base_urls: dict[tuple[str, bytes], str] = {}
         """Scheme and Host header -> the server's URL of such a request; cached: expensive to build."""
 
@@ -109,21 +124,20 @@ class EpisodeRoutes:
             "/abort_episode": FastRoute(self.abort_episode, of_a_claim),
             "/can_continue_episode": FastRoute(self.can_continue_episode, of_a_claim),
             "/heartbeat_episode": FastRoute(self.heartbeat_episode, of_a_claim),
+            TRANSCRIPT_PATH: FastRoute(self.record_transcript, of_a_claim, _TRANSCRIPT_BODY),
         }
 
     async def claim_episode(self, body: ClaimEpisodeRequest, request: Request) -> ClaimEpisodeResponse:
         """Claim the oldest registered episodes, waiting up to `wait_s` seconds for the first."""
-        account = None
-        if self._accounts is not None:
-            authorization = authorization_of(request.scope)
-            account = self._accounts.charged(authorization, await request.body())
-            owner = self._accounts.owner(body.client_uuid, account)
+        clients = self._interchange.clients
+        account = self._roles.account(request.scope)
+        clients.check_pool(account, body.pool)
+        owner = clients.owner(body.client_uuid, account)
+        if owner != body.client_uuid:
             body = body.model_copy(update={"client_uuid": owner})
-        if account is not None:
-            account.use_pool(body.pool)
-            if self._book.answered(body.client_uuid, body.claim_request_id) is None:
-                account.check_claims()
-        made = await self._claim_unless_gone(body, request.receive, account)
+        if self._book.answered(owner, body.claim_request_id) is None:
+            clients.check_waiting(owner, "an episode")
+        made = await self._claim_unless_gone(body, request.receive)
         claims = made if isinstance(made, str) else await self._readable(made, body, request)
         if isinstance(claims, str):
             return ClaimEpisodeResponse(
@@ -131,7 +145,7 @@ class EpisodeRoutes:
                 client_uuid=body.client_uuid,
                 fail_cause=claims,
                 retry_after_s=RETRY_AFTER_S,
-                run_finished=claims == RUN_FINISHED,
+                run_finished=claims == self._interchange.why_over,
             )
         first, *rest = claims
         more = [EpisodeClaim.model_construct(**claim) for claim in rest]
@@ -139,18 +153,18 @@ class EpisodeRoutes:
 
     async def await_run_end(self, body: AwaitRunEndRequest, request: Request) -> AwaitRunEndResponse:
         """Whether the run is finished, waiting up to `wait_s` seconds for it."""
-        account, owner = None, body.client_uuid
-        if self._accounts is not None:
-            account = self._accounts.charged(authorization_of(request.scope), await request.body())
-            owner = self._accounts.owner(body.client_uuid, account)
+        clients = self._interchange.clients
+        owner = clients.owner(body.client_uuid, self._roles.account(request.scope))
         if body.report is not None:
             self._metrics.workers.add(owner, body.report)
-        with account.watching() if account is not None else nullcontext():
+        with clients.waiting(owner, "the run's end"):
             waiting = asyncio.create_task(self._interchange.run_end.wait(owner, body.wait_s))
             gone = asyncio.create_task(_disconnected(request.receive))
             try:
                 await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
-                return AwaitRunEndResponse(run_finished=waiting.done() and waiting.result())
+                is_over = waiting.done() and waiting.result()
+                cause = self._interchange.why_over if is_over else ""
+                return AwaitRunEndResponse(run_finished=is_over, fail_cause=cause)
             finally:
                 waiting.cancel()
                 gone.cancel()
@@ -191,9 +205,12 @@ class EpisodeRoutes:
 
     def _models_url(self, base_url: str, episode_uuid: str, attempt: int) -> str:
         """The base URL of a claim's model calls: of the process that owns it."""
-        if not self._gateways:
+        if not self._gateway_ports:
             return f"{base_url}/v1"
-        number = self._keys.gateway(episode_uuid, attempt, of=self._gateways)
+        number = self._keys.gateway(episode_uuid, attempt, of=len(self._gateway_ports))
+        if not self._public_base_url:
+            scheme, _, host = base_url.partition("://")
+            base_url = f"{scheme}://{_PORT.sub('', host)}:{self._gateway_ports[number - 1]}"
         return f"{base_url}{gateway_path(number)}/v1"
 
     def _claimed(self, claim: Claim, base_url: str, *, with_alias: bool) -> dict[str, Any]:
@@ -217,13 +234,11 @@ class EpisodeRoutes:
             "traceparent": claim_traceparent(uuid, attempt),
         }
 
-    async def _claim_unless_gone(
-        self, body: ClaimEpisodeRequest, receive: Receive, account: Account | None
-    ) -> list[Claim] | str:
+    async def _claim_unless_gone(self, body: ClaimEpisodeRequest, receive: Receive) -> list[Claim] | str:
         """Claim; stop waiting when the client hangs up."""
         if not body.wait_s:
-            return await self._interchange.claim(body, account)
-        claiming = asyncio.create_task(self._interchange.claim(body, account))
+            return await self._interchange.claim(body)
+        claiming = asyncio.create_task(self._interchange.claim(body))
         gone = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait((claiming, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -237,23 +252,39 @@ class EpisodeRoutes:
             gone.cancel()
             await asyncio.gather(claiming, gone, return_exceptions=True)
 
-    async def end_episode(self, body: EndEpisodeRequest, request: Request) -> EndEpisodeResponse:
+    async def end_episode(self, body: EndEpisodeRequest, request: Request) -> SuccessResponse:
         """Submit the result of a claim. Idempotent for the same result."""
         reward = _checked_reward(body.workflow_output, self._max_reward, self._trained_roles)
-        result = _encoded("workflow_output", body.workflow_output, self._max_metadata_bytes)
+        result = _encoded("workflow_output", body.workflow_output)
+        if depth_is_beyond(body.workflow_output.metadata, METADATA_DEPTH.limit):
+            raise HTTPException(
+                422, f"workflow_output.metadata: nested more than {METADATA_DEPTH.limit} deep; flatten it"
+            )
         claim = self._keys.claim_of(request.scope, body.episode_uuid)
-        if self._accounts is not None and (holder := self._accounts.holder(*claim)) is not None:
-            holder.send(await request.body())
+        group = self._book.get(claim.episode_uuid).group_id if body.task_id else ""
+        task = self._tasks_of_groups.get(group, body.task_id)
+        if task != body.task_id:
+            raise ConflictError(
+                f"task_id: the group {group!r} has a result of the task {task!r}, and rewards of "
+                f"{body.task_id!r} cannot be compared with it; work on the sample in the claim's payload, or "
+                "register your own tasks with register_episode, each with its task_id"
+            )
         self._book.end(*claim, reward=reward, result=result)
+        if group:
+            self._tasks_of_groups[group] = task
+            if len(self._tasks_of_groups) > MAX_GROUPS:
+                del self._tasks_of_groups[next(iter(self._tasks_of_groups))]
         await self._interchange.commit()
-        return EndEpisodeResponse(success=True)
+        return SuccessResponse(success=True)
 
     async def abort_episode(self, body: AbortEpisodeRequest, request: Request) -> SuccessResponse:
         """Record why the owner's attempt failed. The episode is requeued while it has attempts left."""
-        _encoded("failure", body.failure, self._max_metadata_bytes)
+        _encoded("failure", body.failure)
+        if len(body.failure.kind) > FAILURE_KIND.limit:
+            raise HTTPException(
+                422, f"failure.kind: has at most {FAILURE_KIND.limit} characters; the rest is its message"
+            )
         claim = self._keys.claim_of(request.scope, body.episode_uuid)
-        if self._accounts is not None and (holder := self._accounts.holder(*claim)) is not None:
-            holder.send(await request.body())
         self._book.abort(*claim, body.failure)
         await self._interchange.commit()
         return SuccessResponse(success=True)
@@ -290,23 +321,52 @@ class EpisodeRoutes:
             can_continue=True, policy_version_at_claim=episode.policy_version, policy_version=version
         )
 
+    async def record_transcript(self, request: Request) -> SuccessResponse:
+        """Leave the transcript of a claim that has not ended, under the claim's key; a second one replaces
+        it. It goes into the run's record and trains nothing."""
+        claim = self._keys.claim_of(request.scope, "")
+        self._book.held(*claim)
+        length = self._transcript_length(request)
+        self._reading += length
+        try:
+            body = await request.body()
+        finally:
+            self._reading -= length
+        self._store.add_transcript(self._book.held(*claim), claim.attempt, body)
+        await self._interchange.commit()
+        return SuccessResponse(success=True)
+
+    def _transcript_length(self, request: Request) -> int:
+        """Bytes of the body. Raises HTTPException for one that is not taken, or not now."""
+        try:
+            length = int(request.headers["content-length"])
+        except (KeyError, ValueError):
+            raise HTTPException(411, "send the transcript's length in a Content-Length header") from None
+        limit = self._max_transcript_bytes
+        if not 0 < length <= limit:
+            setting = "recording_transcript_kb" if limit else "recording, recording_transcript_kb"
+            raise HTTPException(
+                413, f"the transcript has {length} bytes; this run takes 1 to {limit} ({setting})"
+            )
+        if self._reading + length > MAX_READING_BYTES:
+            raise HTTPException(503, f"{self._reading} bytes of transcripts are being received; try again")
+        return length
+
 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def _encoded(field: str, message: WorkflowOutput | Failure, max_bytes: int) -> bytes:
+def _encoded(field: str, message: WorkflowOutput | Failure) -> bytes:
     """`message` as JSON. Raises HTTPException: 422 for text that is not Unicode, 413 if it is too long."""
     try:
         encoded = message.model_dump_json().encode()
     except ValueError as error:
         raise HTTPException(422, f"{field}: cannot be written as JSON: {error}") from error
-    if len(encoded) > max_bytes:
+    if len(encoded) > OUTPUT_BYTES.limit:
         raise HTTPException(
-            413,
-            f"{field}: has {len(encoded)} bytes as JSON; "
-            f"interchange_server.max_metadata_bytes allows {max_bytes}",
+            413, f"{field}: has {len(encoded)} bytes as JSON; {OUTPUT_BYTES.name} allows {OUTPUT_BYTES.limit}"
         )
     return encoded
 

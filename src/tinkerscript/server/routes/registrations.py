@@ -15,14 +15,14 @@ from fastapi import APIRouter, HTTPException, Request
 
 from tinkerscript.asgi import RETRY_AFTER_S
 from tinkerscript.errors import ConflictError, InterchangeError, QuotaError, UnauthorizedError
+from tinkerscript.limits import PAYLOAD_BYTES
 from tinkerscript.protocol import (
     TRAINER_POOL,
     RegisterEpisodeRequest,
-    RegisterEpisodeResponse,
     RegisterEpisodesRequest,
     RegisterEpisodesResponse,
+    SuccessResponse,
 )
-from tinkerscript.server.accounts import Account, Accounts
 from tinkerscript.server.auth import ADMIN_TOKEN, Roles, authorization_of
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.trainer_link.messages import NewEpisode
@@ -31,10 +31,9 @@ from tinkerscript.trainer_link.messages import NewEpisode
 class RegistrationRoutes:
     """The routes of whoever brings samples. They check the role themselves."""
 
-    def __init__(self, *, interchange: Interchange, roles: Roles, accounts: Accounts | None) -> None:
+    def __init__(self, *, interchange: Interchange, roles: Roles) -> None:
         self._interchange = interchange
         self._roles = roles
-        self._accounts = accounts
 
     def router(self) -> APIRouter:
         """All routes."""
@@ -43,22 +42,20 @@ class RegistrationRoutes:
         router.post("/register_episodes")(self.register_episodes)
         return router
 
-    async def register_episode(
-        self, body: RegisterEpisodeRequest, request: Request
-    ) -> RegisterEpisodeResponse:
+    async def register_episode(self, body: RegisterEpisodeRequest, request: Request) -> SuccessResponse:
         """Register one episode, or several copies: a client into its own pool, within its quota; the admin
         into any pool."""
-        account, is_admin = await self._registering(request, body.copies)
+        account, is_admin = self._registering(request)
         for new in _new_episodes(body):
             self._register(new, account, is_admin=is_admin)
         await self._interchange.commit()
-        return RegisterEpisodeResponse(success=True)
+        return SuccessResponse(success=True)
 
     async def register_episodes(
         self, body: RegisterEpisodesRequest, request: Request
     ) -> RegisterEpisodesResponse:
         """Register many episodes with one commit. Each is registered or refused independently."""
-        account, is_admin = await self._registering(request, sum(each.copies for each in body.episodes))
+        account, is_admin = self._registering(request)
         registered, refused, waits = list[str](), dict[str, str](), 0
         for new in (new for each in body.episodes for new in _new_episodes(each)):
             try:
@@ -78,23 +75,18 @@ class RegistrationRoutes:
             retry_after_s=float(RETRY_AFTER_S) if refused and waits == len(refused) else 0.0,
         )
 
-    async def _registering(self, request: Request, number: int) -> tuple[Account | None, bool]:
-        """Who registers `number` episodes, with the request counted: its account, and whether it is the
-        admin."""
-        authorization = authorization_of(request.scope)
-        self._roles.require("client", authorization)
-        account = None
-        if self._accounts is not None:
-            body = await request.body()
-            account = self._accounts.charged(authorization, body, registrations=number)
-        return account, self._roles.grants("admin", authorization)
+    def _registering(self, request: Request) -> tuple[str, bool]:
+        """Who registers: the client with its own token, if it is one, and whether it is the admin."""
+        self._roles.check("client", request.scope)
+        return self._roles.account(request.scope), self._roles.grants(
+            "admin", authorization_of(request.scope)
+        )
 
-    def _register(self, new: NewEpisode, account: Account | None, *, is_admin: bool) -> None:
+    def _register(self, new: NewEpisode, account: str, *, is_admin: bool) -> None:
         """Raises InterchangeError for what is refused, and HTTPException 422 for what is malformed."""
         if not is_admin:
             _check_own_pool(new)
-        if account is not None:
-            account.use_pool(new.pool)
+        self._interchange.clients.check_pool(account, new.pool)
         if new.pool != TRAINER_POOL and new.episode_type == "train" and not self._interchange.trains_clients:
             raise ConflictError(
                 "episode_type: this run trains on the samples of its task and would discard the result; "
@@ -119,12 +111,19 @@ def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:
     pool = body.client_uuid
     if "/" in pool:
         raise HTTPException(422, f"client_uuid: the name of a pool must not contain a slash, got {pool!r}")
+    payload = json.dumps(body.payload, sort_keys=True).encode()
+    if len(payload) > PAYLOAD_BYTES.limit:
+        raise HTTPException(
+            422,
+            f"payload: has {len(payload)} bytes as JSON; {PAYLOAD_BYTES.limit} are allowed: leave files out, "
+            "or let the program fetch them",
+        )
     return NewEpisode(
         episode_uuid=body.episode_uuid,
         episode_type=body.episode_type,
         # Without a task id the episode is a group of its own.
         group_id=body.group_id or f"{pool}/{body.task_id or body.episode_uuid}",
-        payload=json.dumps(body.payload, sort_keys=True).encode(),
+        payload=payload,
         pool=pool,
         group_size=body.group_size or (body.copies if body.copies > 1 else 0),
     )

@@ -1,39 +1,67 @@
-"""The endpoints that say how things stand: engine, batch, one episode, a claim's latest call, metrics.
+"""The endpoints that say how things stand (engine, batch, episodes, fleet, metrics), and an operator's.
 
-Invariant: they change nothing. `/health` and `/ready` are open; where tokens are set, all others take a
-client's, or the key of the claim that they are about.
+`/health` and `/ready` are open. If tokens are set, an operator's endpoints take the admin's, and all others
+a client's or the key of the claim that they are about. No reply contains a key, and the work of a reply about
+the fleet is bounded by the number of clients, not of episodes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import JSONResponse
 from pydantic_core import from_json
 
 from tinkerscript import __version__
-from tinkerscript.errors import UnknownEpisodeError
+from tinkerscript.errors import ConflictError, InterchangeError, UnknownEpisodeError
 from tinkerscript.protocol import (
     BatchProgressResponse,
+    DeadLetter,
     EngineStatusResponse,
+    EpisodeStatus,
+    FailedEpisodesReply,
+    FailedEpisodesRequest,
+    FailedEpisodesResponse,
+    Failure,
+    FleetClaim,
+    FleetClient,
+    FleetResponse,
+    FleetTotals,
+    GetEpisodeBufferRequest,
+    GetEpisodeBufferResponse,
     HealthResponse,
     IsEpisodeClaimedRequest,
     IsEpisodeClaimedResponse,
     ReadyResponse,
     ReplayLatestCallRequest,
     ReplayLatestCallResponse,
+    StopClientRequest,
+    SuccessResponse,
+    UpdateEngineStatusRequest,
 )
 from tinkerscript.rollouts.call import Call, calls_of, full_prompts, unpack_ids
 from tinkerscript.server.auth import ClaimId, ClaimKeys, Roles, authorization_of
 from tinkerscript.server.claims import LeasedClaims
+from tinkerscript.server.episodes.book import EpisodeBook
+from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import CONTENT_TYPE, ServerMetrics
 from tinkerscript.trainer_link.server_end import ServerLink
 
+MAX_CLAIMS = 500
+MAX_CLIENTS = 500
+MAX_FAILED = 100
+MAX_FAILURES = 10
+"""Attempts of a failed episode."""
+
+MAX_MESSAGE_CHARS = 2000
+
 
 class StatusRoutes:
-    """The routes of whoever looks on."""
+    """The endpoints about the server's state."""
 
     def __init__(
         self,
@@ -54,33 +82,47 @@ class StatusRoutes:
         self._roles = roles
 
     def router(self) -> APIRouter:
-        """All routes. Those about an episode check the role or the key themselves."""
+        """Those for clients, those about a claim, which take its key, and those open to everybody."""
         router = APIRouter(tags=["interchange"])
-        router.get("/get_engine_status")(self.get_engine_status)
-        router.get("/get_batch_progress")(self.get_batch_progress)
+        of_client = [Depends(self._require_client)]
+        router.get("/get_engine_status", dependencies=of_client)(self.get_engine_status)
+        router.get("/get_batch_progress", dependencies=of_client)(self.get_batch_progress)
+        router.get("/metrics", response_class=Response, dependencies=of_client)(self.metrics)
+        router.get("/openapi.json", include_in_schema=False, dependencies=of_client)(self.openapi)
+        router.post("/is_episode_claimed", dependencies=of_client)(self.is_episode_claimed)
+        router.post("/replay_latest_llm_call")(self.replay_latest_llm_call)
         router.get("/health")(self.health)
         router.get("/ready")(self.ready)
-        router.get("/metrics", response_class=Response)(self.metrics)
-        router.post("/is_episode_claimed")(self.is_episode_claimed)
-        router.post("/replay_latest_llm_call")(self.replay_latest_llm_call)
+        return router
+
+    async def _require_client(self, request: Request) -> None:
+        self._roles.check("client", request.scope)
+
+    async def openapi(self, request: Request) -> JSONResponse:
+        return JSONResponse(request.app.openapi())
+
+    def admin_router(self) -> APIRouter:
+        """Those for an operator; they need the admin role."""
+        router = APIRouter(tags=["operator"])
+        router.get("/fleet", response_model=FleetResponse)(self.fleet)
+        router.post("/stop_client")(self.stop_client)
+        router.post("/update_engine_status")(self.update_engine_status)
+        router.post("/get_episode_buffer")(self.get_episode_buffer)
+        router.get("/failed_episodes")(self.failed_episodes)
+        router.post("/failed_episodes/retry")(self.retry_failed_episodes)
+        router.post("/failed_episodes/drop")(self.drop_failed_episodes)
         return router
 
     async def get_engine_status(self) -> EngineStatusResponse:
         """The engine's state, and the number of episodes in each state."""
-        engine = self._interchange.engine
+        interchange = self._interchange
         return EngineStatusResponse(
-            engine_status=engine.status,
-            policy_version=engine.policy_version,
-            global_step=engine.global_step,
-            model=engine.model,
-            episodes=self._book.counts.by_type(),
+            **_engine_state(interchange, self._link),
+            model=interchange.engine.model,
             pools=self._book.counts.by_pool(),
-            waiting_clients=self._interchange.waiting_clients,
+            waiting_clients=interchange.waiting_clients,
             active_clients=self._book.active_clients,
-            trainer_connected=self._link.connected,
-            run_finished=engine.run_finished,
-            failure=engine.failure,
-            quarantined=self._interchange.quarantine.reasons(),
+            quarantined=interchange.clients.quarantined(),
         )
 
     async def health(self) -> HealthResponse:
@@ -99,11 +141,8 @@ class StatusRoutes:
         """What the trainer waits for before its next step, and who runs ahead of it."""
         return batch_progress(self._interchange, self._link)
 
-    async def is_episode_claimed(
-        self, body: IsEpisodeClaimedRequest, request: Request
-    ) -> IsEpisodeClaimedResponse:
+    async def is_episode_claimed(self, body: IsEpisodeClaimedRequest) -> IsEpisodeClaimedResponse:
         """Whether a client holds an episode at this moment."""
-        self._roles.check("client", request.scope)
         claim = self._keys.named(body.episode_uuid)
         uuid = body.episode_uuid if claim is None else claim.episode_uuid
         if uuid not in self._book:
@@ -127,6 +166,90 @@ class StatusRoutes:
             raise UnknownEpisodeError(f"claim {claim.attempt} of episode {claim.episode_uuid} has no call")
         return _replayed(calls)
 
+    # What an operator does
+
+    async def fleet(self) -> Response:
+        """The engine, the batch, the claims, the clients and the failures, as they are now."""
+        # Not the model itself: FastAPI would check the reply once more, at twice the cost.
+        found = fleet_response(self._interchange, self._link)
+        return Response(found.model_dump_json(), media_type="application/json")
+
+    async def stop_client(self, body: StopClientRequest) -> SuccessResponse:
+        """Give a client no more episodes until the server is restarted, and hand out its claims again."""
+        self._interchange.stop_client(body.client_uuid)
+        await self._interchange.commit()
+        return SuccessResponse(success=True)
+
+    async def update_engine_status(self, body: UpdateEngineStatusRequest) -> SuccessResponse:
+        """Set the engine's status by hand, while no trainer is connected."""
+        if self._link.connected:
+            raise ConflictError("a trainer is connected and reports the engine's status itself")
+        self._interchange.set_status(body.engine_status)
+        return SuccessResponse(success=True)
+
+    async def get_episode_buffer(
+        self, body: GetEpisodeBufferRequest | None = None
+    ) -> GetEpisodeBufferResponse:
+        """The episodes whose outcome the trainer has not acknowledged, page by page."""
+        body = body or GetEpisodeBufferRequest()
+        episodes = self._book.unfinished(after=body.after, limit=body.limit + 1)
+        return GetEpisodeBufferResponse(
+            buffer=[self._status(episode) for episode in episodes[: body.limit]],
+            next=_next(episodes, body.limit),
+        )
+
+    async def failed_episodes(
+        self,
+        limit: Annotated[
+            int, Query(ge=1, le=10_000, description="Maximum number of episodes in the reply.")
+        ] = 1000,
+        after: Annotated[
+            int, Query(ge=0, description="Continue after this number: `next` of the previous page.")
+        ] = 0,
+    ) -> FailedEpisodesResponse:
+        """The failed episodes, with the failure of every attempt, page by page."""
+        episodes = self._book.failed(after=after, limit=limit + 1)
+        return FailedEpisodesResponse(
+            episodes=[self._status(episode) for episode in episodes[:limit]], next=_next(episodes, limit)
+        )
+
+    async def retry_failed_episodes(self, body: FailedEpisodesRequest) -> FailedEpisodesReply:
+        """Requeue failed episodes with a fresh attempt budget.
+
+        Refused for a failure that was sent to the trainer: its group may be closed already.
+        """
+        return await self._each(body.episode_uuids, self._book.retry)
+
+    async def drop_failed_episodes(self, body: FailedEpisodesRequest) -> FailedEpisodesReply:
+        """Take failed episodes off the list. Refused while the trainer still waits for the failure."""
+        return await self._each(body.episode_uuids, self._book.drop)
+
+    async def _each(self, uuids: list[str], action: Callable[[str], object]) -> FailedEpisodesReply:
+        done, refused = list[str](), dict[str, str]()
+        for uuid in uuids:
+            try:
+                action(uuid)
+            except InterchangeError as error:
+                refused[uuid] = str(error)
+            else:
+                done.append(uuid)
+        await self._interchange.commit()
+        return FailedEpisodesReply(success=not refused, done=done, refused=refused)
+
+    def _status(self, episode: EpisodeRecord) -> EpisodeStatus:
+        return EpisodeStatus(
+            **_shown_episode(episode),
+            client_uuid=episode.client_uuid,
+            episode_status=episode.state,
+            latest_activity_timestamp=self._book.leases.last_activity(episode),
+            allow_discard_timeout=episode.lease_s,
+            discard_episode_timeout=episode.lease_s,
+            attempt=episode.attempt,
+            policy_version=episode.policy_version if episode.attempt else None,
+            failures=episode.failures,
+            acknowledged=episode.acknowledged,
+        )
+
 
 def batch_progress(interchange: Interchange, link: ServerLink) -> BatchProgressResponse:
     """What the connected trainer waits for."""
@@ -134,8 +257,98 @@ def batch_progress(interchange: Interchange, link: ServerLink) -> BatchProgressR
     if batch is None or not link.connected:
         return BatchProgressResponse(collecting=False)
     fields = msgspec.structs.asdict(batch)
-    del fields["groups_needed"]
     return BatchProgressResponse(collecting=True, max_groups_ahead=interchange.max_groups_ahead, **fields)
+
+
+def _engine_state(interchange: Interchange, link: ServerLink) -> dict[str, Any]:
+    engine = interchange.engine
+    return {
+        "engine_status": engine.status,
+        "policy_version": engine.policy_version,
+        "global_step": engine.global_step,
+        "trainer_connected": link.connected,
+        "run_finished": engine.run_finished,
+        "failure": engine.failure,
+        "episodes": interchange.book.counts.by_type(),
+    }
+
+
+def fleet_response(interchange: Interchange, link: ServerLink) -> FleetResponse:
+    """The engine, the batch, the claims, the clients and the failures, as they are now."""
+    book, quarantined = interchange.book, interchange.clients.quarantined()
+    return FleetResponse(
+        **_engine_state(interchange, link),
+        waiting_clients=interchange.idle_clients,
+        batch=batch_progress(interchange, link),
+        claims=[_claim(book, episode) for episode in book.oldest_claims(MAX_CLAIMS)],
+        clients=_clients(interchange, quarantined),
+        failed=[_failed(episode) for episode in book.latest_failed(MAX_FAILED)],
+        totals=FleetTotals(
+            claims=book.claims_in_all,
+            clients=book.active_clients,
+            quarantined=len(quarantined),
+            failed=book.failed_in_all,
+        ),
+    )
+
+
+def _shown_episode(episode: EpisodeRecord) -> dict[str, Any]:
+    return {
+        "episode_uuid": episode.uuid,
+        "group_id": episode.group_id,
+        "episode_type": episode.episode_type,
+        "pool": episode.pool,
+    }
+
+
+def _claim(book: EpisodeBook, episode: EpisodeRecord) -> FleetClaim:
+    return FleetClaim(
+        **_shown_episode(episode),
+        client_uuid=episode.client_uuid,
+        attempt=episode.attempt,
+        age_s=round(book.leases.age_s(episode), 1),
+        lease_left_s=round(book.leases.lease_left_s(episode), 1),
+        calls_in_flight=episode.calls_in_flight,
+        policy_version=episode.policy_version,
+    )
+
+
+def _clients(interchange: Interchange, quarantined: dict[str, str]) -> list[FleetClient]:
+    """Those in quarantine, those with the most claims, those that came last."""
+    busiest = dict(interchange.book.busiest_clients(MAX_CLIENTS))
+    names = dict.fromkeys([*quarantined, *busiest, *interchange.clients.latest(MAX_CLIENTS)])
+    return [_client(interchange, name, quarantined.get(name, "")) for name in list(names)[:MAX_CLIENTS]]
+
+
+def _client(interchange: Interchange, name: str, quarantined: str) -> FleetClient:
+    claims, clients = interchange.book.claims_held(name), interchange.clients
+    record = clients.record(name)
+    if record is None:
+        return FleetClient(client_uuid=name, claims=claims, quarantined=quarantined)
+    return FleetClient(
+        client_uuid=name,
+        claims=claims,
+        ended=record.ended,
+        failed=record.failed,
+        episodes_per_min=round(clients.per_minute(record), 2),
+        idle_s=round(clients.idle_s(record), 1),
+        quarantined=quarantined,
+    )
+
+
+def _failed(episode: EpisodeRecord) -> DeadLetter:
+    stands = episode.why_failure_stands()
+    return DeadLetter(
+        **_shown_episode(episode),
+        failures=[_shown(failure) for failure in episode.failures[-MAX_FAILURES:]],
+        acknowledged=episode.acknowledged,
+        can_retry=not stands,
+        why_not=stands,
+    )
+
+
+def _shown(failure: Failure) -> Failure:
+    return failure.model_copy(update={"message": failure.message[:MAX_MESSAGE_CHARS]})
 
 
 def _replayed(calls: list[Call]) -> ReplayLatestCallResponse:
@@ -159,3 +372,8 @@ def _replayed(calls: list[Call]) -> ReplayLatestCallResponse:
         prompt_token_ids=unpack_ids(full_prompts(calls)[latest.call_id]).tolist(),
         token_ids=latest.sampled_ids.tolist(),
     )
+
+
+def _next(episodes: list[EpisodeRecord], limit: int) -> int | None:
+    """`after` for the next page; None if this is the last one."""
+    return episodes[limit - 1].sequence if len(episodes) > limit else None

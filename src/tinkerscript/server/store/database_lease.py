@@ -1,7 +1,7 @@
 """`DatabaseLease`: the right to serve a run's episodes, as one row in the database.
 
 The row has holder, epoch and expiry, by the database's clock. Who takes it raises the epoch; each transaction
-that writes checks its own (`fence` in `postgres_schema`), so nothing is written for an epoch that is over.
+that writes checks its own (`fence`), so nothing is written for an epoch that is over.
 Invariant: a holder that the database does not answer gives up before another server may take the lease; one
 whose process was stopped learns from its first renewal or write afterwards whether it still leads.
 """
@@ -16,9 +16,6 @@ from typing import Any
 import psycopg
 from psycopg import AsyncConnection
 
-from tinkerscript.errors import StoreError
-from tinkerscript.server.store.postgres_schema import FOUNDATION, MIGRATIONS
-
 LEASE_S = 3.0
 """Time without a renewal after which another server may take the lease, in seconds."""
 
@@ -28,11 +25,37 @@ RENEW_S = 0.5
 POLL_S = 0.2
 """Seconds between two looks of a server that waits for the lease."""
 
+LOST_LEASE = "TS001"
+"""SQLSTATE of a transaction whose epoch is over."""
+
+LEASE_TABLE = f"""
+-- One row, whose key is the epoch: a transaction that locks it FOR KEY SHARE keeps the next leader waiting,
+-- who changes the key, but not the renewals, which do not.
+CREATE TABLE {{schema}}.lease (
+    epoch bigint PRIMARY KEY,
+    holder text NOT NULL,
+    expires_at timestamptz NOT NULL
+);
+INSERT INTO {{schema}}.lease VALUES (0, '', '-infinity');
+-- First in each transaction that writes: nobody else leads before it ends.
+CREATE FUNCTION {{schema}}.fence(expected bigint) RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM set_config('lock_timeout', '2s', true),
+        set_config('idle_in_transaction_session_timeout', '2s', true);
+    PERFORM FROM {{schema}}.lease WHERE epoch = expected FOR KEY SHARE;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'another server serves: epoch % is over', expected USING ERRCODE = '{LOST_LEASE}';
+    END IF;
+END $$;
+"""
+"""Creates the lease in a run's schema, and the function that each transaction calls first."""
+
 Connection = AsyncConnection[tuple[Any, ...]]
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUTS = "SET LOCAL lock_timeout = '2s'; SET LOCAL idle_in_transaction_session_timeout = '2s'"
+TIMEOUTS = b"SET LOCAL lock_timeout = '2s'; SET LOCAL idle_in_transaction_session_timeout = '2s'"
+"""Of a transaction: nobody waits long for a server that is stopped in one."""
 
 
 class DatabaseLease:
@@ -51,25 +74,8 @@ class DatabaseLease:
         self._silence: asyncio.TimerHandle | None = None
         """Runs while the database has not answered a renewal."""
 
-    async def create(self) -> None:
-        """Create the foundation of the run's schema, unless it is there. Raises psycopg.Error."""
-        async with self._connection.transaction():
-            await self._connection.execute(_TIMEOUTS)
-            # Held until the end of this transaction: two servers may start at once.
-            await self._connection.execute(
-                "SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (f"tinkerscript {self._schema}",)
-            )
-            # A role without the right to create schemas can use one that is there.
-            if await self._value(f"SELECT to_regnamespace('{self._schema}')") is None:
-                await self._connection.execute(f"CREATE SCHEMA {self._schema}".encode())
-            if await self._value(f"SELECT to_regclass('{self._schema}.lease')") is None:
-                await self._connection.execute(FOUNDATION.format(schema=self._schema).encode())
-
     async def take(self) -> int:
-        """Wait until nobody holds the lease, and take it; returns its epoch.
-
-        Raises psycopg.Error, and StoreError for a schema of a later version than this server's.
-        """
+        """Wait until nobody holds the lease, and take it; returns its epoch. Raises psycopg.Error."""
         waiting = False
         while not await self._try():
             if not waiting:
@@ -83,35 +89,18 @@ class DatabaseLease:
     async def _try(self) -> bool:
         try:
             async with self._connection.transaction():
-                await self._connection.execute(_TIMEOUTS)
+                await self._connection.execute(TIMEOUTS)
                 epoch = await self._value(
                     f"UPDATE {self._schema}.lease SET epoch = epoch + 1, holder = %s, "
                     "expires_at = clock_timestamp() + %s * interval '1 second' "
                     "WHERE expires_at <= clock_timestamp() RETURNING epoch",
                     (self._holder, LEASE_S),
                 )
-                if epoch is not None:
-                    await self._migrate()
         except psycopg.errors.LockNotAvailable:
             return False  # The transaction of a leader that is late, or another server that takes it.
         if epoch is not None:
             self._epoch = epoch
         return epoch is not None
-
-    async def _migrate(self) -> None:
-        version = await self._value(f"SELECT coalesce(max(version), 0) FROM {self._schema}.migrations")
-        if version > len(MIGRATIONS):
-            raise StoreError(
-                f"schema {self._schema} has version {version}, and this server knows versions up to "
-                f"{len(MIGRATIONS)}: use the version of tinkerscript that made it, or a newer one"
-            )
-        for number in range(version, len(MIGRATIONS)):
-            await self._connection.execute(MIGRATIONS[number].format(schema=self._schema).encode())
-            await self._value(
-                f"INSERT INTO {self._schema}.migrations (version) VALUES (%s) RETURNING version",
-                (number + 1,),
-            )
-            logger.info("store.migrated schema=%s version=%d", self._schema, number + 1)
 
     async def _keep(self) -> None:
         """Renew until cancelled, or until the lease is lost."""

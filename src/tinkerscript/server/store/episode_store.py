@@ -59,7 +59,7 @@ class WriteBatch:
     """Episode and attempt whose calls are deleted, those in `calls` included."""
 
     size: int = 0
-    """Bytes of the calls and transcripts, about."""
+    """Bytes of the payloads, calls and transcripts, about."""
 
     callbacks: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     waiters: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
@@ -142,7 +142,9 @@ class EpisodeStore(ABC):
 
     def add(self, episode: EpisodeRecord) -> None:
         """Store a new episode with its payload."""
-        self._open_batch().added[episode.uuid] = episode
+        batch = self._open_batch()
+        batch.added[episode.uuid] = episode
+        batch.size += len(episode.payload)
 
     def save(self, episode: EpisodeRecord) -> None:
         """Store an episode's changes. Once it is acknowledged, its payload, result, calls and transcripts are
@@ -153,7 +155,7 @@ class EpisodeStore(ABC):
         """Store one call of one claim."""
         batch = self._open_batch()
         batch.calls.append((episode, attempt, call))
-        batch.size += len(call.new_prompt) + len(call.messages)
+        batch.size += call.size
 
     def add_transcript(self, episode: EpisodeRecord, attempt: int, transcript: bytes) -> None:
         """Store the transcript of one claim."""

@@ -25,6 +25,7 @@ import msgspec
 from pydantic import TypeAdapter
 
 from tinkerscript.errors import StoreError
+from tinkerscript.files import stamp
 from tinkerscript.protocol import Failure
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.episodes.record import EpisodeRecord
@@ -41,6 +42,9 @@ LOG_BYTES = 2**22
 
 LONG_BATCH = 1000
 """Writes of one transaction, about 10 ms of work. A larger transaction is committed in a thread."""
+
+LONG_BYTES = 2**22
+"""Of payloads, calls and transcripts, which take as long to write or to read."""
 
 SCHEMA_VERSION = 3
 
@@ -106,6 +110,7 @@ SELECT {", ".join(_COLUMNS)}, coalesce(payload, x'') AS payload, coalesce(result
     LEFT JOIN payloads USING (sequence) LEFT JOIN results USING (sequence) ORDER BY sequence
 """
 
+_CALLS_SIZE = "SELECT coalesce(sum(length(call)), 0) FROM calls WHERE sequence = ? AND attempt = ?"
 _CALLS = "SELECT call FROM calls WHERE sequence = ? AND attempt = ? ORDER BY number"
 
 _TRANSCRIBED = "SELECT DISTINCT sequence FROM transcripts WHERE sequence IN (SELECT value FROM json_each(?))"
@@ -140,11 +145,12 @@ class SqliteStore(EpisodeStore):
         return await asyncio.to_thread(self._read_all, _LOAD, (), _episode)
 
     async def calls(self, claims: Sequence[tuple[EpisodeRecord, int]]) -> list[list[Call]]:
+        keys = [(episode.sequence, attempt) for episode, attempt in claims]
         with _explained(self._path):
-            return [
-                [_decode_call(row[0]) for row in self._reading.execute(_CALLS, (episode.sequence, attempt))]
-                for episode, attempt in claims
-            ]
+            size = sum(self._reading.execute(_CALLS_SIZE, key).fetchone()[0] for key in keys)
+            if size < LONG_BYTES:
+                return [list(map(_call, self._reading.execute(_CALLS, key))) for key in keys]
+        return [await asyncio.to_thread(self._read_all, _CALLS, key, _call) for key in keys]
 
     async def transcribed(self, episodes: Sequence[EpisodeRecord]) -> set[str]:
         uuids = {episode.sequence: episode.uuid for episode in episodes}
@@ -166,7 +172,7 @@ class SqliteStore(EpisodeStore):
         if self._writer is not None:
             await asyncio.get_running_loop().run_in_executor(self._writer, self._write, statements)
             return
-        if batch.count > LONG_BATCH:
+        if batch.count > LONG_BATCH or batch.size > LONG_BYTES:
             await asyncio.to_thread(self._write, statements)
         else:
             self._write(statements)
@@ -194,6 +200,7 @@ class SqliteStore(EpisodeStore):
 
     def _set_up(self, *, full: bool) -> None:
         run = self._connection.execute
+        stamp(self._connection, self._path)
         run("PRAGMA journal_mode = WAL")
         if full:
             run("PRAGMA synchronous = FULL")
@@ -272,6 +279,10 @@ def _progress(episode: EpisodeRecord) -> tuple[Any, ...]:
         episode.acknowledged,
         episode.dropped,
     )
+
+
+def _call(row: tuple[Any, ...]) -> Call:
+    return _decode_call(row[0])
 
 
 def _episode(row: tuple[Any, ...]) -> EpisodeRecord:

@@ -46,13 +46,22 @@ def waited_for(config: EngineConfig) -> str:
 
 @asynccontextmanager
 async def open_backend(
-    config: EngineConfig, *, checkpoint_dir: Path, seed: int, restore: str | None, note: Callable[[str], None]
+    config: EngineConfig,
+    model: Path,
+    *,
+    checkpoint_dir: Path,
+    seed: int,
+    restore: str | None,
+    note: Callable[[str], None],
 ) -> AsyncGenerator[TrainerBackend]:
     """The backend of `config`, with its first weights or those of the checkpoint named `restore`.
+
+    `model`: the folder of `engine.model`.
 
     Raises ConfigError and EngineError as `TrainerBackend.open` does.
     """
     backend_class = backend_named(config.backend)
-    async with backend_class.open(config, checkpoint_dir=checkpoint_dir, seed=seed, note=note) as backend:
+    opening = backend_class.open(config, model, checkpoint_dir=checkpoint_dir, seed=seed, note=note)
+    async with opening as backend:
         await (backend.start() if restore is None else backend.restore(restore))
         yield backend

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,9 @@ from typing import Any, Protocol, TypeVar
 
 import tinker
 from tinker.types import LossFnType
-from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
 
 from tinkerscript.config import EngineConfig, TrainingConfig
+from tinkerscript.engine.losses import SKIPPED_STEPS
 from tinkerscript.gateway.sampler import (
     ProgressCallback,
     SampledSequence,
@@ -28,6 +28,9 @@ from tinkerscript.gateway.sampler import (
     SampleResult,
 )
 from tinkerscript.rollouts.call import FloatArray, IntArray
+
+SKIPPED = f"train/{SKIPPED_STEPS}"
+"""Metric of a training step: optimizer steps that were not taken, because the gradient was not finite."""
 
 __all__ = ["FrozenModel", "FrozenSampler", "Publisher", "TrainerBackend", "TrainingClient"]
 
@@ -97,14 +100,30 @@ class TrainerBackend(Publisher):
     stop_ids: frozenset[int]
     """Ids that end a text."""
 
+    scales_logits = False
+    """Whether it trains and scores each token at the temperature that it was sampled at: `client` then takes
+    the inputs `temperatures` and `mask` (`engine.losses`) beside those of a loss."""
+
     _start: FrozenModel | None = None
+
+    @classmethod
+    def check(cls, config: EngineConfig, model: Path, note: Callable[[str], None]) -> None:
+        """Raises ConfigError or EngineError for what can be known before a run has a folder."""
 
     @classmethod
     @abstractmethod
     def open(
-        cls, config: EngineConfig, *, checkpoint_dir: Path, seed: int, note: Callable[[str], None]
+        cls,
+        config: EngineConfig,
+        model: Path,
+        *,
+        checkpoint_dir: Path,
+        seed: int,
+        note: Callable[[str], None],
     ) -> AbstractAsyncContextManager[TrainerBackend]:
-        """The backend for `config`; leaving the context closes it. `note` gets messages for the user.
+        """The backend for `config`; leaving the context closes it.
+
+        `model`: the folder of `engine.model`; `note` gets messages for the user.
 
         Raises ConfigError if the config does not fit the backend, EngineError if the backend is not
         available.
@@ -141,11 +160,13 @@ class TrainerBackend(Publisher):
         for a name of nothing, EngineError for a model that cannot be used.
         """
 
-    async def start_logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
+    async def start_logprobs(
+        self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
+    ) -> list[FloatArray]:
         """`FrozenModel.logprobs` of the weights that the run began with."""
         if self._start is None:
             self._start = await self.open_frozen("")
-        return await self._start.logprobs(sequences)
+        return await self._start.logprobs(sequences, temperatures)
 
 
 class FrozenModel(ABC):
@@ -160,11 +181,17 @@ class FrozenModel(ABC):
     folder: Path
     """Has its tokenizer and its chat format."""
 
-    @abstractmethod
-    async def logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
-        """Each token's log probability, at temperature 1.
+    scales_logits = False
+    """Whether it scores at other temperatures than 1."""
 
-        int32 [T] each in, float32 [T] each out; position 0 has no context and is 0. Raises EngineError.
+    @abstractmethod
+    async def logprobs(
+        self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
+    ) -> list[FloatArray]:
+        """Each token's log probability at its temperature; None: at 1.
+
+        int32 [T] and float32 [T] each in, float32 [T] each out; position 0 has no context and is 0. Only what
+        `scales_logits` takes temperatures other than 1. Raises EngineError.
         """
 
 
@@ -202,22 +229,6 @@ def seed_of_role(seed: int, role: str) -> int:
     return zlib.crc32(f"{seed}/{role}".encode()) >> 1
 
 
-def learning_rate(config: TrainingConfig, step: int, *, steps: int) -> float:
-    """The rate of `step`, counted from 1, in a run of `steps`.
-
-    Step n of the warm-up has n / (warmup_steps + 1) of the full rate. After it comes tinker_cookbook's
-    schedule over the remaining steps, never below `lr_floor` of the full rate. Steps past the end keep the
-    last rate.
-    """
-    warmup = config.warmup_steps
-    if step <= warmup:
-        return config.learning_rate * step / (warmup + 1)
-    total = max(1, steps - warmup)
-    done = min(step - 1 - warmup, total)
-    share = compute_schedule_lr_multiplier(config.lr_schedule, done, total)
-    return config.learning_rate * max(config.lr_floor, share)
-
-
 @dataclass(frozen=True, slots=True)
 class Stepped:
     """What an optimizer step answered."""
@@ -229,57 +240,43 @@ class Stepped:
     """float32 [T] for each datum: of its target tokens, before the step. Empty if the backend gives none."""
 
 
-@dataclass(frozen=True, slots=True)
-class LossTerm:
-    """Datums and their loss."""
-
-    datums: Sequence[tinker.Datum]
-    loss_fn: LossFnType
-    loss_config: Mapping[str, float] | None = None
-
-    def pieces(self, size: int) -> list[list[tinker.Datum]]:
-        """The datums, `size` at a time; 0: all at once."""
-        size = size or len(self.datums)
-        return [list(self.datums[i : i + size]) for i in range(0, len(self.datums), size)]
+ADAM = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+"""Tinker's betas, and torch's epsilon: Tinker's 1e-12 lets rounding decide where a gradient is almost 0."""
 
 
 async def optimizer_step(
     client: TrainingClient,
-    datums: Sequence[tinker.Datum],
+    datums: list[tinker.Datum],
     config: TrainingConfig,
     *,
     loss_fn: LossFnType,
     loss_config: Mapping[str, float] | None = None,
     learning_rate: float,
-    further: LossTerm | None = None,
 ) -> Stepped:
-    """One AdamW step on the summed loss of `datums`, and of `further` ones, sent `config.microbatch_size` at
-    a time."""
-    terms = [LossTerm(datums, loss_fn, loss_config), *([further] if further else [])]
-    # Send everything before awaiting anything: a service executes the calls in order.
-    forwards = [
-        client.forward_backward(piece, term.loss_fn, term.loss_config)
-        for term in terms
-        for piece in term.pieces(config.microbatch_size)
-    ]
+    """One AdamW step on the summed loss of `datums`."""
+    # Send both before awaiting either: a service executes the calls in order.
+    forward = client.forward_backward(datums, loss_fn, loss_config)
     optim = client.optim_step(
         tinker.AdamParams(
             learning_rate=learning_rate,
-            beta1=config.beta1,
-            beta2=config.beta2,
-            eps=config.eps,
             weight_decay=config.weight_decay,
             grad_clip_norm=config.grad_clip_norm,
+            **ADAM,
         )
     )
-    outputs = [await forward for forward in forwards]
-    stepped = await optim
+    output, stepped = await forward, await optim
     own = {f"train/{name}": value for name, value in (stepped.metrics or {}).items()}
-    loss = sum(output.metrics["loss:sum"] for output in outputs)
-    rows = [row for output in outputs for row in output.loss_fn_outputs][: len(datums)]
-    return Stepped(
-        {"train/loss": loss, **own}, [row["logprobs"].to_numpy() for row in rows if "logprobs" in row]
-    )
+    rows = [row["logprobs"].to_numpy() for row in output.loss_fn_outputs if "logprobs" in row]
+    return Stepped({"train/loss": output.metrics["loss:sum"], **own}, rows)
+
+
+def skipped_note(step: int, metrics: Mapping[str, float]) -> str:
+    """What to tell of optimizer steps that were not taken; empty: all were."""
+    number = int(metrics.get(SKIPPED, 0))
+    if not number:
+        return ""
+    were = "step was" if number == 1 else "steps were"
+    return f"step {step}: {number} optimizer {were} skipped, because the gradient was not finite"
 
 
 STEP_GRACE_S = 2.0

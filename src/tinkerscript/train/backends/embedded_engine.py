@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import tinker
 
 from tinkerscript.config import EngineConfig, LoraConfig
+from tinkerscript.engine.context import check_device
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.grammars import GrammarError
 from tinkerscript.engine.running_batch import Alternatives, SampledRow
@@ -50,6 +51,7 @@ from tinkerscript.train.backends.backend import (
     TrainerBackend,
     seed_of_role,
 )
+from tinkerscript.train.tokenizer_check import check_loads_the_same
 
 if TYPE_CHECKING:
     from tinkerscript.engine.frozen import FrozenWeights  # It imports PEFT, which takes half a second.
@@ -57,6 +59,8 @@ if TYPE_CHECKING:
 
 class EmbeddedBackend(TrainerBackend):
     """Trains and samples with an `EmbeddedEngine`."""
+
+    scales_logits = True
 
     def __init__(
         self,
@@ -78,31 +82,43 @@ class EmbeddedBackend(TrainerBackend):
         self.stop_ids = engine.context.eos_ids
 
     @classmethod
+    def check(cls, config: EngineConfig, model: Path, note: Callable[[str], None]) -> None:
+        check_device(config.device)
+        check_loads_the_same(model, note)
+
+    @classmethod
     @asynccontextmanager
     async def open(
-        cls, config: EngineConfig, *, checkpoint_dir: Path, seed: int, note: Callable[[str], None]
+        cls,
+        config: EngineConfig,
+        model: Path,
+        *,
+        checkpoint_dir: Path,
+        seed: int,
+        note: Callable[[str], None],
     ) -> AsyncGenerator[EmbeddedBackend]:
-        folder = model_folder(config.model, weights=True, note=note)
-        if base := base_of_adapter(folder):
+        if base := base_of_adapter(model):
             raise ConfigError(
                 f"engine.model: {config.model!r} holds a LoRA adapter; name its base, {base}, as the model, "
                 "the adapter as engine.checkpoint, and its rank as engine.lora.rank"
             )
         with EmbeddedEngine(
-            folder,
+            model_folder(config.model, weights=True, note=note),
             checkpoint_dir=checkpoint_dir,
             seed=seed,
             threads=config.threads,
             max_batch=config.max_batch,
             device=config.device,
             dtype=config.dtype,
-            notes=templates_with_defaults(folder, config.chat_template_kwargs),
+            notes=templates_with_defaults(model, config.chat_template_kwargs),
             lora=_lora(config.lora, seed),
             activation_checkpointing=config.activation_checkpointing,
             devices=config.devices,
             sharding=config.sharding,
             log_dir=checkpoint_dir.parent / "logs",
         ) as engine:
+            for warning in engine.warnings:
+                note(warning)
             yield cls(engine, local_checkpoint(config.checkpoint, note=note))
 
     async def failed(self) -> None:
@@ -157,14 +173,18 @@ def _lora(config: LoraConfig, seed: int) -> LoraSettings | None:
 class EmbeddedFrozenModel(FrozenModel):
     """A model on the engine's thread."""
 
+    scales_logits = True
+
     def __init__(self, weights: FrozenWeights, folder: Path) -> None:
         self._weights = weights
         self.folder = folder
         self.max_context = weights.context.max_context
         self.sampler = EmbeddedSampler(weights.sampling, FOREIGN_POLICY)
 
-    async def logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
-        return await asyncio.wrap_future(self._weights.logprobs(sequences))
+    async def logprobs(
+        self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
+    ) -> list[FloatArray]:
+        return await asyncio.wrap_future(self._weights.logprobs(sequences, temperatures))
 
 
 class EmbeddedSampler(FrozenSampler):
@@ -194,15 +214,23 @@ class EmbeddedSampler(FrozenSampler):
             top_logprobs=request.top_logprobs,
             grammar=request.constraint.grammar if request.constraint else None,
         )
-        return [_packed(row) for row in await asyncio.wrap_future(rows)]
+        try:
+            return [_packed(row) for row in await asyncio.wrap_future(rows)]
+        except GrammarError as error:
+            assert request.constraint is not None
+            raise _unusable(request.constraint, error) from error
 
     async def _compile(self, constraint: Constraint) -> None:
         """In a thread: the first time it can take a second, and it releases the GIL."""
         try:
             await asyncio.to_thread(self._client.compile_grammar, constraint.grammar)
         except GrammarError as error:
-            message = f"{constraint.asked_by} is not supported by this engine: {error}"
-            raise GatewayError(400, "unsupported_parameter", message, param=constraint.asked_by) from error
+            raise _unusable(constraint, error) from error
+
+
+def _unusable(constraint: Constraint, error: GrammarError) -> GatewayError:
+    message = f"{constraint.asked_by} is not supported by this engine: {error}"
+    return GatewayError(400, "unsupported_parameter", message, param=constraint.asked_by)
 
 
 @dataclass(slots=True)

@@ -67,33 +67,21 @@ async def capabilities(
 
 
 async def new_client(owner: object, method: str, *args: object, **options: object) -> Any:
-    """What `owner.method(...)` makes, without blocking.
+    """What `owner.method(...)` gives, without blocking.
 
-    Up to 0.36 the method blocks and `METHOD_async` does not; since 0.38 the method returns a future and the
-    other is deprecated.
+    Up to 0.36 the method blocks and `METHOD_async` does not; since 0.38 the method returns a future, or what
+    it knows already, and the other is deprecated.
     """
     call = getattr(owner, f"{method}_async", None)
     if call is None or hasattr(call, "__deprecated__"):
         call = getattr(owner, method)
-    return await call(*args, **options)
+    given = call(*args, **options)
+    return await given if isinstance(given, Awaitable) else given
 
 
 def awaitable(future: Awaitable[T] | concurrent.futures.Future[T]) -> Awaitable[T]:
     """A sampling client's future; up to 0.36 it cannot be awaited."""
-    if isinstance(future, Awaitable):  # Since 0.38 it is both.
-        return future
-    return asyncio.wrap_future(future)
-
-
-async def base_model_of(client: tinker.SamplingClient) -> str:
-    """The name of the model that `client` samples from, or of the base of its adapter.
-
-    Since 0.38 the client knows it; before, it asks.
-    """
-    ask = getattr(client, "get_base_model_async", None)
-    if ask is None or hasattr(ask, "__deprecated__"):
-        return await asyncio.to_thread(client.get_base_model)
-    return await ask()
+    return future if isinstance(future, Awaitable) else asyncio.wrap_future(future)
 
 
 async def close(service: tinker.ServiceClient, note: Callable[[str], None]) -> None:

@@ -78,6 +78,7 @@ class TinkerBackend(TrainerBackend):
         config: EngineConfig,
         *,
         model: str,
+        folder: Path,
         max_context: int,
         checkpoint_dir: Path,
         seed: int,
@@ -86,18 +87,25 @@ class TinkerBackend(TrainerBackend):
         self._service = service
         self._config = config
         self._model = model
+        self._folder = folder
         self._checkpoint_dir = checkpoint_dir
         self._seed = seed
         self._notifier = notifier
         self._sampled = False
         self.max_context = max_context
-        self.vocabulary = vocabulary_of(model_folder(config.model))
-        self.stop_ids = stop_ids_of(model_folder(config.model))
+        self.vocabulary = vocabulary_of(folder)
+        self.stop_ids = stop_ids_of(folder)
 
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, config: EngineConfig, *, checkpoint_dir: Path, seed: int, note: Callable[[str], None]
+        cls,
+        config: EngineConfig,
+        model: Path,
+        *,
+        checkpoint_dir: Path,
+        seed: int,
+        note: Callable[[str], None],
     ) -> AsyncGenerator[TinkerBackend]:
         if not os.environ.get(KEY_VARIABLE):
             raise ConfigError(
@@ -110,11 +118,12 @@ class TinkerBackend(TrainerBackend):
         try:
             for lack in await _lacks(config.base_url):
                 note(f"{name}: {lack}")
-            model, max_context = await _limits(service, config, notifier)
+            name_there, max_context = await _limits(service, config, context_of(model), notifier)
             yield cls(
                 service,
                 config,
-                model=model,
+                model=name_there,
+                folder=model,
                 max_context=max_context,
                 checkpoint_dir=checkpoint_dir,
                 seed=seed,
@@ -157,6 +166,7 @@ class TinkerBackend(TrainerBackend):
             self._service,
             config.model_copy(update={"checkpoint": checkpoint or config.checkpoint, "lora": lora}),
             model=self._model,
+            folder=self._folder,
             max_context=self.max_context,
             checkpoint_dir=checkpoint_dir,
             seed=seed_of_role(self._lora_seed, role),
@@ -196,7 +206,8 @@ class TinkerBackend(TrainerBackend):
 
     async def check_loss(self, loss_fn: LossFnType, loss_config: Mapping[str, float] | None) -> None:
         values = np.zeros(len(PROBE_IDS) - 1, np.float32)
-        names = ("weights",) if loss_fn == "cross_entropy" else ("logprobs", "advantages")
+        names = ["weights"] if loss_fn == "cross_entropy" else ["logprobs", "advantages"]
+        names += ["sequence_ratio_mask"] * (loss_fn == "gspo")
         inputs: Any = {"target_tokens": np.array(PROBE_IDS[1:], np.int64), **dict.fromkeys(names, values)}
         datum = tinker.Datum(
             model_input=tinker.ModelInput.from_ints(list(PROBE_IDS[:-1])), loss_fn_inputs=inputs
@@ -214,10 +225,14 @@ class TinkerBackend(TrainerBackend):
             client = await self._sampler_of_base(model)
         else:
             client = await self._sampler_of_start()
-        name = await self._notifier.wait(sdk.base_model_of(client), "get_base_model") if model else ""
+        name = (
+            await self._notifier.wait(sdk.new_client(client, "get_base_model"), "get_base_model")
+            if model
+            else ""
+        )
         # Another model's tokenizer is in the Hub, under the name that the service has for the model.
         own = name in ("", self._model)
-        folder = await asyncio.to_thread(model_folder, self._config.model if own else name)
+        folder = self._folder if own else await asyncio.to_thread(model_folder, name)
         return TinkerFrozenModel(client, self._notifier, folder=folder, max_context=self.max_context)
 
     async def _sampler_of_start(self) -> tinker.SamplingClient:
@@ -290,7 +305,10 @@ class TinkerFrozenModel(FrozenModel):
         self.max_context = max_context
         self.sampler = TinkerSampler(client, FOREIGN_POLICY)
 
-    async def logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
+    async def logprobs(
+        self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
+    ) -> list[FloatArray]:
+        del temperatures  # They are 1: `compute_logprobs` knows no other.
         prompts = [tinker.ModelInput.from_ints(ids.tolist()) for ids in sequences]
         futures = [sdk.awaitable(self._client.compute_logprobs(prompt)) for prompt in prompts]
         rows = await self._notifier.wait(asyncio.gather(*futures), "compute_logprobs")
@@ -433,10 +451,12 @@ def after_the_first(row: Sequence[float | None], length: int) -> FloatArray:
 
 
 async def _limits(
-    service: tinker.ServiceClient, config: EngineConfig, notifier: SlowCallNotifier
+    service: tinker.ServiceClient, config: EngineConfig, own: int, notifier: SlowCallNotifier
 ) -> tuple[str, int]:
-    """The model's name at the service and its context length. Raises ConfigError if the service cannot train
-    it."""
+    """The model's name at the service, and its context length, at most `own`.
+
+    Raises ConfigError if the service cannot train it.
+    """
     asked = sdk.capabilities(service, config.base_url)
     capabilities = await notifier.wait(asked, "get_server_capabilities")
     models = {model.model_name: model for model in capabilities.supported_models if model.model_name}
@@ -448,7 +468,6 @@ async def _limits(
     # The fields that an older SDK or server does not have say nothing.
     if getattr(models[name], "trainable", None) is False:
         raise ConfigError(f"engine.service_model: the service does not train {name!r}")
-    own = context_of(model_folder(config.model))
     return name, min(own, getattr(models[name], "max_context_length", None) or own)
 
 

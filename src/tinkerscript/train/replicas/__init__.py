@@ -1,1 +1,1 @@
-"""Replicas of vLLM or SGLang that sample for a run: each version of its adapter is published and proved."""
+"""Replicas of vLLM that sample for a run: each version of its adapter is published and proved."""

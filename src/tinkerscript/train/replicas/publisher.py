@@ -1,4 +1,4 @@
-"""`ReplicaPublisher`: the weights that the embedded engine trains, sampled by vLLM or SGLang replicas.
+"""`ReplicaPublisher`: the weights that the embedded engine trains, sampled by vLLM replicas.
 
 A version's folder is `adapters/policy-<run>-<version>-<digest>` in the run's folder; its files never change.
 They are an adapter or, if all weights train, all of them.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import secrets
 import shutil
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -24,19 +25,18 @@ from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import ConfigError
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.gateway.samplers.remote import api_key
-from tinkerscript.model_folder import ADAPTER_CONFIG, model_folder
-from tinkerscript.processes.launcher import Launcher
-from tinkerscript.processes.planned import plan_of
+from tinkerscript.processes.launcher import Child, Launcher, Slot
+from tinkerscript.processes.planned import KEY, MODEL_NAME, PlannedProcess, plan_of
 from tinkerscript.processes.supervisor import Supervisor, run_beside
 from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.server.addresses import ADAPTERS_FOLDER
+from tinkerscript.server.auth import ADMIN_TOKEN, read_token
 from tinkerscript.train.backends.backend import Publisher, TrainerBackend
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.replicas.launch import LaunchedReplica, launched_replicas
 from tinkerscript.train.replicas.pool import Published, ReplicaPool
 from tinkerscript.train.replicas.replica import Replica
 from tinkerscript.train.step_metrics import StepFacts
-from tinkerscript.vllm_plugin import digest_of, read_files, write_manifest
+from tinkerscript.vllm_plugin import ADAPTERS_TOKEN, write_manifest
 
 PROOFS = "replicas.jsonl"
 """File in the run folder with a line for each adapter that a replica was asked to prove."""
@@ -111,9 +111,7 @@ class PoolSampler(Sampler):
 
 def named(folder: Path, name: str) -> Path:
     """Rename a folder of weights to `name` and the digest of its files."""
-    is_adapter = (folder / ADAPTER_CONFIG).exists()
-    digest = digest_of(read_files(folder)) if is_adapter else write_manifest(folder)
-    target = folder.with_name(f"{name}-{digest}")
+    target = folder.with_name(f"{name}-{write_manifest(folder)}")
     folder.rename(target)
     return target
 
@@ -141,7 +139,7 @@ async def open_replicas(
     timeout_s = config.interchange_server.call_timeout_s
     adapters = folder / ADAPTERS_FOLDER
     shutil.rmtree(adapters, ignore_errors=True)  # Of an earlier process of the run, whose replicas are gone.
-    launched = launched_replicas(
+    launched = _launched(
         [process for process in plan_of(config, folder) if process.name.startswith("replica ")],
         config,
         model=engine.folder,
@@ -156,24 +154,30 @@ async def open_replicas(
             for url in inference.replicas
         ]
         canaries = [named(path, f"canary-{path.name}-0") for path in await engine.write_canaries(adapters)]
+
+        def restart(replica: Replica) -> None:
+            if replica in launched:
+                replica.leave()
+                supervisor.kill(launched[replica])
+
         pool = ReplicaPool(
-            [*(each.replica for each in launched), *others],
+            [*launched, *others],
             inference,
             live=config.live_versions,
-            model_folder=model_folder(config.engine.model),
+            model_folder=engine.folder,
             vocabulary=engine.vocabulary,
             max_context=engine.max_context,
             canaries=canaries,
             score=TrainerScores(engine).score,
             exact=engine.dtype == torch.float32,
-            restart=restarting(launched, supervisor),
+            restart=restart,
             record=folder / PROOFS,
             note=note,
             timeout_s=timeout_s,
         )
-        for each in launched:
-            each.child.on_death = losing(pool, each.replica)
-            await supervisor.start(each.child)
+        for replica, child in launched.items():
+            child.on_death = _on_death(pool, replica)
+            await supervisor.start(child)
         try:
             limit = inference.launch.start_timeout_s if launched else inference.start_timeout_s
             await run_beside(supervisor, asyncio.create_task(pool.begin(limit)))
@@ -182,19 +186,35 @@ async def open_replicas(
             await pool.aclose()
 
 
-def restarting(launched: Sequence[LaunchedReplica], supervisor: Supervisor) -> Callable[[Replica], None]:
-    """Kills a replica's process, which starts it again; nothing for a replica that was not launched."""
-    children = {each.replica.name: each.child for each in launched}
+def _launched(
+    planned: Sequence[PlannedProcess], config: RunConfig, *, model: Path, folder: Path, adapters: str
+) -> dict[Replica, Child]:
+    """The replicas of a run folder with their processes, not started yet.
 
-    def restart(replica: Replica) -> None:
-        if replica.name in children:
-            replica.leave()
-            supervisor.kill(children[replica.name])
+    `model`: the model's folder; `adapters`: where they find what the run publishes, a folder or its URL.
+    """
+    key = secrets.token_hex(16)
+    inference = config.inference.model_copy(update={"model": MODEL_NAME})
+    values: dict[str, str] = {Slot.MODEL: str(model), Slot.ADAPTERS: adapters, Slot.KEY: key}
+    admin = read_token(os.environ, ADMIN_TOKEN)
+    known = {**os.environ, KEY: key, **({ADAPTERS_TOKEN: admin} if admin else {})}
+    found: dict[Replica, Child] = {}
+    for process in planned:
+        replica = Replica(
+            process.name,
+            "",
+            inference,
+            api_key=key,
+            timeout_s=config.interchange_server.call_timeout_s,
+            is_launched=True,
+            adapters=bool(config.engine.lora.rank),
+        )
+        found[replica] = child = process.child(folder, lambda incarnation: values, known)
+        child.on_start = replica.move
+    return found
 
-    return restart
 
-
-def losing(pool: ReplicaPool, replica: Replica) -> Callable[[int, int], None]:
+def _on_death(pool: ReplicaPool, replica: Replica) -> Callable[[int, int], None]:
     def on_death(incarnation: int, code: int) -> None:
         replica.leave()
         pool.lose(replica, f"died (exit code {code})")

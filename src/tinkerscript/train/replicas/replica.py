@@ -1,4 +1,4 @@
-"""`Replica`: one vLLM or SGLang server that samples for a run, by the versions of its adapter that it has.
+"""`Replica`: one vLLM server that samples for a run, by the versions of its adapter that it has.
 
 What it has is read from the log probabilities of next tokens, always by an adapter. vLLM 0.32 is wrong where
 adapters are on the head: its engine ends when it scores a prompt while it has other requests
@@ -18,9 +18,10 @@ from msgspec import structs
 from tinkerscript.config import InferenceConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.gateway.sampler import SampleRequest, SampleResult
-from tinkerscript.gateway.samplers.inference_server import InferenceServer, ServerRequest, Upstream
+from tinkerscript.gateway.samplers.inference_server import ServerRequest, Upstream
 from tinkerscript.gateway.samplers.probe import ServerFacts
-from tinkerscript.gateway.samplers.remote import SERVERS, RemoteSampler, examine
+from tinkerscript.gateway.samplers.remote import RemoteSampler, examine
+from tinkerscript.gateway.samplers.vllm import VllmServer
 from tinkerscript.processes.launcher import Started
 from tinkerscript.rollouts.call import IntArray
 
@@ -57,7 +58,7 @@ class Replica:
         self._config = config
         self._api_key = api_key
         self._timeout_s = timeout_s
-        self._former: list[InferenceServer] = []
+        self._former: list[VllmServer] = []
         self._is_up = asyncio.Event()
         self._connect(url)
         self._facts: ServerFacts | None = None
@@ -93,7 +94,7 @@ class Replica:
 
     def _connect(self, url: str) -> None:
         self.url = url
-        self._server = SERVERS[self._config.backend](
+        self._server = VllmServer(
             Upstream(
                 url,
                 api_key=self._api_key,
@@ -150,13 +151,11 @@ class Replica:
         Raises GatewayError.
         """
         name = folder.name
-        if self._adapters:
-            await self._server.load_adapter(name, folder)
-        elif self._weights != name:
+        if not self._adapters and self._weights != name:
             self._weights = ""
             self._samplers.clear()
             self._abandon_all()
-            await self._server.load_weights(name, folder, name.split("-")[-2])
+            await self._server.load_weights(name, name.split("-")[-2])
             self._weights = name
 
         async def one(ids: IntArray) -> dict[int, float]:

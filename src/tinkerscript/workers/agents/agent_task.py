@@ -10,8 +10,13 @@ the sample has none of that name, before anything is scored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import asyncio
+import os
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
 
 from inspect_ai.dataset import Sample
 from inspect_ai.log import transcript
@@ -23,11 +28,25 @@ from pydantic import JsonValue
 from inspect_tinker_bridge import RunnerOptions, SandboxConfig
 from inspect_tinker_bridge.episodes import current_policy
 from inspect_tinker_bridge.sandbox import sandbox_files_of
-from tinkerscript.errors import ClaimLostError, ConfigError
+from tinkerscript.errors import ClaimLostError, ConfigError, WorkerError
+from tinkerscript.isolation.bubblewrap import HOME, Bubblewrap
 from tinkerscript.isolation.inspect_sandbox import BubblewrapSandbox
-from tinkerscript.workers.agents.agent_run import AgentRun, run_agent
-from tinkerscript.workers.agents.programs import CodingAgent, agent_named, installation_of
+from tinkerscript.workers.agents.programs import (
+    MAX_PROMPT_BYTES,
+    AgentJob,
+    CodingAgent,
+    agent_named,
+    installation_of,
+)
+from tinkerscript.workers.base_task import EpisodeModel
 from tinkerscript.workers.inspect_task import GatewayPolicy, InspectTask
+from tinkerscript.workers.model_relay import AgentRelay
+
+PORT = 8000
+"""Where the agent finds the model, on its own loopback interface."""
+
+MAX_OUTPUT_BYTES = 4 * 2**20
+"""How much is kept of what an agent prints: the end."""
 
 OF_A_CLAIM = 0.9
 """The part of a claim's lifetime that the agent may use; the rest is for scoring."""
@@ -43,18 +62,12 @@ class AgentTask(InspectTask):
         and WorkerError for an agent that is unknown or not installed.
         """
         super().__init__(name, **args)
-        self.agent = agent_named(agent)
-        self.time_limit_s = time_limit_s
-        installation_of(self.agent)
+        program = agent_named(agent)
+        installation_of(program)
         for sample in self.info.samples:
             _tests_of(sample)
-
-    @classmethod
-    def options(cls, tasks: Sequence[Any]) -> RunnerOptions:
-        # A worker runs one agent, with one time limit, whatever its tasks are.
-        first: AgentTask = tasks[0]
-        return RunnerOptions(
-            sandbox=SandboxConfig("bubblewrap"), solver=agent_solver(first.agent, first.time_limit_s)
+        self.options = RunnerOptions(
+            sandbox=SandboxConfig("bubblewrap"), solver=agent_solver(program, time_limit_s)
         )
 
 
@@ -115,3 +128,91 @@ def _tests_of(sample: Sample) -> list[str]:
     if not isinstance(tests, list) or not all(isinstance(name, str) for name in tests):  # pyright: ignore[reportUnknownVariableType]
         raise ConfigError(f"the sample {sample.id!r}: metadata {TESTS!r} must list the paths of test files")
     return tests  # pyright: ignore[reportUnknownVariableType]
+
+
+@dataclass(frozen=True)
+class AgentRun:
+    """What an agent did, but for the files."""
+
+    answer: str
+    output: str
+    """What it printed; the last `MAX_OUTPUT_BYTES`."""
+
+    complaints: str
+    """What it printed to standard error."""
+
+    exit_code: int | None
+    """None: it was ended at its time limit."""
+
+    calls: int
+    refusals: dict[str, int]
+    """What it asked for and did not get: `STATUS METHOD PATH` -> how often."""
+
+
+async def run_agent(
+    agent: CodingAgent, prompt: str, *, sandbox: Bubblewrap, model: EpisodeModel, limit_s: float
+) -> AgentRun:
+    """Run the agent in the sandbox, which is started again for it, in its folder `/work`.
+
+    Raises WorkerError for an agent that is not installed, that made no model call, or whose last one the
+    gateway does not support; ClaimLostError; IsolationError.
+    """
+    if len(prompt.encode()) > MAX_PROMPT_BYTES:
+        raise WorkerError(
+            f"the sample's input has {len(prompt.encode()):,} bytes; agents take {MAX_PROMPT_BYTES:,}"
+        )
+    installation = installation_of(agent)
+    relay = AgentRelay(model)
+    await sandbox.start(readable=installation.folders)
+    try:
+        job = AgentJob(prompt, f"http://127.0.0.1:{PORT}/agent", await relay.context_length())
+        async with relay.listening(await sandbox.listen(PORT)):
+            await asyncio.to_thread(_write_home, sandbox, agent, job)
+            command = sandbox.command(
+                [str(installation.program), *agent.arguments(job)],
+                environment={"PATH": installation.path, **agent.environment(job)},
+            )
+            with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+                exit_code = await _run(command, sandbox, limit_s, output, errors)
+                said, complaints = _end_of(output), _end_of(errors)
+    finally:
+        await sandbox.stop()
+    if relay.lost is not None:
+        raise relay.lost
+    if relay.refused:
+        raise WorkerError(f"the gateway does not support what {agent.program} asks for: {relay.last_refusal}")
+    if not relay.answered:
+        reason = relay.last_refusal or complaints[-1000:] or said[-1000:] or "it said nothing"
+        raise WorkerError(f"{agent.program} made no model call (exit status {exit_code}): {reason}")
+    return AgentRun(agent.answer(said), said, complaints, exit_code, relay.answered, dict(relay.refusals))
+
+
+def _write_home(sandbox: Bubblewrap, agent: CodingAgent, job: AgentJob) -> None:
+    """Before anything of the agent's runs: nobody has made links there."""
+    for name, text in agent.home_files(job).items():
+        path = Path(f"{sandbox.root}{HOME}") / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+async def _run(
+    command: list[str], sandbox: Bubblewrap, limit_s: float, output: IO[bytes], errors: IO[bytes]
+) -> int | None:
+    """The exit status; None if the time limit came first. Ends the sandbox's processes."""
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env={}
+    )
+    try:
+        async with asyncio.timeout(limit_s):
+            return await process.wait()
+    except TimeoutError:
+        return None
+    finally:
+        await sandbox.stop()
+        await process.wait()
+
+
+def _end_of(file: IO[bytes]) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - MAX_OUTPUT_BYTES))
+    return file.read().decode(errors="replace")

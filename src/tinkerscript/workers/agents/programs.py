@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from tinkerscript.errors import WorkerError
-from tinkerscript.isolation.bubblewrap import DEFAULT_ENVIRONMENT
-from tinkerscript.workers.agents.model_door import PLACEHOLDER_KEY
+from tinkerscript.isolation.bubblewrap import DEFAULT_ENVIRONMENT, HOME
 
 POLICY = "policy"
 SIDE = "side"
@@ -28,7 +26,8 @@ SIDE = "side"
 MAX_PROMPT_BYTES = 120_000
 """Linux takes no longer argument."""
 
-_TRAJECTORY = "trajectory.json"
+PLACEHOLDER_KEY = "the-sandbox-holds-no-key"
+"""What agents send as their key."""
 
 
 @dataclass(frozen=True)
@@ -47,165 +46,130 @@ class AgentJob:
         return min(32_000, self.context_tokens // 4)
 
 
-class CodingAgent(ABC):
+@dataclass(frozen=True)
+class CodingAgent:
     """One program."""
 
-    program: ClassVar[str]
+    program: str
     """What it is called on the PATH."""
 
-    @abstractmethod
-    def arguments(self, job: AgentJob) -> list[str]:
-        """What follows the program's name."""
+    arguments: Callable[[AgentJob], list[str]]
+    """What follows the program's name."""
 
-    @abstractmethod
-    def environment(self, job: AgentJob) -> dict[str, str]:
-        """Its variables, besides those of the sandbox."""
+    environment: Callable[[AgentJob], dict[str, str]]
+    """Its variables, besides those of the sandbox."""
 
-    def home_files(self, job: AgentJob) -> Mapping[str, str]:
-        """Files of its home folder by their path in it."""
-        return {}
+    home_files: Callable[[AgentJob], Mapping[str, str]] = lambda job: {}
+    """Files of its home folder by their path in it."""
 
-    @abstractmethod
-    def answer(self, output: str) -> str:
-        """The agent's last words, from what it printed; empty if it had none."""
+    answer: Callable[[str], str] = lambda output: ""
+    """The agent's last words, from what it printed; empty if it had none."""
 
 
-class ClaudeCode(CodingAgent):
-    """Anthropic's Claude Code, over Messages."""
-
-    program = "claude"
-
-    def arguments(self, job: AgentJob) -> list[str]:
-        printed = ["--output-format", "stream-json", "--verbose"]
-        return ["--print", "--dangerously-skip-permissions", *printed, "--", job.prompt]
-
-    def environment(self, job: AgentJob) -> dict[str, str]:
-        main = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL")
-        side = ("ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
-        return {
-            **dict.fromkeys((*main, "CLAUDE_CODE_SUBAGENT_MODEL"), POLICY),
-            **dict.fromkeys(side, SIDE),
-            "ANTHROPIC_BASE_URL": job.url,
-            "ANTHROPIC_AUTH_TOKEN": PLACEHOLDER_KEY,
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(job.context_tokens),
-            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(job.reply_tokens),
-            # Tools that are loaded later come as references, which no model but Anthropic's knows.
-            "ENABLE_TOOL_SEARCH": "false",
-            "IS_SANDBOX": "1",
-        }
-
-    def answer(self, output: str) -> str:
-        return _last(line.get("result") for line in _json_lines(output) if line.get("type") == "result")
+def _claude_environment(job: AgentJob) -> dict[str, str]:
+    main = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL")
+    side = ("ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
+    return {
+        **dict.fromkeys((*main, "CLAUDE_CODE_SUBAGENT_MODEL"), POLICY),
+        **dict.fromkeys(side, SIDE),
+        "ANTHROPIC_BASE_URL": job.url,
+        "ANTHROPIC_AUTH_TOKEN": PLACEHOLDER_KEY,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(job.context_tokens),
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(job.reply_tokens),
+        # Tools that are loaded later come as references, which no model but Anthropic's knows.
+        "ENABLE_TOOL_SEARCH": "false",
+        "IS_SANDBOX": "1",
+    }
 
 
-class Codex(CodingAgent):
-    """OpenAI's Codex CLI, over Responses."""
-
-    program = "codex"
-
-    def arguments(self, job: AgentJob) -> list[str]:
-        options = ["--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
-        return ["exec", *options, "--", job.prompt]
-
-    def environment(self, job: AgentJob) -> dict[str, str]:
-        return {"OPENAI_API_KEY": PLACEHOLDER_KEY}
-
-    def home_files(self, job: AgentJob) -> Mapping[str, str]:
-        lines = [
-            f'model = "{POLICY}"',
-            'model_provider = "tinkerscript"',
-            f"model_context_window = {job.context_tokens}",
-            f"model_auto_compact_token_limit = {job.context_tokens - job.reply_tokens}",
-            "check_for_update_on_startup = false",
-            "[analytics]",
-            "enabled = false",
-            "[model_providers.tinkerscript]",
-            'name = "tinkerscript"',
-            f'base_url = "{job.url}/v1"',
-            'env_key = "OPENAI_API_KEY"',
-            'wire_api = "responses"',
-        ]
-        return {".codex/config.toml": "\n".join(lines) + "\n"}
-
-    def answer(self, output: str) -> str:
-        items = (line["item"] for line in _json_lines(output) if line.get("type") == "item.completed")
-        return _last(item.get("text") for item in items if item.get("type") == "agent_message")
+def _codex_config(job: AgentJob) -> Mapping[str, str]:
+    text = f"""\
+model = "{POLICY}"
+model_provider = "tinkerscript"
+model_context_window = {job.context_tokens}
+model_auto_compact_token_limit = {job.context_tokens - job.reply_tokens}
+check_for_update_on_startup = false
+[analytics]
+enabled = false
+[model_providers.tinkerscript]
+name = "tinkerscript"
+base_url = "{job.url}/v1"
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+"""
+    return {".codex/config.toml": text}
 
 
-class MiniSweAgent(CodingAgent):
-    """mini-swe-agent, over chat completions (litellm)."""
+def _codex_answer(output: str) -> str:
+    items = (line["item"] for line in _json_lines(output) if line.get("type") == "item.completed")
+    return _last(item.get("text") for item in items if item.get("type") == "agent_message")
 
-    program = "mini"
 
-    def arguments(self, job: AgentJob) -> list[str]:
-        output = f"{DEFAULT_ENVIRONMENT['HOME']}/{_TRAJECTORY}"
-        return [
-            "--yolo",
-            "--exit-immediately",
-            "--model",
-            f"openai/{POLICY}",
-            "--task",
-            job.prompt,
-            "--output",
-            output,
-        ]
+def _opencode_config(job: AgentJob) -> Mapping[str, str]:
+    limit = {"limit": {"context": job.context_tokens, "output": job.reply_tokens}}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": f"{job.url}/v1", "apiKey": PLACEHOLDER_KEY},
+        "models": {POLICY: limit, SIDE: limit},
+    }
+    config = {
+        "model": f"tinkerscript/{POLICY}",
+        "small_model": f"tinkerscript/{SIDE}",
+        "provider": {"tinkerscript": provider},
+        "autoupdate": False,
+        "share": "disabled",
+    }
+    return {".config/opencode/opencode.json": json.dumps(config)}
 
-    def environment(self, job: AgentJob) -> dict[str, str]:
-        return {
+
+AGENTS: Mapping[str, CodingAgent] = {
+    "claude-code": CodingAgent(
+        "claude",
+        lambda job: [
+            *("--print", "--dangerously-skip-permissions"),
+            *("--output-format", "stream-json", "--verbose", "--", job.prompt),
+        ],
+        _claude_environment,
+        answer=lambda output: _last(
+            line.get("result") for line in _json_lines(output) if line.get("type") == "result"
+        ),
+    ),
+    "codex": CodingAgent(
+        "codex",
+        lambda job: [
+            *("exec", "--json", "--skip-git-repo-check"),
+            *("--dangerously-bypass-approvals-and-sandbox", "--", job.prompt),
+        ],
+        lambda job: {"OPENAI_API_KEY": PLACEHOLDER_KEY},
+        _codex_config,
+        _codex_answer,
+    ),
+    "mini-swe-agent": CodingAgent(  # It ends with the output of a command, and no words of its own.
+        "mini",
+        lambda job: [
+            *("--yolo", "--exit-immediately", "--model", f"openai/{POLICY}"),
+            *("--task", job.prompt, "--output", f"{HOME}/trajectory.json"),
+        ],
+        lambda job: {
             "OPENAI_API_BASE": f"{job.url}/v1",
             "OPENAI_API_KEY": PLACEHOLDER_KEY,
             "MSWEA_CONFIGURED": "true",
             "MSWEA_COST_TRACKING": "ignore_errors",
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        }
-
-    def answer(self, output: str) -> str:
-        """It ends with the output of a command, and no words of its own."""
-        return ""
-
-
-class OpenCode(CodingAgent):
-    """opencode, over chat completions."""
-
-    program = "opencode"
-
-    def arguments(self, job: AgentJob) -> list[str]:
-        return ["run", "--format", "json", "--", job.prompt]
-
-    def environment(self, job: AgentJob) -> dict[str, str]:
-        names = (
-            "OPENCODE_DISABLE_AUTOUPDATE",
-            "OPENCODE_DISABLE_MODELS_FETCH",
-            "OPENCODE_DISABLE_LSP_DOWNLOAD",
-        )
-        return dict.fromkeys(names, "1")
-
-    def home_files(self, job: AgentJob) -> Mapping[str, str]:
-        limit = {"limit": {"context": job.context_tokens, "output": job.reply_tokens}}
-        provider = {
-            "npm": "@ai-sdk/openai-compatible",
-            "options": {"baseURL": f"{job.url}/v1", "apiKey": PLACEHOLDER_KEY},
-            "models": {POLICY: limit, SIDE: limit},
-        }
-        config = {
-            "model": f"tinkerscript/{POLICY}",
-            "small_model": f"tinkerscript/{SIDE}",
-            "provider": {"tinkerscript": provider},
-            "autoupdate": False,
-            "share": "disabled",
-        }
-        return {".config/opencode/opencode.json": json.dumps(config)}
-
-    def answer(self, output: str) -> str:
-        return _last(line["part"].get("text") for line in _json_lines(output) if line.get("type") == "text")
-
-
-AGENTS: Mapping[str, CodingAgent] = {
-    "claude-code": ClaudeCode(),
-    "codex": Codex(),
-    "mini-swe-agent": MiniSweAgent(),
-    "opencode": OpenCode(),
+        },
+    ),
+    "opencode": CodingAgent(
+        "opencode",
+        lambda job: ["run", "--format", "json", "--", job.prompt],
+        lambda job: {
+            f"OPENCODE_DISABLE_{what}": "1" for what in ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD")
+        },
+        _opencode_config,
+        lambda output: _last(
+            line["part"].get("text") for line in _json_lines(output) if line.get("type") == "text"
+        ),
+    ),
 }
 """What `tinkerscript worker --agent` takes."""
 

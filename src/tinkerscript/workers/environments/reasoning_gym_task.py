@@ -1,8 +1,4 @@
-"""`reasoning_gym:TASK`: problems that reasoning-gym generates, and its own scores of their answers.
-
-Invariant: a worker scores the problem that the trainer asked for: it generates the same one again, and
-refuses the episode if the text differs, as it would with another version of the package.
-"""
+"""`reasoning_gym:TASK`: problems that reasoning-gym generates, and its own scores of their answers."""
 
 # reasoning-gym is not installed where types are checked.
 # pyright: reportMissingImports=false
@@ -20,7 +16,7 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 
-from tinkerscript.errors import ConfigError, WorkerError
+from tinkerscript.errors import ConfigError
 from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.workers.base_task import HELD_OUT_SEED, EpisodeModel, Task, TaskSample, named_scores
 
@@ -72,7 +68,8 @@ class ReasoningGymTask(Task):
         ]
 
     async def rollout(self, sample: TaskSample, model: EpisodeModel) -> WorkflowOutput:
-        dataset, entry = _entry(sample)
+        dataset = _dataset(json.dumps(sample["dataset"], sort_keys=True))
+        entry = dataset[sample["number"]]
         messages = [{"role": "system", "content": self._system}] if self._system else []
         said = await model.ask([*messages, {"role": "user", "content": entry["question"]}])
         answer = extract_answer(said, tag_name=self._tag) if self._tag else said.strip()
@@ -86,20 +83,3 @@ class ReasoningGymTask(Task):
 def _dataset(config: str) -> Any:
     """The dataset of a config, as JSON."""
     return reasoning_gym.create_dataset(**json.loads(config))
-
-
-def _entry(sample: TaskSample) -> tuple[Any, dict[str, Any]]:
-    number: Any = sample.get("number")
-    try:
-        dataset = _dataset(json.dumps(sample["dataset"], sort_keys=True))
-        entry = dataset[number]
-    except (KeyError, TypeError, IndexError) as error:
-        raise WorkerError(
-            f"the sample {sample.get('id')!r} is of no reasoning-gym dataset: {error!r}"
-        ) from error
-    if entry["question"] != sample["input"]:
-        raise WorkerError(
-            f"the sample {sample.get('id')!r} asks something else here: this machine needs the trainer's "
-            "version of reasoning-gym"
-        )
-    return dataset, entry

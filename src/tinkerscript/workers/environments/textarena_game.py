@@ -1,7 +1,6 @@
-"""`textarena:GAME`: games of TextArena, alone or against a model that is not trained.
+"""`textarena:GAME`: games of TextArena, alone or against a role of the run.
 
-Invariant: a game is played to its end by the rules of the package, and its own reward counts; the key of an
-opponent with a server of its own is read from this machine's environment and goes to that server alone.
+Invariant: a game is played to its end by the rules of the package, and its own reward counts.
 """
 
 # TextArena is not installed where types are checked.
@@ -9,46 +8,16 @@ opponent with a server of its own is read from this machine's environment and go
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import textarena
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from tinkerscript.errors import ConfigError
 from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.workers.base_task import HELD_OUT_SEED, EpisodeModel, Task, TaskSample, named_scores
-
-
-class Opponent(BaseModel):
-    """A model that plays the other seats: a role of the run, or one at any OpenAI-compatible endpoint."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    role: str = ""
-    """A role of the run's config. Empty: the model is at `base_url`."""
-
-    base_url: str = ""
-    """It ends in `/v1`."""
-
-    model: str = "policy"
-    api_key_env: str = ""
-    """The environment variable of the worker that holds the key."""
-
-    @model_validator(mode="after")
-    def _is_somewhere(self) -> Opponent:
-        if bool(self.role) == bool(self.base_url):
-            raise ValueError("give a role of the run, or the base_url of a server")
-        return self
-
-    def at(self, model: EpisodeModel) -> EpisodeModel:
-        if self.role:
-            return model.role(self.role)
-        key = os.environ.get(self.api_key_env, "") or "none"
-        return replace(model, base_url=self.base_url, api_key=key, name=self.model, claim=None)
 
 
 class TextArenaGame(Task):
@@ -64,22 +33,19 @@ class TextArenaGame(Task):
         held_out_size: int = 100,
         seed: int = 0,
         players: int | None = None,
-        opponent: Mapping[str, Any] | None = None,
+        opponent: str = "",
         system_prompt: str = "",
     ) -> None:
-        """`size`, `held_out_size`: how many seeds. `players`: 2 with an `opponent` (role; or base_url,
-        model, api_key_env), else 1. Raises ConfigError for a game that is unknown, cannot start with so many
-        players, or needs a download.
+        """`size`, `held_out_size`: how many seeds. `opponent`: the role that plays the other seats.
+        `players`: 2 with an `opponent`, else 1. Raises ConfigError for a game that is unknown, cannot start
+        with so many players, or needs a download.
         """
-        try:
-            self._opponent = Opponent.model_validate(opponent) if opponent else None
-        except ValidationError as error:
-            raise ConfigError(f"textarena:{game}: opponent: {error}") from error
         self._game = game
+        self._opponent = opponent
         self._players = players or (2 if opponent else 1)
-        if self._players > 1 and self._opponent is None:
+        if self._players > 1 and not opponent:
             raise ConfigError(
-                f"textarena:{game}: {self._players} players need an opponent: give its role, or its base_url"
+                f"textarena:{game}: {self._players} players need an opponent: give the name of a role"
             )
         self._sizes = (size, held_out_size)
         self._seed = seed
@@ -108,7 +74,7 @@ class TextArenaGame(Task):
     async def rollout(self, sample: TaskSample, model: EpisodeModel) -> WorkflowOutput:
         seed, seat = int(str(sample["seed"])), int(str(sample["seat"]))
         game = self._started(seed)
-        others = self._opponent.at(model) if self._opponent else model
+        others = model.role(self._opponent)
         seats = [
             _Player(model if number == seat else others, self._system) for number in range(self._players)
         ]

@@ -1,0 +1,261 @@
+"""Anthropic Messages: the route, its replies, events and errors. Requests are read in `anthropic_request`.
+
+Our extension is `return_token_ids`, which adds `prompt_token_ids` and `token_ids` (with a grammar also
+`constrained`) to the reply, or to the first and the last event of a stream.
+
+The signature of a thinking block is the id of its message, by which the session finds the reply again. It
+proves nothing: texts are compared, so thinking that was edited makes a fork.
+
+Invariant: content blocks come one after another, and their deltas add up to the content of the whole reply.
+Tool calls come last, each in one delta.
+
+Source: https://docs.anthropic.com/en/api/messages, https://docs.anthropic.com/en/api/messages-streaming,
+https://docs.anthropic.com/en/api/errors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.chat_messages import ChatMessage
+from tinkerscript.gateway.dialects.anthropic_request import (
+    MESSAGE_PREFIX,
+    MessagesCall,
+    parse_count,
+    parse_request,
+)
+from tinkerscript.gateway.dialects.dialect import (
+    Choice,
+    Completion,
+    EventStream,
+    MessageDelta,
+    ModelCall,
+    ReplyHeader,
+    TokenCounter,
+    named_event,
+    reasoning_tokens,
+)
+from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.rollouts.call import unpack_ids
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def message_id(call_id: str) -> str:
+    """The id of a message, and the signature of its thinking."""
+    return f"{MESSAGE_PREFIX}{call_id}"
+
+
+def message_of(tokenizer: LightTokenizer, call: MessagesCall, completion: Completion) -> dict[str, Any]:
+    """The reply."""
+    (choice,) = completion.choices
+    message: dict[str, Any] = {
+        "id": message_id(completion.call_id),
+        "type": "message",
+        "role": "assistant",
+        "model": completion.model,
+        "content": _blocks_of(completion.call_id, choice.message, thinking=call.show_thinking),
+        **stop_of(tokenizer, call, choice),
+        "usage": usage_of(tokenizer, completion.prompt_tokens, choice),
+    }
+    if call.return_token_ids:
+        message["prompt_token_ids"] = unpack_ids(completion.prompt).tolist()
+        message |= choice.token_fields()
+    return message
+
+
+def _blocks_of(call_id: str, message: ChatMessage, *, thinking: bool) -> list[dict[str, Any]]:
+    """The content blocks of a reply, possibly none."""
+    blocks: list[dict[str, Any]] = []
+    if thinking and (reasoning := message.get("reasoning_content")):
+        blocks.append({"type": "thinking", "thinking": reasoning, "signature": message_id(call_id)})
+    if message["content"]:
+        blocks.append({"type": "text", "text": message["content"]})
+    return blocks + [_tool_use_block(call) for call in message.get("tool_calls", ())]
+
+
+def _tool_use_block(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call with its arguments exactly as they are recorded."""
+    function = call["function"]
+    arguments = msgspec.Raw(function["arguments"].encode())
+    return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
+
+
+def stop_of(tokenizer: LightTokenizer, call: ModelCall, choice: Choice) -> dict[str, Any]:
+    """`stop_reason`, and `stop_sequence` if the model sampled one."""
+    if matched := _matched_stop(tokenizer, choice, call.stop):
+        return {"stop_reason": "stop_sequence", "stop_sequence": matched}
+    return {"stop_reason": _STOP_REASONS[choice.finish_reason], "stop_sequence": None}
+
+
+def usage_of(tokenizer: LightTokenizer, prompt_tokens: int, choice: Choice | None) -> dict[str, Any]:
+    """Token counts; without a choice, those of the prompt alone."""
+    usage: dict[str, Any] = {
+        "input_tokens": prompt_tokens,
+        "output_tokens": choice.num_tokens if choice else 0,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+    }
+    if choice:
+        usage["output_tokens_details"] = {"thinking_tokens": reasoning_tokens(tokenizer, choice)}
+    return usage
+
+
+def _matched_stop(tokenizer: LightTokenizer, choice: Choice, stops: Sequence[str]) -> str | None:
+    """The stop string that ended a choice: the one that starts first in the sampled text."""
+    if not stops or choice.finish_reason != "stop":
+        return None
+    text = tokenizer.decode(unpack_ids(choice.sampled).tolist())
+    found = [(position, stop) for stop in stops if (position := text.find(stop)) >= 0]
+    return min(found)[1] if found else None
+
+
+def error_body(
+    status: int, message: str, *, code: str | None = None, param: str | None = None
+) -> dict[str, Any]:
+    """An error as Anthropic writes it; our stable code is its `error_code`."""
+    # Programs recognize this error by its first words.
+    message = f"prompt is too long: {message}" if code == "context_length_exceeded" else message
+    kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    error: dict[str, Any] = {"type": kind, "message": message}
+    if code:
+        error["details"] = {"error_code": code} | ({"param": param} if param else {})
+    return {"type": "error", "error": error}
+
+
+_Kind = Literal["thinking", "text"]
+
+
+class MessageEvents(EventStream):
+    """One streamed message."""
+
+    def __init__(self, tokenizer: LightTokenizer, call: MessagesCall, header: ReplyHeader) -> None:
+        self._tokenizer = tokenizer
+        self._call = call
+        self._header = header
+        self._blocks = 0
+        """Blocks started so far."""
+
+        self._open: _Kind | None = None
+
+    def start(self) -> bytes:
+        header = self._header
+        message: dict[str, Any] = {
+            "id": message_id(header.call_id),
+            "type": "message",
+            "role": "assistant",
+            "model": header.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage_of(self._tokenizer, len(header.prompt) // 4, None),
+        }
+        if self._call.return_token_ids:
+            message["prompt_token_ids"] = unpack_ids(header.prompt).tolist()
+        return named_event({"type": "message_start", "message": message}) + named_event({"type": "ping"})
+
+    def delta(self, delta: MessageDelta) -> bytes:
+        sent = b""
+        if delta.reasoning and self._call.show_thinking:
+            sent += self._begin("thinking") + self._delta("thinking_delta", "thinking", delta.reasoning)
+        if delta.content:
+            sent += self._begin("text") + self._delta("text_delta", "text", delta.content)
+        return sent
+
+    def finish(self, completion: Completion) -> bytes:
+        (choice,) = completion.choices
+        calls: list[dict[str, Any]] = choice.message.get("tool_calls", [])
+        rest = self._end() + b"".join(self._tool_use(call) for call in calls)
+        end: dict[str, Any] = {
+            "type": "message_delta",
+            "delta": stop_of(self._tokenizer, self._call, choice),
+            "usage": usage_of(self._tokenizer, completion.prompt_tokens, choice),
+        }
+        if self._call.return_token_ids:
+            end |= choice.token_fields()
+        return rest + named_event(end) + named_event({"type": "message_stop"})
+
+    def failure(self, error: GatewayError) -> bytes:
+        return named_event(error_body(error.status, error.message, code=error.code, param=error.param))
+
+    def _begin(self, kind: _Kind) -> bytes:
+        """Open a block, unless it is open already."""
+        if self._open == kind:
+            return b""
+        ended = self._end()
+        empty = {"signature": ""} if kind == "thinking" else {}
+        self._open = kind
+        return ended + self._start_block({"type": kind, kind: "", **empty})
+
+    def _end(self) -> bytes:
+        """Close the open block, if any."""
+        kind, self._open = self._open, None
+        if kind is None:
+            return b""
+        if kind == "text":
+            return self._stop_block()
+        return (
+            self._delta("signature_delta", "signature", message_id(self._header.call_id)) + self._stop_block()
+        )
+
+    def _tool_use(self, call: dict[str, Any]) -> bytes:
+        function = call["function"]
+        block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
+        started = self._start_block(block)
+        delta = self._delta("input_json_delta", "partial_json", function["arguments"])
+        return started + delta + self._stop_block()
+
+    def _start_block(self, block: dict[str, Any]) -> bytes:
+        self._blocks += 1
+        return named_event({"type": "content_block_start", "index": self._blocks - 1, "content_block": block})
+
+    def _delta(self, kind: str, field: str, text: str) -> bytes:
+        delta = {"type": kind, field: text}
+        return named_event({"type": "content_block_delta", "index": self._blocks - 1, "delta": delta})
+
+    def _stop_block(self) -> bytes:
+        return named_event({"type": "content_block_stop", "index": self._blocks - 1})
+
+
+class AnthropicMessages(TokenCounter[MessagesCall]):
+    """Anthropic's `POST /messages`."""
+
+    path = "/v1/messages"
+    count_path = "/v1/messages/count_tokens"
+
+    def parse(self, body: bytes) -> MessagesCall:
+        return parse_request(body)
+
+    def parse_count(self, body: bytes) -> MessagesCall:
+        return parse_count(body)
+
+    def reply(self, call: MessagesCall, completion: Completion) -> dict[str, Any]:
+        return message_of(self.tokenizer, call, completion)
+
+    def count_reply(self, tokens: int) -> dict[str, Any]:
+        return {"input_tokens": tokens}
+
+    def events(self, call: MessagesCall, header: ReplyHeader) -> EventStream:
+        return MessageEvents(self.tokenizer, call, header)
+
+    @staticmethod
+    def error_body(
+        status: int, message: str, *, code: str | None = None, param: str | None = None
+    ) -> dict[str, Any]:
+        return error_body(status, message, code=code, param=param)

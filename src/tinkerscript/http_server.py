@@ -1,0 +1,299 @@
+"""uvicorn with limits on connections: the HTTP of the server, its gateway processes, the page and the engine.
+
+Invariant: a connection that is not being answered, or whose client does not read its answer, can be closed,
+so slow or idle ones, however many, never keep others out. What a client may make the server hold before its
+request has arrived, or of an answer that it does not read, is bounded in bytes and in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import uvicorn
+from starlette.types import ASGIApp, Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from tinkerscript.asgi import LOST
+from tinkerscript.config import InterchangeConfig
+from tinkerscript.lifecycle import GRACE_S
+from tinkerscript.limits import HEAD, PIPELINED
+
+OTHER_FILES = 96
+"""Open files that the server needs besides its HTTP connections."""
+
+MIN_CONNECTIONS = 32
+
+KEEP_ALIVE_S = 75
+"""Seconds that an idle connection stays open. Longer than clients keep theirs (httpx and openai: 5 s), so
+that none of them sends a request on a connection that the server is closing."""
+
+KERNEL_BYTES = 2**18
+"""What the kernel may keep of an answer for one connection (Linux doubles it). It is the step in which we see
+that a client reads: with the kernel's own megabytes a slow reader would look like one that has stopped."""
+
+LINE_BYTES = 32
+"""Of a request's first line besides its target, and of the end of its head."""
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: what runs it owns the shutdown."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+        """Set when connections are welcome."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+def http_server(
+    app: ASGIApp,
+    section: InterchangeConfig,
+    *,
+    lifespan: Literal["on", "off"] = "off",
+    grace_s: int = GRACE_S,
+) -> HttpServer:
+    """A server of `app`. `grace_s`: seconds that open requests may take to finish at shutdown."""
+    limits = ConnectionLimits(
+        header_s=section.header_timeout_s,
+        body_s=section.body_timeout_s,
+        connections=section.max_connections or connections_allowed(),
+    )
+    return HttpServer(
+        uvicorn.Config(
+            app,
+            http=guarded_protocol(limits),
+            proxy_headers=bool(section.trusted_proxies),
+            forwarded_allow_ips=section.trusted_proxies,
+            ssl_certfile=section.tls_certificate or None,
+            ssl_keyfile=section.tls_key or None,
+            lifespan=lifespan,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=grace_s,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            backlog=2048,
+        )
+    )
+
+
+def connections_allowed() -> int:
+    """Connections that the limit on open files leaves room for."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(MIN_CONNECTIONS, files - OTHER_FILES)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What a connection may take before its request has arrived, and how many there may be."""
+
+    header_s: float
+    """Seconds for the head of a request, from its first byte, or on a new connection from its start."""
+
+    body_s: float
+    """Seconds for the rest of it, and for the client to read anything of an answer that waits for it."""
+
+    connections: int
+    """Beyond this many, the one that has kept the server waiting longest is closed."""
+
+
+def _closing(status: int, reason: str, more: str = "", body: str = "") -> bytes:
+    head = f"HTTP/1.1 {status} {reason}\r\ncontent-length: {len(body)}\r\n{more}connection: close\r\n\r\n"
+    return f"{head}{body}".encode()
+
+
+BAD = _closing(400, "Bad Request")
+TIMED_OUT = _closing(408, "Request Timeout")
+TOO_LONG = _closing(
+    HEAD.status,
+    "Request Header Fields Too Large",
+    "content-type: application/json\r\n",
+    json.dumps({"error": {"message": f"{HEAD.name} allows {HEAD.limit} {HEAD.unit}: {HEAD.remedy}"}}),
+)
+TOO_MANY = _closing(503, "Service Unavailable", "retry-after: 1\r\n")
+
+
+class _RefusedError(Exception):
+    """Ends the parser's work on what has arrived."""
+
+
+def guarded_protocol(limits: ConnectionLimits) -> type[GuardedProtocol]:
+    """The class of one server's connections."""
+    waiting: dict[GuardedProtocol, None] = {}
+
+    class Guarded(GuardedProtocol):
+        _limits, _waiting = limits, waiting
+
+    return Guarded
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection of `guarded_protocol`."""
+
+    _limits: ConnectionLimits
+    _waiting: dict[GuardedProtocol, None]
+    """The connections that are not being answered, from the one that has waited longest."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
+        self._in_head, self._in_body = True, False
+        self._lost: asyncio.Future[None] = self.loop.create_future()
+        self._timer = self.loop.call_later(self._limits.header_s, self._time_out)
+        self._timed: bool | None = False
+        """Whether the timer is of a body; None without a timer."""
+
+        self._arrived = 0
+        """Bytes since the parser last came to the end of a head or handed out a piece of a body."""
+
+        self._advanced = False
+        self._refusal = BAD
+        self._unread = 0
+        self._reader_timer: asyncio.TimerHandle | None = None
+        """Runs while the client has to read."""
+
+        self._holds_back = False
+        """Whether an answer is complete, and what follows waits for the client to read it."""
+
+        self._waiting[self] = None
+        if len(self.connections) > self._limits.connections:
+            next(iter(self._waiting))._end(TOO_MANY)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._waiting.pop(self, None)
+        self._timer.cancel()
+        self._stop_reader_timer()
+        self._lost.set_result(None)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._arrived += len(data)
+        super().data_received(data)
+        if self._advanced:
+            self._advanced, self._arrived = False, 0
+        elif self._arrived > HEAD.limit + LINE_BYTES:  # A head without an end, or trailers.
+            self._end(TOO_LONG)
+        # What arrives in one piece, as most requests do, needs no timer.
+        expected = self._in_body if self._in_head or self._in_body else None
+        if expected == self._timed:
+            return
+        self._timer.cancel()
+        self._timed = expected
+        if expected is not None:
+            limit_s = self._limits.body_s if expected else self._limits.header_s
+            self._timer = self.loop.call_later(limit_s, self._time_out)
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        super().on_message_begin()
+        cast("Scope", self.scope)[LOST] = self._lost
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._in_body, self._advanced = False, True, True
+        if self._arrived > HEAD.limit and _head_bytes(self.url, self.headers) > HEAD.limit:
+            self._refusal = TOO_LONG
+            raise _RefusedError
+        if len(self.pipeline) >= PIPELINED:
+            raise _RefusedError
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._advanced = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body, self._advanced = False, True
+        if not self.flow.write_paused:
+            self._waiting.pop(self, None)
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._end(self._refusal)
+
+    def on_response_complete(self) -> None:
+        if self.flow.write_paused and not self.transport.is_closing():
+            self._holds_back = True
+            self.flow.pause_reading()
+            return
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._await_reader()
+        elif not self.pipeline:
+            self._waiting[self] = None
+
+    # The client reads, or does not
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.transport.is_closing():
+            return
+        self._stop_reader_timer()
+        if self._holds_back:
+            self._holds_back = False
+            self.on_response_complete()
+        elif not (self._in_head or self._in_body):
+            self._waiting.pop(self, None)
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._await_reader()
+
+    def _await_reader(self) -> None:
+        """The client has to read for the connection to go on, or to close."""
+        if self._lost.done():
+            return
+        self._waiting.setdefault(self)
+        self._unread = self.transport.get_write_buffer_size()
+        self._stop_reader_timer()
+        self._reader_timer = self.loop.call_later(self._limits.body_s, self._check_reader)
+
+    def _check_reader(self) -> None:
+        if self.transport.get_write_buffer_size() < self._unread:
+            self._await_reader()
+        else:
+            self.transport.abort()
+
+    def _stop_reader_timer(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+    def _time_out(self) -> None:
+        if self._in_body and self.flow.read_paused:  # By the server itself, which has enough to read.
+            self._timer = self.loop.call_later(self._limits.body_s, self._time_out)
+        else:
+            self._end(TIMED_OUT)
+
+    def _end(self, reply: bytes) -> None:
+        """Close the connection, with `reply` unless another reply is on its way."""
+        self._waiting.pop(self, None)
+        if self.transport.is_closing() or self.flow.write_paused:
+            self.transport.abort()  # To close it would take a client that reads.
+            return
+        answer = cast("RequestResponseCycle | None", self.cycle)
+        is_free = answer is None or answer.response_complete or not answer.response_started
+        if is_free and not self.pipeline:
+            self.transport.write(reply)
+        self.transport.close()
+        self._await_reader()
+
+
+def _head_bytes(url: bytes, headers: list[tuple[bytes, bytes]]) -> int:
+    return len(url) + sum(len(name) + len(value) + 4 for name, value in headers)

@@ -1,0 +1,228 @@
+"""What a holder of a key may send, and what it may make others hold: one table of bounds.
+
+A holder of a client's token, or of a claim's key, is a stranger to the run. Whatever it sends is bounded
+here: each part of a request, what its claims may add up to, and what it may have in flight. Invariant: what
+is beyond a bound is refused before anything of it is stored, and the refusal says which bound it is, what it
+allows, and what to do. `docs/protocol.md` shows the table, and `make chaos` drives every bound to its limit
+and beyond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, cast
+
+from tinkerscript.errors import GatewayError
+
+__all__ = ["BOUNDS", "Bound", "depth_is_beyond"]
+
+Status = Literal[200, 400, 403, 413, 422, 429, 431]
+"""All but 200 and 429 tell a client that a retry is in vain; 429 asks for one, later. A claim that finds
+nothing is answered with 200, and the reason."""
+
+
+class Bound(NamedTuple):
+    """One bound. It is the table's row, and what refuses a model call."""
+
+    name: str
+    """What refusals call it: the field that is bounded, or the setting that bounds it."""
+
+    limit: int
+    """The largest amount that is allowed; 0: the setting `name` says it."""
+
+    unit: str
+    """What is counted."""
+
+    status: Status
+    scope: str
+    """Of what there may be so much."""
+
+    remedy: str = ""
+    code: str = "limit_exceeded"
+
+    def check(self, amount: int, where: str = "") -> None:
+        """Raises GatewayError if `amount` is beyond the limit. `where`: the place in the request."""
+        if amount > self.limit:
+            raise self.refusal(amount, where)
+
+    def refusal(self, amount: int, where: str = "") -> GatewayError:
+        """The refusal of `amount`."""
+        place = where or self.name
+        message = f"{place}: {amount} {self.unit}; {self.name} allows {self.limit}: {self.remedy}"
+        return GatewayError(self.status, self.code, message, param=place)
+
+
+BOUNDS: dict[str, Bound] = {}
+"""Every bound, by its name."""
+
+SERVER = "interchange_server"
+"""The section of the settings."""
+
+
+def _bound(
+    name: str,
+    limit: int,
+    unit: str,
+    status: Status,
+    scope: str,
+    remedy: str = "",
+    code: str = "limit_exceeded",
+) -> Bound:
+    bound = BOUNDS[name] = Bound(name, limit, unit, status, scope, remedy, code)
+    return bound
+
+
+def _setting(name: str, unit: str, status: Status, scope: str) -> Bound:
+    return _bound(name, 0, unit, status, scope)
+
+
+# One request of any kind
+
+HEAD = _bound("request head", 2**16, "bytes of path and headers", 431, "request", "send shorter headers")
+"""The parser copies a header with each piece of it that arrives, so that a long one would take time with the
+square of its length."""
+
+# One model call
+
+_CALL = "model call"
+
+_setting(f"{SERVER}.max_body_bytes", "bytes", 413, "request body")
+IDEMPOTENCY_KEY = _bound(
+    "Idempotency-Key", 255, "characters", 400, _CALL, "use a shorter key", "invalid_idempotency_key"
+)
+MODEL_NAME = _bound("model", 256, "characters", 400, _CALL, "use one of GET /v1/models")
+MESSAGES = _bound("messages", 20_000, "messages", 400, _CALL, "shorten the conversation")
+MESSAGE_NAME = _bound("messages.name", 256, "characters", 400, "message", "use a shorter name")
+CALL_ID = _bound("tool_call_id", 1024, "characters", 400, "tool call or its result", "use a shorter id")
+TOOL_CALLS = _bound("tool_calls", 1024, "tool calls", 400, "message", "write fewer calls into one message")
+TOOL_NAME = _bound("tool name", 256, "characters", 400, "tool or tool call", "use a shorter name")
+TOOLS = _bound("tools", 1024, "tools", 400, _CALL, "offer fewer tools")
+TOOLS_BYTES = _bound("tools as JSON", 2**20, "bytes", 400, _CALL, "offer fewer tools, or shorter ones")
+TOOLS_DEPTH = _bound("tools nested", 64, "levels", 400, _CALL, "flatten the tools' schemas")
+SCHEMA_BYTES = _bound("reply schema as JSON", 2**17, "bytes", 400, _CALL, "use a smaller schema")
+SCHEMA_DEPTH = _bound("reply schema nested", 64, "levels", 400, _CALL, "flatten the schema")
+CHOICES = _bound("n", 128, "choices", 400, _CALL, "ask for fewer choices, or send several requests")
+STOPS = _bound("stop", 16, "stop strings", 400, _CALL, "use fewer of them")
+STOP_CHARS = _bound("stop string", 4096, "characters", 400, _CALL, "use a shorter one")
+STOP_IDS = _bound("stop_token_ids", 16, "ids", 400, _CALL, "use fewer of them")
+MAX_TOKENS = _bound("max_tokens", 2**31 - 1, "tokens", 400, _CALL, "no context has room for more")
+TOP_K = _bound("top_k", 2**31 - 1, "ids", 400, _CALL, "leave top_k out")
+SEED = _bound("seed", 2**63 - 1, "in magnitude", 400, _CALL, "use a smaller seed")
+TOP_LOGPROBS = _bound("top_logprobs", 20, "ids for each token", 400, _CALL, "ask for fewer")
+LOGPROBS = _bound(
+    "logprobs",
+    2**20,
+    "entries (n * max_tokens * (1 + top_logprobs))",
+    400,
+    _CALL,
+    "ask for fewer choices, tokens or top_logprobs",
+)
+TEMPLATE_KWARGS = _bound("chat_template_kwargs", 64, "arguments", 400, _CALL, "use those of the run")
+PREVIOUS = _bound("previous_response_id", 256, "characters", 400, _CALL, "use the id of a response")
+
+# One claim
+
+_CLAIM = "claim"
+_OVER = "end or abort the episode"
+
+_setting(f"{SERVER}.max_calls_per_claim", "recorded choices", 403, _CLAIM)
+_setting(f"{SERVER}.max_tokens_per_claim", "sampled tokens", 403, _CLAIM)
+RECORDED_BYTES = _bound(
+    "recorded bytes", 2**27, "bytes of messages and ids", 403, _CLAIM, _OVER, "claim_limit_exceeded"
+)
+"""Far below what one message of the link may have: a result travels with the calls of its claim."""
+
+FAILED_CALLS = _bound("failed calls", 1000, "model calls", 403, _CLAIM, _OVER, "claim_limit_exceeded")
+"""Refused, or failed in the engine; not those that found the engine away or busy."""
+
+CALLS_AT_ONCE = _bound(
+    "calls at once", 256, "model calls", 429, _CLAIM, "retry when some are answered", "claim_limit_reserved"
+)
+_setting("recording_transcript_kb", "KiB of transcript", 413, _CLAIM)
+
+# One result, or one failure
+
+_RESULT = "result"
+
+OUTPUT_BYTES = _bound("workflow_output", 2**20, "bytes as JSON", 413, "result or failure")
+_setting(f"{SERVER}.max_reward", "in magnitude", 422, "reward")
+METRICS = _bound("log_metrics", 256, "metrics", 422, _RESULT)
+METRIC_DEPTH = _bound("log_metrics nested", 5, "levels", 422, _RESULT)
+METRIC_NAME = _bound("log_metrics name", 400, "characters", 422, "metric")
+METRIC = _bound("log_metrics value", 10**15, "in magnitude", 422, "metric")
+METADATA_DEPTH = _bound("metadata nested", 64, "levels", 422, _RESULT)
+FAILURE_KIND = _bound("failure.kind", 200, "characters", 422, "failure")
+
+# Claims
+
+ID_CHARS = 200
+"""Of a uuid, a client's name or a task's id."""
+
+_bound("client_uuid", ID_CHARS, "characters", 422, "request")
+_bound("claim_request_id", ID_CHARS, "characters", 422, "request")
+_bound("pool", ID_CHARS, "characters", 422, "request")
+LEASE_S = _bound("allow_discard_timeout", 86_400, "seconds", 422, _CLAIM)
+WAIT_S = _bound("wait_s", 60, "seconds", 422, "long poll")
+EPISODES = _bound("max_episodes", 256, "claims", 422, "request")
+_setting(f"{SERVER}.max_claims_per_client", "claims held", 200, "client")
+_setting(f"{SERVER}.clients.max_claims", "claims held or waited for", 429, "client with a token")
+WORKERS_AT_ONCE = _bound("report.concurrency", 1_000_000, "episodes", 422, "worker's report")
+_bound("report.process", ID_CHARS, "characters", 422, "worker's report")
+
+# Registrations
+
+_SAMPLE = "registration"
+
+_bound("episode_uuid", ID_CHARS, "characters", 422, _SAMPLE)
+_bound("task_id", ID_CHARS, "characters", 422, _SAMPLE)
+_bound("group_id", 2 * ID_CHARS, "characters", 422, _SAMPLE)
+COPIES = _bound("copies", 1024, "episodes", 422, _SAMPLE)
+GROUP_SIZE = _bound("group_size", 100_000, "episodes", 422, _SAMPLE)
+REGISTRATIONS = _bound("episodes", 1000, "registrations", 422, "request")
+PAYLOAD_DEPTH = _bound("payload nested", 64, "levels", 422, _SAMPLE)
+PAYLOAD_BYTES = _bound("payload", 2**22, "bytes as JSON", 422, _SAMPLE)
+POOL_BYTES = _bound("payloads of the pool", 2**28, "bytes as JSON", 429, "client's own pool")
+_setting(f"{SERVER}.max_pool_episodes", "unfinished episodes", 429, "client's own pool")
+
+
+# What is cut, or left out, and not refused
+
+REASON_CHARS = 4000
+"""Of a refusal, which may quote what was sent."""
+
+CLAIMED_BYTES = 2**24
+"""Of the payloads in the reply to a claim of several episodes; the next request gets the others."""
+
+PIPELINED = 16
+"""Requests that may wait on a connection for the answer to one before them; then it is closed."""
+
+KEPT_CALLS = 10_000
+"""Of a model that is served: responses that `previous_response_id` may name."""
+
+KEPT_BYTES = 2**28
+"""Of these; the least recently used are forgotten first."""
+
+KEPT_S = 86_400
+"""Since one was last used."""
+
+LOG_LINES = 100
+"""Warnings of one kind in a minute; the last one says that there may be more."""
+
+LOG_CHARS = 4000
+"""Of a line's message."""
+
+
+def depth_is_beyond(value: object, limit: int) -> bool:
+    """Whether objects and lists lie inside each other more than `limit` deep."""
+    level = [value]
+    for _ in range(limit):
+        level = [item for each in level if isinstance(each, dict | list) for item in _items(each)]
+        if not level:
+            return False
+    return any(isinstance(each, dict | list) for each in level)
+
+
+def _items(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return cast("dict[str, object]", value).values()
+    return cast("list[object]", value)

@@ -1,0 +1,100 @@
+"""`run_page`: the page of a run, which `tinkerscript view` serves beside it as a child process.
+
+Invariant: a run neither waits for its page nor fails because of it. The page has low priority, so it cannot
+delay a claim. It ends with this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tinkerscript.config import InterchangeConfig, RunConfig
+from tinkerscript.errors import WorkerError
+from tinkerscript.processes.planned import page_process
+from tinkerscript.processes.supervisor import Supervisor
+from tinkerscript.server.addresses import PAGE_PORT, http_url, listen, listen_near
+from tinkerscript.server.auth import ADMIN_TOKEN, MIN_TOKEN_CHARS, read_token
+
+THIS_MACHINE = "127.0.0.1"
+
+
+@asynccontextmanager
+async def run_page(
+    config: RunConfig, folder: Path, note: Callable[[str], None], on_page: Callable[[str], object] | None
+) -> AsyncGenerator[None]:
+    """Serve the page of the run in `folder` while the context is open, and say where it is.
+
+    `on_page` is called with its URL. Without `on_page`, or with `page_port: off`, there is no page.
+    """
+    if on_page is None or config.page_port == "off":
+        yield
+        return
+    async with Supervisor(max_restarts=0, note=note) as supervisor:
+        try:
+            listener, options = _listen(config)
+        except OSError as error:
+            note(f"the run has no page: cannot listen on port {config.page_port}: {error.strerror}")
+            yield
+            return
+        with listener:
+            # The run holds the socket: while the page restarts, the address stays and visitors wait.
+            url = http_url(listener, tls=bool(options))
+            note(f"watch the run at {url}")
+            on_page(url)
+            child = page_process(config, folder, "--fd", str(listener.fileno()), *options).child(folder)
+            child.fds = (listener.fileno(),)
+            try:
+                await supervisor.start(child)
+            except OSError as error:
+                supervisor.fail(error)
+            watching = asyncio.create_task(_given_up(supervisor, listener, child.log, note), name="page")
+            try:
+                yield
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+
+
+async def _given_up(
+    supervisor: Supervisor, listener: socket.socket, log: Path, note: Callable[[str], None]
+) -> None:
+    """Say once that the page has died too often; the run goes on."""
+    try:
+        await supervisor.failed()
+    except (OSError, WorkerError) as error:
+        listener.close()  # Visitors are refused, instead of waiting.
+        note(f"the run goes on without its page: {str(error).splitlines()[0].rstrip(':;')} ({log})")
+
+
+def _listen(config: RunConfig) -> tuple[socket.socket, list[str]]:
+    """A listening socket, and the options of `view` for TLS. Raises OSError.
+
+    The page listens where the server does if the admin token protects it there, else on this machine alone:
+    so does that of a trainer that joined a server elsewhere and lacks the server's address or certificate.
+    """
+    section, port = config.interchange_server, config.page_port
+    token = read_token(os.environ, ADMIN_TOKEN) or ""
+    host = section.interchange_server_host if len(token) >= MIN_TOKEN_CHARS else THIS_MACHINE
+    if host != THIS_MACHINE:
+        try:
+            options = _tls(section)
+            return _bound(host, port), options
+        except OSError:
+            pass
+    return _bound(THIS_MACHINE, port), []
+
+
+def _bound(host: str, port: int | str) -> socket.socket:
+    return listen(host, port) if isinstance(port, int) else listen_near(host, PAGE_PORT)
+
+
+def _tls(section: InterchangeConfig) -> list[str]:
+    """Raises OSError for a file that is not on this machine."""
+    files = {"--tls-certificate": section.tls_certificate, "--tls-key": section.tls_key}
+    given = {option: str(Path(name).resolve(strict=True)) for option, name in files.items() if name}
+    return [word for pair in given.items() for word in pair]

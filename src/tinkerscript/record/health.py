@@ -1,0 +1,446 @@
+"""The health of a run: what trains nothing, or ruins the model, as rows that the page and the terminal show.
+
+Invariant: rows judge the last steps against earlier ones by metrics alone: they cost the same after a
+million episodes, and a run that records no episodes has them too.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from tinkerscript.record.reader import Record
+from tinkerscript.rollouts.alignment.checks import ERRORS
+
+RECENT = 10
+"""Steps that a row judges."""
+
+WINDOW, WINDOWS = 5, 40
+"""Steps that are averaged to see a trend, at most a quarter of all; in a long run more of them, so
+that there are at most `WINDOWS`."""
+
+SURE = 2.5
+"""Standard errors between the best window and the last one. They are taken generously (`_Reward.of`)."""
+
+_SCORES = """
+SELECT sample, avg(reward), min(uuid) FROM episodes
+    WHERE step = ? AND label = ? AND type = 'eval' AND sample IS NOT NULL
+        AND number NOT IN (SELECT episode FROM undone) GROUP BY sample
+"""
+
+NORMAL_95 = 1.96
+"""Standard errors to each side of a mean that hold 95% of a normal distribution."""
+
+Kind = Literal["good", "warn", "bad"]
+
+
+class Gain(BaseModel):
+    """The change of a sample's mean reward between two evaluations, over the samples that both have."""
+
+    mean: float
+    margin: float = Field(description="To each side of the mean: a 95% interval, from the samples' spread.")
+    samples: int
+
+
+class HealthRow(BaseModel):
+    """One thing about a run that may go wrong."""
+
+    name: str
+    label: str
+    meaning: str
+    value: str
+    kind: Kind
+    words: str = Field(default="", description="What it means, and what to do, unless the row is good.")
+
+    def told(self) -> str:
+        """The row in a line, for a terminal."""
+        return f"{self.label.lower()} {self.value}: {self.words}"
+
+
+class BestScore(BaseModel):
+    """The evaluation with the highest score, if the last one is lower beyond its interval."""
+
+    label: str
+    step: int
+    score: float
+    last: float
+    loss: Gain = Field(description="Of the last evaluation over the best one, sample by sample.")
+
+
+@dataclass(frozen=True)
+class _Trend:
+    """A metric's windows: the mean of each, counted from the end, so that 0 is the last."""
+
+    means: dict[int, float]
+
+    @property
+    def first(self) -> float:
+        return self.means[max(self.means)]
+
+    @property
+    def last(self) -> float:
+        return self.means[0]
+
+    def __bool__(self) -> bool:
+        return len(self.means) > 1 and 0 in self.means
+
+    def text(self, form: str = "{:.3f}") -> str:
+        first, last = (form.format(value) for value in (self.first, self.last))
+        return last if first == last else f"{first} → {last}"
+
+
+class _Steps:
+    """The metrics of a run's steps."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self.last = int(record.number("SELECT max(step) FROM steps") or 0)
+        self._size = max(1, min(WINDOW, self.last // 4), math.ceil(self.last / WINDOWS))
+
+    def trend(self, name: str, what: str = "avg(value)") -> _Trend:
+        query = (
+            f"SELECT (? - step) / ?, {what} FROM metrics WHERE {_NAMED} AND step BETWEEN 1 AND ? GROUP BY 1"
+        )
+        rows = self._record.rows(query, (self.last, self._size, name, self.last))
+        return _Trend({int(window): float(value) for window, value in rows})
+
+    def recent(self, name: str) -> list[float]:
+        query = f"SELECT value FROM metrics WHERE {_NAMED} AND step > ? ORDER BY step"
+        return [value for (value,) in self._record.rows(query, (name, max(0, self.last - RECENT)))]
+
+    def recent_mean(self, name: str, weight: str) -> float | None:
+        """Of the recent steps, each weighted by another metric of it; None if no step has both."""
+        query = """
+            SELECT sum(a.value * b.value) / sum(b.value) FROM metrics AS a JOIN metrics AS b USING (step)
+            WHERE a.name = (SELECT number FROM names WHERE name = ?)
+                AND b.name = (SELECT number FROM names WHERE name = ?) AND step > ?
+        """
+        return self._record.number(query, (name, weight, max(0, self.last - RECENT)))
+
+    def range(self, low: str, high: str) -> tuple[float, float] | None:
+        query = f"SELECT min(value), max(value) FROM metrics WHERE {_NAMED}"
+        lowest, highest = self._record.row(query, (low,)), self._record.row(query, (high,))
+        if lowest is None or highest is None or lowest[0] is None or highest[1] is None:
+            return None
+        return lowest[0], highest[1]
+
+    def errors(self) -> list[sqlite3.Row]:
+        """Why sequences of the recent steps did not train: name and count, most frequent first."""
+        query = """
+            SELECT name, sum(count) FROM findings WHERE kind = 'error' AND step > ?
+            GROUP BY name ORDER BY 2 DESC
+        """
+        return self._record.rows(query, (max(0, self.last - RECENT),))
+
+
+_NAMED = "name = (SELECT number FROM names WHERE name = ?)"
+
+
+@dataclass(frozen=True)
+class _Reward:
+    """How the training reward moved."""
+
+    trend: _Trend
+    fell: bool
+    """Below the best window, beyond chance."""
+
+    rose: bool
+    """Above the first window, beyond chance."""
+
+    @classmethod
+    def of(cls, steps: _Steps) -> _Reward:
+        means = steps.trend("reward/mean")
+        if not means:
+            return cls(means, fell=False, rose=False)
+        variance = steps.trend("reward/deviation", "avg(value * value)").means
+        # The samples differ in difficulty, so a group counts once, however many episodes it has.
+        counts = [steps.trend(f"groups/{name}", "sum(value)").means for name in ("trained", "same_reward")]
+
+        def error(window: int) -> float:
+            return variance.get(window, 0.0) / max(1.0, sum(each.get(window, 0.0) for each in counts))
+
+        def beyond(high: int, low: int, errors: float) -> bool:
+            difference = means.means[high] - means.means[low]
+            return difference > errors * math.sqrt(error(high) + error(low)) and difference > 1e-9
+
+        oldest = max(means.means)
+        fell = any(beyond(window, 0, SURE) for window in means.means if window)
+        return cls(means, fell=fell, rose=beyond(0, oldest, 2.0))
+
+
+def health_rows(record: Record) -> list[HealthRow]:
+    """Empty before the first step."""
+    steps = _Steps(record)
+    if not steps.last:
+        return []
+    reward = _Reward.of(steps)
+    rows = [
+        _score(record),
+        _rewards(reward),
+        _trained(steps),
+        _equal(steps, reward),
+        _cut_off(steps),
+        _reply_length(steps, reward),
+        _failed(record),
+        _stale(steps),
+        _mismatch(record, steps),
+        _entropy(steps, reward),
+        _gradients(steps),
+    ]
+    return [row for row in rows if row is not None]
+
+
+def verdict(rows: Sequence[HealthRow]) -> str:
+    """One phrase for people: `all well`, or what deserves a look, worst first."""
+    for kind, phrase in (("bad", "needs attention"), ("warn", "worth a look")):
+        if found := [row.label for row in rows if row.kind == kind]:
+            return f"{phrase}: {', '.join(found)}".lower()
+    return "all well" if rows else "no step has ended yet"
+
+
+def best_score(record: Record) -> BestScore | None:
+    """None unless the last evaluation is lower than an earlier one beyond the interval."""
+    query = "SELECT label, step, score FROM evaluations WHERE score IS NOT NULL ORDER BY step, time"
+    rows = record.rows(query)
+    if len(rows) < 2:
+        return None
+    best, last = max(rows, key=lambda row: row["score"]), rows[-1]
+    old, new = (sample_scores(record, step=row["step"], label=row["label"]) for row in (best, last))
+    loss = gain(old, new)
+    if loss is None or loss.mean + loss.margin >= 0:
+        return None
+    return BestScore(
+        label=best["label"], step=best["step"], score=best["score"], last=last["score"], loss=loss
+    )
+
+
+def _score(record: Record) -> HealthRow | None:
+    rows = record.rows("SELECT score FROM evaluations WHERE score IS NOT NULL ORDER BY step, time")
+    if len(rows) < 2:
+        return None
+    row = HealthRow(
+        name="held_out",
+        label="Held-out score",
+        meaning="of samples that do not train; bad if it fell beyond its 95% interval",
+        value=f"{rows[0][0]:.3f} → {rows[-1][0]:.3f}",
+        kind="good",
+    )
+    best = best_score(record)
+    if best is None:
+        return row
+    fell = f"it fell from {best.score:.3f} ({best.label}) to {best.last:.3f}, by {-best.loss.mean:.3f}"
+    words = f"{fell} ± {best.loss.margin:.3f}: the model is worse than it was"
+    return row.model_copy(update={"kind": "bad", "words": words})
+
+
+def _rewards(reward: _Reward) -> HealthRow | None:
+    if not reward.trend:
+        return None
+    words = (
+        f"it fell from {max(reward.trend.means.values()):.3f} to {reward.trend.last:.3f}: lower "
+        "training.learning_rate, and go on from a checkpoint before the fall"
+    )
+    return HealthRow(
+        name="reward",
+        label="Training reward",
+        meaning="mean of the first and of the last steps; bad if it fell beyond chance",
+        value=reward.trend.text(),
+        kind="bad" if reward.fell else "good",
+        words=words if reward.fell else "",
+    )
+
+
+def _trained(steps: _Steps) -> HealthRow | None:
+    trained = steps.recent("train/sequences")
+    if not trained:
+        return None
+    idle = trained.count(0.0)
+    kind: Kind = "bad" if idle == len(trained) else "warn" if 2 * idle > len(trained) else "good"
+    return HealthRow(
+        name="trained",
+        label="Steps that trained",
+        meaning="of the last ones; the others left the weights as they were",
+        value=f"{len(trained) - idle} of the last {len(trained)}",
+        kind=kind,
+        words="" if kind == "good" else _why_idle(steps),
+    )
+
+
+def _why_idle(steps: _Steps) -> str:
+    if sum(steps.recent("groups/same_reward")):
+        return _difficulty(steps)
+    if errors := steps.errors():
+        return _left_out(errors)
+    return "no group had enough episodes with a result"
+
+
+def _left_out(errors: Sequence[sqlite3.Row]) -> str:
+    name, count = errors[0]
+    return f"{int(count):,} sequences of the last steps were left out: {name}: {ERRORS.get(name, name)}"
+
+
+def _difficulty(steps: _Steps) -> str:
+    """What groups of equal rewards say about the task."""
+    mean = steps.recent_mean("groups/same_reward_mean", "groups/same_reward")
+    known = steps.range("reward/lowest", "reward/highest")
+    if mean is None or known is None:
+        return "in each of these groups all rewards are equal"
+    low, high = known
+    if low == high:
+        return f"every episode so far has the reward {low:g}: nothing shows what is better"
+    if mean > (low + high) / 2:
+        return f"too easy: groups agree on {mean:.3g}, and nothing is left to learn from them"
+    return f"too hard: groups agree on {mean:.3g}, so that no episode shows what is better"
+
+
+def _equal(steps: _Steps, reward: _Reward) -> HealthRow:
+    equal, trained = sum(steps.recent("groups/same_reward")), sum(steps.recent("groups/trained"))
+    groups = equal + trained + sum(steps.recent("groups/dropped"))
+    words = _difficulty(steps)
+    is_much = groups > 0 and equal > 0.5 * groups
+    # A task that has been learned has such groups too: nothing is wrong with the run.
+    saturated = is_much and reward.rose and words.startswith("too easy")
+    return HealthRow(
+        name="equal",
+        label="Groups without signal",
+        meaning="of the last steps: all rewards equal; worth a look above half",
+        value=_share(equal, groups) + (", saturated" if saturated else ""),
+        kind="warn" if is_much and not saturated else "good",
+        words=words if is_much and not saturated else "",
+    )
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part:,.0f} of {whole:,.0f} ({part / whole:.0%})" if whole else "–"
+
+
+def _cut_off(steps: _Steps) -> HealthRow | None:
+    share = steps.recent_mean("response_tokens/cut_off", "alignment/calls")
+    if share is None:
+        return None
+    kind: Kind = "bad" if share > 0.5 else "warn" if share > 0.1 else "good"
+    return HealthRow(
+        name="cut_off",
+        label="Replies cut off",
+        meaning="by the token limit, in the last steps; bad above half, worth a look above 10%",
+        value=f"{share:.1%}" if 0 < share < 0.1 else f"{share:.0%}",
+        kind=kind,
+        words="" if kind == "good" else "raise sampling.max_tokens, or ask for shorter replies",
+    )
+
+
+def _reply_length(steps: _Steps, reward: _Reward) -> HealthRow | None:
+    trend = steps.trend("response_tokens/mean")
+    if not trend:
+        return None
+    fell = trend.last < trend.first / 5 or (trend.last < 2.5 and trend.last < 0.7 * trend.first)
+    collapsed = fell and not reward.rose
+    return HealthRow(
+        name="length",
+        label="Reply length",
+        meaning="tokens in the first and in the last steps; bad if replies became empty",
+        value=trend.text("{:.1f}"),
+        kind="bad" if collapsed else "good",
+        words="replies have become nearly empty, and the reward did not rise" if collapsed else "",
+    )
+
+
+def _failed(record: Record) -> HealthRow:
+    row = record.row("SELECT sum(failed), sum(accepted) FROM steps")
+    failed, accepted = (row[0] or 0, row[1] or 0) if row else (0, 0)
+    ended = failed + accepted
+    kind: Kind = "bad" if failed > 0.05 * ended else "warn" if failed else "good"
+    return HealthRow(
+        name="failed",
+        label="Failed episodes",
+        meaning="out of attempts, without a reward; bad above 5%",
+        value=_share(failed, ended),
+        kind=kind,
+        words="" if kind == "good" else "they are left out of their groups",
+    )
+
+
+def _stale(steps: _Steps) -> HealthRow:
+    stale = sum(steps.recent("episodes/stale"))
+    return HealthRow(
+        name="stale",
+        label="Too old to train",
+        meaning="in the last steps: sampled too many steps before, and dropped",
+        value=f"{stale:,.0f}",
+        kind="warn" if stale else "good",
+        words="raise training.max_policy_lag, or train fewer episodes a step" if stale else "",
+    )
+
+
+def _mismatch(record: Record, steps: _Steps) -> HealthRow:
+    largest = record.number(f"SELECT max(value) FROM metrics WHERE {_NAMED}", ("alignment/max_abs_dlogp",))
+    findings = int(record.number("SELECT count(DISTINCT step) FROM findings WHERE kind = 'finding'") or 0)
+    errors = steps.errors()
+    kind: Kind = "bad" if findings else "warn" if errors else "good"
+    words = f"{findings} steps whose tokens the trainer did not reproduce" if findings else ""
+    if errors and not findings:
+        words = _left_out(errors)
+    return HealthRow(
+        name="mismatch",
+        label="Trainer–sampler mismatch",
+        meaning="largest log probability difference of a token",
+        value="–" if largest is None else f"{largest:.1e}",
+        kind=kind,
+        words=words,
+    )
+
+
+def _entropy(steps: _Steps, reward: _Reward) -> HealthRow | None:
+    trend = steps.trend("train/entropy")
+    if not trend:
+        return None
+    collapsed = trend.last < 0.05 and trend.last < 0.1 * trend.first and not reward.rose
+    return HealthRow(
+        name="entropy",
+        label="Entropy",
+        meaning="nats per token; near 0 nothing new is tried",
+        value=trend.text("{:.3g}"),
+        kind="warn" if collapsed else "good",
+        words="the model is certain of every token, and the reward did not rise" if collapsed else "",
+    )
+
+
+def _gradients(steps: _Steps) -> HealthRow | None:
+    trend = steps.trend("train/grad_norm")
+    if not trend:
+        return None
+    exploded = trend.last > 10 * trend.first
+    return HealthRow(
+        name="gradients",
+        label="Gradient norm",
+        meaning="before clipping, of the first and of the last steps; worth a look if it grew tenfold",
+        value=trend.text("{:.3g}"),
+        kind="warn" if exploded else "good",
+        words="it has exploded: lower training.learning_rate" if exploded else "",
+    )
+
+
+def sample_scores(record: Record, *, step: int, label: str) -> dict[int, tuple[float | None, str]]:
+    """The mean reward of each sample (by its number) in one evaluation, and an episode of it."""
+    return {number: (score, uuid) for number, score, uuid in record.rows(_SCORES, (step, label))}
+
+
+def gain(
+    before: dict[int, tuple[float | None, str]], after: dict[int, tuple[float | None, str]]
+) -> Gain | None:
+    """None with fewer than two samples that have a score in both: nothing says how sure it would be."""
+    changes: list[float] = []
+    for number in before.keys() & after.keys():
+        old, new = before[number][0], after[number][0]
+        if old is not None and new is not None:
+            changes.append(new - old)
+    if len(changes) < 2:
+        return None
+    error = statistics.stdev(changes) / math.sqrt(len(changes))
+    return Gain(mean=statistics.fmean(changes), margin=NORMAL_95 * error, samples=len(changes))

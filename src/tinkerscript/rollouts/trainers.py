@@ -1,0 +1,386 @@
+"""Rollouts in the formats of other trainers: Tinker, verl, TRL, SkyRL and AReaL.
+
+Each trainer is a table of fields: the name that the trainer reads, and where a rollout has it. A format may
+have no place for something that a rollout holds (`TRAITS`). Its converter then raises ConversionError and
+names the trait, unless the caller accepts the loss by name (`allow`). Nothing is converted that the alignment
+check would keep from training, whatever is allowed.
+
+numpy is enough to import this; Tinker's part needs tinker, `to_verl` and `to_areal` need torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from tinkerscript.errors import ConversionError
+from tinkerscript.rollouts.advantages import RolloutBatch, RolloutGroup, WeightedRollout, padded
+from tinkerscript.rollouts.alignment.checks import ERRORS, find_errors
+from tinkerscript.rollouts.call import Call, FloatArray, full_prompts
+from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
+
+if TYPE_CHECKING:
+    import tinker
+
+TRAITS: Mapping[str, str] = {
+    "several_sequences": "an episode of several sequences, whose reward must count once",
+    "token_rewards": "token rewards that are shares of the episode's reward",
+    "temperature": "a temperature other than 1",
+    "mixed_sampling": "calls with different sampling parameters",
+    "top_p": "top-p below 1, which restricts what the policy could sample",
+    "top_k": "top-k, which restricts what the policy could sample",
+    "min_p": "min-p, which restricts what the policy could sample",
+    "repetition_penalty": "a repetition penalty, which changes what the policy could sample",
+    "logprob_kind": "logprobs not known to be of the distribution that was sampled from",
+}
+"""What a format may be unable to hold, and what it is. Only what affects the gradient counts."""
+
+_TRAITS_OF_CALLS: Mapping[str, Callable[[Call], bool]] = {
+    "temperature": lambda call: call.temperature != 1,
+    "top_p": lambda call: call.top_p < 1,
+    "top_k": lambda call: call.top_k > 0,
+    "min_p": lambda call: call.min_p > 0,
+    "repetition_penalty": lambda call: call.repetition_penalty != 1,
+    "logprob_kind": lambda call: (
+        call.logprob_kind != "processed" and (call.logprob_kind != "raw" or call.temperature != 1)
+    ),
+}
+
+_OTHER_TRAINERS_MAY = frozenset({"greedy", "raw_logprobs_at_temperature"})
+"""Errors for our own trainer that are the traits `temperature` and `logprob_kind` for others."""
+
+
+class _Row(NamedTuple):
+    """One episode in a format that has one row for each."""
+
+    group_id: str
+    number: int
+    """Index of the episode in its group."""
+
+    episode: EpisodeRollouts
+    rollout: Rollout
+
+
+Fields = Mapping[str, Callable[[_Row], Any]]
+
+
+# Tinker
+
+
+def to_datum(weighted: WeightedRollout, *, allow: Collection[str] = ()) -> tinker.Datum:
+    """Convert a rollout of T tokens to a Datum of T - 1 positions for Tinker's policy-gradient losses.
+
+    Worked example, prompt `p q`, response `r s`, advantage 0.5:
+        model_input     p    q    r
+        target_tokens   q    r    s
+        logprobs        0    l_r  l_s
+        advantages      0    0.5  0.5
+    Only sampled tokens have an advantage, so only they train. Raises ConversionError for what a Datum cannot
+    hold, such as a temperature: Tinker's losses compare with logprobs at temperature 1.
+    """
+    rollout, form = weighted.rollout, "a Tinker Datum"
+    refuse_errors(rollout, {}, form)
+    if len(weighted.advantages) != len(rollout.tokens) or weighted.advantages[~rollout.loss_mask].any():
+        raise ConversionError(
+            f"{form}: the advantages of episode {rollout.episode_uuid} are not one for each token, 0 where a "
+            "token carries no loss"
+        )
+    if not np.isfinite(weighted.advantages).all():
+        raise ConversionError(f"{form}: an advantage of episode {rollout.episode_uuid} is not finite")
+    # Advantages replace the rewards, so shares of them are not lost.
+    _refuse_traits(_traits(rollout), rollout.episode_uuid, form, {"token_rewards"}, allow)
+    return to_training_datum(weighted)
+
+
+def to_training_datum(weighted: WeightedRollout, **more: FloatArray) -> tinker.Datum:
+    """Convert a rollout that the alignment check has passed to a Datum for a policy-gradient loss.
+
+    `more`, here and below: further inputs of the loss by name, float32 [T] each.
+    """
+    rollout = weighted.rollout
+    reference = rollout.logprobs if weighted.reference is None else weighted.reference
+    return _datum(rollout, logprobs=reference, advantages=weighted.advantages, **more)
+
+
+def to_scoring_datum(rollout: Rollout, **more: FloatArray) -> tinker.Datum:
+    """Convert a rollout to a Datum for `cross_entropy`, with weight 1 on the tokens with loss.
+
+    Used to get logprobs from `forward`, and for supervised training on what was sampled.
+    """
+    return _datum(rollout, weights=rollout.loss_mask.astype(np.float32), **more)
+
+
+def _datum(rollout: Rollout, **inputs: FloatArray) -> tinker.Datum:
+    import tinker  # noqa: PLC0415 (optional dependency)
+
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(rollout.tokens[:-1].tolist()),
+        loss_fn_inputs={
+            "target_tokens": tinker.TensorData.from_numpy(rollout.tokens[1:].astype(np.int64)),
+            **{name: tinker.TensorData.from_numpy(each[1:].copy()) for name, each in inputs.items()},
+        },
+    )
+
+
+# TRL (huggingface/trl, `GRPOTrainer`, 1.16)
+
+TRL_FIELDS: Fields = {
+    "prompt_ids": lambda row: row.rollout.prompt_tokens.tolist(),
+    "completion_ids": lambda row: row.rollout.response_tokens.tolist(),
+    "logprobs": lambda row: row.rollout.response_logprobs.tolist(),
+    "env_mask": lambda row: row.rollout.response_loss_mask.astype(int).tolist(),
+    "reward": lambda row: row.episode.reward,
+    "group_id": lambda row: row.group_id,
+    "episode_uuid": lambda row: row.episode.episode_uuid,
+}
+
+
+def to_trl(groups: Sequence[RolloutGroup], *, allow: Collection[str] = ()) -> dict[str, list[Any]]:
+    """Convert groups of one size to what a `rollout_func` returns: parallel lists, one entry per episode.
+
+    TRL takes the next `num_generations` rows for a group, and the reward from reward functions, which get
+    each further field by name: `reward_funcs=[lambda reward, **_: reward]`. It compares with `logprobs` only
+    where it corrects for the sampler (`use_vllm` and `vllm_importance_sampling_correction`). Raises
+    ConversionError.
+    """
+    sizes = sorted({len(group.episodes) for group in groups})
+    if len(sizes) != 1:
+        raise ConversionError(f"TRL tells groups apart by their size, which must be one for all: got {sizes}")
+    return _columns(TRL_FIELDS, _rows(groups, "TRL's rollout", (), allow))
+
+
+# SkyRL (NovaSky-AI/SkyRL, `skyrl/train/generators/base.py`, 0.3)
+
+SKYRL_FIELDS: Fields = {
+    "prompt_token_ids": lambda row: row.rollout.prompt_tokens.tolist(),
+    "response_ids": lambda row: row.rollout.response_tokens.tolist(),
+    "loss_masks": lambda row: row.rollout.response_loss_mask.astype(int).tolist(),
+    "stop_reasons": lambda row: row.rollout.segments[-1].call.stop_reason,
+    "rollout_logprobs": lambda row: row.rollout.response_logprobs.tolist(),
+}
+
+SKYRL_NONE = (
+    "rollout_metrics",
+    "trajectory_generation_times",
+    "rollout_expert_indices",
+    "is_last_step",
+    "env_metrics",
+    "pixel_values",
+    "image_grid_thw",
+)
+
+
+def to_skyrl(
+    batch: RolloutBatch, *, trajectory_id: Callable[[str, int], Any], allow: Collection[str] = ()
+) -> dict[str, Any]:
+    """Convert a batch of B episodes to SkyRL's `GeneratorOutput`: fields that are lists of B.
+
+    `rewards` are the episodes', or those of the tokens [R] if any episode has token rewards or ends without
+    loss. `trajectory_id` is SkyRL's class `TrajectoryID`, called with the group's id and the episode's number
+    in it. SkyRL computes advantages from the rewards of rows with the same id. Raises ConversionError.
+    """
+    rows = _rows(batch.groups, "SkyRL's output", {"token_rewards"}, allow)
+    # SkyRL puts an episode's reward on its last token, where some estimators would lose it to the mask.
+    by_token = any(row.rollout.shaped or not row.rollout.loss_mask[-1] for row in rows)
+    return {
+        **_columns(SKYRL_FIELDS, rows),
+        "rewards": [_reward_at_end(row).tolist() if by_token else row.episode.reward for row in rows],
+        "trajectory_ids": [trajectory_id(row.group_id, row.number) for row in rows],
+        **dict.fromkeys(SKYRL_NONE),
+    }
+
+
+# verl (volcengine/verl, `DataProto`, 0.9)
+
+VERL_RESPONSE_FIELDS: Fields = {
+    "response_mask": lambda row: row.rollout.response_loss_mask.astype(np.int64),
+    "rollout_log_probs": lambda row: row.rollout.response_logprobs,
+    "rm_scores": lambda row: _reward_at_end(row),
+}
+
+
+def to_verl(
+    batch: RolloutBatch,
+    *,
+    pad_token_id: int = 0,
+    prompt_length: int | None = None,
+    response_length: int | None = None,
+    allow: Collection[str] = (),
+) -> dict[str, Any]:
+    """Convert a batch of B episodes for `DataProto.from_single_dict`; P and R are the given lengths, or those
+    of the longest.
+
+    Tensors: prompts int64 [B, P], left-padded; responses, response_mask int64 and rollout_log_probs,
+    rm_scores float32 [B, R], right-padded; input_ids, attention_mask, position_ids int64 [B, P + R]. `uid` is
+    an array of objects [B]: each row's group, by which verl compares scores. `rm_scores` has the episode's
+    reward at the last token with loss, or each token's share. Raises ConversionError, also for a prompt or
+    response longer than its length.
+    """
+    import torch  # noqa: PLC0415 (optional dependency)
+
+    rows = _rows(batch.groups, "verl's batch", {"token_rewards"}, allow)
+    prompts = [row.rollout.prompt_tokens.astype(np.int64) for row in rows]
+    responses = [row.rollout.response_tokens.astype(np.int64) for row in rows]
+    p, r = _width("prompt", prompts, prompt_length), _width("response", responses, response_length)
+    attention = np.hstack(
+        [
+            padded(list(map(np.ones_like, prompts)), p, left=True),
+            padded(list(map(np.ones_like, responses)), r),
+        ]
+    )
+    arrays = {
+        "prompts": padded(prompts, p, pad_token_id, left=True),
+        "responses": padded(responses, r, pad_token_id),
+        **{name: padded([of(row) for row in rows], r) for name, of in VERL_RESPONSE_FIELDS.items()},
+        "attention_mask": attention,
+        "position_ids": np.maximum(attention.cumsum(axis=1) - 1, 0),
+    }
+    arrays["input_ids"] = np.hstack([arrays["prompts"], arrays["responses"]])
+    tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return tensors | {"uid": np.array([row.group_id for row in rows], dtype=object)}
+
+
+def _width(what: str, rows: Sequence[np.ndarray], wanted: int | None) -> int:
+    longest = max(map(len, rows))
+    if wanted is not None and longest > wanted:
+        raise ConversionError(
+            f"a {what} has {longest} tokens, more than {what}_length={wanted}; "
+            "truncating it would lose tokens"
+        )
+    return longest if wanted is None else wanted
+
+
+# AReaL (inclusionAI/AReaL, `areal/workflow/rlvr.py`, 1.0)
+
+AREAL_FIELDS: Fields = {
+    "input_ids": lambda row: row.rollout.tokens,
+    "loss_mask": lambda row: row.rollout.loss_mask.astype(np.int32),
+    "logprobs": lambda row: row.rollout.logprobs,
+    "attention_mask": lambda row: np.ones(len(row.rollout.tokens), np.bool_),
+    "versions": lambda row: _versions(row.rollout),
+}
+
+AREAL_FILL: Mapping[str, int] = {"versions": -1}
+"""Padding other than 0. A token that no policy sampled has version -1, too."""
+
+
+def to_areal(group: RolloutGroup, *, pad_token_id: int = 0, allow: Collection[str] = ()) -> dict[str, Any]:
+    """Convert a group of G episodes to a dictionary of padded tensors [G, T], as an AReaL workflow returns
+    it.
+
+    input_ids, loss_mask, versions int32, logprobs float32 and attention_mask bool [G, T], unshifted; rewards
+    float32 [G]. A token's version is that of the weights that sampled it; of a call during which they
+    changed, the older one. AReaL adds the reward at the last token and passes it back through the mask, so
+    that token must carry loss. Raises ConversionError.
+    """
+    import torch  # noqa: PLC0415 (optional dependency)
+
+    rows = _rows([group], "AReaL's trajectory", (), allow)
+    for row in rows:
+        if not row.rollout.loss_mask[-1]:
+            raise ConversionError(
+                "AReaL's trajectory takes its reward at the last token; that of episode "
+                f"{row.episode.episode_uuid} carries no loss, so the reward would be lost: leave "
+                "the episode out"
+            )
+    width, fill = max(len(row.rollout.tokens) for row in rows), {"input_ids": pad_token_id, **AREAL_FILL}
+    arrays = {
+        name: padded([of(row) for row in rows], width, fill.get(name, 0)) for name, of in AREAL_FIELDS.items()
+    }
+    arrays["rewards"] = np.array(group.rewards, dtype=np.float32)
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _versions(rollout: Rollout) -> np.ndarray:
+    versions = np.full(len(rollout.tokens), AREAL_FILL["versions"], np.int32)
+    for segment in rollout.segments:
+        versions[segment.start : segment.end] = min(segment.call.policy_versions)
+    return versions
+
+
+# What all of them share
+
+
+def _columns(fields: Fields, rows: Iterable[_Row]) -> dict[str, list[Any]]:
+    return {name: [value(row) for row in rows] for name, value in fields.items()}
+
+
+def _rows(
+    groups: Iterable[RolloutGroup], form: str, carried: Collection[str], allow: Collection[str]
+) -> list[_Row]:
+    """One row per episode. Raises ConversionError."""
+    rows: list[_Row] = []
+    for group in groups:
+        for number, episode in enumerate(group.episodes):
+            refuse_episode_errors(episode, form)
+            traits = [trait for rollout in episode.rollouts for trait in _traits(rollout)]
+            if len(episode.rollouts) > 1:
+                traits.append("several_sequences")
+            _refuse_traits(dict.fromkeys(traits), episode.episode_uuid, form, carried, allow)
+            if len(episode.rollouts) != 1:
+                # Impossible even if allowed: the reward belongs to a single row.
+                raise ConversionError(
+                    f"{form} has one row for an episode; episode {episode.episode_uuid} has "
+                    f"{len(episode.rollouts)} sequences"
+                )
+            rows.append(_Row(group.group_id, number, episode, episode.rollouts[0]))
+    if not rows:
+        raise ConversionError("the batch has no episodes")
+    return rows
+
+
+def _reward_at_end(row: _Row) -> FloatArray:
+    """float32 [R]: the episode's reward at the last token with loss, or its tokens' shares.
+
+    Trainers that propagate a reward back through the mask would lose it at a token without loss.
+    """
+    if row.rollout.shaped:
+        return row.rollout.token_rewards
+    rewards = np.zeros(len(row.rollout.response_tokens), dtype=np.float32)
+    training = np.flatnonzero(row.rollout.response_loss_mask)
+    rewards[training[-1] if len(training) else -1] = row.episode.reward
+    return rewards
+
+
+def _traits(rollout: Rollout) -> Iterator[str]:
+    calls = [segment.call for segment in rollout.segments]
+    if rollout.shaped:
+        yield "token_rewards"
+    for name, has in _TRAITS_OF_CALLS.items():
+        if any(has(call) for call in calls):
+            yield name
+    if len({(c.temperature, c.top_p, c.top_k, c.min_p, c.repetition_penalty) for c in calls}) > 1:
+        yield "mixed_sampling"
+
+
+def _refuse_traits(
+    traits: Iterable[str], episode_uuid: str, form: str, carried: Collection[str], allow: Collection[str]
+) -> None:
+    unknown = set(allow) - set(TRAITS)
+    if unknown:
+        raise ConversionError(f"allow: {sorted(unknown)} are not traits; the traits are {', '.join(TRAITS)}")
+    lost = [trait for trait in traits if trait not in carried and trait not in allow]
+    if lost:
+        what = "; ".join(f"{trait} ({TRAITS[trait]})" for trait in lost)
+        raise ConversionError(
+            f"{form} cannot hold the rollout of episode {episode_uuid}: {what}. "
+            "Leave the rollout out, or accept the loss by naming the trait in `allow`"
+        )
+
+
+def refuse_episode_errors(episode: EpisodeRollouts, form: str) -> None:
+    """Raise ConversionError for an episode with a sequence that must not train."""
+    prompts = full_prompts(episode.calls)
+    for rollout in episode.rollouts:
+        refuse_errors(rollout, prompts, form)
+
+
+def refuse_errors(rollout: Rollout, prompts: Mapping[str, bytes], form: str) -> None:
+    """The same for one sequence, with the full prompts of its calls where they are known."""
+    errors = find_errors(rollout, vocabulary=2**31, prompts=prompts)
+    errors = [error for error in errors if error not in _OTHER_TRAINERS_MAY]
+    if errors:
+        what = "; ".join(f"{error} ({ERRORS[error]})" for error in errors)
+        raise ConversionError(f"{form}: the rollout of episode {rollout.episode_uuid} must not train: {what}")

@@ -1,0 +1,139 @@
+"""Which run the files in a folder are of, and whether they are whole: what a start checks first.
+
+Invariants: a checkpoint is complete if its manifest.json, which is written last, is true of its files.
+Journal, databases and checkpoints carry the identity of their run (`files.RUN_ID`), and a run does not go on
+with those of another one. A checkpoint knows how long the journal was, so a shorter journal has been cut.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from tinkerscript.errors import ConfigError
+from tinkerscript.files import RUN_ID, is_foreign, write_atomically, write_json
+from tinkerscript.record.schema import RECORD_FILE
+from tinkerscript.remote_folder import CHECKPOINTS, JOURNAL, MANIFEST
+from tinkerscript.server.store.sqlite import STORE_FILE
+
+DATABASES = (RECORD_FILE, STORE_FILE)
+
+
+def check_unused(path: Path) -> None:
+    """Raises ConfigError for a folder that a new run cannot take: it holds a run or something else, or it
+    cannot be made."""
+    try:
+        if _size(path / JOURNAL):
+            raise ConfigError(
+                f"experiment_dir: {path} already holds a run; resume it (tinkerscript train --resume "
+                f"{shlex.quote(str(path))}), name another folder, or use 'auto'"
+            )
+        if path.is_dir() and any(path.iterdir()) and not (path / RUN_ID).exists():
+            raise ConfigError(
+                f"experiment_dir: {path} is not empty and holds no run: name a new folder, or use 'auto'"
+            )
+        place = path
+        while not place.exists():
+            place = place.parent
+        Path(tempfile.mkdtemp(prefix=".tinkerscript-", dir=place)).rmdir()
+        check_whole(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"experiment_dir: no run can be written to {str(path)!r} ({reason}): name another folder with "
+            "--set experiment_dir=..."
+        ) from error
+
+
+def check_whole(path: Path) -> None:
+    """Raises ConfigError for a folder whose files are not of one run, or a journal that has been cut."""
+    journal = path / JOURNAL
+    if _size(journal) and not _run_of_journal(journal):
+        raise ConfigError(
+            f"{journal} does not begin with the run that it is of: its beginning is missing, or another "
+            "version of tinkerscript wrote it; put the whole journal back, or use that version"
+        )
+    run_id = _read(path / RUN_ID) or _run_of_journal(journal)
+    if not run_id:
+        return  # Nothing has begun.
+    checkpoints = {folder: _manifest(folder) for folder in sorted(path.glob(f"{CHECKPOINTS}/step_*"))}
+    marked = {folder: manifest for folder, manifest in checkpoints.items() if manifest}
+    foreign = [journal] if _run_of_journal(journal) not in ("", run_id) else []
+    foreign += [file for name in DATABASES if is_foreign(file := path / name, run_id)]
+    foreign += [folder for folder, manifest in marked.items() if manifest["run"] != run_id]
+    if foreign:
+        raise ConfigError(
+            f"{_listed(foreign)} in {path}: of another run than the rest of the folder; put this run's own "
+            "back, or start a new run in a new folder"
+        )
+    size = _size(journal)
+    later = [folder for folder, manifest in marked.items() if manifest["journal_bytes"] > size]
+    if later:
+        raise ConfigError(
+            f"{journal} has been cut short: it ends before {_listed(later)}; put the whole journal back, or "
+            "remove these checkpoints to go on from what it has"
+        )
+    if marked and all(map(damage_of, checkpoints)):
+        newest = max(checkpoints)
+        raise ConfigError(
+            f"no checkpoint in {path} is complete ({newest.name} has {damage_of(newest)}): put one back, or "
+            f"remove {path / CHECKPOINTS} to begin again at step 1"
+        )
+
+
+def identify(path: Path) -> str:
+    """The identity of the run in a folder, made for a new one."""
+    run_id = _read(path / RUN_ID) or _run_of_journal(path / JOURNAL) or uuid4().hex
+    write_atomically(path / RUN_ID, run_id, durable=True)
+    return run_id
+
+
+def write_manifest(checkpoint: Path, run_id: str, journal_bytes: int) -> None:
+    """Say of a checkpoint that it is complete, which run it is of, and how long its journal was."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST)
+    sizes = {str(path.relative_to(checkpoint)): {"bytes": path.stat().st_size} for path in files}
+    write_json(checkpoint / MANIFEST, {"run": run_id, "journal_bytes": journal_bytes, "files": sizes})
+
+
+def damage_of(checkpoint: Path) -> str:
+    """What a checkpoint lacks; empty for one that is complete."""
+    manifest = _manifest(checkpoint)
+    if not manifest:
+        return f"no {MANIFEST}"
+    for name, wanted in manifest["files"].items():
+        if (size := _size(checkpoint / name)) != wanted["bytes"]:
+            return f"{size} of the {wanted['bytes']} bytes of {name}"
+    return ""
+
+
+def _run_of_journal(path: Path) -> str:
+    """From its first event, `RunBegun`; empty if there is none."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file, suppress(ValueError):
+        return str(json.loads(file.readline()).get("run", ""))
+    return ""
+
+
+def _manifest(checkpoint: Path) -> dict[str, Any]:
+    """What was written when the checkpoint was complete; empty if it never was."""
+    path = checkpoint / MANIFEST
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    return ", ".join(path.name for path in paths)

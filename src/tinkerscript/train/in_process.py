@@ -1,0 +1,388 @@
+"""`InProcessSource`: episodes run in the trainer's process, each a Tinker `Env` made of the task's solver.
+
+tinker_cookbook's rollout loop drives the environment. Its transitions become the same `Call`s that the
+gateway records, so everything after this is one path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import tinker
+from inspect_ai.dataset import Sample
+from inspect_ai.model import ChatMessage, GenerateConfig
+from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
+from tinker_cookbook.rl.rollout_runner import run_rollout
+from tinker_cookbook.rl.types import Trajectory, Transition
+
+from inspect_tinker_bridge import (
+    BridgeError,
+    InspectTaskInfo,
+    RunnerError,
+    RunnerOptions,
+    SandboxConfig,
+    TaskRunner,
+    load_inspect_task,
+)
+from inspect_tinker_bridge.conversion import to_dicts
+from inspect_tinker_bridge.env import EnvOptions, InspectEnv
+from inspect_tinker_bridge.records import pack_transcript
+from inspect_tinker_bridge.scoring import report_of
+from tinkerscript.config import RunConfig, SamplingConfig
+from tinkerscript.errors import GatewayError, WorkerError
+from tinkerscript.gateway.conversation.tree import (
+    RENDERER_REFUSED,
+    TEMPLATE_REWRITES,
+    MessageIndex,
+    Node,
+    Turn,
+)
+from tinkerscript.gateway.sampler import Sampler, SampleRequest
+from tinkerscript.protocol import Failure, bounded
+from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
+from tinkerscript.train.journal import QUARANTINED, EpisodeRegistered
+from tinkerscript.train.policy import Policy, check_lengths
+from tinkerscript.train.renderer import ModelRenderer
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
+
+logger = logging.getLogger(__name__)
+
+PROGRAMS_OWN = frozenset({"temperature", "top_p", "top_k", "max_tokens"})
+"""What a task or its solver may choose of the sampling parameters, as through the server."""
+
+OWN_SOLVER = EnvOptions(env_type="task", applied=PROGRAMS_OWN)
+"""The task's own solver decides when it calls the model, and when it ends."""
+
+
+class InProcessSource(EpisodeSource):
+    """Runs up to `workers.concurrency` episodes at once over one persistent Inspect eval."""
+
+    def __init__(self, config: RunConfig, policy: Policy, model: Path) -> None:
+        """`model`: the folder of the model that samples. Raises ConfigError if it has no chat format."""
+        self._config = config
+        self._policy = policy
+        self._renderer = ModelRenderer(model, config.engine.chat_template_kwargs)
+        self._stack = AsyncExitStack()
+        self._tasks: dict[tuple[str, bool], tuple[InspectTaskInfo, dict[str, Sample], EnvOptions]] = {}
+        """By name, and whether it evaluates: the task, its samples by id, and how they run."""
+
+        self._runner: TaskRunner | None = None
+        self._limit = asyncio.Semaphore(config.workers.concurrency)
+        self._running: dict[str, asyncio.Task[Outcome]] = {}
+        self._reasons: dict[str, str] = {}
+        """Why a running episode was cancelled."""
+
+        self._ended: asyncio.Queue[Outcome | BaseException] = asyncio.Queue()
+
+    async def __aenter__(self) -> InProcessSource:
+        loaded: list[InspectTaskInfo] = []
+        for task in self._config.all_tasks:
+            kind, _, file = task.sandbox.partition(":")
+            runner = RunnerOptions(sandbox=SandboxConfig(kind, file or None) if kind else None)
+            options = replace(OWN_SOLVER, runner=runner)
+            for held_out, args in enumerate((task.train_args, task.eval_args)):
+                if not held_out or args != task.train_args:
+                    loaded.append(load_inspect_task(task.name, **args))
+                by_id = {str(sample.id): sample for sample in loaded[-1].samples}
+                self._tasks[loaded[-1].task_id, bool(held_out)] = loaded[-1], by_id, options
+        self._runner = await self._stack.enter_async_context(TaskRunner(loaded))
+        for info, _, options in self._tasks.values():
+            await self._runner.add(info, options.runner)
+        return self
+
+    async def __aexit__(self, *exc: Any) -> None:
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await self._stack.aclose()
+
+    async def start(self, episodes: Sequence[PlannedEpisode]) -> None:
+        for episode in episodes:
+            if episode.episode_uuid in self._running:
+                continue
+            task = asyncio.create_task(self._run(episode), name=f"episode {episode.episode_uuid}")
+            # Not at the end of the task: a task cancelled before its first step never runs.
+            task.add_done_callback(partial(self._deliver, episode))
+            self._running[episode.episode_uuid] = task
+
+    def _deliver(self, episode: PlannedEpisode, task: asyncio.Task[Outcome]) -> None:
+        """Queue the episode's outcome, or what its task raised."""
+        del self._running[episode.episode_uuid]
+        reason = self._reasons.pop(episode.episode_uuid, "the run was stopped")
+        if task.cancelled():
+            self._ended.put_nowait(_failed(episode, "cancelled", reason))
+        else:
+            self._ended.put_nowait(task.exception() or task.result())
+
+    async def outcomes(self) -> list[Outcome]:
+        """Raises an error that is not the episode's own failure, such as a dead eval."""
+        ended = await self._ended.get()
+        if isinstance(ended, BaseException):
+            raise ended
+        return [ended]
+
+    def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
+        for uuid in episode_uuids:
+            if (task := self._running.get(uuid)) is not None:
+                self._reasons[uuid] = reason
+                task.cancel()
+
+    async def abandon(self, registered: Sequence[EpisodeRegistered], reason: str) -> None:
+        """They died with the process that ran them."""
+        for event in registered:
+            self._ended.put_nowait(_failed(event, "cancelled", reason))
+
+    async def _run(self, episode: PlannedEpisode) -> Outcome:
+        """Raises WorkerError if the eval that drives all episodes died, and whatever sampling raises."""
+        assert self._runner is not None
+        task, samples, options = self._tasks[episode.payload["task"], episode.episode_type == "eval"]
+        sample = samples[str(episode.payload["sample"]["id"])]
+        async with self._limit:
+            version = self._policy.version  # The whole episode is sampled by one version.
+            env = InspectEnv(self._runner, sample, self._renderer, options, task=task)
+            completer = PolicyCompleter(
+                self._policy.sampler, self._config.sampling, asked=lambda: env.generate_config
+            )
+            failure: EpisodeFailed | None = None
+            trajectory: Trajectory | None = None
+            try:
+                trajectory = await run_rollout(completer, env)
+            except GatewayError as error:  # Such as a prompt beyond the context: HTTP clients get a 400.
+                failure = _failed(episode, error.code, str(error))
+            except RunnerError as error:  # Not this episode's failure: no episode can run any more.
+                raise WorkerError(str(error)) from error
+            except BridgeError as error:
+                failure = _failed(episode, "task_error", str(error))
+            finally:
+                await env.abandon()
+        if trajectory is None:
+            assert failure is not None
+            return await self._with_extras(failure, self._calls_so_far(completer, env, version), env)
+        calls = self._calls(trajectory.transitions, env.exchanges, completer, version)
+        return await self._with_extras(_accepted(episode, env, trajectory, calls, version), calls, env)
+
+    def _calls_so_far(self, completer: PolicyCompleter, env: InspectEnv, version: int) -> list[Call]:
+        """What an episode sampled that failed, for the run's record."""
+        transitions = [Transition(ob, ac, 0.0, episode_done=False) for ob, ac in completer.sampled]
+        exchanges = env.exchanges if len(env.exchanges) == len(transitions) else None
+        try:
+            return self._calls(transitions, exchanges, completer, version)
+        except BridgeError as error:  # Such as messages that are not text.
+            logger.info("episode.calls_not_kept error=%s", error)
+            return []
+
+    async def _with_extras(self, outcome: Outcome, calls: list[Call], env: InspectEnv) -> Outcome:
+        limit = self._config.max_transcript_bytes
+        packed = b""
+        if limit and env.record is not None:
+            packed = await asyncio.to_thread(pack_transcript, env.record, limit)
+        return msgspec.structs.replace(
+            outcome,
+            failed_calls={1: calls} if calls and isinstance(outcome, EpisodeFailed) else {},
+            transcripts={1: packed} if packed else {},
+        )
+
+    def _calls(
+        self,
+        transitions: Sequence[Transition],
+        exchanges: Sequence[ModelExchange] | None,
+        completer: PolicyCompleter,
+        version: int,
+    ) -> list[Call]:
+        return calls_of(
+            transitions,
+            exchanges,
+            uses_template=self._renderer.uses_template,
+            policy_version=version,
+            parameters=completer.parameters,
+        )
+
+
+class PolicyCompleter(TokenCompleter):
+    """A `Sampler` as tinker_cookbook's completer."""
+
+    def __init__(
+        self, sampler: Sampler, sampling: SamplingConfig, *, asked: Callable[[], GenerateConfig]
+    ) -> None:
+        """`asked`: the config of the call that is answered next."""
+        self._sampler = sampler
+        self._sampling = sampling
+        self._asked = asked
+        self.parameters: list[dict[str, Any]] = []
+        """How each call was sampled, in order, as fields of `Call`."""
+
+        self.sampled: list[tuple[tinker.ModelInput, TokensWithLogprobs]] = []
+        """Prompt and reply of each call."""
+
+    async def __call__(
+        self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
+    ) -> TokensWithLogprobs:
+        asked = self._asked()
+        limit = asked.max_tokens or self._sampling.max_tokens
+        distribution = self._distribution(asked)
+        request = SampleRequest(
+            prompt=pack_ids(model_input.to_ints()),
+            max_tokens=min(limit, max_tokens or limit),
+            **distribution,
+            stop_token_ids=[item for item in stop if isinstance(item, int)],
+            stop=[item for item in stop if isinstance(item, str)],
+        )
+        result = await self._sampler.sample(request)
+        (sequence,) = result.sequences
+        kind = result.logprob_kind
+        self.parameters.append({**distribution, "seed": result.seed, "logprob_kind": kind})
+        reply = TokensWithLogprobs(
+            tokens=unpack_ids(sequence.sampled).tolist(),
+            maybe_logprobs=unpack_logprobs(sequence.logprobs).tolist(),
+            stop_reason="length" if sequence.stop_reason == "length" else "stop",
+        )
+        self.sampled.append((model_input, reply))
+        return reply
+
+    def _distribution(self, asked: GenerateConfig) -> dict[str, Any]:
+        """As the gateway decides it (`gateway.sampled_model.SampledModel`)."""
+        if self._sampling.precedence == "run":
+            return {"temperature": self._sampling.temperature}
+        given = {name: getattr(asked, name) for name in ("temperature", "top_p", "top_k")}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return {"temperature": self._sampling.temperature, **chosen}
+
+
+def _failed(episode: PlannedEpisode | EpisodeRegistered, kind: str, reason: str) -> EpisodeFailed:
+    failure = Failure(kind=kind, message=reason, attempt=1, client_uuid="trainer")
+    return EpisodeFailed(
+        episode_uuid=episode.episode_uuid,
+        failures=[failure.model_dump()],
+        episode_type=episode.episode_type,
+        group_id=episode.group_id,
+    )
+
+
+def _accepted(
+    episode: PlannedEpisode,
+    env: InspectEnv,
+    trajectory: Trajectory,
+    calls: list[Call],
+    version: int,
+) -> Outcome:
+    """The result; a failure if its reward is out of bounds."""
+    assert env.outcome is not None
+    assert env.scored is not None
+    reward = sum(t.reward for t in trajectory.transitions)
+    try:
+        bounded("reward", reward)
+    except ValueError as error:
+        return _failed(episode, QUARANTINED, str(error))
+    report = report_of(env.outcome, env.scored, env.unapplied)
+    metrics = dict(report.metrics)
+    for transition in trajectory.transitions:
+        metrics.update({k: float(v) for k, v in transition.metrics.items()})
+    return EpisodeAccepted(
+        episode_uuid=episode.episode_uuid,
+        attempt=1,
+        client_uuid="trainer",
+        reward=reward,
+        policy_version_at_claim=version,
+        all_calls=calls,
+        metadata=report.metadata,
+        log_metrics=metrics,
+        episode_type=episode.episode_type,
+        group_id=episode.group_id,
+    )
+
+
+ModelExchange = tuple[list[ChatMessage], ChatMessage]
+"""A prompt's messages, and the model's reply."""
+
+
+def calls_of(
+    transitions: Sequence[Transition],
+    exchanges: Sequence[ModelExchange] | None = None,
+    *,
+    uses_template: bool = False,
+    policy_version: int,
+    parameters: Sequence[Mapping[str, Any]] | None = None,
+) -> list[Call]:
+    """Each transition as a call; its parent is the call whose prompt and sampled ids its prompt starts with.
+
+    `exchanges`: each one's messages, for people to read, and to say why a prompt extends no call;
+    `uses_template`: whether a chat template wrote the prompts; `parameters`: how each was sampled, as fields
+    of `Call`. Raises AlignmentError if token and logprob counts differ, and UnsupportedError for messages
+    that are not text.
+    """
+    calls: list[Call] = []
+    streams: list[bytes] = []
+    spoken = _Conversations(TEMPLATE_REWRITES if uses_template else RENDERER_REFUSED)
+    nothing: list[ModelExchange | None] = [None] * len(transitions)
+    for number, (transition, exchange) in enumerate(zip(transitions, exchanges or nothing, strict=True)):
+        prompt = pack_ids(transition.ob.to_ints())
+        action = transition.ac
+        check_lengths(len(action.tokens), len(action.maybe_logprobs or []))
+        extended = [place for place, stream in enumerate(streams) if prompt.startswith(stream)]
+        parent = max(extended, key=lambda place: len(streams[place]), default=None)
+        new_messages, reply, fork_reason = spoken.add(exchange, parent)
+        calls.append(
+            Call(
+                call_id=uuid4().hex,
+                parent_id=None if parent is None else calls[parent].call_id,
+                new_prompt=prompt if parent is None else prompt[len(streams[parent]) :],
+                sampled=pack_ids(action.tokens),
+                logprobs=pack_logprobs(action.maybe_logprobs or []),
+                stop_reason="length" if action.stop_reason == "length" else "stop",
+                policy_version=policy_version,
+                **(parameters[number] if parameters is not None else {}),
+                fork_reason=fork_reason,
+                messages=json.dumps(new_messages),
+                reply=json.dumps(reply),
+            )
+        )
+        streams.append(prompt + calls[-1].sampled)
+    return calls
+
+
+class _Conversations:
+    """The messages of an episode's calls, which name the reasons of forks as the gateway does."""
+
+    def __init__(self, refusal: str) -> None:
+        """`refusal`: why a prompt may not extend the call that its messages continue."""
+        self._refusal = refusal
+        self._index = MessageIndex()
+        self._nodes: list[Node] = []
+
+    def add(
+        self, exchange: ModelExchange | None, parent: int | None
+    ) -> tuple[list[dict[str, Any]], dict[str, Any], str | None]:
+        """(new messages, reply, fork reason) of the next call, which extends the call with the number
+        `parent`."""
+        if exchange is None:
+            return [], {}, None
+        messages, (reply,) = to_dicts(exchange[0]), to_dicts([exchange[1]])
+        path = self._index.walk(messages, b"")
+        reason = None
+        if parent is None:
+            continued = 0 < path.history_length < len(messages) and self._index.find(path)
+            reason = self._refusal if continued else self._index.fork_reason(path)
+        before = None if parent is None else self._nodes[parent]
+        turn = Turn(
+            parent=before,
+            prompt=b"",
+            new_prompt=b"",
+            fork_reason=reason,
+            new_messages=messages[before.reply_index + 1 if before else 0 :],
+            tools=[],
+            reply_index=len(messages),
+        )
+        self._nodes.append(Node(turn, uuid4().hex, b"", reply))
+        self._index.add(self._nodes[-1])
+        return turn.new_messages, reply, reason

@@ -1,0 +1,165 @@
+"""What may train although earlier weights sampled it: `PolicyLags` and `ReplayBuffer`.
+
+The lag of an episode is how many training steps the oldest weights that sampled any of it are behind the
+weights that it would train. Invariant: nothing trains at a lag above `max_policy_lag`, and nothing that
+weights sampled which this run does not build on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tinkerscript.config import TrainingConfig
+from tinkerscript.rollouts.advantages import RolloutGroup
+from tinkerscript.trainer_link.messages import EpisodeAccepted
+
+AcceptedGroup = tuple[str, Sequence[EpisodeAccepted]]
+"""The id of a group, and its accepted episodes."""
+
+Lags = Counter[int | None]
+"""Lag -> episodes; None: sampled by weights that this run does not build on."""
+
+
+@dataclass
+class Fresh:
+    """What of a batch may train."""
+
+    groups: list[AcceptedGroup] = field(default_factory=list[AcceptedGroup])
+    """Those with enough fresh episodes (`TrainingConfig.min_group`)."""
+
+    lags: Lags = field(default_factory=Lags)
+    stale: dict[str, str] = field(default_factory=dict[str, str])
+    """Episode uuid -> why it is too old."""
+
+    @property
+    def all_stale(self) -> bool:
+        return bool(self.lags) and len(self.stale) == self.lags.total()
+
+
+class PolicyLags:
+    """How old what was sampled is."""
+
+    def __init__(self, config: TrainingConfig, steps_of: Mapping[int, int] | None = None) -> None:
+        """`steps_of`: policy version -> training steps behind it, of the versions that the run builds on."""
+        self._max = config.max_policy_lag
+        self._min_group = config.min_group
+        self._steps_of = dict(steps_of or {})
+
+    def published(self, version: int, *, step: int) -> None:
+        self._steps_of[version] = step
+
+    def by_version(self, step: int) -> dict[int, int]:
+        """Policy version -> its lag for weights with `step` steps behind them."""
+        return {version: step - steps for version, steps in self._steps_of.items()}
+
+    def usable(self, step: int) -> list[int]:
+        """The policy versions that may train in a step that begins with the weights of `step`."""
+        return [version for version, lag in self.by_version(step).items() if lag <= self._max]
+
+    def of_group(self, group: RolloutGroup, *, step: int) -> Lags:
+        """The lags of a group's episodes for weights with `step` steps behind them."""
+        return Lags(
+            self._lag({version for call in episode.calls for version in call.policy_versions}, step)
+            for episode in group.episodes
+        )
+
+    def may_train(self, group: RolloutGroup, *, step: int) -> bool:
+        """Whether no episode of the group is too old for weights with `step` steps behind them."""
+        return all(self._is_fresh(lag) for lag in self.of_group(group, step=step))
+
+    def fresh(self, groups: Iterable[AcceptedGroup], *, step: int) -> Fresh:
+        """What of these groups may train weights with `step` steps behind them."""
+        found = Fresh()
+        for group_id, accepted in groups:
+            kept: list[EpisodeAccepted] = []
+            for outcome in accepted:
+                lag = self._lag(outcome.policy_versions or {outcome.policy_version_at_claim}, step)
+                found.lags[lag] += 1
+                if self._is_fresh(lag):
+                    kept.append(outcome)
+                else:
+                    age = f"{lag} steps old"
+                    if lag is None:
+                        age = "sampled by weights that this run does not build on"
+                    found.stale[outcome.episode_uuid] = f"stale: {age}"
+            if len(kept) >= self._min_group:
+                found.groups.append((group_id, kept))
+        return found
+
+    def _lag(self, versions: Iterable[int], step: int) -> int | None:
+        behind = [self._steps_of.get(version) for version in versions]
+        known = [steps for steps in behind if steps is not None]
+        return step - min(known, default=step) if len(known) == len(behind) else None
+
+    def _is_fresh(self, lag: int | None) -> bool:
+        return lag is not None and lag <= self._max
+
+
+CAPACITY = 256
+"""Groups that are kept at most; `max_policy_lag` usually keeps fewer."""
+
+RECENCY = 3.0
+"""The n-th oldest group is drawn with a weight of n to this power (Marin's `alpha`): newer ones are closer to
+the policy."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    group: RolloutGroup
+    uses: int = 0
+
+
+class ReplayBuffer:
+    """Groups of earlier steps that train again, oldest first.
+
+    A group trains in at most `uses` steps, and only if every one of its sequences passed the alignment check
+    when it was new. What a step draws depends on the seed, the step and the groups that trained before, so a
+    resumed run, which records the steps of its journal again, draws what it would have drawn.
+    """
+
+    def __init__(self, config: TrainingConfig, *, seed: int, capacity: int = CAPACITY) -> None:
+        self._uses = config.replay.uses
+        self._number = config.replay.groups or config.groups_per_step
+        self._seed = seed
+        self._capacity = capacity
+        self._kept: dict[tuple[str, ...], _Kept] = {}
+        """By the uuids of the group's episodes."""
+
+        self._stale = 0
+        """Groups that the last `drop` removed."""
+
+    def drop(self, is_fresh: Callable[[RolloutGroup], bool]) -> None:
+        """Remove what is too old."""
+        stale = [key for key, kept in self._kept.items() if not is_fresh(kept.group)]
+        for key in stale:
+            del self._kept[key]
+        self._stale = len(stale)
+
+    def draw(self, step: int) -> list[RolloutGroup]:
+        """Groups to train on again in `step`, without replacement, newer ones more often than older ones."""
+        # The largest of u ** (1 / weight) are a weighted sample without replacement (Efraimidis and Spirakis
+        # 2006).
+        uniform = random.Random(f"{self._seed}/{step}/replay")
+        drawn = [
+            (uniform.random() ** (1 / place**RECENCY), key) for place, key in enumerate(self._kept, start=1)
+        ]
+        return [self._kept[key].group for _, key in sorted(drawn)[-self._number :]]
+
+    def record(self, groups: Iterable[RolloutGroup]) -> None:
+        """These groups trained in a step: those drawn for it, and new ones."""
+        for group in groups:
+            key = tuple(episode.episode_uuid for episode in group.episodes)
+            kept = self._kept.setdefault(key, _Kept(group))
+            kept.uses += 1
+            if kept.uses >= self._uses:
+                del self._kept[key]
+        for key in list(self._kept)[: -self._capacity]:
+            del self._kept[key]
+
+    def metrics(self, drawn: Sequence[RolloutGroup]) -> dict[str, float]:
+        """Of a step that used the groups `drawn`; names start with `replay/`."""
+        found = {"groups": len(drawn), "kept": len(self._kept), "stale": self._stale}
+        return {f"replay/{name}": float(value) for name, value in found.items()}

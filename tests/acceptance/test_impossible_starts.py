@@ -1,0 +1,212 @@
+"""What cannot start says so in one line, with the value and what to do, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from command_line import DEMO, ROOT, SHORT, as_options, start
+from newcomer import TASKS
+from tinkerscript.cli import app
+
+pytestmark = [
+    pytest.mark.timeout(700),
+    pytest.mark.xdist_group("starts"),
+]  # All start from two runs.
+
+QUICK = SHORT | {
+    "training.steps": 3,
+    "training.groups_per_step": 2,
+    "training.group_size": 2,
+    "training.checkpoint_every": 1,
+    "evaluation.episodes": 0,
+}
+
+
+class Start(NamedTuple):
+    """`arguments` after `train`; `spoil` changes the folder first; every one of `words` is in the message."""
+
+    arguments: list[str]
+    words: list[str]
+    spoil: Callable[[Path], object] = lambda folder: None
+
+
+def new(*words: str, spoil: Callable[[Path], object] = lambda folder: None, **settings: object) -> Start:
+    return Start([str(DEMO), *as_options(QUICK | settings)], list(words), spoil)
+
+
+def resumed(spoil: Callable[[Path], object], *words: str) -> Start:
+    """`spoil` changes a copy of a finished run."""
+    return Start(["--resume", "one", "--set=training.steps=4"], list(words), spoil)
+
+
+def sources(folder: Path) -> None:
+    (folder / "mine").mkdir()
+    (folder / "mine" / "agent.py").write_text("print('precious')\n")
+
+
+def tasks(folder: Path) -> None:
+    (folder / "tasks.py").write_text(TASKS)
+
+
+def gguf(folder: Path) -> None:
+    (folder / "small.gguf").write_bytes(b"GGUF" + bytes(60))
+
+
+def text_file(folder: Path) -> None:
+    (folder / "notes").write_text("text\n")
+
+
+def half_of(name: str) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        path = folder / "one" / name
+        os.truncate(path, path.stat().st_size // 2)
+
+    return spoil
+
+
+def all_halved(folder: Path) -> None:
+    for path in folder.glob("one/checkpoints/step_*/model.safetensors"):
+        os.truncate(path, 1000)
+
+
+def headless(folder: Path) -> None:
+    journal = folder / "one" / "journal.jsonl"
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[5:]))
+
+
+def of_another(name: str) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        target = folder / "one" / name
+        if target.is_dir():
+            shutil.rmtree(target)
+            shutil.copytree(folder / "another" / name, target)
+        else:
+            shutil.copyfile(folder / "another" / name, target)
+
+    return spoil
+
+
+NOWHERE = "/proc/nowhere/run"
+
+STARTS = {
+    "a file as the run's folder": new("experiment_dir", "'notes'", spoil=text_file, experiment_dir="notes"),
+    "a folder below a file": new(
+        "'notes/run'", "Not a directory", spoil=text_file, experiment_dir="notes/run"
+    ),
+    "where nothing can be made": new(f"'{NOWHERE}'", "another folder", experiment_dir=NOWHERE),
+    "too long a name": new("File name too long", "another folder", experiment_dir="n" * 300),
+    "a folder of sources": new(
+        "mine is not empty and holds no run", "new folder", spoil=sources, experiment_dir="mine"
+    ),
+    "a folder with a run": new("another already holds a run", "--resume another", experiment_dir="another"),
+    "no such model": new("'nowhere/at/all' does not exist", **{"engine.model": "nowhere/at/all"}),
+    "a file as the model": new(
+        "notes' is a file", "config.json", spoil=text_file, **{"engine.model": "notes"}
+    ),
+    "a GGUF file": new(
+        "small.gguf' is a GGUF file", "from_pretrained", spoil=gguf, **{"engine.model": "small.gguf"}
+    ),
+    "a folder without a model": new("another' has no config.json", **{"engine.model": "another"}),
+    "no GPU": new("engine.device: 'cuda'", "cpu", **{"engine.device": "cuda"}),
+    "no run to resume": Start(["--resume", "nowhere"], ["nowhere", "no journal.jsonl"]),
+    "half a journal": resumed(
+        half_of("journal.jsonl"), "has been cut short", "step_0003", "whole journal back"
+    ),
+    "a journal without its beginning": resumed(headless, "its beginning is missing", "whole journal back"),
+    "another run's journal": resumed(of_another("journal.jsonl"), "journal.jsonl", "of another run"),
+    "another run's record": resumed(of_another("record.sqlite"), "record.sqlite", "of another run"),
+    "another run's store": resumed(of_another("server.sqlite"), "server.sqlite", "of another run"),
+    "another run's checkpoint": resumed(of_another("checkpoints/step_0003"), "step_0003", "of another run"),
+    "no whole checkpoint": resumed(all_halved, "no checkpoint in one is complete", "1000 of the ", "step 1"),
+    "no such key": new("unknown key 'training.step'", "did you mean steps?", **{"training.step": 3}),
+    "no such task": new("nothing", **{"task.name": f"{ROOT / 'examples' / 'arithmetic.py'}@nothing"}),
+    "a task without samples": new(
+        "has no samples",
+        spoil=tasks,
+        **{"task.name": "tasks.py@empty", "task.train_args": "{}", "task.eval_args": "{}"},
+    ),
+    "no such script": new("no script at", **{"workers.script": "nowhere.py"}),
+    "a list of GPUs": new("engine.device", **{"engine.device": "cuda:0,cuda:1"}),
+    "open to others without tokens": new(
+        "TINKERSCRIPT_CLIENT_TOKEN and TINKERSCRIPT_ADMIN_TOKEN must be set",
+        **{"interchange_server.interchange_server_host": "0.0.0.0"},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two finished runs, `one` and `another`."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("one", "another"):
+        options = as_options(QUICK | {"experiment_dir": name})
+        command = start(folder, "train", str(DEMO), *options, output=f"{name}.txt")
+        assert command.wait(seconds=300) == 0, command.text()
+    return folder
+
+
+def tree(folder: Path) -> set[str]:
+    """Every name, and where a link leads; without what SQLite has beside a file that is open."""
+    return {
+        f"{path.relative_to(folder)} -> {os.readlink(path)}"
+        if path.is_symlink()
+        else str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if not path.name.endswith(("-wal", "-shm"))
+    }
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_an_impossible_start_is_one_line_and_changes_nothing(
+    name: str,
+    runs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    case, folder = STARTS[name], tmp_path / "here"
+    shutil.copytree(runs, folder, symlinks=True, ignore=shutil.ignore_patterns("link.ipc"))
+    case.spoil(folder)
+    config, before = (folder / "one" / "config.yaml").read_bytes(), tree(folder)
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as end:
+        app(["train", *case.arguments])
+    said = "".join(capfd.readouterr())
+    assert end.value.code == 2, said
+    lines = said.splitlines()
+    assert len(lines) == 1, said
+    assert lines[0].startswith("error: ")
+    assert [word for word in case.words if word not in lines[0]] == [], lines[0]
+    assert (tree(folder) - before, before - tree(folder)) == (set(), set())
+    assert (folder / "one" / "config.yaml").read_bytes() == config
+
+
+def test_a_truncated_newest_checkpoint_is_named_and_the_one_before_it_used(
+    runs: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "one"
+    shutil.copytree(runs / "one", run, ignore=shutil.ignore_patterns("link.ipc"))
+    weights = run / "checkpoints" / "step_0003" / "model.safetensors"
+    size = weights.stat().st_size
+    os.truncate(weights, size // 2)
+    command = start(tmp_path, "train", "--resume", "one", "--set=training.steps=4")
+    assert command.wait() == 0, command.text()
+    assert (
+        f"step_0003 is not complete ({size // 2} of the {size} bytes of model.safetensors)" in command.text()
+    )
+    assert "the run goes on from that of step 2" in command.text()
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(set(steps)) == [1, 2, 3, 4]
+    with closing(sqlite3.connect(run / "record.sqlite")) as record:
+        assert record.execute("SELECT step FROM resumes ORDER BY number").fetchall() == [(0,), (2,)]
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["steps"], summary["episodes_lost"]) == (4, 0)

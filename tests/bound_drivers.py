@@ -1,0 +1,592 @@
+"""Drives every bound of `limits.BOUNDS` to its limit and one beyond, alone and in combinations, over HTTP.
+
+A shape is what one request may have; several are driven in one request, each at its limit, and at most one
+beyond. A sum is what a claim, a pool or a client may add up to; it is driven alone, by as many requests as
+that takes. What is at its limit passes: it is answered, or refused for something else, such as the model's
+context. What is beyond is refused by the bound's name and its limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import msgspec
+from pydantic import ValidationError
+
+from tinkerscript.limits import BOUNDS, SERVER
+from tinkerscript.protocol import WorkflowOutput
+
+Body = dict[str, Any]
+
+SETTINGS: dict[str, Any] = {
+    "max_calls_per_claim": 4000,
+    "max_tokens_per_claim": 6000,
+    "max_reward": 1.0,
+    "max_claims_per_client": 12,
+    "max_pool_episodes": 1024,
+    "max_attempts": 100,
+    "clients": [
+        {
+            "name": "bounded",
+            "token_env": "BOUNDED_TOKEN",
+            "max_claims": 3,
+        }
+    ],
+}
+"""Of the server that is driven: small enough to be reached."""
+
+TOKENS = {
+    "BOUNDED_TOKEN": "token-of-the-bounded",
+    "TINKERSCRIPT_CLIENT_TOKEN": "token-of-everybody",
+    "TINKERSCRIPT_ADMIN_TOKEN": "token-of-the-admin",
+}
+
+LIMITS = {
+    **{name: bound.limit for name, bound in BOUNDS.items() if bound.limit},
+    **{f"{SERVER}.{name}": value for name, value in SETTINGS.items() if not isinstance(value, list)},
+    **{f"{SERVER}.clients.{name}": value for name, value in SETTINGS["clients"][0].items()},
+    f"{SERVER}.max_body_bytes": 2**24,
+    "recording_transcript_kb": 1024,
+}
+
+
+@dataclass
+class Request:
+    """One request, to be made worse."""
+
+    path: str
+    body: Body
+    headers: dict[str, str] = field(default_factory=dict[str, str])
+    padding: int = 0
+    """Bytes of the whole body, if it is to have a certain length."""
+
+    head: int = 0
+    """Bytes of the path and the headers, if these are to have a certain length. Such a request has no body:
+    to one that ends before its body has arrived, the answer may get lost."""
+
+    def content(self) -> bytes:
+        return json.dumps(self.body).encode().ljust(self.padding)
+
+
+Shape = Callable[[Request, int], None]
+
+
+@dataclass(frozen=True)
+class Driver:
+    """How a request comes to have so much of what one bound is about."""
+
+    kind: str
+    """Of the request."""
+
+    slot: str
+    """The part of it that is changed: no two drivers of a request change the same."""
+
+    shape: Shape
+    is_heavy: bool = False
+    """Whether it takes long, so that it is not driven with every combination."""
+
+
+def nested(depth: int) -> Any:
+    """Lists inside each other: `depth` of them."""
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def _put(name: str, value: Callable[[int], Any]) -> Shape:
+    def shape(request: Request, amount: int) -> None:
+        request.body[name] = value(amount)
+
+    return shape
+
+
+def _text(name: str) -> Shape:
+    return _put(name, "x".__mul__)
+
+
+def _tool(**more: Any) -> Body:
+    return {"type": "function", "function": {"name": "t", **more}}
+
+
+def _sized_tools(request: Request, amount: int) -> None:
+    tool = _tool(description="")
+    tool["function"]["description"] = "x" * (amount - len(msgspec.json.encode([tool])))
+    request.body["tools"] = [tool]
+
+
+def _sized_schema(request: Request, amount: int) -> None:
+    schema = {"type": "object", "description": ""}
+    schema["description"] = "x" * (amount - len(msgspec.json.encode(schema)))
+    request.body["response_format"] = {"type": "json_schema", "json_schema": {"name": "r", "schema": schema}}
+
+
+def _deep_schema(request: Request, amount: int) -> None:
+    schema = {"type": "object", "examples": nested(amount - 1)}
+    request.body["response_format"] = {"type": "json_schema", "json_schema": {"name": "r", "schema": schema}}
+
+
+def _message(**more: Any) -> Shape:
+    def shape(request: Request, amount: int) -> None:
+        said = {name: value(amount) if callable(value) else value for name, value in more.items()}
+        request.body["messages"] = [{"role": "user", "content": "1+1"} | said]
+
+    return shape
+
+
+def _tool_calls(request: Request, ids: list[str]) -> None:
+    calls = [{"id": each, "type": "function", "function": {"name": "t", "arguments": "{}"}} for each in ids]
+    request.body["messages"] = [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "2", "tool_call_id": ids[0]},
+    ]
+
+
+def _many_logprobs(request: Request, amount: int) -> None:
+    request.body |= {"logprobs": True, "top_logprobs": 15, "n": 64, "max_tokens": 1024 + (amount > 2**20)}
+
+
+def _top_logprobs(request: Request, amount: int) -> None:
+    request.body |= {"logprobs": True, "top_logprobs": amount}
+
+
+def _key(request: Request, amount: int) -> None:
+    """A new one: the same key with another body is refused."""
+    request.headers["Idempotency-Key"] = uuid4().hex.ljust(amount, "k")
+
+
+def _padded(request: Request, amount: int) -> None:
+    request.padding = amount
+
+
+def _output(name: str, value: Callable[[int], Any]) -> Shape:
+    def shape(request: Request, amount: int) -> None:
+        request.body["workflow_output"][name] = value(amount)
+
+    return shape
+
+
+def _sized_output(request: Request, amount: int) -> None:
+    output = request.body["workflow_output"]
+    output["metadata"] = {"text": ""}
+    with suppress(ValidationError):  # Something else of it is beyond its bound.
+        output["metadata"]["text"] = "x" * (amount - len(WorkflowOutput(**output).model_dump_json()))
+
+
+def _nested_metric(amount: int) -> Any:
+    value: Any = 1.0
+    for _ in range(amount):
+        value = {"a": value}
+    return value
+
+
+def _payload(request: Request, amount: int) -> None:
+    request.body["payload"] = {"a": "x" * (amount - len(json.dumps({"a": ""})))}
+
+
+def _group(request: Request, amount: int) -> None:
+    pool = request.body["client_uuid"]
+    request.body["group_id"] = f"{pool}/".ljust(amount, "g")
+
+
+def _copies(request: Request, amount: int) -> None:
+    request.body["copies"] = amount
+
+
+def _uuid(request: Request, amount: int) -> None:
+    request.body["episode_uuid"] = request.body["episode_uuid"].ljust(amount, "e")
+
+
+def _registrations(request: Request, amount: int) -> None:
+    request.body["episodes"] = request.body["episodes"] * amount
+
+
+def _report(name: str, value: Callable[[int], Any]) -> Shape:
+    def shape(request: Request, amount: int) -> None:
+        request.body["report"][name] = value(amount)
+
+    return shape
+
+
+def _number(amount: int) -> int:
+    return amount
+
+
+def _long_head(request: Request, amount: int) -> None:
+    request.head = amount
+
+
+SHAPES: dict[str, Driver] = {
+    "request head": Driver("head", "head", _long_head),
+    f"{SERVER}.max_body_bytes": Driver("chat", "whole", _padded, is_heavy=True),
+    "Idempotency-Key": Driver("chat", "key", _key),
+    "model": Driver("chat", "model", _text("model")),
+    "messages": Driver(
+        "chat", "messages", _put("messages", lambda n: [{"role": "user", "content": ""}] * n), is_heavy=True
+    ),
+    "messages.name": Driver("chat", "messages", _message(name="n".__mul__)),
+    "tool_call_id": Driver("chat", "messages", lambda r, n: _tool_calls(r, ["i" * n])),
+    "tool_calls": Driver("chat", "messages", lambda r, n: _tool_calls(r, [f"c{i}" for i in range(n)])),
+    "tool name": Driver("chat", "tools", _put("tools", lambda n: [_tool(name="t" * n)])),
+    "tools": Driver("chat", "tools", _put("tools", lambda n: [_tool(name=f"t{i}") for i in range(n)])),
+    "tools as JSON": Driver("chat", "tools", _sized_tools, is_heavy=True),
+    "tools nested": Driver(
+        "chat",
+        "tools",
+        _put("tools", lambda n: [_tool(parameters={"type": "object", "examples": nested(n - 4)})]),
+    ),
+    "reply schema as JSON": Driver("chat", "format", _sized_schema),
+    "reply schema nested": Driver("chat", "format", _deep_schema),
+    "n": Driver("chat", "n", _put("n", _number), is_heavy=True),
+    "stop": Driver("chat", "stop", _put("stop", lambda n: [f"s{i}" for i in range(n)])),
+    "stop string": Driver("chat", "stop", _put("stop", lambda n: ["s" * n])),
+    "stop_token_ids": Driver("chat", "stop ids", _put("stop_token_ids", lambda n: list(range(n)))),
+    "max_tokens": Driver("chat", "max_tokens", _put("max_tokens", _number), is_heavy=True),
+    "top_k": Driver("chat", "top_k", _put("top_k", _number)),
+    "seed": Driver("chat", "seed", _put("seed", _number)),
+    "top_logprobs": Driver("chat", "logprobs", _top_logprobs),
+    "logprobs": Driver("logprobs", "logprobs", _many_logprobs, is_heavy=True),
+    "chat_template_kwargs": Driver(
+        "chat", "template", _put("chat_template_kwargs", lambda n: {f"a{i}": 1 for i in range(n)})
+    ),
+    "previous_response_id": Driver(
+        "responses", "previous", _put("previous_response_id", lambda n: "resp_" + "p" * n)
+    ),
+    "recording_transcript_kb": Driver("transcript", "whole", lambda r, n: _padded(r, n)),
+    "workflow_output": Driver("end", "metadata", _sized_output),
+    "metadata nested": Driver("end", "metadata", _output("metadata", lambda n: {"a": nested(n - 1)})),
+    f"{SERVER}.max_reward": Driver("end", "reward", _output("reward", float)),
+    "log_metrics": Driver("end", "metrics", _output("log_metrics", lambda n: {f"m{i}": 1 for i in range(n)})),
+    "log_metrics nested": Driver("end", "metrics", _output("log_metrics", _nested_metric)),
+    "log_metrics name": Driver("end", "metrics", _output("log_metrics", lambda n: {"m" * n: 1})),
+    "log_metrics value": Driver("end", "metrics", _output("log_metrics", lambda n: {"m": float(n)})),
+    "failure.kind": Driver("abort", "kind", lambda r, n: r.body["failure"].update(kind="k" * n)),
+    "client_uuid": Driver("claim", "client", _text("client_uuid")),
+    "claim_request_id": Driver("claim", "request", _text("claim_request_id")),
+    "pool": Driver("claim", "pool", _text("pool")),
+    "allow_discard_timeout": Driver("claim", "lease", _put("allow_discard_timeout", _number)),
+    "wait_s": Driver("wait", "wait", _put("wait_s", _number)),
+    "max_episodes": Driver("claim", "number", _put("max_episodes", _number)),
+    "report.concurrency": Driver("report", "concurrency", _report("concurrency", _number)),
+    "report.process": Driver("report", "process", _report("process", "p".__mul__)),
+    "episode_uuid": Driver("register", "uuid", _uuid),
+    "task_id": Driver("register", "task", _text("task_id")),
+    "group_id": Driver("register", "group", _group),
+    "copies": Driver("register", "copies", _copies, is_heavy=True),
+    "group_size": Driver("register", "size", _put("group_size", _number)),
+    "payload": Driver("register", "payload", _payload, is_heavy=True),
+    "payload nested": Driver("register", "payload", _put("payload", lambda n: {"a": nested(n - 1)})),
+    "episodes": Driver("register many", "episodes", _registrations, is_heavy=True),
+}
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Shapes of one request, each at its limit, but for the one that is beyond."""
+
+    names: tuple[str, ...]
+    beyond: str = ""
+
+    @property
+    def kind(self) -> str:
+        return SHAPES[self.names[0]].kind
+
+
+def combinations(rng: random.Random, number: int) -> Iterator[Combination]:
+    """Every shape alone, at its limit and beyond; then as many random ones as are left."""
+    for name in SHAPES:
+        yield Combination((name,))
+        yield Combination((name,), name)
+    light = [name for name, driver in SHAPES.items() if not driver.is_heavy]
+    for _ in range(number - 2 * len(SHAPES)):
+        first = SHAPES[rng.choice(light)]
+        chosen: dict[str, str] = {}
+        # Heavy ones rarely: most combinations are of what takes milliseconds.
+        those = SHAPES if rng.random() < 0.02 else light
+        alike = [name for name in those if SHAPES[name].kind == first.kind] or [first]
+        for name in rng.sample(alike, min(len(alike), rng.randrange(2, 6))):
+            chosen.setdefault(SHAPES[name].slot, name)  # type: ignore[index]
+        names = tuple(chosen.values())
+        yield Combination(names, rng.choice(("", *names)))
+
+
+@dataclass
+class Holder:
+    """Who holds a token, and so claims' keys; asks a server."""
+
+    http: httpx.AsyncClient
+    rng: random.Random
+    name: str
+    key: str = ""
+    """Of the claim that it uses now."""
+
+    async def post(self, path: str, body: Body | bytes, *, key: str = "", **more: Any) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {key or TOKENS['TINKERSCRIPT_CLIENT_TOKEN']}"}
+        headers |= {"Content-Type": "application/json"} | more.pop("headers", {})
+        return await self.http.post(path, content=content, headers=headers, **more)
+
+    async def get(self, request: Request) -> httpx.Response:
+        """The answer to a request of a certain length."""
+        sent = self.http.build_request("GET", request.path, headers={"X": ""})
+        length = len(sent.url.raw_path) + sum(len(name) + len(value) + 4 for name, value in sent.headers.raw)
+        sent.headers["X"] = "x" * (request.head - length)
+        return await self.http.send(sent)
+
+    def fresh(self) -> str:
+        return f"{self.name}-{self.rng.randbytes(6).hex()}"
+
+    async def claims(self, number: int = 1, client: str = "") -> list[Body]:
+        """Claims of samples of its own, which nobody else works on."""
+        pool = self.fresh()
+        sample = {"episode_uuid": pool, "client_uuid": pool, "episode_type": "eval", "copies": number}
+        assert (await self.post("/register_episode", sample)).status_code == 200
+        asked = {"client_uuid": client or pool, "pool": pool, "sends_key": True, "max_episodes": number}
+        reply = (
+            await self.post("/claim_episode", asked | {"allow_discard_timeout": 600, "wait_s": 30})
+        ).json()
+        return [reply, *reply["more"]] if reply["success"] else []
+
+    async def use_new_claim(self) -> None:
+        (claim,) = await self.claims()
+        self.key = claim["openai_api_key"]
+
+    async def drive(self, combination: Combination) -> None:
+        """Send one combination. Raises AssertionError if it is not answered as its bounds say."""
+        request = await self._request(combination.kind)
+        # What is to have a certain size in all comes last.
+        for name in sorted(combination.names, key=lambda name: SHAPES[name].shape is _sized_output):
+            amount = LIMITS[name] * (1024 if name == "recording_transcript_kb" else 1)
+            SHAPES[name].shape(request, amount + (name == combination.beyond))
+        if combination.kind == "head":
+            check(await self.get(request), combination)
+            return
+        of_a_claim = combination.kind not in ("claim", "wait", "report", "register", "register many")
+        try:
+            reply = await self.post(
+                request.path,
+                request.content(),
+                key=self.key if of_a_claim else "",
+                headers=request.headers,
+                timeout=2.0 if combination.kind == "wait" and not combination.beyond else 120.0,
+            )
+        except httpx.ReadTimeout:
+            assert combination.kind == "wait", combination
+            return  # It waits, as it asked.
+        check(reply, combination)
+        if reply.status_code == 403 or (combination.kind in ("end", "abort") and reply.status_code == 200):
+            self.key = ""  # The claim is over, or has used up what it may use.
+
+    async def _request(self, kind: str) -> Request:
+        fresh = self.fresh()
+        if kind in ("chat", "logprobs", "responses", "end", "abort", "transcript") and not self.key:
+            await self.use_new_claim()
+        match kind:
+            case "chat" | "logprobs":
+                messages = [{"role": "user", "content": "1+1"}]
+                return Request(
+                    "/v1/chat/completions", {"model": "policy", "messages": messages, "max_tokens": 2}
+                )
+            case "head":
+                return Request("/health", {})
+            case "responses":
+                return Request("/v1/responses", {"model": "policy", "input": "1+1", "max_output_tokens": 2})
+            case "transcript":
+                return Request("/record_transcript", {})
+            case "end":
+                return Request("/end_episode", {"workflow_output": {"reward": 0.5}})
+            case "abort":
+                return Request("/abort_episode", {"failure": {"kind": "k"}})
+            case "claim" | "wait":
+                return Request("/claim_episode", {"client_uuid": fresh, "pool": fresh, "sends_key": True})
+            case "report":
+                return Request("/await_run_end", {"client_uuid": fresh, "report": {"process": fresh}})
+            case "register many":
+                sample = {"episode_uuid": fresh, "client_uuid": fresh, "episode_type": "eval"}
+                return Request("/register_episodes", {"episodes": [sample]})
+            case _:
+                sample = {"episode_uuid": fresh, "client_uuid": fresh, "episode_type": "eval"}
+                return Request("/register_episode", sample | {"payload": {"a": 1}})
+
+
+def reason_of(reply: httpx.Response) -> str:
+    """What the reply says against the request; empty if it grants it."""
+    body = reply.json()
+    if refused := body.get("refused"):
+        return str(next(iter(refused.values())))
+    said = body.get("error") or body.get("failure_reason") or body.get("fail_cause") or ""
+    return said["message"] if isinstance(said, dict) else said
+
+
+def names(reply: httpx.Response, bound: str) -> bool:
+    """Whether a reply refuses a request by this bound's name and its limit."""
+    said, limit = reason_of(reply), LIMITS[bound]
+    shown = (str(limit), f"{limit:g}", str(1024 * limit))
+    return bound.split()[0].removeprefix(f"{SERVER}.").rpartition(".")[2] in said and any(
+        each in said for each in shown
+    )
+
+
+def check(reply: httpx.Response, combination: Combination) -> None:
+    """Raises AssertionError if the reply is not what a combination's bounds ask for."""
+    what = f"{combination}: {reply.status_code} {reply.text[:500]}"
+    assert reply.status_code < 500, what
+    if combination.beyond:
+        assert reply.status_code == BOUNDS[combination.beyond].status, what
+        assert names(reply, combination.beyond), what
+        return
+    if reply.status_code not in (200, 403):  # 403: the claim has used up what it may use.
+        code = (reply.json().get("error") or {}).get("code")
+        passes = ("context_length_exceeded", "unsupported_parameter", "previous_response_not_found")
+        assert code in passes or "chat_template" in reply.text or "grammar" in reply.text, what
+
+
+# Sums
+
+
+async def _calls(holder: Holder, *, n: int, number: int, **more: Any) -> list[httpx.Response]:
+    """Calls one after the other, all with the same body."""
+    messages = [{"role": "user", "content": "1+1"}]
+    body = {"model": "policy", "messages": messages, "n": n, "max_tokens": 1} | more
+    path = "/v1/chat/completions"
+    return [await holder.post(path, body, key=holder.key, timeout=120) for _ in range(number)]
+
+
+async def too_many_calls(holder: Holder) -> httpx.Response:
+    await holder.use_new_claim()
+    limit = LIMITS[f"{SERVER}.max_calls_per_claim"]
+    sent = await _calls(holder, n=100, number=limit // 100)
+    assert {reply.status_code for reply in sent} == {200}, sent[-1].text
+    return (await _calls(holder, n=1, number=1))[0]
+
+
+async def too_many_tokens(holder: Holder) -> httpx.Response:
+    await holder.use_new_claim()
+    for _ in range(LIMITS[f"{SERVER}.max_tokens_per_claim"]):
+        (reply,) = await _calls(holder, n=16, number=1, max_tokens=64, stop_token_ids=[])
+        if reply.status_code != 200:
+            break
+    return (await _calls(holder, n=16, number=1))[0]
+
+
+async def too_many_failures(holder: Holder) -> httpx.Response:
+    await holder.use_new_claim()
+    sent = await _calls(holder, n=0, number=LIMITS["failed calls"])
+    assert {reply.status_code for reply in sent} == {400}
+    return (await _calls(holder, n=1, number=1))[0]
+
+
+async def too_many_bytes(holder: Holder) -> httpx.Response:
+    """By ids of tool calls: the chat format does not write them, so they cost no context."""
+    await holder.use_new_claim()
+    request = await holder._request("chat")  # pyright: ignore[reportPrivateUsage]
+    request.body["max_tokens"] = 1
+    for _ in range(LIMITS["recorded bytes"]):
+        request.body["messages"] = [{"role": "user", "content": "1+1"}]
+        for index in range(30):
+            id_ = f"{index}-{holder.rng.random()}".ljust(1024, "i")
+            call = {"id": id_, "type": "function", "function": {"name": "t", "arguments": "{}"}}
+            request.body["messages"] += [
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": "", "tool_call_id": id_},
+            ]
+        reply = await holder.post(request.path, request.content(), key=holder.key, timeout=120)
+        if reply.status_code != 200:
+            return reply
+    raise AssertionError("it records without end")
+
+
+def _long(number: int) -> list[Body]:
+    """What takes the engine longer to read than it takes to arrive; each begins in its own way."""
+    return [{"role": "user", "content": f"{number} " + "1+1 " * 450}]
+
+
+async def too_many_at_once(holder: Holder) -> httpx.Response:
+    await holder.use_new_claim()
+    async with asyncio.TaskGroup() as tasks:
+        sent = [
+            tasks.create_task(_calls(holder, n=1, number=1, messages=_long(number)))
+            for number in range(4 * LIMITS["calls at once"])
+        ]
+    replies = [each.result()[0] for each in sent]
+    return max(replies, key=lambda reply: reply.status_code)
+
+
+async def too_many_claims(holder: Holder) -> httpx.Response:
+    limit, client = LIMITS[f"{SERVER}.max_claims_per_client"], holder.fresh()
+    claims = await holder.claims(limit, client)
+    assert len(claims) == limit
+    more = holder.fresh()
+    await holder.post(
+        "/register_episode", {"episode_uuid": more, "client_uuid": more, "episode_type": "eval"}
+    )
+    return await holder.post("/claim_episode", {"client_uuid": client, "pool": more, "sends_key": True})
+
+
+async def too_many_in_pool(holder: Holder) -> httpx.Response:
+    pool = holder.fresh()
+    sample = {"client_uuid": pool, "episode_type": "eval"}
+    full = await holder.post(
+        "/register_episode", sample | {"episode_uuid": pool, "copies": LIMITS[f"{SERVER}.max_pool_episodes"]}
+    )
+    assert full.status_code == 200, full.text
+    return await holder.post("/register_episode", sample | {"episode_uuid": f"{pool}-more"})
+
+
+async def too_large_pool(holder: Holder) -> httpx.Response:
+    pool, each = holder.fresh(), LIMITS["payload"]
+    sample = {"client_uuid": pool, "episode_type": "eval", "payload": {"a": "x" * (each - 9)}}
+    copies = LIMITS["payloads of the pool"] // each
+    full = await holder.post(
+        "/register_episode", sample | {"episode_uuid": pool, "copies": copies}, timeout=120
+    )
+    assert full.status_code == 200, full.text
+    return await holder.post("/register_episode", sample | {"episode_uuid": f"{pool}-more"})
+
+
+async def _as_bounded(holder: Holder, path: str, body: Body) -> httpx.Response:
+    return await holder.post(path, body, key=TOKENS["BOUNDED_TOKEN"])
+
+
+async def too_many_held(holder: Holder) -> httpx.Response:
+    limit = LIMITS[f"{SERVER}.clients.max_claims"]
+    for number in range(limit + 1):
+        waiting = {"client_uuid": f"w{number}", "pool": "bounded", "wait_s": 3}
+        asked = asyncio.create_task(_as_bounded(holder, "/claim_episode", waiting))
+        done, _ = await asyncio.wait({asked}, timeout=0.5)
+        if done:
+            return asked.result()
+    raise AssertionError("it waits for more than it may")
+
+
+SUMS: dict[str, Callable[[Holder], Awaitable[httpx.Response]]] = {
+    f"{SERVER}.clients.max_claims": too_many_held,
+    f"{SERVER}.max_claims_per_client": too_many_claims,
+    f"{SERVER}.max_pool_episodes": too_many_in_pool,
+    f"{SERVER}.max_calls_per_claim": too_many_calls,
+    f"{SERVER}.max_tokens_per_claim": too_many_tokens,
+    "failed calls": too_many_failures,
+    "payloads of the pool": too_large_pool,
+    "calls at once": too_many_at_once,
+    "recorded bytes": too_many_bytes,
+}
+
+SLOW = ("failed calls", "payloads of the pool", "calls at once", "recorded bytes")
+"""Those that take many seconds."""
+
+
+async def drive_sum(holder: Holder, name: str) -> None:
+    """Raises AssertionError if what is beyond the bound is not refused by its name."""
+    reply = await SUMS[name](holder)
+    what = f"{name}: {reply.status_code} {reply.text[:500]}"
+    assert reply.status_code == BOUNDS[name].status, what
+    assert names(reply, name), what

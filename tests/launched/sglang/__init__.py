@@ -1,1 +1,0 @@
-"""Stands for SGLang's package in a process that a run starts."""

@@ -1,0 +1,242 @@
+"""The health of runs, by what real ones leave: each row is red on a run that has what it is about."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tinkerscript.commands import train as command
+from tinkerscript.commands.show import show_command
+from tinkerscript.config import RunConfig
+from tinkerscript.page.overview import overview
+from tinkerscript.page.steps import step_view
+from tinkerscript.record.health import HealthRow, best_score, health_rows
+from tinkerscript.record.reader import Record
+from tinkerscript.testing import QuietReporter
+from tinkerscript.train.journal import StepConsumed, read_journal
+from tinkerscript.train.run import run_training
+from tinkerscript.trainer_link.messages import EpisodeAccepted
+
+ARITHMETIC = f"{Path(__file__).parents[2] / 'examples' / 'arithmetic.py'}@arithmetic"
+
+TASK = """
+from collections import Counter
+
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import CORRECT, INCORRECT, Score, accuracy, scorer
+from inspect_ai.solver import generate
+
+SAMPLES = [Sample(id=f"s{i}", input=f"What is {i}+1?", target=str(i + 1)) for i in range(4)]
+
+
+@scorer(metrics=[accuracy()])
+def judge(what):
+    counts = Counter()
+
+    async def score(state, target):
+        if what == "broken" and state.sample_id == "s3":
+            raise RuntimeError("this sample cannot be scored")
+        counts[state.sample_id] += 1
+        if what in ("coin", "loud"):  # Every other episode of a sample: nothing can be learned.
+            size = 100.0 if what == "loud" and counts[state.sample_id] > 8 else 1.0
+            return Score(value=size * (counts[state.sample_id] % 2))
+        if what in ("easy", "hard") and state.sample_id == "s0":  # It shows that there are other rewards.
+            return Score(value=CORRECT if what == "hard" else INCORRECT)
+        return Score(value=CORRECT if what == "easy" else INCORRECT)
+    return score
+
+
+@task
+def judged(what="hard"):
+    return Task(dataset=SAMPLES, solver=[generate()], scorer=judge(what))
+"""
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """Runs once what several tests look at."""
+    done: dict[str, Run] = {}
+
+    def run(name: str, **sections: Any) -> Run:
+        if name not in done:
+            done[name] = Run(tmp_path_factory.mktemp(name), **sections)
+        return done[name]
+
+    return run
+
+
+class Run:
+    """A finished run in this process, with the tiny model."""
+
+    def __init__(self, folder: Path, *, task: dict[str, Any] | None = None, **sections: Any) -> None:
+        training = {
+            "steps": 4,
+            "groups_per_step": 8,
+            "group_size": 8,
+            "minibatches": 4,
+            "learning_rate": 3e-4,
+        }
+        self.config = RunConfig.model_validate(
+            {
+                "experiment_dir": str(folder / "run"),
+                "enable_tinkerscript_mode": False,
+                "task": task
+                or {"name": ARITHMETIC, "train_args": {"split": "train"}, "eval_args": {"split": "test"}},
+                **sections,
+                "sampling": {"max_tokens": 16} | sections.get("sampling", {}),
+                "training": training | sections.get("training", {}),
+                "evaluation": {"episodes": 64} | sections.get("evaluation", {}),
+            }
+        )
+        self.watcher = QuietReporter()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)  # It makes runs/latest there.
+            self.folder = asyncio.run(run_training(self.config, self.watcher)).path
+        self.record = Record(self.folder)
+
+    @property
+    def rows(self) -> dict[str, HealthRow]:
+        return {row.name: row for row in health_rows(self.record)}
+
+    def red(self) -> dict[str, str]:
+        """Name -> kind of the rows that are not good."""
+        return {name: row.kind for name, row in self.rows.items() if row.kind != "good"}
+
+    def reported(self) -> tuple[int, str]:
+        """The exit code, and what the terminal says at the end."""
+        console = Console(record=True, width=200)
+        code = command._report(console, self.config, self.folder)  # pyright: ignore[reportPrivateUsage]
+        return code, console.export_text()
+
+
+def judged(folder: Path, what: str) -> dict[str, Any]:
+    path = folder / "judged.py"
+    path.write_text(TASK)
+    return {"name": f"{path}@judged", "train_args": {"what": what}}
+
+
+Started = Callable[..., Run]
+
+
+TINY_STEPS = {"steps": 2, "groups_per_step": 4, "group_size": 2, "minibatches": 1}
+"""For runs whose rewards decide everything."""
+
+
+def destroyed(started: Started) -> Run:
+    """Its rate is a thousand times too high: after a step, the tiny model answers next to nothing."""
+    return started("destroyed", training={"learning_rate": 0.01, "steps": 3})
+
+
+def test_a_run_that_destroys_its_model_is_no_success(started: Started) -> None:
+    run = destroyed(started)
+    assert {"held_out", "reward", "length"} <= {name for name, kind in run.red().items() if kind == "bad"}
+    assert "replies have become nearly empty" in run.rows["length"].words
+    (before,) = [note for note in run.watcher.notes if "too high" in note]
+    assert before.startswith("training.learning_rate: 0.01 is too high for all weights of a small model")
+    told = [note for note in run.watcher.notes if note.startswith("step ") and "trained nothing" not in note]
+    assert any("it fell from" in note for note in told), "while the run goes on"
+    best = best_score(run.record)
+    assert best is not None
+    assert (best.label, best.step, best.last) == ("before", 0, 0.0)
+    code, text = run.reported()
+    assert code == command.WORSE
+    assert "the model that the run started from, tiny" in text
+    assert "serve" not in text.split("run folder")[1]
+    assert text.splitlines()[-1].startswith("the model is worse than it was: 0.")
+
+
+def test_a_run_that_learns_is_well_and_ends_with_its_model(started: Started) -> None:
+    run = started("well", training={"steps": 4})
+    assert run.red() == {}
+    assert overview("r", run.record).health.verdict == "all well"
+    code, text = run.reported()
+    assert code == 0
+    assert f"serve the model    tinkerscript serve --checkpoint {run.folder}/checkpoints/final" in text
+    assert text.splitlines()[-1] == "health             all well"
+
+
+def test_the_page_has_the_shares_that_the_calls_of_a_run_have(started: Started, tmp_path: Path) -> None:
+    """The task's own limit of tokens would come before the run's."""
+    demo = Path(ARITHMETIC.partition("@")[0]).read_text()
+    (tmp_path / "unlimited.py").write_text(demo.replace("config=GenerateConfig(max_tokens=8),", ""))
+    task: dict[str, Any] = {
+        "name": f"{tmp_path / 'unlimited.py'}@arithmetic",
+        "train_args": {"split": "train"},
+    }
+    task["eval_args"] = {"split": "test"}
+    run = started("short", task=task, sampling={"max_tokens": 3}, training={"steps": 2})
+    events = read_journal(run.folder / "journal.jsonl")
+    accepted = {e.episode_uuid: e for e in events if isinstance(e, EpisodeAccepted)}
+    steps = {
+        e.step: [accepted[uuid] for uuid in e.episode_uuids] for e in events if isinstance(e, StepConsumed)
+    }
+    calls = {step: [call for each in own for call in each.calls] for step, own in steps.items()}
+    cut = {step: [call.stop_reason == "length" for call in own] for step, own in calls.items()}
+    share = sum(map(sum, cut.values())) / sum(map(len, cut.values()))
+    assert 0.1 < share < 1
+    cut_off = run.rows["cut_off"]
+    assert (cut_off.value, cut_off.kind) == (f"{share:.0%}", "bad" if share > 0.5 else "warn")
+    for step, own in calls.items():
+        m = step_view(run.record, step).metrics
+        groups = {
+            each.group_id: {e.reward for e in steps[step] if e.group_id == each.group_id}
+            for each in steps[step]
+        }
+        figures = {
+            "response_tokens/cut_off": sum(cut[step]) / len(own),
+            "response_tokens/mean": sum(len(call.sampled) // 4 for call in own) / len(own),
+            "prompt_tokens/mean": sum(len(call.new_prompt) // 4 for call in own) / len(own),
+            "turns/mean": len(own) / len(steps[step]),
+            "reward/mean": sum(e.reward for e in steps[step]) / len(steps[step]),
+            "groups/same_reward": sum(len(each) == 1 for each in groups.values()),
+            "alignment/calls": len(own),
+            "alignment/truncated": sum(cut[step]),
+            "alignment/ids_from/sampler": 1.0,
+            "alignment/sequences_per_episode": 1.0,
+        }
+        assert {name: m[name] for name in figures} == pytest.approx(figures)
+
+
+def test_a_run_that_trains_nothing_is_no_success_and_says_why(tmp_path: Path, started: Started) -> None:
+    run = started("broken", task=judged(tmp_path, "broken"), training=TINY_STEPS, evaluation={"episodes": 0})
+    assert run.red() == {"trained": "bad", "equal": "warn", "failed": "bad"}
+    assert run.rows["trained"].value == "0 of the last 2"
+    assert run.rows["trained"].words == "every episode so far has the reward 0: nothing shows what is better"
+    assert run.rows["failed"].value == "4 of 16 (25%)"
+    code, text = run.reported()
+    assert code == command.WORSE
+    assert text.splitlines()[-1] == "nothing has trained: the weights are as they were (exit code 3)"
+    screen = Console(record=True, width=200)
+    show_command(run.folder, "", screen)
+    assert "look at: failed episodes 4 of 16 (25%): they are left out of their groups" in screen.export_text()
+
+
+@pytest.mark.parametrize(("what", "words"), [("hard", "too hard: groups"), ("easy", "too easy: groups")])
+def test_groups_without_signal_say_whether_the_task_is_too_hard(
+    tmp_path: Path, started: Started, what: str, words: str
+) -> None:
+    run = started(what, task=judged(tmp_path, what), training=TINY_STEPS, evaluation={"episodes": 0})
+    assert run.rows["equal"].kind == "warn"
+    assert run.rows["equal"].words.startswith(words)
+
+
+def test_a_model_that_forgets_how_to_answer_has_no_entropy_and_empty_replies(
+    tmp_path: Path, started: Started
+) -> None:
+    training = {"groups_per_step": 4, "learning_rate": 0.01}
+    run = started("coin", task=judged(tmp_path, "coin"), training=training, evaluation={"episodes": 0})
+    red = run.red()
+    assert (red["length"], red["entropy"]) == ("bad", "warn")
+    assert any("reply length 2.0 → 1.0" in note for note in run.watcher.notes)
+
+
+def test_gradients_that_explode_are_worth_a_look(tmp_path: Path, started: Started) -> None:
+    training = {"steps": 2, "groups_per_step": 4, "minibatches": 1}
+    run = started("loud", task=judged(tmp_path, "loud"), training=training, evaluation={"episodes": 0})
+    assert run.red() == {"gradients": "warn"}

@@ -1,0 +1,81 @@
+"""Which learning rate a config without one has, and which one is called too high."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinkerscript.commands.plan import plan
+from tinkerscript.config import RunConfig
+from tinkerscript.model_folder import TINY_MODEL
+from tinkerscript.train.learning_rates import parameters_of, resolved
+
+SMOLLM2 = {
+    **{"model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536},
+    **{"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True},
+    **{"max_position_embeddings": 8192},
+}
+"""SmolLM2-135M's, without its weights."""
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    return str(tmp_path)
+
+
+def made(model: str, **more: Any) -> RunConfig:
+    engine = {"model": model} | more.pop("engine", {})
+    return RunConfig.model_validate({"engine": engine, **more})
+
+
+def test_an_unset_rate_goes_by_what_trains(large: str) -> None:
+    lora = {"lora": {"rank": 8}}
+    rates = {
+        "small": resolved(made("tiny"), TINY_MODEL),
+        "all": resolved(made(large), Path(large)),
+        "lora": resolved(made(large, engine=lora), Path(large)),
+        "sft": resolved(made(large, method="sft"), Path(large)),
+        "service": resolved(made(large, engine={"backend": "tinker"}), Path(large)),
+    }
+    assert {name: config.training.learning_rate for name, (config, _) in rates.items()} == {
+        **{"small": 1e-4, "all": 1e-6, "lora": 1e-4, "sft": 1e-5, "service": 1e-4}
+    }
+    assert rates["all"][1] == ["training.learning_rate: 1e-06, the usual one for all weights"]
+
+
+@pytest.mark.parametrize(("rate", "engine"), [(1e-3, {}), (1e-2, {"lora": {"rank": 8}})])
+def test_a_rate_that_ruins_what_trains_is_said_before_the_run(
+    large: str, rate: float, engine: dict[str, Any]
+) -> None:
+    config = made(large, engine=engine, training={"learning_rate": rate})
+    kept, (warning,) = resolved(config, Path(large))
+    assert kept == config, "it is the user's"
+    assert warning.startswith(f"training.learning_rate: {rate:g} is too high for ")
+    assert any(warning in line for line in plan(config))
+    fine = made(large, engine=engine, training={"learning_rate": rate / 100})
+    assert resolved(fine, Path(large)) == (fine, [])
+
+
+def test_a_role_that_trains_has_a_rate_of_its_own(large: str) -> None:
+    role = {"kind": "trained", "learning_rate": 1e-3}
+    config = made(large, roles={"r": role}, training={"learning_rate": 1e-6})
+    _, notes = resolved(config, Path(large))
+    assert [note.split(":")[0] for note in notes] == ["roles.r.learning_rate"]
+
+
+def test_the_size_of_a_model_follows_from_its_config() -> None:
+    assert parameters_of(SMOLLM2) == pytest.approx(135e6, rel=0.15)
+    assert parameters_of({"text_config": SMOLLM2}) == parameters_of(SMOLLM2)
+    assert parameters_of({"hidden_size": 8}) == float("inf"), "not known: the lower rate"
+
+
+def test_the_plan_says_the_rate_and_what_does_not_fit(large: str) -> None:
+    lines = plan(made(large, sampling={"max_tokens": 100_000}))
+    assert "  1e-06, for all weights" in lines
+    assert any("100,000 do not fit the context of 8,192" in line for line in lines)
+    assert not any("do not fit" in line for line in plan(made(large, sampling={"max_tokens": 4096})))
