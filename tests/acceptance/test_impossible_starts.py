@@ -155,13 +155,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tree(folder: Path) -> set[str]:
-    """Every name, and where a link leads; without what SQLite has beside a file that is open."""
+    """Every name, and where a link leads; without what SQLite has beside an open file and Python compiles."""
     return {
         f"{path.relative_to(folder)} -> {os.readlink(path)}"
         if path.is_symlink()
         else str(path.relative_to(folder))
         for path in folder.rglob("*")
-        if not path.name.endswith(("-wal", "-shm"))
+        if not path.name.endswith(("-wal", "-shm")) and "__pycache__" not in path.parts
     }
 
 

@@ -182,8 +182,8 @@ def test_a_server_fed_by_clients_trains_stops_dies_and_goes_on(served: Served) -
     served.stop_engine()
     before = served.steps()
     assert before >= 2
-    said = (served.run / "logs" / "trainer.log").read_text()
-    assert "tinkerscript train run/synced_config.yaml --join run" in said
+    again = "tinkerscript train run/synced_config.yaml --join run"
+    served.command.until(lambda: again in (served.run / "logs" / "trainer.log").read_text())
     served.start_engine()
     spoken = a_conversation_goes_on_when_the_server_comes_back(served)
     with worker(served), TinkerScriptClient(served.url, client_uuid="teacher") as teacher:

@@ -46,7 +46,7 @@ from inspect_ai.solver import TaskState, generate
 @scorer(metrics=[mean()])
 def spread():
     async def score(state: TaskState, target: Target) -> Score:
-        return Score(value=sum(map(ord, state.output.completion)) % 7)
+        return Score(value=sum(map(ord, state.output.completion)) % 97)
     return score
 
 

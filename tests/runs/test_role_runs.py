@@ -140,13 +140,13 @@ async def test_each_process_of_a_run_gets_the_keys_that_it_needs_and_no_other(
             "workers": {"count": 1, "concurrency": 2, "script": str(tmp_path / "judged.py")},
         }
     )
-    running = asyncio.create_task(run_training(config, QuietReporter()))
+    pages: list[str] = []
+    running = asyncio.create_task(run_training(config, QuietReporter(), on_page=pages.append))
     await asyncio.wait(
         {running, asyncio.ensure_future(until((tmp_path / "begun").exists, "an episode"))},
         return_when=asyncio.FIRST_COMPLETED,
     )
-    server = json.loads((tmp_path / "run/server.json").read_text())["url"]
-    async with httpx.AsyncClient(base_url=server, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=pages[0], timeout=60) as http:
         assert (await http.get("/", follow_redirects=True)).status_code in (200, 401, 403)
     children = psutil.Process().children(recursive=True)
     # Others, as the git that Inspect asks for the revision, come and go.
@@ -159,7 +159,7 @@ async def test_each_process_of_a_run_gets_the_keys_that_it_needs_and_no_other(
         " gateway --number=1": {"JUDGE_KEY"},
         " gateway --number=2": {"JUDGE_KEY"},
         " worker ": {CLIENT_TOKEN},
-        " page --run-dir": {ADMIN_TOKEN},
+        " view ": {ADMIN_TOKEN},
     }.items():
         (environ,) = [environ for command, environ in seen.items() if part in command]
         assert {name for name, value in KEYS.items() if value in environ} == keys, part
