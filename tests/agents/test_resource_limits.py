@@ -22,10 +22,9 @@ from inspect_ai.util import ComposeConfig, SandboxEnvironmentSpec, sandbox
 from inspect_tinker_bridge import GenerateRequest, TaskRunner, load_inspect_task
 from interchange_helpers import eventually
 from tinkerscript.errors import IsolationError
-from tinkerscript.isolation import resource_limits
-from tinkerscript.isolation.bubblewrap import Bubblewrap
+from tinkerscript.isolation import bubblewrap
+from tinkerscript.isolation.bubblewrap import Bubblewrap, ResourceLimits, group_parents
 from tinkerscript.isolation.inspect_sandbox import BubblewrapSettings, settings_of
-from tinkerscript.isolation.resource_limits import ResourceLimits, group_parents
 
 LIMITS = ResourceLimits(memory_mb=200, processes=40, file_mb=5)
 HOG = ("python3", "-c", "print(len(bytearray(400 * 2**20)))")
@@ -132,7 +131,7 @@ async def test_a_limit_that_nothing_enforces_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match="greater than or equal to 16"):
         ResourceLimits(processes=3)
-    monkeypatch.setattr(resource_limits, "_MOUNT", tmp_path / "none")
+    monkeypatch.setattr(bubblewrap, "_MOUNT", tmp_path / "none")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(IsolationError, match="root can limit them only by control groups"):
         Bubblewrap(ResourceLimits(processes=40))
@@ -141,7 +140,7 @@ async def test_a_limit_that_nothing_enforces_is_refused(
 _KILLED = """
 import asyncio, os, signal
 from tinkerscript.isolation.bubblewrap import Bubblewrap
-from tinkerscript.isolation.resource_limits import ResourceLimits
+from tinkerscript.isolation.bubblewrap import ResourceLimits
 
 async def main():
     sandbox = Bubblewrap(ResourceLimits(memory_mb=200, processes=40))

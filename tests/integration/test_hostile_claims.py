@@ -16,8 +16,7 @@ from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.limits import FAILED_CALLS, RECORDED_BYTES, TOOLS
 from tinkerscript.protocol import ClaimEpisodeResponse
 from tinkerscript.rollouts.call import with_messages
-from tinkerscript.trainer_link.framing import MAX_MESSAGE_BYTES
-from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
+from tinkerscript.trainer_link.messages import MAX_MESSAGE_BYTES, EpisodeAccepted, EpisodeFailed
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -20,8 +20,8 @@ from tinkerscript.gateway.sampler import (
     SampleResult,
 )
 from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.page.curves import found_in
 from tinkerscript.page.episode_view import episode_view
-from tinkerscript.page.findings import found_in
 from tinkerscript.page.steps import step_view
 from tinkerscript.page.token_view import token_view
 from tinkerscript.record.health import health_rows

@@ -13,13 +13,14 @@ from tinkerscript.cli.control import app as control
 from tinkerscript.cli.conventions import CANNOT_RUN
 from tinkerscript.cli.looking import export, show, view
 from tinkerscript.cli.models import config, evaluate, init, merge, train
-from tinkerscript.cli.own_processes import (
+from tinkerscript.cli.rollout_machine import status, worker
+from tinkerscript.cli.serving import (
     device_rank,
+    engine,
     interchange_server,
     run_gateway_process,
+    serve,
 )
-from tinkerscript.cli.rollout_machine import status, worker
-from tinkerscript.cli.serving import engine, serve
 
 __all__ = ["CANNOT_RUN", "app"]
 

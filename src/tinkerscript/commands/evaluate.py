@@ -1,7 +1,10 @@
 """`tinkerscript eval`: evaluate a model on a task through our OpenAI-compatible endpoint.
 
 Inspect's own `eval_async` runs the samples of its tasks and writes its usual log; `evaluate_task` runs those
-of other kinds.
+of other kinds, as a worker runs them.
+
+Invariant: a rollout that raises is a failed sample, with its reason in the log; it is not averaged into a
+score.
 """
 
 from __future__ import annotations
@@ -10,9 +13,16 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import httpx
 from inspect_ai import eval_async
 from inspect_ai.log import EvalLog
 from inspect_ai.model import GenerateConfig, Model, get_model
@@ -23,12 +33,14 @@ from rich.table import Table
 from inspect_tinker_bridge import BridgeError, InspectTaskInfo
 from inspect_tinker_bridge.episodes import TuningLeftOut
 from inspect_tinker_bridge.sandbox import check_provider
-from tinkerscript.commands.evaluate_task import evaluate_task
-from tinkerscript.commands.evaluated_model import EvalOptions, model_endpoint, model_name
-from tinkerscript.errors import ConfigError
-from tinkerscript.processes.supervisor import run_beside
+from tinkerscript.client.episode import as_output
+from tinkerscript.client.operations import failure_line
+from tinkerscript.commands.serve import served_checkpoint
+from tinkerscript.errors import ConfigError, ServerUnreachableError
+from tinkerscript.processes.supervisor import Supervisor, run_beside
 from tinkerscript.train.samples import usable_task
-from tinkerscript.workers.base_task import INSPECT, kind_of
+from tinkerscript.workers.base_task import INSPECT, EpisodeModel, Task, TaskSample, kind_of
+from tinkerscript.workers.chat_endpoint import ChatEndpoint
 from tinkerscript.workers.inspect_task import InspectTask
 
 SERVICE = "tinkerscript"
@@ -144,3 +156,169 @@ def _print(log: EvalLog, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+MODELS_TIMEOUT_S = 30.0
+"""Seconds that the endpoint may take to list its models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """What to evaluate, and how. Give either `checkpoint` or `server`."""
+
+    task: str
+    """`file.py@name`, a registered name, or a task of another kind."""
+
+    checkpoint: str | None = None
+    """Folder or URL of a trained model; it is served while the eval runs."""
+
+    server: str = ""
+    """URL of a running `tinkerscript serve --checkpoint`, or of another OpenAI-compatible endpoint."""
+
+    api_key: str = "none"
+    task_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    model_roles: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Inspect's name of the model for each role, such as a grader."""
+
+    limit: int | None = None
+    """Maximum number of samples. None: all."""
+
+    epochs: int | None = None
+    """Attempts at each sample. None: the task's own setting."""
+
+    temperature: float | None = None
+    max_tokens: int | None = None
+    max_connections: int = 32
+    sandbox: str | None = None
+    """Replaces the task's own sandbox: `TYPE`, or `TYPE:CONFIG_FILE`."""
+
+    log_dir: Path = Path("logs")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEndpoint:
+    """Where to reach the model."""
+
+    url: str
+    """Base URL for OpenAI clients."""
+
+    supervisor: Supervisor | None = None
+    """Supervisor of the server that this eval started; None for a server that runs already."""
+
+    async def failed(self) -> None:
+        """Never returns; raises when the server or its engine cannot run."""
+        if self.supervisor is None:
+            await asyncio.Event().wait()
+        else:
+            await self.supervisor.failed()
+
+
+@asynccontextmanager
+async def model_endpoint(options: EvalOptions, console: Console) -> AsyncGenerator[ModelEndpoint]:
+    """The server that runs already, or a new one for the checkpoint. Raises ConfigError."""
+    if (options.checkpoint is None) == (not options.server):
+        raise ConfigError("give one of --checkpoint FOLDER and --server URL")
+    if options.checkpoint is None:
+        yield ModelEndpoint(f"{options.server.rstrip('/').removesuffix('/v1')}/v1")
+        return
+    async with served_checkpoint(options.checkpoint, "127.0.0.1", 0, console.print) as served:
+        yield ModelEndpoint(f"{served.address.url}/v1", served.supervisor)
+
+
+async def model_name(url: str, options: EvalOptions) -> str:
+    """The endpoint's first model. Raises ServerUnreachableError, or ConfigError if the endpoint refuses."""
+    headers = {"Authorization": f"Bearer {options.api_key}"}
+    try:
+        async with httpx.AsyncClient(timeout=MODELS_TIMEOUT_S) as http:
+            response = await http.get(f"{url}/models", headers=headers)
+    except httpx.TransportError as error:
+        raise ServerUnreachableError(f"no model server answers at {url}: {error!r}") from error
+    if response.is_error:
+        raise ConfigError(f"{url}/models answered {response.status_code}: {response.text[:200]}")
+    return str(response.json()["data"][0]["id"])
+
+
+async def evaluate_task(options: EvalOptions, console: Console) -> int:
+    """Run the samples, print the scores and write them; returns 0, or 1 if a sample failed.
+
+    Raises ConfigError for a task or checkpoint that cannot be used, or an option of Inspect alone,
+    ServerUnreachableError.
+    """
+    if options.model_roles or options.sandbox:
+        raise ConfigError(f"--model-roles and --sandbox are for Inspect tasks; {options.task!r} is none")
+    task = usable_task(options.task, options.task_args)
+    samples = list(task.samples(held_out=True))[: options.limit]
+    if not samples:
+        raise ConfigError(f"{options.task!r} with {dict(options.task_args)} has no samples")
+    async with model_endpoint(options, console) as endpoint:
+        running = _run(task, samples, endpoint.url, options)
+        lines = await run_beside(endpoint, asyncio.create_task(running, name="eval"))
+    path = _write(lines, task.task_id, options.log_dir)
+    _print_scores(lines, task.task_id, path, console)
+    return 1 if any("error" in line for line in lines) else 0
+
+
+async def _run(
+    task: Task, samples: Sequence[TaskSample], url: str, options: EvalOptions
+) -> list[dict[str, Any]]:
+    """A line for each attempt at each sample."""
+    limits = {"temperature": options.temperature, "max_tokens": options.max_tokens}
+    chat = ChatEndpoint()
+    model = EpisodeModel(
+        base_url=url,
+        api_key=options.api_key,
+        name=await model_name(url, options),
+        endpoint=chat,
+        sampling={name: value for name, value in limits.items() if value is not None},
+    )
+    slots = asyncio.Semaphore(options.max_connections)
+
+    async def attempt(sample: TaskSample, epoch: int) -> dict[str, Any]:
+        line: dict[str, Any] = {"id": sample["id"], "epoch": epoch, "input": sample.get("input", "")}
+        async with slots:
+            try:
+                output = as_output(await task.rollout(sample, model))
+            except Exception as error:  # noqa: BLE001 - whatever a rollout raised is recorded
+                return line | {"error": failure_line(error)}
+        return line | output.model_dump(mode="json", exclude_none=True)
+
+    try:
+        async with type(task).resources([task]):
+            attempts = [attempt(sample, epoch) for sample in samples for epoch in range(options.epochs or 1)]
+            return await asyncio.gather(*attempts)
+    finally:
+        await chat.aclose()
+
+
+def _write(lines: Sequence[Mapping[str, Any]], task_id: str, folder: Path) -> Path:
+    plain = "".join(letter if letter.isalnum() else "-" for letter in task_id)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{datetime.now():%Y-%m-%dT%H-%M-%S-%f}_{plain}.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def _print_scores(lines: Sequence[Mapping[str, Any]], task_id: str, path: Path, console: Console) -> None:
+    values: dict[str, list[float]] = defaultdict(list)
+    scored = [line for line in lines if "error" not in line]
+    for line in scored:
+        values["reward"].append(_total(line["reward"]))
+        for name, value in line["log_metrics"].items():
+            values[name].append(value)
+    table = Table("score", "mean", "samples")
+    for name, found in values.items():
+        table.add_row(name, f"{fmean(found):.3f}", str(len(found)))
+    console.print(table)
+    failed = [line["error"] for line in lines if "error" in line]
+    if failed:
+        console.print(f"the first failure: {failed[0]}", highlight=False, markup=False, soft_wrap=True)
+    console.print(
+        f"{task_id}: {len(scored)} episodes scored, {len(failed)} failed\nlog {path}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _total(reward: float | list[float]) -> float:
+    return sum(reward) if isinstance(reward, list) else reward

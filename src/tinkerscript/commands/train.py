@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shlex
 import shutil
+import threading
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
 from datetime import datetime
@@ -18,26 +20,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
+import pydantic
 from rich.console import Console
 
-from tinkerscript.commands.fleet_poll import FleetPoll
 from tinkerscript.commands.plan import check_fits
 from tinkerscript.commands.show import health_lines, say
 from tinkerscript.config import RUNS, RunConfig, load_config
-from tinkerscript.dashboard.line_reporter import LineReporter
 from tinkerscript.dashboard.progress import ProgressReporter
-from tinkerscript.dashboard.table_reporter import TableReporter
-from tinkerscript.dashboard.terminal import open_in_browser, print_summary, shown_progress
+from tinkerscript.dashboard.run_table import WorkersNow
+from tinkerscript.dashboard.terminal import (
+    LineReporter,
+    TableReporter,
+    open_in_browser,
+    print_summary,
+    shown_progress,
+)
 from tinkerscript.errors import ConfigError, TinkerScriptError
 from tinkerscript.files import followed, is_disk_full
 from tinkerscript.lifecycle import waited_lock, without_garbage_collection
 from tinkerscript.model_folder import pinned_model, same_model
+from tinkerscript.protocol import FleetClient, FleetResponse
 from tinkerscript.record.health import BestScore, best_score, health_rows, verdict
 from tinkerscript.record.reader import Record
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.remote_folder import Uploads, is_url, name_of, resumable_folder
 from tinkerscript.server.addresses import bind_http
-from tinkerscript.server.auth import Roles
+from tinkerscript.server.auth import ADMIN_TOKEN, Roles, read_token
 from tinkerscript.train.identity import check_unused, check_whole
 from tinkerscript.train.run_folder import steps_finished
 from tinkerscript.workers.base_task import check_is_there
@@ -358,3 +367,69 @@ def _report_sft(console: Console, folder: Path) -> None:
 
 def _print(console: Console, text: str) -> None:
     console.print(text, highlight=False, soft_wrap=True)
+
+
+POLL_EVERY_S = 2.0
+TIMEOUT_S = 2.0
+NAMED = 4
+"""Clients that are named, those with the most claims first."""
+
+
+LOCAL_WORKER = re.compile(r"worker-[0-9a-f]{8}-(\d+)-\d+")
+"""The name that the trainer gives to a worker of its own: its number, and how often it was started before."""
+
+
+class FleetPoll:
+    """A thread that asks, from `start` to `stop`."""
+
+    def __init__(self, told: Callable[[WorkersNow | None], None]) -> None:
+        """`told` is called with each answer, and with None where there is none."""
+        self._told = told
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, url: str) -> None:
+        """Ask the server at `url` from now on."""
+        self._thread = threading.Thread(target=self._run, args=(url,), name="fleet", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, url: str) -> None:
+        token = read_token(os.environ, ADMIN_TOKEN)
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        # The certificate names the server's public address, and this is the same machine.
+        with httpx.Client(timeout=TIMEOUT_S, headers=headers, verify=False, trust_env=False) as client:
+            while not self._stopping.wait(POLL_EVERY_S):
+                self._told(_workers(client, url))
+
+
+def _uuid(client: FleetClient) -> str:
+    return client.client_uuid
+
+
+def _name(client_uuid: str) -> str:
+    """Of a worker that a run started, its number."""
+    found = LOCAL_WORKER.fullmatch(client_uuid)
+    return f"worker {found[1]}" if found else client_uuid
+
+
+def _workers(client: httpx.Client, url: str) -> WorkersNow | None:
+    try:
+        reply = client.get(f"{url}/fleet")
+        reply.raise_for_status()
+        fleet = FleetResponse.model_validate_json(reply.content)
+    except (httpx.HTTPError, pydantic.ValidationError):
+        return None
+    holding = [each for each in fleet.clients if each.claims]
+    return WorkersNow(
+        claims={_name(each.client_uuid): each.claims for each in sorted(holding[:NAMED], key=_uuid)},
+        clients=fleet.totals.clients,
+        claimed=fleet.totals.claims,
+        waiting=sum(counts.registered for counts in fleet.episodes.values()),
+        idle=fleet.waiting_clients,
+        quarantined=fleet.totals.quarantined,
+    )

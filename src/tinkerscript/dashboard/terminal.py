@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 import webbrowser
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
-from tinkerscript.dashboard.line_reporter import LineReporter
-from tinkerscript.dashboard.table_reporter import TableReporter
+from tinkerscript.dashboard.progress import Phase, ProgressReporter, role_rewards
+from tinkerscript.dashboard.run_table import RunTable, WorkersNow
 
 
 @contextmanager
@@ -92,3 +95,200 @@ def _role_rows(role: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("tokens trained", f"{role['tokens_trained']:,}"),
         ("max |trainer - sampler logprob|", f"{role['max_abs_dlogp']:.1e}"),
     ]
+
+
+SAY_AFTER_S = 2.0
+"""A wait is named after this many seconds."""
+
+SAY_PROGRESS_AFTER_S = 10.0
+"""And how far a batch has come."""
+
+SAY_AGAIN_AFTER_S = 60.0
+"""Then both again. Also the first wait of all: the address of the page is to be the first line."""
+
+SHOWN = {
+    "reward/mean": "reward {:.3f}",
+    "train/nll": "nll {:.4f}",
+    "policy_version": "policy {:.0f}",
+    "episodes_per_s": "{:.0f} episodes/s",
+    "tokens_per_s": "{:.0f} tokens/s",
+}
+"""Metrics of a step that are shown, if the step has them."""
+
+
+class LineReporter(ProgressReporter):
+    """Prints to a console that is not a terminal."""
+
+    def __init__(self, console: Console, *, say_after_s: float = SAY_AFTER_S) -> None:
+        """`say_after_s`: seconds after which a wait is named."""
+        self._console = console
+        self._say_after_s = say_after_s
+        self._steps = 0
+        self._has_begun = False
+
+    def begin(self, steps: int, *, done: int = 0) -> None:
+        self._steps = steps
+
+    @contextmanager
+    def waiting(self, what: str) -> Generator[None]:
+        after_s = self._say_after_s if self._has_begun else SAY_AGAIN_AFTER_S
+        with self._said(lambda: f"waiting for {what}", after_s=after_s):
+            yield
+
+    @contextmanager
+    def phase(self, label: str, *, total: int) -> Generator[Phase]:
+        batch = _Batch()
+        with self._said(
+            lambda: f"{label}: {batch.done}/{total or '?'} episodes", after_s=SAY_PROGRESS_AFTER_S
+        ):
+            yield batch
+
+    @contextmanager
+    def _said(self, text: Callable[[], str], *, after_s: float) -> Generator[None]:
+        """Print `text()` while the block takes long.
+
+        In a thread: what is waited for may block the event loop.
+        """
+        ended = threading.Event()
+
+        def say() -> None:
+            pause = after_s
+            while not ended.wait(pause):
+                self._print(text())
+                pause = SAY_AGAIN_AFTER_S
+
+        thread = threading.Thread(target=say, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        shown = [text.format(metrics[name]) for name, text in SHOWN.items() if name in metrics]
+        roles = [f"{role} {reward:.3f}" for role, reward in role_rewards(metrics).items()]
+        self._print("  ".join([f"step {step}/{self._steps}", *shown, *roles]))
+
+    def evaluation(self, label: str, score: float, episodes: int, failed: int) -> None:
+        self._print(evaluation_line(label, score, episodes, failed))
+
+    def note(self, message: str) -> None:
+        self._has_begun = True
+        self._print(message)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class _Batch(Phase):
+    """Counts the episodes of a batch."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def advance(self, episodes: int) -> None:
+        self.done += episodes
+
+
+def evaluation_line(label: str, score: float, episodes: int, failed: int) -> str:
+    failures = f", {failed} failed" if failed else ""
+    return f"evaluation {label}: {score:.3f}  ({episodes} episodes{failures})"
+
+
+ASCII = str.maketrans("━─±→…▁▂▃▄▅▆▇█", "=-~>~..:-=+*#")
+"""For terminals of an encoding without the others."""
+
+
+class TableReporter(ProgressReporter, Phase):
+    """For a console that is a terminal. Use `opened` around the run."""
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._table = RunTable(clock())
+        self._lock = threading.Lock()
+        """Of the table: it is drawn by a thread of its own."""
+
+        self._live = Live(console=console, get_renderable=self._frame, refresh_per_second=2, transient=True)
+
+    @contextmanager
+    def opened(self) -> Generator[TableReporter]:
+        """Show the table while the context is open, and leave its last steps on the screen."""
+        self._live.start()
+        self._console.show_cursor()  # A killed process would leave the terminal without one.
+        try:
+            yield self
+        finally:
+            with suppress(OSError):  # The terminal may be gone; the run is not.
+                self._live.stop()
+        for line in self._table.last_frame(self._console.width):
+            self._console.print(self._readable(line), highlight=False, no_wrap=True)
+
+    def _frame(self) -> Group:
+        columns, rows = self._console.size
+        with self._lock:
+            lines = self._table.frame(columns, rows, self._clock())
+        return Group(*(self._readable(line) for line in lines))
+
+    def _readable(self, line: Text) -> Text:
+        if self._console.options.ascii_only:
+            line.plain = line.plain.translate(ASCII)
+        return line
+
+    # What the run tells
+
+    def begin(self, steps: int, *, done: int = 0) -> None:
+        with self._lock:
+            self._table.begin(steps, done)
+
+    @contextmanager
+    def waiting(self, what: str) -> Generator[None]:
+        wait = (what, self._clock())
+        with self._lock:
+            self._table.waits.append(wait)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._table.waits.remove(wait)
+
+    @contextmanager
+    def phase(self, label: str, *, total: int) -> Generator[Phase]:
+        with self._lock:
+            self._table.batch, self._table.batch_began = (label, 0, total), self._clock()
+        try:
+            yield self
+        finally:
+            with self._lock:
+                self._table.batch = None
+
+    def advance(self, episodes: int) -> None:
+        with self._lock:
+            if self._table.batch is not None:
+                label, done, total = self._table.batch
+                self._table.batch = (label, done + episodes, total)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        with self._lock:
+            self._table.step(step, metrics, self._clock())
+
+    def evaluation(self, label: str, score: float, episodes: int, failed: int) -> None:
+        with self._lock:
+            self._table.evaluation(label, score, failed)
+        self._console.print(evaluation_line(label, score, episodes, failed), highlight=False, soft_wrap=True)
+
+    def note(self, message: str) -> None:
+        self._console.print(message, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+    # What else there is to show
+
+    def page(self, url: str) -> None:
+        """The run's page is at `url`."""
+        with self._lock:
+            self._table.page = url
+
+    def workers(self, workers: WorkersNow | None) -> None:
+        """Who works on the run now; None: not known."""
+        with self._lock:
+            self._table.workers = workers

@@ -29,8 +29,7 @@ from inspect_ai.util import (
 from pydantic import BaseModel, Field
 
 from tinkerscript.errors import IsolationError
-from tinkerscript.isolation.bubblewrap import WORK, Bubblewrap
-from tinkerscript.isolation.resource_limits import ResourceLimits
+from tinkerscript.isolation.bubblewrap import WORK, Bubblewrap, ResourceLimits
 
 _WRITE = '[ -d "$0" ] && exit 21; mkdir -p -- "$(dirname -- "$0")" && cat > "$0" || exit 13'
 _SIZE = '[ -d "$0" ] && exit 21; [ -e "$0" ] || exit 2; [ -r "$0" ] || exit 13; exec stat -L -c %s -- "$0"'

@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from tinkerscript.page import curves as curve_view
+from tinkerscript.page.curves import alignment_view, found_in
 from tinkerscript.page.episode_view import EpisodeView, episode_view
-from tinkerscript.page.findings import alignment_view, found_in
 from tinkerscript.page.held_out import ComparisonQuery, compare, sample_view
 from tinkerscript.page.lines import newest
 from tinkerscript.page.overview import evaluations, overview, run_line

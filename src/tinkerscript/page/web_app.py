@@ -23,15 +23,21 @@ from tinkerscript import __version__
 from tinkerscript.errors import ConfigError, NotRecordedError
 from tinkerscript.page import curves as curve_view
 from tinkerscript.page.access import SESSION_S, PageAccess, PageSessions, read_audit, write_audit
-from tinkerscript.page.curves import ConfigDifference, Curves, Metric
+from tinkerscript.page.curves import (
+    AlignmentView,
+    ConfigDifference,
+    Curves,
+    FindingPage,
+    Metric,
+    alignment_view,
+    found_in,
+)
 from tinkerscript.page.episode_view import EpisodeView, episode_view
-from tinkerscript.page.findings import AlignmentView, FindingPage, alignment_view, found_in
 from tinkerscript.page.held_out import Comparison, ComparisonQuery, SampleView, compare, sample_view
-from tinkerscript.page.lines import EpisodePage, Show, newest
+from tinkerscript.page.lines import EpisodePage, SearchPage, Show, newest, search
 from tinkerscript.page.overview import Evaluation, RunList, RunView, evaluations, overview, run_list, state
 from tinkerscript.page.run_events import RunEvents
 from tinkerscript.page.runs import Runs, RunServer
-from tinkerscript.page.search import SearchPage, search
 from tinkerscript.page.steps import GroupFilter, Step, StepPage, step_page, step_view
 from tinkerscript.page.token_view import Tokens, token_view
 from tinkerscript.page.transcript_view import TranscriptView, transcript_view

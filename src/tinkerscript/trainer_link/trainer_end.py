@@ -24,7 +24,6 @@ import zmq.asyncio
 from tinkerscript.errors import ConflictError, LinkError
 from tinkerscript.gateway.sampler import SampleFunction
 from tinkerscript.protocol import EngineStatus, own_clients
-from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to_trainer, set_options
 from tinkerscript.trainer_link.keys import FailedHandshakes, TrainerKeys, secure_trainer
 from tinkerscript.trainer_link.messages import (
     LINK_VERSION,
@@ -37,9 +36,11 @@ from tinkerscript.trainer_link.messages import (
     EpisodeAccepted,
     EpisodeFailed,
     Hello,
+    LinkTimes,
     Metrics,
     NewEpisode,
     NotRegistered,
+    Outbox,
     Outcome,
     Outcomes,
     OutcomesRequest,
@@ -53,6 +54,9 @@ from tinkerscript.trainer_link.messages import (
     ToTrainer,
     Welcome,
     check_episode,
+    frames,
+    read_to_trainer,
+    set_options,
 )
 from tinkerscript.trainer_link.remote_sampling import SampleService
 

@@ -14,9 +14,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tinkerscript.cli import app
-from tinkerscript.commands import evaluated_model as module
-from tinkerscript.commands.evaluate import evaluate
-from tinkerscript.commands.evaluated_model import EvalOptions
+from tinkerscript.commands import evaluate as module
+from tinkerscript.commands.evaluate import EvalOptions, evaluate
 from tinkerscript.commands.serve import Served
 from tinkerscript.errors import ConfigError, ServerUnreachableError, WorkerError
 from tinkerscript.model_folder import TINY_MODEL

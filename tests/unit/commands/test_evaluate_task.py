@@ -12,8 +12,7 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from tinkerscript.commands.evaluate import evaluate_command
-from tinkerscript.commands.evaluated_model import EvalOptions
+from tinkerscript.commands.evaluate import EvalOptions, evaluate_command
 from tinkerscript.errors import ConfigError
 
 FILE = """

@@ -9,9 +9,8 @@ import threading
 import pytest
 from rich.console import Console
 
-from tinkerscript.dashboard import line_reporter
-from tinkerscript.dashboard.line_reporter import LineReporter
-from tinkerscript.dashboard.terminal import shown_progress
+from tinkerscript.dashboard import terminal
+from tinkerscript.dashboard.terminal import LineReporter, shown_progress
 
 
 @pytest.fixture
@@ -59,13 +58,13 @@ def test_no_wait_is_named_before_the_address_of_the_page(printed: io.StringIO) -
 def test_a_first_wait_that_takes_very_long_is_named_all_the_same(
     printed: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(line_reporter, "SAY_AGAIN_AFTER_S", 0.01)
+    monkeypatch.setattr(terminal, "SAY_AGAIN_AFTER_S", 0.01)
     with LineReporter(Console(file=printed)).waiting("the server"):
         until(lambda: "waiting for the server" in printed.getvalue())
 
 
 def test_a_batch_says_how_far_it_is(printed: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_reporter, "SAY_PROGRESS_AFTER_S", 0.01)
+    monkeypatch.setattr(terminal, "SAY_PROGRESS_AFTER_S", 0.01)
     progress = LineReporter(Console(file=printed))
     with progress.phase("step 1", total=0) as phase:
         phase.advance(2)

@@ -11,8 +11,7 @@ import pytest
 from rich.console import Console
 
 from tinkerscript.dashboard.run_table import RunTable, WorkersNow, short_time, sparkline, whole_time
-from tinkerscript.dashboard.table_reporter import TableReporter
-from tinkerscript.dashboard.terminal import shown_progress
+from tinkerscript.dashboard.terminal import TableReporter, shown_progress
 
 STEP = {
     "reward/mean": 0.5,

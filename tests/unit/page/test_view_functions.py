@@ -14,16 +14,14 @@ from record_helpers import episode, said, trained_sequence
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConfigError, NotRecordedError
 from tinkerscript.lifecycle import ProcessId
+from tinkerscript.page import lines
 from tinkerscript.page import lines as lines_module
-from tinkerscript.page import search as search_module
-from tinkerscript.page.curves import config_differences, curve, curves, metrics
+from tinkerscript.page.curves import alignment_view, config_differences, curve, curves, found_in, metrics
 from tinkerscript.page.episode_view import MAX_TEXT_CHARS, episode_view, find_episode
-from tinkerscript.page.findings import alignment_view, found_in
 from tinkerscript.page.held_out import ComparisonQuery, compare, sample_view
-from tinkerscript.page.lines import EpisodeLine, newest
+from tinkerscript.page.lines import EpisodeLine, newest, search
 from tinkerscript.page.overview import overview, run_line, state
 from tinkerscript.page.runs import Runs
-from tinkerscript.page.search import search
 from tinkerscript.page.steps import histogram, step_page, step_view
 from tinkerscript.page.token_view import pieces, token_view
 from tinkerscript.record.entries import TokenUse, TrainedEpisode
@@ -798,8 +796,8 @@ def test_a_search_goes_on_where_a_page_ended(
     writer: RecordWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also over rows that have the words and fail a condition."""
-    monkeypatch.setattr(search_module, "FIRST_ROWS", 2)
-    monkeypatch.setattr(search_module, "SCAN_ROWS", 3)
+    monkeypatch.setattr(lines, "FIRST_ROWS", 2)
+    monkeypatch.setattr(lines, "SCAN_ROWS", 3)
     for number in range(20):
         writer.episode(episode(f"e{number}", reward=1.0 if number in (1, 2, 9) else 0.0))
     record = flushed(writer, tmp_path)

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from rollout_helpers import make_call
 from tinkerscript.config import EngineConfig, RunConfig, TrainingConfig
-from tinkerscript.dashboard.line_reporter import SAY_AFTER_S, LineReporter
+from tinkerscript.dashboard.terminal import SAY_AFTER_S, LineReporter
 from tinkerscript.errors import AlignmentError, ConfigError, EngineError, GatewayError
 from tinkerscript.gateway.sampler import (
     ProgressCallback,
