@@ -25,6 +25,7 @@ from source_tree import (
     Modules,
     Seams,
     class_homonyms,
+    constant_homonyms,
     cycles,
     file_homonyms,
     folder_cycles,
@@ -59,6 +60,7 @@ def survey(src: Path) -> House:
         "import cycles of files": [" -> ".join(each) for each in cycles(graph)],
         "import cycles of folders": folder_cycles(modules, graph),
         "class homonyms": _listed(class_homonyms(modules)),
+        "constant homonyms": _listed(constant_homonyms(modules)),
         "file homonyms": _listed(file_homonyms(modules)),
     }
     remarks = {

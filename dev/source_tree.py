@@ -218,6 +218,25 @@ def class_homonyms(modules: Modules) -> dict[str, list[str]]:
     return _several(places)
 
 
+def constant_homonyms(modules: Modules) -> dict[str, list[str]]:
+    """Name of a public constant -> the modules of both packages that define one, where there are several.
+
+    Type variables are no constants: each module declares its own.
+    """
+    places: dict[str, list[str]] = defaultdict(list)
+    for module in modules.values():
+        for node in module.tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+            value = getattr(node, "value", None)
+            is_type = isinstance(value, ast.Call) and ast.unparse(value.func) in {"TypeVar", "ParamSpec"}
+            names = (each.id for each in targets if isinstance(each, ast.Name) and each.id.isupper())
+            for name in names:
+                if not name.startswith("_") and not is_type:
+                    places[name].append(module.name)
+    return _several(places)
+
+
 def file_homonyms(modules: Modules) -> dict[str, list[str]]:
     """`package: file.py` -> its folders, where there are several that are not parallel."""
     folders: dict[Path, set[str]] = defaultdict(set)

@@ -21,7 +21,7 @@ import httpx
 import msgspec
 from pydantic import ValidationError
 
-from tinkerscript.limits import BOUNDS, SERVER
+from tinkerscript.limits import BOUNDS, SECTION
 from tinkerscript.protocol import WorkflowOutput
 
 Body = dict[str, Any]
@@ -51,9 +51,9 @@ TOKENS = {
 
 LIMITS = {
     **{name: bound.limit for name, bound in BOUNDS.items() if bound.limit},
-    **{f"{SERVER}.{name}": value for name, value in SETTINGS.items() if not isinstance(value, list)},
-    **{f"{SERVER}.clients.{name}": value for name, value in SETTINGS["clients"][0].items()},
-    f"{SERVER}.max_body_bytes": 2**24,
+    **{f"{SECTION}.{name}": value for name, value in SETTINGS.items() if not isinstance(value, list)},
+    **{f"{SECTION}.clients.{name}": value for name, value in SETTINGS["clients"][0].items()},
+    f"{SECTION}.max_body_bytes": 2**24,
     "recording_transcript_kb": 1024,
 }
 
@@ -227,7 +227,7 @@ def _long_head(request: Request, amount: int) -> None:
 
 SHAPES: dict[str, Driver] = {
     "request head": Driver("head", "head", _long_head),
-    f"{SERVER}.max_body_bytes": Driver("chat", "whole", _padded, is_heavy=True),
+    f"{SECTION}.max_body_bytes": Driver("chat", "whole", _padded, is_heavy=True),
     "Idempotency-Key": Driver("chat", "key", _key),
     "model": Driver("chat", "model", _text("model")),
     "messages": Driver(
@@ -264,7 +264,7 @@ SHAPES: dict[str, Driver] = {
     "recording_transcript_kb": Driver("transcript", "whole", lambda r, n: _padded(r, n)),
     "workflow_output": Driver("end", "metadata", _sized_output),
     "metadata nested": Driver("end", "metadata", _output("metadata", lambda n: {"a": nested(n - 1)})),
-    f"{SERVER}.max_reward": Driver("end", "reward", _output("reward", float)),
+    f"{SECTION}.max_reward": Driver("end", "reward", _output("reward", float)),
     "log_metrics": Driver("end", "metrics", _output("log_metrics", lambda n: {f"m{i}": 1 for i in range(n)})),
     "log_metrics nested": Driver("end", "metrics", _output("log_metrics", _nested_metric)),
     "log_metrics name": Driver("end", "metrics", _output("log_metrics", lambda n: {"m" * n: 1})),
@@ -431,7 +431,7 @@ def names(reply: httpx.Response, bound: str) -> bool:
     """Whether a reply refuses a request by this bound's name and its limit."""
     said, limit = reason_of(reply), LIMITS[bound]
     shown = (str(limit), f"{limit:g}", str(1024 * limit))
-    return bound.split()[0].removeprefix(f"{SERVER}.").rpartition(".")[2] in said and any(
+    return bound.split()[0].removeprefix(f"{SECTION}.").rpartition(".")[2] in said and any(
         each in said for each in shown
     )
 
@@ -463,7 +463,7 @@ async def _calls(holder: Holder, *, n: int, number: int, **more: Any) -> list[ht
 
 async def too_many_calls(holder: Holder) -> httpx.Response:
     await holder.use_new_claim()
-    limit = LIMITS[f"{SERVER}.max_calls_per_claim"]
+    limit = LIMITS[f"{SECTION}.max_calls_per_claim"]
     sent = await _calls(holder, n=100, number=limit // 100)
     assert {reply.status_code for reply in sent} == {200}, sent[-1].text
     return (await _calls(holder, n=1, number=1))[0]
@@ -471,7 +471,7 @@ async def too_many_calls(holder: Holder) -> httpx.Response:
 
 async def too_many_tokens(holder: Holder) -> httpx.Response:
     await holder.use_new_claim()
-    for _ in range(LIMITS[f"{SERVER}.max_tokens_per_claim"]):
+    for _ in range(LIMITS[f"{SECTION}.max_tokens_per_claim"]):
         (reply,) = await _calls(holder, n=16, number=1, max_tokens=64, stop_token_ids=[])
         if reply.status_code != 200:
             break
@@ -522,7 +522,7 @@ async def too_many_at_once(holder: Holder) -> httpx.Response:
 
 
 async def too_many_claims(holder: Holder) -> httpx.Response:
-    limit, client = LIMITS[f"{SERVER}.max_claims_per_client"], holder.fresh()
+    limit, client = LIMITS[f"{SECTION}.max_claims_per_client"], holder.fresh()
     claims = await holder.claims(limit, client)
     assert len(claims) == limit
     more = holder.fresh()
@@ -536,7 +536,7 @@ async def too_many_in_pool(holder: Holder) -> httpx.Response:
     pool = holder.fresh()
     sample = {"client_uuid": pool, "episode_type": "eval"}
     full = await holder.post(
-        "/register_episode", sample | {"episode_uuid": pool, "copies": LIMITS[f"{SERVER}.max_pool_episodes"]}
+        "/register_episode", sample | {"episode_uuid": pool, "copies": LIMITS[f"{SECTION}.max_pool_episodes"]}
     )
     assert full.status_code == 200, full.text
     return await holder.post("/register_episode", sample | {"episode_uuid": f"{pool}-more"})
@@ -558,7 +558,7 @@ async def _as_bounded(holder: Holder, path: str, body: Body) -> httpx.Response:
 
 
 async def too_many_held(holder: Holder) -> httpx.Response:
-    limit = LIMITS[f"{SERVER}.clients.max_claims"]
+    limit = LIMITS[f"{SECTION}.clients.max_claims"]
     for number in range(limit + 1):
         waiting = {"client_uuid": f"w{number}", "pool": "bounded", "wait_s": 3}
         asked = asyncio.create_task(_as_bounded(holder, "/claim_episode", waiting))
@@ -569,11 +569,11 @@ async def too_many_held(holder: Holder) -> httpx.Response:
 
 
 SUMS: dict[str, Callable[[Holder], Awaitable[httpx.Response]]] = {
-    f"{SERVER}.clients.max_claims": too_many_held,
-    f"{SERVER}.max_claims_per_client": too_many_claims,
-    f"{SERVER}.max_pool_episodes": too_many_in_pool,
-    f"{SERVER}.max_calls_per_claim": too_many_calls,
-    f"{SERVER}.max_tokens_per_claim": too_many_tokens,
+    f"{SECTION}.clients.max_claims": too_many_held,
+    f"{SECTION}.max_claims_per_client": too_many_claims,
+    f"{SECTION}.max_pool_episodes": too_many_in_pool,
+    f"{SECTION}.max_calls_per_claim": too_many_calls,
+    f"{SECTION}.max_tokens_per_claim": too_many_tokens,
     "failed calls": too_many_failures,
     "payloads of the pool": too_large_pool,
     "calls at once": too_many_at_once,

@@ -43,7 +43,7 @@ from tinkerscript.protocol import RefusalResponse
 T = TypeVar("T")
 
 
-KEEP_ALIVE_S = 10.0
+COMMENT_EVERY_S = 10.0
 """A stream that is silent for this long sends a comment, so that the connection stays open."""
 
 

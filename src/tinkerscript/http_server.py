@@ -38,7 +38,7 @@ KERNEL_BYTES = 2**18
 """What the kernel may keep of an answer for one connection (Linux doubles it). It is the step in which we see
 that a client reads: with the kernel's own megabytes a slow reader would look like one that has stopped."""
 
-LINE_BYTES = 32
+REQUEST_LINE_BYTES = 32
 """Of a request's first line besides its target, and of the end of its head."""
 
 
@@ -184,7 +184,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._advanced:
             self._advanced, self._arrived = False, 0
-        elif self._arrived > HEAD.limit + LINE_BYTES:  # A head without an end, or trailers.
+        elif self._arrived > HEAD.limit + REQUEST_LINE_BYTES:  # A head without an end, or trailers.
             self._end(TOO_LONG)
         # What arrives in one piece, as most requests do, needs no timer.
         expected = self._in_body if self._in_head or self._in_body else None

@@ -55,7 +55,7 @@ class Bound(NamedTuple):
 BOUNDS: dict[str, Bound] = {}
 """Every bound, by its name."""
 
-SERVER = "interchange_server"
+SECTION = "interchange_server"
 """The section of the settings."""
 
 
@@ -86,11 +86,11 @@ square of its length."""
 
 _CALL = "model call"
 
-_setting(f"{SERVER}.max_body_bytes", "bytes", 413, "request body")
+_setting(f"{SECTION}.max_body_bytes", "bytes", 413, "request body")
 IDEMPOTENCY_KEY = _bound(
     "Idempotency-Key", 255, "characters", 400, _CALL, "use a shorter key", "invalid_idempotency_key"
 )
-MODEL_NAME = _bound("model", 256, "characters", 400, _CALL, "use one of GET /v1/models")
+MODEL_CHARS = _bound("model", 256, "characters", 400, _CALL, "use one of GET /v1/models")
 MESSAGES = _bound("messages", 20_000, "messages", 400, _CALL, "shorten the conversation")
 MESSAGE_NAME = _bound("messages.name", 256, "characters", 400, "message", "use a shorter name")
 CALL_ID = _bound("tool_call_id", 1024, "characters", 400, "tool call or its result", "use a shorter id")
@@ -125,8 +125,8 @@ PREVIOUS = _bound("previous_response_id", 256, "characters", 400, _CALL, "use th
 _CLAIM = "claim"
 _OVER = "end or abort the episode"
 
-_setting(f"{SERVER}.max_calls_per_claim", "recorded choices", 403, _CLAIM)
-_setting(f"{SERVER}.max_tokens_per_claim", "sampled tokens", 403, _CLAIM)
+_setting(f"{SECTION}.max_calls_per_claim", "recorded choices", 403, _CLAIM)
+_setting(f"{SECTION}.max_tokens_per_claim", "sampled tokens", 403, _CLAIM)
 RECORDED_BYTES = _bound(
     "recorded bytes", 2**27, "bytes of messages and ids", 403, _CLAIM, _OVER, "claim_limit_exceeded"
 )
@@ -145,7 +145,7 @@ _setting("recording_transcript_kb", "KiB of transcript", 413, _CLAIM)
 _RESULT = "result"
 
 OUTPUT_BYTES = _bound("workflow_output", 2**20, "bytes as JSON", 413, "result or failure")
-_setting(f"{SERVER}.max_reward", "in magnitude", 422, "reward")
+_setting(f"{SECTION}.max_reward", "in magnitude", 422, "reward")
 METRICS = _bound("log_metrics", 256, "metrics", 422, _RESULT)
 METRIC_DEPTH = _bound("log_metrics nested", 5, "levels", 422, _RESULT)
 METRIC_NAME = _bound("log_metrics name", 400, "characters", 422, "metric")
@@ -164,8 +164,8 @@ _bound("pool", ID_CHARS, "characters", 422, "request")
 LEASE_S = _bound("allow_discard_timeout", 86_400, "seconds", 422, _CLAIM)
 WAIT_S = _bound("wait_s", 60, "seconds", 422, "long poll")
 EPISODES = _bound("max_episodes", 256, "claims", 422, "request")
-_setting(f"{SERVER}.max_claims_per_client", "claims held", 200, "client")
-_setting(f"{SERVER}.clients.max_claims", "claims held or waited for", 429, "client with a token")
+_setting(f"{SECTION}.max_claims_per_client", "claims held", 200, "client")
+_setting(f"{SECTION}.clients.max_claims", "claims held or waited for", 429, "client with a token")
 WORKERS_AT_ONCE = _bound("report.concurrency", 1_000_000, "episodes", 422, "worker's report")
 _bound("report.process", ID_CHARS, "characters", 422, "worker's report")
 
@@ -182,7 +182,7 @@ REGISTRATIONS = _bound("episodes", 1000, "registrations", 422, "request")
 PAYLOAD_DEPTH = _bound("payload nested", 64, "levels", 422, _SAMPLE)
 PAYLOAD_BYTES = _bound("payload", 2**22, "bytes as JSON", 422, _SAMPLE)
 POOL_BYTES = _bound("payloads of the pool", 2**28, "bytes as JSON", 429, "client's own pool")
-_setting(f"{SERVER}.max_pool_episodes", "unfinished episodes", 429, "client's own pool")
+_setting(f"{SECTION}.max_pool_episodes", "unfinished episodes", 429, "client's own pool")
 
 
 # What is cut, or left out, and not refused

@@ -106,6 +106,9 @@ DEFAULT_ALLOW_DISCARD_TIMEOUT_S = 60.0
 MAX_COUNT = 10**12
 """Of what a worker reports of itself."""
 
+SERVER_URL = "TINKERSCRIPT_SERVER_URL"
+"""The variable that tells a worker or a client where the server is."""
+
 POLICY = "policy"
 """The name by which every program can request the model being trained."""
 
@@ -936,7 +939,7 @@ def checked_reward(output: WorkflowOutput, bound: float = MAX_REWARD) -> float:
             "workflow_output.reward: a result needs a reward; report an attempt without one as a failure "
             "with its reason (POST /abort_episode)"
         )
-    setting = f" ({limits.SERVER}.max_reward)"
+    setting = f" ({limits.SECTION}.max_reward)"
     for name, value in output.role_rewards.items():
         bounded(f"workflow_output.role_rewards.{name}", value, bound, setting)
     for name, value in output.log_metrics.items():

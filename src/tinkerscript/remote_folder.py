@@ -39,8 +39,8 @@ JOURNAL = "journal.jsonl"
 BEGUN = ("config.yaml", "sft_data.json")
 """What a run is resumed with, besides its journal and its checkpoints."""
 
-METRICS = "metrics.jsonl"
-SUMMARIES = (METRICS, "summary.json", "alignment.json", "learning_curve.png")
+METRICS_FILE = "metrics.jsonl"
+SUMMARIES = (METRICS_FILE, "summary.json", "alignment.json", "learning_curve.png")
 FOLDERS = ("rollouts", "inspect")
 """Folders of files that do not change once they are written."""
 
@@ -50,10 +50,10 @@ FETCHED = "fetched_journal"
 ATTEMPTS = 5
 """How often a copy is tried before the run goes on without it."""
 
-PAUSE_S = 1.0
+UPLOAD_PAUSE_S = 1.0
 """Seconds before the second attempt, and twice as long before each further one."""
 
-STOP_S = 30.0
+UPLOAD_STOP_S = 30.0
 """Seconds that a run which is stopped, or has failed, waits for its copies. `--resume` copies the rest."""
 
 _URL = re.compile(r"(?!tinker:)[a-z][a-z0-9+.-]*://.+")
@@ -191,7 +191,7 @@ def _description(path: Path) -> dict[str, object]:
 class Uploads:
     """Copies what a run has finished, in a thread of its own. Use as an async context manager.
 
-    `finish` waits for everything; without it, after an error, the end of the block waits for `STOP_S`.
+    `finish` waits for everything; without it, after an error, the end of the block waits for `UPLOAD_STOP_S`.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class Uploads:
         if self._ended.done():
             return
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._end(), STOP_S)
+            await asyncio.wait_for(self._end(), UPLOAD_STOP_S)
         if self._error or not self._ended.done():
             self._note(f"not all is copied to {self.remote.url} yet; --resume copies the rest")
 
@@ -271,7 +271,7 @@ class Uploads:
             self._wanted.clear()
             is_last = self._is_last
             for attempt in range(ATTEMPTS):
-                self._pause(PAUSE_S * 2 ** (attempt - 1) if attempt else 0)
+                self._pause(UPLOAD_PAUSE_S * 2 ** (attempt - 1) if attempt else 0)
                 try:
                     self._copy_all(is_last=is_last)
                     self._error = ""
@@ -395,7 +395,7 @@ def resumable_folder(url: str, runs: Path, *, note: Callable[[str], None] = lamb
 def _fetch_run(remote: RemoteFolder, folder: Path) -> None:
     """The journal comes last: with it the folder holds a run."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name in (*BEGUN, METRICS):
+    for name in (*BEGUN, METRICS_FILE):
         with suppress(FileNotFoundError):
             (folder / name).write_bytes(remote.read(name))
     # All that are there, since what is not here is deleted there: the best one is among the older ones.

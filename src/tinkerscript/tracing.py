@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
-ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+COLLECTOR_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 """Traces are exported if one of them is set, over OTLP/HTTP."""
 
 HEADER = "traceparent"
@@ -40,7 +40,7 @@ _forced: ContextVar[tuple[int, int] | None] = ContextVar("ids of the next span",
 def start_tracing(service: str, *, environ: Mapping[str, str] = os.environ, exporter: Any = None) -> None:
     """Export this process's spans, if the environment says where to, or to `exporter`."""
     global _tracer
-    is_wanted = any(environ.get(name) for name in ENDPOINTS)
+    is_wanted = any(environ.get(name) for name in COLLECTOR_VARIABLES)
     if exporter is None and (not is_wanted or environ.get("OTEL_SDK_DISABLED", "").lower() == "true"):
         return
     try:
@@ -57,7 +57,9 @@ def start_tracing(service: str, *, environ: Mapping[str, str] = os.environ, expo
             processor = SimpleSpanProcessor(exporter)
     except ModuleNotFoundError as error:
         remedy = "pip install 'tinkerscript[otel]'"
-        logger.warning("no traces: %s is set, and there is no %s: %s", ENDPOINTS[1], error.name, remedy)
+        logger.warning(
+            "no traces: %s is set, and there is no %s: %s", COLLECTOR_VARIABLES[1], error.name, remedy
+        )
         return
 
     class Ids(RandomIdGenerator):

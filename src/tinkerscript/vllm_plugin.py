@@ -28,9 +28,9 @@ import httpx
 ADAPTERS = "TINKERSCRIPT_ADAPTERS"
 ADAPTERS_TOKEN = "TINKERSCRIPT_ADAPTERS_TOKEN"
 
-ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILE = "adapter_config.json"
 
-MANIFEST = "digests.json"
+DIGESTS = "digests.json"
 """Beside the files of a version: a JSON object with their SHA-256 digests. The version's name ends with the
 digest of it."""
 
@@ -57,11 +57,11 @@ def is_version(name: str) -> bool:
 def write_manifest(folder: Path) -> str:
     """Write the manifest of the weights in `folder`; returns the digest for their name."""
     digests: dict[str, str] = {}
-    for path in sorted((*folder.glob("*.safetensors"), *folder.glob(ADAPTER_CONFIG))):
+    for path in sorted((*folder.glob("*.safetensors"), *folder.glob(ADAPTER_FILE))):
         with path.open("rb") as file:
             digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     content = json.dumps(digests, indent=2).encode()
-    (folder / MANIFEST).write_bytes(content)
+    (folder / DIGESTS).write_bytes(content)
     return _short(content)
 
 
@@ -120,7 +120,7 @@ class WeightSource:
                 pass
 
     def _manifest(self, name: str) -> dict[str, str]:
-        content = self._read(name, MANIFEST)
+        content = self._read(name, DIGESTS)
         match, found = _NAME.fullmatch(name), _short(content)
         if match is None or match.group(1) != found:
             raise WrongWeightsError(f"the files of {name} have the digest {found}")

@@ -15,7 +15,7 @@ from postgres_server import PostgresServer, running_pooler, running_postgres
 from store_contract import Reopen, StoreContract, call, calls_of, episode, fields
 from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.server.store import open_store, postgres
-from tinkerscript.server.store.database_lease import LEASE_S
+from tinkerscript.server.store.database_lease import DATABASE_LEASE_S
 from tinkerscript.server.store.postgres import PostgresStore
 from tinkerscript.server.store.postgres_schema import PAGE
 
@@ -154,7 +154,7 @@ async def test_the_next_leader_waits_until_the_lease_runs_out(opened: Open, data
     first.add(episode())
     await first.durable()
     await first.close()
-    async with asyncio.timeout(LEASE_S / 2):
+    async with asyncio.timeout(DATABASE_LEASE_S / 2):
         assert await taking == 2, "a server that ends gives its lease back"
     assert [each.uuid for each in await second.load()] == ["e"]
 
@@ -187,7 +187,7 @@ async def test_an_idle_leader_learns_that_it_lost_the_lease(opened: Open, databa
     first = opened()
     await first.lead()
     database.query("UPDATE tried.lease SET epoch = 7")
-    async with asyncio.timeout(LEASE_S):
+    async with asyncio.timeout(DATABASE_LEASE_S):
         with pytest.raises(StoreError, match="epoch 1 is over"):
             await first.failed()
 
@@ -237,7 +237,7 @@ async def test_a_database_that_does_not_answer_is_given_up(opened: Open, databas
     try:
         store.add(episode())
         writing = asyncio.create_task(store.durable())
-        async with asyncio.timeout(LEASE_S + 2):
+        async with asyncio.timeout(DATABASE_LEASE_S + 2):
             with pytest.raises(StoreError, match="has not renewed the lease within"):
                 await store.failed()
             with pytest.raises(StoreError):
@@ -256,7 +256,7 @@ async def test_a_database_that_is_killed_is_lost_at_once(schema: str) -> None:
         store.add(episode())
         await store.durable()
         await asyncio.to_thread(database.kill)
-        async with asyncio.timeout(LEASE_S):
+        async with asyncio.timeout(DATABASE_LEASE_S):
             with pytest.raises(StoreError, match="the lease cannot be renewed"):
                 await store.failed()
         await store.close()

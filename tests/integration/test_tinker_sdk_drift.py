@@ -20,7 +20,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinker.types.client_config_response import ClientConfigResponse
 from tinker.types.client_dynamic_config_response import ClientDynamicConfigResponse
 
-from tinkerscript.tinker_api.wire_server import ENDPOINTS
+from tinkerscript.tinker_api.wire_server import WIRE_ENDPOINTS
 
 SDK = Path(tinker.__file__).parent
 
@@ -55,7 +55,7 @@ def sdk_endpoints() -> set[str]:
 
 
 def served() -> set[str]:
-    paths = {re.sub(r"\{[^}]*\}", "{}", path) for _, path in ENDPOINTS}
+    paths = {re.sub(r"\{[^}]*\}", "{}", path) for _, path in WIRE_ENDPOINTS}
     return {path.replace("checkpoints/{}/{}", "checkpoints/{}") for path in paths}
 
 

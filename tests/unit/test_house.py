@@ -138,6 +138,15 @@ def test_public_classes_of_one_name_in_any_package(tmp_path: Path) -> None:
     assert source_tree.class_homonyms(modules) == {"Call": ["p.a", "q.a"], "Episode": ["p.a", "p.b"]}
 
 
+def test_a_public_constant_is_defined_in_one_module(tmp_path: Path) -> None:
+    types = 'from typing import TypeVar\nT = TypeVar("T")\n'
+    modules = tree(
+        tmp_path,
+        {"p/a.py": f"{types}POLL_S = 1.0\n_OWN = 2\n", "q/b.py": f"{types}POLL_S: float = 2.0\n_OWN = 3\n"},
+    )
+    assert source_tree.constant_homonyms(modules) == {"POLL_S": ["p.a", "q.b"]}
+
+
 def test_files_of_one_name_are_for_the_same_roles_in_parallel_folders(tmp_path: Path) -> None:
     roles = {f"p/g/{dialect}/{role}.py": "" for dialect in ("x", "y", "z") for role in ("request", "reply")}
     rooms = {f"p/{room}/{name}.py": "" for room in ("client", "server") for name in ("core", "wire")}

@@ -206,7 +206,7 @@ async def test_a_run_that_fails_waits_a_while_and_says_that_something_is_left(
 ) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
-    monkeypatch.setattr(remote_folder, "STOP_S", 0.05)
+    monkeypatch.setattr(remote_folder, "UPLOAD_STOP_S", 0.05)
     hangs = threading.Event()
     run.write("rollouts/step_0001.jsonl", "first")
     with suppress(ZeroDivisionError):

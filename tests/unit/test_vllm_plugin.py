@@ -14,7 +14,7 @@ from interchange_helpers import run_config
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.server.process import running_server
 from tinkerscript.vllm_plugin import (
-    MANIFEST,
+    DIGESTS,
     WeightSource,
     WrongWeightsError,
     write_manifest,
@@ -103,6 +103,6 @@ def test_all_weights_are_read_as_they_were_published(tmp_path: Path) -> None:
         for read in (source.verify, lambda name: list(source.files_of(name))):
             with pytest.raises(WrongWeightsError, match=r"model-1.safetensors of policy-run-4"):
                 read(name)
-        (folder / MANIFEST).write_text("{}")
+        (folder / DIGESTS).write_text("{}")
         with pytest.raises(WrongWeightsError, match="have the digest"):
             source.verify(name)

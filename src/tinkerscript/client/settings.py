@@ -23,9 +23,8 @@ from uuid import uuid4
 
 import httpx
 
-from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S
+from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S, SERVER_URL
 
-SERVER_URL = "TINKERSCRIPT_SERVER_URL"
 TOKEN = "TINKERSCRIPT_CLIENT_TOKEN"
 CA_FILE = "TINKERSCRIPT_CA_FILE"
 

@@ -15,7 +15,7 @@ from tinkerscript.config import EngineConfig, RunConfig, load_config
 from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import base_of_adapter, model_folder
 from tinkerscript.processes.launcher import Slot
-from tinkerscript.processes.planned import TRAINER, PlannedProcess, plan_of
+from tinkerscript.processes.planned import TRAINER_PROCESS, PlannedProcess, plan_of
 from tinkerscript.train.learning_rates import rates_of, resolved
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tinkerscript.engine.memory import Memory, Workload
 
-PROMPT_TOKENS = 1024
+ASSUMED_PROMPT_TOKENS = 1024
 """Of the prompts that the memory is computed for where samples do not say: those that clients register."""
 
 TEMPLATE_TOKENS = 64
@@ -67,7 +67,7 @@ def _processes(config: RunConfig) -> list[str]:
         room = first.room
         facts = [
             f"{room.cpus:g} CPU" + (f" and {room.gpus} GPU" if room.gpus else "") + (" each" if more else ""),
-            *(["beside the trainer"] if first.is_beside and first.name != TRAINER else []),
+            *(["beside the trainer"] if first.is_beside and first.name != TRAINER_PROCESS else []),
             *([f"after the {' and the '.join(first.after)}"] if first.after else []),
             *(["while episodes wait"] if first.on_demand else []),
             *([f"restarted {first.restarts} times at most"] if first.restarts else []),
@@ -231,7 +231,7 @@ def _formula(config: RunConfig, prompt: int) -> tuple[Memory, Workload]:
 def _prompt_tokens(config: RunConfig) -> int:
     """Of the longest among the first samples, by the model's tokenizer."""
     if not config.all_tasks or config.method == "sft":
-        return PROMPT_TOKENS
+        return ASSUMED_PROMPT_TOKENS
     from tokenizers import Tokenizer
 
     from tinkerscript.train.samples import TaskSamples
@@ -247,7 +247,7 @@ def check_fits(config: RunConfig, folder: Path) -> None:
     if config.engine.backend == "tinker":
         return
     try:
-        memory, _ = _formula(config, PROMPT_TOKENS)
+        memory, _ = _formula(config, ASSUMED_PROMPT_TOKENS)
     except (OSError, ValueError, RuntimeError):  # A model or device that the engine refuses with the reason.
         return
     if problem := _without_room(config, memory, folder):

@@ -45,7 +45,7 @@ from tinkerscript.train.identity import check_unused, check_whole, identify
 
 MAX_RESTARTS = 10
 
-POLL_S = 0.2
+READY_POLL_S = 0.2
 """Between two looks at whether a model has loaded."""
 
 
@@ -106,7 +106,7 @@ async def _until_it_samples(address: ServerAddress, supervisor: Supervisor) -> N
                     reply = await http.get("/get_engine_status")
                     if reply.is_success and reply.json()["engine_status"] == "ENGINE.ROLLING":
                         return
-                await asyncio.wait({watch}, timeout=POLL_S)
+                await asyncio.wait({watch}, timeout=READY_POLL_S)
         await watch
     finally:
         watch.cancel()

@@ -31,7 +31,7 @@ from tinkerscript.record.reader import Record, find_runs
 from tinkerscript.record.schema import RECORD_FILE
 
 HEALTH_STYLES = {"good": "", "warn": "yellow", "bad": "red"}
-STATES = {"running": "green", "finished": "", "stopped": "yellow", "failed": "red"}
+STATE_STYLES = {"running": "green", "finished": "", "stopped": "yellow", "failed": "red"}
 
 PIPE_COLUMNS = 120
 """At least, for tables that no terminal shows."""
@@ -167,7 +167,7 @@ def _print_runs(view: RunList, console: Console) -> None:
     for run in view.runs:
         score = f"{_number(run.score_before)} → {_number(run.score)}" if run.score is not None else ""
         what = f"{run.model}: {', '.join(Path(task).name for task in run.tasks) or run.method}"
-        state = Text(run.state, STATES[run.state])
+        state = Text(run.state, STATE_STYLES[run.state])
         rows.append((run.name, state, f"{run.step}/{run.steps}", score, _number(run.reward), what))
     console.print(_table(("run", "state", ">step", ">held out", ">reward", "model and tasks"), rows))
 
@@ -182,7 +182,7 @@ def _print_run(view: RunView, steps: Sequence[StepLine], console: Console, root:
     say(console, f"{view.method} of {view.model}" + (f" on {tasks}" if tasks else ""))
     at = f"after {view.step} steps" if view.step == view.steps else f"at step {view.step} of {view.steps}"
     left = "" if view.time_left_s is None else f", about {whole_time(view.time_left_s)} left"
-    say(console, Text(f"{view.state} {at}{left}", STATES[view.state]))
+    say(console, Text(f"{view.state} {at}{left}", STATE_STYLES[view.state]))
     if view.failure:
         say(console, view.failure, "red")
     if view.phase:

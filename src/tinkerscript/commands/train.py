@@ -370,7 +370,7 @@ def _print(console: Console, text: str) -> None:
 
 
 POLL_EVERY_S = 2.0
-TIMEOUT_S = 2.0
+POLL_TIMEOUT_S = 2.0
 NAMED = 4
 """Clients that are named, those with the most claims first."""
 
@@ -402,7 +402,7 @@ class FleetPoll:
         token = read_token(os.environ, ADMIN_TOKEN)
         headers = {"authorization": f"Bearer {token}"} if token else {}
         # The certificate names the server's public address, and this is the same machine.
-        with httpx.Client(timeout=TIMEOUT_S, headers=headers, verify=False, trust_env=False) as client:
+        with httpx.Client(timeout=POLL_TIMEOUT_S, headers=headers, verify=False, trust_env=False) as client:
             while not self._stopping.wait(POLL_EVERY_S):
                 self._told(_workers(client, url))
 

@@ -24,7 +24,7 @@ from tinkerscript.server.auth import ADMIN_TOKEN, FILE_SUFFIX, MIN_TOKEN_CHARS, 
 NICENESS = 10
 """A page must not take the processor from a run beside it."""
 
-GRACE_S = 1
+PAGE_GRACE_S = 1
 """Seconds that open requests, such as event streams, get at the end."""
 
 
@@ -54,7 +54,7 @@ async def serve_page(root: Path, listener: socket.socket, *, certificate: str = 
         tls_certificate=certificate, tls_key=key, trusted_proxies=["127.0.0.1", "::1"]
     )
     app = create_page(root, admin_token=read_token(os.environ, ADMIN_TOKEN))
-    server = http_server(app, section, lifespan="on", grace_s=GRACE_S)
+    server = http_server(app, section, lifespan="on", grace_s=PAGE_GRACE_S)
     os.nice(NICENESS)
     shorten_collections()
     with listener:

@@ -111,7 +111,7 @@ class Column:
         return self.text(metrics) if self.needs in metrics else ""
 
 
-COLUMNS = (
+RUN_COLUMNS = (
     Column("reward", "reward/mean", _reward, 0),
     Column("nll", "train/nll", lambda m: f"{m['train/nll']:.4f}", 0),
     Column("reply", "response_tokens/mean", lambda m: f"{m['response_tokens/mean']:.1f} tok", 3),
@@ -132,7 +132,7 @@ COUNTED = (
 )
 """Metrics that are summed over all steps."""
 
-HELD_OUT = "held out"
+HELD_OUT_COLUMN = "held out"
 HELD_OUT_RANK = 0
 
 
@@ -249,10 +249,10 @@ class RunTable:
         if not self._rows:
             return []
         columns: list[tuple[int, int, str, list[str]]] = [(0, -1, "step", [str(r.step) for r in self._rows])]
-        for place, column in enumerate(COLUMNS):
+        for place, column in enumerate(RUN_COLUMNS):
             columns.append((column.rank, place, column.title, [column.cell(r.metrics) for r in self._rows]))
         scores = ["" if r.held_out is None else f"{r.held_out:.3f}" for r in self._rows]
-        columns.append((HELD_OUT_RANK, 1, HELD_OUT, scores))
+        columns.append((HELD_OUT_RANK, 1, HELD_OUT_COLUMN, scores))
         self._titles |= {title for _, _, title, cells in columns if any(cells)}
         columns = [each for each in columns if each[2] in self._titles]
         while len(columns) > 1 and sum(_width(c) + GAP for c in columns) - GAP > width:
@@ -269,7 +269,7 @@ class RunTable:
         facts = {
             "reward": _curve(self._rewards),
             **{f"{role} ": _curve(rewards) for role, rewards in self._role_rewards.items()},
-            HELD_OUT: self._held_out(),
+            HELD_OUT_COLUMN: self._held_out(),
             "workers": self._working(),
             **self._trouble(),
             "page": [(self.page, "")] if self.page else [],

@@ -106,7 +106,7 @@ SAY_PROGRESS_AFTER_S = 10.0
 SAY_AGAIN_AFTER_S = 60.0
 """Then both again. Also the first wait of all: the address of the page is to be the first line."""
 
-SHOWN = {
+SHOWN_METRICS = {
     "reward/mean": "reward {:.3f}",
     "train/nll": "nll {:.4f}",
     "policy_version": "policy {:.0f}",
@@ -166,7 +166,7 @@ class LineReporter(ProgressReporter):
             thread.join()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        shown = [text.format(metrics[name]) for name, text in SHOWN.items() if name in metrics]
+        shown = [text.format(metrics[name]) for name, text in SHOWN_METRICS.items() if name in metrics]
         roles = [f"{role} {reward:.3f}" for role, reward in role_rewards(metrics).items()]
         self._print("  ".join([f"step {step}/{self._steps}", *shown, *roles]))
 

@@ -40,7 +40,7 @@ from tinkerscript.engine.packing import (
     microbatches,
     shares_prefixes,
 )
-from tinkerscript.engine.ranks import POLL_S, Ranks, RankSpec, is_launched, meet, receive
+from tinkerscript.engine.ranks import ANSWER_POLL_S, Ranks, RankSpec, is_launched, meet, receive
 from tinkerscript.engine.training import AllWeights, Example, Trainer, Weights, run_to_end
 from tinkerscript.engine.weights import checkpoint_activations, load_model
 from tinkerscript.errors import EngineError
@@ -329,7 +329,7 @@ class LeadingTrainer(RankTrainer):
         with ranks.computing():
             ranks.tell("compute", [(part, named, backward) for part in parts[1:]])
             own = yield from self._compute(mine.examples, mine.batches, losses_of, backward=backward)
-            while (answers := ranks.answers(POLL_S)) is None:
+            while (answers := ranks.answers(ANSWER_POLL_S)) is None:
                 yield
         results: list[tuple[list[np.ndarray], float]] = [own, *answers]
         outputs: list[np.ndarray] = [np.empty(0, np.float32)] * len(examples)

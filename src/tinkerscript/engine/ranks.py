@@ -54,10 +54,10 @@ GROUP_TIMEOUT_S = 600.0
 NAMING_S = 5.0
 """Seconds in which a rank that made an operation fail is found to be dead."""
 
-STOP_GRACE_S = ORPHAN_GRACE_S + 1
+RANK_GRACE_S = ORPHAN_GRACE_S + 1
 """Seconds in which a follower ends by itself."""
 
-POLL_S = 0.02
+ANSWER_POLL_S = 0.02
 """Seconds after which sampling goes on while rank 0 waits for the others."""
 
 
@@ -222,7 +222,7 @@ class Ranks:
         for connection in self._connections.values():
             with suppress(OSError):
                 connection.send(None)
-        deadline = time.monotonic() + STOP_GRACE_S
+        deadline = time.monotonic() + RANK_GRACE_S
         for rank, process in self._processes.items():
             if rank not in self._connections:
                 process.kill()

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tinkerscript.asgi import KEEP_ALIVE, KEEP_ALIVE_S, Caller
+from tinkerscript.asgi import COMMENT_EVERY_S, KEEP_ALIVE, Caller
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage, Tool
 from tinkerscript.gateway.claim_book import ClaimBook
@@ -210,7 +210,7 @@ async def _pass_on(news: asyncio.Queue[MessageDelta | None], events: EventStream
     """Send text as it comes, until None does; without any for a while, what keeps the connection open."""
     while True:
         try:
-            async with asyncio.timeout(KEEP_ALIVE_S):
+            async with asyncio.timeout(COMMENT_EVERY_S):
                 delta = await news.get()
         except TimeoutError:
             await caller.send_events(KEEP_ALIVE if caller.streaming else events.start())

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from tinkerscript.asgi import KEEP_ALIVE, KEEP_ALIVE_S, Caller
+from tinkerscript.asgi import COMMENT_EVERY_S, KEEP_ALIVE, Caller
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.dialects.dialect import Choice, Completion, EventStream, MessageDelta
 from tinkerscript.gateway.partial_reply import PartialReply
@@ -155,7 +155,7 @@ class StreamedReply:
 
     async def _send_news(self, caller: Caller) -> None:
         try:
-            async with asyncio.timeout(KEEP_ALIVE_S):
+            async with asyncio.timeout(COMMENT_EVERY_S):
                 await self._wake.wait()
         except TimeoutError:
             await caller.send_events(KEEP_ALIVE if caller.streaming else self.start())

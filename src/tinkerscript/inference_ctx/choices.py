@@ -25,7 +25,7 @@ from tinkerscript.rollouts.alignment.checks import (
 )
 from tinkerscript.rollouts.call import FloatArray, IntArray, StopReason, TokenConstraint
 
-REMEDY = (
+NO_IDS_REMEDY = (
     "text does not determine ids: ask the server for ids (return_token_ids with vLLM and with this gateway), "
     "or leave the episode out of training"
 )
@@ -216,7 +216,7 @@ def _read_pieces(
             "(return_token_ids with vLLM and with this gateway)"
         )
     if tokenizer is None:
-        raise AlignmentError(f"the choice has token texts but no token ids; {REMEDY}")
+        raise AlignmentError(f"the choice has token texts but no token ids; {NO_IDS_REMEDY}")
     text = _section(choice, "message").get("content") or choice.get("text")
     return ids_of_pieces(strings, text, tokenizer, declared=declared), "pieces"
 
@@ -305,7 +305,7 @@ def _is_special(number: int, tokenizer: PieceTokenizer) -> bool:
 
 
 def _refusal(problem: str) -> AlignmentError:
-    return AlignmentError(f"{problem}; {REMEDY}")
+    return AlignmentError(f"{problem}; {NO_IDS_REMEDY}")
 
 
 def _section(around: Mapping[str, Any], name: str) -> Mapping[str, Any]:

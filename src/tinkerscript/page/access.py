@@ -37,14 +37,14 @@ SESSION_S = 30 * 24 * 3600
 OPEN_PATHS = frozenset({"/", "/docs", "/favicon.ico", "/api/login", "/api/session"})
 """What anybody may load: the files of the page, with the login form, and what the form asks."""
 
-POLICY = (
+CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "font-src 'self'; frame-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'self'"
 )
 """Nothing from elsewhere, and no script that is not a file of ours."""
 
 HEADERS = {
-    "content-security-policy": POLICY,
+    "content-security-policy": CONTENT_POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "same-origin",
     "x-frame-options": "SAMEORIGIN",

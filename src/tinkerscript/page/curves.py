@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import NotRecordedError
-from tinkerscript.page.lines import COLUMNS, EpisodeLine, line
+from tinkerscript.page.lines import EPISODE_COLUMNS, EpisodeLine, line
 from tinkerscript.record.reader import Record
 from tinkerscript.rollouts.alignment.checks import ERRORS, WARNINGS
 
@@ -182,5 +182,5 @@ def found_in(record: Record, kind: str, name: str) -> FindingPage:
 
 
 def _line(record: Record, uuid: str) -> EpisodeLine | None:
-    row = record.row(f"SELECT {COLUMNS} FROM episodes WHERE uuid = ?", (uuid,)) if uuid else None
+    row = record.row(f"SELECT {EPISODE_COLUMNS} FROM episodes WHERE uuid = ?", (uuid,)) if uuid else None
     return None if row is None else line(row)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from tinkerscript.errors import NotRecordedError
 from tinkerscript.page.held_out import as_text, input_text
-from tinkerscript.page.lines import COLUMNS as LINE
+from tinkerscript.page.lines import EPISODE_COLUMNS as LINE
 from tinkerscript.page.lines import EpisodeLine, line, lines
 from tinkerscript.record.entries import EpisodeDetail, TokenUse, TrainedSequence
 from tinkerscript.record.reader import Record
@@ -19,7 +19,7 @@ from tinkerscript.rollouts.call import Call, unpack_ids, with_messages
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
 
-MAX_TEXT_CHARS = 50_000
+EPISODE_TEXT_CHARS = 50_000
 """Of one text in a message; the rest is in the tokens."""
 
 MAX_SIBLINGS = 256
@@ -276,8 +276,8 @@ def _items(value: Any) -> list[Any]:
 
 def _shortened(value: Any) -> Any:
     if isinstance(value, str):
-        cut = len(value) - MAX_TEXT_CHARS
-        return f"{value[:MAX_TEXT_CHARS]}… ({cut:,} more characters)" if cut > 0 else value
+        cut = len(value) - EPISODE_TEXT_CHARS
+        return f"{value[:EPISODE_TEXT_CHARS]}… ({cut:,} more characters)" if cut > 0 else value
     if isinstance(value, list):
         return [_shortened(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, dict):

@@ -26,11 +26,11 @@ from tinkerscript.page.steps import StepLine, step_page, step_view
 from tinkerscript.page.token_view import token_view
 from tinkerscript.record.reader import Record
 
-STATIC = Path(__file__).parent / "static"
+PAGE_FILES = Path(__file__).parent / "static"
 TOKENS_PER_REPLY = 2048
 """As `tokens.js` asks for them."""
 
-MAX_TOKENS = 20_000
+EXPORTED_TOKENS = 20_000
 """Of a sequence, in the file."""
 
 CURVE_POINTS = 300
@@ -104,7 +104,7 @@ def _replies(name: str, record: Record, steps: int, episodes: int) -> Iterator[t
 def _token_replies(record: Record, episode: EpisodeView) -> Iterator[tuple[str, Any]]:
     uuid = episode.line.uuid
     for sequence in episode.sequences:
-        for start in range(0, min(sequence.tokens, MAX_TOKENS), TOKENS_PER_REPLY):
+        for start in range(0, min(sequence.tokens, EXPORTED_TOKENS), TOKENS_PER_REPLY):
             end = min(sequence.tokens, start + TOKENS_PER_REPLY)
             query = f"sequence={sequence.number}&start={start}&end={end}"
             yield (
@@ -148,7 +148,7 @@ def _visit(name: str, order: list[str]) -> None:
     """Add the modules that `name` imports, then itself."""
     if name in order:
         return
-    for match in _IMPORT.finditer((STATIC / name).read_text(encoding="utf-8")):
+    for match in _IMPORT.finditer((PAGE_FILES / name).read_text(encoding="utf-8")):
         _visit(match[2].removeprefix("./"), order)
     order.append(name)
 
@@ -159,7 +159,7 @@ def _variable(name: str) -> str:
 
 def _function(name: str) -> str:
     """A module's text, with what it imports from the others' results and what it exports returned."""
-    text = (STATIC / name).read_text(encoding="utf-8")
+    text = (PAGE_FILES / name).read_text(encoding="utf-8")
     names = re.findall(r"^export (?:async )?(?:function|const|class) (\w+)", text, re.MULTILINE)
     renamed: dict[str, str] = {}
     if found := re.search(r"export\s*\{([^}]*)\};?\s*$", text):  # Preact's, which is minified.
@@ -185,9 +185,9 @@ def _taken(match: re.Match[str]) -> str:
 def _html(title: str, script: str, replies: str) -> str:
     script = script.replace("</script", "<\\/script")
     styles = "\n".join(
-        (STATIC / name).read_text(encoding="utf-8") for name in ("vendor/uplot.css", "style.css")
+        (PAGE_FILES / name).read_text(encoding="utf-8") for name in ("vendor/uplot.css", "style.css")
     )
-    icon = base64.b64encode((STATIC / "icon.svg").read_bytes()).decode()
+    icon = base64.b64encode((PAGE_FILES / "icon.svg").read_bytes()).decode()
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(styles)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"

@@ -33,7 +33,7 @@ SCAN_S = 1.0
 
 Show = Literal["all", "accepted", "failed", "truncated", "trained", "untrained"]
 
-COLUMNS = """
+EPISODE_COLUMNS = """
 episodes.number, uuid, type, step, label, group_id, sample, status, reward, is_success, attempt, client,
 started, ended, calls, prompt_tokens, sampled_tokens, truncated, first_version, last_version, preview,
 figures,
@@ -86,13 +86,13 @@ class EpisodePage(BaseModel):
 
 
 def line(row: sqlite3.Row) -> EpisodeLine:
-    """The line of a row with `COLUMNS`."""
+    """The line of a row with `EPISODE_COLUMNS`."""
     return EpisodeLine.model_validate(dict(row))
 
 
 def lines(record: Record, where: str, parameters: tuple[object, ...], *, limit: int) -> list[EpisodeLine]:
     """The lines of a query that an index answers."""
-    query = f"SELECT {COLUMNS} FROM episodes WHERE {where} LIMIT {limit}"
+    query = f"SELECT {EPISODE_COLUMNS} FROM episodes WHERE {where} LIMIT {limit}"
     return [line(row) for row in record.rows(query, parameters)]
 
 
@@ -132,7 +132,8 @@ def _passes(row: sqlite3.Row, show: str) -> bool:
 
 def scanned(record: Record, *, before: int | None = None, first: int = 1) -> Iterator[sqlite3.Row]:
     """Episodes from the newest on down to number `first`: few rows at first, as most need no more."""
-    query = f"SELECT {COLUMNS} FROM episodes WHERE number BETWEEN ? AND ? - 1 ORDER BY number DESC LIMIT ?"
+    rows_of = f"SELECT {EPISODE_COLUMNS} FROM episodes"
+    query = f"{rows_of} WHERE number BETWEEN ? AND ? - 1 ORDER BY number DESC LIMIT ?"
     last, count = before if before is not None else 2**62, FIRST_ROWS
     while rows := record.rows(query, (first, last, count)):
         yield from rows
@@ -238,7 +239,7 @@ def _with_words(record: Record, words: list[str], before: int, first: int) -> It
     """Episodes with all words, newest first; an id may be given by its beginning."""
     match = " ".join(f'"{word.replace(chr(34), chr(34) * 2)}"*' for word in words)
     query = f"""
-    SELECT {COLUMNS} FROM episodes WHERE number IN (
+    SELECT {EPISODE_COLUMNS} FROM episodes WHERE number IN (
         SELECT rowid FROM words WHERE words MATCH ? AND rowid BETWEEN ? AND ? - 1
             ORDER BY rowid DESC LIMIT ?
     ) ORDER BY number DESC

@@ -17,7 +17,7 @@ from tinkerscript.record.reader import Record
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-KEEP_ALIVE_S = 15.0
+EVENT_EVERY_S = 15.0
 """A stream that is silent for this long sends a comment, so that the connection stays open."""
 
 
@@ -46,7 +46,7 @@ class RunEvents:
                     continue
                 changed = self._changed
                 try:
-                    async with asyncio.timeout(KEEP_ALIVE_S):
+                    async with asyncio.timeout(EVENT_EVERY_S):
                         await changed.wait()
                 except TimeoutError:
                     yield b": ping\n\n"

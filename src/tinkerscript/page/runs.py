@@ -29,7 +29,7 @@ from tinkerscript.server.addresses import SERVER_FILE, ServerInfo, read_server_i
 FRESH_S = 1.0
 """Seconds for which a reply of a run's server is shown again."""
 
-TIMEOUT_S = 15.0
+SERVER_TIMEOUT_S = 15.0
 """The page has low priority, so it may notice a reply late."""
 
 LOOK_AGAIN_S = 2.0
@@ -159,7 +159,9 @@ class RunServer:
                 # root that signed it.
                 verify.check_hostname = False
                 verify.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-            self._clients[certificate] = httpx.AsyncClient(timeout=TIMEOUT_S, verify=verify, trust_env=False)
+            self._clients[certificate] = httpx.AsyncClient(
+                timeout=SERVER_TIMEOUT_S, verify=verify, trust_env=False
+            )
         return self._clients[certificate]
 
     async def close(self) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from tinkerscript.errors import NotRecordedError
-from tinkerscript.page.lines import COLUMNS, EpisodeLine, line
+from tinkerscript.page.lines import EPISODE_COLUMNS, EpisodeLine, line
 from tinkerscript.record.reader import Record
 
 GROUPS_PER_PAGE = 100
@@ -118,8 +118,8 @@ def _groups(record: Record, step: int) -> tuple[list[StepGroup], int]:
     """Planned for the step, or, of clients' own samples, trained in it; and how many episodes were undone."""
     # With a plus, SQLite does not go through the episodes of step 0 by their index: that may be all.
     query = f"""
-    SELECT {COLUMNS} FROM episodes WHERE step = :step AND label = '' AND type = 'train'
-    UNION ALL SELECT {COLUMNS} FROM episodes
+    SELECT {EPISODE_COLUMNS} FROM episodes WHERE step = :step AND label = '' AND type = 'train'
+    UNION ALL SELECT {EPISODE_COLUMNS} FROM episodes
         WHERE number IN (SELECT episode FROM trained WHERE step = :step) AND +step = 0
     """
     members: dict[str, list[EpisodeLine]] = defaultdict(list)

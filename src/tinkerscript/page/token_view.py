@@ -18,7 +18,7 @@ from tinkerscript.record.entries import TokenUse, TrainedSequence
 from tinkerscript.record.reader import Record
 from tinkerscript.rollouts.rollout import Rollout
 
-MAX_TOKENS = 8192
+SHOWN_TOKENS = 8192
 """Of one reply."""
 
 Numbers = list[float | None]
@@ -75,7 +75,7 @@ def token_view(
     rollout, trained = found[sequence].rollout, found[sequence].used_in(steps.get(at or 0, []))
     length = len(rollout.tokens)
     start = min(max(0, start), length)
-    end = min(length if end is None else max(start, end), start + MAX_TOKENS, length)
+    end = min(length if end is None else max(start, end), start + SHOWN_TOKENS, length)
     return _tokens(rollout, sequence, trained, at if trained else None, start, end, record.model())
 
 

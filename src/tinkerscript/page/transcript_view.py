@@ -1,7 +1,7 @@
 """An episode's transcript as a list of events to read, and what any reader of transcripts has to know.
 
 Invariant: a transcript is whatever a client sent. What is not one is said to be none, and shown as text;
-nothing is read beyond `MAX_JSON_BYTES` and `MAX_EVENTS`.
+nothing is read beyond `TRANSCRIPT_BYTES` and `MAX_EVENTS`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pydantic import BaseModel, Field
 from tinkerscript.errors import NotRecordedError
 from tinkerscript.record.reader import Record
 
-MAX_JSON_BYTES = 16 * 2**20
+TRANSCRIPT_BYTES = 16 * 2**20
 """Of a transcript: what the bridge packs is not longer."""
 
 MAX_EVENTS = 20_000
 EVENTS_PER_PAGE = 100
-MAX_TEXT_CHARS = 20_000
+SHOWN_CHARS_OF_MESSAGE = 20_000
 MAX_RAW_CHARS = 2000
 MAX_DEPTH = 12
 LAST_MESSAGES = 4
@@ -142,11 +142,11 @@ def unpacked_text(data: bytes) -> bytes:
     """The JSON of a transcript as it was sent. Raises TranscriptError."""
     try:
         with zstandard.ZstdDecompressor().stream_reader(data) as reader:
-            text = reader.read(MAX_JSON_BYTES + 1)
+            text = reader.read(TRANSCRIPT_BYTES + 1)
     except zstandard.ZstdError as error:
         raise TranscriptError(f"it is not compressed with zstd: {error}") from error
-    if len(text) > MAX_JSON_BYTES:
-        raise TranscriptError(f"it has more than {MAX_JSON_BYTES} bytes")
+    if len(text) > TRANSCRIPT_BYTES:
+        raise TranscriptError(f"it has more than {TRANSCRIPT_BYTES} bytes")
     return text
 
 
@@ -330,7 +330,7 @@ def _decoded(text: bytes | msgspec.Raw) -> Any:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
-        return bytes(text[:MAX_TEXT_CHARS]).decode(errors="replace")
+        return bytes(text[:SHOWN_CHARS_OF_MESSAGE]).decode(errors="replace")
 
 
 def _value(text: msgspec.Raw) -> dict[str, Any]:
@@ -349,8 +349,8 @@ def _items(value: Any) -> list[Any]:
 def _text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, indent=1, ensure_ascii=False, default=str)
     text = text.encode("utf-8", "replace").decode()
-    more = len(text) - MAX_TEXT_CHARS
-    return text if more <= 0 else f"{text[:MAX_TEXT_CHARS]}… ({more} more characters)"
+    more = len(text) - SHOWN_CHARS_OF_MESSAGE
+    return text if more <= 0 else f"{text[:SHOWN_CHARS_OF_MESSAGE]}… ({more} more characters)"
 
 
 def _seconds(first: Any, at: Any) -> float | None:

@@ -21,7 +21,7 @@ from tinkerscript.config import InterchangeConfig, RunConfig
 from tinkerscript.errors import EngineError, LinkError, WorkerError
 from tinkerscript.lifecycle import own_command, try_lock
 from tinkerscript.processes.launcher import Child, Launcher, LocalProcess, Slot, free_port
-from tinkerscript.processes.planned import TRAINER, PlannedProcess
+from tinkerscript.processes.planned import TRAINER_PROCESS, PlannedProcess
 from tinkerscript.processes.supervisor import Supervisor
 from tinkerscript.server.addresses import remote_url
 from tinkerscript.server.auth import CLIENT_TOKEN, reached_through, read_token
@@ -34,7 +34,7 @@ SERVER_START_S = 60.0
 FORMER_SERVER_S = 20.0
 """Seconds that the server of a dead trainer may take to end."""
 
-POLL_S = 0.02
+CHILD_POLL_S = 0.02
 
 RANK_ERROR_S = 5.0
 """Seconds in which a rank that has died is known to be dead."""
@@ -87,7 +87,7 @@ async def former_server_gone(folder: Path) -> None:
     while (lock := try_lock(folder / "server.lock")) is None:
         if time.monotonic() > deadline:
             raise LinkError(f"another interchange server serves {folder}")
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(CHILD_POLL_S)
     lock.close()
 
 
@@ -106,7 +106,7 @@ async def server_address(
         while (data := _written_by(server, path)) is None:
             if time.monotonic() > deadline:
                 raise LinkError(f"the interchange server did not write {path} within {limit_s:.0f} s")
-            await asyncio.wait({watch}, timeout=POLL_S)
+            await asyncio.wait({watch}, timeout=CHILD_POLL_S)
             if watch.done():
                 await watch
     finally:
@@ -159,7 +159,7 @@ async def launched_ranks(
 
     On this machine the engine starts them itself. Raises ChildFailedError for one that dies.
     """
-    ranks = [process for process in plan if process.name.startswith(f"{TRAINER} rank ")]
+    ranks = [process for process in plan if process.name.startswith(f"{TRAINER_PROCESS} rank ")]
     if not ranks or launcher.shares_files:
         yield
         return

@@ -15,17 +15,17 @@ from tinkerscript.config import EngineConfig, InferenceConfig, RunConfig
 from tinkerscript.lifecycle import own_command
 from tinkerscript.logs import FORMAT, LogFormat
 from tinkerscript.processes.launcher import Child, Room, Slot
+from tinkerscript.protocol import SERVER_URL
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, FILE_SUFFIX, TOKEN_VARIABLES
 from tinkerscript.vllm_plugin import ADAPTERS, ADAPTERS_TOKEN, TRANSFER
 
-SERVER = "interchange server"
-TRAINER = "trainer"
-SERVER_URL = "TINKERSCRIPT_SERVER_URL"
+SERVER_PROCESS = "interchange server"
+TRAINER_PROCESS = "trainer"
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What `vllm serve --max-lora-rank` takes."""
 
-MODEL_NAME = "base"
+REPLICA_MODEL = "base"
 """What a replica calls the model without an adapter."""
 
 KEY = "VLLM_API_KEY"
@@ -65,7 +65,7 @@ class PlannedProcess:
     @property
     def log(self) -> str:
         """The name of its log in the run's `logs` folder."""
-        name = {SERVER: "server"}.get(self.name, self.name.removeprefix(f"{TRAINER} "))
+        name = {SERVER_PROCESS: "server"}.get(self.name, self.name.removeprefix(f"{TRAINER_PROCESS} "))
         return f"{name.replace(' ', '-')}.log"
 
     def argv(self) -> list[str]:
@@ -146,7 +146,7 @@ def server_process(
     """The interchange server of a run folder."""
     options = ["--run-dir", str(folder), *(["--serve-model"] if serve_model else [])]
     return PlannedProcess(
-        SERVER,
+        SERVER_PROCESS,
         ("tinkerscript", "server", *options),
         environment=_logging(log_format),
         secrets=(CLIENT_TOKEN, ADMIN_TOKEN, *secrets),
@@ -163,7 +163,7 @@ def page_process(config: RunConfig, folder: Path, *options: str) -> PlannedProce
         secrets=(ADMIN_TOKEN, f"{ADMIN_TOKEN}{FILE_SUFFIX}"),
         is_beside=True,
         restarts=config.workers.max_restarts,
-        after=(TRAINER,),
+        after=(TRAINER_PROCESS,),
     )
     return _without(config.key_variables | TOKEN_VARIABLES, page)
 
@@ -182,14 +182,14 @@ def _trainer(config: RunConfig) -> list[PlannedProcess]:
     """The trainer, and the ranks above it."""
     engine = config.engine
     room = Room(cpus=engine.threads, gpus=int(engine.device.startswith("cuda")))
-    after = (SERVER,) if config.enable_tinkerscript_mode and config.method == "grpo" else ()
+    after = (SERVER_PROCESS,) if config.enable_tinkerscript_mode and config.method == "grpo" else ()
     rank_0 = PlannedProcess(
-        TRAINER, ("tinkerscript", "train", Slot.CONFIG), room=room, is_beside=True, after=after
+        TRAINER_PROCESS, ("tinkerscript", "train", Slot.CONFIG), room=room, is_beside=True, after=after
     )
     meeting = {"MASTER_ADDR": Slot.MASTER, "MASTER_PORT": Slot.MASTER_PORT}
     ranks = [
         PlannedProcess(
-            f"{TRAINER} rank {rank}",
+            f"{TRAINER_PROCESS} rank {rank}",
             ("tinkerscript", "rank"),
             environment={"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(engine.devices), **meeting},
             room=room,
@@ -212,7 +212,7 @@ def _replicas(config: RunConfig) -> list[PlannedProcess]:
             secrets=(*secrets, *config.cluster.environment),
             room=Room(launch.cpus, launch.tensor_parallel if launch.gpus else 0),
             restarts=launch.max_restarts,
-            after=(SERVER,),
+            after=(SERVER_PROCESS,),
         )
         for number in range(launch.replicas)
     ]
@@ -224,7 +224,7 @@ def _replica_command(engine: EngineConfig, inference: InferenceConfig) -> list[s
     return [
         *(launch.python or "python", "-m"),
         *_vllm(engine, inference),
-        *("--served-model-name", MODEL_NAME),
+        *("--served-model-name", REPLICA_MODEL),
         *("--host", Slot.HOST, "--port", Slot.PORT),
         *("--dtype", engine.dtype),
         *("--tensor-parallel-size", str(launch.tensor_parallel)),
@@ -287,7 +287,7 @@ def _workers(config: RunConfig) -> list[PlannedProcess]:
             secrets=(CLIENT_TOKEN, *config.cluster.environment),
             room=Room(workers.cpus),
             restarts=workers.max_restarts,
-            after=(SERVER,),
+            after=(SERVER_PROCESS,),
             on_demand=number >= workers.count,
         )
         for number in range(max(workers.count, workers.max_count))

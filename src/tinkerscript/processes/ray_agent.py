@@ -30,10 +30,10 @@ from typing import Any
 HEAD_TIMEOUT_S = 10
 """Seconds without the cluster's head after which Ray ends this process."""
 
-POLL_S = 5.0
+PARENT_POLL_S = 5.0
 """Seconds for which an actor waits for output."""
 
-NOTE_S = 15.0
+STARTING_NOTE_S = 15.0
 """Seconds of waiting for room after which the user is told."""
 
 UNAVAILABLE_S = 20.0
@@ -99,7 +99,7 @@ class HostedProcess:
         assert self._process is not None
         assert self._process.stdout is not None
         try:
-            data = await asyncio.wait_for(self._process.stdout.read(READ_BYTES), POLL_S)
+            data = await asyncio.wait_for(self._process.stdout.read(READ_BYTES), PARENT_POLL_S)
         except TimeoutError:
             return b"", None
         if data:
@@ -180,7 +180,7 @@ class Agent:
                 selectors.append({})
         group = self._group = placement_group(wanted, strategy="PACK", bundle_label_selector=selectors)
         deadline = time.monotonic() + settings["timeout_s"]
-        told_at = time.monotonic() + NOTE_S
+        told_at = time.monotonic() + STARTING_NOTE_S
         while not await asyncio.to_thread(group.wait, 1):
             room = f"the run needs {_sums(wanted)}; Ray has {_of_cluster()}"
             if time.monotonic() > deadline:
@@ -247,7 +247,7 @@ class Agent:
     async def _place(self, actor: Any, order: dict[str, Any]) -> dict[str, Any]:
         """Where it is, once there is room for it."""
         starting = asyncio.ensure_future(_value(actor.start.remote(order)))
-        done, _ = await asyncio.wait({starting}, timeout=NOTE_S)
+        done, _ = await asyncio.wait({starting}, timeout=STARTING_NOTE_S)
         if not done:
             if not self._late:
                 asyncio.get_running_loop().call_later(1.0, self._tell_of_delays)

@@ -30,7 +30,7 @@ from tinkerscript.processes.launcher import Child, Launcher, LocalLauncher, Slot
 from tinkerscript.processes.planned import PlannedProcess
 from tinkerscript.server.auth import is_loopback
 
-STOP_S = 4.0
+ACTOR_STOP_S = 4.0
 """Seconds that the agent gets to leave the cluster."""
 
 LINE_BYTES = 2**20
@@ -180,7 +180,7 @@ class RayLauncher(Launcher):
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            await asyncio.wait_for(self._process.wait(), STOP_S)
+            await asyncio.wait_for(self._process.wait(), ACTOR_STOP_S)
         except TimeoutError:
             self._note("Ray does not end by itself: it is killed")
         finally:

@@ -14,7 +14,7 @@ from tinkerscript.errors import WorkerError
 from tinkerscript.lifecycle import last_lines
 from tinkerscript.processes.launcher import Child, Launcher, LocalLauncher
 
-STOP_GRACE_S = 4.0
+CHILD_GRACE_S = 4.0
 """Seconds between the request to stop and SIGKILL, before an interrupted supervisor exits hard itself."""
 
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
@@ -141,7 +141,7 @@ class Supervisor:
         process.ask_to_stop()
         try:
             try:
-                await asyncio.wait_for(process.wait(), STOP_GRACE_S)
+                await asyncio.wait_for(process.wait(), CHILD_GRACE_S)
             except TimeoutError:
                 process.kill()
                 await process.wait()

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 
-STOP_GRACE_S = 2.0
+PROGRAM_GRACE_S = 2.0
 """Seconds between SIGTERM and SIGKILL."""
 
 
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         stopped.set()
         program.terminate()
         try:
-            program.wait(STOP_GRACE_S)
+            program.wait(PROGRAM_GRACE_S)
         except subprocess.TimeoutExpired:
             program.kill()
 

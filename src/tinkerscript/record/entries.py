@@ -19,7 +19,7 @@ from tinkerscript.rollouts.call import Call, calls_of
 
 T = TypeVar("T")
 
-LEVEL = 1
+ENTRY_LEVEL = 1
 """Of zstd: logprobs barely compress at any level."""
 
 MAX_UNPACKED_BYTES = 256 * 2**20
@@ -147,7 +147,7 @@ _pack = msgspec.msgpack.Encoder().encode
 
 def packed(value: object) -> bytes:
     """`value`, made of these, as compressed msgpack."""
-    return zstandard.ZstdCompressor(level=LEVEL).compress(_pack(value))
+    return zstandard.ZstdCompressor(level=ENTRY_LEVEL).compress(_pack(value))
 
 
 def unpacked(data: bytes, kind: type[T]) -> T:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 from tinkerscript.record.reader import Record
 from tinkerscript.rollouts.alignment.checks import ERRORS
 
-RECENT = 10
+JUDGED_STEPS = 10
 """Steps that a row judges."""
 
 WINDOW, WINDOWS = 5, 40
@@ -112,7 +112,7 @@ class _Steps:
 
     def recent(self, name: str) -> list[float]:
         query = f"SELECT value FROM metrics WHERE {_NAMED} AND step > ? ORDER BY step"
-        return [value for (value,) in self._record.rows(query, (name, max(0, self.last - RECENT)))]
+        return [value for (value,) in self._record.rows(query, (name, max(0, self.last - JUDGED_STEPS)))]
 
     def recent_mean(self, name: str, weight: str) -> float | None:
         """Of the recent steps, each weighted by another metric of it; None if no step has both."""
@@ -121,7 +121,7 @@ class _Steps:
             WHERE a.name = (SELECT number FROM names WHERE name = ?)
                 AND b.name = (SELECT number FROM names WHERE name = ?) AND step > ?
         """
-        return self._record.number(query, (name, weight, max(0, self.last - RECENT)))
+        return self._record.number(query, (name, weight, max(0, self.last - JUDGED_STEPS)))
 
     def range(self, low: str, high: str) -> tuple[float, float] | None:
         query = f"SELECT min(value), max(value) FROM metrics WHERE {_NAMED}"
@@ -136,7 +136,7 @@ class _Steps:
             SELECT name, sum(count) FROM findings WHERE kind = 'error' AND step > ?
             GROUP BY name ORDER BY 2 DESC
         """
-        return self._record.rows(query, (max(0, self.last - RECENT),))
+        return self._record.rows(query, (max(0, self.last - JUDGED_STEPS),))
 
 
 _NAMED = "name = (SELECT number FROM names WHERE name = ?)"

@@ -16,7 +16,7 @@ from tinkerscript.files import stamp
 RECORD_FILE = "record.sqlite"
 """In the run's folder."""
 
-SCHEMA_VERSION = 3
+RECORD_VERSION = 3
 
 TAKEN_BACK = ("metrics", "steps", "trained", "evaluations", "findings")
 """The tables whose rows of later steps are deleted when a run resumes."""
@@ -122,7 +122,7 @@ CREATE TABLE resumes (
 CREATE TABLE undone (episode INTEGER PRIMARY KEY, resume INTEGER NOT NULL);
 CREATE TABLE notes (number INTEGER PRIMARY KEY, time REAL NOT NULL, text TEXT NOT NULL);
 CREATE VIRTUAL TABLE words USING fts5(body, content='');
-PRAGMA user_version = {SCHEMA_VERSION};
+PRAGMA user_version = {RECORD_VERSION};
 COMMIT;
 """
 
@@ -173,8 +173,8 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
 
 
 def _check(path: Path, version: int) -> None:
-    if version != SCHEMA_VERSION:
+    if version != RECORD_VERSION:
         raise ConfigError(
-            f"{path} has schema version {version}, and this tinkerscript reads {SCHEMA_VERSION}: use the "
+            f"{path} has schema version {version}, and this tinkerscript reads {RECORD_VERSION}: use the "
             "version that wrote it"
         )

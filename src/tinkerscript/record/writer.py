@@ -36,7 +36,7 @@ MAX_BACKLOG = 10_000
 MAX_BACKLOG_BYTES = 512 * 2**20
 """Of their calls, tokens and transcripts."""
 
-RETRY_S = 0.1
+LOCKED_RETRY_S = 0.1
 """Before another try at a locked file, besides the seconds that SQLite itself waits for the lock."""
 
 CLOSE_PATIENCE_S = 10.0
@@ -275,7 +275,7 @@ class RecordWriter:
                 if not self._may_be_unlocked(error):
                     self._give_up(error)
                     return
-                time.sleep(RETRY_S)
+                time.sleep(LOCKED_RETRY_S)
             else:
                 self._is_committed(entries, status, given, lost)
 

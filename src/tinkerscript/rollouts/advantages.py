@@ -27,7 +27,7 @@ from tinkerscript.rollouts.rollout import BoolArray, EpisodeRollouts, Rollout
 
 Doubles = npt.NDArray[np.float64]
 
-SMALL = 1e-6
+EPSILON = 1e-6
 """Added to the deviation, so that differences from rounding alone give no large advantages."""
 
 Baseline = Literal["group_mean", "leave_one_out"]
@@ -62,7 +62,7 @@ class AdvantageRule:
         """1 for `none` and for equal rewards."""
         if self.scale == "none" or max(rewards) == min(rewards):
             return 1.0
-        return float(np.std(np.asarray(rewards, dtype=np.float64), ddof=1)) + SMALL
+        return float(np.std(np.asarray(rewards, dtype=np.float64), ddof=1)) + EPSILON
 
 
 PLAIN = AdvantageRule()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from tinkerscript.errors import GatewayError, UnknownEpisodeError
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
-from tinkerscript.limits import KEPT_BYTES, KEPT_CALLS, KEPT_S, RECORDED_BYTES, SERVER
+from tinkerscript.limits import KEPT_BYTES, KEPT_CALLS, KEPT_S, RECORDED_BYTES, SECTION
 from tinkerscript.logs import now_about
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.auth import ClaimKeys
@@ -241,9 +241,9 @@ class LeasedClaims(ClaimBook):
             raise _exceeded(f"{self._max_tokens} sampled tokens", "max_tokens_per_claim")
         granted = min(max_tokens, tokens_left // number)
         if number > calls_left - usage.calls_in_flight:
-            raise _busy(f"{SERVER}.max_calls_per_claim")
+            raise _busy(f"{SECTION}.max_calls_per_claim")
         if granted * number > tokens_left - usage.tokens_in_flight:
-            raise _busy(f"{SERVER}.max_tokens_per_claim")
+            raise _busy(f"{SECTION}.max_tokens_per_claim")
         return granted
 
     def _held(self, uuid: str, attempt: int) -> EpisodeRecord:

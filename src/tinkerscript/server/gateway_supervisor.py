@@ -37,7 +37,7 @@ from tinkerscript.server.gateway_channel import (
 )
 from tinkerscript.server.metrics import ServerMetrics
 
-PAUSE_S = 0.1
+RESTART_PAUSE_S = 0.1
 MAX_PAUSE_S = 10.0
 """Seconds before a process is started again: the first after one that served, twice as many after each that
 did not."""
@@ -86,7 +86,7 @@ class GatewayChild:
 
     async def run(self) -> None:
         """Keep it running until it was stopped; cancelled, end it at once."""
-        pause_s = PAUSE_S
+        pause_s = RESTART_PAUSE_S
         while not self._closing:
             try:
                 served, how = await self._run_once()
@@ -94,7 +94,7 @@ class GatewayChild:
                 served, how = False, str(error)
             if self._closing:
                 return
-            pause_s = PAUSE_S if served else min(2 * pause_s, MAX_PAUSE_S)
+            pause_s = RESTART_PAUSE_S if served else min(2 * pause_s, MAX_PAUSE_S)
             logger.warning("gateway.died number=%d how=%s restart_in_s=%g", self._number, how, pause_s)
             self._count_restart()
             if served:

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from tinkerscript.gateway.samplers import RemoteSampler
     from tinkerscript.server.app import InterchangeServer
 
-RETRY_S = 0.5
+LISTEN_RETRY_S = 0.5
 """Seconds after which a server that has lost a shared store tries to lead again."""
 
 STANDBY = "another server serves this run's episodes, or none does yet; try again"
@@ -249,7 +249,7 @@ class _Terms:
                     said = str(reason)
                 finally:
                     await _close(store)
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(LISTEN_RETRY_S)
                 if self._served:
                     collect_everything()
                     self._served = False

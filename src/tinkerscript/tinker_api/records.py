@@ -28,7 +28,10 @@ FORGET_AFTER = timedelta(days=30)
 NOTE = "tinker_checkpoint.json"
 """The file in a checkpoint's folder that says what it is."""
 
-KINDS: Mapping[str, Literal["training", "sampler"]] = {"weights": "training", "sampler_weights": "sampler"}
+ARCHIVE_KINDS: Mapping[str, Literal["training", "sampler"]] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+}
 """Second part of a `tinker://` path -> Tinker's name for the kind of checkpoint."""
 
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 366 * 24 * 3600
@@ -284,7 +287,7 @@ class Checkpoints:
         files = self.folder(checkpoint).iterdir()
         return {
             "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
-            "checkpoint_type": KINDS[checkpoint.kind],
+            "checkpoint_type": ARCHIVE_KINDS[checkpoint.kind],
             "time": checkpoint.time,
             "tinker_path": checkpoint.path,
             "size_bytes": sum(file.stat().st_size for file in files),
@@ -307,7 +310,7 @@ def _parts(path: str, field: str) -> tuple[str, str, str]:
     if not path.startswith("tinker://") or len(parts) != 3:
         raise WireError(400, f"{field}: {path!r} does not have the form tinker://RUN/weights/NAME")
     run_id, kind, name = parts
-    if not _RUN.fullmatch(run_id) or kind not in KINDS or not _NAME.fullmatch(name):
+    if not _RUN.fullmatch(run_id) or kind not in ARCHIVE_KINDS or not _NAME.fullmatch(name):
         raise WireError(400, f"{field}: {path!r} has a malformed run, kind of weights or name")
     return run_id, kind, name
 

@@ -14,7 +14,7 @@ import tinker
 from starlette.requests import Request
 from tinker import types
 
-from tinkerscript.engine.losses import SKIPPED_STEPS
+from tinkerscript.engine.losses import POLICY_INPUTS, SKIPPED_STEPS
 from tinkerscript.engine.training import EmbeddedTrainingClient
 from tinkerscript.engine.weights import LoraSettings
 from tinkerscript.errors import EngineError, EngineRequestError, WireError
@@ -35,7 +35,6 @@ LORA_PARTS = {"attn": "train_attn", "mlp": "train_mlp", "unembed": "train_unembe
 LORA_ALPHA = 32.0
 """Tinker's, whatever the rank."""
 
-POLICY_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
 TINKER_LOSSES = {
     "cross_entropy": frozenset({"target_tokens", "weights"}),
     "importance_sampling": POLICY_INPUTS,

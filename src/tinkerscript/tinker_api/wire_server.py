@@ -54,7 +54,7 @@ LIMITS = InterchangeConfig(body_timeout_s=600.0)
 """Of connections. A batch to train on may take minutes to arrive."""
 
 
-GRACE_S = 2
+ENGINE_GRACE_S = 2
 """Seconds that open requests may take to finish at shutdown."""
 
 
@@ -102,7 +102,7 @@ def _fixed(reply: dict[str, Any]) -> Handler:
 _CHECKPOINT = "training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
-ENDPOINTS: Mapping[tuple[str, str], Handler] = {
+WIRE_ENDPOINTS: Mapping[tuple[str, str], Handler] = {
     ("GET", HEALTH): _fixed({"status": "ok"}),
     ("POST", "client/config"): _fixed(session.CLIENT_CONFIG),
     ("POST", "client/dynamic_config"): _fixed(session.DYNAMIC_CONFIG),
@@ -159,7 +159,7 @@ def wire_app(state: WireState, *, api_key: str | None = None) -> Starlette:
 
     routes = [
         Route(PREFIX + path, _served(state, path, handler, api_key), methods=[method])
-        for (method, path), handler in ENDPOINTS.items()
+        for (method, path), handler in WIRE_ENDPOINTS.items()
     ]
     every = ["GET", "POST", "PUT", "DELETE", "PATCH"]
     routes.append(Route("/{path:path}", _unknown, methods=every))
@@ -222,7 +222,7 @@ async def _keep_house(state: WireState) -> None:
         state.housekeeping()
 
 
-KEY_VARIABLE = "TINKERSCRIPT_ENGINE_KEY"
+ENGINE_KEY_VARIABLE = "TINKERSCRIPT_ENGINE_KEY"
 """Environment variable: the only API key that the server lets in."""
 
 
@@ -260,11 +260,11 @@ async def serve_wire(options: WireOptions, announce: Callable[[str], None]) -> N
 
     Raises ConfigError for an address that is taken, or open to other machines without a key.
     """
-    key = os.environ.get(KEY_VARIABLE) or None
+    key = os.environ.get(ENGINE_KEY_VARIABLE) or None
     if key is None and not is_loopback(options.host):
         raise ConfigError(
-            f"--host {options.host} can be reached from other machines: set {KEY_VARIABLE} to the API key "
-            "that clients must send (the SDK wants one that starts with tml-)"
+            f"--host {options.host} can be reached from other machines: set {ENGINE_KEY_VARIABLE} to the API "
+            "key that clients must send (the SDK wants one that starts with tml-)"
         )
     listener = _listener(options.host, options.port)
     with (
@@ -283,7 +283,7 @@ async def serve_wire(options: WireOptions, announce: Callable[[str], None]) -> N
     ):
         state = WireState(engine, options.state_dir, name=options.name, limits=options.limits)
         app = wire_app(state, api_key=key)
-        server = http_server(app, LIMITS, lifespan="on", grace_s=GRACE_S)
+        server = http_server(app, LIMITS, lifespan="on", grace_s=ENGINE_GRACE_S)
         serving = asyncio.create_task(server.serve([listener]))
         try:
             await server.ready.wait()

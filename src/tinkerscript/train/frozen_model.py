@@ -27,10 +27,10 @@ from tinkerscript.train.tokenizer_check import check_tokenizer_of_server
 
 __all__ = ["open_frozen_role"]
 
-RETRY_S = 1.0
+CONNECT_RETRY_S = 1.0
 """Interval at which a server that does not answer is asked again."""
 
-NOTE_S = 60.0
+RETRY_NOTE_S = 60.0
 """Interval at which a wait for it is reported."""
 
 NOTHING = -9998.0
@@ -155,7 +155,7 @@ class ServedFrozenModel(FrozenModel):
                 if error.status not in (503, 504) or waited > self._role.max_wait_s:
                     raise EngineError(f"{self._name}: {error.message} (waited {waited:.0f} s)") from error
                 self._tell(error.message, loop.time())
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(CONNECT_RETRY_S)
                 continue
             self._tell("", loop.time())
             return np.array([0.0, *scores], dtype=np.float32)
@@ -174,7 +174,7 @@ class ServedFrozenModel(FrozenModel):
 
     def _tell(self, reason: str, now: float) -> None:
         """`reason`: why it does not answer; empty: it does. Told once for all requests."""
-        if reason and (not self._noted or now - self._noted >= NOTE_S):
+        if reason and (not self._noted or now - self._noted >= RETRY_NOTE_S):
             self._noted = now
             self._note(f"waiting for {self._name}: {reason}")
         elif not reason and self._noted:

@@ -36,7 +36,7 @@ from tinkerscript.processes.children import (
     worker_command,
 )
 from tinkerscript.processes.launcher import Launcher, LocalLauncher
-from tinkerscript.processes.planned import SERVER, PlannedProcess, plan_of
+from tinkerscript.processes.planned import SERVER_PROCESS, PlannedProcess, plan_of
 from tinkerscript.processes.ray_launcher import open_launcher
 from tinkerscript.processes.run_page import run_page
 from tinkerscript.processes.supervisor import Supervisor, run_beside
@@ -524,7 +524,7 @@ async def _server(
         keys = Path(info.link_keys) if info.link_keys else None
         return ServerAddress(info.url, info.link_address, keys)
     await former_server_gone(path)
-    server = next(process for process in plan if process.name == SERVER).child(path)
+    server = next(process for process in plan if process.name == SERVER_PROCESS).child(path)
     await supervisor.start(server)
     return await server_address(path, server, supervisor)
 

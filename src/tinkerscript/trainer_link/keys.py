@@ -31,10 +31,10 @@ from tinkerscript.files import check_private
 KEYS_DIR = "link_keys"
 """In the run folder."""
 
-SERVER = "server"
-TRAINER = "trainer"
+SERVER_KEYS = "server"
+TRAINER_KEYS = "trainer"
 
-_FILES = tuple(f"{name}.{kind}" for name in (SERVER, TRAINER) for kind in ("key", "key_secret"))
+_FILES = tuple(f"{name}.{kind}" for name in (SERVER_KEYS, TRAINER_KEYS) for kind in ("key", "key_secret"))
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def make_link_keys(folder: Path) -> None:
     try:
         draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))  # 0700
         try:
-            for name in (SERVER, TRAINER):
+            for name in (SERVER_KEYS, TRAINER_KEYS):
                 for path in zmq.auth.create_certificates(draft, name):
                     Path(path).chmod(0o600)
             if not folder.exists():
@@ -97,8 +97,8 @@ def unpack_link_keys(folder: Path, packed: bytes) -> None:
 
 def load_server_keys(folder: Path) -> ServerKeys:
     """The server's keys. Raises ConfigError that names the file and the remedy."""
-    public, secret = _pair(folder, SERVER)
-    return ServerKeys(public, secret, _public(folder, TRAINER))
+    public, secret = _pair(folder, SERVER_KEYS)
+    return ServerKeys(public, secret, _public(folder, TRAINER_KEYS))
 
 
 def load_trainer_keys(folder: Path) -> TrainerKeys:
@@ -106,8 +106,8 @@ def load_trainer_keys(folder: Path) -> TrainerKeys:
 
     Raises ConfigError that names the file and the remedy.
     """
-    public, secret = _pair(folder, TRAINER)
-    return TrainerKeys(public, secret, _public(folder, SERVER))
+    public, secret = _pair(folder, TRAINER_KEYS)
+    return TrainerKeys(public, secret, _public(folder, SERVER_KEYS))
 
 
 def _pair(folder: Path, name: str) -> tuple[bytes, bytes]:

@@ -3,7 +3,7 @@
 The trainer asks a task for its samples and never runs one. A worker gets a sample with each episode, and runs
 it with the model of that episode, an `EpisodeModel`. `verifiers:ENV` is a task of the kind `verifiers`,
 `file.py:NAME` and `module:NAME` are the user's own, and every other name is one of Inspect's. A kind is an
-entry of `KINDS`, or an installed package's entry point in the group `tinkerscript.tasks`.
+entry of `TASK_KINDS`, or an installed package's entry point in the group `tinkerscript.tasks`.
 
 Invariants: a rollout that cannot be scored raises; it never returns a reward in place of a failure. A kind's
 packages are imported only for a task of that kind; a missing one is an error that names the `pip install`.
@@ -198,7 +198,7 @@ def named_scores(
     return WorkflowOutput(reward=float(reward), metadata=shown, log_metrics={**averaged, **(metrics or {})})
 
 
-KINDS: Mapping[str, str] = {
+TASK_KINDS: Mapping[str, str] = {
     "openenv": "tinkerscript.workers.environments.openenv_environment:OpenEnvEnvironment",
     "reasoning_gym": "tinkerscript.workers.environments.reasoning_gym_task:ReasoningGymTask",
     "textarena": "tinkerscript.workers.environments.textarena_game:TextArenaGame",
@@ -208,7 +208,7 @@ KINDS: Mapping[str, str] = {
 Task, or raises ConfigError. The extra that installs its packages has the kind's name."""
 
 ENTRY_POINTS = "tinkerscript.tasks"
-"""Group of the entry points of other packages' kinds: each names a factory, as in `KINDS`."""
+"""Group of the entry points of other packages' kinds: each names a factory, as in `TASK_KINDS`."""
 
 INSPECT = "inspect"
 OWN = "own"
@@ -217,7 +217,7 @@ _INSPECT_FACTORY = "tinkerscript.workers.inspect_task:InspectTask"
 
 
 def kind_of(name: str) -> str:
-    """The kind of the task that is called `name`: one of `KINDS`, of an installed package, `own`, or
+    """The kind of the task that is called `name`: one of `TASK_KINDS`, of an installed package, `own`, or
     `inspect`.
 
     Raises ConfigError for a prefix that is no kind.
@@ -227,7 +227,7 @@ def kind_of(name: str) -> str:
         return OWN
     if not colon or "/" in prefix or "@" in prefix:
         return INSPECT
-    if prefix in KINDS or prefix in _entry_points():
+    if prefix in TASK_KINDS or prefix in _entry_points():
         return prefix
     if re.fullmatch(r"\w+(\.\w+)*", prefix) and re.fullmatch(r"\w+", rest):
         return OWN
@@ -262,7 +262,7 @@ def load_task(name: str, args: Mapping[str, Any], *, sandbox: str = "") -> Task:
 
 
 def _factory(kind: str, name: str) -> Callable[..., object]:
-    return _imported(KINDS[kind] if kind in KINDS else _entry_points()[kind].value, kind, name)
+    return _imported(TASK_KINDS[kind] if kind in TASK_KINDS else _entry_points()[kind].value, kind, name)
 
 
 def _entry_points() -> dict[str, EntryPoint]:
@@ -270,7 +270,7 @@ def _entry_points() -> dict[str, EntryPoint]:
 
 
 def _known() -> str:
-    return ", ".join(sorted({*KINDS, *_entry_points()})) + ", module:NAME and file.py:NAME"
+    return ", ".join(sorted({*TASK_KINDS, *_entry_points()})) + ", module:NAME and file.py:NAME"
 
 
 def _imported(place: str, kind: str, name: str) -> Callable[..., Any]:
@@ -278,7 +278,9 @@ def _imported(place: str, kind: str, name: str) -> Callable[..., Any]:
     try:
         return getattr(importlib.import_module(module), factory)
     except ModuleNotFoundError as error:
-        extra = f"tinkerscript[{kind}]" if kind in KINDS or kind == INSPECT else _entry_points()[kind].name
+        extra = (
+            f"tinkerscript[{kind}]" if kind in TASK_KINDS or kind == INSPECT else _entry_points()[kind].name
+        )
         raise ConfigError(
             f"the task {name!r} needs the package {error.name!r}: pip install '{extra}'"
         ) from error

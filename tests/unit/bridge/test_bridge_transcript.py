@@ -17,7 +17,7 @@ from inspect_ai.scorer import Score
 from inspect_tinker_bridge import TaskFailedError, TaskRunner, load_inspect_task, score_episode
 from inspect_tinker_bridge.episodes import GenerateRequest
 from inspect_tinker_bridge.records import MAX_JSON_BYTES, pack_transcript
-from tinkerscript.page.transcript_view import MAX_JSON_BYTES as READABLE_BYTES
+from tinkerscript.page.transcript_view import TRANSCRIPT_BYTES
 
 TASKS = '''
 from inspect_ai import Task, task
@@ -166,7 +166,7 @@ def test_what_is_long_before_compression_is_cut_too() -> None:
     data = pack_transcript(sample(events=[InfoEvent(data="a" * (MAX_JSON_BYTES + 1))]), 2**20)
     assert 0 < len(data) < 2000
     assert len(zstandard.ZstdDecompressor().decompress(data)) < 30_000
-    assert READABLE_BYTES >= MAX_JSON_BYTES
+    assert TRANSCRIPT_BYTES >= MAX_JSON_BYTES
 
 
 def test_of_too_many_events_the_middle_is_left_out() -> None:

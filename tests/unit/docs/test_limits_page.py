@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tinkerscript.config import RunConfig
 from tinkerscript.config.server_section import ClientConfig, InterchangeConfig
-from tinkerscript.limits import BOUNDS, SERVER, Bound
+from tinkerscript.limits import BOUNDS, SECTION, Bound
 
 PAGE = Path(__file__).parents[3] / "docs" / "protocol.md"
 
@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "protocol.md"
 def default_of(bound: Bound) -> int:
     """The default of the setting that says the limit."""
     model = RunConfig
-    if bound.name.startswith(SERVER):
+    if bound.name.startswith(SECTION):
         model = ClientConfig if ".clients." in bound.name else InterchangeConfig
     return int(model.model_fields[bound.name.rpartition(".")[2]].default)
 

@@ -281,7 +281,7 @@ async def test_a_client_that_goes_away_midway_leaves_nothing(byte_model: Path) -
 
 
 async def test_a_silent_stream_is_kept_alive(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed_reply, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(streamed_reply, "COMMENT_EVERY_S", 0.01)
     bench.use(WaitingSampler())
     connection = Connection(bench)
     running = asyncio.create_task(connection.run())

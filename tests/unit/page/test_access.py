@@ -14,7 +14,7 @@ import pytest
 
 from clock import Clock
 from record_helpers import episode
-from tinkerscript.page.access import HEADERS, POLICY, SESSION_S, PageSessions
+from tinkerscript.page.access import CONTENT_POLICY, HEADERS, SESSION_S, PageSessions
 from tinkerscript.page.web_app import create_page
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.record.writer import RecordWriter
@@ -267,12 +267,12 @@ async def test_every_reply_is_confined(tmp_path: Path, path: str, token: str | N
 
 
 def test_the_policy_lets_no_other_sites_script_run() -> None:
-    rules = dict(rule.strip().split(" ", 1) for rule in POLICY.split(";"))
+    rules = dict(rule.strip().split(" ", 1) for rule in CONTENT_POLICY.split(";"))
     assert rules["default-src"] == "'none'"
     assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == "'self'"
     assert rules["base-uri"] == "'none'"
-    assert "unsafe" not in POLICY
-    assert "*" not in POLICY
+    assert "unsafe" not in CONTENT_POLICY
+    assert "*" not in CONTENT_POLICY
 
 
 # The API by its addresses
@@ -331,7 +331,7 @@ async def test_a_stream_begins_with_the_present_state_and_tells_what_changes(
     from tinkerscript.record.reader import Record
 
     monkeypatch.setattr(run_events, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(run_events, "KEEP_ALIVE_S", 1.0)
+    monkeypatch.setattr(run_events, "EVENT_EVERY_S", 1.0)
     events = RunEvents("one", Record(run))
 
     async def is_disconnected() -> bool:

@@ -160,8 +160,8 @@ async def test_what_is_no_transcript_is_said_to_be_none(
 
 
 def test_a_bomb_is_not_unpacked(writer: RecordWriter, tmp_path: Path) -> None:
-    found = view(writer, tmp_path, b" " * (module.MAX_JSON_BYTES + 1))
-    assert found.problem == f"it has more than {module.MAX_JSON_BYTES} bytes"
+    found = view(writer, tmp_path, b" " * (module.TRANSCRIPT_BYTES + 1))
+    assert found.problem == f"it has more than {module.TRANSCRIPT_BYTES} bytes"
     assert len(found.raw) <= module.MAX_RAW_CHARS
 
 

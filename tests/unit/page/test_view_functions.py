@@ -17,7 +17,7 @@ from tinkerscript.lifecycle import ProcessId
 from tinkerscript.page import lines
 from tinkerscript.page import lines as lines_module
 from tinkerscript.page.curves import alignment_view, config_differences, curve, curves, found_in, metrics
-from tinkerscript.page.episode_view import MAX_TEXT_CHARS, episode_view, find_episode
+from tinkerscript.page.episode_view import EPISODE_TEXT_CHARS, episode_view, find_episode
 from tinkerscript.page.held_out import ComparisonQuery, compare, sample_view
 from tinkerscript.page.lines import EpisodeLine, newest, search
 from tinkerscript.page.overview import overview, run_line, state
@@ -600,10 +600,10 @@ def test_an_episode_whose_calls_are_not_recorded_says_so(writer: RecordWriter, t
 
 
 def test_what_is_long_in_a_message_is_cut_short(writer: RecordWriter, tmp_path: Path) -> None:
-    long = "x" * (MAX_TEXT_CHARS + 1234)
+    long = "x" * (EPISODE_TEXT_CHARS + 1234)
     writer.episode(episode("a", detail={"calls": [said(None, [1], [2], long, "a")]}))
     (turn,) = episode_view("run", flushed(writer, tmp_path), "a").turns
-    assert turn.messages[0]["content"] == "x" * MAX_TEXT_CHARS + "… (1,234 more characters)"
+    assert turn.messages[0]["content"] == "x" * EPISODE_TEXT_CHARS + "… (1,234 more characters)"
 
 
 def test_the_input_of_a_chat_is_its_messages(writer: RecordWriter, tmp_path: Path) -> None:

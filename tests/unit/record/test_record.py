@@ -22,7 +22,7 @@ from tinkerscript.record import schema as schema_module
 from tinkerscript.record import writer as writer_module
 from tinkerscript.record.entries import EpisodeDetail, TrainedEpisode, packed, unpacked
 from tinkerscript.record.reader import Record, find_runs
-from tinkerscript.record.schema import RECORD_FILE, SCHEMA_VERSION
+from tinkerscript.record.schema import RECORD_FILE, RECORD_VERSION
 from tinkerscript.record.writer import RecordWriter, checkpoint
 
 
@@ -495,7 +495,7 @@ def locked(path: Path) -> Generator[sqlite3.Connection]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """SQLite does not wait for a lock itself."""
     monkeypatch.setattr(schema_module, "BUSY_S", 0.0)
-    monkeypatch.setattr(writer_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(writer_module, "LOCKED_RETRY_S", 0.01)
 
 
 class Told:
@@ -632,10 +632,10 @@ def test_a_reader_cannot_write(writer: RecordWriter, path: Path) -> None:
 def test_a_record_of_another_version_is_refused(path: Path) -> None:
     with RecordWriter(path):
         pass
-    rewrite(path, f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
-    with pytest.raises(ConfigError, match=f"has schema version {SCHEMA_VERSION + 1}"):
+    rewrite(path, f"PRAGMA user_version = {RECORD_VERSION + 1}")
+    with pytest.raises(ConfigError, match=f"has schema version {RECORD_VERSION + 1}"):
         RecordWriter(path)
-    with pytest.raises(ConfigError, match=f"has schema version {SCHEMA_VERSION + 1}"):
+    with pytest.raises(ConfigError, match=f"has schema version {RECORD_VERSION + 1}"):
         Record(path.parent)
 
 

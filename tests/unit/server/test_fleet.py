@@ -56,7 +56,7 @@ async def seen(tmp_path: Path, byte_model: Path, clock: Clock) -> AsyncIterator[
 async def test_each_list_is_bounded_and_the_totals_are_not(
     seen: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("MAX_CLAIMS", "MAX_CLIENTS", "MAX_FAILED"):
+    for name in ("MAX_CLAIMS", "SHOWN_CLIENTS", "MAX_FAILED"):
         monkeypatch.setattr(status, name, 2)
     for number in range(7):
         seen.claim(f"e{number}", f"client-{number}" if number < 3 else "busy")

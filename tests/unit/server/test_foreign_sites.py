@@ -13,7 +13,7 @@ from interchange_helpers import run_config
 from tinkerscript.server.app import InterchangeServer, create_server
 from tinkerscript.server.auth import Roles
 from tinkerscript.testing import MemoryStore
-from tinkerscript.tinker_api.wire_server import ENDPOINTS, PREFIX, wire_app
+from tinkerscript.tinker_api.wire_server import PREFIX, WIRE_ENDPOINTS, wire_app
 
 TOKENS = Roles("the-client-token-of-this-test", "the-admin-token-of-this-test")
 BINARY = {"/record_transcript"}
@@ -124,7 +124,7 @@ async def test_the_tinker_api_answers_no_foreign_name_and_no_other_site() -> Non
     headers = {"x-api-key": "any key will do"}
     foreign = ({"host": "evil.example"}, {"origin": "https://evil.example"})
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost:1", headers=headers) as http:
-        for method, path in ENDPOINTS:
+        for method, path in WIRE_ENDPOINTS:
             for more in foreign if method != "GET" else foreign[:1]:
                 reply = await http.request(method, PREFIX + path, headers=more)
                 assert reply.status_code == 403, (method, path, more)

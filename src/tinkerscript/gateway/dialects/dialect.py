@@ -277,7 +277,7 @@ class TokenCounter(Dialect[CallT]):
 
 def within_limits(call: CallT) -> CallT:
     """`call`. Raises GatewayError 400 for what no call of any wire format may have."""
-    limits.MODEL_NAME.check(len(call.model))
+    limits.MODEL_CHARS.check(len(call.model))
     limits.PREVIOUS.check(len(call.previous or ""))
     limits.MESSAGES.check(len(call.messages))
     for index, message in enumerate(call.messages):

@@ -37,7 +37,7 @@ class Unsupported:
         self.values = values
 
 
-SHOWN = 80
+SHOWN_CHARS = 80
 """Characters of a refused value that the error quotes."""
 
 
@@ -127,7 +127,9 @@ def invalid(param: str | None, message: str, *, code: str = "invalid_value") -> 
 def unsupported(param: str, value: object, remedy: str = "") -> GatewayError:
     """The error for a value that this server does not honor. Default remedy: leave the field out."""
     shown = msgspec.json.encode(value).decode()
-    message = f"{param}={shown[:SHOWN]} is not supported by this server; {remedy or f'leave {param} out'}"
+    message = (
+        f"{param}={shown[:SHOWN_CHARS]} is not supported by this server; {remedy or f'leave {param} out'}"
+    )
     return GatewayError(400, "unsupported_parameter", message, param=param)
 
 

@@ -18,10 +18,10 @@ from tinkerscript.gateway.samplers.inference_server import (
     ServerRequest,
     ServerSample,
 )
-from tinkerscript.gateway.samplers.vllm import REMEDIES, VllmServer
+from tinkerscript.gateway.samplers.vllm import VLLM_REMEDIES, VllmServer
 from tinkerscript.rollouts.call import LogprobKind
 
-TOP = 5
+PROBE_TOP = 5
 """How many of the most likely tokens to compare: OpenAI's limit, so every server allows it."""
 
 HOT = 2.0
@@ -165,7 +165,7 @@ class Probe:
             )
 
     async def _top(self, prompt: list[int], temperature: float) -> dict[int, float]:
-        sample = await self._one(prompt, max_tokens=1, temperature=temperature, top_logprobs=TOP)
+        sample = await self._one(prompt, max_tokens=1, temperature=temperature, top_logprobs=PROBE_TOP)
         return sample.top[0] if sample.top else {}
 
     async def _one(
@@ -196,7 +196,7 @@ class Probe:
         return f"the vLLM server at {self._server.url}"
 
     def _missing(self, what: str, remedy: str) -> ConfigError:
-        return ConfigError(f"{self._name}: {what}; {REMEDIES[remedy]}")
+        return ConfigError(f"{self._name}: {what}; {VLLM_REMEDIES[remedy]}")
 
 
 def _mean_gap(reported: Sequence[float], scores: Sequence[float]) -> float:

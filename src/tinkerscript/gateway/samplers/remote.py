@@ -34,7 +34,7 @@ from tinkerscript.gateway.samplers.probe import Probe, ServerFacts
 from tinkerscript.gateway.samplers.vllm import VllmServer
 from tinkerscript.rollouts.call import FOREIGN_POLICY, LogprobKind, pack_ids, pack_logprobs, unpack_ids
 
-POLL_S = 0.25
+PROGRESS_POLL_S = 0.25
 """Interval at which to check for a server that is not up yet."""
 
 PROBE_TIMEOUT_S = 60.0
@@ -240,7 +240,7 @@ async def _description(server: VllmServer, timeout_s: float) -> ServerDescriptio
             if asyncio.get_running_loop().time() > deadline:
                 waited = f"within inference.start_timeout_s ({timeout_s:g} s)"
                 raise ConfigError(f"{name} did not answer {waited}: {error.message}") from error
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(PROGRESS_POLL_S)
 
 
 def _choose_model(description: ServerDescription, config: InferenceConfig, server: VllmServer) -> str:

@@ -49,7 +49,7 @@ from tinkerscript.rollouts.call import StopReason
 TOKEN_ID = "token_id:"
 """Precedes an id where a token's text would stand."""
 
-REMEDIES = {
+VLLM_REMEDIES = {
     "ids": "use vLLM 0.10.2 or newer (return_token_ids), with no proxy between that drops fields",
     "stop": "vLLM reports the stop token in token_ids; check for a proxy that alters replies",
     "logits": "start vLLM with --logprobs-mode raw_logprobs or processed_logprobs",
@@ -239,7 +239,7 @@ def _sample_of(choice: _Choice, request: ServerRequest, count: int | None) -> Se
     check_prompt(request.prompt, choice.prompt_token_ids, count)
     stop_reason = _stop_reason(choice.finish_reason)
     if choice.logprobs is None or choice.token_ids is None:
-        raise contradiction(f"it has no token_ids or no logprobs; {REMEDIES['ids']}")
+        raise contradiction(f"it has no token_ids or no logprobs; {VLLM_REMEDIES['ids']}")
     logprobs = [NOT_FINITE if value is None else value for value in choice.logprobs.token_logprobs]
     check_counts(choice.token_ids, logprobs)
     return ServerSample(
@@ -259,7 +259,7 @@ def _top(entry: dict[str, float | None] | None) -> dict[int, float]:
             for token, value in (entry or {}).items()
         }
     except ValueError as error:
-        raise contradiction(f"top_logprobs has no ids ({error}); {REMEDIES['ids']}") from error
+        raise contradiction(f"top_logprobs has no ids ({error}); {VLLM_REMEDIES['ids']}") from error
 
 
 def _scores(entries: list[dict[str, _PromptLogprob] | None], request: ServerRequest) -> list[float]:

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 TRAINER_LOG = "trainer.log"
 SYNCED_CONFIG = "synced_config.yaml"
 
-TRAINER = (sys.executable, "-m", "tinkerscript", "train")
+TRAIN_COMMAND = (sys.executable, "-m", "tinkerscript", "train")
 LOG_TAIL_BYTES = 65_536
 
 ENDING_S = 30.0
@@ -60,7 +60,7 @@ class EngineRoutes:
         *,
         interchange: Interchange,
         link: ServerLink,
-        trainer: Sequence[str] = TRAINER,
+        trainer: Sequence[str] = TRAIN_COMMAND,
         ending_s: float = ENDING_S,
     ) -> None:
         """`trainer`: the command that trains, given a config, `--join` and the run's folder; `ending_s`:

@@ -52,7 +52,7 @@ from tinkerscript.server.metrics import CONTENT_TYPE, ServerMetrics
 from tinkerscript.trainer_link.server_end import ServerLink
 
 MAX_CLAIMS = 500
-MAX_CLIENTS = 500
+SHOWN_CLIENTS = 500
 MAX_FAILED = 100
 MAX_FAILURES = 10
 """Attempts of a failed episode."""
@@ -315,9 +315,9 @@ def _claim(book: EpisodeBook, episode: EpisodeRecord) -> FleetClaim:
 
 def _clients(interchange: Interchange, quarantined: dict[str, str]) -> list[FleetClient]:
     """Those in quarantine, those with the most claims, those that came last."""
-    busiest = dict(interchange.book.busiest_clients(MAX_CLIENTS))
-    names = dict.fromkeys([*quarantined, *busiest, *interchange.clients.latest(MAX_CLIENTS)])
-    return [_client(interchange, name, quarantined.get(name, "")) for name in list(names)[:MAX_CLIENTS]]
+    busiest = dict(interchange.book.busiest_clients(SHOWN_CLIENTS))
+    names = dict.fromkeys([*quarantined, *busiest, *interchange.clients.latest(SHOWN_CLIENTS)])
+    return [_client(interchange, name, quarantined.get(name, "")) for name in list(names)[:SHOWN_CLIENTS]]
 
 
 def _client(interchange: Interchange, name: str, quarantined: str) -> FleetClient:

@@ -16,13 +16,13 @@ from typing import Any
 import psycopg
 from psycopg import AsyncConnection
 
-LEASE_S = 3.0
+DATABASE_LEASE_S = 3.0
 """Time without a renewal after which another server may take the lease, in seconds."""
 
 RENEW_S = 0.5
 """Seconds between two renewals."""
 
-POLL_S = 0.2
+LEASE_POLL_S = 0.2
 """Seconds between two looks of a server that waits for the lease."""
 
 LOST_LEASE = "TS001"
@@ -81,7 +81,7 @@ class DatabaseLease:
             if not waiting:
                 logger.info("lease.waiting schema=%s", self._schema)
                 waiting = True
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(LEASE_POLL_S)
         logger.info("lease.taken schema=%s epoch=%d", self._schema, self._epoch)
         self._renewing = asyncio.create_task(self._keep())
         return self._epoch
@@ -94,7 +94,7 @@ class DatabaseLease:
                     f"UPDATE {self._schema}.lease SET epoch = epoch + 1, holder = %s, "
                     "expires_at = clock_timestamp() + %s * interval '1 second' "
                     "WHERE expires_at <= clock_timestamp() RETURNING epoch",
-                    (self._holder, LEASE_S),
+                    (self._holder, DATABASE_LEASE_S),
                 )
         except psycopg.errors.LockNotAvailable:
             return False  # The transaction of a leader that is late, or another server that takes it.
@@ -108,9 +108,9 @@ class DatabaseLease:
         try:
             while True:
                 await asyncio.sleep(RENEW_S)
-                silence = f"the database has not renewed the lease within {LEASE_S:g} s"
-                self._silence = loop.call_later(LEASE_S - RENEW_S, self._give_up, silence)
-                if not await self._extend(LEASE_S):
+                silence = f"the database has not renewed the lease within {DATABASE_LEASE_S:g} s"
+                self._silence = loop.call_later(DATABASE_LEASE_S - RENEW_S, self._give_up, silence)
+                if not await self._extend(DATABASE_LEASE_S):
                     self._give_up(f"another server serves: epoch {self._epoch} is over")
                     return
                 self._silence.cancel()

@@ -32,8 +32,8 @@ from tinkerscript.server.store.episode_store import EpisodeStore, WriteBatch
 from tinkerscript.server.store.postgres_schema import (
     LOAD,
     PAGE,
+    POSTGRES_VERSION,
     READ_CALLS,
-    SCHEMA_VERSION,
     TABLES,
     Statement,
     episode_of,
@@ -50,7 +50,7 @@ MESSAGE_BYTES = 8 * 2**20
 CONNECT_S = 5
 """Seconds that a connection may take."""
 
-GOODBYE_S = 2.0
+CLOSE_S = 2.0
 """Seconds for releasing the lease."""
 
 _FOR_GOOD = re.compile("authentication failed|no password supplied|does not exist|no pg_hba.conf entry")
@@ -166,7 +166,7 @@ class PostgresStore(EpisodeStore):
 
     async def release(self) -> None:
         if self._lease is not None and self._epoch is not None and not self._lost:
-            limit = asyncio.get_running_loop().call_later(GOODBYE_S, self._hang_up)
+            limit = asyncio.get_running_loop().call_later(CLOSE_S, self._hang_up)
             with suppress(psycopg.Error):  # Then it runs out.
                 await self._lease.release()
             limit.cancel()
@@ -225,10 +225,10 @@ class PostgresStore(EpisodeStore):
             if lacks_tables:
                 await connection.execute(self._text(TABLES))
         version = (await self._shared_value(connection, "schema_version") or b"unknown").decode()
-        if version != SCHEMA_VERSION:
+        if version != POSTGRES_VERSION:
             raise ConfigError(
                 f"interchange_server.store: {self._name} has schema version {version}, this server reads "
-                f"{SCHEMA_VERSION}: use the version of tinkerscript that made it, or another schema"
+                f"{POSTGRES_VERSION}: use the version of tinkerscript that made it, or another schema"
             )
 
     async def _shared_value(self, connection: Connection, name: str) -> bytes | None:

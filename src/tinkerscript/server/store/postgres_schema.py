@@ -27,14 +27,14 @@ from tinkerscript.server.store.episode_store import WriteBatch
 PAGE = 5000
 """Episodes to read at once. Between two pages the lease can be renewed."""
 
-SCHEMA_VERSION = "1"
+POSTGRES_VERSION = "1"
 
 MAX_NAME_BYTES = 63
 
 TABLES = f"""
 {LEASE_TABLE}
 CREATE TABLE {{schema}}.shared_values (name text PRIMARY KEY, value bytea NOT NULL);
-INSERT INTO {{schema}}.shared_values VALUES ('schema_version', '{SCHEMA_VERSION}');
+INSERT INTO {{schema}}.shared_values VALUES ('schema_version', '{POSTGRES_VERSION}');
 CREATE TABLE {{schema}}.episodes (
     sequence bigint PRIMARY KEY,
     uuid text NOT NULL UNIQUE,

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 DESCRIPTION_TIMEOUT_S = 10.0
 
-REMEDIES = {
+SDK_REMEDIES = {
     "JSON payload": (
         "the server answers in JSON, which tinker {version} no longer reads: "
         "pip install 'tinker>=0.24,<0.25', or use a server that answers in protobuf"
@@ -36,7 +36,7 @@ REMEDIES = {
 def explained(error: BaseException) -> str:
     """What went wrong, in words that say what to do where that is known."""
     text = f"{error}" if isinstance(error, tinker.TinkerError) else f"{type(error).__name__}: {error}"
-    for part, remedy in REMEDIES.items():
+    for part, remedy in SDK_REMEDIES.items():
         if part in text:
             return remedy.format(version=tinker.__version__)
     return text

@@ -50,13 +50,13 @@ from tinkerscript.train.backends.backend import (
 
 T = TypeVar("T")
 
-DEFAULT_RANK = 32
+SERVICE_RANK = 32
 
 TINKER_PATH = "tinker://"
 SAMPLER_WEIGHTS = "/sampler_weights/"
 """Part of the paths of weights that were saved to sample from; the others' is `/weights/`."""
 
-KEY_VARIABLE = "TINKER_API_KEY"
+SERVICE_KEY_VARIABLE = "TINKER_API_KEY"
 POINTER = "tinker.json"
 """In a checkpoint's folder: where the service keeps the weights."""
 
@@ -107,10 +107,10 @@ class TinkerBackend(TrainerBackend):
         seed: int,
         note: Callable[[str], None],
     ) -> AsyncGenerator[TinkerBackend]:
-        if not os.environ.get(KEY_VARIABLE):
+        if not os.environ.get(SERVICE_KEY_VARIABLE):
             raise ConfigError(
-                f"engine.backend: tinker needs the environment variable {KEY_VARIABLE}; for a server of "
-                "`tinkerscript engine --port`, any value that begins with tml- will do"
+                f"engine.backend: tinker needs the environment variable {SERVICE_KEY_VARIABLE}; for a server "
+                "of `tinkerscript engine --port`, any value that begins with tml- will do"
             )
         name = config.base_url or "the Tinker service"
         notifier = SlowCallNotifier(name, note)
@@ -141,7 +141,7 @@ class TinkerBackend(TrainerBackend):
             self._service,
             "create_lora_training_client",
             self._model,
-            rank=lora.rank or DEFAULT_RANK,
+            rank=lora.rank or SERVICE_RANK,
             seed=self._lora_seed,
             train_attn="attn" in lora.targets,
             train_mlp="mlp" in lora.targets,

@@ -36,16 +36,16 @@ from tinkerscript.train.replicas.replica import LostError, Replica
 PINS = 100_000
 """Episodes whose replica is remembered; the one that called longest ago is forgotten first."""
 
-RECENT = 32
+RECENT_PROMPTS = 32
 """Prompts after which the most likely tokens are compared to prove a version, the most recent ones."""
 
-PROMPT_TOKENS = 512
+PROOF_TOKENS = 512
 """Of each, at most: its last ones."""
 
 PROMPTS, RANDOM_TOKENS = 16, 32
 """Random prompts, for canaries and where there are no recent ones."""
 
-RETRY_S = 1.0
+RESTART_RETRY_S = 1.0
 """Before a replica that could not begin tries again."""
 
 Scorer = Callable[[Path, Sequence[IntArray], Sequence[NDArray[np.int64]]], Awaitable[list[FloatArray]]]
@@ -115,8 +115,8 @@ class ReplicaPool:
         self._live: list[Published] = []
         self._newest = -1
         self._pins: OrderedDict[str, Pin] = OrderedDict()
-        self._recent: deque[IntArray] = deque(maxlen=RECENT)
-        self._prompt_tokens = min(PROMPT_TOKENS, max_context - 1)
+        self._recent: deque[IntArray] = deque(maxlen=RECENT_PROMPTS)
+        self._prompt_tokens = min(PROOF_TOKENS, max_context - 1)
         self._rng = np.random.default_rng(0)
         random = self._rng.integers(0, vocabulary, (PROMPTS, min(RANDOM_TOKENS, self._prompt_tokens)))
         self._random: list[IntArray] = list(random.astype(np.int32))
@@ -205,7 +205,7 @@ class ReplicaPool:
                 self._note(why)
             self._why_lost = why
             hangs = True
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(RESTART_RETRY_S)
 
     async def _watch(self, replica: Replica) -> None:
         """Lose the replica when its server does not respond, or has requests and samples nothing."""

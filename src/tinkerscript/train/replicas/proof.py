@@ -25,7 +25,7 @@ Verdict = Literal["proved", "refused", "undecidable", "unchanged"]
 FROM_ONE = 0.5
 """Slopes nearer to 1 than this speak for the newer version, others for another one."""
 
-ERRORS = 3.0
+STANDARD_ERRORS = 3.0
 """How many standard errors a slope must be away from that border."""
 
 PARTLY, TIMES_NOISE = 0.05, 4.0
@@ -114,6 +114,6 @@ def _jackknife(squares: np.ndarray, products: np.ndarray) -> float:
 
 def _verdict(slope: float, error: float) -> Verdict:
     distance = abs(slope - 1)
-    if distance + ERRORS * error < FROM_ONE:
+    if distance + STANDARD_ERRORS * error < FROM_ONE:
         return "proved"
-    return "refused" if distance - ERRORS * error > FROM_ONE else "undecidable"
+    return "refused" if distance - STANDARD_ERRORS * error > FROM_ONE else "undecidable"

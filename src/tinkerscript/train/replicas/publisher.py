@@ -26,7 +26,7 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.gateway.samplers.remote import api_key
 from tinkerscript.processes.launcher import Child, Launcher, Slot
-from tinkerscript.processes.planned import KEY, MODEL_NAME, PlannedProcess, plan_of
+from tinkerscript.processes.planned import KEY, REPLICA_MODEL, PlannedProcess, plan_of
 from tinkerscript.processes.supervisor import Supervisor, run_beside
 from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.server.addresses import ADAPTERS_FOLDER
@@ -194,7 +194,7 @@ def _launched(
     `model`: the model's folder; `adapters`: where they find what the run publishes, a folder or its URL.
     """
     key = secrets.token_hex(16)
-    inference = config.inference.model_copy(update={"model": MODEL_NAME})
+    inference = config.inference.model_copy(update={"model": REPLICA_MODEL})
     values: dict[str, str] = {Slot.MODEL: str(model), Slot.ADAPTERS: adapters, Slot.KEY: key}
     admin = read_token(os.environ, ADMIN_TOKEN)
     known = {**os.environ, KEY: key, **({ADAPTERS_TOKEN: admin} if admin else {})}

@@ -25,7 +25,7 @@ from tinkerscript.gateway.samplers.vllm import VllmServer
 from tinkerscript.processes.launcher import Started
 from tinkerscript.rollouts.call import IntArray
 
-TOP = 20
+PROOF_TOP = 20
 """Log probabilities that one position gives: the most that vLLM reports by default."""
 
 CHECK_TIMEOUT_S = 5.0
@@ -159,7 +159,9 @@ class Replica:
             self._weights = name
 
         async def one(ids: IntArray) -> dict[int, float]:
-            request = ServerRequest(prompt=ids.tolist(), max_tokens=1, top_logprobs=TOP, cache_salt=name)
+            request = ServerRequest(
+                prompt=ids.tolist(), max_tokens=1, top_logprobs=PROOF_TOP, cache_salt=name
+            )
             (sample,) = await self._server.sample(request, name if self._adapters else self.base)
             return sample.top[0]
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from tinkerscript.errors import WorkerError
 from tinkerscript.isolation.bubblewrap import DEFAULT_ENVIRONMENT, HOME
+from tinkerscript.protocol import POLICY
 
-POLICY = "policy"
 SIDE = "side"
 """The name under which an agent's side calls are marked (the gateway's agent mode)."""
 
