@@ -16,7 +16,7 @@ from tinkerscript.trainer_link.keys import TrainerKeys
 from tinkerscript.trainer_link.messages import LinkTimes, NewEpisode, Outcome
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
-FAST = LinkTimes(heartbeat_s=0.05, silence_s=0.4, grace_s=0.3, resend_s=0.1)
+FAST = LinkTimes(heartbeat_s=0.05, silence_s=1.5, grace_s=0.3, resend_s=0.1)
 """A trainer is missed soon, and what is lost is repeated soon."""
 
 DEADLINE_S = 60.0
