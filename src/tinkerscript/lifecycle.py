@@ -19,7 +19,7 @@ from asyncio.subprocess import Process
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, NoReturn
 
 INTERRUPTED = 130
 """Exit code after SIGINT or SIGTERM."""
@@ -35,6 +35,16 @@ GRACE_S = 5
 
 ORPHAN_GRACE_S = 3.0
 """Seconds in which a process whose parent is gone may end in an orderly way."""
+
+
+def exit_disk_full() -> NoReturn:
+    """End this process with `DISK_FULL`.
+
+    The log may be on the full disk too. What could not be written to it is given up: Python would try again
+    at the end, and exit with 120 instead.
+    """
+    sys.stdout = sys.stderr = None
+    raise SystemExit(DISK_FULL)
 
 
 def try_lock(path: Path) -> IO[str] | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkerscript.lifecycle import INTERRUPTED, stop_child, try_lock
+from tinkerscript.lifecycle import DISK_FULL, INTERRUPTED, stop_child, try_lock
 
 WAITS = """
 import asyncio, sys
@@ -128,3 +128,18 @@ def test_a_hanging_child_ends_with_its_parent() -> None:
     with start(HANGS) as process:
         process.communicate(timeout=30)
     assert process.returncode == 1
+
+
+def test_a_full_disk_is_the_exit_code_even_if_the_log_is_on_it_too() -> None:
+    program = """
+import logging
+from tinkerscript.lifecycle import exit_disk_full
+logging.basicConfig()
+logging.raiseExceptions = False
+logging.warning("no room")
+exit_disk_full()
+"""
+    with Path("/dev/full").open("w") as full:
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        done = subprocess.run([sys.executable, "-c", program], stderr=full, env=environ, check=False)
+    assert done.returncode == DISK_FULL

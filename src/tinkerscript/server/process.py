@@ -36,9 +36,9 @@ from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.files import is_disk_full, write_atomically
 from tinkerscript.gateway.dialects import REFUSAL_BODIES
 from tinkerscript.lifecycle import (
-    DISK_FULL,
     GRACE_S,
     collect_everything,
+    exit_disk_full,
     exit_hard_after,
     shorten_collections,
     try_lock,
@@ -374,7 +374,7 @@ def run_server(run_dir: Path, *, exit_with_parent: bool, serve_model: bool) -> N
         if not is_disk_full(error):
             raise
         logger.warning("server.disk_full reason=%s", error)
-        raise SystemExit(DISK_FULL) from error
+        exit_disk_full()
 
 
 async def serve_until_stopped(
