@@ -216,7 +216,6 @@ def fleet(run_dir: Path, processes: int, agents: int) -> Generator[Fleet]:
     section = {
         "interchange_server_port": 0,
         "processes": processes,
-        "max_claims_per_client": agents,
         "call_timeout_s": 3600.0,
         "max_claim_s": LEASE_S,
     }

@@ -40,6 +40,7 @@ from postgres_server import running_postgres
 from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.server.addresses import listen
+from tinkerscript.trainer_link.keys import KEYS_DIR, load_trainer_keys
 from tinkerscript.trainer_link.messages import NewEpisode
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
@@ -136,7 +137,8 @@ async def fill(leader: Server, episodes: int) -> None:
         raise RuntimeError("nobody calls the model here")
 
     address = f"tcp://127.0.0.1:{leader.link_port}"
-    async with TrainerLink(address, trainer_id=uuid4().hex, model="none", sampler=sample) as link:
+    keys = load_trainer_keys(leader.folder / KEYS_DIR)
+    async with TrainerLink(address, trainer_id=uuid4().hex, model="none", sampler=sample, keys=keys) as link:
         for begin in range(0, episodes, 5000):
             await link.register(
                 [

@@ -46,6 +46,7 @@ from tinkerscript.gateway.sampler import (
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.http_server import http_server
 from tinkerscript.lifecycle import shorten_collections
+from tinkerscript.limits import Totals
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs
 from tinkerscript.server.app import create_server
@@ -97,13 +98,20 @@ def model_folder_with_room(parent: Path) -> Path:
 def serve_gateway(run_dir: Path, port: int) -> None:
     """The server under load: all of it but the link's other end."""
     folder = model_folder_with_room(run_dir)
-    unlimited = {"max_calls_per_claim": 10**6, "max_tokens_per_claim": 10**9, "max_claims_per_client": 10**4}
+    unlimited = {"max_tokens_per_claim": 10**9}
     config = RunConfig.model_validate({"engine": {"model": str(folder)}, "interchange_server": unlimited})
     store = SqliteStore(run_dir / "server.sqlite", durability=config.interchange_server.durability)
     sampler: Any = InstantSampler(LightTokenizer(folder))
 
     async def serve() -> None:
-        server = await create_server(config, run_dir, store=store, roles=Roles(), remote_sampler=sampler)
+        server = await create_server(
+            config,
+            run_dir,
+            store=store,
+            roles=Roles(),
+            remote_sampler=sampler,
+            totals=Totals(calls=10**6),
+        )
         server.link.bind(f"ipc://{run_dir}/link")
         background = asyncio.create_task(server.run())
         shorten_collections()

@@ -62,9 +62,7 @@ def settings(folder: Path, model: Path, python: Path) -> dict[str, Any]:
         },
         "interchange_server": {
             "interchange_server_port": 0,
-            "max_calls_per_claim": 10**6,
             "max_tokens_per_claim": 10**9,
-            "max_claims_per_client": 10**4,
         },
         "sampling": {"max_tokens": ANSWER},
         "training": {"steps": 1, "groups_per_step": 1000, "group_size": 2},

@@ -10,6 +10,7 @@ and the published weights (`episode_trace.py`).
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import sys
 from collections.abc import Iterable, Mapping
@@ -82,9 +83,27 @@ def survey(src: Path) -> House:
         "code lines": sum(m.code_lines for m in modules.values() if not m.is_testing),
         "module length": _spread(sizes),
         "function length": _spread(lengths),
+        "config keys": config_keys(modules),
         **{kind: len(found) for kind, found in (problems | remarks).items()},
     }
     return House(counts, problems, remarks)
+
+
+def config_keys(modules: Modules, section: str = "RunConfig") -> int:
+    """Keys of a config that hold a value: the fields of `RunConfig` and of its sections.
+
+    What a section inherits from another one, as the entries of `tasks` do from `task`, is not counted again.
+    """
+    classes = {n.name: n for m in modules.values() for n in m.tree.body if isinstance(n, ast.ClassDef)}
+
+    def names(node: ast.AST) -> set[str]:
+        return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} & classes.keys()
+
+    def keys(name: str) -> int:
+        fields = [each.annotation for each in classes[name].body if isinstance(each, ast.AnnAssign)]
+        return sum(sum(map(keys, names(field))) or 1 for field in fields)
+
+    return keys(section) if section in classes else 0
 
 
 def one_importer(modules: Modules, graph: Graph) -> dict[str, list[str]]:

@@ -27,11 +27,8 @@ from tinkerscript.protocol import WorkflowOutput
 Body = dict[str, Any]
 
 SETTINGS: dict[str, Any] = {
-    "max_calls_per_claim": 4000,
-    "max_tokens_per_claim": 6000,
+    "max_tokens_per_claim": 12_000,
     "max_reward": 1.0,
-    "max_claims_per_client": 12,
-    "max_pool_episodes": 1024,
     "max_attempts": 100,
     "clients": [
         {
@@ -41,7 +38,7 @@ SETTINGS: dict[str, Any] = {
         }
     ],
 }
-"""Of the server that is driven: small enough to be reached."""
+"""Of the server that is driven: small enough to be reached, the tokens of a claim after its calls."""
 
 TOKENS = {
     "BOUNDED_TOKEN": "token-of-the-bounded",
@@ -53,8 +50,6 @@ LIMITS = {
     **{name: bound.limit for name, bound in BOUNDS.items() if bound.limit},
     **{f"{SECTION}.{name}": value for name, value in SETTINGS.items() if not isinstance(value, list)},
     **{f"{SECTION}.clients.{name}": value for name, value in SETTINGS["clients"][0].items()},
-    f"{SECTION}.max_body_bytes": 2**24,
-    "recording_transcript_kb": 1024,
 }
 
 
@@ -227,7 +222,7 @@ def _long_head(request: Request, amount: int) -> None:
 
 SHAPES: dict[str, Driver] = {
     "request head": Driver("head", "head", _long_head),
-    f"{SECTION}.max_body_bytes": Driver("chat", "whole", _padded, is_heavy=True),
+    "request body": Driver("chat", "whole", _padded, is_heavy=True),
     "Idempotency-Key": Driver("chat", "key", _key),
     "model": Driver("chat", "model", _text("model")),
     "messages": Driver(
@@ -261,7 +256,7 @@ SHAPES: dict[str, Driver] = {
     "previous_response_id": Driver(
         "responses", "previous", _put("previous_response_id", lambda n: "resp_" + "p" * n)
     ),
-    "recording_transcript_kb": Driver("transcript", "whole", lambda r, n: _padded(r, n)),
+    "transcript": Driver("transcript", "whole", _padded),
     "workflow_output": Driver("end", "metadata", _sized_output),
     "metadata nested": Driver("end", "metadata", _output("metadata", lambda n: {"a": nested(n - 1)})),
     f"{SECTION}.max_reward": Driver("end", "reward", _output("reward", float)),
@@ -365,8 +360,7 @@ class Holder:
         request = await self._request(combination.kind)
         # What is to have a certain size in all comes last.
         for name in sorted(combination.names, key=lambda name: SHAPES[name].shape is _sized_output):
-            amount = LIMITS[name] * (1024 if name == "recording_transcript_kb" else 1)
-            SHAPES[name].shape(request, amount + (name == combination.beyond))
+            SHAPES[name].shape(request, LIMITS[name] + (name == combination.beyond))
         if combination.kind == "head":
             check(await self.get(request), combination)
             return
@@ -430,7 +424,7 @@ def reason_of(reply: httpx.Response) -> str:
 def names(reply: httpx.Response, bound: str) -> bool:
     """Whether a reply refuses a request by this bound's name and its limit."""
     said, limit = reason_of(reply), LIMITS[bound]
-    shown = (str(limit), f"{limit:g}", str(1024 * limit))
+    shown = (str(limit), f"{limit:g}")
     return bound.split()[0].removeprefix(f"{SECTION}.").rpartition(".")[2] in said and any(
         each in said for each in shown
     )
@@ -463,7 +457,7 @@ async def _calls(holder: Holder, *, n: int, number: int, **more: Any) -> list[ht
 
 async def too_many_calls(holder: Holder) -> httpx.Response:
     await holder.use_new_claim()
-    limit = LIMITS[f"{SECTION}.max_calls_per_claim"]
+    limit = LIMITS["calls of a claim"]
     sent = await _calls(holder, n=100, number=limit // 100)
     assert {reply.status_code for reply in sent} == {200}, sent[-1].text
     return (await _calls(holder, n=1, number=1))[0]
@@ -522,8 +516,8 @@ async def too_many_at_once(holder: Holder) -> httpx.Response:
 
 
 async def too_many_claims(holder: Holder) -> httpx.Response:
-    limit, client = LIMITS[f"{SECTION}.max_claims_per_client"], holder.fresh()
-    claims = await holder.claims(limit, client)
+    limit, client, at_once = LIMITS["claims of a client"], holder.fresh(), LIMITS["max_episodes"]
+    claims = [claim for _ in range(limit // at_once) for claim in await holder.claims(at_once, client)]
     assert len(claims) == limit
     more = holder.fresh()
     await holder.post(
@@ -533,12 +527,11 @@ async def too_many_claims(holder: Holder) -> httpx.Response:
 
 
 async def too_many_in_pool(holder: Holder) -> httpx.Response:
-    pool = holder.fresh()
+    pool, copies = holder.fresh(), 1000
     sample = {"client_uuid": pool, "episode_type": "eval"}
-    full = await holder.post(
-        "/register_episode", sample | {"episode_uuid": pool, "copies": LIMITS[f"{SECTION}.max_pool_episodes"]}
-    )
-    assert full.status_code == 200, full.text
+    for number in range(LIMITS["episodes of the pool"] // copies):
+        some = sample | {"episode_uuid": f"{pool}-{number}", "copies": copies}
+        assert (await holder.post("/register_episode", some)).status_code == 200
     return await holder.post("/register_episode", sample | {"episode_uuid": f"{pool}-more"})
 
 
@@ -570,9 +563,9 @@ async def too_many_held(holder: Holder) -> httpx.Response:
 
 SUMS: dict[str, Callable[[Holder], Awaitable[httpx.Response]]] = {
     f"{SECTION}.clients.max_claims": too_many_held,
-    f"{SECTION}.max_claims_per_client": too_many_claims,
-    f"{SECTION}.max_pool_episodes": too_many_in_pool,
-    f"{SECTION}.max_calls_per_claim": too_many_calls,
+    "claims of a client": too_many_claims,
+    "episodes of the pool": too_many_in_pool,
+    "calls of a claim": too_many_calls,
     f"{SECTION}.max_tokens_per_claim": too_many_tokens,
     "failed calls": too_many_failures,
     "payloads of the pool": too_large_pool,

@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 
 from interchange_helpers import FAST, eventually, run_config, trainer
+from tinkerscript.http_server import ConnectionLimits
+from tinkerscript.limits import Totals
 from tinkerscript.protocol import ClaimEpisodeResponse, EngineStatusResponse
 from tinkerscript.server.auth import ADMIN_TOKEN
 from tinkerscript.server.process import running_server
@@ -87,12 +89,16 @@ async def serving(
     environ: dict[str, str] | None = None,
     verify: ssl.SSLContext | bool = True,
     sampler: ScriptedSampler | None = None,
+    totals: Totals | None = None,
+    connections: ConnectionLimits | None = None,
     **interchange: Any,
 ) -> AsyncGenerator[Setup]:
     """A server of `tmp_path` with a trainer on its link; `interchange` adds keys of `interchange_server`."""
     config = run_config(model, **interchange)
     sampler = sampler or ScriptedSampler(lambda prompt: [72, 105, prompt[-1]], policy_version=4)
-    async with running_server(config, tmp_path, environ=environ or {}, times=FAST) as (info, task):
+    async with running_server(
+        config, tmp_path, environ=environ or {}, times=FAST, totals=totals, connections=connections
+    ) as (info, task):
         notes = list[str]()
         async with (
             trainer(info.link_address, sampler.sample, note=notes.append) as link,

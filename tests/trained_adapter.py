@@ -18,7 +18,7 @@ from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import pack_ids
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.replicas.pool import ReplicaPool
+from tinkerscript.train.replicas.pool import HANG_S, PROVE_S, ReplicaPool
 from tinkerscript.train.replicas.publisher import PROOFS, ReplicaPublisher, named, open_replicas
 
 
@@ -79,6 +79,8 @@ async def trained(
     *,
     dtype: str = "float32",
     rank: int = 8,
+    prove_s: float = PROVE_S,
+    hang_s: float = HANG_S,
     **inference: Any,
 ) -> AsyncIterator[Trained]:
     """The tiny model; `folder`: the run's; `urls`: of the replicas, which serve it as `base`."""
@@ -104,5 +106,7 @@ async def trained(
         )
         opened = await stack.enter_async_context(opening)
         await opened.start()
-        publisher = await stack.enter_async_context(open_replicas(config, folder, opened, notes.append))
+        publisher = await stack.enter_async_context(
+            open_replicas(config, folder, opened, notes.append, prove_s=prove_s, hang_s=hang_s)
+        )
         yield Trained(folder, opened.engine, opened.client, publisher, notes)

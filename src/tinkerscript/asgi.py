@@ -37,7 +37,7 @@ from tinkerscript.errors import (
     UnknownEpisodeError,
     UnknownWeightsError,
 )
-from tinkerscript.limits import REASON_CHARS
+from tinkerscript.limits import BODY, REASON_CHARS
 from tinkerscript.protocol import RefusalResponse
 
 T = TypeVar("T")
@@ -440,9 +440,7 @@ class BodyLimit:
         return counted
 
     def _reason(self, length: int) -> str:
-        return (
-            f"the body has {length} bytes or more; interchange_server.max_body_bytes allows {self._max_bytes}"
-        )
+        return f"the request body has {length} bytes or more; it may have {self._max_bytes}"
 
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -556,7 +554,7 @@ def in_front(
     *,
     models: Mapping[str, Responder],
     fast: Mapping[str, FastRoute] = MappingProxyType({}),
-    max_body_bytes: int,
+    max_body_bytes: int = BODY.limit,
     refusals: Refusals,
 ) -> ASGIApp:
     """`app` behind a limit on bodies and the routes that never enter it."""

@@ -13,7 +13,7 @@ import resource
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, cast
 
 import uvicorn
@@ -65,17 +65,13 @@ def http_server(
     *,
     lifespan: Literal["on", "off"] = "off",
     grace_s: int = GRACE_S,
+    limits: ConnectionLimits | None = None,
 ) -> HttpServer:
     """A server of `app`. `grace_s`: seconds that open requests may take to finish at shutdown."""
-    limits = ConnectionLimits(
-        header_s=section.header_timeout_s,
-        body_s=section.body_timeout_s,
-        connections=section.max_connections or connections_allowed(),
-    )
     return HttpServer(
         uvicorn.Config(
             app,
-            http=guarded_protocol(limits),
+            http=guarded_protocol(limits or ConnectionLimits()),
             proxy_headers=bool(section.trusted_proxies),
             forwarded_allow_ips=section.trusted_proxies,
             ssl_certfile=section.tls_certificate or None,
@@ -100,13 +96,13 @@ def connections_allowed() -> int:
 class ConnectionLimits:
     """What a connection may take before its request has arrived, and how many there may be."""
 
-    header_s: float
+    header_s: float = 10.0
     """Seconds for the head of a request, from its first byte, or on a new connection from its start."""
 
-    body_s: float
+    body_s: float = 60.0
     """Seconds for the rest of it, and for the client to read anything of an answer that waits for it."""
 
-    connections: int
+    connections: int = field(default_factory=connections_allowed)
     """Beyond this many, the one that has kept the server waiting longest is closed."""
 
 

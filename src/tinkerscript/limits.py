@@ -10,11 +10,12 @@ and beyond.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
 from tinkerscript.errors import GatewayError
 
-__all__ = ["BOUNDS", "Bound", "depth_is_beyond"]
+__all__ = ["BOUNDS", "Bound", "Totals", "depth_is_beyond"]
 
 Status = Literal[200, 400, 403, 413, 422, 429, 431]
 """All but 200 and 429 tell a client that a retry is in vain; 429 asks for one, later. A claim that finds
@@ -82,11 +83,12 @@ HEAD = _bound("request head", 2**16, "bytes of path and headers", 431, "request"
 """The parser copies a header with each piece of it that arrives, so that a long one would take time with the
 square of its length."""
 
+BODY = _bound("request body", 2**24, "bytes", 413, "request")
+
 # One model call
 
 _CALL = "model call"
 
-_setting(f"{SECTION}.max_body_bytes", "bytes", 413, "request body")
 IDEMPOTENCY_KEY = _bound(
     "Idempotency-Key", 255, "characters", 400, _CALL, "use a shorter key", "invalid_idempotency_key"
 )
@@ -125,7 +127,7 @@ PREVIOUS = _bound("previous_response_id", 256, "characters", 400, _CALL, "use th
 _CLAIM = "claim"
 _OVER = "end or abort the episode"
 
-_setting(f"{SECTION}.max_calls_per_claim", "recorded choices", 403, _CLAIM)
+CALLS = _bound("calls of a claim", 10_000, "recorded choices", 403, _CLAIM, _OVER, "claim_limit_exceeded")
 _setting(f"{SECTION}.max_tokens_per_claim", "sampled tokens", 403, _CLAIM)
 RECORDED_BYTES = _bound(
     "recorded bytes", 2**27, "bytes of messages and ids", 403, _CLAIM, _OVER, "claim_limit_exceeded"
@@ -138,7 +140,7 @@ FAILED_CALLS = _bound("failed calls", 1000, "model calls", 403, _CLAIM, _OVER, "
 CALLS_AT_ONCE = _bound(
     "calls at once", 256, "model calls", 429, _CLAIM, "retry when some are answered", "claim_limit_reserved"
 )
-_setting("recording_transcript_kb", "KiB of transcript", 413, _CLAIM)
+TRANSCRIPT = _bound("transcript", 2**20, "bytes, compressed", 413, _CLAIM)
 
 # One result, or one failure
 
@@ -164,7 +166,7 @@ _bound("pool", ID_CHARS, "characters", 422, "request")
 LEASE_S = _bound("allow_discard_timeout", 86_400, "seconds", 422, _CLAIM)
 WAIT_S = _bound("wait_s", 60, "seconds", 422, "long poll")
 EPISODES = _bound("max_episodes", 256, "claims", 422, "request")
-_setting(f"{SECTION}.max_claims_per_client", "claims held", 200, "client")
+CLAIMS = _bound("claims of a client", 4096, "claims held", 200, "client")
 _setting(f"{SECTION}.clients.max_claims", "claims held or waited for", 429, "client with a token")
 WORKERS_AT_ONCE = _bound("report.concurrency", 1_000_000, "episodes", 422, "worker's report")
 _bound("report.process", ID_CHARS, "characters", 422, "worker's report")
@@ -182,7 +184,20 @@ REGISTRATIONS = _bound("episodes", 1000, "registrations", 422, "request")
 PAYLOAD_DEPTH = _bound("payload nested", 64, "levels", 422, _SAMPLE)
 PAYLOAD_BYTES = _bound("payload", 2**22, "bytes as JSON", 422, _SAMPLE)
 POOL_BYTES = _bound("payloads of the pool", 2**28, "bytes as JSON", 429, "client's own pool")
-_setting(f"{SECTION}.max_pool_episodes", "unfinished episodes", 429, "client's own pool")
+POOL_EPISODES = _bound("episodes of the pool", 20_000, "unfinished episodes", 429, "client's own pool")
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What a holder of a key may add up to at one server, for a server that is to allow less."""
+
+    calls: int = CALLS.limit
+    """Of a claim."""
+
+    claims: int = CLAIMS.limit
+    """Of a client."""
+
+    pool_episodes: int = POOL_EPISODES.limit
 
 
 # What is cut, or left out, and not refused

@@ -170,9 +170,6 @@ class Conductor:
                 folder,
                 clients=[*hostile_accounts(), *self._worker_accounts()],
                 max_claim_s=self.plan.max_claim_s,
-                max_connections=200,
-                header_timeout_s=2.0,
-                body_timeout_s=4.0,
                 **self._shared_store(),
             )
         # Not in run_dir: the path of a socket has 107 characters at most.

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from tinkerscript.config import RunConfig, dump_config
+from tinkerscript.http_server import OTHER_FILES
 from tinkerscript.server.addresses import SERVER_FILE, ServerInfo, read_server_info
 
 HERE = Path(__file__).parent
 POLL_S = 0.02
 START_S = 60.0
+FEW_FILES = ("prlimit", f"--nofile={200 + OTHER_FILES}")
+"""Prefix of a command whose server has room for 200 connections, which hostile clients exceed."""
 
 
 class ChaosError(AssertionError):
@@ -86,7 +89,7 @@ def serving_info(run_dir: Path) -> ServerInfo | None:
 
 
 def server(run_dir: Path, environ: Mapping[str, str] | None = None) -> Victim:
-    command = [sys.executable, "-m", "tinkerscript", "server", "--run-dir", str(run_dir)]
+    command = [*FEW_FILES, sys.executable, "-m", "tinkerscript", "server", "--run-dir", str(run_dir)]
     return Victim("server", command, run_dir / "server.log", environ or {})
 
 

@@ -39,10 +39,16 @@ def test_the_demo_learns_among_hostile_clients(tmp_path: Path, capfd: pytest.Cap
         "max_attempts": 20,
         "max_claim_s": 10.0,
         "max_reward": MAX_REWARD,
-        "max_connections": 200,
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "tinkerscript", "train", str(tmp_path / "config.yaml")]
+    command = [
+        *processes.FEW_FILES,
+        sys.executable,
+        "-m",
+        "tinkerscript",
+        "train",
+        str(tmp_path / "config.yaml"),
+    ]
     trainer = Victim("trainer", command, tmp_path / "trainer.log", hostile_tokens())
     victims = [trainer]
     with processes.ended_at_last(victims):

@@ -77,8 +77,7 @@ async def test_a_killed_server_is_back_with_all_that_it_confirmed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], method: str
 ) -> None:
     restarts = int(os.environ.get("CHAOS_RESTARTS", "50")) // 2
-    encryption = "always" if method == "tcp" else "auto"
-    processes.write_config(tmp_path, interchange_method=method, link_encryption=encryption)
+    processes.write_config(tmp_path, interchange_method=method)
     server = processes.server(tmp_path)
     loops = [
         Victim(f"busy-{number}", (sys.executable, "-c", "while True: pass"), tmp_path / "busy.log")

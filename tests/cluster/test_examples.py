@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from command_line import ROOT
+from tinkerscript.client.runner import DEFAULT_GRACE_S
 from tinkerscript.config import load_config
 from tinkerscript.lifecycle import INTERRUPTED, STOP_WITHIN_S
 from tinkerscript.processes.launcher import Slot
@@ -262,7 +263,7 @@ def test_the_pods_run_the_plan() -> None:
 
 
 def test_whoever_stops_a_worker_waits_until_it_has_drained() -> None:
-    takes_s = load_config(CONFIG).workers.drain_timeout + 2 * STOP_WITHIN_S
+    takes_s = DEFAULT_GRACE_S + 2 * STOP_WITHIN_S
     pod = DOCUMENTS["Job worker"]["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] >= takes_s
     assert float(unit("tinkerscript-worker@.service")["TimeoutStopSec"][0]) >= takes_s

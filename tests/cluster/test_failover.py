@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from tinkerscript.config import dump_config
 from tinkerscript.server.addresses import listen
 from tinkerscript.server.process import running_server
 from tinkerscript.testing import ScriptedSampler
-from tinkerscript.trainer_link.keys import KEYS_DIR, load_trainer_keys
+from tinkerscript.trainer_link.keys import KEYS_DIR, load_trainer_keys, make_link_keys
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
@@ -122,6 +123,9 @@ async def pair_of_servers(tmp_path: Path, model: Path, url: str, **more: Any) ->
             folder.mkdir()
             (folder / "config.yaml").write_text(dump_config(config))
             servers.append(ServerProcess(folder, http_port, link_port))
+        one, two = (server.folder / KEYS_DIR for server in servers)
+        make_link_keys(one)
+        shutil.copytree(one, two)
         try:
             for server in servers:
                 server.start()
@@ -139,7 +143,10 @@ def _free_port() -> int:
 
 def trainer_of(pair: Pair) -> TrainerLink:
     sampler = ScriptedSampler(lambda prompt: [72, 105, prompt[-1]], policy_version=4)
-    return TrainerLink(pair.address.link, trainer_id="t", model="fake", sampler=sampler.sample, times=FAST)
+    keys = load_trainer_keys(pair.servers[0].folder / KEYS_DIR)
+    return TrainerLink(
+        pair.address.link, trainer_id="t", model="fake", sampler=sampler.sample, keys=keys, times=FAST
+    )
 
 
 async def played(client: AsyncTinkerScriptClient) -> str:
@@ -351,7 +358,7 @@ async def test_a_server_waits_with_its_database_and_ends_when_told(
 
 async def test_servers_share_the_keys_of_the_link(url: str, tmp_path: Path, byte_model: Path) -> None:
     """A trainer has those of one server, and connects with them to the other."""
-    encrypted = {"interchange_method": "tcp", "link_encryption": "always", "store": url}
+    encrypted = {"interchange_method": "tcp", "store": url}
     for name in ("one", "two"):
         config = run_config(byte_model, **encrypted)
         (tmp_path / name).mkdir()

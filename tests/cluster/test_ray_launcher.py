@@ -22,7 +22,7 @@ from tinkerscript.processes.ray_launcher import open_launcher
 pytestmark = pytest.mark.timeout(900)
 
 TEXT = """
-cluster: {launcher: ray, address: "ADDRESS", start_timeout_s: 300}
+cluster: {launcher: ray, address: "ADDRESS"}
 engine: {device: cuda, lora: {rank: 1}}
 inference: {backend: vllm, launch: {replicas: 1, tensor_parallel: 2, gpus: any}}
 workers: {count: 0}
@@ -34,9 +34,11 @@ def config_of(address: str, *overrides: str) -> RunConfig:
 
 
 @asynccontextmanager
-async def opened(folder: Path, config: RunConfig, notes: list[str]) -> AsyncIterator[Launcher]:
+async def opened(
+    folder: Path, config: RunConfig, notes: list[str], room_s: float = 300
+) -> AsyncIterator[Launcher]:
     (folder / "logs").mkdir(exist_ok=True)
-    async with open_launcher(config, plan_of(config, folder), folder, notes.append) as launcher:
+    async with open_launcher(config, plan_of(config, folder), folder, notes.append, room_s) as launcher:
         yield launcher
 
 
@@ -95,10 +97,9 @@ async def test_processes_get_their_gpus_ports_and_secrets_and_end_as_they_are_to
 
 
 async def test_a_run_for_which_there_is_no_room_says_what_it_needs(tmp_path: Path) -> None:
-    config = config_of("", "cluster.start_timeout_s=3")
     message = r"no room within 3 s: the run needs 3 CPU and 3 GPU; Ray has \d+ CPU \(.* free\) and 0 GPU"
     with pytest.raises(ConfigError, match=message):
-        async with opened(tmp_path, config, []):
+        async with opened(tmp_path, config_of(""), [], room_s=3):
             raise AssertionError("there is room")
 
 

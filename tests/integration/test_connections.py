@@ -20,12 +20,14 @@ from tinkerscript.config import InterchangeConfig
 from tinkerscript.http_server import (
     MIN_CONNECTIONS,
     OTHER_FILES,
+    ConnectionLimits,
     connections_allowed,
     http_server,
 )
 
 HEAD = b"POST /claim_episode HTTP/1.1\r\nHost: localhost\r\n"
 BODY = b"Content-Type: application/json\r\nContent-Length: 25\r\n\r\n"
+AT_MOST_50 = ConnectionLimits(connections=50)
 CLAIM = b'{"client_uuid": "slow" }  '[:25]
 
 
@@ -46,7 +48,7 @@ async def connected(setup: Setup, *sent: bytes) -> AsyncGenerator[asyncio.Stream
 async def test_a_request_that_does_not_arrive_is_given_up(
     tmp_path: Path, byte_model: Path, sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving(tmp_path, byte_model, header_timeout_s=0.1, body_timeout_s=0.1) as setup:
+    async with serving(tmp_path, byte_model, connections=ConnectionLimits(0.1, 0.1)) as setup:
         async with connected(setup, sent) as reader:
             assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
         whole = HEAD + BODY + CLAIM
@@ -56,7 +58,7 @@ async def test_a_request_that_does_not_arrive_is_given_up(
 
 
 async def test_slow_sockets_however_many_keep_nobody_out(tmp_path: Path, byte_model: Path) -> None:
-    async with serving(tmp_path, byte_model, max_connections=50) as setup, AsyncExitStack() as stack:
+    async with serving(tmp_path, byte_model, connections=AT_MOST_50) as setup, AsyncExitStack() as stack:
         waiting = asyncio.create_task(setup.claim("long", wait_s=60))
         await setup.metric_becomes("tinkerscript_waiting_clients", 1)
         slow = [await stack.enter_async_context(connected(setup, HEAD)) for _ in range(200)]
@@ -88,7 +90,7 @@ LONG_REPLY = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
 async def test_clients_that_do_not_read_keep_nobody_out(tmp_path: Path, byte_model: Path) -> None:
     """More than there may be connections, each with requests for more than the kernel keeps of answers that
     nobody takes."""
-    async with serving(tmp_path, byte_model, max_connections=60) as setup, AsyncExitStack() as stack:
+    async with serving(tmp_path, byte_model, connections=AT_MOST_50) as setup, AsyncExitStack() as stack:
         await setup.link.register(new_episodes("e"))
         for _ in range(70):
             await stack.enter_async_context(unread(setup.url, 64 * LONG_REPLY))
@@ -112,7 +114,7 @@ async def test_an_answer_is_given_up_when_its_client_stops_reading() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        http = http_server(app, InterchangeConfig(body_timeout_s=0.5))
+        http = http_server(app, InterchangeConfig(), limits=ConnectionLimits(body_s=0.5))
         serving_http = asyncio.create_task(http.serve(sockets=[listener]))
         await http.ready.wait()
         loop, read, began = asyncio.get_running_loop(), 0, time.monotonic()

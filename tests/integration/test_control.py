@@ -15,6 +15,7 @@ from interchange_setup import Setup, serving
 from tinkerscript.cli import app
 from tinkerscript.client import AsyncTinkerScriptClient
 from tinkerscript.errors import RequestRefusedError, ServerUnreachableError
+from tinkerscript.limits import Totals
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.trainer_link.messages import BatchProgress
 
@@ -25,7 +26,9 @@ TOKENS = {CLIENT_TOKEN: "client-token-of-tests", ADMIN_TOKEN: "admin-token-of-te
 async def setup(tmp_path: Path, byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Setup]:
     for name, token in TOKENS.items():
         monkeypatch.setenv(name, token)
-    async with serving(tmp_path, byte_model, environ=TOKENS, max_attempts=1, max_pool_episodes=6) as made:
+    async with serving(
+        tmp_path, byte_model, environ=TOKENS, max_attempts=1, totals=Totals(pool_episodes=6)
+    ) as made:
         yield made
 
 
@@ -119,7 +122,7 @@ async def test_a_client_registers_in_bulk_within_its_quota_and_looks_at_its_own(
             await client.register_episodes({"t0": {"n": 9}}, group_size=2)
     more = {f"u{number}": {"n": number} for number in range(4)}
     async with AsyncTinkerScriptClient(setup.url, client_uuid="me", token=token, timeout_s=0.0) as hasty:
-        with pytest.raises(ServerUnreachableError, match="max_pool_episodes"):
+        with pytest.raises(ServerUnreachableError, match="holds 6 unfinished episodes"):
             await hasty.register_episodes(more, group_size=2)
 
 

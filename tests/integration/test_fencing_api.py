@@ -22,6 +22,7 @@ from interchange_helpers import (
 )
 from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
+from tinkerscript.limits import Totals
 from tinkerscript.protocol import NO_EPISODES, WEIGHT_SYNCING, ClaimEpisodeResponse
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.server.process import running_server
@@ -207,7 +208,7 @@ async def test_claims_wait_with_a_reason_and_a_time(setup: Setup) -> None:
 async def test_a_client_registers_into_its_own_pool_and_nowhere_else(
     tmp_path: Path, byte_model: Path
 ) -> None:
-    async with serving(tmp_path, byte_model, environ=TOKENS, max_pool_episodes=2) as setup:
+    async with serving(tmp_path, byte_model, environ=TOKENS, totals=Totals(pool_episodes=2)) as setup:
 
         async def register(status: int, headers: dict[str, str] = CLIENT, **body: Any) -> httpx.Response:
             reply = await setup.http.post("/register_episode", json=body, headers=headers)
@@ -224,7 +225,7 @@ async def test_a_client_registers_into_its_own_pool_and_nowhere_else(
         await register(200, episode_uuid="b", client_uuid="me", group_id="me/other")
         full = await register(429, episode_uuid="c", **mine)
         assert full.headers["Retry-After"] == "1"
-        assert "max_pool_episodes" in full.json()["failure_reason"]
+        assert "holds 2 unfinished episodes" in full.json()["failure_reason"]
         await register(200, episode_uuid="a", **mine)
         await register(409, episode_uuid="a", **(mine | {"group_size": 5}))
 
@@ -402,24 +403,23 @@ async def test_an_operators_endpoints_need_the_admin(tmp_path: Path, byte_model:
 
 
 async def test_bodies_and_outputs_have_limits(tmp_path: Path, byte_model: Path) -> None:
-    limits = {"max_body_bytes": 2_000_000, "max_reward": 1.0}
-    async with serving(tmp_path, byte_model, **limits) as setup:
+    async with serving(tmp_path, byte_model, max_reward=1.0) as setup:
         await setup.link.register(new_episodes("e"))
         claim = await setup.claim()
 
         async def chunks() -> AsyncIterator[bytes]:
             yield b'{"client_uuid": "'
-            for _ in range(21):
-                yield b"x" * 100_000
+            for _ in range(17):
+                yield b"x" * 2**20
 
-        for content in (b" " * 2_000_001, chunks()):
+        for content in (b" " * (2**24 + 1), chunks()):
             for path in ("/claim_episode", "/v1/chat/completions"):
                 key = {"Authorization": f"Bearer {claim.openai_api_key}", "Content-Type": "application/json"}
                 if not isinstance(content, bytes):
                     content = chunks()
                 reply = await setup.http.post(path, content=content, headers=key)
                 assert reply.status_code == 413, reply.text
-                assert "max_body_bytes allows 2000000" in reply.text
+                assert "it may have 16777216" in reply.text
         end = end_of(claim) | {"workflow_output": {"reward": 1, "metadata": {"log": "x" * 2**20}}}
         refused = await setup.post("/end_episode", 413, **end)
         assert refused["failure_reason"].startswith("workflow_output: has 1")
@@ -436,15 +436,15 @@ async def test_bodies_and_outputs_have_limits(tmp_path: Path, byte_model: Path) 
 
 
 async def test_calls_of_a_claim_are_limited_also_over_a_restart(tmp_path: Path, byte_model: Path) -> None:
-    async with serving(tmp_path, byte_model, max_calls_per_claim=2) as setup:
+    async with serving(tmp_path, byte_model, totals=Totals(calls=2)) as setup:
         await setup.link.register(new_episodes("e", "f"))
         claim = await setup.claim()
         assert (await setup.call(claim.openai_api_key)).status_code == 200
-    async with serving(tmp_path, byte_model, max_calls_per_claim=2) as setup:
+    async with serving(tmp_path, byte_model, totals=Totals(calls=2)) as setup:
         assert (await setup.call(claim.openai_api_key)).status_code == 200
         refused = await setup.call(claim.openai_api_key)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "claim_limit_exceeded")
-        assert "max_calls_per_claim" in refused.json()["error"]["message"]
+        assert "2 model calls" in refused.json()["error"]["message"]
         other = await setup.claim()
         assert (await setup.call(other.openai_api_key)).status_code == 200, "of this claim alone"
         setup.keys["e", 1] = claim.openai_api_key
@@ -452,7 +452,7 @@ async def test_calls_of_a_claim_are_limited_also_over_a_restart(tmp_path: Path, 
 
 
 async def test_calls_in_flight_count_against_the_limit(tmp_path: Path, byte_model: Path) -> None:
-    async with serving(tmp_path, byte_model, max_calls_per_claim=2) as setup:
+    async with serving(tmp_path, byte_model, totals=Totals(calls=2)) as setup:
         gate = Gate(setup.sampler.sample)
         address = json.loads((tmp_path / "server.json").read_text())["link_address"]
         async with trainer(address, gate.sample) as link:
@@ -480,13 +480,13 @@ async def test_tokens_of_a_claim_are_limited(tmp_path: Path, byte_model: Path) -
 
 
 async def test_one_client_holds_so_many_claims_and_no_more(tmp_path: Path, byte_model: Path) -> None:
-    async with serving(tmp_path, byte_model, max_claims_per_client=2) as setup:
+    async with serving(tmp_path, byte_model, totals=Totals(claims=2)) as setup:
         await setup.link.register(new_episodes(*"abc"))
         first = await setup.claim(max_episodes=5)
         assert len(keys(first)) == 2
         refused = await setup.claim(wait_s=20)
         assert refused.fail_cause.startswith(NO_EPISODES)
-        assert "max_claims_per_client" in refused.fail_cause
+        assert "holds 2 claims" in refused.fail_cause
         assert refused.retry_after_s > 0
         await setup.post("/end_episode", **end_of(first))
         assert (await setup.claim()).episode_uuid == "c"

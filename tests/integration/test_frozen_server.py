@@ -47,12 +47,21 @@ def made(folder: Path, **faults: Any) -> FakeVllm:
 
 
 @asynccontextmanager
-async def opened(fake: FakeVllm, folder: Path, notes: list[str], **role: Any) -> AsyncGenerator[FrozenModel]:
+async def opened(
+    fake: FakeVllm, folder: Path, notes: list[str], *, max_wait_s: float = 600, **role: Any
+) -> AsyncGenerator[FrozenModel]:
     with serving(fake.app) as url:
-        section = RoleConfig.model_validate({"kind": "frozen", "base_url": url, "timeout_s": 5, **role})
+        section = RoleConfig.model_validate({"kind": "frozen", "base_url": url, **role})
         unused: Any = None
         async with open_frozen_role(
-            "t", section, unused, folder=folder, note=notes.append, environ={"T_KEY": "s3cret"}
+            "t",
+            section,
+            unused,
+            folder=folder,
+            note=notes.append,
+            timeout_s=5,
+            max_wait_s=max_wait_s,
+            environ={"T_KEY": "s3cret"},
         ) as model:
             yield model
 

@@ -20,7 +20,9 @@ from tinkerscript.config import InferenceConfig
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.sampler import SampledSequence, SampleRequest, SampleResult
 from tinkerscript.gateway.samplers import RemoteSampler, remote_sampler
+from tinkerscript.gateway.samplers.inference_server import ServerRequest, Upstream
 from tinkerscript.gateway.samplers.remote import TOKENIZER_TEXT
+from tinkerscript.gateway.samplers.vllm import VllmServer
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.alignment import find_errors
 from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids, unpack_logprobs
@@ -335,12 +337,21 @@ async def test_closing_refuses_what_waits_and_what_comes(
                 await waiting
 
 
-async def test_requests_at_once_are_bounded(distribution: Distribution, byte_model: Path) -> None:
+async def test_requests_at_once_are_bounded(distribution: Distribution) -> None:
     fake = FakeVllm(distribution, Faults())
-    async with opened(fake, byte_model, max_in_flight=3) as sampler:
+    with serving(fake.app) as url:
+        upstream = Upstream(url, max_in_flight=3)
         fake.faults = Faults(delay_s=0.02)
-        await asyncio.gather(*(sampler.sample(request(max_tokens=2)) for _ in range(15)))
-    assert fake.most_in_flight == 3
+        asked = ServerRequest(prompt=PROMPT, max_tokens=2)
+        await asyncio.gather(*(VllmServer(upstream).sample(asked, "served") for _ in range(15)))
+        await upstream.aclose()
+        assert fake.most_in_flight == 3
+        fake.faults = Faults(hang=True)
+        upstream = Upstream(url, max_in_flight=1, timeout_s=0.2)
+        calls = [VllmServer(upstream).sample(asked, "served") for _ in range(2)]
+        errors = await asyncio.gather(*calls, return_exceptions=True)
+        await upstream.aclose()
+    assert sorted(error.status for error in errors if isinstance(error, GatewayError)) == [503, 504]
 
 
 async def test_what_is_not_finite_is_an_error_of_the_alignment_report(
@@ -372,19 +383,19 @@ def _call(result: SampleResult) -> Call:
 # Policy versions
 
 
-async def test_the_policy_version_is_the_operators_word(distribution: Distribution, byte_model: Path) -> None:
-    async with opened(FakeVllm(distribution, Faults()), byte_model) as sampler:
+@pytest.mark.parametrize("weights", [[], ["default"]])
+async def test_weights_without_a_number_are_foreign(
+    distribution: Distribution, byte_model: Path, weights: list[str]
+) -> None:
+    async with opened(FakeVllm(distribution, Faults(weights=weights)), byte_model) as sampler:
         assert (await sampler.sample(request())).policy_version == -1
-    named = FakeVllm(distribution, Faults(weights=["default"]))
-    async with opened(named, byte_model, policy_version=4) as sampler:
-        assert (await sampler.sample(request())).policy_version == 4
 
 
 async def test_a_server_that_numbers_its_weights_is_believed(
     distribution: Distribution, byte_model: Path
 ) -> None:
     fake = FakeVllm(distribution, Faults(weights=["7"]))
-    async with opened(fake, byte_model, policy_version=4) as sampler:
+    async with opened(fake, byte_model) as sampler:
         assert (await sampler.sample(request())).policy_version == 7
         fake.faults.weights = ["7", "8"]
         midway = await sampler.sample(request())

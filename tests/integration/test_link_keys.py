@@ -30,7 +30,7 @@ from tinkerscript.trainer_link.keys import (
 
 @asynccontextmanager
 async def serving(run_dir: Path, model: Path, **interchange: Any) -> AsyncGenerator[ServerInfo]:
-    config = run_config(model, **{"interchange_method": "tcp", "link_encryption": "always"} | interchange)
+    config = run_config(model, **{"interchange_method": "tcp"} | interchange)
     async with running_server(config, run_dir, environ={}, times=FAST) as (info, task):
         yield info
         assert not task.done()
@@ -93,7 +93,7 @@ async def test_every_other_connection_is_refused_and_counted(
 
 
 async def test_a_trainer_with_keys_does_not_trust_a_server_without(tmp_path: Path, byte_model: Path) -> None:
-    async with serving(tmp_path, byte_model, link_encryption="auto") as info:
+    async with serving(tmp_path, byte_model, interchange_method="ipc") as info:
         assert info.link_keys == ""
         async with trainer(info.link_address, keys=other_keys()) as link:
             await until(lambda: link.refused_handshakes >= 1)
@@ -102,7 +102,7 @@ async def test_a_trainer_with_keys_does_not_trust_a_server_without(tmp_path: Pat
 
 
 async def test_a_link_beyond_this_machine_has_keys(tmp_path: Path, byte_model: Path) -> None:
-    async with serving(tmp_path, byte_model, link_host="0.0.0.0", link_encryption="auto") as info:
+    async with serving(tmp_path, byte_model, link_host="0.0.0.0") as info:
         assert info.link_address.startswith("tcp://127.0.0.1:")
         keys = ServerAddress(info.url, info.link_address, Path(info.link_keys)).trainer_keys()
         async with trainer(info.link_address), trainer(info.link_address, keys=keys) as link:

@@ -12,6 +12,7 @@ import pytest
 
 from interchange_helpers import collect, new_episodes
 from interchange_setup import OUTPUT, Setup, serving
+from tinkerscript.limits import Totals
 from tinkerscript.protocol import NO_EPISODES
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.trainer_link.messages import BatchProgress, EpisodeAccepted
@@ -30,7 +31,7 @@ def sample(name: str, **more: Any) -> dict[str, Any]:
 
 
 async def test_many_are_registered_at_once_each_by_itself(tmp_path: Path, byte_model: Path) -> None:
-    async with serving(tmp_path, byte_model, environ=TOKENS, max_pool_episodes=3) as setup:
+    async with serving(tmp_path, byte_model, environ=TOKENS, totals=Totals(pool_episodes=3)) as setup:
         setup.http.headers["Authorization"] = f"Bearer {TOKENS[CLIENT_TOKEN]}"
         first = await setup.post("/register_episodes", episodes=[sample("a"), sample("b")])
         assert first == {"success": True, "registered": ["a", "b"], "refused": {}, "retry_after_s": 0}
@@ -49,7 +50,7 @@ async def test_many_are_registered_at_once_each_by_itself(tmp_path: Path, byte_m
         assert (reply["success"], reply["registered"]) == (False, ["a", "c"])
         reasons = {
             "b": "other content",
-            "d": "max_pool_episodes",
+            "d": "holds 3 unfinished episodes",
             "deep": "nested more than 64 deep",
             "theirs": "admin token",
         }

@@ -20,7 +20,8 @@ from command_line import end_all, start
 from interchange_helpers import new_episode, new_episodes, until
 from interchange_setup import Setup, serving
 from record_helpers import episode
-from tinkerscript.config import InterchangeConfig, RunConfig, WorkersConfig
+from tinkerscript.config import InterchangeConfig, RunConfig
+from tinkerscript.processes.launcher import MAX_RESTARTS
 from tinkerscript.processes.run_page import run_page
 from tinkerscript.protocol import FleetResponse
 from tinkerscript.record.schema import RECORD_FILE
@@ -68,15 +69,22 @@ def write_record(folder: Path, **status: Any) -> None:
 class Page:
     """A run's page: what the run is told, and the process."""
 
-    def __init__(self, folder: Path, **config: Any) -> None:
+    def __init__(self, folder: Path, *, max_restarts: int = MAX_RESTARTS, **config: Any) -> None:
         write_record(folder)
         self.config = RunConfig.model_validate({"page_port": 0} | config)
         self.folder = folder
+        self.max_restarts = max_restarts
         self.notes: list[str] = []
         self.urls: list[str] = []
 
     def __call__(self) -> Any:
-        return run_page(self.config, self.folder, self.notes.append, self.urls.append)
+        return run_page(
+            self.config,
+            self.folder,
+            self.notes.append,
+            self.urls.append,
+            max_restarts=self.max_restarts,
+        )
 
     def client(self, **options: Any) -> httpx.AsyncClient:
         (url,) = self.urls
@@ -216,7 +224,7 @@ async def test_the_page_takes_the_runs_admin_token(closed: Setup, monkeypatch: p
 
 
 async def test_a_page_that_dies_is_started_again_at_its_address(tmp_path: Path) -> None:
-    page = Page(tmp_path / "run", workers=WorkersConfig(max_restarts=1))
+    page = Page(tmp_path / "run", max_restarts=1)
     async with page(), page.client() as http:
         async with http.stream("GET", "/api/runs/run/events") as events:
             lines = events.aiter_lines()

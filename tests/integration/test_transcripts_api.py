@@ -85,7 +85,7 @@ async def test_what_is_too_long_is_refused_unread(setup: Setup) -> None:
     await setup.link.register(new_episodes("a"))
     key = (await setup.claim()).openai_api_key
     refused = await send(setup, key, b"x" * (2**20 + 1), status=413)
-    assert "recording_transcript_kb" in refused.json()["failure_reason"]
+    assert "this run takes 1 to 1048576" in refused.json()["failure_reason"]
     await send(setup, key, b"", status=413)
 
     async def endless() -> AsyncGenerator[bytes]:

@@ -98,7 +98,7 @@ async def test_an_adapter_learns_from_the_base_that_it_shares(tmp_path: Path) ->
 
 
 async def test_reward_and_teacher_train_together(taught: Path, tmp_path: Path) -> None:
-    made = config(tmp_path / "run", taught, size=4, reward_coef=1.0, coef=0.1)
+    made = config(tmp_path / "run", taught, size=4, reward_coef=10.0)
     lines = metrics((await run_training(made, QuietReporter())).path)
     assert [line["train/sequences"] for line in lines] == [GROUPS] * STEPS
     assert all("train/clip_fraction" in line for line in lines)

@@ -39,7 +39,7 @@ def config(folder: Path) -> RunConfig:
                 "minibatches": 2,
                 "learning_rate": 5e-4,
                 "checkpoint_every": 2,
-                "replay": {"uses": 2, "groups": 2},
+                "replay_uses": 2,
             },
             "evaluation": {"episodes": 0},
             "workers": {"concurrency": 3},

@@ -100,8 +100,7 @@ async def call(http: httpx.AsyncClient, claimed: dict[str, Any], *texts: str) ->
 @pytest.mark.parametrize("method", ["ipc", "tcp"])
 async def test_a_run_goes_on_over_a_kill_of_the_server(tmp_path: Path, byte_model: Path, method: str) -> None:
     """Over TCP with keys, which outlive the server."""
-    encryption = "always" if method == "tcp" else "auto"
-    run_dir = write_config(tmp_path, byte_model, interchange_method=method, link_encryption=encryption)
+    run_dir = write_config(tmp_path, byte_model, interchange_method=method)
     with server_process(run_dir) as first:
         info = await listening(run_dir, first)
         keys = load_trainer_keys(Path(info["link_keys"])) if method == "tcp" else None

@@ -28,7 +28,6 @@ CONFIG: dict[str, Any] = {
     "interchange_server": {
         "interchange_server_port": 0,
         "interchange_method": "tcp",
-        "link_encryption": "always",
     },
     "task": {
         "name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic",

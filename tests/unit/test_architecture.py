@@ -20,7 +20,7 @@ ALLOWED = {
     "tracing": set(),
     "files": {"errors"},
     "remote_folder": {"errors"},
-    "config": {"errors", "files", "logs", "remote_folder"},
+    "config": {"errors", "limits", "files", "logs", "remote_folder"},
     "model_folder": {"errors", "remote_folder"},
     "rollouts": {"errors", "protocol"},
     "inference_ctx": {"errors", "rollouts"},

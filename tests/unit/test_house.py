@@ -66,6 +66,33 @@ def test_lengths_have_median_p90_and_the_longest_by_name(tmp_path: Path) -> None
     assert counts["function length"] == "median 2, p90 2, max 2 (p.f.f, line 2)"
 
 
+def test_keys_of_the_config_are_those_that_hold_a_value(tmp_path: Path) -> None:
+    text = """
+class Lora(Section):
+    rank: int = 0
+    seed: int = 0
+class Task(Section):
+    name: str = ""
+    args: dict[str, str] = {}
+class Weighted(Task):
+    weight: float = 1.0
+class RunConfig(Section):
+    model_config = {}
+    port: int | Literal["off"] = 0
+    lora: Lora = Lora()
+    task: Task = Task()
+    tasks: list[Weighted] = []
+    roles: dict[str, Role] = {}
+    @property
+    def all(self) -> list[Weighted]: ...
+"""
+    tree(
+        tmp_path,
+        {"p/a.py": text, "p/b.py": "class Role(Section):\n    kind: str\nclass Other:\n    x: int\n"},
+    )
+    assert house.survey(tmp_path / "src").counts["config keys"] == 1 + 2 + 2 + 1 + 1
+
+
 def test_imports_in_functions_for_type_checking_relative_and_by_literal_string_are_edges(
     tmp_path: Path,
 ) -> None:

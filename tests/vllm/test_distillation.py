@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import pack_ids, unpack_ids, unpack_logprobs
 from tinkerscript.testing import QuietReporter
+from tinkerscript.train import token_advantages
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.run import run_training
@@ -80,7 +82,9 @@ async def test_it_scores_what_the_engine_scores(server: RunningVllm, taught: Pat
         beside = await backend.open_frozen(str(taught))
         sequences = [random.integers(0, engine.vocabulary, n).astype(np.int32) for n in (1, 2, 30, 200)]
         role = RoleConfig(kind="frozen", base_url=server.url)
-        async with open_frozen_role("t", role, backend, folder=TINY_MODEL, note=print) as served:
+        async with open_frozen_role(
+            "t", role, backend, folder=TINY_MODEL, note=print, timeout_s=60
+        ) as served:
             pairs = zip(await served.logprobs(sequences), await beside.logprobs(sequences), strict=True)
             for one, other in pairs:
                 np.testing.assert_allclose(one, other, atol=2e-3)
@@ -120,7 +124,9 @@ async def test_a_teacher_that_dies_ends_the_run_which_can_be_resumed(
 
     with running_vllm(tmp_path, tmp_path / "adapters", model=taught) as server:
         await asyncio.to_thread(server.wait)
-        made = config(tmp_path / "run", {"base_url": server.url, "max_wait_s": 3})
+        briefly = partial(open_frozen_role, max_wait_s=3)
+        monkeypatch.setattr(token_advantages, "open_frozen_role", briefly)
+        made = config(tmp_path / "run", {"base_url": server.url})
         killer = Killer()
         with pytest.raises(EngineError, match=rf"roles.teacher at {server.url}.*\(waited \d s\)"):
             await run_training(made, killer)

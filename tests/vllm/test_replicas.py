@@ -153,7 +153,7 @@ async def test_a_replica_that_hangs_is_lost_and_comes_back(
 ) -> None:
     server = servers["float32"]
     folder = server.log.parent / "float32"
-    async with trained(folder, [server.url], hang_s=4, prove_timeout_s=5) as at:
+    async with trained(folder, [server.url], hang_s=4, prove_s=5) as at:
         await at.publisher.publish(0)
         server.engine().send_signal(signal.SIGSTOP)
         call = asyncio.create_task(at.ask(0, max_tokens=16))

@@ -36,14 +36,13 @@ from tinkerscript.processes.children import (
     server_address,
     worker_command,
 )
+from tinkerscript.processes.launcher import MAX_RESTARTS
 from tinkerscript.processes.planned import server_process
 from tinkerscript.processes.supervisor import Supervisor
 from tinkerscript.server.addresses import moved_to
 from tinkerscript.server.auth import CLIENT_TOKEN, read_token
 from tinkerscript.server.store import is_shared
 from tinkerscript.train.identity import check_unused, check_whole, identify
-
-MAX_RESTARTS = 10
 
 READY_POLL_S = 0.2
 """Between two looks at whether a model has loaded."""
@@ -86,7 +85,7 @@ async def served_checkpoint(
         (run_dir / "logs").mkdir()
         (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         async with Supervisor(max_restarts=max_restarts, note=note) as supervisor:
-            server = server_process(run_dir, restarts=max_restarts, serve_model=True).child(run_dir)
+            server = server_process(run_dir, max_restarts=max_restarts, serve_model=True).child(run_dir)
             await supervisor.start(server)
             address = await server_address(run_dir, server, supervisor)
             await supervisor.start(engine_child(folder, address, run_dir))
@@ -152,10 +151,8 @@ async def serve_run(
     identify(folder)
     if resume is None or overrides:
         write_atomically(folder / "config.yaml", dump_config(config))
-    async with Supervisor(max_restarts=config.workers.max_restarts, note=console.print) as supervisor:
-        server = server_process(
-            folder, restarts=config.workers.max_restarts, log_format=config.log_format
-        ).child(folder)
+    async with Supervisor(max_restarts=MAX_RESTARTS, note=console.print) as supervisor:
+        server = server_process(folder, log_format=config.log_format).child(folder)
         await supervisor.start(server)
         patience_s = 0.0 if _trains(config) else config.inference.start_timeout_s
         if is_shared(config.interchange_server.store):
@@ -180,8 +177,8 @@ def _greeting(config: RunConfig, folder: Path, address: ServerAddress) -> str:
     if not _trains(config):
         inference = config.inference
         sampler = [
-            f"samples from     {inference.backend} at {inference.base_url}, policy version "
-            f"{inference.policy_version}; log: {folder / 'logs' / 'server.log'}"
+            f"samples from     {inference.backend} at {inference.base_url}; "
+            f"log: {folder / 'logs' / 'server.log'}"
         ]
     return "\n".join(
         [

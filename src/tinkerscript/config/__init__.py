@@ -22,7 +22,6 @@ from tinkerscript.config.section import Section
 from tinkerscript.config.server_section import DEFAULT_PORT, ClientConfig, InterchangeConfig, Port
 from tinkerscript.config.training_section import (
     DistillationConfig,
-    ReplayConfig,
     RolloutCorrectionConfig,
     SamplingConfig,
     SftConfig,
@@ -43,7 +42,6 @@ __all__ = [
     "LoraConfig",
     "MetricsConfig",
     "Port",
-    "ReplayConfig",
     "RoleConfig",
     "RolloutCorrectionConfig",
     "RunConfig",

@@ -24,9 +24,6 @@ class LoraConfig(Section):
     """What has adapters: `attn`, `mlp`, `unembed` (the head), or with the embedded engine linear modules by
     their last names, such as `q_proj`."""
 
-    seed: int = Field(default=-1, ge=-1)
-    """Seed of the adapter's first weights. -1: the run's."""
-
 
 class EngineConfig(Section):
     backend: str = "embedded"

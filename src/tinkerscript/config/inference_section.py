@@ -40,12 +40,6 @@ class LaunchConfig(Section):
     env: dict[str, str] = Field(default_factory=dict[str, str])
     """Further environment variables of the replicas."""
 
-    max_restarts: int = Field(default=10, ge=0)
-    """Number of times that a dead replica is started again before the run gives up."""
-
-    start_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds that a replica may take to load the model."""
-
 
 class InferenceConfig(Section):
     backend: Literal["trainer", "vllm"] = "trainer"
@@ -70,15 +64,6 @@ class InferenceConfig(Section):
     max_loras: int = Field(default=4, ge=2)
     """Adapters that a replica holds at once: the newest, those that episodes finish with, and a free one."""
 
-    seeds: bool = False
-    """Whether replicas get a seed for each request, which makes them slower."""
-
-    prove_timeout_s: float = Field(default=120.0, gt=0)
-    """Seconds in which a replica has to load a version and prove it, or it samples no more."""
-
-    hang_s: float = Field(default=60.0, gt=0)
-    """Seconds without a sampled token after which a replica with requests counts as hung."""
-
     base_url: str = ""
     """URL of the vLLM server, such as `http://127.0.0.1:8000`, with or without `/v1`."""
 
@@ -87,13 +72,6 @@ class InferenceConfig(Section):
 
     api_key_env: str = ""
     """Name of the environment variable that holds the server's API key. Empty: the server needs none."""
-
-    policy_version: int = Field(default=-1, ge=-1)
-    """Policy version of the weights that the server holds. -1: weights that the trainer never published;
-    their samples are recorded and do not train. A server that numbers its weights overrides this."""
-
-    max_in_flight: int = Field(default=256, ge=1)
-    """Maximum number of concurrent requests to the server; further ones wait."""
 
     start_timeout_s: float = Field(default=30.0, ge=0)
     """Seconds to wait for a server or a replica that runs already to respond at the start."""
@@ -159,19 +137,6 @@ class RoleConfig(Section):
 
     api_key_env: str = ""
     """Name of the environment variable that holds the server's API key. Empty: it needs none."""
-
-    max_tokens: int = Field(default=4096, ge=1)
-    """For `outside`: tokens of a reply if the program does not set a maximum."""
-
-    max_in_flight: int = Field(default=64, ge=1)
-    """Maximum number of concurrent requests to the server; further ones wait."""
-
-    timeout_s: float = Field(default=120.0, gt=0)
-    """Seconds that one request to the server may take."""
-
-    max_wait_s: float = Field(default=600.0, ge=0)
-    """For `frozen`: seconds that a training step waits for a server that does not answer, before the run ends
-    and can be resumed."""
 
     learning_rate: float = Field(default=0.0, ge=0)
     """For `trained`: the role's own learning rate; 0: `training.learning_rate`. The schedule is the run's."""

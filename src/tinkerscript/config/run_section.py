@@ -24,6 +24,7 @@ from tinkerscript.config.training_section import (
     SftConfig,
     TrainingConfig,
 )
+from tinkerscript.limits import TRANSCRIPT
 from tinkerscript.logs import LogFormat
 from tinkerscript.remote_folder import is_url, name_of
 
@@ -97,10 +98,8 @@ class WorkersConfig(Section):
     """Number of worker processes that `tinkerscript train` starts. 0: only those that you start yourself."""
 
     max_count: int = Field(default=0, ge=0)
-    """Number of workers to which a run grows while episodes wait, from `count` up. 0: always `count`."""
-
-    idle_s: float = Field(default=60.0, ge=0)
-    """Seconds after which a worker beyond `count` that is not needed, and has no episode, is stopped."""
+    """Number of workers to which a run grows while episodes wait, from `count` up; those that have nothing to
+    do for a minute leave. 0: always `count`."""
 
     cpus: float = Field(default=1.0, ge=0)
     """Processors that Ray reserves for a worker."""
@@ -113,13 +112,6 @@ class WorkersConfig(Section):
 
     allow_discard_timeout: float = Field(default=60.0, gt=0)
     """Seconds without activity after which a worker's claim expires."""
-
-    drain_timeout: float = Field(default=20.0, ge=0)
-    """Seconds that a worker's episodes get to finish after SIGTERM; what is left is handed back, and handed
-    out again at once. Whoever sends the signal has to wait for 10 s more."""
-
-    max_restarts: int = Field(default=10, ge=0)
-    """Number of times that a dead worker or server is restarted before the run gives up."""
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> WorkersConfig:
@@ -140,9 +132,6 @@ class ClusterConfig(Section):
     environment: list[str] = Field(default_factory=list[str])
     """With `ray`: names of environment variables of the trainer that workers and replicas get too, such as
     `HF_TOKEN`, besides the tokens that they need."""
-
-    start_timeout_s: float = Field(default=600.0, gt=0)
-    """With `ray`: seconds that the cluster may take to have room for what the run needs from its start."""
 
 
 class RunConfig(Section):
@@ -180,10 +169,6 @@ class RunConfig(Section):
     recording_limit_mb: int = Field(default=20_480, ge=0)
     """Maximum size of recorded calls, tokens, and transcripts, in MiB: beyond it the oldest are dropped. 0:
     no limit."""
-
-    recording_transcript_kb: int = Field(default=1024, ge=0, le=16_384)
-    """Maximum size of the transcript of one attempt at an Inspect task, compressed, in KiB: a longer one is
-    shortened. 0: transcripts are not recorded."""
 
     interchange_server: InterchangeConfig = Field(default_factory=InterchangeConfig)
     """The interchange server."""
@@ -410,7 +395,7 @@ class RunConfig(Section):
     @property
     def max_transcript_bytes(self) -> int:
         """Of one attempt's transcript, compressed; 0: none is recorded."""
-        return 0 if self.recording == "off" else self.recording_transcript_kb * 1024
+        return 0 if self.recording == "off" else TRANSCRIPT.limit
 
     @property
     def all_tasks(self) -> list[WeightedTaskConfig]:

@@ -44,11 +44,8 @@ class InterchangeConfig(Section):
     free port. The run folder's `server.json` has the URL."""
 
     link_host: str = "127.0.0.1"
-    """IP address that the link binds if `interchange_method` is `tcp`. On any address other than loopback
-    the link is encrypted, and connecting takes the run folder's `link_keys`."""
-
-    link_encryption: Literal["auto", "always"] = "auto"
-    """`auto`: encrypt a `tcp` link beyond loopback; `always`: encrypt every `tcp` link."""
+    """IP address that the link binds if `interchange_method` is `tcp`. Such a link is encrypted: the trainer
+    needs the run folder's `link_keys`."""
 
     link_port: int = Field(default=0, ge=0, le=65535)
     """TCP port of the link if `interchange_method` is `tcp`. 0 picks a free port."""
@@ -73,7 +70,7 @@ class InterchangeConfig(Section):
     """Number of claims after which an episode is recorded as failed."""
 
     call_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds that a model call may wait for the engine."""
+    """Seconds that a model call may wait for the engine, and a request to the server of a role may take."""
 
     max_claim_s: float = Field(default=7200.0, gt=0)
     """Maximum lifetime of a claim in seconds, however often its client renews it."""
@@ -92,38 +89,15 @@ class InterchangeConfig(Section):
     """What a commit survives: `normal`, a killed process; `full`, also a power failure (one disk sync per
     commit). With PostgreSQL that is up to the database, and `full` refuses one with `fsync` off."""
 
-    header_timeout_s: float = Field(default=10.0, gt=0)
-    """Seconds within which the head of a request has to arrive, which may have 64 KiB."""
-
-    body_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds within which the body of a request has to arrive, and a client has to read some of an answer
-    that waits for it."""
-
-    max_connections: int = Field(default=0, ge=0)
-    """Open connections beyond which the one that has been idle longest, or has not read its answer, is
-    closed. 0: what the limit on open files allows."""
-
-    max_body_bytes: int = Field(default=16_777_216, ge=1024)
-    """Maximum size of a request body, in bytes."""
-
     max_reward: float = Field(default=MAX_REWARD, gt=0, le=MAX_REWARD)
     """Maximum magnitude of a reward. With clients that you do not trust, set it to what the task's scorer can
     give: one huge reward decides the direction of a whole step."""
 
-    max_calls_per_claim: int = Field(default=10_000, ge=1)
-    """Maximum number of model calls per claim."""
-
     max_tokens_per_claim: int = Field(default=4_000_000, ge=1)
     """Maximum number of tokens sampled per claim."""
 
-    max_claims_per_client: int = Field(default=4096, ge=1)
-    """Maximum number of claims that one client may hold at once."""
-
     model_names: list[str] = Field(default_factory=list[str])
     """Names by which programs may call the model, besides `policy` and its own. Empty: any name."""
-
-    max_pool_episodes: int = Field(default=20_000, ge=1)
-    """Maximum number of unfinished episodes in a client's own pool."""
 
     @model_validator(mode="after")
     def _each_client_once(self) -> InterchangeConfig:

@@ -26,14 +26,6 @@ class SamplingConfig(Section):
     """Maximum number of tokens per model call if the program does not set a limit."""
 
 
-class ReplayConfig(Section):
-    uses: int = Field(default=1, ge=1)
-    """Training steps that an episode may train in. 1: no replay. At most `max_policy_lag` + 1."""
-
-    groups: int = Field(default=0, ge=0)
-    """Groups of earlier steps that join each step; 0: as many as the step's own `groups_per_step`."""
-
-
 class RolloutCorrectionConfig(Section):
     method: Literal["none", "truncate", "mask"] = "none"
     """What to do where the sampler's probabilities are not the trainer's: `none`; weigh by their ratio,
@@ -50,11 +42,9 @@ class DistillationConfig(Section):
     teacher: str = ""
     """Name of the role (`roles`, of `kind: frozen`) that scores every sampled token. Empty: none."""
 
-    coef: float = Field(default=1.0, gt=0)
-    """Weight of the divergence."""
-
     reward_coef: float = Field(default=0.0, ge=0)
-    """Weight of the task's own reward. 0: the teacher alone decides, and groups need only one episode."""
+    """Weight of the task's own reward beside the divergence, which has 1. 0: the teacher alone decides, and
+    groups need only one episode."""
 
     @property
     def is_pure(self) -> bool:
@@ -87,8 +77,9 @@ class TrainingConfig(Section):
     """Training steps that an episode may be behind the weights that it trains. Stale episodes are counted
     and left out."""
 
-    replay: ReplayConfig = Field(default_factory=ReplayConfig)
-    """Training again on the groups of earlier steps."""
+    replay_uses: int = Field(default=1, ge=1)
+    """Training steps that an episode may train in: n - 1 times `groups_per_step` groups of earlier steps join
+    each step. 1: no replay. At most `max_policy_lag` + 1."""
 
     checkpoint_every: int = Field(default=5, ge=0)
     """Steps between checkpoints, from which `train --resume` continues; 0: only the last step."""
@@ -202,9 +193,9 @@ class TrainingConfig(Section):
             raise ValueError(
                 "asynchronous: its episodes are a step behind, so max_policy_lag must be 1 or more, not 0"
             )
-        if self.replay.uses > self.max_policy_lag + 1:
+        if self.replay_uses > self.max_policy_lag + 1:
             raise ValueError(
-                f"replay.uses: {self.replay.uses} needs a max_policy_lag of {self.replay.uses - 1} or more, "
+                f"replay_uses: {self.replay_uses} needs a max_policy_lag of {self.replay_uses - 1} or more, "
                 f"not {self.max_policy_lag}: each further use is a step later"
             )
         return self

@@ -34,6 +34,9 @@ from tinkerscript.gateway.sampled_model import unknown_model
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import FOREIGN_POLICY, Call
 
+REPLY_TOKENS = 4096
+"""Of a reply, if the program sets no maximum."""
+
 MAX_TIMEOUTS = 16
 """Requests of one claim that may time out: a server may charge for them, and they are not recorded."""
 
@@ -133,7 +136,7 @@ class OutsideModel(NamedModel):
         if self._timeouts.get(key, 0) >= MAX_TIMEOUTS:
             message = f"{MAX_TIMEOUTS} calls of this claim to the role {self.name!r} have timed out"
             raise GatewayError(403, "claim_limit_exceeded", message)
-        wanted = self._server.max_tokens if call.max_tokens is None else call.max_tokens
+        wanted = REPLY_TOKENS if call.max_tokens is None else call.max_tokens
         num_bytes = prepared.recorded_bytes()
         granted = await self._claims.begin(claim, 1, wanted, num_bytes)
         try:

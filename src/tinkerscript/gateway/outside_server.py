@@ -1,7 +1,7 @@
 """`OutsideServer`: chat completions of an OpenAI-compatible server that a role names.
 
 Invariant: its key goes into the `Authorization` header of requests to it and nowhere else. At most
-`max_in_flight` requests are open, and redirects are not followed.
+`IN_FLIGHT` requests are open, and redirects are not followed.
 
 Source: https://platform.openai.com/docs/api-reference/chat
 """
@@ -70,15 +70,25 @@ class _Body(Struct):
     error: Any = None
 
 
+IN_FLIGHT = 64
+"""Requests to the server of a role that may be open, of all gateway processes together."""
+
 _READ_BODY = msgspec.json.Decoder(_Body).decode
 
 
 class OutsideServer:
     """The server of one role. Raises only GatewayError, and names the role, never the address."""
 
-    def __init__(self, role: str, config: RoleConfig, *, api_key: str = "", processes: int = 1) -> None:
-        """`processes`: how many share `max_in_flight`."""
-        self.max_tokens = config.max_tokens
+    def __init__(
+        self,
+        role: str,
+        config: RoleConfig,
+        *,
+        api_key: str = "",
+        timeout_s: float,
+        in_flight: int = IN_FLIGHT,
+    ) -> None:
+        """`timeout_s`: of one request; `in_flight`: requests that may be open."""
         self._model = config.model
         self._length_field = "max_tokens"
         self._upstream = Upstream(
@@ -86,8 +96,8 @@ class OutsideServer:
             name=f"the server of the role {role!r}",
             api_key=api_key,
             key_setting=f"roles.{role}.api_key_env",
-            max_in_flight=max(1, config.max_in_flight // processes),
-            timeout_s=config.timeout_s,
+            max_in_flight=in_flight,
+            timeout_s=timeout_s,
         )
         self.close = self._upstream.close
         self.aclose = self._upstream.aclose
@@ -210,7 +220,13 @@ async def outside_servers(
         for name, role in config.episode_roles.items():
             if role.kind == "outside":
                 key = _key_of(name, role, environ)
-                servers[name] = OutsideServer(name, role, api_key=key, processes=max(1, processes))
+                servers[name] = OutsideServer(
+                    name,
+                    role,
+                    api_key=key,
+                    timeout_s=config.interchange_server.call_timeout_s,
+                    in_flight=IN_FLIGHT // max(1, processes),
+                )
                 stack.push_async_callback(servers[name].aclose)
         yield servers
 

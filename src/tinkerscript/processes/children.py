@@ -39,6 +39,9 @@ CHILD_POLL_S = 0.02
 RANK_ERROR_S = 5.0
 """Seconds in which a rank that has died is known to be dead."""
 
+IDLE_S = 60.0
+"""After which a worker beyond `workers.count` that is not needed, and has no episode, is stopped."""
+
 SCALE_S = 1.0
 """Between two looks at how many workers are needed: the server says so once a second."""
 
@@ -245,7 +248,7 @@ class Workers:
                 await self._start(number)
         if wanted >= self.number:
             self._needed_at = self._clock()
-        elif self._clock() - self._needed_at >= self._config.idle_s:
+        elif self._clock() - self._needed_at >= IDLE_S:
             await self._stop_idle(self.number - wanted, demand.own_claims)
 
     async def _stop_idle(self, at_most: int, claims: Mapping[str, int]) -> None:

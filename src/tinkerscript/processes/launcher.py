@@ -21,6 +21,9 @@ from pathlib import Path
 
 from tinkerscript.lifecycle import DISK_FULL, describe_exit
 
+MAX_RESTARTS = 10
+"""How often a process that died is started again before the run gives up."""
+
 
 class Slot(StrEnum):
     """A word of a planned command, or a value of its environment, that is known when the process starts."""

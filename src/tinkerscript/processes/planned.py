@@ -14,7 +14,7 @@ from pathlib import Path
 from tinkerscript.config import EngineConfig, InferenceConfig, RunConfig
 from tinkerscript.lifecycle import own_command
 from tinkerscript.logs import FORMAT, LogFormat
-from tinkerscript.processes.launcher import Child, Room, Slot
+from tinkerscript.processes.launcher import MAX_RESTARTS, Child, Room, Slot
 from tinkerscript.protocol import SERVER_URL
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, FILE_SUFFIX, TOKEN_VARIABLES
 from tinkerscript.vllm_plugin import ADAPTERS, ADAPTERS_TOKEN, TRANSFER
@@ -116,7 +116,6 @@ def plan_of(config: RunConfig, folder: Path) -> list[PlannedProcess]:
         return [*trainer, *page]
     server = server_process(
         folder,
-        restarts=config.workers.max_restarts,
         secrets=_of_server(config),
         log_format=config.log_format,
     )
@@ -138,7 +137,7 @@ def _without(keys: Collection[str], process: PlannedProcess) -> PlannedProcess:
 def server_process(
     folder: Path,
     *,
-    restarts: int,
+    max_restarts: int = MAX_RESTARTS,
     secrets: tuple[str, ...] = (),
     serve_model: bool = False,
     log_format: LogFormat = "text",
@@ -151,18 +150,20 @@ def server_process(
         environment=_logging(log_format),
         secrets=(CLIENT_TOKEN, ADMIN_TOKEN, *secrets),
         is_beside=True,
-        restarts=restarts,
+        restarts=max_restarts,
     )
 
 
-def page_process(config: RunConfig, folder: Path, *options: str) -> PlannedProcess:
+def page_process(
+    config: RunConfig, folder: Path, *options: str, max_restarts: int = MAX_RESTARTS
+) -> PlannedProcess:
     """The page of the run in `folder`. `options`: of `tinkerscript view`."""
     page = PlannedProcess(
         "page",
         ("tinkerscript", "view", str(folder), *options),
         secrets=(ADMIN_TOKEN, f"{ADMIN_TOKEN}{FILE_SUFFIX}"),
         is_beside=True,
-        restarts=config.workers.max_restarts,
+        restarts=max_restarts,
         after=(TRAINER_PROCESS,),
     )
     return _without(config.key_variables | TOKEN_VARIABLES, page)
@@ -211,7 +212,7 @@ def _replicas(config: RunConfig) -> list[PlannedProcess]:
             environment=_replica_environment(engine, inference, number),
             secrets=(*secrets, *config.cluster.environment),
             room=Room(launch.cpus, launch.tensor_parallel if launch.gpus else 0),
-            restarts=launch.max_restarts,
+            restarts=MAX_RESTARTS,
             after=(SERVER_PROCESS,),
         )
         for number in range(launch.replicas)
@@ -280,13 +281,12 @@ def _workers(config: RunConfig) -> list[PlannedProcess]:
                 *("tinkerscript", "worker", *worker_arguments(config)),
                 *("--concurrency", str(workers.concurrency)),
                 *("--allow-discard-timeout", str(workers.allow_discard_timeout)),
-                *("--drain-timeout", str(workers.drain_timeout)),
                 *("--client-uuid", Slot.CLIENT),
             ),
             environment={SERVER_URL: Slot.SERVER, **_logging(config.log_format)},
             secrets=(CLIENT_TOKEN, *config.cluster.environment),
             room=Room(workers.cpus),
-            restarts=workers.max_restarts,
+            restarts=MAX_RESTARTS,
             after=(SERVER_PROCESS,),
             on_demand=number >= workers.count,
         )

@@ -33,12 +33,19 @@ from tinkerscript.server.auth import is_loopback
 ACTOR_STOP_S = 4.0
 """Seconds that the agent gets to leave the cluster."""
 
+ROOM_S = 600.0
+"""Seconds that the cluster may take to have room for what the run needs from its start."""
+
 LINE_BYTES = 2**20
 
 
 @asynccontextmanager
 async def open_launcher(
-    config: RunConfig, plan: Sequence[PlannedProcess], folder: Path, note: Callable[[str], None]
+    config: RunConfig,
+    plan: Sequence[PlannedProcess],
+    folder: Path,
+    note: Callable[[str], None],
+    room_s: float = ROOM_S,
 ) -> AsyncGenerator[Launcher]:
     """What starts the processes of a run that need not be beside the trainer.
 
@@ -61,7 +68,7 @@ async def open_launcher(
         )
     launcher = RayLauncher(process, log, note)
     try:
-        await launcher.connect(config, plan)
+        await launcher.connect(config, plan, room_s)
         if launcher.gpus:  # Before this process has used any.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(launcher.gpus)
         yield launcher
@@ -118,14 +125,14 @@ class RayLauncher(Launcher):
         self._failure: WorkerError | None = None
         self._reading = asyncio.create_task(self._read(), name="ray agent")
 
-    async def connect(self, config: RunConfig, plan: Sequence[PlannedProcess]) -> None:
-        """Join the cluster, and wait until it has room for all but the workers. Raises ConfigError."""
+    async def connect(self, config: RunConfig, plan: Sequence[PlannedProcess], room_s: float) -> None:
+        """Join the cluster, and wait `room_s` for room for all but the workers. Raises ConfigError."""
         self._where = f" at {config.cluster.address}" if config.cluster.address else ""
         fixed = [process for process in plan if process.is_beside or not process.name.startswith("worker ")]
         self._send(
             {
                 "address": config.cluster.address,
-                "timeout_s": config.cluster.start_timeout_s,
+                "timeout_s": room_s,
                 "cpus": sum(process.room.cpus for process in plan),
                 "processes": [
                     {

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tinkerscript.config import InterchangeConfig, RunConfig
 from tinkerscript.errors import WorkerError
+from tinkerscript.processes.launcher import MAX_RESTARTS
 from tinkerscript.processes.planned import page_process
 from tinkerscript.processes.supervisor import Supervisor
 from tinkerscript.server.addresses import PAGE_PORT, http_url, listen, listen_near
@@ -25,7 +26,12 @@ THIS_MACHINE = "127.0.0.1"
 
 @asynccontextmanager
 async def run_page(
-    config: RunConfig, folder: Path, note: Callable[[str], None], on_page: Callable[[str], object] | None
+    config: RunConfig,
+    folder: Path,
+    note: Callable[[str], None],
+    on_page: Callable[[str], object] | None,
+    *,
+    max_restarts: int = MAX_RESTARTS,
 ) -> AsyncGenerator[None]:
     """Serve the page of the run in `folder` while the context is open, and say where it is.
 
@@ -46,7 +52,8 @@ async def run_page(
             url = http_url(listener, tls=bool(options))
             note(f"watch the run at {url}")
             on_page(url)
-            child = page_process(config, folder, "--fd", str(listener.fileno()), *options).child(folder)
+            options = ["--fd", str(listener.fileno()), *options]
+            child = page_process(config, folder, *options, max_restarts=max_restarts).child(folder)
             child.fds = (listener.fileno(),)
             try:
                 await supervisor.start(child)

@@ -193,9 +193,8 @@ def bind_link(
 
 
 def needs_link_keys(config: InterchangeConfig) -> bool:
-    """Whether the link is encrypted. Raises ConfigError."""
-    leaves = config.interchange_method == "tcp" and not _ip_address(config.link_host).is_loopback
-    return leaves or (config.interchange_method == "tcp" and config.link_encryption == "always")
+    """Whether the link is encrypted: any user of a machine may connect to its loopback addresses."""
+    return config.interchange_method == "tcp"
 
 
 def _bind_tcp(

@@ -32,6 +32,7 @@ from tinkerscript.errors import StoreError
 from tinkerscript.gateway.dialects import REFUSAL_BODIES
 from tinkerscript.gateway.endpoint import gateway_of
 from tinkerscript.gateway.outside_server import OutsideServer
+from tinkerscript.limits import Totals
 from tinkerscript.model_folder import model_folder, model_name
 from tinkerscript.protocol import RefusalResponse
 from tinkerscript.server.auth import ClaimKeys, Roles, load_secret
@@ -122,6 +123,7 @@ async def create_server(
     listeners: Sequence[socket.socket] = (),
     epoch: int = 0,
     times: LinkTimes | None = None,
+    totals: Totals | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
 ) -> InterchangeServer:
@@ -132,7 +134,7 @@ async def create_server(
     answers for roles. `listeners`: where gateway processes answer model calls; without any this process does.
     `epoch` is what `store.lead` returned. Raises ConfigError and StoreError.
     """
-    section, times = config.interchange_server, times or LinkTimes()
+    section, times, totals = config.interchange_server, times or LinkTimes(), totals or Totals()
     book = EpisodeBook(
         clock=clock, max_attempts=section.max_attempts, max_claim_s=section.max_claim_s, wall=wall
     )
@@ -146,7 +148,7 @@ async def create_server(
         store,
         keys=keys,
         metrics=metrics,
-        max_calls=section.max_calls_per_claim,
+        max_calls=totals.calls,
         max_tokens=section.max_tokens_per_claim,
         gateways=len(listeners),
     )
@@ -174,8 +176,7 @@ async def create_server(
         forget=[part.forget for part in (gateway, claims, gateways) if part is not None],
         clock=clock,
         clients=Clients(clock, {each.name: each.max_claims for each in section.clients}),
-        max_claims_per_client=section.max_claims_per_client,
-        max_pool_episodes=section.max_pool_episodes,
+        totals=totals,
         keeps_failed_calls=config.recording != "off",
     )
     try:
@@ -185,7 +186,7 @@ async def create_server(
         raise
     if remote_sampler is not None:
         model = model_name(model_folder(config.engine.model))
-        interchange.sample_without_trainer(model, config.inference.policy_version)
+        interchange.sample_without_trainer(model)
     trainer = TrainerMessageHandler(
         interchange=interchange,
         store=store,
@@ -217,7 +218,6 @@ async def create_server(
         [engine.router(), status.admin_router()],
         gateways,
         roles,
-        section.max_body_bytes,
     )
     return InterchangeServer(
         app=app,
@@ -240,7 +240,6 @@ def _create_app(
     admin_routes: list[APIRouter],
     gateways: GatewayProcesses | None,
     roles: Roles,
-    max_body_bytes: int,
 ) -> tuple[ASGIApp, FastAPI]:
     """The ASGI app: all routes, each behind its role; and the part of it that documents them."""
     app = FastAPI(
@@ -261,7 +260,7 @@ def _create_app(
         app.include_router(router)
     for router in admin_routes:
         app.include_router(router, dependencies=[Depends(require_admin)])
-    front = in_front(app, models=model_routes, fast=fast, max_body_bytes=max_body_bytes, refusals=refusals)
+    front = in_front(app, models=model_routes, fast=fast, refusals=refusals)
     front = SiteGuard(front, any_host=not roles.are_open, refusals=refusals, binary={TRANSCRIPT_PATH})
     if gateways is not None:
         front = GatewayPaths(front, ports=gateways.ports, refusals=refusals)

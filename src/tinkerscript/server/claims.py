@@ -236,12 +236,12 @@ class LeasedClaims(ClaimBook):
         """
         calls_left, tokens_left = self._max_calls - usage.calls, self._max_tokens - usage.tokens
         if calls_left < number:
-            raise _exceeded(f"{self._max_calls} model calls", "max_calls_per_claim")
+            raise _exceeded(f"{self._max_calls} model calls")
         if tokens_left < number:
-            raise _exceeded(f"{self._max_tokens} sampled tokens", "max_tokens_per_claim")
+            raise _exceeded(f"{self._max_tokens} sampled tokens ({SECTION}.max_tokens_per_claim)")
         granted = min(max_tokens, tokens_left // number)
         if number > calls_left - usage.calls_in_flight:
-            raise _busy(f"{SECTION}.max_calls_per_claim")
+            raise _busy("model calls")
         if granted * number > tokens_left - usage.tokens_in_flight:
             raise _busy(f"{SECTION}.max_tokens_per_claim")
         return granted
@@ -278,9 +278,9 @@ def _refused(key: str, why: str) -> GatewayError:
     return GatewayError(401, "invalid_api_key", why if key else missing)
 
 
-def _exceeded(limit: str, key: str) -> GatewayError:
+def _exceeded(limit: str) -> GatewayError:
     # 403, because OpenAI's clients retry a 429.
-    message = f"this claim has used its {limit} (interchange_server.{key}); end or abort the episode"
+    message = f"this claim has used its {limit}; end or abort the episode"
     return GatewayError(403, "claim_limit_exceeded", message)
 
 

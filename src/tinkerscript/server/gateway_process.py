@@ -87,7 +87,7 @@ class GatewayProcess:
             outside_servers(config, self._environ, processes=section.processes) as outside,
         ):
             self._gateway = gateway_of(config, claims=self._claims, sampler=sampler, outside=outside)
-            app = self._app(self._gateway, section.max_body_bytes, any_host=setup.any_host)
+            app = self._app(self._gateway, any_host=setup.any_host)
             http = http_server(_traced(app), section)
             serving = asyncio.create_task(http.serve(sockets=[listener]))
             try:
@@ -133,13 +133,13 @@ class GatewayProcess:
                 assert self._sampler is not None
                 self._sampler.message(message)
 
-    def _app(self, gateway: Gateway, max_body_bytes: int, *, any_host: bool) -> ASGIApp:
+    def _app(self, gateway: Gateway, *, any_host: bool) -> ASGIApp:
         app = FastAPI(openapi_url=None)
         refusals = Refusals({f"{self._path}{path}": body for path, body in REFUSAL_BODIES.items()})
         refusals.install(app)
         routes = {f"{self._path}{path}": responder for path, responder in gateway.routes.items()}
         app.include_router(gateway.router, prefix=self._path)
-        front = in_front(app, models=routes, max_body_bytes=max_body_bytes, refusals=refusals)
+        front = in_front(app, models=routes, refusals=refusals)
         return SiteGuard(front, any_host=any_host, refusals=refusals)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tinkerscript.errors import NotTheOwnerError, QuotaError, UnauthorizedError
-from tinkerscript.limits import CLAIMED_BYTES, POOL_BYTES
+from tinkerscript.limits import CLAIMED_BYTES, POOL_BYTES, Totals
 from tinkerscript.logs import about
 from tinkerscript.protocol import (
     NO_EPISODES,
@@ -31,6 +31,7 @@ from tinkerscript.protocol import (
     Failure,
     own_clients,
 )
+from tinkerscript.rollouts.call import FOREIGN_POLICY
 from tinkerscript.server.clients import Clients, RunEnd
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.indexes import DeliveryWindow, LongPollQueue, RequestKey, Wakeup
@@ -86,13 +87,11 @@ class Interchange:
         forget: Iterable[Callable[[str, int], None]],
         clock: Callable[[], float],
         clients: Clients | None = None,
-        max_claims_per_client: int = 4096,
-        max_pool_episodes: int = 20_000,
+        totals: Totals | None = None,
         keeps_failed_calls: bool = False,
     ) -> None:
         """Each of `forget` is called with uuid and attempt of every claim that is over.
 
-        `max_pool_episodes` bounds the episodes in a client's own pool whose outcome is not acknowledged.
         With `keeps_failed_calls`, the calls of a claim that does not count stay in the store until the
         trainer has acknowledged the episode's outcome.
         """
@@ -107,8 +106,7 @@ class Interchange:
         self._clock = clock
         self.clients = clients or Clients(clock)
         self.run_end = RunEnd(self.clients)
-        self._max_claims_per_client = max_claims_per_client
-        self._max_pool_episodes = max_pool_episodes
+        self._totals = totals or Totals()
         self._keeps_failed_calls = keeps_failed_calls
         self._long_polls = LongPollQueue()
         self._polling: Counter[str] = Counter()
@@ -335,7 +333,7 @@ class Interchange:
     def _free_claims(self, request: ClaimEpisodeRequest) -> float:
         """How many more claims the client may hold."""
         client = request.client_uuid
-        free = self._max_claims_per_client - self.book.claims_held(client)
+        free = self._totals.claims - self.book.claims_held(client)
         return max(0, min(free, self.clients.free_claims(client)))
 
     def _claim_now(self, request: ClaimEpisodeRequest) -> list[EpisodeRecord]:
@@ -410,8 +408,8 @@ class Interchange:
             )
         if not self._free_claims(request):
             return (
-                f"{NO_EPISODES} Client {request.client_uuid!r} holds {self._max_claims_per_client} claims, "
-                "the maximum (interchange_server.max_claims_per_client)."
+                f"{NO_EPISODES} Client {request.client_uuid!r} holds {self._totals.claims} claims, the "
+                "maximum."
             )
         return NO_EPISODES
 
@@ -435,11 +433,11 @@ class Interchange:
 
     def _check_pool(self, new: NewEpisode) -> None:
         """Raises QuotaError for one episode too many in a client's pool."""
-        quota = self._max_pool_episodes
+        quota = self._totals.pool_episodes
         if self.book.counts.unfinished(new.pool) >= quota:
             raise QuotaError(
-                f"the pool {new.pool!r} holds {quota} unfinished episodes, the maximum "
-                "(interchange_server.max_pool_episodes); register more when some are over"
+                f"the pool {new.pool!r} holds {quota} unfinished episodes, the maximum; register more "
+                "when some are over"
             )
         if self.book.counts.payload_bytes(new.pool) + len(new.payload) > POOL_BYTES.limit:
             raise QuotaError(
@@ -449,10 +447,10 @@ class Interchange:
 
     # The engine
 
-    def sample_without_trainer(self, model: str, policy_version: int) -> None:
+    def sample_without_trainer(self, model: str) -> None:
         """An inference server samples: hand out episodes whether a trainer is connected or not."""
         self.engine.without_trainer = ROLLING
-        self.engine.model, self.engine.policy_version = model, policy_version
+        self.engine.model, self.engine.policy_version = model, FOREIGN_POLICY
         self.set_status(self.engine.without_trainer)
 
     @property

@@ -45,6 +45,7 @@ from tinkerscript.lifecycle import (
     when_parent_ends,
     without_garbage_collection,
 )
+from tinkerscript.limits import Totals
 from tinkerscript.logs import now_about
 from tinkerscript.model_folder import model_folder
 from tinkerscript.protocol import HealthResponse
@@ -66,6 +67,7 @@ from tinkerscript.trainer_link.messages import LinkTimes
 
 if TYPE_CHECKING:
     from tinkerscript.gateway.samplers import RemoteSampler
+    from tinkerscript.http_server import ConnectionLimits
     from tinkerscript.server.app import InterchangeServer
 
 LISTEN_RETRY_S = 0.5
@@ -84,9 +86,12 @@ async def running_server(
     environ: Mapping[str, str],
     serve_model: bool = False,
     times: LinkTimes | None = None,
+    totals: Totals | None = None,
+    connections: ConnectionLimits | None = None,
 ) -> AsyncGenerator[tuple[ServerInfo, asyncio.Task[None]]]:
     """Serve `run_dir` while the context is open; gives the addresses, and a task that fails if the server
-    does. With a shared store it opens when this server's first term begins.
+    does. With a shared store it opens when this server's first term begins. `totals`, `connections`: what it
+    allows, where that is not the usual.
 
     Raises ConfigError (a port in use, a missing token, a folder that is served already, an inference server
     that cannot be used) and StoreError.
@@ -119,9 +124,10 @@ async def running_server(
                 remote_sampler=sampler,
                 outside=outside,
                 times=times,
+                totals=totals,
             )
             gateways = section.processes if section.processes > 1 and not serve_model else 0
-            terms = _Terms(section, run_dir, create, listener, previous, gateways)
+            terms = _Terms(section, run_dir, create, listener, previous, gateways, connections)
             running = asyncio.create_task(terms.run())
             try:
                 await asyncio.wait((terms.began, running), return_when=asyncio.FIRST_COMPLETED)
@@ -214,6 +220,7 @@ class _Terms:
         listener: socket.socket,
         previous: ServerInfo | None,
         gateways: int,
+        connections: ConnectionLimits | None,
     ) -> None:
         from tinkerscript.http_server import http_server
 
@@ -227,7 +234,7 @@ class _Terms:
         self._previous = previous
         self._gateways = gateways
         self._gate = _Gate()
-        self._http = http_server(self._gate, section)
+        self._http = http_server(self._gate, section, limits=connections)
         self._serving: asyncio.Task[None] | None = None
         self._served = False
         """Whether a term has begun since the last one's book was thrown away."""

@@ -34,7 +34,7 @@ from tinkerscript.config import InterchangeConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.weights import LoraSettings
 from tinkerscript.errors import ConfigError, EngineRequestError, TinkerScriptError, WireError
-from tinkerscript.http_server import http_server
+from tinkerscript.http_server import ConnectionLimits, http_server
 from tinkerscript.tinker_api import sampling_endpoints as sampling
 from tinkerscript.tinker_api import session_endpoints as session
 from tinkerscript.tinker_api import training_endpoints as training
@@ -50,7 +50,7 @@ HEALTH = "healthz"
 HOUSEKEEPING_S = 10.0
 
 
-LIMITS = InterchangeConfig(body_timeout_s=600.0)
+LIMITS = ConnectionLimits(body_s=600.0)
 """Of connections. A batch to train on may take minutes to arrive."""
 
 
@@ -283,7 +283,7 @@ async def serve_wire(options: WireOptions, announce: Callable[[str], None]) -> N
     ):
         state = WireState(engine, options.state_dir, name=options.name, limits=options.limits)
         app = wire_app(state, api_key=key)
-        server = http_server(app, LIMITS, lifespan="on", grace_s=ENGINE_GRACE_S)
+        server = http_server(app, InterchangeConfig(), lifespan="on", grace_s=ENGINE_GRACE_S, limits=LIMITS)
         serving = asyncio.create_task(server.serve([listener]))
         try:
             await server.ready.wait()

@@ -1,7 +1,7 @@
 """`open_frozen_role`: a `frozen` role of the config as a model that samples and scores.
 
 With a `base_url` it is a vLLM server's, and otherwise one that the run's backend holds. Invariant: a server
-that is down or slow is named and waited for, up to the role's `max_wait_s`, and what it sends is scored
+that is down or slow is named and waited for, up to `MAX_WAIT_S`, and what it sends is scored
 exactly as asked or an error.
 """
 
@@ -27,6 +27,12 @@ from tinkerscript.train.tokenizer_check import check_tokenizer_of_server
 
 __all__ = ["open_frozen_role"]
 
+MAX_WAIT_S = 600.0
+"""Seconds that a training step waits for a server that does not answer, before the run ends."""
+
+REQUESTS_AT_ONCE = 64
+"""Requests that may be open."""
+
 CONNECT_RETRY_S = 1.0
 """Interval at which a server that does not answer is asked again."""
 
@@ -45,15 +51,18 @@ async def open_frozen_role(
     *,
     folder: Path,
     note: Callable[[str], None],
+    timeout_s: float,
+    max_wait_s: float = MAX_WAIT_S,
     environ: Mapping[str, str] = os.environ,
 ) -> AsyncGenerator[FrozenModel]:
     """The model of the role `name`, beside the one that `backend` trains, which has its tokenizer in
-    `folder`. `note` gets messages about waits.
+    `folder`. `note` gets messages about waits. `timeout_s`: of one request to a server; `max_wait_s`: until
+    it answers.
 
     Raises ConfigError, with the role's name, for a model that is not there or cannot be used.
     """
     if role.base_url:
-        async with _served(name, role, folder, note, environ) as model:
+        async with _served(name, role, folder, note, environ, timeout_s, max_wait_s) as model:
             yield model
         return
     try:
@@ -65,20 +74,26 @@ async def open_frozen_role(
 
 @asynccontextmanager
 async def _served(
-    name: str, role: RoleConfig, folder: Path, note: Callable[[str], None], environ: Mapping[str, str]
+    name: str,
+    role: RoleConfig,
+    folder: Path,
+    note: Callable[[str], None],
+    environ: Mapping[str, str],
+    timeout_s: float,
+    max_wait_s: float,
 ) -> AsyncGenerator[ServedFrozenModel]:
     try:
         key = api_key(role.api_key_env, environ)
         server = VllmServer(
-            Upstream(role.base_url, api_key=key, max_in_flight=role.max_in_flight, timeout_s=role.timeout_s)
+            Upstream(role.base_url, api_key=key, max_in_flight=REQUESTS_AT_ONCE, timeout_s=timeout_s)
         )
     except ConfigError as error:
         raise ConfigError(f"roles.{name}: {error}") from error
     try:
         facts = await _examined(name, role, server, folder)
-        sampler = RemoteSampler(server, facts, timeout_s=role.timeout_s)
+        sampler = RemoteSampler(server, facts, timeout_s=timeout_s)
         try:
-            yield ServedFrozenModel(name, role, server, sampler, folder, note)
+            yield ServedFrozenModel(name, server, sampler, folder, note, max_wait_s)
         finally:
             sampler.close()
     finally:
@@ -111,14 +126,14 @@ class ServedFrozenModel(FrozenModel):
     def __init__(
         self,
         name: str,
-        role: RoleConfig,
         server: VllmServer,
         sampler: RemoteSampler,
         folder: Path,
         note: Callable[[str], None],
+        max_wait_s: float,
     ) -> None:
         self._name = f"roles.{name} at {server.url}"
-        self._role = role
+        self._max_wait_s = max_wait_s
         self._server = server
         self._note = note
         self._noted = 0.0
@@ -152,7 +167,7 @@ class ServedFrozenModel(FrozenModel):
                 scores = await self._scores(ids)
             except GatewayError as error:
                 waited = loop.time() - began
-                if error.status not in (503, 504) or waited > self._role.max_wait_s:
+                if error.status not in (503, 504) or waited > self._max_wait_s:
                     raise EngineError(f"{self._name}: {error.message} (waited {waited:.0f} s)") from error
                 self._tell(error.message, loop.time())
                 await asyncio.sleep(CONNECT_RETRY_S)

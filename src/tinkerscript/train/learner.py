@@ -86,7 +86,7 @@ class Learner:
         self.alignment = AlignmentCheck(report, config, model)
         """Decides which sequences may train."""
 
-        self.replay = ReplayBuffer(config, seed=seed) if config.replay.uses > 1 else None
+        self.replay = ReplayBuffer(config, seed=seed) if config.replay_uses > 1 else None
         self.groups: list[RolloutGroup] = []
         """The step's own groups."""
 

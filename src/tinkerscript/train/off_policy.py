@@ -121,8 +121,8 @@ class ReplayBuffer:
     """
 
     def __init__(self, config: TrainingConfig, *, seed: int, capacity: int = CAPACITY) -> None:
-        self._uses = config.replay.uses
-        self._number = config.replay.groups or config.groups_per_step
+        self._uses = config.replay_uses
+        self._number = (config.replay_uses - 1) * config.groups_per_step
         self._seed = seed
         self._capacity = capacity
         self._kept: dict[tuple[str, ...], _Kept] = {}

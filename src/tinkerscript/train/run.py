@@ -35,7 +35,7 @@ from tinkerscript.processes.children import (
     server_address,
     worker_command,
 )
-from tinkerscript.processes.launcher import Launcher, LocalLauncher
+from tinkerscript.processes.launcher import MAX_RESTARTS, Launcher, LocalLauncher
 from tinkerscript.processes.planned import SERVER_PROCESS, PlannedProcess, plan_of
 from tinkerscript.processes.ray_launcher import open_launcher
 from tinkerscript.processes.run_page import run_page
@@ -243,7 +243,14 @@ async def _learners(
     frozen = dict[str, FrozenModel]()
     for name, role in config.episode_roles.items():
         if role.kind == "frozen":
-            opening = open_frozen_role(name, role, backend, folder=model, note=progress.note)
+            opening = open_frozen_role(
+                name,
+                role,
+                backend,
+                folder=model,
+                note=progress.note,
+                timeout_s=config.interchange_server.call_timeout_s,
+            )
             frozen[name] = await stack.enter_async_context(opening)
             policy.add_frozen(name, frozen[name])
     distillation = await stack.enter_async_context(
@@ -405,7 +412,7 @@ async def _children(
             yield Children(supervisor, None)
         return
     plan = plan_of(config, path)
-    async with Supervisor(max_restarts=config.workers.max_restarts, note=progress.note) as supervisor:
+    async with Supervisor(max_restarts=MAX_RESTARTS, note=progress.note) as supervisor:
         with progress.waiting(f"the interchange server (log: {path / 'logs' / 'server.log'})"):
             address = await _server(path, plan, supervisor, join=join)
         moved = "" if join else moved_to(config.interchange_server, address.url)

@@ -88,7 +88,7 @@ class Distillation:
         self._teacher = teacher
         self._name = config.teacher
         self._waiting = waiting
-        self._penalty = KLPenalty(self._score, coef=config.coef, centered=False)
+        self._penalty = KLPenalty(self._score, coef=1.0, centered=False)
         self.scales_logits = teacher.scales_logits
         """Whether the teacher scores at other temperatures than 1."""
 
@@ -135,7 +135,14 @@ async def open_distillation(
     teacher = next((model for name, model in (opened or {}).items() if config.roles[name] == role), None)
     async with AsyncExitStack() as stack:
         if teacher is None:
-            opening = open_frozen_role(section.teacher, role, backend, folder=folder, note=progress.note)
+            opening = open_frozen_role(
+                section.teacher,
+                role,
+                backend,
+                folder=folder,
+                note=progress.note,
+                timeout_s=config.interchange_server.call_timeout_s,
+            )
             with progress.waiting(
                 f"the teacher {section.teacher!r} ({role.base_url or role.model or 'the start'})"
             ):

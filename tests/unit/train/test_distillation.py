@@ -70,8 +70,8 @@ def distillation(teacher: FrozenModel | None = None, **more: Any) -> Distillatio
 
 
 async def test_each_token_is_charged_its_own_divergence() -> None:
-    (item,), mean = await distillation(coef=0.5).apply(items(one_turn(1.0)))
-    np.testing.assert_allclose(item.advantages, [0, 0, 0.25, -1.0, 0.5], atol=1e-6)
+    (item,), mean = await distillation().apply(items(one_turn(1.0)))
+    np.testing.assert_allclose(item.advantages, [0, 0, 0.5, -2.0, 1.0], atol=1e-6)
     assert mean == pytest.approx(1 / 6)
 
 
@@ -102,8 +102,8 @@ async def test_it_is_tinker_cookbooks_distillation(monkeypatch: pytest.MonkeyPat
             return [None, *(TEACHER.get(token, -2.0) for token in prompt.to_ints()[1:])]
 
     client: Any = Client()
-    theirs = await incorporate_kl_penalty(data, [client, client], [0, 0], 0.7, 0)
-    ours, mean = await distillation(coef=0.7).apply(batch)
+    theirs = await incorporate_kl_penalty(data, [client, client], [0, 0], 1.0, 0)
+    ours, mean = await distillation().apply(batch)
     assert mean == pytest.approx(theirs["teacher_kl"])
     for item, datum in zip(ours, data, strict=True):
         sampled = item.rollout.sampled[1:]

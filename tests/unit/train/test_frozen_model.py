@@ -185,7 +185,9 @@ async def test_a_role_without_a_model_is_named(
 
 
 async def opened(role: RoleConfig, backend: EmbeddedBackend) -> None:
-    async with open_frozen_role("teacher", role, backend, folder=TINY_MODEL, note=lambda _: None):
+    async with open_frozen_role(
+        "teacher", role, backend, folder=TINY_MODEL, note=lambda _: None, timeout_s=60
+    ):
         pass
 
 

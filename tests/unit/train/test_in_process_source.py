@@ -133,9 +133,8 @@ async def test_a_reward_out_of_bounds_fails_its_episode_alone(tmp_path: Path) ->
     assert ended.failures[0]["kind"] == "reward_out_of_bounds"
 
 
-@pytest.mark.parametrize("settings", [{"recording": "off"}, {"recording_transcript_kb": 0}])
-async def test_transcripts_that_nobody_records_are_not_made(tmp_path: Path, settings: dict[str, Any]) -> None:
-    async with opened(tmp_path, "rich", **settings) as (source, samples):
+async def test_transcripts_that_nobody_records_are_not_made(tmp_path: Path) -> None:
+    async with opened(tmp_path, "rich", recording="off") as (source, samples):
         [[episode]] = samples.train_groups(step=1, groups=1, group_size=1)
         await source.start([episode])
         (ended,) = await source.outcomes()

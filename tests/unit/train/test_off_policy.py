@@ -71,8 +71,8 @@ def test_a_group_with_too_few_fresh_episodes_does_not_train() -> None:
 # Replay
 
 
-def config(**replay: Any) -> TrainingConfig:
-    return TrainingConfig.model_validate({"groups_per_step": 2, "max_policy_lag": 9, "replay": replay})
+def config(uses: int, groups_per_step: int) -> TrainingConfig:
+    return TrainingConfig(groups_per_step=groups_per_step, max_policy_lag=9, replay_uses=uses)
 
 
 def group(name: str) -> RolloutGroup:
@@ -113,14 +113,14 @@ def restored(made: TrainingConfig, recorded: list[Recorded], max_lag: int, capac
 @given(
     uses=st.integers(1, 4),
     capacity=st.integers(1, 6),
-    number=st.integers(1, 4),
+    groups=st.integers(1, 3),
     max_lag=st.integers(0, 5),
     fresh=st.lists(st.integers(0, 3), min_size=1, max_size=12),
 )
 def test_no_token_trains_more_often_than_declared_over_any_restarts(
-    uses: int, capacity: int, number: int, max_lag: int, fresh: list[int]
+    uses: int, capacity: int, groups: int, max_lag: int, fresh: list[int]
 ) -> None:
-    made = config(uses=uses, groups=number)
+    made, number = config(uses, groups), (uses - 1) * groups
     whole = ReplayBuffer(made, seed=3, capacity=capacity)
     recorded: list[Recorded] = []
     for step, size in enumerate(fresh, start=1):
@@ -145,7 +145,7 @@ def test_newer_groups_are_preferred_by_their_weight() -> None:
     """With weights 1, 8, 27 and one draw a step, the shares are those of the weights."""
     shares: Counter[str] = Counter()
     for seed in range(2000):
-        buffer = ReplayBuffer(config(uses=9, groups=1), seed=seed)
+        buffer = ReplayBuffer(config(2, 1), seed=seed)
         buffer.record([group("a"), group("b"), group("c")])
         shares.update(names(buffer.draw(1)))
     assert shares["a.0"] / 2000 == pytest.approx(1 / 36, abs=0.02)
@@ -154,7 +154,7 @@ def test_newer_groups_are_preferred_by_their_weight() -> None:
 
 
 def test_what_is_too_old_leaves_and_is_counted() -> None:
-    buffer = ReplayBuffer(config(uses=3, groups=9), seed=1)
+    buffer = ReplayBuffer(config(3, 5), seed=1)
     buffer.record([group("b"), group("c")])
     buffer.drop(lambda group: not group.episodes[0].episode_uuid.startswith("b"))
     assert names(buffer.draw(2)) == ["c.0"]
@@ -165,12 +165,12 @@ def test_what_is_too_old_leaves_and_is_counted() -> None:
     ("wrong", "said"),
     [
         ({"asynchronous": True, "max_policy_lag": 0}, "max_policy_lag must be 1 or more"),
-        ({"replay": {"uses": 3}}, "needs a max_policy_lag of 2 or more, not 1"),
-        ({"replay": {"uses": 0}}, "greater than or equal to 1"),
-        ({"replay": {"use": 2}}, "Extra inputs"),
+        ({"replay_uses": 3}, "needs a max_policy_lag of 2 or more, not 1"),
+        ({"replay_uses": 0}, "greater than or equal to 1"),
+        ({"replay": {"uses": 2}}, "Extra inputs"),
     ],
 )
 def test_settings_that_would_only_make_stale_episodes_are_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         TrainingConfig.model_validate(wrong)
-    assert TrainingConfig.model_validate({"replay": {"uses": 2}}).replay.uses == 2
+    assert TrainingConfig(replay_uses=2).max_policy_lag == 1

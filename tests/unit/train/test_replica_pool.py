@@ -108,8 +108,16 @@ class Answers:
 class Bench:
     """A pool of scripted replicas over adapters on disk."""
 
-    def __init__(self, folder: Path, number: int, live: int = 1, **settings: Any) -> None:
-        self.config = InferenceConfig(backend="vllm", **{"start_timeout_s": 2, "hang_s": 30, **settings})
+    def __init__(
+        self,
+        folder: Path,
+        number: int,
+        live: int = 1,
+        *,
+        limits: dict[str, float] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = InferenceConfig(backend="vllm", **{"start_timeout_s": 2, **settings})
         self.folder = folder
         self.replicas = [ScriptedReplica(f"replica {i}", self.config) for i in range(number)]
         self.restarted: list[str] = []
@@ -129,6 +137,7 @@ class Bench:
             record=folder / "replicas.jsonl",
             note=self.notes.append,
             timeout_s=5,
+            **{"hang_s": 30, **(limits or {})},
         )
 
     def adapter(self, name: str, version: int) -> Path:
@@ -165,7 +174,7 @@ class Bench:
 async def bench(folder: Path, number: int = 2, *, live: int = 1, **settings: Any) -> AsyncIterator[Bench]:
     made = Bench(folder, number, live, **settings)
     try:
-        await made.pool.begin(5)
+        await made.pool.begin()
         yield made
     finally:
         await made.pool.aclose()
@@ -189,7 +198,7 @@ async def test_a_replica_that_does_not_apply_a_kind_of_module_is_refused(tmp_pat
     made = Bench(tmp_path, 1)
     made.replicas[0].lies["canary-q_proj-0"] = "canary-none-0"
     with pytest.raises(Exception, match=r"does not apply adapters as the trainer does: canary-q_proj-0"):
-        await made.pool.begin(5)
+        await made.pool.begin()
     await made.pool.aclose()
 
 
@@ -299,7 +308,7 @@ async def test_a_replica_that_refuses_connections_is_lost_and_one_that_refuses_a
 
 
 async def test_a_replica_that_samples_nothing_is_restarted(tmp_path: Path) -> None:
-    async with bench(tmp_path, hang_s=0.2) as made:
+    async with bench(tmp_path, limits={"hang_s": 0.2}) as made:
         await made.publish(0)
         first, second = made.replicas
         hangs = asyncio.Event()
@@ -317,7 +326,7 @@ async def test_a_replica_that_samples_nothing_is_restarted(tmp_path: Path) -> No
 
 
 async def test_a_replica_that_does_not_prove_in_time_is_lost_and_the_others_publish(tmp_path: Path) -> None:
-    async with bench(tmp_path, prove_timeout_s=0.2) as made:
+    async with bench(tmp_path, limits={"prove_s": 0.2}) as made:
         await made.publish(0)
         made.replicas[0].slow.clear()
         await made.publish(1)
@@ -352,7 +361,7 @@ async def test_calls_of_the_oldest_adapter_move_before_a_new_one_would_wait_for_
 
 
 async def test_a_launched_replica_that_died_has_time_to_start_again(tmp_path: Path) -> None:
-    async with bench(tmp_path, launch={"start_timeout_s": 77}) as made:
+    async with bench(tmp_path, limits={"start_s": 77}) as made:
         await made.publish(0)
         made.replicas[0].is_launched = True
         for replica in made.replicas:
@@ -363,8 +372,7 @@ async def test_a_launched_replica_that_died_has_time_to_start_again(tmp_path: Pa
 
 
 async def test_no_replica_is_an_error_that_says_why(tmp_path: Path) -> None:
-    settings = {"start_timeout_s": 0.3, "launch": {"start_timeout_s": 0.3}}
-    async with bench(tmp_path, 1, **settings) as made:
+    async with bench(tmp_path, 1, start_timeout_s=0.3) as made:
         await made.publish(0)
         made.replicas[0].up = False
         with pytest.raises(EngineError, match=r"version 1: no replica is available \(replica 0"):

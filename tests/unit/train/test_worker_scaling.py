@@ -74,7 +74,7 @@ class Recorder(Launcher):
 
 @pytest.fixture
 def config() -> RunConfig:
-    return RunConfig(workers=WorkersConfig(script="s.py", count=1, max_count=4, concurrency=10, idle_s=60))
+    return RunConfig(workers=WorkersConfig(script="s.py", count=1, max_count=4, concurrency=10))
 
 
 def workers_of(config: RunConfig, folder: Path, supervisor: Supervisor, clock: Any) -> tuple[Workers, Link]:

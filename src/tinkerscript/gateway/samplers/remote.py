@@ -190,7 +190,7 @@ async def remote_sampler(
     try:
         facts = await examine(server, config, model_folder)
         logger.info("sampler.probed facts=%s", facts.describe())
-        sampler = RemoteSampler(server, facts, policy_version=config.policy_version, timeout_s=timeout_s)
+        sampler = RemoteSampler(server, facts, timeout_s=timeout_s)
         try:
             yield sampler
         finally:
@@ -206,7 +206,6 @@ def inference_server(config: InferenceConfig, environ: Mapping[str, str], *, tim
     upstream = Upstream(
         config.base_url,
         api_key=api_key(config.api_key_env, environ),
-        max_in_flight=config.max_in_flight,
         timeout_s=max(timeout_s, PROBE_TIMEOUT_S),
     )
     return VllmServer(upstream)

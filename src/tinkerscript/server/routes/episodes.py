@@ -344,10 +344,8 @@ class EpisodeRoutes:
             raise HTTPException(411, "send the transcript's length in a Content-Length header") from None
         limit = self._max_transcript_bytes
         if not 0 < length <= limit:
-            setting = "recording_transcript_kb" if limit else "recording, recording_transcript_kb"
-            raise HTTPException(
-                413, f"the transcript has {length} bytes; this run takes 1 to {limit} ({setting})"
-            )
+            takes = f"1 to {limit}" if limit else "none (recording: off)"
+            raise HTTPException(413, f"the transcript has {length} bytes; this run takes {takes}")
         if self._reading + length > MAX_READING_BYTES:
             raise HTTPException(503, f"{self._reading} bytes of transcripts are being received; try again")
         return length

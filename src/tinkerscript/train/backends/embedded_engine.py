@@ -165,9 +165,7 @@ def _lora(config: LoraConfig, seed: int) -> LoraSettings | None:
     """None: all weights train."""
     if not config.rank:
         return None
-    return LoraSettings(
-        config.rank, config.alpha, tuple(config.targets), seed if config.seed < 0 else config.seed
-    )
+    return LoraSettings(config.rank, config.alpha, tuple(config.targets), seed)
 
 
 class EmbeddedFrozenModel(FrozenModel):

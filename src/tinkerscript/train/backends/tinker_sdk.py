@@ -138,7 +138,7 @@ WANTED = (
     ("optim_step", "adam_params", "grad_clip_norm", "it ignores training.grad_clip_norm: nothing is clipped"),
     ("optim_step", "adam_params", "weight_decay", "it ignores training.weight_decay"),
     ("create_model", "lora_config", "train_attn", "it ignores engine.lora.targets: it chooses the layers"),
-    ("create_model", "lora_config", "seed", "it ignores engine.lora.seed: an adapter starts at random"),
+    ("create_model", "lora_config", "seed", "it ignores the seed: an adapter starts at random"),
     ("asample", "sampling_params", "seed", "it ignores the seeds of samples: a run cannot be repeated"),
     ("asample", "sampling_params", "top_p", "it ignores top_p"),
     ("asample", "sampling_params", "top_k", "it ignores top_k"),

@@ -142,7 +142,7 @@ class TinkerBackend(TrainerBackend):
             "create_lora_training_client",
             self._model,
             rank=lora.rank or SERVICE_RANK,
-            seed=self._lora_seed,
+            seed=self._seed,
             train_attn="attn" in lora.targets,
             train_mlp="mlp" in lora.targets,
             train_unembed="unembed" in lora.targets,
@@ -161,23 +161,18 @@ class TinkerBackend(TrainerBackend):
         self, role: str, checkpoint: str, *, checkpoint_dir: Path, restore: str | None
     ) -> TinkerBackend:
         config = self._config
-        lora = config.lora.model_copy(update={"seed": -1})
         policy = TinkerBackend(
             self._service,
-            config.model_copy(update={"checkpoint": checkpoint or config.checkpoint, "lora": lora}),
+            config.model_copy(update={"checkpoint": checkpoint or config.checkpoint}),
             model=self._model,
             folder=self._folder,
             max_context=self.max_context,
             checkpoint_dir=checkpoint_dir,
-            seed=seed_of_role(self._lora_seed, role),
+            seed=seed_of_role(self._seed, role),
             notifier=self._notifier,
         )
         await (policy.start() if restore is None else policy.restore(restore))
         return policy
-
-    @property
-    def _lora_seed(self) -> int:
-        return self._seed if self._config.lora.seed < 0 else self._config.lora.seed
 
     async def publish(self, policy_version: int) -> Sampler:
         client = await self._sampler_of(self._client)

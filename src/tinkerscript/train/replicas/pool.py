@@ -45,6 +45,15 @@ PROOF_TOKENS = 512
 PROMPTS, RANDOM_TOKENS = 16, 32
 """Random prompts, for canaries and where there are no recent ones."""
 
+LOAD_S = 1800.0
+"""What a replica that the run starts may take to load the model. Its death is noticed at once."""
+
+PROVE_S = 120.0
+"""In which a replica has to load a version and prove it, or it samples no more."""
+
+HANG_S = 60.0
+"""Without a sampled token: then a replica with requests counts as hung."""
+
 RESTART_RETRY_S = 1.0
 """Before a replica that could not begin tries again."""
 
@@ -95,6 +104,9 @@ class ReplicaPool:
         record: Path,
         note: Callable[[str], None],
         timeout_s: float,
+        start_s: float = LOAD_S,
+        prove_s: float = PROVE_S,
+        hang_s: float = HANG_S,
     ) -> None:
         """`live`: newest versions to keep; `canaries`: weights to start from, and adapters that are
         exaggerated in one kind of module; `exact`: whether `score` computes in float32; `restart`: starts a
@@ -112,6 +124,9 @@ class ReplicaPool:
         self._record = record
         self._note = note
         self._timeout_s = timeout_s
+        self._start_s = start_s
+        self._prove_s = prove_s
+        self._hang_s = hang_s
         self._live: list[Published] = []
         self._newest = -1
         self._pins: OrderedDict[str, Pin] = OrderedDict()
@@ -132,14 +147,19 @@ class ReplicaPool:
 
     # Replicas come and go
 
-    async def begin(self, start_timeout_s: float) -> None:
+    async def begin(self) -> None:
         """Wait until all replicas can sample. Raises ConfigError for one that cannot be used."""
         try:
-            await asyncio.gather(*(self._begin(replica, start_timeout_s) for replica in self.replicas))
+            await asyncio.gather(*(self._begin(replica, self._limit) for replica in self.replicas))
         except GatewayError as error:
             raise ConfigError(f"a replica cannot be used: {error.message}") from error
         for replica in self.replicas:
             self._in_background(self._watch(replica), f"watch {replica.name}")
+
+    @property
+    def _limit(self) -> float:
+        """Seconds that all replicas may take to begin."""
+        return self._start_s if self._config.launch.replicas else self._config.start_timeout_s
 
     async def failed(self) -> NoReturn:
         """Never returns; raises what broke the pool itself."""
@@ -151,12 +171,12 @@ class ReplicaPool:
         facts = await replica.begin(self._model_folder, timeout_s)
         logger.info("replica.probed name=%s facts=%s", replica.name, facts.describe())
         for canary in self._canaries:
-            async with asyncio.timeout(self._config.prove_timeout_s):
+            async with asyncio.timeout(self._prove_s):
                 await self._try_canary(replica, canary)
         async with self._publishing:
             older = None
             for published in self._live:
-                async with asyncio.timeout(self._config.prove_timeout_s):
+                async with asyncio.timeout(self._prove_s):
                     # What a server that was lost has under this name may be something else.
                     await replica.retire(published.version, published.name)
                     await self._admit(replica, published, older)
@@ -189,8 +209,7 @@ class ReplicaPool:
         self._in_background(self._revive(replica, hangs=hangs), f"revive {replica.name}")
 
     async def _revive(self, replica: Replica, *, hangs: bool) -> None:
-        launch = self._config.launch
-        timeout_s = launch.start_timeout_s if replica.is_launched else self._config.start_timeout_s
+        timeout_s = self._start_s if replica.is_launched else self._config.start_timeout_s
         while True:
             if hangs:
                 self._restart(replica)
@@ -209,7 +228,7 @@ class ReplicaPool:
 
     async def _watch(self, replica: Replica) -> None:
         """Lose the replica when its server does not respond, or has requests and samples nothing."""
-        pause = min(2.0, self._config.hang_s / 4)
+        pause = min(2.0, self._hang_s / 4)
         tokens, moved_at = -1.0, time.monotonic()
         while True:
             await asyncio.sleep(pause)
@@ -226,7 +245,7 @@ class ReplicaPool:
                     why = f"has sampled nothing for {now - moved_at:.0f} s"
             except (GatewayError, TimeoutError) as error:
                 why = f"has not responded for {now - moved_at:.0f} s ({error or type(error).__name__})"
-            if time.monotonic() - moved_at > self._config.hang_s:
+            if time.monotonic() - moved_at > self._hang_s:
                 self.lose(replica, why, hangs=True)
 
     # Versions
@@ -249,11 +268,10 @@ class ReplicaPool:
 
     async def _try_to_admit(self, replica: Replica, published: Published, older: Published | None) -> None:
         try:
-            async with asyncio.timeout(self._config.prove_timeout_s):
+            async with asyncio.timeout(self._prove_s):
                 await self._admit(replica, published, older)
         except TimeoutError:
-            limit = self._config.prove_timeout_s
-            self.lose(replica, f"did not prove version {published.version} within {limit:g} s")
+            self.lose(replica, f"did not prove version {published.version} within {self._prove_s:g} s")
         except LostError as error:
             self.lose(replica, f"did not take version {published.version}: {error}", hangs=True)
         except GatewayError as error:
@@ -309,10 +327,10 @@ class ReplicaPool:
 
     async def _some_replica(self, published: Published) -> None:
         """Wait until a replica samples from `published`. Raises EngineError if none comes back in time."""
-        launch = self._config.launch
-        limit = launch.start_timeout_s if launch.replicas else self._config.start_timeout_s
         try:
-            await self._least_loaded(asyncio.get_running_loop().time() + limit, version=published.version)
+            await self._least_loaded(
+                asyncio.get_running_loop().time() + self._limit, version=published.version
+            )
         except GatewayError as error:
             raise EngineError(f"version {published.version}: {error.message}") from None
 

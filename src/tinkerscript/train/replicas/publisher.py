@@ -25,7 +25,7 @@ from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import ConfigError
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.gateway.samplers.remote import api_key
-from tinkerscript.processes.launcher import Child, Launcher, Slot
+from tinkerscript.processes.launcher import MAX_RESTARTS, Child, Launcher, Slot
 from tinkerscript.processes.planned import KEY, REPLICA_MODEL, PlannedProcess, plan_of
 from tinkerscript.processes.supervisor import Supervisor, run_beside
 from tinkerscript.rollouts.call import FloatArray, IntArray
@@ -33,7 +33,7 @@ from tinkerscript.server.addresses import ADAPTERS_FOLDER
 from tinkerscript.server.auth import ADMIN_TOKEN, read_token
 from tinkerscript.train.backends.backend import Publisher, TrainerBackend
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.replicas.pool import Published, ReplicaPool
+from tinkerscript.train.replicas.pool import HANG_S, PROVE_S, Published, ReplicaPool
 from tinkerscript.train.replicas.replica import Replica
 from tinkerscript.train.step_metrics import StepFacts
 from tinkerscript.vllm_plugin import ADAPTERS_TOKEN, write_manifest
@@ -45,6 +45,9 @@ PROOFS = "replicas.jsonl"
 class ReplicaPublisher(Publisher):
     """Writes each version's weights, and has the replicas sample from them."""
 
+    seeds = False
+    """They make vLLM slower, and what it samples depends on what is in a batch with it anyway."""
+
     def __init__(
         self,
         pool: ReplicaPool,
@@ -55,7 +58,6 @@ class ReplicaPublisher(Publisher):
     ) -> None:
         """`folder`: the run's."""
         self.max_context = engine.max_context
-        self.seeds = config.seeds
         self._sleeps = config.sleep
         self.pool = pool
         self._engine = engine
@@ -125,6 +127,8 @@ async def open_replicas(
     *,
     launcher: Launcher | None = None,
     server_url: str = "",
+    prove_s: float = PROVE_S,
+    hang_s: float = HANG_S,
 ) -> AsyncGenerator[ReplicaPublisher]:
     """The replicas that `config` launches and names, each shown to apply adapters. They end with the context.
 
@@ -146,8 +150,7 @@ async def open_replicas(
         folder=folder,
         adapters=f"{server_url}/{ADAPTERS_FOLDER}" if server_url else str(adapters),
     )
-    restarts = inference.launch.max_restarts
-    async with Supervisor(max_restarts=restarts, note=note, launcher=launcher) as supervisor:
+    async with Supervisor(max_restarts=MAX_RESTARTS, note=note, launcher=launcher) as supervisor:
         key = api_key(inference.api_key_env, os.environ)
         others = [
             Replica(url, url, inference, api_key=key, timeout_s=timeout_s, adapters=engine.is_lora)
@@ -174,13 +177,14 @@ async def open_replicas(
             record=folder / PROOFS,
             note=note,
             timeout_s=timeout_s,
+            prove_s=prove_s,
+            hang_s=hang_s,
         )
         for replica, child in launched.items():
             child.on_death = _on_death(pool, replica)
             await supervisor.start(child)
         try:
-            limit = inference.launch.start_timeout_s if launched else inference.start_timeout_s
-            await run_beside(supervisor, asyncio.create_task(pool.begin(limit)))
+            await run_beside(supervisor, asyncio.create_task(pool.begin()))
             yield ReplicaPublisher(pool, engine, supervisor, folder, inference)
         finally:
             await pool.aclose()

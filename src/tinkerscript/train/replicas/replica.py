@@ -98,7 +98,6 @@ class Replica:
             Upstream(
                 url,
                 api_key=self._api_key,
-                max_in_flight=self._config.max_in_flight,
                 timeout_s=self._timeout_s,
             )
         )
