@@ -15,8 +15,15 @@ from tinkerscript.config import SamplingConfig
 from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.endpoint import Gateway, create_gateway
 from tinkerscript.gateway.outside_server import OutsideServer
-from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
+from tinkerscript.gateway.sampler import (
+    ProgressCallback,
+    Sampler,
+    SampleRequest,
+    SampleResult,
+    refuse_unsupported,
+)
 from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.rollouts.call import Call, full_prompts
 from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
 from tiny_tokenizer import MARKERS
 
@@ -67,6 +74,19 @@ class Bench:
         ids = [token for unit in units for token in self.tokenizer.encode(unit)]
         return ids + self.tokenizer.encode("<|im_end|>")
 
+    @property
+    def calls(self) -> list[Call]:
+        """What is recorded of the claim."""
+        return self.claims.recorded[CLAIM]
+
+    def check_one_sequence(self, turns: int) -> None:
+        """Each call extends the one before, and the sampler got the recorded prompts."""
+        calls, prompts = self.calls, full_prompts(self.calls)
+        assert [call.parent_id for call in calls] == [None, *(call.call_id for call in calls[:-1])]
+        assert len(calls) == turns
+        asked = [request.prompt for request in self.sampler.requests]
+        assert [prompts[call.call_id] for call in calls] == asked
+
     async def post(self, messages: list[dict[str, Any]] | str = "hi", **fields: Any) -> httpx.Response:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
@@ -77,6 +97,17 @@ class Bench:
         response = await self.post(messages, **fields)
         assert response.status_code == 200, response.text
         return response.json()
+
+
+class LimitedSampler(ScriptedSampler):
+    """An engine without constraints and top logprobs."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda prompt: [])
+
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        refuse_unsupported(request, "this engine", constraints=False, top_logprobs=False)
+        return await super().sample(request, progress)
 
 
 class WaitingSampler(Sampler):

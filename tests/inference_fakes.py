@@ -33,9 +33,6 @@ class Distribution:
     end: int
     """The end-of-turn id: more likely than others."""
 
-    words: tuple[int, ...] = ()
-    """Ids that are sampled at all, beside `end`; empty: every id."""
-
     def logits(self, ids: Sequence[int]) -> Floats:
         """float64 [V]"""
         return _logits(self, tuple(ids[-3:]))
@@ -45,10 +42,6 @@ class Distribution:
 def _logits(distribution: Distribution, seed: tuple[int, ...]) -> Floats:
     logits = np.random.default_rng(seed).normal(0.0, 2.0, distribution.size)
     logits[distribution.end] += END_PULL
-    if distribution.words:
-        mask = np.full(distribution.size, -np.inf)
-        mask[[*distribution.words, distribution.end]] = 0.0
-        logits = logits + mask
     logits.flags.writeable = False
     return logits
 
@@ -180,8 +173,6 @@ class FakeServer:
                 return _log_softmax(logits)
             case "processed":
                 return _log_softmax(logits / temperature)
-            case "renormalised":
-                return _kept(logits / temperature, params["top_k"])
             case _:
                 return logits
 

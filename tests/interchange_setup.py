@@ -57,6 +57,10 @@ class Setup:
             self.keys[claim.episode_uuid, claim.attempt] = claim.openai_api_key
         return reply
 
+    async def end(self, claim: ClaimEpisodeResponse) -> None:
+        names = {"episode_uuid": claim.episode_uuid, "attempt": claim.attempt}
+        await self.post("/end_episode", **names, workflow_output=OUTPUT)
+
     async def call(self, key: str, text: str = "1+1") -> httpx.Response:
         return await self.http.post(
             "/v1/chat/completions",

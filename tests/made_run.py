@@ -331,23 +331,8 @@ class MadeRun:
         for place, event in enumerate(events):
             time_of = (at + timedelta(seconds=0.5 * place)).isoformat()
             event |= {"uuid": f"event-{place}", "timestamp": time_of, "working_start": 0.5 * place}
-        sample = {
-            "id": f"order-{number}",
-            "epoch": 1,
-            "input": question["content"],
-            "target": str(number * 3),
-            "messages": [question, replies[0], result, replies[1]],
-            "output": models[1]["output"],
-            "scores": {"solved": score},
-            "metadata": {},
-            "store": {"total": number * 3},
-            "events": events,
-            "events_data": {"messages": [question, replies[0], result], "calls": []},
-            "started_at": at.isoformat(),
-            "completed_at": (at + timedelta(seconds=5)).isoformat(),
-            "model_usage": {},
-            "attachments": {},
-        }
+        messages = [question, replies[0], result]
+        sample = {"events": events, "events_data": {"messages": messages}, "store": {"total": number * 3}}
         return zstandard.ZstdCompressor().compress(json.dumps(sample).encode())
 
     def _text(self, made_up: str) -> str:

@@ -28,7 +28,7 @@ class _Side(asyncio.Protocol):
         self._place = place
         self.other = other
         self.transport: asyncio.Transport | None = None
-        self._early: list[bytes] = []
+        self.early: list[bytes] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
@@ -37,7 +37,7 @@ class _Side(asyncio.Protocol):
             self._address.tasks.add(asyncio.create_task(self._connect()))
         else:
             self.other.other = self
-            for data in self.other._early:
+            for data in self.other.early:
                 self.transport.write(data)
 
     async def _connect(self) -> None:
@@ -53,7 +53,7 @@ class _Side(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.other is None or self.other.transport is None:
-            self._early.append(data)
+            self.early.append(data)
         else:
             self.other.transport.write(data)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +60,11 @@ class Trained:
         await self.pool.announce(version)
         return (await self.pool.sample(request)).policy_version
 
+    def folder_of(self, version: int) -> Path:
+        """Of a published version."""
+        (found,) = (self.folder / "adapters").glob(f"policy-*-{version}-*")
+        return found
+
     def verdicts(self, version: int) -> list[str]:
         lines = [json.loads(line) for line in (self.folder / PROOFS).read_text().splitlines()]
         return [line["verdict"] for line in lines if line["version"] == version]
@@ -81,12 +86,18 @@ async def trained(
     rank: int = 8,
     prove_s: float = PROVE_S,
     hang_s: float = HANG_S,
+    targets: Sequence[str] = ("attn", "mlp", "unembed"),
     **inference: Any,
 ) -> AsyncIterator[Trained]:
-    """The tiny model; `folder`: the run's; `urls`: of the replicas, which serve it as `base`."""
+    """The tiny model; `folder`: the run's; `urls`: of the replicas, which serve it as `base`. With fewer
+    `targets`, fewer canaries are tried when a replica begins."""
     config = RunConfig.model_validate(
         {
-            "engine": {"model": str(TINY_MODEL), "dtype": dtype, "lora": {"rank": rank}},
+            "engine": {
+                "model": str(TINY_MODEL),
+                "dtype": dtype,
+                "lora": {"rank": rank, "targets": [*targets]},
+            },
             "inference": {
                 "backend": "vllm",
                 "replicas": urls,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,6 @@ from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.keys import KEYS_DIR, load_trainer_keys, make_link_keys
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 from tinkerscript.trainer_link.trainer_end import TrainerLink
-
-PROGRAM = Path(__file__).with_name("calls_before_and_after.py")
 
 
 @pytest.fixture(scope="module")
@@ -217,44 +214,6 @@ async def test_another_server_takes_over(
                 assert "server.stepped_down" in leader.log()
         states = database.query("SELECT uuid, state, acknowledged FROM tried.episodes ORDER BY uuid")
         assert states == [(name, "accepted", True) for name in "abc"]
-
-
-async def test_a_programs_base_url_outlives_the_server(
-    url: str, database: PostgresServer, tmp_path: Path, byte_model: Path
-) -> None:
-    """Its program calls one URL before the kill and right after it."""
-    before, after = tmp_path / "before", tmp_path / "after"
-    async with pair_of_servers(tmp_path, byte_model, url) as pair, trainer_of(pair) as link:
-        leader = await pair.leader()
-        link.set_status(engine_status="ENGINE.ROLLING")
-        await link.register(new_episodes("a", "b"))
-        environ = {"BEFORE": str(before), "AFTER": str(after)}
-        with worker(tmp_path, pair, environ) as process:
-            await until(before.exists, "the first call")
-            assert before.read_text() == f"{pair.address.url}/v1"
-            leader.kill()
-            after.touch()
-            outcomes = await accepted(link, 2)
-            assert [len(outcomes[name].calls) for name in "ab"] == [2, 2]
-            await link.flush()
-            assert process.poll() is None
-    states = database.query("SELECT uuid, state, json_array_length(claimants) FROM tried.episodes ORDER BY 1")
-    assert states == [("a", "accepted", 1), ("b", "accepted", 1)]
-
-
-@contextmanager
-def worker(folder: Path, pair: Pair, environ: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    options = ["--concurrency", "1", "--server", pair.address.url]
-    command = [sys.executable, "-m", "tinkerscript", "worker", str(PROGRAM), *options]
-    with (folder / "worker.log").open("wb") as log:
-        process = subprocess.Popen(
-            command, env=os.environ | environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 async def test_a_server_that_goes_on_after_15_s_harms_nothing(

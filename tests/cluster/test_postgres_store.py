@@ -12,12 +12,11 @@ import pytest
 
 from interchange_helpers import eventually
 from postgres_server import PostgresServer, running_pooler, running_postgres
-from store_contract import Reopen, StoreContract, call, calls_of, episode, fields
+from store_contract import Reopen, StoreContract, episode, fields
 from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.server.store import open_store, postgres
 from tinkerscript.server.store.database_lease import DATABASE_LEASE_S
 from tinkerscript.server.store.postgres import PostgresStore
-from tinkerscript.server.store.postgres_schema import PAGE
 
 
 @pytest.fixture(scope="module")
@@ -76,26 +75,6 @@ class TestContract(StoreContract):
     """With the database, and with a pooler that gives each transaction another session."""
 
 
-async def test_one_tick_shares_one_transaction(
-    opened: Open, database: PostgresServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = opened()
-    await store.lead()
-    before = _commits(database)
-    for number in range(200):
-        store.add(episode(f"e{number}", number))
-        store.add_call(episode(f"e{number}", number), 1, call("a"))
-    await store.durable()
-    # Of the database, and of the renewals of the lease.
-    assert len(database.query("SELECT DISTINCT xmin::text FROM tried.episodes")) == 1
-    assert _commits(database) - before < 100
-
-
-def _commits(database: PostgresServer) -> int:
-    ((commits,),) = database.query("SELECT xact_commit FROM pg_stat_database WHERE datname = 'postgres'")
-    return commits
-
-
 async def test_a_batch_of_several_messages_is_one_transaction(
     opened: Open, database: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,22 +92,6 @@ async def test_a_batch_of_several_messages_is_one_transaction(
     with pytest.raises(StoreError, match="duplicate key"):
         await store.durable()
     assert len(await opened().load()) == 20, "all of a transaction or nothing"
-
-
-async def test_a_failed_commit_fails_everything_after_it(opened: Open) -> None:
-    store = opened()
-    await store.lead()
-    store.add(episode())
-    await store.durable()
-    store.add(episode("other uuid, same sequence", 1))
-    store.add(episode("fine", 2))
-    with pytest.raises(StoreError, match=r"database postgres at 127\.0\.0\.1.*duplicate key"):
-        await store.durable()
-    with pytest.raises(StoreError):
-        store.add(episode("later", 3))
-    with pytest.raises(StoreError):
-        await store.failed()
-    assert [each.uuid for each in await opened().load()] == ["e"]
 
 
 async def test_episodes_are_read_with_sql(opened: Open, database: PostgresServer) -> None:
@@ -274,34 +237,12 @@ async def test_servers_agree_on_the_first_value(opened: Open) -> None:
     assert await second.agree("other", b"two") == b"two"
 
 
-async def test_servers_that_start_together_create_the_schema_once(opened: Open) -> None:
-    stores = [opened() for _ in range(5)]
-    values = await asyncio.gather(*(store.agree("v", b"%d" % n) for n, store in enumerate(stores)))
-    assert len(set(values)) == 1
-
-
 async def test_another_version_of_the_tables_is_refused(opened: Open, database: PostgresServer) -> None:
     await opened().lead()
     database.query("UPDATE tried.shared_values SET value = '99' WHERE name = 'schema_version'")
     with pytest.raises(ConfigError, match="has schema version 99, this server reads 1"):
         await opened().lead()
     assert database.query("SELECT epoch FROM tried.lease") == [(1,)], "it has not taken the lease"
-
-
-async def test_runs_share_a_database(database: PostgresServer, tmp_path: Path) -> None:
-    stores = [PostgresStore(database.url, tmp_path / name) for name in ("one", "Two!")]
-    for number, store in enumerate(stores):
-        await store.lead()
-        store.add(episode(f"e{number}"))
-        await store.durable()
-    assert [[each.uuid for each in await store.load()] for store in stores] == [["e0"], ["e1"]]
-    for store in stores:
-        await store.close()
-    names = database.query("SELECT nspname FROM pg_namespace WHERE nspname LIKE 'tinkerscript%' ORDER BY 1")
-    assert names[0] == ("tinkerscript_one",)
-    assert names[1][0].startswith("tinkerscript_two__")
-    for (name,) in names:
-        database.query(f"DROP SCHEMA {name} CASCADE")
 
 
 @pytest.mark.parametrize(("setting", "durability"), [("synchronous_commit", "normal"), ("fsync", "full")])
@@ -330,19 +271,3 @@ async def test_a_database_that_cannot_be_reached_is_named(tmp_path: Path) -> Non
 def test_a_url_that_is_none_is_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"interchange_server\.store"):
         open_store(url, tmp_path, "normal")
-
-
-async def test_calls_of_nothing_are_nothing(opened: Open) -> None:
-    store = opened()
-    await store.lead()
-    assert await store.calls([]) == []
-    assert await calls_of(store, episode(), 1) == []
-
-
-async def test_episodes_are_read_page_by_page(opened: Open) -> None:
-    store, stored = opened(), [episode(f"e{number}", number) for number in range(PAGE + 3)]
-    await store.lead()
-    for each in stored:
-        store.add(each)
-    await store.durable()
-    assert [fields(each) for each in await store.load()] == [fields(each) for each in stored]

@@ -20,7 +20,7 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
 pytestmark = pytest.mark.timeout(900)
 
-SCRIPT, TOGETHER = (Path(__file__).with_name(f"{name}.py") for name in ("rollout", "together"))
+SCRIPT = Path(__file__).with_name("rollout.py")
 ALONE = ("cluster.launcher=local", "cluster.address=''", "engine.devices=1")
 
 LONG_S = 400
@@ -168,38 +168,6 @@ def test_a_replica_whose_node_goes_starts_on_another_one(
     assert summary["max_abs_dlogp"] < 1e-3
     check_books(run)
     check_secrets(run, cluster.logs, commands)
-
-
-@pytest.mark.long
-def test_fifty_workers_work_at_once_on_two_cores_and_end_with_ctrl_c(
-    cluster: VirtualCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, meeting = tmp_path / "run", tmp_path / "meeting"
-    meeting.mkdir()
-    cluster.add(cpus=2)
-    cluster.add(cpus=2)
-    monkeypatch.setenv("MEETING", f"50 {meeting}")
-    command = train(
-        tmp_path,
-        **{
-            "cluster.address": cluster.address,
-            "cluster.environment": "[MEETING]",
-            "workers.script": TOGETHER,
-            "workers.count": 50,
-            "workers.cpus": 0.02,
-            "workers.concurrency": 1,
-            "training.steps": 1000,
-            "training.groups_per_step": 25,
-            "training.group_size": 2,
-        },
-    )
-    command.until(lambda: metrics_lines(tmp_path), seconds=800)
-    assert len({e.client_uuid for e in accepted(run)[:50]}) == 50
-    assert len(left_of(tmp_path, "tinkerscript worker", within_s=0)) == 50
-    command.process.send_signal(signal.SIGINT)
-    assert command.wait(seconds=LONG_S) == 130, command.text()
-    assert not left_of(tmp_path, "tinkerscript", within_s=60)
-    assert "resume with: tinkerscript train --resume run" in command.text()
 
 
 def accepted(run: Path) -> list[EpisodeAccepted]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-import httpx
 import pytest
 from claims import run_claim
 from countdown_server import start
 from openenv import GenericEnvClient
 
 from outside_chat import Message, scripted_chat
-from tinkerscript.errors import ConfigError
 from tinkerscript.workers.base_task import load_task
 from tinkerscript.workers.worker import TaskRollout
 
@@ -77,15 +75,3 @@ async def test_an_episode_that_does_not_end_is_cut(countdown: str) -> None:
         "misread": 0.0,
         "unfinished": 1.0,
     }
-
-
-async def test_a_server_that_is_not_there_fails_the_episode(unused_tcp_port: int) -> None:
-    task = load_task(f"openenv:http://127.0.0.1:{unused_tcp_port}", {"size": 1})
-    async with scripted_chat(twos) as server, TaskRollout({task.task_id: task}) as rollout:
-        with pytest.raises(httpx.ConnectError):
-            await run_claim(rollout, task, task.samples(held_out=False)[0], server.url)
-
-
-def test_a_url_is_needed() -> None:
-    with pytest.raises(ConfigError, match="give the URL of a server"):
-        load_task("openenv:echo", {})

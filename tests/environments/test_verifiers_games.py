@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from aiohttp import web
 from claims import run_claim
 from own_packages import own_evaluation, stand_in_for_uv
 
 from outside_chat import outside_chat
-from tinkerscript.errors import WorkerError
 from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.workers.base_task import load_task
 from tinkerscript.workers.environments import verifiers_environment
@@ -97,15 +95,3 @@ async def test_a_reply_that_the_environment_cannot_use_counts_as_in_verifiers_ev
     assert ours.reward == 0.0
     assert ours.log_metrics["environment_error"] == 1.0
     assert "nine" in str(ours.metadata["environment_error"])
-
-
-async def test_a_player_whose_model_fails_is_still_a_failure() -> None:
-    def answer(body: dict[str, Any]) -> Any:
-        error = {"message": "no such field", "code": "unsupported_parameter"}
-        return "9" if body["model"] == "policy" else web.json_response({"error": error}, status=400)
-
-    async with outside_chat(answer) as server:
-        task = load_task("verifiers:hand-v1", PLAYERS)
-        async with TaskRollout({task.task_id: task}) as rollout:
-            with pytest.raises(WorkerError, match="no such field"):
-                await run_claim(rollout, task, task.samples(held_out=False)[0], server.url)

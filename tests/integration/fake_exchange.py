@@ -45,9 +45,6 @@ class Exchange:
         self.pools: dict[str, list[RegisterEpisodeRequest]] = {}
         """What clients registered, by pool; claimed from the front."""
 
-        self.quota = 1000
-        """Episodes of one pool at most; beyond, 429."""
-
         self.hold_s = 0.05
         """Seconds that a claim is held while there is no episode."""
 
@@ -166,9 +163,6 @@ class Exchange:
         pool = self.pools.setdefault(request.client_uuid, [])
         known = {episode.episode_uuid: episode for episode in pool}
         if request.episode_uuid not in known:
-            if len(pool) >= self.quota:
-                response.status_code, response.headers["Retry-After"] = 429, "0.05"
-                return SuccessResponse(success=False, failure_reason="the pool is full")
             pool.append(request)
         elif known[request.episode_uuid] != request:
             response.status_code = 409

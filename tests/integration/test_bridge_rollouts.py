@@ -154,15 +154,6 @@ async def test_a_strategy_that_tolerates_errors_keeps_the_rest_of_the_group(rend
     assert ["this one" in error.error_message for error in group.rollout_errors] == [True]
 
 
-async def test_builders_are_small_and_run_after_pickling(renderer: Renderer) -> None:
-    dataset = load_environment(FILE, renderer, env_type="task", num_envs_per_group=2)
-    (builder,) = dataset.get_batch(0)
-    sent = pickle.dumps(builder)
-    assert len(sent) < 4096
-    group = await do_group_rollout(pickle.loads(sent), Says(renderer, ScriptedSampling.TURNS[1]))
-    assert group.get_total_rewards() == [1.0, 1.0]
-
-
 class Meets(Says):
     """Says its text when all those of the barrier have been asked."""
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,10 +30,8 @@ from tinkerscript.client import (
 )
 from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import (
-    ClaimLostError,
     NoEpisodeError,
     RequestRefusedError,
-    RunFinishedError,
     ServerUnreachableError,
     WorkerError,
     WrongTaskError,
@@ -56,18 +52,6 @@ from inspect_ai.scorer import match
 def one():
     return Task(dataset=[Sample(id="12+34", input="12+34=", target="46")], scorer=match())
 """
-
-
-@pytest.fixture
-def exchange() -> Exchange:
-    return Exchange(episodes=3)
-
-
-@pytest.fixture
-def url(exchange: Exchange, caplog: pytest.LogCaptureFixture) -> Iterator[str]:
-    caplog.set_level(logging.CRITICAL, logger="uvicorn.error")
-    with serving(exchange) as url:  # type: ignore[arg-type]
-        yield url
 
 
 def test_one_episode_from_claim_to_result(exchange: Exchange, url: str) -> None:
@@ -95,15 +79,6 @@ def test_a_lost_reply_and_a_busy_server_are_asked_again(exchange: Exchange, url:
         client.end_episode(episode, WorkflowOutput(reward=1.0))
     assert len(exchange.ends) == 3
     assert len({end.model_dump_json() for end in exchange.ends}) == 1
-
-
-def test_a_lost_claim_is_said(exchange: Exchange, url: str) -> None:
-    with TinkerScriptClient(url) as client:
-        episode = client.begin_episode()
-        exchange.lost.add("e0")
-        assert client.can_continue_episode(episode).reason == "the lease ran out"
-        with pytest.raises(ClaimLostError, match="the lease ran out"):
-            client.end_episode(episode, 1.0)
 
 
 async def test_the_async_face_does_the_same(exchange: Exchange, url: str) -> None:
@@ -187,19 +162,6 @@ def test_the_runner_accounts_for_every_episode_of_a_plain_function(exchange: Exc
     assert len(exchange.results) + len(exchange.aborted) + 1 == 40
 
 
-def test_failures_that_are_alike_are_logged_with_one_traceback(
-    exchange: Exchange, url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    def rollout(episode: Episode) -> float:
-        raise OSError("no space left" if episode.episode_uuid != "e2" else "no route")
-
-    exchange.queue = ["e0", "e1", "e2", "e3"]
-    with TinkerScriptClient(url) as client, caplog.at_level(logging.WARNING):
-        assert run(rollout, client=client, max_episodes=4).failed == 4
-    failed = [record for record in caplog.records if " failed: " in record.getMessage()]
-    assert [bool(record.exc_info) for record in failed] == [True, False, True, True]
-
-
 def test_the_runner_works_an_async_function_at_once(exchange: Exchange, url: str) -> None:
     exchange.queue = [f"e{number}" for number in range(20)]
     everyone = asyncio.Barrier(10)
@@ -211,24 +173,6 @@ def test_the_runner_works_an_async_function_at_once(exchange: Exchange, url: str
     with TinkerScriptClient(url) as client:
         done = run(rollout, client=client, concurrency=10, max_episodes=20)
     assert done == RunStatistics(claimed=20, ended=20)
-
-
-def test_a_finished_run_ends_the_runner_and_is_said_to_a_loop(exchange: Exchange, url: str) -> None:
-    exchange.run_finished = True
-    with TinkerScriptClient(url) as client:
-        statistics = run(lambda episode: 1.0, client=client, concurrency=3)
-        assert (statistics.ended, statistics.running) == (len(exchange.results), 0)
-        assert not exchange.queue
-        told = [answer for answer in exchange.answers.values() if answer.run_finished]
-        assert len(told) == 1, "the server may be gone when the others ask"
-        with pytest.raises(RunFinishedError, match="finished"):
-            client.begin_episode()
-
-
-def test_the_runner_asks_whether_to_go_on(exchange: Exchange, url: str) -> None:
-    with TinkerScriptClient(url) as client:
-        done = run(lambda episode: 1.0, client=client, should_stop=lambda: len(exchange.results) >= 2)
-    assert done == RunStatistics(claimed=2, ended=2)
 
 
 def test_an_episode_of_a_task_that_the_worker_does_not_run_is_handed_back_and_ends_it(
@@ -299,11 +243,6 @@ def test_the_runner_survives_a_restart_of_the_server(exchange: Exchange) -> None
     assert results == [RunStatistics(claimed=2, ended=2)]
 
 
-def test_the_runner_gives_up_on_a_server_that_stays_away() -> None:
-    with TinkerScriptClient("http://127.0.0.1:9") as client, pytest.raises(ServerUnreachableError):
-        run(lambda episode: 1.0, client=client, concurrency=3, give_up_after_s=0.2)
-
-
 def test_a_server_that_refuses_the_client_ends_the_run(exchange: Exchange) -> None:
     with serving(FastAPI()) as url, TinkerScriptClient(url) as client, pytest.raises(RequestRefusedError):
         run(lambda episode: 1.0, client=client)
@@ -347,22 +286,6 @@ def test_a_worker_process_ends_gracefully(
     if worker.stdin is not None:
         worker.stdin.close()
     assert set(exchange.claimed.values()) == {"w1"}
-
-
-def test_a_stuck_rollout_is_handed_back(exchange: Exchange, url: str, tmp_path: Path) -> None:
-    exchange.queue = ["e1"]
-    script = tmp_path / "agent.py"
-    script.write_text(SCRIPT, encoding="utf-8")
-    program = (
-        "from tinkerscript.workers import WorkerOptions, run_worker;"
-        f"print(run_worker(WorkerOptions(server_url={url!r}, script={str(script)!r}, grace_s=0.2)))"
-    )
-    worker = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    exchange.wait_for(lambda: "e1" in exchange.claimed)
-    worker.send_signal(signal.SIGTERM)
-    output, _ = worker.communicate(timeout=20)
-    assert "handed_back=1" in output
-    assert exchange.aborted[0].failure.kind == "worker_stopped"
 
 
 def test_a_worker_without_a_usable_script_says_what_is_there(tmp_path: Path, url: str) -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 from fake_exchange import Exchange
@@ -27,25 +26,12 @@ from tinkerscript.errors import (
     ClientClosedError,
     NoEpisodeError,
     RequestRefusedError,
-    ServerUnreachableError,
     WrongTaskError,
 )
-from tinkerscript.protocol import NO_EPISODES, ClaimEpisodeRequest, ClaimEpisodeResponse
+from tinkerscript.protocol import ClaimEpisodeRequest, ClaimEpisodeResponse
 
 SHORT_S = 0.15
 """A lease whose heartbeats come every 0.05 s at most."""
-
-
-@pytest.fixture
-def exchange() -> Exchange:
-    return Exchange(episodes=3)
-
-
-@pytest.fixture
-def url(exchange: Exchange, caplog: pytest.LogCaptureFixture) -> Iterator[str]:
-    caplog.set_level(logging.CRITICAL, logger="uvicorn.error")
-    with serving(exchange) as url:  # type: ignore[arg-type]
-        yield url
 
 
 def client_threads() -> list[str]:
@@ -131,12 +117,6 @@ def test_the_blocks_own_error_is_seen_when_the_server_is_gone(exchange: Exchange
         raise KeyError
 
 
-def test_an_interrupted_block_gives_its_episode_back(exchange: Exchange, url: str) -> None:
-    with TinkerScriptClient(url) as client, pytest.raises(KeyboardInterrupt), client.begin_episode():
-        raise KeyboardInterrupt
-    assert [abort.failure.message for abort in exchange.aborted] == ["KeyboardInterrupt"]
-
-
 def test_a_block_without_a_result_gives_its_episode_back_and_says_so(
     exchange: Exchange, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -194,18 +174,6 @@ def test_close_ends_a_wait_of_another_thread_at_once(exchange: Exchange, url: st
     assert time.monotonic() - began < 2.0
 
 
-async def test_close_ends_a_wait_of_another_task_at_once(exchange: Exchange, url: str) -> None:
-    exchange.queue.clear()
-    exchange.hold_s = 30.0
-    client = AsyncTinkerScriptClient(url)
-    waiting = asyncio.create_task(client.begin_episode())
-    await until(lambda: exchange.waiting == 1)
-    await client.close()
-    async with asyncio.timeout(2):
-        with pytest.raises(ClientClosedError):
-            await waiting
-
-
 async def test_an_async_block_is_cancelled_when_its_claim_is_lost(exchange: Exchange, url: str) -> None:
     async with AsyncTinkerScriptClient(url, allow_discard_timeout=SHORT_S) as client:
         episode = await client.begin_episode()
@@ -230,25 +198,6 @@ async def test_an_async_block_is_cancelled_when_its_claim_is_lost(exchange: Exch
             await client.can_continue_episode(third)
         assert third.lost, "asking is an answer, and cancels nothing"
     assert [abort.failure.message for abort in exchange.aborted] == ["TimeoutError"]
-    assert len(asyncio.all_tasks()) == 1
-
-
-async def test_a_cancelled_operation_leaves_nothing_behind(exchange: Exchange, url: str) -> None:
-    exchange.queue = [f"e{number}" for number in range(400)]
-    async with AsyncTinkerScriptClient(url) as client:
-
-        async def one() -> None:
-            async with await client.begin_episode(wait_s=0) as episode:
-                await client.end_episode(episode, 1.0)
-
-        for turns in range(60):
-            task = asyncio.create_task(one())
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.wait([task])
-            assert asyncio.all_tasks() == {asyncio.current_task()}
-        await asyncio.gather(*(one() for _ in range(8)))
     assert len(asyncio.all_tasks()) == 1
 
 
@@ -338,73 +287,6 @@ def test_a_group_is_registered_into_the_clients_own_pool(exchange: Exchange, url
         assert run(lambda episode: 1.0, client=client, pool="mine", max_episodes=7).ended == 7
         with pytest.raises(NoEpisodeError, match="in the pool 'mine'"):
             client.begin_episode(wait_s=0, pool="mine")
-
-
-async def test_a_full_pool_is_waited_for_within_the_time_out(exchange: Exchange, url: str) -> None:
-    exchange.quota = 2
-    async with (
-        AsyncTinkerScriptClient(url, client_uuid="mine") as client,
-        AsyncTinkerScriptClient(url, client_uuid="mine", timeout_s=0.1) as hasty,
-    ):
-        registering = asyncio.create_task(client.register_episode({}, task_id="t", group_size=3))
-        await until(lambda: len(exchange.pools.get("mine", ())) == 2)
-        with pytest.raises(ServerUnreachableError, match="HTTP 429: the pool is full"):
-            await hasty.register_episode({}, task_id="u", group_size=1)
-        exchange.quota = 3
-        assert len(await registering) == 3
-
-
-async def test_the_runner_says_once_in_a_while_what_it_did(
-    exchange: Exchange, url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, logger="tinkerscript.client.runner")
-
-    def summaries() -> list[str]:
-        return [record.message for record in caplog.records if record.message.startswith("episodes: ")]
-
-    async def rollout(episode: Episode) -> float:
-        if episode.episode_uuid == "e2":
-            seen = len(summaries())
-            await until(lambda: len(summaries()) > seen + 1)
-        return 1.0
-
-    async with AsyncTinkerScriptClient(url) as client:
-        await Runner(rollout, client=client, max_episodes=3, summary_every_s=0.02).run()
-    line = "episodes: claimed=3 ended=2 failed=0 lost=0 handed_back=0 running=1 ended_per_minute=0.0"
-    assert line in summaries()
-
-
-async def test_the_runner_says_once_why_it_has_nothing_to_do(
-    exchange: Exchange, url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, logger="tinkerscript.client.runner")
-    exchange.queue.clear()
-    async with AsyncTinkerScriptClient(url) as client:
-        runner = Runner(lambda episode: 1.0, client=client)
-        running = asyncio.create_task(runner.run())
-        await until(lambda: any("waiting" in message for message in caplog.messages))
-        exchange.queue.append("late")
-        await until(lambda: runner.statistics().ended == 1)
-        exchange.run_finished = True
-        await running
-    waits = [message for message in caplog.messages if message.startswith("waiting for an episode: ")]
-    assert 1 <= len(waits) <= 2, "once before the episode, and perhaps once after it"
-    assert NO_EPISODES in waits[0]
-
-
-def test_several_clients_are_held_in_one_block(exchange: Exchange, url: str) -> None:
-    """The loss of one server's claim gives the other server's episode back."""
-    second = Exchange(episodes=1)
-    with (
-        serving(second) as other_url,  # type: ignore[arg-type]
-        TinkerScriptClient(url) as one,
-        TinkerScriptClient(other_url) as two,
-    ):
-        second.lost.add("e0")
-        with pytest.raises(ClaimLostError), one.begin_episode(), two.begin_episode() as theirs:
-            two.end_episode(theirs, 1.0)
-    assert [abort.episode_uuid for abort in exchange.aborted] == ["e0"]
-    assert second.aborted == []
 
 
 class Generous(Exchange):

@@ -15,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 
 from interchange_helpers import DEADLINE_S, eventually, new_episodes
 from interchange_setup import Setup, serving
-from tinkerscript.asgi import Caller
 from tinkerscript.config import InterchangeConfig
 from tinkerscript.http_server import (
     MIN_CONNECTIONS,
@@ -150,34 +149,6 @@ async def test_the_head_of_a_request_is_bounded(tmp_path: Path, byte_model: Path
         allowed = HEAD + b"X: " + b"x" * 60_000 + b"\r\n" + BODY + CLAIM
         async with connected(setup, allowed) as reader:
             assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
-
-
-async def test_a_caller_that_hangs_up_is_noticed() -> None:
-    begun, noticed = asyncio.Event(), asyncio.Event()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        caller = Caller(scope, receive, send)
-        assert await caller.body() == CLAIM
-        assert not await caller.is_disconnected()
-        begun.set()
-        assert await caller.until_disconnect(asyncio.Event().wait()) is None
-        assert await caller.is_disconnected()
-        assert asyncio.all_tasks() == before | {asyncio.current_task()}, "nobody watches the connection"
-        noticed.set()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        http = http_server(app, InterchangeConfig())
-        serving_http = asyncio.create_task(http.serve(sockets=[listener]))
-        await http.ready.wait()
-        before = asyncio.all_tasks()
-        _, writer = await asyncio.open_connection(*listener.getsockname())
-        async with asyncio.timeout(DEADLINE_S):
-            writer.write(HEAD + BODY + CLAIM)
-            await begun.wait()
-            writer.close()
-            await noticed.wait()
-        http.should_exit = True
-        await serving_http
 
 
 def test_the_server_keeps_files_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:

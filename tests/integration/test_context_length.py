@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from interchange_helpers import collect, new_episodes
 from interchange_setup import OUTPUT, serving
@@ -15,34 +14,30 @@ TOO_LONG = "x" * 5000
 CHAT = {"messages": [{"role": "user", "content": TOO_LONG}]}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("route", "body", "param"),
-    [
-        ("/v1/chat/completions", CHAT, "messages"),
-        ("/v1/completions", {"prompt": TOO_LONG}, "prompt"),
-        ("/v1/responses", {"input": TOO_LONG}, "messages"),
-        ("/v1/messages", CHAT | {"max_tokens": 5}, None),
-    ],
-)
-async def test_the_episode_ends_with_what_it_has(
-    tmp_path: Path, byte_model: Path, route: str, body: dict[str, Any], param: str | None, stream: bool
-) -> None:
+ROUTES: list[tuple[str, dict[str, Any], str | None]] = [
+    ("/v1/chat/completions", CHAT, "messages"),
+    ("/v1/completions", {"prompt": TOO_LONG}, "prompt"),
+    ("/v1/responses", {"input": TOO_LONG}, "messages"),
+    ("/v1/messages", CHAT | {"max_tokens": 5}, None),
+]
+
+
+async def test_the_episode_ends_with_what_it_has(tmp_path: Path, byte_model: Path) -> None:
     async with serving(tmp_path, byte_model) as setup:
         await setup.link.register(new_episodes("e"))
         claim = await setup.claim()
         assert (await setup.call(claim.openai_api_key)).status_code == 200
         headers = {"Authorization": f"Bearer {claim.openai_api_key}"}
-        reply = await setup.http.post(
-            route, json={"model": "policy", "stream": stream} | body, headers=headers
-        )
-        assert reply.status_code == 400, reply.text
-        error = reply.json()["error"]
-        if param is None:  # Anthropic's errors have a type alone.
-            assert error["type"] == "invalid_request_error"
-        else:
-            assert (error["code"], error["param"]) == ("context_length_exceeded", param)
-        assert "context length is 4096 tokens" in error["message"]
+        for (route, body, param), stream in product(ROUTES, (False, True)):
+            asked = {"model": "policy", "stream": stream} | body
+            reply = await setup.http.post(route, json=asked, headers=headers)
+            assert reply.status_code == 400, reply.text
+            error = reply.json()["error"]
+            if param is None:  # Anthropic's errors have a type alone.
+                assert error["type"] == "invalid_request_error"
+            else:
+                assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+            assert "context length is 4096 tokens" in error["message"]
         end = {"client_uuid": "c", "episode_uuid": "e", "attempt": 1, "workflow_output": OUTPUT}
         assert (await setup.post("/end_episode", **end))["success"]
         outcome = (await collect(setup.link, 1))["e"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,14 @@ from interchange_helpers import (
 from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.limits import Totals
-from tinkerscript.protocol import NO_EPISODES, WEIGHT_SYNCING, ClaimEpisodeResponse
+from tinkerscript.protocol import NO_EPISODES, ClaimEpisodeResponse
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.server.process import running_server
-from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, NewEpisode
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
 TOKENS = {CLIENT_TOKEN: "client-token-of-tests", ADMIN_TOKEN: "admin-token-of-tests"}
 CLIENT = {"Authorization": f"Bearer {TOKENS[CLIENT_TOKEN]}"}
 ADMIN = {"Authorization": f"Bearer {TOKENS[ADMIN_TOKEN]}"}
-
-
-@pytest.fixture
-async def setup(tmp_path: Path, byte_model: Path) -> AsyncGenerator[Setup]:
-    async with serving(tmp_path, byte_model) as made:
-        yield made
 
 
 def keys(reply: ClaimEpisodeResponse) -> list[tuple[str, int, str]]:
@@ -60,32 +54,16 @@ async def test_a_repeated_claim_gets_the_same_claims_until_they_are_over(setup: 
     first = await setup.claim(claim_request_id="r", max_episodes=2)
     assert keys(await setup.claim(claim_request_id="r", max_episodes=2)) == keys(first)
     assert [name for name, *_ in keys(first)] == ["a", "b"]
-    await setup.post("/end_episode", **end_of(first))
+    await setup.end(first)
     again = await setup.claim(claim_request_id="r", max_episodes=2)
     assert keys(again) == keys(first)[1:], "only what still holds"
-    await setup.post("/end_episode", **end_of(again))
+    await setup.end(again)
     over = await setup.claim(claim_request_id="r", wait_s=20)
     assert not over.success
     assert over.fail_cause.startswith(NO_EPISODES)
     assert "answered before" in over.fail_cause
     assert over.retry_after_s > 0
     assert (await setup.claim("other", claim_request_id="r")).episode_uuid == "c", "of another client"
-
-
-async def test_a_repeated_claim_gets_the_same_claims_after_a_restart(
-    tmp_path: Path, byte_model: Path
-) -> None:
-    async with serving(tmp_path, byte_model) as setup:
-        await setup.link.register(new_episodes("a", "b", "c"))
-        first = await setup.claim(claim_request_id="r", max_episodes=2)
-        over = await setup.claim(claim_request_id="over")
-        await setup.post("/end_episode", **end_of(over))
-    async with serving(tmp_path, byte_model) as setup:
-        again = await setup.claim(claim_request_id="r", max_episodes=2)
-        assert keys(again) == keys(first)
-        assert (await setup.call(again.openai_api_key)).status_code == 200
-        refused = await setup.claim(claim_request_id="over")
-        assert "answered before" in refused.fail_cause
 
 
 async def test_copies_of_a_claim_that_wait_together_get_the_same_claims(setup: Setup) -> None:
@@ -157,22 +135,6 @@ async def test_a_claim_does_not_expire_while_its_call_is_answered(tmp_path: Path
             assert (refused.status_code, refused.json()["error"]["code"]) == (409, "claim_lost")
 
 
-async def test_a_claim_ends_with_its_lifetime_however_active_it_is(tmp_path: Path, byte_model: Path) -> None:
-    async with serving(tmp_path, byte_model, max_claim_s=0.5) as setup:
-        await setup.link.register(new_episodes("e"))
-        claim = await setup.claim()
-        assert 0 < claim.max_claim_s <= 0.5
-        body = {"client_uuid": "c", "episode_uuid": "e", "attempt": 1}
-
-        async def lost() -> bool:
-            reply = await setup.post("/heartbeat_episode", **body)
-            return not reply["can_continue"] and "claim_expired" in reply["reason"]
-
-        await eventually(lost)
-        late = await setup.post("/end_episode", 409, **end_of(claim))
-        assert "claim_expired" in late["failure_reason"]
-
-
 async def test_a_heartbeat_renews_and_answers(setup: Setup) -> None:
     await setup.link.register(new_episodes("e", "canary"))
     await setup.claim(allow_discard_timeout=0.5)
@@ -187,19 +149,6 @@ async def test_a_heartbeat_renews_and_answers(setup: Setup) -> None:
     await setup.claim("idle", allow_discard_timeout=1.0)
     await eventually(beat_until_the_canary_expired)
     await setup.post("/heartbeat_episode", 401, client_uuid="c", episode_uuid="e")
-
-
-async def test_claims_wait_with_a_reason_and_a_time(setup: Setup) -> None:
-    await setup.link.register(new_episodes("e"))
-    for status in ("ENGINE.WEIGHT_SYNCING", "ENGINE.WEIGHT_EXPORTING"):
-        setup.link.set_status(engine_status=status)  # type: ignore[arg-type]
-        await setup.link.flush()
-        refused = await setup.claim(claim_request_id="r")
-        assert refused.fail_cause == WEIGHT_SYNCING
-        assert refused.retry_after_s > 0
-    setup.link.set_status(engine_status="ENGINE.ROLLING")
-    await setup.link.flush()
-    assert (await setup.claim(claim_request_id="r")).success, "a refusal is not the answer of its id"
 
 
 # Pools
@@ -254,39 +203,6 @@ async def test_a_client_registers_into_its_own_pool_and_nowhere_else(
         setup.link.acknowledge(["a"])
         await setup.link.flush()
         await register(200, episode_uuid="c", **mine)
-
-
-async def test_a_long_poll_waits_for_its_own_pool(setup: Setup) -> None:
-    mine = asyncio.create_task(setup.claim("m", pool="mine", wait_s=20))
-    theirs = asyncio.create_task(setup.claim("t", wait_s=20))
-    await setup.metric_becomes("tinkerscript_waiting_clients", 2)
-    assert (await setup.status()).waiting_clients == 2
-    await setup.post("/register_episode", episode_uuid="in-mine", client_uuid="mine")
-    assert (await mine).episode_uuid == "in-mine"
-    assert not theirs.done()
-    await setup.link.register(new_episodes("in-theirs"))
-    assert (await theirs).episode_uuid == "in-theirs"
-
-
-async def test_the_trainers_group_size_comes_back(setup: Setup) -> None:
-    await setup.link.register(
-        [
-            NewEpisode(
-                episode_uuid="e", episode_type="train", group_id="g", payload=b"{}", group_size=8, pool="p"
-            )
-        ]
-    )
-    claim = await setup.claim(pool="p")
-    failure = {"kind": "task_error"}
-    for attempt in (1, 2, 3):
-        if attempt > 1:
-            claim = await setup.claim(pool="p")
-        await setup.post(
-            "/abort_episode", client_uuid="c", episode_uuid="e", attempt=attempt, failure=failure
-        )
-    outcome = (await collect(setup.link, 1))["e"]
-    assert isinstance(outcome, EpisodeFailed)
-    assert (outcome.pool, outcome.group_size, claim.attempt) == ("p", 8, 3)
 
 
 # What an operator sees
@@ -373,16 +289,6 @@ async def test_dead_letters_are_read_retried_and_dropped(tmp_path: Path, byte_mo
             assert (await http.get("/failed_episodes")).json() == {"episodes": [], "next": None}
 
 
-async def test_a_failure_that_was_sent_stands_after_a_restart(tmp_path: Path, byte_model: Path) -> None:
-    async with serving(tmp_path, byte_model, max_attempts=1) as setup:
-        await fail(setup.http, "e")
-        await collect(setup.link, 1)
-    async with running_server(run_config(byte_model), tmp_path, environ={}, times=FAST) as (info, _):  # noqa: SIM117
-        async with httpx.AsyncClient(base_url=info.url) as http:
-            retry = await http.post("/failed_episodes/retry", json={"episode_uuids": ["e"]})
-            assert "may have it in its journal" in retry.json()["refused"]["e"]
-
-
 async def test_an_operators_endpoints_need_the_admin(tmp_path: Path, byte_model: Path) -> None:
     async with serving(tmp_path, byte_model, environ=TOKENS) as setup:
         for method, path in (
@@ -391,6 +297,8 @@ async def test_an_operators_endpoints_need_the_admin(tmp_path: Path, byte_model:
             ("POST", "/failed_episodes/retry"),
             ("POST", "/failed_episodes/drop"),
             ("POST", "/update_engine_status"),
+            ("POST", "/sync_train_config"),
+            ("GET", "/fleet"),
         ):
             body = {"episode_uuids": []} if method == "POST" else None
             assert (await setup.http.request(method, path, json=body)).status_code == 401
@@ -432,7 +340,7 @@ async def test_bodies_and_outputs_have_limits(tmp_path: Path, byte_model: Path) 
         abort = {"client_uuid": "c", "episode_uuid": "e", "attempt": 1, "failure": failure}
         refused = await setup.post("/abort_episode", 413, **abort)
         assert refused["failure_reason"].startswith("failure: has 1")
-        await setup.post("/end_episode", **end_of(claim))
+        await setup.end(claim)
 
 
 async def test_calls_of_a_claim_are_limited_also_over_a_restart(tmp_path: Path, byte_model: Path) -> None:
@@ -448,7 +356,7 @@ async def test_calls_of_a_claim_are_limited_also_over_a_restart(tmp_path: Path, 
         other = await setup.claim()
         assert (await setup.call(other.openai_api_key)).status_code == 200, "of this claim alone"
         setup.keys["e", 1] = claim.openai_api_key
-        assert (await setup.post("/end_episode", **end_of(claim)))["success"], "its result still counts"
+        await setup.end(claim)  # Its result still counts.
 
 
 async def test_calls_in_flight_count_against_the_limit(tmp_path: Path, byte_model: Path) -> None:
@@ -488,58 +396,8 @@ async def test_one_client_holds_so_many_claims_and_no_more(tmp_path: Path, byte_
         assert refused.fail_cause.startswith(NO_EPISODES)
         assert "holds 2 claims" in refused.fail_cause
         assert refused.retry_after_s > 0
-        await setup.post("/end_episode", **end_of(first))
+        await setup.end(first)
         assert (await setup.claim()).episode_uuid == "c"
 
 
 # Whole paths
-
-
-async def test_a_client_of_the_first_version_runs_an_episode(setup: Setup) -> None:
-    """With the JSON of the first version, and nothing else."""
-    await setup.link.register([new_episode("e", payload=b'{"input": "1+1"}')])
-    status = (await setup.http.get("/get_engine_status")).json()
-    assert status["engine_status"] == "ENGINE.ROLLING"
-    claim = await setup.post(
-        "/claim_episode", client_uuid="v1", episode_type="train", allow_discard_timeout=30
-    )
-    assert (claim["success"], claim["client_uuid"]) == (True, "v1")
-    assert claim["fail_cause"] == ""
-    me = {"client_uuid": "v1", "episode_uuid": claim["episode_uuid"]}
-    for turn in ("1+1", "again"):
-        reply = await setup.http.post(
-            f"{claim['openai_base_url']}/chat/completions",
-            json={"model": "policy", "messages": [{"role": "user", "content": turn}]},
-            headers={"Authorization": f"Bearer {claim['openai_api_key']}"},
-        )
-        assert reply.status_code == 200, reply.text
-        assert (await setup.post("/can_continue_episode", **me))["can_continue"] is True
-    output = {"reward": 0.5, "is_success": True, "metadata": {"a": 1}, "log_metrics": {"turns": 2}}
-    assert (await setup.post("/end_episode", **me, workflow_output=output))["success"] is True
-    outcome = (await collect(setup.link, 1))["e"]
-    assert isinstance(outcome, EpisodeAccepted)
-    assert (outcome.reward, outcome.attempt, len(outcome.calls)) == (0.5, 1, 2)
-    setup.link.acknowledge(["e"])
-    await setup.link.flush()
-    buffer = await setup.http.post("/get_episode_buffer")
-    assert buffer.json() == {"buffer": [], "next": None}
-
-
-async def test_the_path_of_many_episodes_with_full_durability(tmp_path: Path, byte_model: Path) -> None:
-    names = [f"e{number}" for number in range(30)]
-    async with serving(tmp_path, byte_model, durability="full") as setup:
-        await setup.link.register(new_episodes(*names))
-
-        async def work(client: str) -> None:
-            while (claim := await setup.claim(client)).success:
-                assert (await setup.call(claim.openai_api_key, client)).status_code == 200
-                await setup.post("/end_episode", **end_of(claim))
-
-        await asyncio.gather(*(work(f"c{number}") for number in range(5)))
-        outcomes = await collect(setup.link, len(names))
-        assert all(isinstance(each, EpisodeAccepted) and len(each.calls) == 1 for each in outcomes.values())
-        setup.link.acknowledge(outcomes)
-        await setup.link.flush()
-        assert (await setup.status()).episodes["train"].accepted == len(names)
-    async with serving(tmp_path, byte_model, durability="full") as setup:
-        assert (await setup.status()).episodes["train"].accepted == len(names)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 from interchange_helpers import collect, new_episode, new_episodes
-from interchange_setup import Setup, serving
+from interchange_setup import Setup
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 
@@ -48,7 +46,7 @@ class FirstVersion:
         self.client_uuid = str(uuid.uuid4())
         self._http = httpx.Client(base_url=server_url, timeout=30)
 
-    def _post(self, path: str, **body: Any) -> Any:
+    def post(self, path: str, **body: Any) -> Any:
         reply = self._http.post(path, json=body)
         reply.raise_for_status()
         return reply.json()
@@ -57,7 +55,7 @@ class FirstVersion:
         asked = {"episode_type": "train"} | asked
         if "discard_episode_timeout" not in asked:  # The later name of the same.
             asked = {"allow_discard_timeout": 60} | asked
-        return Claimed.model_validate(self._post("/claim_episode", client_uuid=self.client_uuid, **asked))
+        return Claimed.model_validate(self.post("/claim_episode", client_uuid=self.client_uuid, **asked))
 
     def begin_episode(self, **asked: Any) -> Claimed:
         """Until there is one; the real client sleeps five seconds in between."""
@@ -79,32 +77,26 @@ class FirstVersion:
 
     def end_episode(self, episode_uuid: str, task_id: str = "", **workflow_output: Any) -> bool:
         names = {"client_uuid": self.client_uuid, "episode_uuid": episode_uuid, "task_id": task_id}
-        return self._post("/end_episode", workflow_output=workflow_output, **names)["success"]
+        return self.post("/end_episode", workflow_output=workflow_output, **names)["success"]
 
     def abort_episode(self, episode_uuid: str) -> bool:
         """As its later clients do: the body of an end."""
         output = {"reward": 0.0, "is_success": None, "metadata": {}, "log_metrics": {}}
         names = {"client_uuid": self.client_uuid, "episode_uuid": episode_uuid, "task_id": ""}
-        return self._post("/abort_episode", workflow_output=output, **names)["success"]
+        return self.post("/abort_episode", workflow_output=output, **names)["success"]
 
     def can_continue_episode(self, episode_uuid: str) -> bool:
         names = {"client_uuid": self.client_uuid, "episode_uuid": episode_uuid}
-        return self._post("/can_continue_episode", **names)["can_continue"]
+        return self.post("/can_continue_episode", **names)["can_continue"]
 
     def get_episode_buffer(self) -> list[Status]:
-        return [Status.model_validate(each) for each in self._post("/get_episode_buffer")["buffer"]]
+        return [Status.model_validate(each) for each in self.post("/get_episode_buffer")["buffer"]]
 
     def get_engine_status(self) -> str:
         return self._http.get("/get_engine_status").raise_for_status().json()["engine_status"]
 
     def close(self) -> None:
         self._http.close()
-
-
-@pytest.fixture
-async def setup(tmp_path: Path, byte_model: Path) -> AsyncGenerator[Setup]:
-    async with serving(tmp_path, byte_model) as made:
-        yield made
 
 
 async def accepted(setup: Setup, number: int) -> dict[str, EpisodeAccepted]:
@@ -211,7 +203,7 @@ async def test_a_program_registers_its_own_and_reads_the_buffer(setup: Setup) ->
             "zmq_listen_result_addr": "ipc://x",
         }
         for name in ("mine", "waiting"):
-            assert client._post("/register_episode", episode_uuid=name, **addresses)["success"]
+            assert client.post("/register_episode", episode_uuid=name, **addresses)["success"]
         claimed = client.begin_episode(allow_discard_timeout=45)
         assert claimed.openai_base_url.startswith(setup.url)
         client.chat(claimed, "1+1")
@@ -260,22 +252,3 @@ async def test_metrics_as_that_client_sends_them_lose_no_reward(
     await asyncio.to_thread(program)
     outcome = (await accepted(setup, 1))["e"]
     assert (outcome.reward, outcome.is_success, outcome.log_metrics) == (0.75, True, recorded)
-
-
-async def test_what_tells_a_program_to_wait(setup: Setup) -> None:
-    def ask() -> Claimed:
-        client = FirstVersion(setup.url)
-        try:
-            return client.try_begin_episode()
-        finally:
-            client.close()
-
-    assert "No available episodes to claim." in (await asyncio.to_thread(ask)).fail_cause
-    await setup.link.register(new_episodes("e"))
-    for status in ("ENGINE.WEIGHT_SYNCING", "ENGINE.WEIGHT_EXPORTING"):
-        setup.link.set_status(engine_status=status)
-        await setup.link.flush()
-        assert "Engine is syncing weights" in (await asyncio.to_thread(ask)).fail_cause
-    setup.link.set_status(engine_status="ENGINE.ROLLING")
-    await setup.link.flush()
-    assert (await asyncio.to_thread(ask)).success

@@ -79,19 +79,6 @@ def test_a_multi_turn_tool_loop(anthropic: Any, served: ScriptedServer, stream: 
     served.check_one_sequence(key, 3)
 
 
-async def test_the_async_client_streams(anthropic: Any, served: ScriptedServer) -> None:
-    async with anthropic.AsyncAnthropic(base_url=served.url, api_key="key4", max_retries=0) as client:
-        messages: list[Any] = []
-        for turn in range(3):
-            messages.append({"role": "user", "content": f"hi {turn}"})
-            asked: dict[str, Any] = {"model": "policy", "max_tokens": 50, "messages": messages}
-            async with client.messages.stream(**asked) as stream:
-                assert "".join([text async for text in stream.text_stream]) == f"hi {turn}"
-                message = await stream.get_final_message()
-            messages.append({"role": "assistant", "content": message.content})
-    served.check_one_sequence("key4", 3)
-
-
 def test_refusals_reach_the_caller_as_anthropics_errors(anthropic: Any, served: ScriptedServer) -> None:
     question: Any = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
     with (

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 from fastapi import FastAPI
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 
 from serving import serving
 from tinkerscript.config import SamplingConfig
@@ -117,37 +117,6 @@ def test_a_multi_turn_tool_loop_with_the_sync_client(served: Served) -> None:
         assert len(third.choices[0].model_extra["token_ids"]) == 6  # type: ignore[index]
         assert [model.id for model in client.models.list()][:2] == ["tiny", "policy"]
     check_one_sequence(served, CLAIMS["key0"], 3)
-
-
-async def test_conversations_in_parallel_with_the_async_client(served: Served) -> None:
-    async def converse(key: str) -> None:
-        async with AsyncOpenAI(**served.connection(key)) as client:
-            messages: list[Any] = []
-            for turn in range(5):
-                messages.append({"role": "user", "content": f"{key} says hello {turn}"})
-                reply = await client.chat.completions.create(model="policy", messages=messages)
-                messages.append(reply.choices[0].message)
-                assert reply.choices[0].message.content == messages[-2]["content"]
-
-    await asyncio.gather(*(converse(key) for key in CLAIMS))
-    for claim in CLAIMS.values():
-        check_one_sequence(served, claim, 5)
-
-
-def test_refusals_reach_the_caller_as_openais_errors(served: Served) -> None:
-    question: list[Any] = [{"role": "user", "content": "hi"}]
-    with OpenAI(**served.connection("wrong")) as client, pytest.raises(openai.AuthenticationError):
-        client.chat.completions.create(model="policy", messages=question)
-    with OpenAI(**served.connection()) as client:
-        with pytest.raises(openai.BadRequestError, match="verbosity") as refused:
-            client.chat.completions.create(model="policy", messages=question, verbosity="low")
-        assert refused.value.param == "verbosity"
-        served.claims.lose(CLAIMS["key0"], "the lease ran out")
-        before = len(served.sampler.requests)
-        with pytest.raises(openai.ConflictError, match="the lease ran out") as lost:
-            client.chat.completions.create(model="policy", messages=question)
-        assert lost.value.code == "claim_lost"
-        assert len(served.sampler.requests) == before
 
 
 def test_a_caller_that_hangs_up_cancels_its_sample(served: Served) -> None:

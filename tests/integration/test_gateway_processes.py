@@ -7,12 +7,15 @@ import json
 import os
 import signal
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
+import psutil
 import pytest
+import pytest_asyncio
 
 from interchange_helpers import collect, new_episodes, run_config, until
 from interchange_setup import OUTPUT, Setup, serving
@@ -20,19 +23,28 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.protocol import ClaimEpisodeResponse
 from tinkerscript.rollouts.call import full_prompts
-from tinkerscript.server.addresses import bind_gateways, read_server_info
+from tinkerscript.server.addresses import bind_gateways
 from tinkerscript.server.app import SECRET_FILE
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 PROCESSES = 2
 EPISODES = 8
+"""Of each test."""
+
 LONG = "The sea is wide. " * 40_000
 """More than one read of a socket brings."""
 
 WAIT_S = 60.0
 WAITED_S = 0.3
 """That calls wait for a sample."""
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.xdist_group(
+        "gateway processes"
+    ),  # One server for most of the tests: its processes take seconds.
+]
 
 
 class GatedSampler(ScriptedSampler):
@@ -60,6 +72,8 @@ class Agents:
     setup: Setup
     sampler: GatedSampler
     claims: list[ClaimEpisodeResponse]
+    over: bool = False
+    """Whether the trainer has their outcomes."""
 
     def of(self, number: int) -> list[ClaimEpisodeResponse]:
         """The claims that a process owns."""
@@ -92,38 +106,52 @@ class Agents:
         )
 
     async def results(self) -> dict[str, EpisodeAccepted]:
-        found = await collect(self.setup.link, len(self.claims))
-        assert all(isinstance(outcome, EpisodeAccepted) for outcome in found.values())
-        return cast("dict[str, EpisodeAccepted]", found)
+        found: dict[str, EpisodeAccepted] = {}
+        while len(found) < len(self.claims):  # Those of the test before may come again.
+            outcomes = await collect(self.setup.link, 1)
+            self.setup.link.acknowledge(outcomes)
+            for claim in self.claims:
+                if isinstance(outcome := outcomes.get(claim.episode_uuid), EpisodeAccepted):
+                    found[claim.episode_uuid] = outcome
+        self.over = True
+        return found
 
 
-@pytest.fixture
-async def agents(tmp_path: Path, byte_model: Path) -> AsyncGenerator[Agents]:
-    sampler = GatedSampler()
-    secret = tmp_path / SECRET_FILE  # From which it follows who owns what.
+@pytest.fixture(scope="module")
+async def setup(tmp_path_factory: pytest.TempPathFactory, byte_model: Path) -> AsyncGenerator[Setup]:
+    folder = tmp_path_factory.mktemp("processes")
+    secret = folder / SECRET_FILE  # From which it follows who owns what.
     secret.write_bytes(bytes(32))
     secret.chmod(0o600)
-    async with serving(tmp_path, byte_model, sampler=sampler, processes=PROCESSES) as setup:
-        await setup.link.register(new_episodes(*(f"e{n}" for n in range(EPISODES))))
-        agents = Agents(setup, sampler, [await setup.claim() for _ in range(EPISODES)])
-        assert all(agents.of(number) for number in (1, PROCESSES)), "each process owns some of them"
-        yield agents
+    async with serving(folder, byte_model, sampler=GatedSampler(), processes=PROCESSES) as setup:
+        yield setup
 
 
-def pid_of(number: int) -> int | None:
-    """Of a gateway process that this one has started."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-            parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # It has ended meanwhile.
-            continue
-        if parent == os.getpid() and b"gateway" in words and f"--number={number}".encode() in words:
-            return int(path.parent.name)
+@pytest_asyncio.fixture(loop_scope="module")
+async def agents(setup: Setup, request: pytest.FixtureRequest) -> AsyncGenerator[Agents]:
+    sampler = setup.sampler
+    assert isinstance(sampler, GatedSampler)
+    sampler.requests.clear()
+    await setup.link.register(new_episodes(*(f"{request.node.name} {n}" for n in range(EPISODES))))
+    agents = Agents(setup, sampler, [await setup.claim() for _ in range(EPISODES)])
+    assert all(agents.of(number) for number in (1, PROCESSES)), "each process owns some of them"
+    yield agents
+    if not agents.over:
+        setup.link.cancel([claim.episode_uuid for claim in agents.claims], "the test is over")
+        setup.link.acknowledge(await collect(setup.link, EPISODES))
+        await setup.link.flush()
+
+
+def pid_at(url: str) -> int | None:
+    """Of the gateway process that listens there."""
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if httpx.URL(url).port in {each.laddr.port for each in child.net_connections() if not each.raddr}:
+                return child.pid
     return None
 
 
-def test_ports_that_do_not_exist_are_a_clear_error(byte_model: Path) -> None:
+async def test_ports_that_do_not_exist_are_a_clear_error(byte_model: Path) -> None:
     with (
         pytest.raises(ConfigError, match=r"port 65536: .*choose an interchange_server_port"),
         bind_gateways(run_config(byte_model).interchange_server, 2, 65535, None),
@@ -139,6 +167,7 @@ async def test_each_process_serves_its_claims_at_its_own_port(agents: Agents) ->
     setup, claims = agents.setup, agents.claims
     ports = {httpx.URL(claim.openai_base_url).port for claim in claims}
     assert len(ports | {httpx.URL(setup.url).port}) == PROCESSES + 1
+    before = await setup.metric("tinkerscript_model_calls_total")
     for claim in claims:
         messages: list[Any] = []
         await agents.turn(claim, messages)
@@ -153,7 +182,7 @@ async def test_each_process_serves_its_claims_at_its_own_port(agents: Agents) ->
         await agents.end(claim)
         lost = await agents.ask(claim, messages)
         assert (lost.status_code, lost.json()["error"]["code"]) == (409, "claim_lost")
-    assert await setup.metric("tinkerscript_model_calls_total") == 2 * EPISODES
+    assert await setup.metric("tinkerscript_model_calls_total") - before == 2 * EPISODES
     for result in (await agents.results()).values():
         first, second = result.calls
         assert (first.parent_id, second.parent_id) == (None, first.call_id)
@@ -161,17 +190,21 @@ async def test_each_process_serves_its_claims_at_its_own_port(agents: Agents) ->
 
 async def test_metrics_have_the_calls_of_all_processes(agents: Agents) -> None:
     """How many there were, and how long they took to be sampled."""
+    names = ("calls_total", "call_seconds_count", "call_seconds_sum")
+
+    async def totals() -> list[float]:
+        return [await agents.setup.metric(f"tinkerscript_model_{name}") for name in names]
+
+    before = await totals()
     agents.sampler.go.clear()
     turns = [asyncio.create_task(agents.turn(claim, [])) for claim in agents.claims]
     await until(lambda: agents.sampler.waiting == EPISODES, "all calls wait")
     await asyncio.sleep(WAITED_S)
     agents.sampler.go.set()
     await asyncio.gather(*turns)
-    text = (await agents.setup.http.get("/metrics")).text
-    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert float(values["tinkerscript_model_calls_total"]) == EPISODES
-    assert float(values["tinkerscript_model_call_seconds_count"]) == EPISODES
-    assert float(values["tinkerscript_model_call_seconds_sum"]) >= EPISODES * WAITED_S
+    calls, timed, seconds = (now - then for now, then in zip(await totals(), before, strict=True))
+    assert calls == timed == EPISODES
+    assert seconds >= EPISODES * WAITED_S
 
 
 async def test_wrong_addresses_are_refused_with_the_right_one(agents: Agents) -> None:
@@ -214,7 +247,9 @@ async def test_a_process_that_is_killed_loses_nothing_and_doubles_nothing(agents
     agents.sampler.go.clear()
     turns = asyncio.create_task(all_take_a_turn())
     await until(lambda: agents.sampler.waiting == EPISODES)
-    killed = pid_of(1)
+    restarts = await agents.setup.metric("tinkerscript_gateway_restarts_total")
+    url = agents.of(1)[0].openai_base_url
+    killed = pid_at(url)
     assert killed is not None
     os.kill(killed, signal.SIGKILL)
     await until(lambda: agents.sampler.waiting == len(agents.of(2)), "the killed process' samples end")
@@ -224,8 +259,8 @@ async def test_a_process_that_is_killed_loses_nothing_and_doubles_nothing(agents
     for claim in agents.claims:
         await agents.end(claim)
     results = await agents.results()
-    assert pid_of(1) not in (None, killed)
-    assert await agents.setup.metric("tinkerscript_gateway_restarts_total") == 1
+    assert pid_at(url) not in (None, killed)
+    assert await agents.setup.metric("tinkerscript_gateway_restarts_total") == restarts + 1
     for uuid, messages in conversations.items():
         calls = results[uuid].calls
         assert [call.parent_id for call in calls] == [None, *(call.call_id for call in calls[:-1])]
@@ -235,33 +270,26 @@ async def test_a_process_that_is_killed_loses_nothing_and_doubles_nothing(agents
         assert len(full_prompts(calls)) == 3
 
 
-async def test_a_claim_whose_process_died_expires_like_any_other(tmp_path: Path, byte_model: Path) -> None:
-    sampler = GatedSampler()
-    async with serving(tmp_path, byte_model, sampler=sampler, processes=PROCESSES, max_attempts=2) as setup:
-        await setup.link.register(new_episodes("e"))
-        info = read_server_info(tmp_path)
-        assert info is not None
-        for number, port in enumerate(info.gateway_ports, 1):  # Which waits for the process.
-            waited = await setup.http.get(f"http://127.0.0.1:{port}/g/{number}/v1/models")
-            assert waited.status_code == 401
-        agents = Agents(setup, sampler, [await setup.claim(allow_discard_timeout=2.0)])
-        sampler.go.clear()
-        call = asyncio.create_task(agents.ask(agents.claims[0], [user("1+1")]))
-        await until(lambda: sampler.waiting == 1)
-        pid = pid_of(1 if agents.of(1) else 2)
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(httpx.TransportError):
-            await call
-        again = await setup.claim(client="d", wait_s=30.0)
-        assert (again.success, again.attempt) == (True, 2)
-        sampler.go.set()
-        agents.claims = [again]
-        await agents.turn(again, [])
-        await agents.end(again)
-        result = (await agents.results())["e"]
-        assert [failure["kind"] for failure in result.retries] == ["lease_expired"]
-        assert len(result.calls) == 1
+async def test_a_claim_whose_process_died_expires_like_any_other(setup: Setup) -> None:
+    sampler = setup.sampler
+    assert isinstance(sampler, GatedSampler)
+    await setup.link.register(new_episodes("mortal"))
+    agents = Agents(setup, sampler, [await setup.claim(allow_discard_timeout=1.0)])
+    sampler.go.clear()
+    call = asyncio.create_task(agents.ask(agents.claims[0], [user("1+1")]))
+    await until(lambda: sampler.waiting == 1)
+    os.kill(pid_at(agents.claims[0].openai_base_url) or 0, signal.SIGKILL)
+    with pytest.raises(httpx.TransportError):
+        await call
+    again = await setup.claim(client="d", wait_s=30.0)
+    assert (again.success, again.attempt) == (True, 2)
+    sampler.go.set()
+    agents.claims = [again]
+    await agents.turn(again, [])
+    await agents.end(again)
+    result = (await agents.results())["mortal"]
+    assert [failure["kind"] for failure in result.retries] == ["lease_expired"]
+    assert len(result.calls) == 1
 
 
 async def test_calls_of_a_process_that_does_not_start_are_refused_with_the_reason(
@@ -294,8 +322,7 @@ async def test_the_server_stops_while_calls_wait(tmp_path: Path, byte_model: Pat
             ]
             await until(lambda: sampler.waiting == 2)
         assert [(await call).status_code for call in calls] == [503, 503]
-    assert pid_of(1) is None
-    assert pid_of(2) is None
+    assert not any(pid_at(claim.openai_base_url) for claim in agents.claims)
     sampler.go.set()
     async with serving(tmp_path, byte_model, sampler=sampler, processes=PROCESSES) as agents.setup:
         for claim, messages in zip(agents.claims, conversations, strict=True):

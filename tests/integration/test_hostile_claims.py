@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +9,8 @@ from typing import Any
 import pytest
 
 from interchange_helpers import collect, new_episodes
-from interchange_setup import OUTPUT, Setup, serving
-from tinkerscript.gateway.rendering import ChatRenderer
-from tinkerscript.limits import FAILED_CALLS, RECORDED_BYTES, TOOLS
+from interchange_setup import Setup, serving
+from tinkerscript.limits import FAILED_CALLS, RECORDED_BYTES
 from tinkerscript.protocol import ClaimEpisodeResponse
 from tinkerscript.rollouts.call import with_messages
 from tinkerscript.trainer_link.messages import MAX_MESSAGE_BYTES, EpisodeAccepted, EpisodeFailed
@@ -34,9 +31,7 @@ async def call(server: Setup, key: str, **fields: Any) -> Any:
 
 
 async def end(server: Setup, claim: ClaimEpisodeResponse) -> None:
-    await server.post(
-        "/end_episode", episode_uuid=claim.episode_uuid, attempt=claim.attempt, workflow_output=OUTPUT
-    )
+    await server.end(claim)
 
 
 async def neighbor_works(server: Setup, claim: ClaimEpisodeResponse) -> None:
@@ -137,34 +132,3 @@ async def test_a_result_that_no_message_carries_fails_its_episode_alone(
         assert [each["episode_uuid"] for each in dead] == ["poisoned"]
         dropped = await server.http.post("/failed_episodes/drop", json={"episode_uuids": ["poisoned"]})
         assert dropped.json()["done"] == ["poisoned"]
-
-
-async def test_a_neighbor_is_answered_while_a_hostile_request_is_worked_on(
-    server: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tools, and arguments of tools, are read, rendered and compared by threads when they are long."""
-    await server.link.register(new_episodes("a", "b"))
-    hostile, honest = await server.claim("hostile"), await server.claim("honest")
-    entered, go, main = threading.Event(), threading.Event(), threading.get_ident()
-    render = ChatRenderer.render
-
-    def gated(renderer: ChatRenderer, messages: Any, tools: Any) -> list[int]:
-        if tools:
-            assert threading.get_ident() != main, "a long request is rendered on the event loop"
-            entered.set()
-            assert go.wait(30)
-        return render(renderer, messages, tools)
-
-    monkeypatch.setattr(ChatRenderer, "render", gated)
-    tools = [
-        {"type": "function", "function": {"name": f"t{number}", "description": "x" * 500}}
-        for number in range(TOOLS.limit)
-    ]
-    worked_on = asyncio.create_task(call(server, hostile.openai_api_key, tools=tools))
-    try:
-        assert await asyncio.to_thread(entered.wait, 30)
-        await neighbor_works(server, honest)
-        assert not worked_on.done()
-    finally:
-        go.set()
-    assert (await worked_on).json()["error"]["code"] == "context_length_exceeded"

@@ -159,15 +159,6 @@ async def test_a_result_is_what_the_server_sampled(distribution: Distribution, b
     assert len(fake.requests) == 1
 
 
-async def test_seeds_repeat_and_siblings_of_a_seed_differ(
-    distribution: Distribution, byte_model: Path
-) -> None:
-    async with opened(FakeVllm(distribution, Faults()), byte_model) as sampler:
-        first, again = [await sampler.sample(request(num_samples=3, seed=11)) for _ in range(2)]
-    assert first == again
-    assert len({sequence.sampled for sequence in first.sequences}) == 3
-
-
 @pytest.mark.parametrize(
     ("logprobs", "top_k", "recorded"),
     [
@@ -208,24 +199,6 @@ async def test_what_changes_the_distribution_is_passed_on_and_the_kind_stays_tru
     assert sent["min_p"] == made.min_p
     assert sent["repetition_penalty"] == made.repetition_penalty
     assert sent["stop_token_ids"] == [distribution.end, *made.extra_stop_ids]
-
-
-async def test_the_most_likely_tokens_are_told_best_first(
-    distribution: Distribution, byte_model: Path
-) -> None:
-    fake = FakeVllm(distribution, Faults())
-    async with opened(fake, byte_model) as sampler:
-        (sequence,) = (await sampler.sample(request(top_logprobs=3))).sequences
-    sampled, logprobs = ids(sequence), unpack_logprobs(sequence.logprobs)
-    top_ids = unpack_ids(sequence.top_ids).reshape(len(sampled), 3)
-    top_logprobs = unpack_logprobs(sequence.top_logprobs).reshape(len(sampled), 3)
-    assert (np.diff(top_logprobs, axis=1) <= 0).all()
-    for place, token in enumerate(sampled):
-        if token in top_ids[place]:
-            (rank,) = np.flatnonzero(top_ids[place] == token)
-            assert top_logprobs[place, rank] == pytest.approx(logprobs[place], abs=TOLERANCE)
-        else:
-            assert logprobs[place] <= top_logprobs[place, -1] + TOLERANCE
 
 
 async def test_replies_never_grow_beyond_the_context(distribution: Distribution, byte_model: Path) -> None:
@@ -274,31 +247,6 @@ async def test_failures_have_the_status_for_the_callers_retries(
         assert len(fake.requests) == 1, "a sampled call is not repeated in silence"
 
 
-async def test_the_servers_own_context_error_is_the_dialects(
-    distribution: Distribution, byte_model: Path
-) -> None:
-    fake = FakeVllm(distribution, Faults())
-    async with opened(fake, byte_model) as sampler:
-        sampler.facts = msgspec.structs.replace(sampler.facts, max_context=10**6)
-        with pytest.raises(GatewayError) as caught:
-            await sampler.sample(request([5] * (CONTEXT + 1)))
-    assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
-
-
-async def test_a_server_that_is_gone_is_unavailable(distribution: Distribution, byte_model: Path) -> None:
-    fake = FakeVllm(distribution, Faults())
-    with serving(fake.app) as url:
-        config = InferenceConfig.model_validate({"backend": "vllm", "base_url": url})
-        opening = remote_sampler(config, model_folder=byte_model, environ={}, timeout_s=5)
-        sampler = await opening.__aenter__()
-    try:
-        with pytest.raises(GatewayError) as caught:
-            await sampler.sample(request())
-        assert (caught.value.status, caught.value.code) == (503, "engine_unavailable")
-    finally:
-        await opening.__aexit__(None, None, None)
-
-
 async def test_who_gives_up_closes_the_connection(distribution: Distribution, byte_model: Path) -> None:
     fake = FakeVllm(distribution, Faults())
     async with opened(fake, byte_model) as sampler:
@@ -323,21 +271,7 @@ async def test_a_server_that_takes_too_long_is_a_timeout(
         await until(lambda: fake.disconnected == 1, "the disconnection")
 
 
-async def test_closing_refuses_what_waits_and_what_comes(
-    distribution: Distribution, byte_model: Path
-) -> None:
-    fake = FakeVllm(distribution, Faults())
-    async with opened(fake, byte_model) as sampler:
-        fake.faults = Faults(hang=True)
-        call = asyncio.create_task(sampler.sample(request()))
-        await until(lambda: len(fake.requests) == 1)
-        sampler.close()
-        for waiting in (call, sampler.sample(request())):
-            with pytest.raises(GatewayError, match="shutting down"):
-                await waiting
-
-
-async def test_requests_at_once_are_bounded(distribution: Distribution) -> None:
+async def test_requests_at_once_are_bounded(distribution: Distribution, byte_model: Path) -> None:
     fake = FakeVllm(distribution, Faults())
     with serving(fake.app) as url:
         upstream = Upstream(url, max_in_flight=3)
@@ -403,15 +337,3 @@ async def test_a_server_that_numbers_its_weights_is_believed(
     assert midway.policy_version == 7, "the oldest weights: the larger lag"
     assert midway.policy_version_end == 8
     assert (after.policy_version, after.policy_version_end) == (8, None)
-
-
-async def test_an_update_since_the_last_call_may_have_come_midway(
-    distribution: Distribution, byte_model: Path
-) -> None:
-    """vLLM tells its version beside the calls only."""
-    fake = FakeVllm(distribution, Faults(weights=["7"]))
-    async with opened(fake, byte_model) as sampler:
-        await sampler.sample(request())
-        fake.faults.weights = ["8"]
-        after = await sampler.sample(request())
-    assert (after.policy_version, after.policy_version_end) == (7, 8)

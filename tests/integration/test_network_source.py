@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from pathlib import Path
-
-import pytest
-
 from interchange_helpers import eventually, new_episodes
-from interchange_setup import OUTPUT, Setup, serving
+from interchange_setup import OUTPUT, Setup
 from tinkerscript.train.episode_source import NetworkSource
 from tinkerscript.train.journal import EpisodeRegistered
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome, RecordedOutcome
-
-
-@pytest.fixture
-async def setup(tmp_path: Path, byte_model: Path) -> AsyncGenerator[Setup]:
-    async with serving(tmp_path, byte_model) as made:
-        yield made
 
 
 def source_of(setup: Setup) -> NetworkSource:

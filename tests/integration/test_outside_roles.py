@@ -22,7 +22,7 @@ from inspect_ai.dataset import Sample
 
 from inspect_tinker_bridge.conversion import sample_summary
 from interchange_helpers import FAST, collect, new_episode, new_episodes, run_config, trainer
-from interchange_setup import OUTPUT, Setup
+from interchange_setup import Setup
 from outside_chat import KEY, OutsideChat, outside_chat
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConfigError
@@ -73,9 +73,7 @@ async def claim_of(setup: Setup, name: str = "a") -> Any:
 
 async def calls_of_result(setup: Setup, claim: Any) -> list[Call]:
     """End the episode, and return the calls that the trainer gets."""
-    await setup.post(
-        "/end_episode", episode_uuid=claim.episode_uuid, workflow_output=OUTPUT, attempt=claim.attempt
-    )
+    await setup.end(claim)
     outcome = (await collect(setup.link, 1))[claim.episode_uuid]
     assert isinstance(outcome, EpisodeAccepted)
     return outcome.all_calls
@@ -313,70 +311,43 @@ async def test_a_key_that_is_not_set_is_said_at_the_start(tmp_path: Path, byte_m
 
 
 FORGED_NAMES = [
-    "Judge",
-    "JUDGE",
-    "judge ",
-    " judge",
-    "judge\u200b",
-    "jud\u0261e",
-    "\uff4audge",
-    "judge\x00",
-    "judge\n",
-    "judge/",
-    "/judge",
-    "../judge",
-    "./judge",
-    "judge%20",
-    "%6audge",
-    "openai/judge",
-    "models/judge",
-    "judge:latest",
-    "judge@1",
-    "judge?x=1",
-    "judge#",
-    "policy/judge",
-    "policy\rjudge",
-    "critic",
-    "solver",
-    "tutor",
-    "big",
-    "served",
-    "",
-    "null",
-    "JuDgE",
-    "judge\u0301",
-    "\u202ejudge",
-    "roles.judge",
-    "judge,policy",
-    "['judge']",
+    *(
+        "Judge",
+        "JUDGE",
+        "judge ",
+        " judge",
+        "judge\u200b",
+        "jud\u0261e",
+        "\uff4audge",
+        "judge\x00",
+        "judge\n",
+    ),
+    *("judge/", "../judge", "judge%20", "%6audge", "models/judge", "judge:latest", "judge?x=1", "judge#"),
+    *(
+        "policy/judge",
+        "policy\rjudge",
+        "critic",
+        "big",
+        "",
+        "null",
+        "judge\u0301",
+        "\u202ejudge",
+        "roles.judge",
+    ),
 ]
-FORGED_HEADERS = [
-    {"X-Role": "judge"},
-    {"X-Model": "judge"},
-    {"OpenAI-Organization": "judge"},
-    {"X-Forwarded-Host": "judge"},
-    {"Host": "judge"},
-    {"X-Original-URL": "/v1/judge"},
-    {"Idempotency-Key": "judge"},
-    {},
+FORGED_HEADERS: list[dict[str, str]] = [
+    *({name: "judge"} for name in ("X-Role", "X-Model", "OpenAI-Organization", "X-Forwarded-Host", "Host")),
+    *({"X-Original-URL": "/v1/judge"}, {"Idempotency-Key": "judge"}, {}),
 ]
 FORGED_PATHS = [
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/agent/v1/chat/completions",
-    "/agent/v1/messages",
-    "/v1/messages/count_tokens",
-    "/v1/responses/input_tokens",
-    "/v1/judge/chat/completions",
-    "/judge/v1/chat/completions",
-    "/v1/../judge/v1/chat/completions",
-    "/g/1/v1/chat/completions",
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+    *("/agent/v1/chat/completions", "/agent/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/responses/input_tokens", "/v1/judge/chat/completions", "/judge/v1/chat/completions"),
+    *("/v1/../judge/v1/chat/completions", "/g/1/v1/chat/completions"),
 ]
 
 
-async def test_a_thousand_forged_attempts_reach_no_role_and_see_no_key(
+async def test_hundreds_of_forged_attempts_reach_no_role_and_see_no_key(
     tmp_path: Path, byte_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -387,22 +358,10 @@ async def test_a_thousand_forged_attempts_reach_no_role_and_see_no_key(
         judged(tmp_path, byte_model, outside) as setup,
     ):
         claim, lost = await claim_of(setup, "a"), await claim_of(setup, "b")
-        await setup.post(
-            "/end_episode", episode_uuid=lost.episode_uuid, workflow_output=OUTPUT, attempt=lost.attempt
-        )
+        await setup.end(lost)
         own, over = claim.openai_api_key, lost.openai_api_key
-        forged_keys = [
-            KEY,
-            over,
-            own[:-1],
-            own + "x",
-            own.upper(),
-            own[::-1],
-            "judge",
-            "none",
-            f"{own},{KEY}",
-        ]
-        for number in range(1000):
+        forged_keys = [*(KEY, over, own[:-1], own + "x", own.upper(), own[::-1]), "judge", f"{own},{KEY}"]
+        for number in range(300):
             if number % 2:  # The true name, without a claim that is held.
                 name, key = "judge", rng.choice(forged_keys)
             else:

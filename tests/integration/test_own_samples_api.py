@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from interchange_helpers import collect, new_episodes
 from interchange_setup import OUTPUT, Setup, serving
@@ -18,12 +16,6 @@ from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.trainer_link.messages import BatchProgress, EpisodeAccepted
 
 TOKENS = {CLIENT_TOKEN: "client-token-of-tests", ADMIN_TOKEN: "admin-token-of-tests"}
-
-
-@pytest.fixture
-async def setup(tmp_path: Path, byte_model: Path) -> AsyncGenerator[Setup]:
-    async with serving(tmp_path, byte_model) as made:
-        yield made
 
 
 def sample(name: str, **more: Any) -> dict[str, Any]:

@@ -98,24 +98,6 @@ async def test_a_client_that_waits_is_refused_when_it_is_quarantined(
         assert (await setup.claim("good")).success
 
 
-async def test_who_only_fails_is_paced_and_the_trainers_own_workers_are_not(
-    tmp_path: Path, byte_model: Path
-) -> None:
-    async with serving(tmp_path, byte_model, max_attempts=100) as setup:
-        await setup.link.register(new_episodes("e1", "e2", "e3"))
-        own = f"{setup.link.own_clients}0-0"
-        for client in ("remote", own):
-            for _ in range(MIN_FAILURES):
-                await fail_one(setup, client)
-        one = await setup.claim("remote", max_episodes=3)
-        assert (one.success, one.more) == (True, [])
-        later = await setup.claim("remote", wait_s=30)
-        assert (later.success, later.retry_after_s) == (False, 1)
-        assert "The last 8 attempts of client 'remote' failed; until one succeeds" in (later.fail_cause or "")
-        assert len((await setup.claim(own, max_episodes=3)).more) == 1, "two were left"
-        assert (await setup.status()).quarantined == {}
-
-
 async def waits(setup: Setup) -> bool:
     return (await setup.status()).waiting_clients == 1
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
-from collections.abc import AsyncGenerator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,6 @@ from tinkerscript.protocol import NO_EPISODES, RUN_FINISHED, WEIGHT_SYNCING
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.server.process import running_server
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
-
-
-@pytest.fixture
-async def setup(tmp_path: Path, byte_model: Path) -> AsyncGenerator[Setup]:
-    async with serving(tmp_path, byte_model) as made:
-        yield made
 
 
 async def test_the_path_of_one_episode(setup: Setup) -> None:
@@ -64,50 +57,6 @@ async def test_the_path_of_one_episode(setup: Setup) -> None:
     assert await setup.metric("tinkerscript_sampled_tokens_total") == 3
     assert await setup.metric("tinkerscript_claims_total") == 1
     assert stored_outcomes(setup.run_dir / "server.sqlite") == {"e": "accepted"}
-
-
-async def test_the_json_of_first_version_clients(setup: Setup) -> None:
-    reply = await setup.post(
-        "/register_episode",
-        episode_uuid="old",
-        openai_base_url="",
-        openai_api_key="",
-        zmq_listen_result_addr="ipc:///tmp/x",
-        something_new=1,
-    )
-    assert reply == {"success": True, "failure_reason": ""}
-    claim = await setup.post(
-        "/claim_episode", client_uuid="v1", episode_type="train", allow_discard_timeout=30
-    )
-    assert claim["success"] is True
-    assert {"client_uuid", "episode_uuid", "openai_base_url", "openai_api_key", "fail_cause"} <= claim.keys()
-    me = {"client_uuid": "v1", "episode_uuid": claim["episode_uuid"]}
-    assert (await setup.post("/can_continue_episode", **me))["can_continue"] is True
-    end = {**me, "workflow_output": {"reward": [0.5, 0.25], "is_success": None, "metadata": {}}}
-    assert (await setup.post("/end_episode", **end))["success"] is True
-    assert (await setup.post("/end_episode", **end))["success"] is True, "a retry gets the same answer"
-    outcome = (await collect(setup.link, 1))["old"]
-    assert isinstance(outcome, EpisodeAccepted)
-    assert outcome.reward == 0.75
-    nothing = await setup.post("/claim_episode", client_uuid="v1", episode_type="train")
-    assert nothing["success"] is False
-    assert NO_EPISODES in nothing["fail_cause"]
-    assert nothing["retry_after_s"] > 0
-
-
-async def test_a_lone_first_version_client_gets_a_lost_episode_again_under_another_name(setup: Setup) -> None:
-    await setup.link.register(new_episodes("e"))
-    lost = await setup.post("/claim_episode", client_uuid="v1", allow_discard_timeout=0.05)
-    again = await setup.post("/claim_episode", client_uuid="v1", wait_s=20)
-    assert (again["attempt"], again["success"]) == (2, True)
-    assert lost["episode_uuid"] != again["episode_uuid"]
-    late = {"client_uuid": "v1", "episode_uuid": lost["episode_uuid"], "workflow_output": OUTPUT}
-    assert "lease_expired" in (await setup.post("/end_episode", 409, **late))["failure_reason"]
-    assert not (await setup.post("/can_continue_episode", **late))["can_continue"]
-    await setup.post("/end_episode", **(late | {"episode_uuid": again["episode_uuid"]}))
-    outcome = (await collect(setup.link, 1))["e"]
-    assert isinstance(outcome, EpisodeAccepted)
-    assert outcome.attempt == 2
 
 
 async def test_only_the_key_of_a_claim_ends_aborts_and_renews_it(tmp_path: Path, byte_model: Path) -> None:
@@ -197,29 +146,6 @@ async def test_a_model_call_of_a_claim_that_is_lost_meanwhile_is_not_recorded(
             assert await setup.metric("tinkerscript_model_calls_total") == 0
 
 
-async def test_attempts_run_out_into_a_failure_with_reasons(tmp_path: Path, byte_model: Path) -> None:
-    async with serving(tmp_path, byte_model, max_attempts=2) as setup:
-        await setup.link.register(new_episodes("e"))
-        for attempt in (1, 2):
-            claim = await setup.claim()
-            abort = {
-                "client_uuid": "c",
-                "episode_uuid": "e",
-                "attempt": attempt,
-                "failure": {"kind": "task_error", "message": f"scorer raised {attempt}"},
-            }
-            assert claim.attempt == attempt
-            for _ in range(2):
-                assert (await setup.post("/abort_episode", **abort))["success"] is True
-        outcome = (await collect(setup.link, 1))["e"]
-        assert isinstance(outcome, EpisodeFailed)
-        assert [failure["message"] for failure in outcome.failures] == [
-            "scorer raised 1",
-            "scorer raised 2",
-        ]
-        assert await setup.metric('tinkerscript_episodes_failed_total{type="train"}') == 1
-
-
 async def test_ends_that_are_refused(setup: Setup) -> None:
     await setup.link.register(new_episodes("e"))
     await setup.claim()
@@ -233,15 +159,24 @@ async def test_ends_that_are_refused(setup: Setup) -> None:
     assert "another result" in other["failure_reason"]
 
 
+DEEP = b"[" * 64 + b"]" * 64
+ENDS = {
+    b'"reward": 1e999': "workflow_output.reward",
+    b'"reward": "high"': "workflow_output.reward",
+    b'"reward": [9e5, 2e5]': "workflow_output.reward: must be a finite number from -1e+06 to 1e+06",
+    b'"reward": 1, "role_rewards": {"policy": NaN}': "role_rewards.policy",
+    b'"reward": 1, "role_rewards": {"rival": 1}': "'rival' is no role that trains; this run trains policy",
+    b'"reward": 1, "log_metrics": {"a": NaN}': "log_metrics.a",
+    b'"reward": 1, "log_metrics": {"a": [1e15, 9e15]}': "log_metrics.a: must be a finite number from -1e+15",
+    b'"reward": 1, "log_metrics": {"a": ["high"]}': "log_metrics: Value error, a: a list holds",
+    b'"reward": 1, "metadata": {"a": "\\ud800"}': "hex escape",
+}
+"""What is in a result -> what is said about it."""
+
 MALFORMED: list[tuple[str, bytes, int, str]] = [
     ("/claim_episode", b"{}", 422, "client_uuid"),
     ("/claim_episode", b'{"client_uuid": ""}', 422, "client_uuid"),
-    (
-        "/claim_episode",
-        b'{"client_uuid": "c", "allow_discard_timeout": NaN}',
-        422,
-        "allow_discard_timeout",
-    ),
+    ("/claim_episode", b'{"client_uuid": "c", "allow_discard_timeout": NaN}', 422, "allow_discard_timeout"),
     ("/claim_episode", b'{"client_uuid": "c", "episode_type": "x"}', 422, "episode_type"),
     ("/claim_episode", b'{"client_uuid": "\\ud800"}', 422, "hex escape"),
     ("/claim_episode", b"[]", 422, "the body"),
@@ -249,74 +184,13 @@ MALFORMED: list[tuple[str, bytes, int, str]] = [
     ("/claim_episode", b"\xff\xfe", 422, "JSON"),
     ("/claim_episode", b"[" * 100_000, 422, "recursion"),
     ("/end_episode", b'{"client_uuid": "c", "episode_uuid": "e"}', 422, "workflow_output"),
-    (
-        "/end_episode",
-        b'{"client_uuid": "c", "episode_uuid": "e", "workflow_output": {"reward": 1e999}}',
-        422,
-        "workflow_output.reward",
-    ),
-    (
-        "/end_episode",
-        b'{"client_uuid": "c", "episode_uuid": "e",'
-        b' "workflow_output": {"reward": 1, "role_rewards": {"policy": NaN}}}',
-        422,
-        "role_rewards.policy",
-    ),
-    (
-        "/end_episode",
-        b'{"client_uuid": "c", "episode_uuid": "e",'
-        b' "workflow_output": {"reward": 1, "role_rewards": {"rival": 1}}}',
-        422,
-        "workflow_output.role_rewards: 'rival' is no role that trains; this run trains policy",
-    ),
-    (
-        "/end_episode",
-        b'{"client_uuid": "c", "episode_uuid": "e",'
-        b' "workflow_output": {"reward": 1, "log_metrics": {"a": NaN}}}',
-        422,
-        "log_metrics.a",
-    ),
-    (
-        "/end_episode",
-        b'{"client_uuid": "c", "episode_uuid": "e", "workflow_output": {"reward": "high"}}',
-        422,
-        "workflow_output.reward",
-    ),
-    (
-        "/end_episode",
-        b'{"client_uuid": "c", "episode_uuid": "e",'
-        b' "workflow_output": {"reward": 1, "metadata": {"a": "\\ud800"}}}',
-        422,
-        "hex escape",
+    *(
+        ("/end_episode", b'{"episode_uuid": "e", "workflow_output": {%s}}' % body, 422, said)
+        for body, said in ENDS.items()
     ),
     ("/register_episode", b'{"episode_uuid": "e", "payload": {"a": "\\ud800"}}', 422, "payload"),
     ("/register_episode", b'{"episode_uuid": "e", "payload": {"a": NaN}}', 422, "payload"),
-    (
-        "/end_episode",
-        b'{"client_uuid": "c", "episode_uuid": "e", "workflow_output": {"reward": [9e5, 2e5]}}',
-        422,
-        "workflow_output.reward: must be a finite number from -1e+06 to 1e+06",
-    ),
-    (
-        "/end_episode",
-        b'{"client_uuid": "c", "episode_uuid": "e",'
-        b' "workflow_output": {"reward": 1, "log_metrics": {"a": [1e15, 9e15]}}}',
-        422,
-        "log_metrics.a: must be a finite number from -1e+15",
-    ),
-    (
-        "/end_episode",
-        b'{"client_uuid": "c", "episode_uuid": "e",'
-        b' "workflow_output": {"reward": 1, "log_metrics": {"a": ["high"]}}}',
-        422,
-        "log_metrics: Value error, a: a list holds",
-    ),
-    (
-        "/register_episode",
-        b'{"episode_uuid": "e", "payload": {"a": ' + b"[" * 64 + b"]" * 64 + b"}}",
-        422,
-        "nested more than 64 deep",
-    ),
+    ("/register_episode", b'{"episode_uuid": "e", "payload": {"a": %s}}' % DEEP, 422, "more than 64 deep"),
     ("/register_episode", b'{"episode_uuid": ""}', 422, "episode_uuid"),
     ("/register_episode", b'{"episode_uuid": "e", "payload": [1]}', 422, "payload"),
     ("/update_engine_status", b'{"engine_status": "ENGINE.ON"}', 422, "engine_status"),
@@ -356,17 +230,6 @@ async def test_a_long_poll_gets_the_next_episode(setup: Setup) -> None:
     results = await asyncio.gather(*waiting)
     assert {claim.episode_uuid for claim in results} == {"a", "b", "c"}
     assert not (await setup.claim(wait_s=0.05)).success
-
-
-async def test_a_client_that_hangs_up_leaves_the_line(setup: Setup) -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        await setup.http.post("/claim_episode", json={"client_uuid": "gone", "wait_s": 60}, timeout=0.2)
-    await setup.metric_becomes("tinkerscript_waiting_clients", 0)
-    staying = asyncio.create_task(setup.claim("here", wait_s=20))
-    await setup.metric_becomes("tinkerscript_waiting_clients", 1)
-    await setup.link.register(new_episodes("e"))
-    claim = await staying
-    assert (claim.episode_uuid, claim.attempt, claim.client_uuid) == ("e", 1, "here")
 
 
 async def test_claims_wait_while_weights_are_published(setup: Setup) -> None:
@@ -522,60 +385,13 @@ async def test_an_episode_that_no_reply_can_hold_fails_by_itself(tmp_path: Path,
         assert outcome.failures[-1]["kind"] == "bad_payload"
 
 
-async def test_register_over_http(setup: Setup) -> None:
-    for _ in range(2):
-        await setup.post("/register_episode", episode_uuid="e", payload={"b": 1, "a": 2})
-    clash = await setup.post("/register_episode", 409, episode_uuid="e", payload={})
-    assert "other content" in clash["failure_reason"]
-    assert (await setup.claim()).payload == {"a": 2, "b": 1}
-
-
-async def test_tokens_guard_the_routes_beyond_loopback(tmp_path: Path, byte_model: Path) -> None:
-    config = run_config(byte_model, interchange_server_host="0.0.0.0")
-    with pytest.raises(ConfigError, match=CLIENT_TOKEN):
-        async with running_server(config, tmp_path, environ={}):
-            raise AssertionError
-    environ = {CLIENT_TOKEN: "client-secret-of-many", ADMIN_TOKEN: "admin-secret-of-many"}
-    async with running_server(config, tmp_path, environ=environ, times=FAST) as (info, _):
-        assert info.url.startswith("http://127.0.0.1:")
-        async with httpx.AsyncClient(base_url=info.url) as http:
-
-            async def status(path: str, token: str, **body: Any) -> int:
-                headers = {"Authorization": f"Bearer {token}"} if token else {}
-                reply = await http.post(path, json=body, headers=headers)
-                if reply.status_code in (401, 403):
-                    assert reply.json()["success"] is False
-                return reply.status_code
-
-            register = {"episode_uuid": "e"}
-            assert await status("/register_episode", "", **register) == 401
-            assert await status("/register_episode", "client-secret-of-many", **register) == 403
-            assert await status("/register_episode", "admin-secret-of-many", **register) == 200
-            for path in ("/update_engine_status", "/sync_train_config"):
-                assert await status(path, "client-secret-of-many") in (403, 422)
-            assert (
-                await status("/update_engine_status", "client-secret-of-many", engine_status="ENGINE.ROLLING")
-                == 403
-            )
-            assert await status("/sync_train_config", "client-secret-of-many", yaml_as_string="") == 403
-            claim = {"client_uuid": "c"}
-            assert await status("/claim_episode", "wrong", **claim) == 401
-            assert await status("/claim_episode", "client-secret-of-many", **claim) == 200
-            me = {"client_uuid": "c", "episode_uuid": "e"}
-            assert await status("/can_continue_episode", "", **me) == 401
-            assert await status("/end_episode", "", **me, workflow_output=OUTPUT) == 401
-            assert await status("/abort_episode", "", **me, failure={"kind": "x"}) == 401
-            assert (await http.get("/health")).status_code == 200
-
-
 async def test_the_public_base_url_is_what_clients_are_told(tmp_path: Path, byte_model: Path) -> None:
-    url = "https://train.example.org/"
     tokens = {CLIENT_TOKEN: "client-secret-of-many", ADMIN_TOKEN: "admin-secret-of-many"}
+    url = "https://train.example.org/"
     async with serving(tmp_path, byte_model, environ=tokens, public_base_url=url) as setup:
         await setup.link.register(new_episodes("e"))
-        body = {"client_uuid": "c", "sends_key": True}
-        reply = await setup.http.post("/claim_episode", json=body, headers=setup.member)
-        assert reply.json()["openai_base_url"] == "https://train.example.org/v1"
+        setup.http.headers.update(setup.member)
+        assert (await setup.claim()).openai_base_url == "https://train.example.org/v1"
 
 
 async def test_one_server_for_a_run_folder(tmp_path: Path, byte_model: Path, setup: Setup) -> None:
@@ -585,19 +401,13 @@ async def test_one_server_for_a_run_folder(tmp_path: Path, byte_model: Path, set
 
 
 async def test_many_clients_at_once(setup: Setup) -> None:
-    names = {f"e{number}" for number in range(200)}
+    names = {f"e{number}" for number in range(80)}
     await setup.link.register(new_episodes(*names))
 
     async def work(client: str) -> None:
         while (claim := await setup.claim(client)).success:
             await setup.call(claim.openai_api_key, client)
-            await setup.post(
-                "/end_episode",
-                client_uuid=client,
-                episode_uuid=claim.episode_uuid,
-                attempt=claim.attempt,
-                workflow_output=OUTPUT,
-            )
+            await setup.end(claim)
 
     workers = [asyncio.create_task(work(f"c{number}")) for number in range(20)]
     outcomes = await collect(setup.link, len(names))
@@ -620,15 +430,3 @@ async def test_no_key_is_in_the_log(setup: Setup, caplog: pytest.LogCaptureFixtu
     await until(lambda: "claim.expired" in caplog.text)
     assert claim.openai_api_key not in caplog.text
     assert "ts-" not in caplog.text
-
-
-async def test_one_request_claims_several_episodes(setup: Setup) -> None:
-    await setup.link.register(new_episodes(*"abcd"))
-    first = await setup.claim(max_episodes=3)
-    claims = [first, *first.more]
-    assert [claim.episode_uuid for claim in claims] == ["a", "b", "c"]
-    assert len({claim.openai_api_key for claim in claims}) == 3
-    assert all(claim.attempt == 1 and claim.openai_base_url == first.openai_base_url for claim in claims)
-    rest = await setup.claim("other", max_episodes=3)
-    assert (rest.episode_uuid, rest.more) == ("d", [])
-    assert not (await setup.claim(max_episodes=3)).success

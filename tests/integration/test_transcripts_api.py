@@ -11,10 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from interchange_helpers import collect, new_episodes, run_config
+from interchange_helpers import collect, new_episodes
 from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.server import trainer_messages
-from tinkerscript.server.process import running_server
 from tinkerscript.server.routes import episodes as route
 from tinkerscript.server.store.sqlite import STORE_FILE
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
@@ -98,18 +97,6 @@ async def test_what_is_too_long_is_refused_unread(setup: Setup) -> None:
     assert [len(data) for _, data in stored(setup.run_dir)] == [2**20]
 
 
-async def test_a_run_that_records_nothing_takes_none(tmp_path: Path, byte_model: Path) -> None:
-    config = run_config(byte_model).model_copy(update={"recording": "off"})
-    async with (
-        running_server(config, tmp_path, environ={}) as (info, _),
-        httpx.AsyncClient(base_url=info.url) as http,
-    ):
-        body = {"client_uuid": "c", "episode_uuid": "own", "task_id": "t", "group_size": 1, "payload": {}}
-        assert (await http.post("/register_episode", json=body)).status_code == 200
-        reply = await http.post("/claim_episode", json={"client_uuid": "c", "pool": "c", "sends_key": True})
-        assert reply.json()["max_transcript_bytes"] == 0
-
-
 async def test_no_more_is_received_at_once_than_there_is_room_for(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,35 +126,6 @@ async def test_no_more_is_received_at_once_than_there_is_room_for(
     assert b"200 OK" in await reader.readline()
     writer.close()
     await send(setup, second.openai_api_key, b"y" * 100)
-
-
-async def test_a_client_that_goes_while_it_sends_leaves_room(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(route, "MAX_READING_BYTES", 150)
-    await setup.link.register(new_episodes("a"))
-    claim = await setup.claim()
-    host, port = setup.url.removeprefix("http://").split(":")
-    for _ in range(5):
-        _, writer = await asyncio.open_connection(host, int(port))
-        head = (
-            f"POST /record_transcript HTTP/1.1\r\nhost: [::1]\r\nauthorization: Bearer {claim.openai_api_key}"
-        )
-        writer.write(f"{head}\r\ncontent-length: 100\r\n\r\n".encode() + b"x" * 50)
-        await writer.drain()
-        writer.transport.abort()
-
-    statuses = list[int]()
-
-    async def try_again() -> None:
-        while not statuses or statuses[-1] != 200:
-            headers = {"Authorization": f"Bearer {claim.openai_api_key}"}
-            reply = await setup.http.post("/record_transcript", content=b"y" * 100, headers=headers)
-            statuses.append(reply.status_code)
-
-    async with asyncio.timeout(30):
-        await try_again()
-    assert stored(setup.run_dir) == [(1, b"y" * 100)]
 
 
 async def test_outcomes_go_without_what_the_way_has_no_room_for(

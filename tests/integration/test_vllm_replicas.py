@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.train.replicas.pool import Published
 from tinkerscript.vllm_plugin import WeightSource
-from trained_adapter import Trained, trained
+from trained_adapter import trained
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),
@@ -35,74 +35,48 @@ def vllm(folder: Path) -> Iterator[tuple[PeftVllm, str]]:
     source.close()
 
 
-@pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[tuple[PeftVllm, Trained]]:
-    with vllm(tmp_path) as (fake, url):
-        async with trained(tmp_path, [url]) as at:
-            yield fake, at
-
-
 def held(fake: PeftVllm) -> list[str]:
     """Versions of the policy that the server has loaded."""
     return [name.split("-")[2] for name in fake.adapters if name.startswith("policy-")]
 
 
-async def test_each_version_is_loaded_proved_sampled_and_unloaded(served: tuple[PeftVllm, Trained]) -> None:
-    fake, at = served
-    for version in range(4):
-        await at.publisher.publish(version)
-        assert await at.ask(version) == version
-        asked = fake.requests[-1]
-        assert asked["model"] == asked["cache_salt"]
-        assert asked["model"].startswith("policy-")
-        await at.step(1e-3)
-    assert [at.verdicts(version) for version in range(4)] == [["unchanged"], *[["proved"]] * 3]
-    assert at.pool.max_gap < 1e-4
-    await until(lambda: held(fake) == ["2", "3"], "the older ones left the server")
-    assert not [name for name in fake.adapters if name.startswith("canary-") and "none" not in name]
-
-
-async def test_the_previous_version_in_the_place_of_the_new_one_does_not_sample(
-    served: tuple[PeftVllm, Trained],
-) -> None:
-    fake, at = served
-    await at.publisher.publish(0)
-    await at.step(1e-3)
-    await at.publisher.publish(1)
-    await at.ask(1)
-    older = fake.requests[-1]["model"]
-    await at.step(1e-5)
-    folder = await at.written(2)
-    fake.lies[folder.name] = older
-    publishing = asyncio.create_task(at.pool.publish(Published(2, folder)))
-    await until(lambda: bool(at.notes), "the replica is lost over it")
-    assert "it samples from another version" in at.notes[0]
-    fake.lies.clear()
-    await publishing
-    assert at.verdicts(2)[-1] == "proved"
-    assert await at.ask(2) == 2
-
-
-async def test_a_server_that_was_started_again_gets_the_versions_that_are_live(
-    served: tuple[PeftVllm, Trained],
-) -> None:
-    """It has none of those that it is asked to forget, and says so."""
-    fake, at = served
-    for version in range(3):
-        await at.publisher.publish(version)
-        assert await at.ask(version) == version
-        await at.step(1e-3)
-    fake.restart()
-    at.pool.lose(at.pool.replicas[0], "died")
-    await until(lambda: len(at.notes) > 1, "it is back, or not")
-    assert at.notes[-1].endswith("samples again")
-    assert await at.ask(2) == 2
-    assert set(held(fake)) == {"1", "2"}
+async def test_each_version_is_loaded_proved_sampled_and_unloaded(tmp_path: Path) -> None:
+    with vllm(tmp_path) as (fake, url):
+        async with trained(tmp_path, [url], targets=["q_proj", "down_proj"]) as at:
+            for version in range(3):
+                await at.publisher.publish(version)
+                assert await at.ask(version) == version
+                asked = fake.requests[-1]
+                assert asked["model"] == asked["cache_salt"]
+                assert asked["model"].startswith("policy-")
+                await at.step(1e-3)
+            assert [at.verdicts(version) for version in range(3)] == [["unchanged"], *[["proved"]] * 2]
+            assert at.pool.max_gap < 1e-4
+            await until(lambda: held(fake) == ["1", "2"], "the older ones left the server")
+            assert not [name for name in fake.adapters if name.startswith("canary-") and "none" not in name]
+            # The previous version in the place of the new one does not sample.
+            folder = await at.written(3)
+            fake.lies[folder.name] = fake.requests[-1]["model"]
+            publishing = asyncio.create_task(at.pool.publish(Published(3, folder)))
+            await until(lambda: bool(at.notes), "the replica is lost over it")
+            assert "it samples from another version" in at.notes[0]
+            fake.lies.clear()
+            await publishing
+            assert at.verdicts(3)[-1] == "proved"
+            assert await at.ask(3) == 3
+            # A server that was started again has none of those that it is asked to forget.
+            at.notes.clear()
+            fake.restart()
+            at.pool.lose(at.pool.replicas[0], "died")
+            await until(lambda: len(at.notes) > 1, "it is back, or not")
+            assert at.notes[-1].endswith("samples again")
+            assert await at.ask(3) == 3
+            assert set(held(fake)) == {"2", "3"}
 
 
 async def test_calls_wait_while_replicas_sleep(tmp_path: Path) -> None:
     with vllm(tmp_path) as (fake, url):
-        async with trained(tmp_path, [url], sleep=True) as at:
+        async with trained(tmp_path, [url], targets=["q_proj"], sleep=True) as at:
             await at.publisher.publish(0)
             fake.faults.delay_s = 60.0
             running = asyncio.create_task(at.ask(0))
@@ -140,7 +114,7 @@ async def test_all_weights_take_the_place_of_the_older_ones(tmp_path: Path) -> N
             assert await call == 3
             # Weights that the server was given and did not take are found out.
             await at.step(1e-3)
-            folder = await at.written(4)
+            folder = await at.written(3)
             fake.applies = False
             publishing = asyncio.create_task(at.pool.publish(Published(4, folder)))
             await until(lambda: bool(at.notes), "the replica is lost over it")

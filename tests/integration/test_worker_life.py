@@ -111,7 +111,7 @@ def setup_dir(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("way", ["plain", "async", "task"])
+@pytest.mark.parametrize("way", ["plain", "task"])
 async def test_sigterm_lets_episodes_finish(
     way: str, setup_dir: Path, byte_model: Path, workers: Workers
 ) -> None:
@@ -155,8 +155,9 @@ async def test_what_does_not_finish_is_handed_out_again_at_once(
         assert not (await setup.status()).quarantined
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "second"), [("plain", signal.SIGTERM), ("async", signal.SIGINT), ("blocking", signal.SIGTERM)]
+)
 async def test_a_second_signal_ends_a_worker_at_once(
     way: str, second: signal.Signals, setup_dir: Path, byte_model: Path, workers: Workers
 ) -> None:
@@ -182,42 +183,27 @@ def _is_pending(pid: int, number: signal.Signals) -> bool:
     return any(mask >> (number - 1) & 1 for mask in masks)
 
 
+@pytest.mark.parametrize(
+    ("failure", "code", "said"),
+    [("", 0, "The run is finished."), ("OSError: disk full", 1, "The run has failed: OSError: disk full")],
+)
 async def test_a_runs_end_reaches_every_worker_though_the_server_goes_away(
-    setup_dir: Path, byte_model: Path, workers: Workers
+    failure: str, code: int, said: str, setup_dir: Path, byte_model: Path, workers: Workers
 ) -> None:
-    """The one that waits for an episode, and those whose slots are all at work."""
-    async with serving(setup_dir, byte_model) as setup:
-        await setup.link.register(new_episodes("e1", "e2"))
-        started = [
-            workers.start(setup.url, workers.script(way), "--concurrency", "1", log=f"{way}.log")
-            for way in ("plain", "async")
-        ]
-        await workers.begun("e1", "e2")
-        started.append(workers.start(setup.url, workers.script("plain"), log="idle.log"))
-        await until(lambda: "waiting for an episode" in workers.log("idle.log"), "an idle worker")
-        setup.link.set_status(run_finished=True, engine_status="ENGINE.OFFLINE")
-        await setup.link.flush()
-    for process, name in zip(started, ("plain", "async", "idle"), strict=True):
-        assert await ended(process, within_s=15) == 0, workers.log(f"{name}.log")
-        assert workers.log(f"{name}.log").count("The run is finished.") == 1
-        assert "waiting for the server" not in workers.log(f"{name}.log")
-
-
-async def test_a_failed_runs_end_reaches_its_workers_too(
-    setup_dir: Path, byte_model: Path, workers: Workers
-) -> None:
-    """Its server goes with it. Exit code 1: whoever starts workers again may do so for the resumed run."""
+    """The one that waits for an episode, and one whose slots are all at work. Exit code 1: whoever starts
+    workers again may do so for the resumed run."""
     async with serving(setup_dir, byte_model) as setup:
         await setup.link.register(new_episodes("e1"))
-        busy = workers.start(setup.url, workers.script("async"), "--concurrency", "1", log="busy.log")
+        way = "async" if failure else "plain"
+        started = [workers.start(setup.url, workers.script(way), "--concurrency", "1", log="busy.log")]
         await workers.begun("e1")
-        idle = workers.start(setup.url, workers.script("plain"), log="idle.log")
+        started.append(workers.start(setup.url, workers.script("plain"), log="idle.log"))
         await until(lambda: "waiting for an episode" in workers.log("idle.log"), "an idle worker")
-        setup.link.set_status(run_finished=True, engine_status="ENGINE.OFFLINE", failure="OSError: disk full")
+        setup.link.set_status(run_finished=True, engine_status="ENGINE.OFFLINE", failure=failure)
         await setup.link.flush()
-    for process, name in ((busy, "busy"), (idle, "idle")):
-        assert await ended(process, within_s=15) == 1, workers.log(f"{name}.log")
-        assert workers.log(f"{name}.log").count("The run has failed: OSError: disk full") == 1
+    for process, name in zip(started, ("busy", "idle"), strict=True):
+        assert await ended(process, within_s=15) == code, workers.log(f"{name}.log")
+        assert workers.log(f"{name}.log").count(said) == 1
         assert "waiting for the server" not in workers.log(f"{name}.log")
 
 

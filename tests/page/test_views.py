@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from browsing import Tab, Viewed, url_of
-from playwright.sync_api import Browser, BrowserContext, Page, expect
+from playwright.sync_api import Browser, Page, expect
 
 from command_line import ROOT, start
 from made_run import MadeRun
 from tinkerscript.record.reader import Record
-
-PLACES = ["Run", "Curves", "Steps", "Evaluations", "Episodes", "Alignment", "Fleet"]
 
 
 def place(page: Page, name: str) -> None:
@@ -107,64 +104,10 @@ def test_runs_are_found_and_sorted_and_a_curve_is_taken_away(tab: Tab, viewed: V
     expect(page.get_by_role("region", name="What you set").locator("tbody tr")).to_have_count(2)
 
 
-def test_the_search_takes_words_and_conditions(tab: Tab, viewed: Viewed) -> None:
-    page = tab.page
-    page.goto(f"{viewed.url}/#/run/shop-agent/episodes")
-    page.get_by_role("searchbox").fill("calculator reward=0 step=12")
-    page.keyboard.press("Enter")
-    expect(page.locator("tbody tr").first).to_contain_text("step 12")
-    rewards = page.locator("tbody tr td:nth-child(3)").all_inner_texts()
-    assert rewards
-    assert set(rewards) == {"0"}
-    page.get_by_role("searchbox").fill("step=abc reward>x")
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("alert")).to_contain_text("is not a number")
-
-
 def test_a_link_to_tokens_marks_them(tab: Tab, viewed: Viewed) -> None:
     tab.page.goto(f"{viewed.url}/#/episode/{viewed.long_episode}?tokens=30000-30010")
     expect(tab.page.locator(".t.x")).to_have_count(10)
     assert tab.page.locator(".t.x").first.get_attribute("data-at") == "30000"
-
-
-def test_a_long_episode_stays_small_in_the_document(tab: Tab, viewed: Viewed) -> None:
-    page = tab.page
-    page.goto(f"{viewed.url}/#/episode/{viewed.long_episode}")
-    expect(page.locator(".tokens .t").first).to_be_visible()
-    seen = page.evaluate(
-        """async () => {
-          const box = document.querySelector('.tokens');
-          let most = 0;
-          for (let at = 0; at < box.scrollHeight; at += 2000) {
-            box.scrollTop = at;
-            await new Promise(requestAnimationFrame);
-            await new Promise(requestAnimationFrame);
-            most = Math.max(most, document.querySelectorAll('*').length);
-          }
-          return {most, end: box.scrollTop + box.clientHeight, height: box.scrollHeight};
-        }"""
-    )
-    assert seen["most"] <= 5000
-    expect(page.locator(".tokens .t").last).to_contain_text("<|im_end|>")
-
-
-def test_keys_move_between_places(tab: Tab, viewed: Viewed) -> None:
-    page = tab.page
-    page.goto(f"{viewed.url}/#/run/shop-agent")
-    heading(page, re.compile("^Progress"))
-    page.keyboard.press("s")
-    heading(page, "Steps")
-    page.keyboard.press("/")
-    expect(page.get_by_role("searchbox")).to_be_focused()
-    page.keyboard.press("Escape")
-    page.goto(f"{viewed.url}/#/run/shop-agent/steps/20")
-    heading(page, "Step 20")
-    page.keyboard.press("]")
-    heading(page, "Step 21")
-    page.keyboard.press("?")
-    expect(page.get_by_role("dialog")).to_be_visible()
-    page.keyboard.press("Escape")
-    expect(page.get_by_role("dialog")).to_have_count(0)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -281,9 +224,6 @@ def test_what_others_wrote_is_shown_as_text(browser: Browser, tmp_path: Path) ->
     context.close()
 
 
-SCRIPTS = ['<img src=x onerror="alert(1)">', "<script>alert(2)</script>", "[click](javascript:alert(3))"]
-
-
 def transcribed(folder: Path) -> str:
     """The uuid of an episode with a transcript."""
     query = "SELECT uuid FROM episodes WHERE number IN (SELECT episode FROM transcripts) ORDER BY number DESC"
@@ -308,64 +248,6 @@ def test_an_episode_is_read_event_by_event(tab: Tab, viewed: Viewed) -> None:
     assert not [each["id"] for each in found if each["impact"] in ("serious", "critical")], json.dumps(found)
     page.get_by_role("button", name="Hide the events").click()
     expect(events).to_have_count(0)
-
-
-def test_scripts_in_a_transcript_are_text(browser: Browser, tmp_path: Path) -> None:
-    MadeRun(
-        tmp_path / "runs" / "nasty", steps=2, groups=2, group_size=4, evaluation_samples=2, texts=SCRIPTS
-    ).write()
-    uuid = transcribed(tmp_path / "runs" / "nasty")
-    url = url_of(start(tmp_path, "view", "runs", "--port", "0"))
-    context = browser.new_context()
-    tab = Tab(context.new_page())
-    tab.watch()
-    page = tab.page
-    page.goto(f"{url}/#/episode/{uuid}")
-    page.get_by_role("button", name="Show the events").click()
-    expect(page.locator(".timeline li")).to_have_count(9)
-    page.evaluate("document.querySelectorAll('.timeline details').forEach((each) => { each.open = true; })")
-    assert any(text in page.inner_text(".timeline") for text in SCRIPTS)
-    assert not tab.problems
-    context.close()
-
-
-def test_other_machines_log_in(context: BrowserContext, viewed: Viewed) -> None:
-    token = "a-long-admin-token-for-tests"
-    env = {**os.environ, "TINKERSCRIPT_ADMIN_TOKEN": token}
-    command = start(
-        viewed.folder, "view", "runs", "--host", "0.0.0.0", "--port", "0", env=env, output="login.txt"
-    )
-    port = url_of(command).rpartition(":")[2]
-    url = f"http://127.0.0.1:{port}"
-    page = context.new_page()
-    assert context.request.get(f"{url}/api/runs").status == 401
-    assert context.request.get(f"{url}/api/episodes/{viewed.long_episode}").status == 401
-    page.goto(f"{url}/#/run/shop-agent/steps")
-    page.get_by_label("Admin token").fill("not it")
-    page.get_by_role("button", name="Log in").click()
-    expect(page.get_by_role("alert")).to_contain_text("not the admin token")
-    page.get_by_label("Admin token").fill(token)
-    page.get_by_role("button", name="Log in").click()
-    heading(page, "Steps")
-    (cookie,) = context.cookies()
-    assert cookie["httpOnly"]
-    assert cookie["sameSite"] == "Strict"
-    assert token not in json.dumps([cookie, page.url])
-    page.reload()
-    heading(page, "Steps")
-    context.clear_cookies()
-    page.goto(f"{url}/docs")
-    page.get_by_label("Admin token").fill(token)
-    page.get_by_role("button", name="Log in").click()
-    expect(page.get_by_text("/api/runs/{run}/steps", exact=True)).to_be_visible()
-    page.get_by_role("link", name="Interchange server").click()
-    expect(page.get_by_text("no interchange server runs here")).to_be_visible()
-
-
-def test_the_api_is_documented_without_another_host(tab: Tab, viewed: Viewed) -> None:
-    tab.page.goto(f"{viewed.url}/docs")
-    tab.page.get_by_text("/api/episodes/{uuid}", exact=True).click()
-    expect(tab.page.locator("details[open]")).to_contain_text("SequenceLine")
 
 
 def test_every_module_is_fetched_at_once() -> None:

@@ -2,127 +2,72 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import source_tree
+
 SRC = Path(__file__).parents[2] / "src"
 
 ALLOWED = {
-    "errors": set(),
-    "limits": {"errors"},
-    "protocol": {"errors", "limits"},
-    "lifecycle": set(),
-    "logs": {"limits"},
-    "tracing": set(),
-    "files": {"errors"},
-    "remote_folder": {"errors"},
-    "config": {"errors", "limits", "files", "logs", "remote_folder"},
-    "model_folder": {"errors", "remote_folder"},
-    "rollouts": {"errors", "protocol"},
-    "inference_ctx": {"errors", "rollouts"},
-    "asgi": {"errors", "limits", "protocol"},
-    "gateway": {"errors", "limits", "protocol", "config", "model_folder", "rollouts", "asgi", "tracing"},
-    "trainer_link": {"errors", "limits", "tracing", "files", "protocol", "rollouts", "gateway"},
-    "server": {
-        *(
-            "errors",
-            "limits",
-            "files",
-            "protocol",
-            "config",
-            "model_folder",
-            "rollouts",
-            "gateway",
-            "trainer_link",
-            "asgi",
-            "http_server",
-            "lifecycle",
-            "logs",
-            "record",
-            "tracing",
-        ),
-    },
-    "client": {"errors", "limits", "logs", "tracing", "protocol"},
-    "isolation": {"errors"},
-    "workers": {
-        *("isolation", "errors", "logs", "tracing", "protocol", "lifecycle", "client"),
-        "inspect_tinker_bridge",
-    },
-    "engine": {"errors", "lifecycle", "config", "model_folder"},
-    "http_server": {"asgi", "config", "lifecycle", "limits"},
-    "tinker_api": {"asgi", "config", "errors", "files", "engine", "http_server"},
-    "dashboard": {"errors"},
-    "record": {"errors", "files", "rollouts"},
-    "page": {
-        *("asgi", "config", "errors", "lifecycle", "gateway", "model_folder", "record", "rollouts", "server"),
-    },
-    "processes": {"errors", "lifecycle", "logs", "config", "trainer_link", "server", "vllm_plugin"},
-    "train": {
-        *(
-            "errors",
-            "files",
-            "protocol",
-            "config",
-            "model_folder",
-            "remote_folder",
-            "rollouts",
-            "gateway",
-            "trainer_link",
-            "server",
-        ),
-        *(
-            "logs",
-            "tracing",
-            "engine",
-            "dashboard",
-            "processes",
-            "inspect_tinker_bridge",
-            "lifecycle",
-            "vllm_plugin",
-            "record",
-            "workers",
-        ),
-    },
-    "vllm_plugin": set(),
-    "commands": {
-        *(
-            "errors",
-            "files",
-            "lifecycle",
-            "config",
-            "model_folder",
-            "remote_folder",
-            "gateway",
-            "server",
-            "trainer_link",
-            "engine",
-            "tinker_api",
-            "dashboard",
-            "rollouts",
-        ),
-        *("processes", "train", "client", "protocol", "inspect_tinker_bridge", "page", "record"),
-        *("http_server", "workers"),
-    },
-    "testing": {"dashboard", "errors", "gateway", "rollouts", "server", "trainer_link"},
-    "cli": {
-        *("errors", "logs", "tracing", "protocol", "lifecycle", "client", "workers", "server", "commands"),
-        *("dashboard", "engine", "files", "model_folder", "page", "record"),
-    },
-    "starter": {"client"},
-    "__main__": {"cli"},
-    "__init__": set(),
-    "inspect_tinker_bridge": set(),
+    "errors": "",
+    "limits": "errors",
+    "protocol": "errors limits",
+    "lifecycle": "",
+    "logs": "limits",
+    "tracing": "",
+    "files": "errors",
+    "remote_folder": "errors",
+    "config": "errors files limits logs remote_folder",
+    "model_folder": "errors remote_folder",
+    "rollouts": "errors protocol",
+    "inference_ctx": "errors rollouts",
+    "asgi": "errors limits protocol",
+    "gateway": "asgi config errors limits model_folder protocol rollouts tracing",
+    "trainer_link": "errors files gateway limits protocol rollouts tracing",
+    "server": (
+        "asgi config errors files gateway http_server lifecycle limits logs model_folder protocol "
+        "record rollouts tracing trainer_link"
+    ),
+    "client": "errors limits logs protocol tracing",
+    "isolation": "errors",
+    "workers": "client errors inspect_tinker_bridge isolation lifecycle logs protocol tracing",
+    "engine": "config errors lifecycle model_folder",
+    "http_server": "asgi config lifecycle limits",
+    "tinker_api": "asgi config engine errors files http_server",
+    "dashboard": "errors",
+    "record": "errors files rollouts",
+    "page": "asgi config errors gateway lifecycle model_folder record rollouts server",
+    "processes": "config errors lifecycle logs server trainer_link vllm_plugin",
+    "train": (
+        "config dashboard engine errors files gateway inspect_tinker_bridge lifecycle logs "
+        "model_folder processes protocol record remote_folder rollouts server tracing trainer_link "
+        "vllm_plugin workers"
+    ),
+    "vllm_plugin": "",
+    "commands": (
+        "client config dashboard engine errors files gateway http_server inspect_tinker_bridge "
+        "lifecycle model_folder page processes protocol record remote_folder rollouts server "
+        "tinker_api train trainer_link workers"
+    ),
+    "testing": "dashboard errors gateway rollouts server trainer_link",
+    "cli": (
+        "client commands dashboard engine errors files lifecycle logs model_folder page protocol "
+        "record server tracing workers"
+    ),
+    "starter": "client",
+    "__main__": "cli",
+    "__init__": "",
+    "inspect_tinker_bridge": "",
 }
 """Room -> the other rooms of this repository that it may import."""
 
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(SRC).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+MODULES = source_tree.read_modules(SRC)
+GRAPH = source_tree.import_graph(MODULES)
+"""Module -> the modules of this repository that it imports, wherever in the file."""
 
 
 def room_of(module: str) -> str:
@@ -130,50 +75,16 @@ def room_of(module: str) -> str:
     return (rest.partition(".")[0] or "__init__") if first == "tinkerscript" else first
 
 
-MODULES = {module_name(path) for path in SRC.rglob("*.py")}
-
-
-def imports_of(path: Path) -> set[str]:
-    """Modules of this repository that a file imports, wherever in the file."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} uses a relative import"
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in MODULES else node.module or "" for name in names}
-    ours = ("tinkerscript", "inspect_tinker_bridge")
-    return {name for name in found if name.partition(".")[0] in ours}
-
-
-FILES = {module_name(path): path for path in sorted(SRC.rglob("*.py"))}
-
-
-@pytest.mark.parametrize("module", FILES)
-def test_a_room_imports_only_rooms_below_it(module: str) -> None:
-    room = room_of(module)
-    rooms = {room_of(name) for name in imports_of(FILES[module]) if name in FILES} - {room, "__init__"}
-    assert rooms <= ALLOWED[room], f"{module} imports {sorted(rooms - ALLOWED[room])}"
+def test_a_room_imports_only_rooms_below_it() -> None:
+    for module, imported in GRAPH.items():
+        room = room_of(module)
+        rooms = {room_of(name) for name in imported} - {room, "__init__"}
+        assert rooms <= {*ALLOWED[room].split()}, f"{module} imports {rooms - {*ALLOWED[room].split()}}"
+    assert {room_of(module) for module in GRAPH} == set(ALLOWED)
 
 
 def test_there_are_no_import_cycles() -> None:
-    graph = {module: {name for name in imports_of(path) if name in FILES} for module, path in FILES.items()}
-    done: set[str] = set()
-
-    def visit(module: str, trail: tuple[str, ...]) -> None:
-        assert module not in trail, f"import cycle: {' -> '.join((*trail, module))}"
-        if module not in done:
-            for other in sorted(graph[module] - {module}):
-                visit(other, (*trail, module))
-            done.add(module)
-
-    for module in graph:
-        visit(module, ())
-
-
-def test_rooms_in_the_table_exist() -> None:
-    assert {room_of(module) for module in FILES} == set(ALLOWED)
+    assert source_tree.cycles(GRAPH) == []
 
 
 @pytest.mark.parametrize(
@@ -183,7 +94,7 @@ def test_rooms_in_the_table_exist() -> None:
 def test_light_packages_load_nothing_heavy(package: str) -> None:
     packages = (package, "tinkerscript.gateway") if package == "tinkerscript.server" else (package,)
     modules = [
-        name for name in FILES if any(name == each or name.startswith(f"{each}.") for each in packages)
+        name for name in GRAPH if any(name == each or name.startswith(f"{each}.") for each in packages)
     ]
     if package == "tinkerscript.workers":
         modules = ["tinkerscript.workers.worker"]  # its Inspect module is for those who have Inspect
@@ -194,3 +105,12 @@ def test_light_packages_load_nothing_heavy(package: str) -> None:
     assert not heavy, f"{package} loads {sorted(heavy)}"
     if package == "tinkerscript.client":
         assert not {"fastapi", "zmq", "msgspec", "numpy", "typer", "openai", "yaml"} & loaded
+
+
+def test_the_rooms_of_rollouts_need_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "import tinkerscript.inference_ctx, tinkerscript.rollouts.parquet, tinkerscript.rollouts.trainers\n"
+        "print({'torch', 'tinker', 'transformers', 'pyarrow', 'datasets', 'pydantic'} & set(sys.modules))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"

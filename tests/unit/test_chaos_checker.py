@@ -96,78 +96,27 @@ def test_a_sound_run_has_no_faults() -> None:
 Spoil = Callable[[Any], Any]
 
 
-def _lost(run: Any) -> Any:
-    return replace(run, journal=run.journal[:1])
+def _without(**changed: Spoil) -> Spoil:
+    """Some fields of the evidence, made anew."""
+    return lambda run: replace(run, **{name: change(run) for name, change in changed.items()})
 
 
-def _doubled(run: Any) -> Any:
-    return replace(run, journal=[*run.journal, run.journal[0]])
+def _journal(line: int, **changed: Spoil) -> Spoil:
+    """Some values of a line of the journal, made anew from the lines."""
+
+    def spoil(run: Any) -> Any:
+        run.journal[line] |= {name: change(run.journal) for name, change in changed.items()}
+        return run
+
+    return spoil
 
 
-def _failed(run: Any) -> Any:
-    failed = {"event": "failed", "episode": "e1", "pool": "", "failures": []}
-    return replace(run, journal=[run.journal[0], failed])
+def _call(line: int, number: int, **changed: Any) -> Spoil:
+    def spoil(run: Any) -> Any:
+        run.journal[line]["calls"][number] |= changed
+        return run
 
-
-def _unknown(run: Any) -> Any:
-    return replace(run, episodes=["e0", "e2"])
-
-
-def _other_claims_calls(run: Any) -> Any:
-    run.journal[0]["calls"], run.journal[1]["calls"] = run.journal[1]["calls"], run.journal[0]["calls"]
-    return run
-
-
-def _other_reward(run: Any) -> Any:
-    run.journal[0]["reward"] += 1
-    return run
-
-
-def _not_sampled(run: Any) -> Any:
-    return replace(run, oracle=[run.oracle[0], *run.oracle[2:]])
-
-
-def _other_prompt(run: Any) -> Any:
-    run.journal[0]["calls"][1]["new_prompt"] = "ff"
-    return run
-
-
-def _other_logprobs(run: Any) -> Any:
-    run.journal[0]["calls"][1]["logprobs"] = "bb"
-    return run
-
-
-def _wrong_parent(run: Any) -> Any:
-    run.journal[1]["calls"][3]["parent"] = run.journal[1]["calls"][1]["call"]
-    return run
-
-
-def _call_twice(run: Any) -> Any:
-    run.journal[0]["calls"].append(run.journal[0]["calls"][2] | {"call": "other"})
-    return run
-
-
-def _missing_turn(run: Any) -> Any:
-    run.journal[0]["metadata"]["nonces"] = run.journal[0]["metadata"]["nonces"][:2]
-    run.journal[0]["reward"] = reward_of(run.journal[0]["metadata"]["nonces"])
-    return run
-
-
-def _left_claimed(run: Any) -> Any:
-    return replace(run, states={"e0": "accepted", "e1": "claimed"})
-
-
-def _not_in_the_servers_file(run: Any) -> Any:
-    return replace(run, states={"e0": "accepted"})
-
-
-def _confirmed_another(run: Any) -> Any:
-    run.confirmed[0]["attempt"] = 2
-    return run
-
-
-def _confirmed_twice(run: Any) -> Any:
-    return replace(run, confirmed=[*run.confirmed, run.confirmed[0]])
+    return spoil
 
 
 def _call_of_another(run: Any) -> Any:
@@ -179,41 +128,40 @@ def _call_of_another(run: Any) -> Any:
     return replace(run, oracle=[*run.oracle, begin, end])
 
 
-def _result_without_claim(run: Any) -> Any:
-    return replace(run, hostile=run.hostile[1:])
-
-
-def _other_result_than_handed_in(run: Any) -> Any:
-    run.hostile[1]["reward"] = 1.0
+def _other_claims_calls(run: Any) -> Any:
+    run.journal[0]["calls"], run.journal[1]["calls"] = run.journal[1]["calls"], run.journal[0]["calls"]
     return run
 
 
-def _pool_of_another(run: Any) -> Any:
-    run.journal[3]["pool"] = "worker-1"
+def _missing_turn(run: Any) -> Any:
+    nonces = run.journal[0]["metadata"]["nonces"][:2]
+    run.journal[0] |= {"metadata": {"nonces": nonces}, "reward": reward_of(nonces)}
     return run
-
-
-def _doubled_in_their_pool(run: Any) -> Any:
-    return replace(run, journal=[*run.journal, run.journal[3]])
-
-
-def _stopped(run: Any) -> Any:
-    return replace(run, journal=[*run.journal, {"event": "stopped"}])
 
 
 def _spoil_hostile(**changed: Any) -> Spoil:
-    return lambda run: replace(run, hostile=[*run.hostile, _attack(**changed)])
+    return _without(hostile=lambda run: [*run.hostile, _attack(**changed)])
+
+
+_FAILED = {"event": "failed", "episode": "e1", "pool": "", "failures": []}
+_hostile_reward = _without(
+    hostile=lambda run: [run.hostile[0], run.hostile[1] | {"reward": 1.0}, *run.hostile[2:]]
+)
+_confirmed_another = _without(confirmed=lambda run: [run.confirmed[0] | {"attempt": 2}, *run.confirmed[1:]])
 
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
         (_call_of_another, "has a call that thief/t made for e2"),
-        (_result_without_claim, "which never had claim 3"),
-        (_other_result_than_handed_in, "is not what its owner handed in"),
-        (_pool_of_another, "mine#2: an outcome of an episode that nobody registered"),
-        (_doubled_in_their_pool, "mine#2: 2 outcomes"),
-        (_stopped, "somebody has stopped the trainer"),
+        (_without(hostile=lambda run: run.hostile[1:]), "which never had claim 3"),
+        (_hostile_reward, "is not what its owner handed in"),
+        (_journal(3, pool=lambda _: "worker-1"), "mine#2: an outcome of an episode that nobody registered"),
+        (_without(journal=lambda run: [*run.journal, run.journal[3]]), "mine#2: 2 outcomes"),
+        (
+            _without(journal=lambda run: [*run.journal, {"event": "stopped"}]),
+            "somebody has stopped the trainer",
+        ),
         (_spoil_hostile(event="worker", code=2, executed=["file"]), "executed what its task does not"),
         (_spoil_hostile(event="knock", let_in=False, status=503), "others are kept out: /health said 503"),
         (_spoil_hostile(event="knock", let_in=True, seconds=11.0), "/health took 11.0 s"),
@@ -222,22 +170,25 @@ def _spoil_hostile(**changed: Any) -> Spoil:
         (_spoil_hostile(reason=""), "says 401 without a reason"),
         (_spoil_hostile(event="error", status=500), "failed with 500"),
         (_spoil_hostile(event="unanswered", body="{"), "did not answer"),
-        (_lost, "e1: 0 outcomes"),
-        (_doubled, "e0: 2 outcomes"),
-        (_failed, "e1: failed"),
-        (_unknown, "nobody registered"),
+        (_without(journal=lambda run: run.journal[:1]), "e1: 0 outcomes"),
+        (_without(journal=lambda run: [*run.journal, run.journal[0]]), "e0: 2 outcomes"),
+        (_without(journal=lambda run: [run.journal[0], _FAILED]), "e1: failed"),
+        (_without(episodes=lambda _: ["e0", "e2"]), "nobody registered"),
         (_other_claims_calls, "nonce of turn 0 is in 0 calls"),
-        (_other_reward, "is not that of its nonces"),
-        (_not_sampled, "not in the oracle's log"),
-        (_other_prompt, "another prompt"),
-        (_other_logprobs, "other logprobs"),
-        (_wrong_parent, "does not extend"),
-        (_call_twice, "one sample is in 2 calls"),
+        (_journal(0, reward=lambda lines: lines[0]["reward"] + 1), "is not that of its nonces"),
+        (_without(oracle=lambda run: [run.oracle[0], *run.oracle[2:]]), "not in the oracle's log"),
+        (_call(0, 1, new_prompt="ff"), "another prompt"),
+        (_call(0, 1, logprobs="bb"), "other logprobs"),
+        (_call(1, 3, parent="another"), "does not extend"),
+        (
+            _journal(0, calls=lambda lines: [*lines[0]["calls"], lines[0]["calls"][2] | {"call": "other"}]),
+            "one sample is in 2 calls",
+        ),
         (_missing_turn, "2 nonces, not 3"),
-        (_left_claimed, "e1: claimed in the server's file"),
-        (_not_in_the_servers_file, "e1: missing"),
+        (_without(states=lambda _: {"e0": "accepted", "e1": "claimed"}), "e1: claimed in the server's file"),
+        (_without(states=lambda _: {"e0": "accepted"}), "e1: missing"),
         (_confirmed_another, "but the journal has claim 1"),
-        (_confirmed_twice, "confirmed 2 times"),
+        (_without(confirmed=lambda run: [*run.confirmed, run.confirmed[0]]), "confirmed 2 times"),
     ],
 )
 def test_each_fault_is_seen(spoil: Spoil, said: str) -> None:

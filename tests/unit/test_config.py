@@ -158,11 +158,6 @@ def test_what_a_config_reads_is_seen_from_its_file(tmp_path: Path, monkeypatch: 
     assert parse_config(dump_config(config), source="again") == config
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read the config .*nowhere\.yaml: No such file"):
-        load_config(tmp_path / "nowhere.yaml")
-
-
 def test_the_docs_are_written_from_the_models() -> None:
     spec = importlib.util.spec_from_file_location("docs", ROOT / "scripts" / "write_config_docs.py")
     assert spec is not None
@@ -243,11 +238,6 @@ def test_a_temperature_at_which_nothing_would_train_is_refused(
         return
     with pytest.raises(ConfigError, match=re.escape(message)):
         parse_config(text, source="config")
-
-
-def test_numbers_are_values_of_environment_variables() -> None:
-    config = parse_config("inference: {launch: {env: {OMP_NUM_THREADS: 1}}}", source="config")
-    assert config.inference.launch.env == {"OMP_NUM_THREADS": "1"}
 
 
 def test_replicas_do_not_sleep_beside_several_devices() -> None:

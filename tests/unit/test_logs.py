@@ -15,22 +15,17 @@ import pytest
 
 from clock import Clock
 from tinkerscript.client.episode import Episode, HeldClaim, run_rollout
-from tinkerscript.gateway.claim_book import OpenClaim
-from tinkerscript.limits import LOG_CHARS
 from tinkerscript.logs import (
     MORE_LEFT_OUT,
     FloodFilter,
     LogFormat,
     TextFormatter,
     about,
-    escaped,
     log_to,
     logged_to,
     now_about,
 )
 from tinkerscript.server.auth import ClaimKeys, Roles, claim_key
-from tinkerscript.server.gateway_channel import Answer, AskOpen, RemoteClaims
-from tinkerscript.trainer_link.messages import Tagged
 
 FORGED = "\n2026-01-01 00:00:00,000 INFO root: a forged record\r\x1b[2J\u2028\x85{}"
 ENVIRON = {"TINKERSCRIPT_CLIENT_TOKEN": "the-clients-token", "PATH": "/usr/bin:/bin", "SHORT_KEY": "a"}
@@ -96,10 +91,6 @@ def test_no_text_can_look_like_another_record(
         assert "ValueError" in records(stream)[1]["traceback"]
 
 
-def test_lone_surrogates_are_escaped() -> None:
-    assert escaped("a\ud800b\tc") == "a\\ud800b\\tc"
-
-
 @pytest.mark.parametrize("format", ["json", "text"])
 def test_secrets_are_not_shown(logs: Callable[[LogFormat], io.StringIO], format: LogFormat) -> None:
     stream = logs(format)
@@ -162,26 +153,6 @@ async def test_what_the_server_logs_for_a_request_is_about_its_claim(
     assert "claim" not in second
 
 
-async def test_what_a_gateway_process_logs_for_a_request_is_about_its_claim(
-    logs: Callable[[LogFormat], io.StringIO],
-) -> None:
-    stream = logs("json")
-
-    def answer(ask: Tagged) -> None:
-        assert isinstance(ask, AskOpen)
-        claims.answered(Answer(ask_id=ask.ask_id, claim=OpenClaim(ask.key, 2, 0)))
-
-    claims = RemoteClaims(answer)
-
-    async def request(key: str) -> None:
-        await claims.open(key)
-        await asyncio.sleep(0)
-        logger.info("of %s", key)
-
-    await asyncio.gather(request("a"), request("b"))
-    assert {each["message"]: each["claim"] for each in records(stream)} == {"of a": "a/2", "of b": "b/2"}
-
-
 def test_a_trainers_log_is_a_file(tmp_path: Path) -> None:
     with logged_to(tmp_path / "trainer.log", "json", run="r"):
         now_about(episode="e")
@@ -202,8 +173,3 @@ def test_a_flood_of_one_warning_is_cut_and_says_so(clock: Clock) -> None:
     assert passed[4:] == [f"{said} number=2{MORE_LEFT_OUT}" for said in ("call.failed", "another")]
     clock.now += 60
     assert flood.filter(logging.LogRecord("n", logging.WARNING, "f", 1, "call.failed number=%d", (9,), None))
-
-
-def test_a_line_has_a_length() -> None:
-    record = logging.LogRecord("n", logging.WARNING, "f", 1, "x" * 10 * LOG_CHARS, (), None)
-    assert len(TextFormatter([]).format(record)) < LOG_CHARS + 200

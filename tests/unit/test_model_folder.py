@@ -22,7 +22,6 @@ from tinkerscript.model_folder import (
     model_folder,
     model_name,
     pinned_model,
-    same_model,
     stop_ids_of,
     vocabulary_of,
 )
@@ -130,18 +129,6 @@ def test_a_model_of_the_hub_is_fetched_once_and_without_weights(
     assert hub.fetched() == files | {"chat_template.jinja", "model.safetensors"}
 
 
-def test_a_model_that_was_never_converted_has_its_old_weights(hub: FakeHub) -> None:
-    (hub.models["acme/llama"] / "model.safetensors").unlink()
-    assert (model_folder("acme/llama", weights=True) / "pytorch_model.bin").is_file()
-
-
-def test_a_model_without_weights_is_named(hub: FakeHub) -> None:
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        (hub.models["acme/llama"] / name).unlink()
-    with pytest.raises(ConfigError, match="'acme/llama' in the Hugging Face Hub has no weights"):
-        model_folder("acme/llama", weights=True)
-
-
 def test_a_folder_comes_before_a_model_of_the_hub(hub: FakeHub, tmp_path: Path) -> None:
     local = FAMILIES["gemma2"].write(tmp_path / "acme" / "llama")
     assert model_folder("acme/llama").resolve() == local
@@ -181,10 +168,3 @@ def test_without_a_network_the_cache_is_all_there_is(hub: FakeHub, monkeypatch: 
         with pytest.raises(ConfigError, match=f"nor completely in the cache .*, and .*{why}"):
             model_folder("acme/llama", weights=True)
         assert model_folder("acme/llama") == folder
-
-
-def test_names_with_and_without_a_commit_are_of_one_model() -> None:
-    assert same_model("a/b", "a/b@1")
-    assert same_model("a/b@1", "a/b@1")
-    assert not same_model("a/b@1", "a/b@2")
-    assert not same_model("a/b", "a/c@1")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,7 @@ from typing import Any
 import pytest
 
 from interchange_helpers import until
-from tinkerscript import remote_folder
 from tinkerscript.errors import ConfigError, UploadError
-from tinkerscript.model_folder import TINY_MODEL, model_folder
 from tinkerscript.remote_folder import (
     RemoteFolder,
     Uploads,
@@ -129,19 +125,6 @@ async def test_what_is_finished_is_at_the_url_under_the_names_of_the_run_folder(
     assert run.notes == []
 
 
-async def test_a_folder_of_this_machine_is_a_url_too(run: Run, tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/remote/run_17"
-    run.journal("one\n")
-    run.write("rollouts/step_0001.jsonl", "{}\n")
-    run.checkpoint("step_0001")
-    for _ in range(2):
-        async with run.uploads(url) as uploads:
-            await uploads.finish()
-    folder = resumable_folder(url, tmp_path / "elsewhere")
-    assert (folder / "checkpoints" / "step_0001" / "parts" / "optimizer.pt").exists()
-    assert (tmp_path / "remote" / "run_17" / "rollouts" / "step_0001.jsonl").read_text() == "{}\n"
-
-
 async def test_the_journal_is_copied_in_pieces_of_whole_lines(run: Run) -> None:
     run.journal("one\ntw")
     remote = RemoteFolder(URL)
@@ -162,30 +145,6 @@ def _journal(remote: RemoteFolder) -> bytes:
     return b"".join(remote.read(f"journal/{name}") for _, _, name in remote.pieces())
 
 
-def test_what_follows_a_gap_in_the_journal_is_left_out() -> None:
-    remote = RemoteFolder(URL)
-    pieces = ("000000000000000-000000000000004", "000000000000004-000000000000009")
-    for name in (*pieces, "000000000000009-000000000000013", "other"):
-        remote.write(b"one\n", f"journal/{name}.jsonl")
-    assert [(first, end) for first, end, _ in remote.pieces()] == [(0, 4)], "the second has 4 bytes of 5"
-
-
-async def test_a_copy_is_tried_again_and_then_left_until_the_next(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.write("rollouts/step_0001.jsonl", "first")
-    run.write("rollouts/step_0002.jsonl", "second")
-    async with run.uploads() as uploads:
-        broken = Broken(monkeypatch, remote_folder.ATTEMPTS, only="step_0001")
-        uploads.copy()
-        await until(lambda: bool(run.notes), "a note")
-        assert run.pauses == [0, 1, 2, 4, 8]
-        assert broken.times == 0
-        await uploads.finish()
-    assert run.notes == [f"not all is copied to {URL}: OSError: the network is down"]
-    assert RemoteFolder(URL).names("rollouts") == ["step_0001.jsonl", "step_0002.jsonl"]
-
-
 async def test_what_could_not_be_copied_is_copied_by_the_next_run(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,22 +158,6 @@ async def test_what_could_not_be_copied_is_copied_by_the_next_run(
     await run.copied()
     assert RemoteFolder(URL).steps() == [1]
     assert _journal(RemoteFolder(URL)) == b"one\n"
-
-
-async def test_a_run_that_fails_waits_a_while_and_says_that_something_is_left(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fsspec.implementations.memory import MemoryFileSystem
-
-    monkeypatch.setattr(remote_folder, "UPLOAD_STOP_S", 0.05)
-    hangs = threading.Event()
-    run.write("rollouts/step_0001.jsonl", "first")
-    with suppress(ZeroDivisionError):
-        async with run.uploads():
-            monkeypatch.setattr(MemoryFileSystem, "pipe_file", lambda *_, **__: hangs.wait())
-            raise ZeroDivisionError
-    hangs.set()
-    assert run.notes == [f"not all is copied to {URL} yet; --resume copies the rest"]
 
 
 async def test_a_checkpoint_is_whole_or_not_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,35 +189,6 @@ async def test_the_url_has_the_checkpoints_that_are_here_also_the_best_one(run: 
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == kept
     await Run(folder).copied()
     assert RemoteFolder(URL).names("checkpoints") == ["final", *kept]
-
-
-async def test_checkpoints_of_roles_are_copied_fetched_and_dropped_with_the_policys(
-    run: Run, tmp_path: Path
-) -> None:
-    run.journal("one\n")
-    names = [f"{folder}step_00{step}" for step in (10, 11) for folder in ("roles/rival/", "")]
-    for name in names:
-        run.checkpoint(name, text=name)
-    await run.copied()
-    for name in names[:2]:
-        shutil.rmtree(run.path / "checkpoints" / name)
-    await run.copied()
-    remote = RemoteFolder(URL)
-    assert remote.names("checkpoints") == ["roles", "step_0011"]
-    assert remote.names("checkpoints/roles/rival") == ["step_0011"]
-    folder = resumable_folder(URL, tmp_path / "elsewhere")
-    found = sorted(str(path.parent.relative_to(folder)) for path in folder.rglob("model.safetensors"))
-    assert found == ["checkpoints/roles/rival/step_0011", "checkpoints/step_0011"]
-    assert (folder / found[0] / "model.safetensors").read_text() == "roles/rival/step_0011"
-
-
-async def test_a_step_that_a_resumed_run_repeats_replaces_the_one_at_the_url(run: Run) -> None:
-    step = run.checkpoint("step_0001", text="first")
-    await run.copied()
-    shutil.rmtree(step)
-    write_manifest(run.checkpoint("step_0001", text="again"), "run", 99)
-    await run.copied()
-    assert RemoteFolder(URL).read("checkpoints/step_0001/model.safetensors") == b"again"
 
 
 async def test_a_new_run_is_refused_where_there_is_one(run: Run, tmp_path: Path) -> None:
@@ -330,11 +244,6 @@ async def test_a_run_that_has_gone_on_elsewhere_is_not_resumed_from_what_is_here
         resumable_folder(URL, copied.path.parent)
 
 
-def test_a_url_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no run yet"):
-        resumable_folder(URL, tmp_path)
-
-
 async def test_a_checkpoint_is_fetched_once_and_again_when_it_is_another(
     copied: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,13 +261,6 @@ async def test_a_checkpoint_is_fetched_once_and_again_when_it_is_another(
     second = Path(local_checkpoint(url))
     assert (second / "model.safetensors").read_text() == "other weights"
     assert local_checkpoint("runs/one/checkpoints/final") == "runs/one/checkpoints/final"
-
-
-async def test_a_model_may_be_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    RemoteFolder(URL).put_checkpoint(TINY_MODEL, "checkpoints/final")
-    folder = model_folder(f"{URL}/checkpoints/final", weights=True)
-    assert {path.name for path in folder.iterdir()} >= {"config.json", "tokenizer.json"}
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/etc/outside", ""])

@@ -9,7 +9,7 @@ from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.sampler import Progress, SampleRequest
 from tinkerscript.rollouts import Call, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
-from tinkerscript.testing import MemoryClaimBook, QuietReporter, ScriptedSampler
+from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
 
 
 def test_all_is_exact() -> None:
@@ -75,16 +75,3 @@ async def test_a_claim_book_refuses_unknown_keys_and_lost_claims() -> None:
     with pytest.raises(GatewayError, match="the lease expired"):
         await book.record(claim, [call])
     assert book.recorded[claim] == [call]
-
-
-def test_a_quiet_reporter_keeps_what_it_receives() -> None:
-    reporter = QuietReporter()
-    reporter.begin(2)
-    with reporter.phase("step 1", total=3) as phase:
-        phase.advance(2)
-        phase.advance(1)
-    reporter.step(1, {"reward": 0.5})
-    reporter.evaluation("final", 0.75, 4, 0)
-    reporter.note("a worker was restarted")
-    assert (reporter.episodes, reporter.steps) == (3, [{"reward": 0.5}])
-    assert (reporter.scores, reporter.notes) == ({"final": 0.75}, ["a worker was restarted"])

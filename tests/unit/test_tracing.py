@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,9 +10,6 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tinkerscript import tracing
-from tinkerscript.gateway.sampler import SampleRequest, SampleResult
-from tinkerscript.trainer_link.messages import Sample, Sampled
-from tinkerscript.trainer_link.remote_sampling import SampleService
 
 
 @pytest.fixture
@@ -73,26 +69,3 @@ def test_a_client_cannot_put_its_calls_into_another_trace(exported: InMemorySpan
         pass
     (call,) = exported.get_finished_spans()
     assert (call.context.trace_id, call.parent.span_id) == tracing.claim_ids("e", 1)
-
-
-async def test_a_server_between_a_gateway_and_the_trainer_passes_a_call_on(
-    exported: InMemorySpanExporter,
-) -> None:
-    """Its process has no span of its own: the trainer's is under the gateway's call."""
-    heard: list[str] = []
-
-    async def further(request: SampleRequest, progress: object = None) -> SampleResult:
-        heard.append(tracing.traceparent())
-        return SampleResult(sequences=[], policy_version=0)
-
-    answered = asyncio.Queue[object]()
-    service = SampleService(further, answered.put_nowait, relays=True)
-    with tracing.call_span("e", 1):
-        sent = tracing.traceparent()
-    for number, named in enumerate((sent, "")):
-        request = SampleRequest(prompt=b"", max_tokens=1)
-        service.start(Sample(request_id=number, request=request, traceparent=named))
-        assert isinstance(await answered.get(), Sampled)
-    assert heard == [sent, ""]
-    assert [span.name for span in exported.get_finished_spans()] == ["model call"]
-    await service.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -11,13 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 from vllm_server import RunningVllm, running_vllm
 
 from interchange_helpers import until
-from tinkerscript.gateway.sampler import SampleRequest
-from tinkerscript.rollouts.call import pack_ids
 from tinkerscript.train.replicas.pool import Published
 from tinkerscript.train.replicas.publisher import PROOFS
 from trained_adapter import Trained, trained
@@ -70,7 +66,7 @@ async def test_the_previous_version_in_the_place_of_the_new_one_is_never_proved(
         await at.step(1e-3)
     await at.publisher.publish(1)
     assert at.verdicts(1) == ["proved"]
-    older = at.pool._live[-1].folder
+    older = at.folder_of(1)
     await at.step(1e-5)
     folder = await at.written(2)
     preload(server_of(at, servers), folder.name, older)
@@ -113,7 +109,7 @@ async def test_files_that_are_not_the_ones_of_the_name_are_not_loaded(at: Traine
     await at.publisher.publish(0)
     await at.step(1e-3)
     folder = await at.written(1)
-    older = at.pool._live[-1].folder
+    older = at.folder_of(0)
     kept = folder / "adapter_model.safetensors"
     right = kept.read_bytes()
     shutil.copy(older / kept.name, kept)
@@ -182,7 +178,7 @@ async def test_all_weights_are_replaced_checked_and_proved(tmp_path: Path) -> No
             folder = await at.written(3)
             file = folder / "model.safetensors"
             right = file.read_bytes()
-            shutil.copy(at.pool._live[-1].folder / file.name, file)
+            shutil.copy(at.folder_of(2) / file.name, file)
             publishing = asyncio.create_task(at.pool.publish(Published(3, folder)))
             await until(lambda: bool(at.notes), "the replica is lost over it")
             assert "did not take version 3" in at.notes[0]
@@ -190,64 +186,3 @@ async def test_all_weights_are_replaced_checked_and_proved(tmp_path: Path) -> No
             await publishing
             assert at.verdicts(3) == ["proved"]
             assert await at.ask(3) == 3
-
-
-TURNS, EPISODES = 20, 3
-
-
-async def cached(at: Trained, servers: list[RunningVllm], *, first: int, pinned: bool = True) -> float:
-    """The share of prompt tokens that the servers' prefix caches have, for episodes whose prompts grow.
-
-    `first`: number of the first episode; each number has prompts of its own.
-    """
-    before = [cache_of(server) for server in servers]
-
-    async def episode(number: int) -> None:
-        rng = np.random.default_rng(number)
-        prompt = rng.integers(5, 400, 40)
-        for turn in range(TURNS):
-            request = SampleRequest(
-                prompt=pack_ids(prompt.tolist()),
-                max_tokens=2,
-                affinity=f"episode {number}" if pinned else f"{number}/{turn}",
-            )
-            await at.pool.announce(0)
-            await at.pool.sample(request)
-            prompt = np.concatenate([prompt, rng.integers(5, 400, 40)])
-
-    await asyncio.gather(*(episode(first + number) for number in range(EPISODES)))
-    after = [cache_of(server) for server in servers]
-    asked, hit = (sum(a[i] - b[i] for a, b in zip(after, before, strict=True)) for i in (0, 1))
-    return hit / asked
-
-
-def cache_of(server: RunningVllm) -> tuple[float, float]:
-    """Prompt tokens that the prefix cache was asked for, and those that it had, by vLLM's metrics."""
-    text = httpx.get(f"{server.url}/metrics", timeout=10).text
-    values = [
-        sum(float(each) for each in re.findall(rf"^vllm:prefix_cache_{name}_total{{.*}} (\S+)$", text, re.M))
-        for name in ("queries", "hits")
-    ]
-    return values[0], values[1]
-
-
-async def test_a_conversation_finds_its_earlier_turns_cached(servers: dict[str, RunningVllm]) -> None:
-    one, other = servers["float32"], servers["bfloat16"]
-    folder = one.log.parent / "float32"
-    theirs = folder.with_name("bfloat16") / "adapters"
-    shutil.rmtree(theirs, ignore_errors=True)
-    theirs.parent.mkdir(exist_ok=True)
-    theirs.symlink_to(folder / "adapters")
-    try:
-        async with trained(folder, [one.url]) as at:
-            await at.publisher.publish(0)
-            single = await cached(at, [one], first=100)
-        async with trained(folder, [one.url, other.url]) as at:
-            await at.publisher.publish(0)
-            both = await cached(at, [one, other], first=200)
-            scattered = await cached(at, [one, other], first=300, pinned=False)
-    finally:
-        theirs.unlink()
-    print(f"cached: one replica {single:.0%}, two pinned {both:.0%}, two not pinned {scattered:.0%}")
-    assert both >= 0.9 * single > 0.5
-    assert scattered < both

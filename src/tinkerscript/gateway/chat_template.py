@@ -93,7 +93,7 @@ For each function call, return a json object with function name and arguments wi
 
 
 @dataclass(frozen=True, slots=True)
-class _MessageForm:
+class MessageForm:
     """How a template takes messages that call tools."""
 
     empty_content: str | None = ""
@@ -159,8 +159,8 @@ class ChatTemplate:
         self._clock = clock
         self._kwargs = dict(kwargs or {})
         _check_kwargs(self._kwargs, self.source, origin)
-        self._form = _MessageForm()
-        self._form = self._find_form()
+        self.form = MessageForm()
+        self.form = self._find_form()
 
     @classmethod
     def of(cls, folder: Path, kwargs: Mapping[str, Any] | None = None) -> ChatTemplate | None:
@@ -181,7 +181,7 @@ class ChatTemplate:
         `now`: the time that a template may write. Raises GatewayError 400 for what it refuses.
         """
         try:
-            return self._rendered(messages, tools, generation, self._form, now or self._clock())
+            return self._rendered(messages, tools, generation, self.form, now or self._clock())
         except _REFUSALS as error:
             message = f"the model's chat template cannot render the messages: {error}"
             raise GatewayError(400, "invalid_messages", message, param="messages") from error
@@ -195,7 +195,7 @@ class ChatTemplate:
         messages: Sequence[ChatMessage],
         tools: Sequence[Tool],
         generation: bool,
-        form: _MessageForm,
+        form: MessageForm,
         now: datetime,
     ) -> str:
         if form.tools_in:
@@ -211,29 +211,29 @@ class ChatTemplate:
             **self._kwargs,
         )
 
-    def _find_form(self) -> _MessageForm:
+    def _find_form(self) -> MessageForm:
         """The first form with which the template writes a tool call and its result; where it writes nothing
         about tools, they are text."""
         if self._writes_tools():
             for content, parsed, short in product(("", None), (True, False), (False, True)):
-                form = _MessageForm(content, parsed, short)
+                form = MessageForm(content, parsed, short)
                 written = self._probed(PROBE_CALL, form)
                 if "probe_value" in written and "probe_result" in written:
                     return form
-            return _MessageForm()
+            return MessageForm()
         for role in ("system", "user"):
-            form = _MessageForm(tools_in=role)
+            form = MessageForm(tools_in=role)
             if "probe_key" in self._probed(PROBE_CALL, form):
                 return form
-        return _MessageForm()
+        return MessageForm()
 
     def _writes_tools(self) -> bool:
         """Whether the template itself does. Some need a system message for that, some a call."""
         system: ChatMessage = {"role": "system", "content": "probe_system"}
         conversations = (PROBE_CALL[:1], [system, *PROBE_CALL[:1]])
-        return any(PROBE_TOOL_NAME in self._probed(messages, _MessageForm()) for messages in conversations)
+        return any(PROBE_TOOL_NAME in self._probed(messages, MessageForm()) for messages in conversations)
 
-    def _probed(self, messages: Sequence[ChatMessage], form: _MessageForm) -> str:
+    def _probed(self, messages: Sequence[ChatMessage], form: MessageForm) -> str:
         """The text with the tool of the probe; "" if the template refuses it."""
         try:
             return self._rendered(messages, [PROBE_TOOL], True, form, self._clock())

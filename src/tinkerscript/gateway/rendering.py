@@ -107,7 +107,7 @@ class ChatRenderer:
         self._renderer = _hand_made(folder, self.tokenizer, self._template, self.template_kwargs)
         if self._renderer is None and self._template is None:
             raise _no_renderer(folder)
-        self._format = _format_of(self._renderer, self._template)
+        self.reply_format = _format_of(self._renderer, self._template)
         """How replies are read; None: as a whole, by the renderer."""
 
         self.markers = _markers(self.tokenizer) if isinstance(self._renderer, Qwen3Renderer) else None
@@ -233,8 +233,8 @@ class ChatRenderer:
         Malformed tool calls, and text between tool calls, stay in the content.
         """
         ids = self._before_stop(sampled)
-        if self._format is not None:
-            read = self._format.read(
+        if self.reply_format is not None:
+            read = self.reply_format.read(
                 self.tokenizer.decode(ids), tool_calls=options.tool_calls, tools=options.tools
             )
             return _message(joined_parts(read.content), read.reasoning, read.calls, options.cut_at)
@@ -249,7 +249,7 @@ class ChatRenderer:
         """Text of a message while it is sampled, a prefix of what `parse` will return."""
         return PartialReply(
             self.tokenizer.token_bytes,
-            self._format,
+            self.reply_format,
             stop_ids=self.stop_token_ids,
             tool_calls=options.tool_calls,
             cut_at=options.cut_at,

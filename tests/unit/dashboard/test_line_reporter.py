@@ -33,14 +33,6 @@ def test_each_step_is_a_line_whatever_the_width(printed: io.StringIO) -> None:
     ]
 
 
-def test_a_pipe_is_no_terminal_even_if_colors_are_forced(
-    printed: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    with shown_progress(Console(file=printed)) as progress:
-        assert isinstance(progress, LineReporter)
-
-
 def test_no_wait_is_named_before_the_address_of_the_page(printed: io.StringIO) -> None:
     progress = LineReporter(Console(file=printed, width=200), say_after_s=0.001)
     with progress.waiting("the interchange server"):
@@ -53,14 +45,6 @@ def test_no_wait_is_named_before_the_address_of_the_page(printed: io.StringIO) -
         "watch the run at http://here",
         "waiting for the model [to load]",
     ]
-
-
-def test_a_first_wait_that_takes_very_long_is_named_all_the_same(
-    printed: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(terminal, "SAY_AGAIN_AFTER_S", 0.01)
-    with LineReporter(Console(file=printed)).waiting("the server"):
-        until(lambda: "waiting for the server" in printed.getvalue())
 
 
 def test_a_batch_says_how_far_it_is(printed: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:

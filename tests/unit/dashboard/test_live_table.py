@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterator
 
 import pyte
 import pytest
 from rich.console import Console
 
-from tinkerscript.dashboard.run_table import RunTable, WorkersNow, short_time, sparkline, whole_time
+from tinkerscript.dashboard.run_table import RunTable, WorkersNow
 from tinkerscript.dashboard.terminal import TableReporter, shown_progress
 
 STEP = {
@@ -100,32 +99,6 @@ def test_it_fits_any_screen(table: RunTable, columns: int, rows: int) -> None:
     assert max(line.cell_len for line in lines) < columns
 
 
-def test_a_narrow_screen_shows_what_matters_most(table: RunTable) -> None:
-    lines = text(table, 60)
-    assert lines[3].split() == ["step", "reward", "held", "out", "reply", "sample", "train"]
-    assert "workers   worker 0: 32 claims, worker 1: 31 claims," in lines
-    assert lines[-1] == "page      http://127.0.0.1:10086"
-    few = text(table, 60, 8)
-    assert few[0].startswith("step 7 of 20")
-    assert few[-1].split()[0] == "7", "the newest step"
-
-
-def test_a_wait_is_named_with_its_seconds(table: RunTable) -> None:
-    table.waits += [("outer", 0.0), ("step 8 to train\x1b[2J", 75.5)]
-    assert text(table, 100)[1] == r"waiting for step 8 to train\x1b[2J   2 s"
-
-
-def test_supervised_steps_have_columns_of_their_own() -> None:
-    table = RunTable(0.0)
-    table.begin(9, 3)
-    assert text(table, 80)[0].startswith("step 3 of 9"), "a resumed run"
-    table.step(4, {"train/nll": 0.25, "tokens_per_s": 1234.0}, 1.0)
-    assert [line.split() for line in text(table, 80)[3:5]] == [
-        ["step", "nll", "speed"],
-        ["4", "0.2500", "1,234", "tok/s"],
-    ]
-
-
 def test_the_table_stays_below_what_is_printed_and_leaves_the_last_steps() -> None:
     screen = console()
     assert isinstance(screen.file, Terminal)
@@ -159,47 +132,3 @@ def test_the_table_stays_below_what_is_printed_and_leaves_the_last_steps() -> No
     assert "\x1b[?25l\x1b[?25h" in screen.file.getvalue(), "a process that is killed leaves a cursor"
     screen.print("after")
     assert [line for line in screen.file.screen() if line][-1] == "after"
-
-
-@pytest.fixture
-def ascii_console(monkeypatch: pytest.MonkeyPatch) -> Iterator[Console]:
-    monkeypatch.setattr(Console, "encoding", "ascii")
-    return console()
-
-
-def test_a_terminal_of_ascii_gets_ascii(ascii_console: Console) -> None:
-    with shown_progress(ascii_console) as progress:
-        progress.begin(2)
-        progress.step(1, STEP)
-        progress.step(2, STEP)
-    assert isinstance(ascii_console.file, Terminal)
-    assert ascii_console.file.getvalue().isascii()
-
-
-def test_without_colors_nothing_is_said_by_color_alone() -> None:
-    screen = console(no_color=True)
-    with shown_progress(screen) as progress:
-        progress.begin(2)
-        progress.step(1, STEP)
-        progress.note("careful")
-    assert "\x1b[3" not in screen.file.getvalue()  # type: ignore[attr-defined]
-    assert "failed    1 task_error" in "\n".join(screen.file.screen())  # type: ignore[attr-defined]
-
-
-def test_times_and_sparks() -> None:
-    assert [short_time(s) for s in (0.004, 0.5, 12.34, 130, 7300)] == [
-        "0.00 s",
-        "0.50 s",
-        "12.3 s",
-        "2:10 min",
-        "2:01 h",
-    ]
-    assert [whole_time(s) for s in (0.9, 59, 60, 61, 7300)] == [
-        "0 s",
-        "59 s",
-        "1:00 min",
-        "1:01 min",
-        "2:01 h",
-    ]
-    assert sparkline([1.0, 1.0]) == "▁▁"
-    assert sparkline([float(n) for n in range(1000)])[::13] == "▁▃▆█"

@@ -13,15 +13,13 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from chat_families import FAMILIES, Family, spell, write_json
-from gateway_bench import Bench
 from session_book import Book, assistant, tool_result, user
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.chat_template import ChatTemplate, templates_with_defaults
 from tinkerscript.gateway.conversation.tree import TEMPLATE_REWRITES, Turn
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
-from tinkerscript.gateway.tokenizer import MARK, LightTokenizer, unmarked
+from tinkerscript.gateway.tokenizer import MARK, unmarked
 from tinkerscript.rollouts.call import unpack_ids
-from tinkerscript.testing import ScriptedSampler
 
 SYSTEM = {"role": "system", "content": "be brief"}
 NOW = datetime(2026, 3, 4)
@@ -82,8 +80,8 @@ def test_the_text_is_transformers(name: str, folders: dict[str, Path]) -> None:
         ]
         if not message["tool_calls"]:
             del message["tool_calls"]
-    if ours._form.short_ids:  # pyright: ignore[reportPrivateUsage]
-        short = ours._form.of(given[-1])["tool_call_id"]  # pyright: ignore[reportPrivateUsage]
+    if ours.form.short_ids:
+        short = ours.form.of(given[-1])["tool_call_id"]
         messages[-1]["tool_call_id"] = messages[-2]["tool_calls"][0]["id"] = short
     for generation in (True, False):
         expected = reference.apply_chat_template(
@@ -330,7 +328,7 @@ class Talk:
         messages = self.renderer.tokenizer.escaper.messages(self.messages)
         if not self.family.writes_tools:
             return self.template.text(messages, self.tools, generation=True)
-        given: Any = [self.template._form.of(message) for message in messages]  # pyright: ignore[reportPrivateUsage]
+        given: Any = [self.template.form.of(message) for message in messages]
         text = self.reference.apply_chat_template(
             given, tools=self.tools or None, add_generation_prompt=True, tokenize=False
         )
@@ -357,68 +355,6 @@ def test_random_conversations_follow_the_template(
     assert len(talk.forks) < turns
 
 
-async def test_the_gateway_serves_it(folders: dict[str, Path]) -> None:
-    """Tools in vain are a 400 of their own, and a streamed reply is the whole one."""
-    bench = Bench(folders["phi4_mini"])
-    refused = await bench.post("hi", tools=TOOLS)
-    error = refused.json()["error"]
-    assert (refused.status_code, error["code"], error["param"]) == (400, "tools_not_supported", "tools")
-    await bench.client.aclose()
-    bench = Bench(folders["llama3.1"])
-    family, tokenizer = FAMILIES["llama3.1"], bench.tokenizer
-    for text in ("hello <b> you", '{"name": "look", "parameters": {"a": "x"}}'):
-        bench.use(ScriptedSampler(lambda _, text=text: spell(tokenizer, text + family.end)))
-        streamed = await bench.post("hi", tools=TOOLS, stream=True, max_tokens=99)
-        chunks = [json.loads(line[6:]) for line in streamed.text.split("\n\n") if line.startswith("data: {")]
-        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
-        said = "".join(delta.get("content") or "" for delta in deltas)
-        names = [c["function"]["name"] for delta in deltas for c in delta.get("tool_calls") or ()]
-        assert (said, names) == (("", ["look"]) if text[0] == "{" else (text, []))
-    await bench.client.aclose()
-
-
-def test_a_turn_renders_twice_and_encodes_what_is_new(
-    renderers: dict[str, ChatRenderer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However long the conversation is."""
-    renderer = renderers["qwen2.5"]
-    rendered: list[int] = []
-    encoded: list[int] = []
-    text, encode = ChatTemplate.text, LightTokenizer.encode
-
-    def spy_text(self: ChatTemplate, messages: Any, *rest: Any, **more: Any) -> str:
-        rendered.append(len(messages))
-        return text(self, messages, *rest, **more)
-
-    def spy_encode(self: LightTokenizer, given: str, *rest: Any, **more: Any) -> list[int]:
-        encoded.append(len(given))
-        return encode(self, given, *rest, **more)
-
-    monkeypatch.setattr(ChatTemplate, "text", spy_text)
-    monkeypatch.setattr(LightTokenizer, "encode", spy_encode)
-    book, messages = Book(renderer), [user("hello")]
-    for _ in range(30):
-        sampled = book.ids("hello")
-        rendered.clear()
-        encoded.clear()
-        turn, reply = book.ask(messages, sampled)
-        costs = (len(rendered), sum(encoded))
-        messages += [reply, user("more")]
-    assert turn.parent is not None
-    assert costs == (2, len("<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"))
-
-
-@pytest.mark.parametrize("stop", ["<|im_end|>", "<|endoftext|>"])
-def test_what_ended_a_turn_is_not_written_again(renderers: dict[str, ChatRenderer], stop: str) -> None:
-    book = Book(renderers["qwen2.5"])
-    tokenizer = book.renderer.tokenizer
-    _, reply = book.ask([user("a")], [*book.ids("b", close=False), tokenizer.added_tokens[stop]])
-    turn = book.session.plan([user("a"), reply, user("c")], [])
-    assert turn.parent is not None
-    new = tokenizer.decode(unpack_ids(turn.new_prompt).tolist())
-    assert new == "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
-
-
 def test_a_turn_that_ended_for_other_messages_forks(renderers: dict[str, ChatRenderer]) -> None:
     """GLM ends a reply with the first token of what follows: a question does not follow a call."""
     book = Book(renderers["glm4.5"])
@@ -426,18 +362,6 @@ def test_a_turn_that_ended_for_other_messages_forks(renderers: dict[str, ChatRen
     _, reply = book.ask([user("a")], sampled)
     turn = book.session.plan([user("a"), reply, user("c")], [])
     assert (turn.parent, turn.fork_reason) == (None, TEMPLATE_REWRITES)
-
-
-def test_reasoning_that_was_cut_off_is_closed(renderers: dict[str, ChatRenderer]) -> None:
-    book = Book(renderers["qwen3"])
-    tokenizer = book.renderer.tokenizer
-    call = spell(tokenizer, "<think>\nhm")
-    _, reply = book.ask([user("a")], call)
-    assert reply == {"role": "assistant", "content": "", "reasoning_content": "hm"}
-    turn = book.session.plan([user("a"), reply, tool_result("", "b")], [])
-    assert turn.parent is not None
-    new = tokenizer.decode(unpack_ids(turn.new_prompt).tolist())
-    assert new.startswith("</think>\n\n<|im_end|>\n<|im_start|>user\n<tool_response>")
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "hermes"])

@@ -10,14 +10,12 @@ import pytest
 from gateway_bench import Bench
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway import named_model
-from tinkerscript.gateway.dialects import DIALECTS, REFUSAL_BODIES, AnthropicMessages
-from tinkerscript.gateway.dialects.agent_mode import AGENT_FIELDS
+from tinkerscript.gateway.dialects import DIALECTS, REFUSAL_BODIES
 from tinkerscript.gateway.dialects.dialect import (
     Completion,
     EventStream,
     ModelCall,
     ReplyHeader,
-    TokenCounter,
 )
 from tinkerscript.gateway.dialects.openai import OpenAIDialect
 
@@ -55,28 +53,7 @@ async def test_a_dialect_is_one_class_and_one_entry_in_the_table(bench: Bench) -
     assert bench.app.openapi()["paths"]["/v1/plain"]["post"]["description"] == Plain.__doc__
 
 
-def test_every_dialect_has_its_routes(bench: Bench) -> None:
-    counters = [each.count_path for each in DIALECTS if issubclass(each, TokenCounter)]
-    for_agents = [f"/agent{path}" for path in (*AGENT_FIELDS, *counters)]
-    assert set(bench.gateway.routes) == {
-        *(each.path for each in DIALECTS),
-        *counters,
-        *for_agents,
-        Plain.path,
-    }
-
-
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_refusal_has_the_shape_of_the_dialects_errors(dialect: Any) -> None:
     prefix = next(prefix for prefix in REFUSAL_BODIES if dialect.path.startswith(prefix))
     assert REFUSAL_BODIES[prefix](413, "too long") == dialect.error_body(413, "too long")
-
-
-@pytest.mark.parametrize(
-    "path", ["/v1/messages", "/agent/v1/messages/count_tokens", "/agent/v1/models", "/v1/no"]
-)
-def test_the_first_prefix_that_matches_is_the_longest(path: str) -> None:
-    matching = [prefix for prefix in REFUSAL_BODIES if path.startswith(prefix)]
-    assert matching[0] == max(matching, key=len)
-    is_anthropic = REFUSAL_BODIES[matching[0]] is AnthropicMessages.error_body
-    assert is_anthropic == ("/v1/messages" in path)

@@ -10,20 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway_bench import CLAIM, Bench
+from gateway_bench import CLAIM, Bench, LimitedSampler
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.dialects import AnthropicMessages
 from tinkerscript.gateway.dialects.dialect import ModelCall
-from tinkerscript.gateway.sampler import (
-    ProgressCallback,
-    Sampler,
-    SampleRequest,
-    SampleResult,
-    refuse_unsupported,
-)
 from tinkerscript.gateway.tokenizer import LightTokenizer
-from tinkerscript.rollouts.call import Call, full_prompts
-from tinkerscript.testing import ScriptedSampler
 
 TOOL: dict[str, Any] = {"name": "add", "input_schema": {"type": "object"}}
 CALLS = "".join(
@@ -101,21 +92,10 @@ def parsed(dialect: AnthropicMessages, **fields: Any) -> ModelCall:
     return dialect.parse(json.dumps(body).encode())
 
 
-def calls_of(bench: Bench) -> list[Call]:
-    return bench.claims.recorded[CLAIM]
-
-
-def check_one_sequence(bench: Bench, turns: int) -> None:
-    calls, prompts = calls_of(bench), full_prompts(calls_of(bench))
-    assert [call.parent_id for call in calls] == [None, *(call.call_id for call in calls[:-1])]
-    assert len(calls) == turns
-    assert [prompts[call.call_id] for call in calls] == [request.prompt for request in bench.sampler.requests]
-
-
 async def test_a_message_is_anthropics(bench: Bench) -> None:
     bench.answer = "<think>\nhm\n</think>\n\nhello"
     reply = await ask(bench, system="Be kind.", thinking=THINKING, metadata={"user_id": "u"})
-    (call,) = calls_of(bench)
+    (call,) = bench.calls
     sampled = len(call.sampled_ids)
     assert reply == {
         "id": f"msg_{call.call_id}",
@@ -153,7 +133,7 @@ async def test_thinking_is_shown_on_request_and_recorded_always(
     bench.answer = "<think>\nhm\n</think>\n\nhello"
     reply = await ask(bench, thinking=thinking, stream=stream)
     assert [block["type"] for block in reply["content"]] == (["thinking"] if shown else []) + ["text"]
-    assert json.loads(calls_of(bench)[0].reply)["reasoning_content"] == "hm"
+    assert json.loads(bench.calls[0].reply)["reasoning_content"] == "hm"
     assert reply["usage"]["output_tokens_details"]["thinking_tokens"] > 0
 
 
@@ -230,27 +210,9 @@ async def test_an_unedited_conversation_is_one_sequence(bench: Bench, way: str, 
     messages += [{"role": "assistant", "content": "done"}, {"role": "user", "content": [text("thanks")]}]
     assert reply["content"] == [text("done")]
     await ask(bench, messages, **fields)
-    check_one_sequence(bench, turns=4)
-    results = json.loads(calls_of(bench)[1].messages)
+    bench.check_one_sequence(turns=4)
+    results = json.loads(bench.calls[1].messages)
     assert [message.get("is_error") for message in results] == [None, True]
-
-
-async def test_thinking_that_was_edited_is_a_fork(bench: Bench) -> None:
-    bench.answer = "<think>\nhm\n</think>\n\nhello"
-    content = (await ask(bench, thinking=THINKING))["content"]
-    content[0]["thinking"] = "never thought"
-    await ask(bench, [*HI, {"role": "assistant", "content": content}, *HI], thinking=THINKING)
-    last = calls_of(bench)[1]
-    assert last.parent_id is None
-    assert last.fork_reason
-
-
-async def test_of_two_equal_replies_the_signed_one_continues(bench: Bench) -> None:
-    bench.answer = "<think>\nhm\n</think>\n\nhello"
-    replies = [await ask(bench, thinking=THINKING) for _ in range(2)]
-    answer = {"role": "assistant", "content": replies[1]["content"]}
-    await ask(bench, [*HI, answer, {"role": "user", "content": "more"}], thinking=THINKING)
-    assert f"msg_{calls_of(bench)[2].parent_id}" == replies[1]["id"]
 
 
 def text(words: str) -> dict[str, Any]:
@@ -311,7 +273,7 @@ async def test_a_stream_tells_the_message_block_by_block(bench: Bench) -> None:
         *("message_delta", "message_stop"),
     ]
     opening = events[0]["message"]
-    (call,) = calls_of(bench)
+    (call,) = bench.calls
     assert (opening["id"], opening["content"], opening["stop_reason"]) == (f"msg_{call.call_id}", [], None)
     assert opening["usage"]["input_tokens"] == len(call.new_prompt_ids)
     assert events[-2]["usage"]["output_tokens"] == len(call.sampled_ids)
@@ -325,7 +287,7 @@ async def test_a_stream_tells_the_message_block_by_block(bench: Bench) -> None:
 async def test_ids_on_request(bench: Bench) -> None:
     whole = await ask(bench, return_token_ids=True)
     events = events_of((await post(bench, return_token_ids=True, stream=True)).text)
-    first, second = calls_of(bench)
+    first, second = bench.calls
     assert (whole["prompt_token_ids"], whole["token_ids"]) == (
         first.new_prompt_ids.tolist(),
         first.sampled_ids.tolist(),
@@ -342,7 +304,7 @@ async def test_an_empty_answer_has_no_content(bench: Bench) -> None:
         assert (reply["content"], reply["stop_reason"]) == ([], "end_turn")
     more = [*HI, {"role": "assistant", "content": []}, {"role": "user", "content": "well?"}]
     await ask(bench, more)
-    assert calls_of(bench)[2].parent_id in {call.call_id for call in calls_of(bench)[:2]}
+    assert bench.calls[2].parent_id in {call.call_id for call in bench.calls[:2]}
 
 
 async def test_parameters_reach_the_sampler(bench: Bench) -> None:
@@ -354,21 +316,6 @@ async def test_parameters_reach_the_sampler(bench: Bench) -> None:
     assert (default.temperature, default.top_p, default.top_k) == (0.5, 1.0, -1)
 
 
-async def test_with_tool_choice_none_tool_calls_stay_text(bench: Bench) -> None:
-    bench.answer = CALLS
-    reply = await ask(bench, tools=[TOOL], tool_choice={"type": "none"})
-    assert (reply["content"][0]["type"], reply["stop_reason"]) == ("text", "end_turn")
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_arguments_that_json_cannot_hold_stay_text(bench: Bench, number: str, stream: bool) -> None:
-    bench.answer = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {number}}}}}\n</tool_call>'
-    reply = await ask(bench, tools=[TOOL], stream=stream)
-    assert reply["content"] == [text(bench.answer)]
-    assert reply["stop_reason"] == "end_turn"
-
-
 async def test_arguments_of_any_size_come_back_the_same(bench: Bench) -> None:
     arguments = '{"a": 123456789012345678901234567890, "b": 1e300, "c": "\\u00e9"}'
     bench.answer = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
@@ -377,7 +324,7 @@ async def test_arguments_of_any_size_come_back_the_same(bench: Bench) -> None:
     result = {"type": "tool_result", "tool_use_id": content[0]["id"], "content": "3"}
     answer = {"role": "assistant", "content": content}
     await ask(bench, [*HI, answer, {"role": "user", "content": [result]}], tools=[TOOL])
-    check_one_sequence(bench, turns=2)
+    bench.check_one_sequence(turns=2)
 
 
 async def test_the_prompt_is_counted_without_a_call(bench: Bench) -> None:
@@ -387,7 +334,7 @@ async def test_the_prompt_is_counted_without_a_call(bench: Bench) -> None:
     count = await bench.client.post("/v1/messages/count_tokens", json=body)
     second = await ask(bench, more, tools=[TOOL])
     assert count.json() == {"input_tokens": second["usage"]["input_tokens"]}
-    check_one_sequence(bench, turns=2)
+    bench.check_one_sequence(turns=2)
     refused = await bench.client.post("/v1/messages/count_tokens", json=body | {"max_tokens": 3})
     assert refused.json()["error"]["details"]["param"] == "max_tokens"
     long = body | {"messages": [{"role": "user", "content": "x" * 5000}]}
@@ -487,14 +434,6 @@ def test_demands_on_the_answer(dialect: AnthropicMessages) -> None:
     assert parsed(dialect, output_config=wanted).json_schema == schema
 
 
-class Limited(ScriptedSampler):
-    """An engine without constraints and top logprobs."""
-
-    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        refuse_unsupported(request, "this engine", constraints=False, top_logprobs=False)
-        return await super().sample(request, progress)
-
-
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
@@ -509,7 +448,7 @@ class Limited(ScriptedSampler):
 async def test_a_demand_that_the_engine_cannot_meet_is_refused_by_its_name_here(
     bench: Bench, param: str, fields: dict[str, Any]
 ) -> None:
-    bench.use(Limited(lambda prompt: []))
+    bench.use(LimitedSampler())
     bench.client.headers = httpx.Headers({"x-api-key": "key"})
     response = await post(bench, tools=[TOOL], **fields)
     assert (response.status_code, response.json()["error"]["details"]["param"]) == (400, param)
@@ -533,7 +472,7 @@ async def test_a_thread_is_refused_so_that_the_tool_runner_continues_without_one
     details = response.json()["error"]["details"]
     assert response.status_code == 400
     assert details == {"error_code": "thread_unsupported_request", "param": "thread"}
-    assert not bench.claims.recorded[CLAIM]
+    assert not bench.calls
 
 
 async def test_both_ways_to_send_a_key(bench: Bench) -> None:
@@ -554,21 +493,12 @@ async def test_an_error_midway_is_an_event(bench: Bench) -> None:
     bench.answer = lose
     *_, error = events_of((await post(bench, stream=True)).text)
     assert (error["type"], error["error"]["message"]) == ("error", "the lease ran out")
-    assert calls_of(bench) == []
+    assert bench.calls == []
 
 
 @pytest.mark.parametrize(
     ("status", "kind"),
     [(503, "overloaded_error"), (504, "timeout_error"), (500, "api_error"), (429, "rate_limit_error")],
 )
-async def test_an_engine_that_fails_is_an_ordinary_error(bench: Bench, status: int, kind: str) -> None:
-    class Failing(Sampler):
-        async def sample(
-            self, request: SampleRequest, progress: ProgressCallback | None = None
-        ) -> SampleResult:
-            raise GatewayError(status, "engine_error", "the engine failed")
-
-    bench.use(Failing())
-    bench.client.headers = httpx.Headers({"x-api-key": "key"})
-    response = await post(bench, stream=True)
-    assert (response.status_code, response.json()["error"]["type"]) == (status, kind)
+def test_an_engine_that_fails_is_an_ordinary_error(status: int, kind: str) -> None:
+    assert AnthropicMessages.error_body(status, "the engine failed")["error"]["type"] == kind

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asgi_caller import AsgiCaller
 from chat_families import FAMILIES
 from gateway_bench import CLAIM, Bench, WaitingSampler
 from tinkerscript.errors import GatewayError
@@ -27,13 +27,6 @@ from tiny_tokenizer import write_model_folder
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "strict": True}}
 ]
-
-
-@pytest.fixture
-async def bench(byte_model: Path) -> AsyncIterator[Bench]:
-    bench = Bench(byte_model)
-    yield bench
-    await bench.client.aclose()
 
 
 async def test_reply_is_openais(bench: Bench) -> None:
@@ -55,7 +48,7 @@ async def test_reply_is_openais(bench: Bench) -> None:
         "completion_tokens": 6,
         "total_tokens": prompt_tokens + 6,
     }
-    (call,) = bench.claims.recorded[CLAIM]
+    (call,) = bench.calls
     assert reply["id"] == f"chatcmpl-{call.call_id}"
     assert (call.policy_version, call.temperature, call.logprob_kind) == (3, 0.5, "processed")
     assert (len(call.sampled) // 4, call.fork_reason) == (6, None)
@@ -66,13 +59,13 @@ async def test_turns_extend_token_by_token_and_a_fork_is_labelled(bench: Bench) 
     for turn in range(3):
         reply = await bench.ask(messages)
         messages += [reply["choices"][0]["message"], {"role": "user", "content": f"turn {turn}"}]
-    calls = bench.claims.recorded[CLAIM]
+    calls = bench.calls
     prompts = full_prompts(calls)
     assert [prompts[call.call_id] for call in calls] == [request.prompt for request in bench.sampler.requests]
     assert [call.parent_id for call in calls] == [None, calls[0].call_id, calls[1].call_id]
     edited = [messages[0], {"role": "assistant", "content": "never said"}, messages[2]]
     await bench.ask(edited)
-    assert bench.claims.recorded[CLAIM][-1].fork_reason == "history_edited"
+    assert bench.calls[-1].fork_reason == "history_edited"
 
 
 async def test_a_conversation_continues_after_a_restart(bench: Bench, byte_model: Path) -> None:
@@ -81,26 +74,12 @@ async def test_a_conversation_continues_after_a_restart(bench: Bench, byte_model
     messages += [first["choices"][0]["message"], {"role": "user", "content": "more"}]
     restarted = Bench(byte_model, bench.claims)
     await restarted.ask(messages, tools=TOOLS)
-    calls = bench.claims.recorded[CLAIM]
+    calls = bench.calls
     assert calls[1].parent_id == calls[0].call_id
     restarted.gateway.forget("episode", 1)
     await restarted.ask(messages, tools=TOOLS)
-    assert bench.claims.recorded[CLAIM][2].parent_id == calls[0].call_id
+    assert bench.calls[2].parent_id == calls[0].call_id
     await restarted.client.aclose()
-
-
-async def test_parallel_calls_extend_their_own(bench: Bench) -> None:
-    bench.answer = lambda prompt: bench.tokenizer.decode(prompt[-30:]).split("<|im_end|>")[0][-1] * 3
-    questions = [[{"role": "user", "content": f"q{letter}"}] for letter in "abc"]
-    replies = await asyncio.gather(*(bench.ask(messages) for messages in questions))
-    follow_ups = [
-        [*messages, reply["choices"][0]["message"], {"role": "user", "content": "next z"}]
-        for messages, reply in zip(questions, replies, strict=True)
-    ]
-    await asyncio.gather(*(bench.ask(messages) for messages in follow_ups))
-    calls = bench.claims.recorded[CLAIM]
-    assert [reply["choices"][0]["message"]["content"] for reply in replies] == ["aaa", "bbb", "ccc"]
-    assert [call.parent_id for call in calls[3:]] == [call.call_id for call in calls[:3]]
 
 
 async def test_n_samples_share_prompt_and_parent(bench: Bench) -> None:
@@ -111,7 +90,7 @@ async def test_n_samples_share_prompt_and_parent(bench: Bench) -> None:
     assert [choice["index"] for choice in first["choices"]] == [0, 1, 2]
     second = first["choices"][1]["message"]
     await bench.ask([{"role": "user", "content": "hi"}, second, {"role": "user", "content": "x"}])
-    calls = bench.claims.recorded[CLAIM]
+    calls = bench.calls
     assert len({call.call_id for call in calls}) == 4
     assert calls[3].parent_id == calls[1].call_id
     assert len(bench.sampler.requests) == 2
@@ -131,24 +110,11 @@ async def test_tool_calls_and_their_results(bench: Bench) -> None:
     result = {"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": "3"}]}
     bench.answer = "3"
     await bench.ask([{"role": "user", "content": "hi"}, first["message"], result], tools=TOOLS)
-    calls = bench.claims.recorded[CLAIM]
+    calls = bench.calls
     assert calls[1].parent_id == calls[0].call_id
     prompt = bench.tokenizer.decode(calls[0].new_prompt_ids.tolist())
     assert '{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}' in prompt
     assert "<tool_response>\n3\n</tool_response>" in bench.tokenizer.decode(calls[1].new_prompt_ids.tolist())
-
-
-async def test_what_openai_adds_to_parsed_messages_is_read_over(bench: Bench) -> None:
-    bench.answer = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
-    reply = (await bench.ask(messages, tools=TOOLS, max_tokens=100))["choices"][0]["message"]
-    (called,) = reply["tool_calls"]
-    function = {**called["function"], "parsed_arguments": {"a": 1}}
-    sent_back = {**reply, "parsed": None, "tool_calls": [{**called, "function": function}]}
-    result = {"role": "tool", "tool_call_id": called["id"], "content": "2"}
-    await bench.ask([*messages, sent_back, result], tools=TOOLS)
-    first, second = bench.claims.recorded[CLAIM]
-    assert (second.parent_id, second.fork_reason) == (first.call_id, None)
 
 
 async def test_without_tools_tool_calls_stay_text(bench: Bench) -> None:
@@ -287,7 +253,7 @@ async def test_a_lost_claim_is_final(bench: Bench) -> None:
         assert response.json()["error"]["code"] == "claim_lost"
         assert response.json()["error"]["message"] == "the lease ran out"
         assert response.headers["x-should-retry"] == "false"
-    assert bench.claims.recorded[CLAIM] == []
+    assert bench.calls == []
 
 
 class RefusingSampler(Sampler):
@@ -297,42 +263,27 @@ class RefusingSampler(Sampler):
         raise GatewayError(503, "engine_unavailable", "the engine is away")
 
 
-async def test_an_unavailable_engine_is_a_503_with_retry_after(bench: Bench) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_unavailable_engine_is_a_503_with_retry_after(bench: Bench, stream: bool) -> None:
     bench.use(RefusingSampler())
-    response = await bench.post()
+    response = await bench.post(stream=stream)
     assert response.status_code == 503
     assert response.headers["Retry-After"] == "1"
     assert response.json()["error"]["type"] == "server_error"
-    assert bench.claims.recorded[CLAIM] == []
+    assert bench.calls == []
 
 
 async def test_a_client_that_goes_away_cancels_its_sample(bench: Bench) -> None:
     sampler = WaitingSampler()
     bench.use(sampler)
-    sent: list[Any] = []
-    body = b'{"model": "policy", "messages": [{"role": "user", "content": "hi"}]}'
-    incoming = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-    async def receive() -> dict[str, Any]:
-        if (message := next(incoming, None)) is not None:
-            return message
-        await sampler.started.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/chat/completions",
-        "headers": [(b"authorization", b"Bearer key")],
-        "query_string": b"",
-    }
-    await bench.app(scope, receive, send)
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+    caller = AsgiCaller(bench.app, "/v1/chat/completions", body, {"authorization": "Bearer key"})
+    running = asyncio.create_task(caller.run())
+    await sampler.started.wait()
+    caller.hang_up()
+    await running
     assert sampler.cancelled.is_set()
-    assert sent[0]["status"] == 499
-    assert bench.claims.recorded[CLAIM] == []
+    assert bench.calls == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -342,7 +293,7 @@ async def test_an_id_that_ends_a_reply_is_no_part_of_its_text(bench: Bench, stre
     sampled = bench.tokenizer.encode("Observation:")
     bench.use(ScriptedSampler(lambda _: sampled))
     response = await bench.post(stop_token_ids=[colon], stream=stream)
-    (call,) = bench.claims.recorded[CLAIM]
+    (call,) = bench.calls
     if stream:
         data = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
         text = "".join(c["delta"].get("content") or "" for event in data for c in event["choices"])
@@ -351,7 +302,7 @@ async def test_an_id_that_ends_a_reply_is_no_part_of_its_text(bench: Bench, stre
     assert (text, call.sampled_ids.tolist(), call.stop_reason) == ("Observation", sampled, "stop")
     said = [{"role": "assistant", "content": text}, {"role": "user", "content": "it rains"}]
     await bench.ask([{"role": "user", "content": "hi"}, *said])
-    assert bench.claims.recorded[CLAIM][1].parent_id == call.call_id
+    assert bench.calls[1].parent_id == call.call_id
 
 
 async def test_what_the_sampler_is_asked_for_is_recorded(bench: Bench) -> None:
@@ -359,7 +310,7 @@ async def test_what_the_sampler_is_asked_for_is_recorded(bench: Bench) -> None:
     await bench.ask(min_p=0.2, repetition_penalty=1.1, stop_token_ids=[7, end])
     (request,) = bench.sampler.requests
     assert (request.min_p, request.repetition_penalty, request.extra_stop_ids) == (0.2, 1.1, [7])
-    (call,) = bench.claims.recorded[CLAIM]
+    (call,) = bench.calls
     assert (call.min_p, call.repetition_penalty) == (0.2, 1.1)
     assert (await bench.post(chat_template_kwargs={})).status_code == 200
 
@@ -376,7 +327,7 @@ async def test_a_request_may_name_the_runs_arguments_of_the_chat_template_and_no
         refused = await bench.post(chat_template_kwargs=other)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template_kwargs")
         assert "engine.chat_template_kwargs" in refused.json()["error"]["message"]
-    assert len(bench.claims.recorded[CLAIM]) == 1
+    assert len(bench.calls) == 1
     await bench.client.aclose()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,14 @@ from fastapi import FastAPI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from gateway_bench import CLAIM, Bench
+from gateway_bench import CLAIM, Bench, LimitedSampler
 from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.dialects import Responses
 from tinkerscript.gateway.dialects.dialect import ModelCall
 from tinkerscript.gateway.endpoint import create_gateway
-from tinkerscript.gateway.sampler import (
-    ProgressCallback,
-    Sampler,
-    SampleRequest,
-    SampleResult,
-    refuse_unsupported,
-)
 from tinkerscript.gateway.tokenizer import LightTokenizer
-from tinkerscript.rollouts.call import Call, full_prompts
 from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
 
 TOOL: dict[str, Any] = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
@@ -37,13 +28,6 @@ CALLS = "".join(
     f'<tool_call>\n{{"name": "add", "arguments": {{"a": {a}, "b": "é"}}}}\n</tool_call>' for a in (1, 2.0)
 )
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-
-
-@pytest.fixture
-async def bench(byte_model: Path) -> AsyncIterator[Bench]:
-    bench = Bench(byte_model)
-    yield bench
-    await bench.client.aclose()
 
 
 @pytest.fixture(scope="module")
@@ -80,23 +64,12 @@ def parsed(dialect: Responses, items: Any, **fields: Any) -> ModelCall:
     return dialect.parse(json.dumps({"model": "policy", "input": items} | fields).encode())
 
 
-def calls_of(bench: Bench) -> list[Call]:
-    return bench.claims.recorded[CLAIM]
-
-
-def check_one_sequence(bench: Bench, turns: int) -> None:
-    calls, prompts = calls_of(bench), full_prompts(calls_of(bench))
-    assert [call.parent_id for call in calls] == [None, *(call.call_id for call in calls[:-1])]
-    assert len(calls) == turns
-    assert [prompts[call.call_id] for call in calls] == [request.prompt for request in bench.sampler.requests]
-
-
 async def test_a_response_is_openais(bench: Bench) -> None:
     bench.answer = "<think>\nhm\n</think>\n\nhello"
     reply = await ask(
         bench, instructions="Be kind.", metadata={"k": "v"}, temperature=0.7, max_output_tokens=99
     )
-    (call,) = calls_of(bench)
+    (call,) = bench.calls
     assert reply["id"] == f"resp_{call.call_id}"
     assert (reply["object"], reply["status"], reply["model"]) == ("response", "completed", "tiny")
     assert (reply["instructions"], reply["metadata"]) == ("Be kind.", {"k": "v"})
@@ -197,18 +170,7 @@ async def test_an_unedited_conversation_is_one_sequence(bench: Bench, way: str, 
     await ask(bench, items, **fields)
     items += [{"role": "assistant", "content": "done"}, {"role": "user", "content": "thanks"}]
     await ask(bench, items, **fields)
-    check_one_sequence(bench, turns=4)
-
-
-async def test_reasoning_that_was_edited_is_a_fork(bench: Bench) -> None:
-    bench.answer = "<think>\nhm\n</think>\n\nhello"
-    reply = await ask(bench)
-    reply["output"][0]["content"][0]["text"] = "never thought"
-    await ask(bench, [{"role": "user", "content": "hi"}, *reply["output"], {"role": "user", "content": "x"}])
-    first, second = calls_of(bench)
-    assert first.fork_reason is None
-    assert second.parent_id is None
-    assert second.fork_reason
+    bench.check_one_sequence(turns=4)
 
 
 def test_answers_of_different_responses_in_a_row_stay_apart(dialect: Responses) -> None:
@@ -228,13 +190,6 @@ def test_answers_of_different_responses_in_a_row_stay_apart(dialect: Responses) 
     assert parsed(dialect, unnamed).messages == unnamed
 
 
-async def test_of_two_equal_replies_the_named_one_continues(bench: Bench) -> None:
-    replies = [await ask(bench) for _ in range(2)]
-    second = [{"role": "user", "content": "hi"}, *replies[1]["output"], {"role": "user", "content": "more"}]
-    await ask(bench, second)
-    assert f"resp_{calls_of(bench)[2].parent_id}" == replies[1]["id"]
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_previous_response_id(bench: Bench, byte_model: Path, stream: bool) -> None:
     fields: dict[str, Any] = {"tools": [TOOL], "max_output_tokens": 300, "stream": stream}
@@ -247,13 +202,13 @@ async def test_previous_response_id(bench: Bench, byte_model: Path, stream: bool
     bench.answer = "done"
     second = await ask(bench, results, instructions="Add.", previous_response_id=first["id"], **fields)
     assert second["previous_response_id"] == first["id"]
-    check_one_sequence(bench, turns=2)
+    bench.check_one_sequence(turns=2)
     restarted = Bench(byte_model, bench.claims)
     await ask(restarted, "more", instructions="Add.", previous_response_id=second["id"], **fields)
-    assert calls_of(bench)[2].parent_id == calls_of(bench)[1].call_id
+    assert bench.calls[2].parent_id == bench.calls[1].call_id
     # Instructions are for one response: without them the conversation is another one.
     await ask(restarted, "more", previous_response_id=second["id"], **fields)
-    last = calls_of(bench)[3]
+    last = bench.calls[3]
     assert last.parent_id is None
     prompt = bench.tokenizer.decode(last.new_prompt_ids.tolist())
     assert "Add." not in prompt
@@ -271,44 +226,6 @@ async def test_a_response_of_another_claim_is_not_found(bench: Bench) -> None:
 
 def part(kind: str, text: str) -> dict[str, Any]:
     return {"type": kind, "text": text}
-
-
-def test_what_openai_agents_sends_back(dialect: Responses) -> None:
-    """A request of openai-agents 0.24, recorded; the ids of calls shortened."""
-    call_id = "1e23a14968d445bab638862a7a5dbf94"
-    body = f"""{{"model": "policy", "include": [], "input": [{{"content": "add", "role": "user"}},
-    {{"id": "rs_{call_id}", "summary": [], "type": "reasoning",
-      "content": [{{"text": "I need tools", "type": "reasoning_text"}}], "status": "completed"}},
-    {{"id": "msg_{call_id}", "content": [{{"annotations": [], "text": "Let me add.", "type": "output_text",
-      "logprobs": []}}], "role": "assistant", "status": "completed", "type": "message"}},
-    {{"arguments": "{{\\"a\\": 1}}", "call_id": "call_1", "name": "add", "type": "function_call",
-      "id": "fc_{call_id}_0", "status": "completed"}},
-    {{"arguments": "{{\\"a\\": 2.0}}", "call_id": "call_2", "name": "add", "type": "function_call",
-      "id": "fc_{call_id}_1", "status": "completed"}},
-    {{"call_id": "call_1", "output": "1", "type": "function_call_output"}},
-    {{"call_id": "call_2", "output": "2", "type": "function_call_output"}}],
-    "instructions": "sys", "tools": [{{"name": "add", "parameters": {{"type": "object",
-      "additionalProperties": false}}, "strict": true, "type": "function", "description": "Adds."}}]}}"""
-    call = dialect.parse(body.encode())
-    function = {"name": "add", "description": "Adds."}
-    schema = {"type": "object", "additionalProperties": False}
-    assert call.tools == [{"type": "function", "function": {**function, "parameters": schema}}]
-    assert call.messages == [
-        {"role": "system", "content": "sys", "instructions": True},
-        {"role": "user", "content": "add"},
-        {
-            "role": "assistant",
-            "content": "Let me add.",
-            "id": call_id,
-            "reasoning_content": "I need tools",
-            "tool_calls": [
-                {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}},
-                {"id": "call_2", "type": "function", "function": {"name": "add", "arguments": '{"a": 2.0}'}},
-            ],
-        },
-        {"role": "tool", "content": "1", "tool_call_id": "call_1"},
-        {"role": "tool", "content": "2", "tool_call_id": "call_2"},
-    ]
 
 
 async def test_a_stream_tells_the_response_step_by_step(bench: Bench) -> None:
@@ -344,7 +261,7 @@ async def test_ids_and_logprobs_on_request(bench: Bench, stream: bool) -> None:
     bench.answer = "é!"
     fields: dict[str, Any] = {"include": ["message.output_text.logprobs"], "return_token_ids": True}
     response = await post(bench, stream=stream, **fields)
-    (call,) = calls_of(bench)
+    (call,) = bench.calls
     reply = events_of(response.text)[-1]["response"] if stream else response.json()
     assert reply["token_ids"] == call.sampled_ids.tolist()
     assert reply["prompt_token_ids"] == call.new_prompt_ids.tolist()
@@ -395,7 +312,7 @@ async def test_the_prompt_is_counted_without_a_call(bench: Bench) -> None:
             "object": "response.input_tokens",
             "input_tokens": second["usage"]["input_tokens"],
         }
-    check_one_sequence(bench, turns=2)
+    bench.check_one_sequence(turns=2)
 
 
 REFUSED: dict[str, Any] = {
@@ -511,14 +428,6 @@ def test_demands_on_the_answer(dialect: Responses) -> None:
     assert (asked.logprobs, asked.top_logprobs) == (True, 3)
 
 
-class Limited(ScriptedSampler):
-    """An engine without constraints and top logprobs."""
-
-    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        refuse_unsupported(request, "this engine", constraints=False, top_logprobs=False)
-        return await super().sample(request, progress)
-
-
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
@@ -530,16 +439,9 @@ class Limited(ScriptedSampler):
 async def test_a_demand_that_the_engine_cannot_meet_is_refused_by_its_name_here(
     bench: Bench, param: str, fields: dict[str, Any]
 ) -> None:
-    bench.use(Limited(lambda prompt: []))
+    bench.use(LimitedSampler())
     response = await post(bench, tools=[TOOL], **fields)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-
-
-async def test_errors_are_openais(bench: Bench) -> None:
-    response = await post(bench, "x" * 5000, stream=True)
-    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
-    response = await bench.client.post("/v1/responses", json={"model": "policy"})
-    assert response.json()["error"]["param"] == "input"
 
 
 async def test_names_that_the_server_does_not_accept_are_refused(byte_model: Path) -> None:
@@ -577,17 +479,4 @@ async def test_an_error_midway_is_an_event(bench: Bench) -> None:
     assert failed["type"] == "response.failed"
     assert failed["response"]["status"] == "failed"
     assert failed["response"]["error"] == {"code": "server_error", "message": "the lease ran out"}
-    assert calls_of(bench) == []
-
-
-async def test_an_engine_that_is_away_is_an_ordinary_error(bench: Bench) -> None:
-    class Away(Sampler):
-        async def sample(
-            self, request: SampleRequest, progress: ProgressCallback | None = None
-        ) -> SampleResult:
-            raise GatewayError(503, "engine_unavailable", "the engine is away")
-
-    bench.use(Away())
-    response = await post(bench, stream=True)
-    assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
-    assert response.json()["error"]["type"] == "server_error"
+    assert bench.calls == []

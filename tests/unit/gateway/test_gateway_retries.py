@@ -13,13 +13,13 @@ import pytest
 
 from asgi_caller import AsgiCaller
 from gateway_bench import CLAIM, Bench
+from interchange_helpers import until
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway import idempotency
 from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.idempotency import IdempotencyCache, fingerprint_of
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import Call
-from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.testing import MemoryClaimBook
 
 BODY: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -70,13 +70,19 @@ def caller(bench: Bench, body: Any = BODY, path: str = CHAT, key: str = "key", *
     return AsgiCaller(bench.app, path, body, {"authorization": f"Bearer {key}"} | named)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Let all tasks run until `condition` holds. Raises if it never does."""
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("the condition never held")
+async def released(gate: GatedSampler, *callers: AsgiCaller, started: int = 1) -> None:
+    """Run the callers until so many samples have begun, and let those go."""
+    running = [asyncio.create_task(each.run()) for each in callers]
+    await until(lambda: gate.started == started)
+    gate.go.set()
+    await asyncio.gather(*running)
+
+
+@pytest.fixture
+def gate(bench: Bench) -> GatedSampler:
+    made = GatedSampler(bench.sampler)
+    bench.use(made)
+    return made
 
 
 def book(bench: Bench) -> TellingBook:
@@ -85,7 +91,7 @@ def book(bench: Bench) -> TellingBook:
 
 
 def recorded(bench: Bench) -> list[Call]:
-    return bench.claims.recorded[CLAIM]
+    return bench.calls
 
 
 async def undelivered(bench: Bench, body: Any = BODY, **headers: str) -> AsgiCaller:
@@ -107,14 +113,9 @@ async def test_equal_requests_are_both_sampled(bench: Bench) -> None:
     assert len(texts) == len(recorded(bench)) == 4
 
 
-async def test_one_key_is_one_call_while_it_is_in_flight(bench: Bench) -> None:
-    gate = GatedSampler(bench.sampler)
-    bench.use(gate)
+async def test_one_key_is_one_call_while_it_is_in_flight(bench: Bench, gate: GatedSampler) -> None:
     callers = [caller(bench, idempotency_key="k") for _ in range(3)]
-    running = [asyncio.create_task(each.run()) for each in callers]
-    await until(lambda: gate.started == 1)
-    gate.go.set()
-    await asyncio.gather(*running)
+    await released(gate, *callers)
     assert gate.started == len(recorded(bench)) == 1
     assert {each.status for each in callers} == {200}
     assert callers[0].text == callers[1].text == callers[2].text
@@ -194,9 +195,7 @@ async def test_what_was_recorded_in_part_is_sampled_again(bench: Bench, byte_mod
     await restarted.client.aclose()
 
 
-async def test_one_key_with_another_body_is_refused(bench: Bench) -> None:
-    gate = GatedSampler(bench.sampler)
-    bench.use(gate)
+async def test_one_key_with_another_body_is_refused(bench: Bench, gate: GatedSampler) -> None:
     first = caller(bench, idempotency_key="k")
     running = asyncio.create_task(first.run())
     await until(lambda: gate.started == 1)
@@ -224,24 +223,21 @@ async def test_a_key_is_of_one_claim(bench: Bench) -> None:
     assert len(bench.sampler.requests) == 2
 
 
-async def test_a_waiting_request_takes_the_place_of_one_that_failed(bench: Bench) -> None:
+async def test_a_waiting_request_takes_the_place_of_one_that_failed(bench: Bench, gate: GatedSampler) -> None:
     gate = GatedSampler(bench.sampler)
     gate.failures = [GatewayError(503, "engine_away", "away")]
     bench.use(gate)
     callers = [caller(bench, idempotency_key="k") for _ in range(3)]
-    running = [asyncio.create_task(each.run()) for each in callers]
-    await until(lambda: gate.started == 1)
-    gate.go.set()
-    await asyncio.gather(*running)
+    await released(gate, *callers)
     assert [each.status for each in callers] == [503, 200, 200]
     assert callers[1].text == callers[2].text
     assert gate.started == 2
     assert len(recorded(bench)) == 1
 
 
-async def test_a_waiting_request_takes_the_place_of_one_whose_client_left(bench: Bench) -> None:
-    gate = GatedSampler(bench.sampler)
-    bench.use(gate)
+async def test_a_waiting_request_takes_the_place_of_one_whose_client_left(
+    bench: Bench, gate: GatedSampler
+) -> None:
     first, second, third = (caller(bench, idempotency_key="k") for _ in range(3))
     running = [asyncio.create_task(each.run()) for each in (first, second, third)]
     await until(lambda: gate.started == 1)
@@ -252,19 +248,6 @@ async def test_a_waiting_request_takes_the_place_of_one_whose_client_left(bench:
     await asyncio.gather(*running)
     assert (second.status, third.status) == (200, None)
     assert len(recorded(bench)) == 1
-
-
-async def test_a_claim_that_is_lost_while_a_request_waits_refuses_it(bench: Bench) -> None:
-    gate = GatedSampler(bench.sampler)
-    bench.use(gate)
-    callers = [caller(bench, idempotency_key="k") for _ in range(2)]
-    running = [asyncio.create_task(each.run()) for each in callers]
-    await until(lambda: gate.started == 1)
-    book(bench).lose(CLAIM, "the lease expired")
-    gate.go.set()
-    await asyncio.gather(*running)
-    assert [each.status for each in callers] == [409, 409]
-    assert recorded(bench) == []
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -309,19 +292,9 @@ async def test_each_answer_that_was_not_delivered_goes_to_one_retry(bench: Bench
     assert len(set(ids)) == len(recorded(bench)) == 3
 
 
-async def test_a_retry_whose_client_leaves_too_leaves_it_to_the_next(bench: Bench) -> None:
-    await undelivered(bench)
-    impatient = caller(bench, x_stainless_retry_count="1")
-    impatient.hang_up()
-    await impatient.run()
-    last = await caller(bench, x_stainless_retry_count="2").run()
-    assert last.json()["id"] == f"chatcmpl-{recorded(bench)[0].call_id}"
-    assert len(recorded(bench)) == 1
-
-
-async def test_a_client_that_leaves_while_it_is_sampled_leaves_nothing(bench: Bench) -> None:
-    gate = GatedSampler(bench.sampler)
-    bench.use(gate)
+async def test_a_client_that_leaves_while_it_is_sampled_leaves_nothing(
+    bench: Bench, gate: GatedSampler
+) -> None:
     leaver = caller(bench, x_stainless_retry_count="0")
     running = asyncio.create_task(leaver.run())
     await until(lambda: gate.started == 1)
@@ -331,15 +304,6 @@ async def test_a_client_that_leaves_while_it_is_sampled_leaves_nothing(bench: Be
     gate.go.set()
     retry = await caller(bench, x_stainless_retry_count="1").run()
     assert (retry.status, len(recorded(bench))) == (200, 1)
-
-
-async def test_a_conversation_continues_from_a_repeated_reply(bench: Bench) -> None:
-    await undelivered(bench)
-    retry = await caller(bench, x_stainless_retry_count="1").run()
-    message = retry.json()["choices"][0]["message"]
-    await bench.ask([*BODY["messages"], message, {"role": "user", "content": "x"}])
-    assert [call.parent_id for call in recorded(bench)] == [None, recorded(bench)[0].call_id]
-    assert len(merge_calls(recorded(bench), episode_uuid="e")) == 1
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,20 +357,9 @@ async def test_a_retry_during_recording_is_not_sampled_again(byte_model: Path, s
     slow.go.set()
     await asyncio.gather(first, second)
     assert retry.status == 200
-    (call,) = bench.claims.recorded[CLAIM]
+    (call,) = bench.calls
     assert f"chatcmpl-{call.call_id}".encode() in retry.text
     assert len(bench.sampler.requests) == 1
-    await bench.client.aclose()
-
-
-async def test_an_equal_request_during_recording_that_is_no_retry_is_sampled(byte_model: Path) -> None:
-    slow = SlowBook({"key": CLAIM})
-    bench = Bench(byte_model, slow)
-    running = [asyncio.create_task(caller(bench).run()) for _ in range(2)]
-    await until(lambda: slow.recording == 2)
-    slow.go.set()
-    await asyncio.gather(*running)
-    assert len(bench.claims.recorded[CLAIM]) == 2
     await bench.client.aclose()
 
 
@@ -427,21 +380,11 @@ async def test_a_request_that_fails_while_it_is_recorded_leaves_no_choice(bench:
     assert [call.fork_reason for call in recorded(bench)] == [None, "sampled_again", "sampled_again"]
 
 
-async def test_parallel_first_requests_say_why_they_do_not_extend_each_other(bench: Bench) -> None:
-    gate = GatedSampler(bench.sampler)
-    bench.use(gate)
+async def test_parallel_first_requests_say_why_they_do_not_extend_each_other(
+    bench: Bench, gate: GatedSampler
+) -> None:
     other = BODY | {"messages": [{"role": "user", "content": "something else"}]}
     callers = [caller(bench, body) for body in (BODY, BODY, other)]
-    running = [asyncio.create_task(each.run()) for each in callers]
-    await until(lambda: gate.started == 3)
-    gate.go.set()
-    await asyncio.gather(*running)
+    await released(gate, *callers, started=3)
     reasons = Counter(call.fork_reason for call in recorded(bench))
     assert reasons == {None: 1, "sampled_again": 1, "new_conversation": 1}
-
-
-async def test_the_prompts_of_one_request_say_why_they_fork(bench: Bench) -> None:
-    body = {"model": "policy", "prompt": ["ab", "cd", "ab"], "max_tokens": 5, "n": 2}
-    assert (await caller(bench, body, "/v1/completions").run()).status == 200
-    reasons = [call.fork_reason for call in recorded(bench)]
-    assert reasons == [None, "sampled_again", "new_conversation", *["sampled_again"] * 3]

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asgi_caller import AsgiCaller
 from gateway_bench import CLAIM, Bench, WaitingSampler
-from tinkerscript.errors import GatewayError
+from interchange_helpers import until
 from tinkerscript.gateway import streamed_reply
 from tinkerscript.gateway.claim_book import OpenClaim
-from tinkerscript.gateway.sampler import Progress, ProgressCallback, Sampler, SampleRequest, SampleResult
+from tinkerscript.gateway.sampler import Progress, ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs
 from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
 
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "add"}}]
+KEY = {"authorization": "Bearer key"}
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "stream": True}
-
-
-@pytest.fixture
-async def bench(byte_model: Path) -> AsyncIterator[Bench]:
-    bench = Bench(byte_model)
-    yield bench
-    await bench.client.aclose()
 
 
 def events_of(text: str) -> list[Any]:
@@ -62,7 +57,7 @@ async def test_a_stream_is_openais(bench: Bench) -> None:
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
     assert {event["usage"] for event in events} == {None}
     assert usage["choices"] == []
-    (call,) = bench.claims.recorded[CLAIM]
+    (call,) = bench.calls
     assert usage["usage"]["completion_tokens"] == len(call.sampled_ids)
     assert {event["id"] for event in events} == {f"chatcmpl-{call.call_id}"}
     assert (events[-1]["system_fingerprint"], events[-1]["model"]) == ("policy-3", "tiny")
@@ -80,7 +75,7 @@ async def test_a_streamed_message_is_found_again(bench: Bench) -> None:
     }
     assert (message["content"], message["reasoning_content"]) == ("So: é", "hm")
     await bench.ask([{"role": "user", "content": "hi"}, message, {"role": "user", "content": "more"}])
-    first, second = bench.claims.recorded[CLAIM]
+    first, second = bench.calls
     assert second.parent_id == first.call_id
 
 
@@ -94,44 +89,13 @@ async def test_tool_calls_come_at_the_end(bench: Bench) -> None:
     assert [each["index"] for each in called["tool_calls"]] == [0, 1]
     assert {each["function"]["arguments"] for each in called["tool_calls"]} == {'{"a": 1}'}
     assert events[-2]["choices"][0]["finish_reason"] == "tool_calls"
-    recorded = json.loads(bench.claims.recorded[CLAIM][0].reply)
+    recorded = json.loads(bench.calls[0].reply)
     assert [each["id"] for each in recorded["tool_calls"]] == [each["id"] for each in called["tool_calls"]]
-
-
-async def test_ids_and_logprobs_are_sent_once_each(bench: Bench) -> None:
-    bench.answer = "é!"
-    events = await chunks(bench, n=2, logprobs=True, return_token_ids=True)
-    calls = bench.claims.recorded[CLAIM]
-    assert events[0]["prompt_token_ids"] == calls[0].new_prompt_ids.tolist()
-    for index, call in enumerate(calls):
-        choices = [c for event in events[:-1] for c in event["choices"] if c["index"] == index]
-        ids = [token for choice in choices for token in choice.get("token_ids", [])]
-        entries = [e for choice in choices if choice["logprobs"] for e in choice["logprobs"]["content"]]
-        assert ids == call.sampled_ids.tolist() == [entry["token_id"] for entry in entries]
-        assert {entry["logprob"] for entry in entries} == {-0.5}
-        assert joined(events, "content", index) == "é!"
-    assert len(calls) == 2
-
-
-async def test_a_stop_string_is_never_sent(bench: Bench) -> None:
-    bench.answer = "one STOP two"
-    events = await chunks(bench, stop=["STOP"])
-    assert joined(events, "content") == "one "
 
 
 async def test_before_the_first_event_an_error_is_an_ordinary_one(bench: Bench) -> None:
     response = await bench.post("x" * 5000, stream=True)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
-
-    class Away(Sampler):
-        async def sample(
-            self, request: SampleRequest, progress: ProgressCallback | None = None
-        ) -> SampleResult:
-            raise GatewayError(503, "engine_unavailable", "the engine is away")
-
-    bench.use(Away())
-    response = await bench.post(stream=True)
-    assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
 
 
 async def test_a_claim_that_is_lost_midway_ends_the_stream_with_the_reason(bench: Bench) -> None:
@@ -150,7 +114,7 @@ async def test_a_claim_that_is_lost_midway_ends_the_stream_with_the_reason(bench
             "code": "claim_lost",
         }
     }
-    assert bench.claims.recorded[CLAIM] == []
+    assert bench.calls == []
 
 
 class Reporting(ScriptedSampler):
@@ -203,38 +167,7 @@ async def test_an_engine_that_began_anew_ends_the_stream(
     bench.use(Reporting(bench.tokenizer.encode("abc"), reports))
     events = await chunks(bench)
     assert events[-1]["error"]["code"] == "engine_restarted"
-    assert bench.claims.recorded[CLAIM] == []
-
-
-class Connection:
-    """An ASGI connection whose client may disconnect."""
-
-    def __init__(self, bench: Bench, body: dict[str, Any] = BODY) -> None:
-        self._app = bench.app
-        self._incoming = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-        self.gone = asyncio.Event()
-        self.sent: list[Any] = []
-        self.news = asyncio.Event()
-
-    async def run(self) -> None:
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/chat/completions",
-            "headers": [(b"authorization", b"Bearer key")],
-            "query_string": b"",
-        }
-        await self._app(scope, self._receive, self._send)
-
-    async def _receive(self) -> dict[str, Any]:
-        if self._incoming:
-            return self._incoming.pop()
-        await self.gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Any) -> None:
-        self.sent.append(message)
-        self.news.set()
+    assert bench.calls == []
 
 
 class CountingBook(MemoryClaimBook):
@@ -250,45 +183,36 @@ class CountingBook(MemoryClaimBook):
         self.in_flight_now -= 1
 
 
+class Half(WaitingSampler):
+    """Reports one token and no more."""
+
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        assert progress is not None
+        progress(Progress(index=0, offset=0, sampled=pack_ids([72]), logprobs=pack_logprobs([-1.0])))
+        return await super().sample(request, progress)
+
+
 async def test_a_client_that_goes_away_midway_leaves_nothing(byte_model: Path) -> None:
-    book = CountingBook({"key": CLAIM})
+    book, sampler = CountingBook({"key": CLAIM}), Half()
     bench = Bench(byte_model, book)
-
-    class Half(WaitingSampler):
-        async def sample(
-            self, request: SampleRequest, progress: ProgressCallback | None = None
-        ) -> SampleResult:
-            assert progress is not None
-            progress(Progress(index=0, offset=0, sampled=pack_ids([72]), logprobs=pack_logprobs([-1.0])))
-            return await super().sample(request, progress)
-
-    sampler = Half()
     bench.use(sampler)
-    connection = Connection(bench)
-    running = asyncio.create_task(connection.run())
-    async with asyncio.timeout(10):
-        while len(connection.sent) < 2:
-            await connection.news.wait()
-            connection.news.clear()
-        assert book.in_flight_now == 1
-        connection.gone.set()
-        await running
+    caller = AsgiCaller(bench.app, "/v1/chat/completions", BODY, KEY)
+    running = asyncio.create_task(caller.run())
+    await until(lambda: bool(caller.text), "the first event")
+    assert book.in_flight_now == 1
+    caller.hang_up()
+    await running
     assert sampler.cancelled.is_set()
-    assert book.in_flight_now == 0
-    assert book.recorded[CLAIM] == []
-    assert connection.sent[-1].get("more_body", True)  # The stream has no end.
+    assert (book.in_flight_now, bench.calls) == (0, [])
     await bench.client.aclose()
 
 
 async def test_a_silent_stream_is_kept_alive(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streamed_reply, "COMMENT_EVERY_S", 0.01)
     bench.use(WaitingSampler())
-    connection = Connection(bench)
-    running = asyncio.create_task(connection.run())
-    async with asyncio.timeout(10):
-        while sum(each.get("body") == b": ping\n\n" for each in connection.sent) < 2:
-            await connection.news.wait()
-            connection.news.clear()
-        connection.gone.set()
-        await running
-    assert b'"role":"assistant"' in connection.sent[1]["body"]
+    caller = AsgiCaller(bench.app, "/v1/chat/completions", BODY, KEY)
+    running = asyncio.create_task(caller.run())
+    await until(lambda: caller.text.count(b": ping\n\n") == 2, "two pings")
+    caller.hang_up()
+    await running
+    assert b'"role":"assistant"' in caller.text.partition(b"\n\n")[0]

@@ -11,7 +11,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 from transformers import PreTrainedTokenizerFast
 
-from gateway_bench import CLAIM, Bench
+from gateway_bench import Bench
 from tinkerscript.inference_ctx import InferenceContext, InferenceTurn
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
@@ -35,7 +35,7 @@ async def bench(byte_model: Path) -> AsyncIterator[Bench]:
 
 
 def recorded(bench: Bench) -> Rollout:
-    (rollout,) = merge_calls(bench.claims.recorded[CLAIM], episode_uuid="e")
+    (rollout,) = merge_calls(bench.calls, episode_uuid="e")
     return rollout
 
 
@@ -88,5 +88,5 @@ async def test_logprobs_alone_make_a_rollout_in_both_of_openais_formats(
     assert rollout.response_logprobs.tolist() == response_logprobs.tolist()
     old = {"model": "policy", "prompt": "2+2=", "max_tokens": 100, "logprobs": 1}
     (choice,) = (await bench.client.post("/v1/completions", json=old)).json()["choices"]
-    call = bench.claims.recorded[CLAIM][-1]
+    call = bench.calls[-1]
     assert inference_ctx.response_tokens_from_choice(choice).tolist() == call.sampled_ids.tolist()

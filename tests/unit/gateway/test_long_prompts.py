@@ -12,11 +12,9 @@ import pytest
 
 from gateway_bench import CLAIM, Bench
 from session_book import Book, user
-from tinkerscript.gateway import named_model
 from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.conversation import tree
 from tinkerscript.gateway.conversation.session import LONG
-from tinkerscript.gateway.idempotency import fingerprint_of
 from tinkerscript.gateway.named_model import LONG_BODY
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.testing import MemoryClaimBook
@@ -104,24 +102,3 @@ async def test_a_refused_long_prompt_gives_its_place_back(byte_model: Path) -> N
     assert turn.parent is not None
     assert turn.parent.call_id == "call0"
     assert turn.fork_reason not in (tree.SAMPLED_AGAIN, tree.NEW_CONVERSATION)
-
-
-async def test_a_long_request_is_read_beside_the_event_loop(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And requests with one key are one call though they are read at the same time."""
-    readers = list[bool]()
-
-    def noted(*args: Any) -> Any:
-        readers.append(threading.current_thread() is threading.main_thread())
-        return fingerprint_of(*args)
-
-    monkeypatch.setattr(named_model, "fingerprint_of", noted)
-    await bench.ask("hi")
-    body = {"model": "policy", "messages": [user("word " * (LONG_BODY // 5))]}
-    headers = {"Idempotency-Key": "k"}
-    posts = (bench.client.post("/v1/chat/completions", json=body, headers=headers) for _ in range(3))
-    replies = await asyncio.gather(*posts)
-    assert readers == [True, False, False, False]
-    assert len({reply.json()["id"] for reply in replies}) == 1
-    assert len(bench.claims.recorded[CLAIM]) == 2

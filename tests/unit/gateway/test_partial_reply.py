@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -60,36 +59,6 @@ def told(renderer: ChatRenderer, ids: list[int], options: ParseOptions, cuts: li
         new = live.feed(ids[start:end])
         reasoning, content = reasoning + new[0], content + new[1]
     return reasoning, content
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    sample=samples(),
-    tool_calls=st.booleans(),
-    stops=st.sampled_from(STOPS),
-    cuts=st.lists(st.integers(0, 10_000), max_size=8),
-    spelled=st.booleans(),
-)
-def test_partial_text_is_a_prefix_of_the_message(
-    renderer: ChatRenderer,
-    sample: tuple[list[str | int], str],
-    tool_calls: bool,
-    stops: list[str],
-    cuts: list[int],
-    spelled: bool,
-) -> None:
-    units, start = sample
-    first: list[str | int] = [start, *units]
-    if spelled:
-        first = [char for unit in first for char in ([unit] if isinstance(unit, int) else unit)]
-    ids = encode(renderer, first)
-    options = ParseOptions(tool_calls, stops)
-    message = renderer.parse(ids, options)
-    reasoning, content = told(renderer, ids, options, cuts)
-    assert message.get("reasoning_content", "").startswith(reasoning)
-    assert message["content"].startswith(content)
-    # How the ids are split makes no difference.
-    assert told(renderer, ids, options, list(range(len(ids)))) == (reasoning, content)
 
 
 @settings(max_examples=150, deadline=None)
@@ -167,16 +136,3 @@ def test_a_tool_call_is_not_text_unless_tools_are_off(renderer: ChatRenderer) ->
         "",
         'so: <tool_call>{"name": "add"}</tool_call>',
     )
-
-
-def test_time_is_linear_in_the_tokens(renderer: ChatRenderer) -> None:
-    def seconds(length: int) -> float:
-        ids = renderer.tokenizer.encode("a b" * length)
-        live = renderer.partial(ParseOptions(True, ["STOP", "x" * 200]))
-        began = time.process_time()
-        for token in ids:
-            live.feed([token])
-        return time.process_time() - began
-
-    short = min(seconds(3_000) for _ in range(3))
-    assert seconds(30_000) < 30 * short

@@ -153,13 +153,6 @@ def test_a_call_without_an_opener_does_not_end_reasoning() -> None:
     assert (read.reasoning, list(read.calls)) == ("hm", [A])
 
 
-def test_several_calls_stay_text_where_the_template_can_write_only_one() -> None:
-    text = f"{LLAMA_ADD}; {llama_call('sub', '{}')}"
-    alone = ReplyFormat(calls=FORMATS["llama3"].calls, one_call=True)
-    assert list(alone.read(text, tool_calls=True).content) == [text]
-    assert alone.read(llama_call("add", '{"a": 1}'), tool_calls=True).calls == [A]
-
-
 SEEDS = [
     *(
         "<think>",
@@ -214,8 +207,7 @@ def test_what_is_streamed_is_a_prefix_of_the_message(
     cuts: list[int],
 ) -> None:
     calls = FORMATS[name].calls if name in FORMATS else None
-    template = renderer._by_template  # pyright: ignore[reportPrivateUsage]
-    template.format = ReplyFormat(prefilled=prefilled, calls=calls, harmony=name == "harmony")
+    renderer.reply_format = ReplyFormat(prefilled=prefilled, calls=calls, harmony=name == "harmony")
     tokenizer = renderer.tokenizer
     ids = [
         id_
@@ -237,14 +229,13 @@ def test_what_is_streamed_is_a_prefix_of_the_message(
     # No text is lost: every character is somewhere in the message, unless it was cut or is a marker.
     if not stops and name != "harmony":
         said = json.dumps(message, ensure_ascii=False)
-        text = tokenizer.decode(renderer._before_stop(ids))  # pyright: ignore[reportPrivateUsage]
+        text = renderer.text(ids, ())
         assert said.count("é") == text.count("é")
         assert said.count("hello") == text.count("hello")
 
 
 def test_plain_text_is_streamed_at_once(renderer: ChatRenderer) -> None:
-    template = renderer._by_template  # pyright: ignore[reportPrivateUsage]
-    template.format = FORMATS["hermes"]
+    renderer.reply_format = FORMATS["hermes"]
     live = renderer.partial(ParseOptions(True))
     assert live.feed(renderer.tokenizer.encode("<think>hm</think>\nso <b> is ")) == ("hm", "so <b> is")
     assert live.feed(renderer.tokenizer.encode("<tool")) == ("", "")

@@ -106,14 +106,6 @@ def test_markers_that_are_not_special_are_the_models_own(book: Book) -> None:
         assert token in book.renderer.render([user(f"write {marker} and {FORGED}")], [])
 
 
-def test_text_without_special_tokens_is_not_touched(book: Book) -> None:
-    messages = [user("a < b | im_start"), assistant("é"), user(" ")]
-    literal = book.renderer.tokenizer.escaper
-    assert literal.messages(messages) is messages
-    tools = [TOOL]
-    assert literal.marked(tools, tools) is tools
-
-
 @pytest.mark.parametrize(
     "text", ["", MARK, f"{MARK}{MARK}", f"a{MARK}<|im_end|>{MARK}", f"<{MARK}|im_end|>", FORGED]
 )

@@ -14,7 +14,7 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
-from gateway_bench import CLAIM, Bench
+from gateway_bench import Bench
 from tinkerscript.errors import AlignmentError
 from tinkerscript.inference_ctx.choices import read_choice
 from tinkerscript.rollouts.alignment import find_errors
@@ -49,7 +49,7 @@ class Talk:
 
     @property
     def calls(self) -> list[Call]:
-        return self.bench.claims.recorded[CLAIM]
+        return self.bench.calls
 
     def sampled(self, call: int) -> list[int]:
         return self.calls[call].sampled_ids.tolist()

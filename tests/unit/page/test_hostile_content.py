@@ -31,7 +31,7 @@ VIEWS = (
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sample=OBJECTS, messages=JSON, reply=JSON, tools=JSON, metadata=OBJECTS)
 @example(sample={"input": 5}, messages=5, reply=5, tools=5, metadata={"scores": 5})
 @example(sample={"input": [1]}, messages=[1], reply=[1], tools=[1], metadata={"scores": {"a": float("nan")}})

@@ -16,7 +16,7 @@ from record_helpers import episode
 from tinkerscript.errors import NotRecordedError
 from tinkerscript.page import transcript_view as module
 from tinkerscript.page.episode_view import episode_view
-from tinkerscript.page.transcript_view import MAX_DEPTH, TranscriptView, transcript_view
+from tinkerscript.page.transcript_view import TranscriptView, transcript_view
 from tinkerscript.page.web_app import create_page
 from tinkerscript.record.reader import Record
 from tinkerscript.record.schema import RECORD_FILE
@@ -90,50 +90,6 @@ def test_events_are_told_in_order_with_their_depth_and_times(writer: RecordWrite
     assert own.transcripts == [2]
 
 
-def test_errors_limits_and_unknown_events_are_told(writer: RecordWriter, tmp_path: Path) -> None:
-    found = view(
-        writer,
-        tmp_path,
-        events(
-            {"event": "error", "error": {"message": "boom", "traceback": "line 1"}},
-            {"event": "tool", "function": "f", "error": {"type": "timeout", "message": "late"}},
-            {"event": "sample_limit", "type": "token", "message": "too many"},
-            {"event": "logger", "message": {"level": "warning", "message": "hm"}},
-            {"event": "info", "source": "me", "data": {"k": 1}},
-            {"event": "model", "model": "m", "error": "refused", "output": {"choices": []}},
-            {"event": "made_up", "uuid": "u", "what": "ever"},
-        ),
-    )
-    told = [(e.kind, e.title, e.failed, [(p.label, p.text) for p in e.parts]) for e in found.events]
-    assert told == [
-        ("error", "boom", True, [("traceback", "line 1")]),
-        ("tool", "f", True, [("error", "late")]),
-        ("sample_limit", "token limit: too many", False, []),
-        ("logger", "warning: hm", False, []),
-        ("info", "me", False, [("", '{\n "k": 1\n}')]),
-        ("model", "m", True, [("error", "refused")]),
-        ("made_up", "", False, [("", '{\n "what": "ever"\n}')]),
-    ]
-
-
-def test_attachments_are_in_their_places(writer: RecordWriter, tmp_path: Path) -> None:
-    sent = events({"event": "tool", "function": "f", "result": "attachment://abc", "arguments": {}})
-    found = view(writer, tmp_path, sent | {"attachments": {"abc": "the long text"}})
-    assert found.events[0].parts[0].text == "the long text"
-
-
-def test_a_long_transcript_comes_in_pages(writer: RecordWriter, tmp_path: Path) -> None:
-    sent = events(*({"event": "info", "data": f"{n}"} for n in range(250)))
-    seen, offset = list[str](), 0
-    first = view(writer, tmp_path, sent)
-    assert (len(first.events), first.total, first.next) == (100, 250, 100)
-    while offset is not None:
-        page = transcript_view(Record(tmp_path / "run"), "e", offset=offset)
-        seen += [event.parts[0].text for event in page.events]
-        offset = page.next
-    assert seen == [str(n) for n in range(250)]
-
-
 NOT_TRANSCRIPTS = {
     "not compressed": b"<b>garbage</b> \xff\x00",
     "cut off": zstandard.ZstdCompressor().compress(b"{}" * 1000)[:-9],
@@ -192,11 +148,6 @@ async def test_no_event_breaks_the_page(writer: RecordWriter, client: httpx.Asyn
     found = TranscriptView.model_validate(reply.json())
     assert found.problem is None
     assert found.events[-1].parts[0].text == "still here"
-
-
-def test_spans_are_not_deeper_than_the_page_is_wide(writer: RecordWriter, tmp_path: Path) -> None:
-    spans = [{"event": "span_begin", "id": str(n), "parent_id": str(n - 1)} for n in range(100)]
-    assert max(event.depth for event in view(writer, tmp_path, events(*spans)).events) == MAX_DEPTH
 
 
 @pytest.mark.parametrize("uuid", ["e", "nobody"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -11,18 +10,16 @@ from typing import Any
 import pytest
 
 from record_helpers import episode, said, trained_sequence
-from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConfigError, NotRecordedError
 from tinkerscript.lifecycle import ProcessId
-from tinkerscript.page import lines
 from tinkerscript.page import lines as lines_module
-from tinkerscript.page.curves import alignment_view, config_differences, curve, curves, found_in, metrics
-from tinkerscript.page.episode_view import EPISODE_TEXT_CHARS, episode_view, find_episode
-from tinkerscript.page.held_out import ComparisonQuery, compare, sample_view
+from tinkerscript.page.curves import alignment_view, found_in
+from tinkerscript.page.episode_view import episode_view, find_episode
+from tinkerscript.page.held_out import ComparisonQuery, compare
 from tinkerscript.page.lines import EpisodeLine, newest, search
 from tinkerscript.page.overview import overview, run_line, state
 from tinkerscript.page.runs import Runs
-from tinkerscript.page.steps import histogram, step_page, step_view
+from tinkerscript.page.steps import step_view
 from tinkerscript.page.token_view import pieces, token_view
 from tinkerscript.record.entries import TokenUse, TrainedEpisode
 from tinkerscript.record.health import Gain
@@ -200,12 +197,6 @@ def test_the_first_screen_of_a_run_that_goes_on(writer: RecordWriter, tmp_path: 
     )
 
 
-def test_a_run_that_has_just_begun_has_a_first_screen(writer: RecordWriter, tmp_path: Path) -> None:
-    view = overview("run", flushed(writer, tmp_path))
-    assert (view.state, view.step, view.newest, view.evaluations) == ("stopped", 0, [], [])
-    assert (view.policy_version, view.health.rows, view.time_left_s) == (None, [], None)
-
-
 def test_a_trainer_that_is_gone_without_a_word_was_stopped() -> None:
     host, pid, started = ProcessId.own()
     assert state({"state": "running", "process": [host, pid, started]}) == "running"
@@ -214,86 +205,7 @@ def test_a_trainer_that_is_gone_without_a_word_was_stopped() -> None:
     assert state({"state": "finished", "process": [host, pid, started - 1]}) == "finished"
 
 
-def test_the_time_left_is_at_the_pace_of_this_start(
-    writer: RecordWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    times = iter([10.0, 1000.0, 1060.0, 1120.0])
-    monkeypatch.setattr("tinkerscript.record.writer.time.time", lambda: next(times))
-    for step in (1, 2, 3, 4):
-        write_step(writer, step)
-    monkeypatch.undo()
-    writer.status(state="running", process=ProcessId.own(), steps=10, began=900.0)
-    record = flushed(writer, tmp_path)
-    monkeypatch.setattr("tinkerscript.page.overview.time.time", lambda: 1130.0)
-    assert overview("run", record).time_left_s == pytest.approx(6 * 60 - 10)
-
-
 # Curves
-
-
-def test_a_curve_keeps_the_lowest_and_highest_value_of_each_span(
-    writer: RecordWriter, tmp_path: Path
-) -> None:
-    for step in range(1, 101):
-        writer.metrics(step, {"a": 1000.0 if step == 37 else float(step)})
-    record = flushed(writer, tmp_path)
-    found = curve(record, "a", points=10)
-    assert found is not None
-    assert found.steps == list(range(1, 101, 10))
-    assert found.low == [float(step) for step in range(1, 101, 10)]
-    assert found.high == [10, 20, 30, 1000, 50, 60, 70, 80, 90, 100]
-    assert found.mean[0] == 5.5
-    whole = curve(record, "a", points=500)
-    assert whole is not None
-    assert whole.steps == list(range(1, 101))
-    assert whole.low == whole.high == whole.mean
-    for points in (2, 3, 7, 33, 99):
-        some = curve(record, "a", points=points)
-        assert some is not None
-        assert len(some.steps) <= points
-
-
-def test_curves_are_of_the_metrics_that_the_run_has(writer: RecordWriter, tmp_path: Path) -> None:
-    writer.metrics(5, {"a": 1.0, "b": 2.0})
-    writer.metrics(9, {"b": 3.0})
-    record = flushed(writer, tmp_path)
-    assert curves(record, ["b", "no such"]).curves.keys() == {"b"}
-    assert [(m.name, m.step, m.value) for m in metrics(record)] == [("a", 5, 1.0), ("b", 9, 3.0)]
-    assert curve(record, "no such") is None
-
-
-def test_configs_differ_by_setting() -> None:
-    configs = {
-        "one": {"seed": 1, "training": {"steps": 5, "lr": 0.1, "empty": {}}},
-        "two": {"seed": 1, "training": {"steps": 6, "lr": 0.1}, "new": [1]},
-    }
-    found = {each.key: each.values for each in config_differences(configs)}
-    assert found == {
-        "training.steps": {"one": 5, "two": 6},
-        "training.empty": {"one": {}, "two": None},
-        "new": {"one": None, "two": [1]},
-    }
-    own = RunConfig.model_validate({"training": {"steps": 7}}).model_dump(mode="json")
-    (only,) = config_differences({"mine": own})
-    assert (only.key, only.values) == ("training.steps", {"default": RunConfig().training.steps, "mine": 7})
-
-
-def test_the_list_of_runs_says_what_tells_them_apart_and_why_one_failed(
-    writer: RecordWriter, tmp_path: Path
-) -> None:
-    def said(**training: Any) -> None:
-        config = {"training": training}
-        writer.status(state="failed", failure="disk full", method="grpo", model="/m/qwen", config=config)
-
-    said(learning_rate=2e-5)
-    found = run_line("run", flushed(writer, tmp_path))
-    assert (found.state, found.failure, found.model, found.learning_rate) == (
-        *("failed", "disk full", "/m/qwen"),
-        2e-5,
-    )
-    said(learning_rate=None)  # Chosen by what trains.
-    writer.metrics(1, {"train/learning_rate": 1e-4})
-    assert run_line("run", flushed(writer, tmp_path)).learning_rate == 1e-4
 
 
 # Steps
@@ -327,78 +239,6 @@ def test_a_step_has_its_groups_in_order_and_its_neighbors(writer: RecordWriter, 
     assert [(bar.low, bar.count) for bar in view.histogram] == [(0.0, 1), (1.0, 3)]
     assert (view.previous_step, view.next_step, view.line.policy_version) == (1, 4, 2)
     assert (view.groups_found, view.next) == (2, None)
-
-
-def test_a_step_shows_the_clients_own_samples_that_it_trained_on(
-    writer: RecordWriter, tmp_path: Path
-) -> None:
-    for uuid in ("mine", "other"):
-        writer.episode(episode(uuid, step=0, group_id="own", sample=None))
-    write_step(writer, 1)
-    writer.trained(1, [TrainedEpisode(uuid="mine", outcome="trained", advantage=0.1)])
-    (group,) = step_view(flushed(writer, tmp_path), 1).groups
-    assert (group.sample, uuids(group.episodes)) == (None, ["mine"])
-
-
-def test_the_groups_of_a_step_can_be_filtered(writer: RecordWriter, tmp_path: Path) -> None:
-    write_step(writer, 1)
-    write_group(writer, 1, 0, [1.0, 0.0])
-    write_group(writer, 1, 1, [1.0, None])
-    write_group(writer, 1, 2, [0.25, 0.25])
-    cut = said(None, [1], [2], "q", "a", stop_reason="length")
-    write_group(writer, 1, 3, [0.0, 0.5], detail={"calls": [cut]})
-    record = flushed(writer, tmp_path)
-
-    def shown(show: Any) -> list[int]:
-        return [int(group.group_id[-1]) for group in step_view(record, 1, show=show).groups]
-
-    assert shown("all") == [0, 1, 2, 3]
-    assert shown("failed") == [1]
-    assert shown("truncated") == [3]
-    assert shown("all_equal") == [1, 2]
-    assert shown("best") == [1, 0, 2, 3]
-    assert shown("worst") == [2, 3, 0, 1]
-
-
-def test_a_large_step_comes_in_pages(
-    writer: RecordWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tinkerscript.page.steps.GROUPS_PER_PAGE", 2)
-    write_step(writer, 1)
-    for number in range(5):
-        write_group(writer, 1, number, [1.0])
-    record = flushed(writer, tmp_path)
-    offset: int | None = 0
-    found: list[str] = []
-    sizes: list[int] = []
-    while offset is not None:
-        view = step_view(record, 1, offset=offset)
-        found += [group.group_id for group in view.groups]
-        sizes.append(len(view.groups))
-        offset = view.next
-    assert found == [f"step-1/sample-{number}" for number in range(5)]
-    assert sizes == [2, 2, 1]
-
-
-def test_steps_come_newest_first_in_pages(writer: RecordWriter, tmp_path: Path) -> None:
-    for step in range(1, 6):
-        write_step(writer, step)
-    record = flushed(writer, tmp_path)
-    page = step_page(record, limit=2)
-    assert ([line.step for line in page.steps], page.next) == ([5, 4], 4)
-    page = step_page(record, before=4, limit=3)
-    assert ([line.step for line in page.steps], page.next) == ([3, 2, 1], None)
-    with pytest.raises(NotRecordedError, match="no step 9 yet"):
-        step_view(record, 9)
-
-
-def test_a_histogram_has_a_bar_for_each_of_few_values_and_bins_for_many() -> None:
-    assert [(bar.low, bar.high, bar.count) for bar in histogram([1.0, 0.0, 1.0])] == [(0, 0, 1), (1, 1, 2)]
-    bars = histogram([float(value) for value in range(101)])
-    assert len(bars) == 20
-    assert sum(bar.count for bar in bars) == 101
-    assert (bars[0].low, bars[-1].high, bars[-1].count) == (0.0, 100.0, 6)
-    assert histogram([]) == []
 
 
 # Lists of episodes
@@ -439,19 +279,6 @@ def test_lists_of_episodes_are_filtered_and_paged(
     assert len([*chain.from_iterable(pages("accepted", 50))]) == 16
 
 
-def test_a_filter_that_takes_long_hands_out_what_it_has(
-    writer: RecordWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number in range(5):
-        writer.episode(episode(f"e{number}"))
-    record = flushed(writer, tmp_path)
-    monkeypatch.setattr(lines_module, "SCAN_S", -1.0)
-    page = newest(record, show="failed")
-    assert (page.episodes, page.next) == ([], 5)
-    found = search(record, "reward>7", before=4)
-    assert (found.episodes, found.next) == ([], 3)
-
-
 # Held-out samples
 
 
@@ -485,24 +312,6 @@ def test_two_evaluations_are_compared_sample_by_sample(writer: RecordWriter, tmp
     assert [c.id for c in compare(record, ComparisonQuery(after="step-5", show="better")).samples] == ["s0"]
     with pytest.raises(NotRecordedError, match="no evaluation 'nope'; it has before, step-5, after"):
         compare(record, ComparisonQuery(before="nope"))
-
-
-def test_a_sample_is_shown_over_the_policys_versions(writer: RecordWriter, tmp_path: Path) -> None:
-    write_evaluation(writer, "before", 0, {0: [0.0, 0.5], 1: [1.0]})
-    write_evaluation(writer, "after", 3, {0: [1.0]})
-    record = flushed(writer, tmp_path)
-    view = sample_view(record, 1)
-    assert (view.id, view.task, view.sample) == ("s0", "sums", SAMPLES[0])
-    assert [(v.policy_version, v.episodes, v.mean_reward) for v in view.versions] == [
-        (0, 2, 0.25),
-        (3, 1, 1.0),
-    ]
-    assert (uuids(view.episodes), view.next) == (["after-0-0", "before-0-1", "before-0-0"], None)
-    first = sample_view(record, 1, limit=2)
-    assert (uuids(first.episodes), first.next) == (["after-0-0", "before-0-1"], 2)
-    assert uuids(sample_view(record, 1, before=2, limit=2).episodes) == ["before-0-0"]
-    with pytest.raises(NotRecordedError, match="no sample number 9"):
-        sample_view(record, 9)
 
 
 # An episode
@@ -586,34 +395,6 @@ def test_an_episode_has_its_turns_its_fork_and_its_failed_attempt(
     assert view.metrics == {"turns": 3.0}
 
 
-def test_an_episode_whose_calls_are_not_recorded_says_so(writer: RecordWriter, tmp_path: Path) -> None:
-    writer.episode(episode("a"), with_tokens=False)
-    writer.episode(episode("b", sample=None, detail={"calls": []}))
-    record = flushed(writer, tmp_path)
-    without = episode_view("run", record, "a")
-    assert (without.recorded, without.turns, without.sequences, without.line.calls) == (False, [], [], 1)
-    empty = episode_view("run", record, "b")
-    assert (empty.recorded, empty.turns, empty.input, empty.target) == (True, [], "", None)
-    assert (without.previous, without.next, empty.previous, empty.next) == (None, "b", "a", None)
-    with pytest.raises(NotRecordedError, match="no episode 'c'"):
-        episode_view("run", record, "c")
-
-
-def test_what_is_long_in_a_message_is_cut_short(writer: RecordWriter, tmp_path: Path) -> None:
-    long = "x" * (EPISODE_TEXT_CHARS + 1234)
-    writer.episode(episode("a", detail={"calls": [said(None, [1], [2], long, "a")]}))
-    (turn,) = episode_view("run", flushed(writer, tmp_path), "a").turns
-    assert turn.messages[0]["content"] == "x" * EPISODE_TEXT_CHARS + "… (1,234 more characters)"
-
-
-def test_the_input_of_a_chat_is_its_messages(writer: RecordWriter, tmp_path: Path) -> None:
-    parts = [{"type": "text", "text": "look"}, {"type": "image", "image": "data:..."}]
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
-    writer.episode(episode("a", sample={"id": 1, "input": chat}))
-    view = episode_view("run", flushed(writer, tmp_path), "a")
-    assert view.input == "Be brief.\nlook\n(image)"
-
-
 def test_an_episode_is_found_by_the_beginning_of_its_uuid(writer: RecordWriter, tmp_path: Path) -> None:
     for uuid in ("abc1", "abc2", "abc22", "b%"):
         writer.episode(episode(uuid))
@@ -664,15 +445,6 @@ def test_a_character_of_several_tokens_is_the_text_of_its_last(byte_model: Path,
             assert "".join(found).replace("\ufffd", "") == "".join(whole[start:end])
 
 
-def test_bytes_that_are_no_character_are_shown_as_such(byte_model: Path, model: str) -> None:
-    euro, letter = ids_of("€", byte_model), ids_of("a", byte_model)
-    assert pieces(model, [*euro[:2], *letter], 0, 3) == ["", "", "\ufffda"]
-    assert pieces(model, [*letter, *euro[:2]], 0, 3) == ["a", "", "\ufffd"], "the sequence ends there"
-    assert pieces(model, [*letter, *euro], 0, 3) == ["a", "", ""], "the rest of it is on the next page"
-    assert pieces(model, [*letter, *euro], 3, 4) == ["€"]
-    assert pieces(model, [10**6], 0, 1) == ["\ufffd"]
-
-
 def write_tokens(
     writer: RecordWriter, model: str, prompt: list[int], sampled: list[int], **more: Any
 ) -> None:
@@ -707,42 +479,6 @@ def test_each_token_has_what_sampler_and_trainer_gave_it(
     assert (part.start, part.end, part.length) == (3, 7, 8)
     assert token_view(record, "a", 0, start=99).ids == []
     assert token_view(record, "a", 0, start=2, end=1).ids == []
-
-
-def test_tokens_that_no_step_has_used_have_what_the_sampler_gave(
-    writer: RecordWriter, tmp_path: Path, model: str
-) -> None:
-    write_tokens(
-        writer, model, [1], [2], reason="same_reward", uses=bytes([TokenUse.LEFT_OUT]), entropies=b""
-    )
-    record = flushed(writer, tmp_path)
-    view = token_view(record, "a", 0, step=7)
-    assert (view.step, view.trainer_logprobs, view.reason) == (None, None, None)
-    assert view.uses == [None] * 5
-    assert view.logprobs == [None, -0.1, None, -0.1, -0.2]
-    used = token_view(record, "a", 0)
-    assert (used.step, used.reason, used.entropies) == (1, "same_reward", None)
-    assert used.uses == [None, "left_out", None, "left_out", "left_out"]
-
-
-def test_numbers_that_json_cannot_hold_are_left_out(writer: RecordWriter, tmp_path: Path, model: str) -> None:
-    writer.status(model=model)
-    call = said(None, [1], [2, 3, 4], "q", "a", logprobs=[-1.0, float("-inf"), float("nan")])
-    writer.episode(episode("a", detail={"calls": [call]}))
-    view = token_view(flushed(writer, tmp_path), "a", 0)
-    assert view.logprobs == [None, -1.0, None, None]
-    assert json.loads(view.model_dump_json())["logprobs"] == view.logprobs
-
-
-def test_tokens_that_are_not_there_are_named(writer: RecordWriter, tmp_path: Path, model: str) -> None:
-    write_tokens(writer, model, [1], [2])
-    writer.episode(episode("row"), with_tokens=False)
-    record = flushed(writer, tmp_path)
-    for uuid in ("row", "nope"):
-        with pytest.raises(NotRecordedError, match=f"the tokens of episode '{uuid}' are not recorded"):
-            token_view(record, uuid, 0)
-    with pytest.raises(NotRecordedError, match="has 1 sequences"):
-        token_view(record, "a", 1)
 
 
 # The search
@@ -790,21 +526,6 @@ def test_the_search_finds_words_ids_and_conditions(writer: RecordWriter, tmp_pat
         assert found(strange) == [], strange
     with pytest.raises(NotRecordedError, match="cannot be read"):
         found("\x00")
-
-
-def test_a_search_goes_on_where_a_page_ended(
-    writer: RecordWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also over rows that have the words and fail a condition."""
-    monkeypatch.setattr(lines, "FIRST_ROWS", 2)
-    monkeypatch.setattr(lines, "SCAN_ROWS", 3)
-    for number in range(20):
-        writer.episode(episode(f"e{number}", reward=1.0 if number in (1, 2, 9) else 0.0))
-    record = flushed(writer, tmp_path)
-    first = search(record, "ask reward=1", limit=2)
-    assert (uuids(first.episodes), first.next) == (["e9", "e2"], 3)
-    rest = search(record, "ask reward=1", limit=2, before=first.next)
-    assert (uuids(rest.episodes), rest.next) == (["e1"], None)
 
 
 # Alignment

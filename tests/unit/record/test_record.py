@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sqlite3
@@ -21,7 +20,7 @@ from tinkerscript.errors import ConfigError, NotRecordedError
 from tinkerscript.record import schema as schema_module
 from tinkerscript.record import writer as writer_module
 from tinkerscript.record.entries import EpisodeDetail, TrainedEpisode, packed, unpacked
-from tinkerscript.record.reader import Record, find_runs
+from tinkerscript.record.reader import Record
 from tinkerscript.record.schema import RECORD_FILE, RECORD_VERSION
 from tinkerscript.record.writer import RecordWriter, checkpoint
 
@@ -155,30 +154,6 @@ def test_an_episode_without_tokens_has_its_row_and_its_words(writer: RecordWrite
     assert record.number("SELECT rowid FROM words WHERE words MATCH 'ask'") == 1
 
 
-def test_metrics_that_are_not_finite_are_left_out_and_one_said_again_is_replaced(
-    writer: RecordWriter, path: Path
-) -> None:
-    writer.metrics(1, {"a": 1.0, "b": math.nan, "c": math.inf})
-    writer.metrics(1, {"a": 2.0, "d": 4.0})
-    writer.metrics(2, {"a": 3.0})
-    writer.flush()
-    query = (
-        "SELECT names.name, step, value FROM metrics JOIN names ON names.number = metrics.name ORDER BY 1, 2"
-    )
-    assert columns(Record(path.parent), query) == [("a", 1, 2.0), ("a", 2, 3.0), ("d", 1, 4.0)]
-
-
-def test_names_of_metrics_keep_their_numbers_in_a_later_writer(path: Path) -> None:
-    for value in (1.0, 2.0):
-        with RecordWriter(path) as writer:
-            writer.metrics(int(value), {"a": value, f"new{value}": value})
-    query = (
-        "SELECT names.name, step, value FROM metrics JOIN names ON names.number = metrics.name ORDER BY 2, 1"
-    )
-    found = columns(Record(path.parent), query)
-    assert found == [("a", 1, 1.0), ("new1.0", 1, 1.0), ("a", 2, 2.0), ("new2.0", 2, 2.0)]
-
-
 def test_what_a_step_did_is_read_by_step(writer: RecordWriter, path: Path) -> None:
     writer.episode(episode("e1"))
     for step in (1, 2):
@@ -196,19 +171,6 @@ def test_what_a_step_did_is_read_by_step(writer: RecordWriter, path: Path) -> No
     }
     assert found[1] == [trained_sequence(0, 3)]
     assert record.number("SELECT count(*) FROM trained") == 2
-
-
-def test_facts_are_replaced_by_name(writer: RecordWriter, path: Path) -> None:
-    writer.status(state="running", tasks=["a"])
-    assert writer.flush()
-    record = Record(path.parent)
-    assert record.facts() == {"state": "running", "tasks": ["a"]}
-    before = record.change()
-    assert record.change() == before
-    writer.status(state="finished")
-    assert writer.flush()
-    assert record.facts() == {"state": "finished", "tasks": ["a"]}
-    assert record.change() != before
 
 
 def test_what_would_unpack_to_gigabytes_is_not_unpacked(
@@ -321,39 +283,6 @@ def test_transcripts_are_read_by_attempt(writer: RecordWriter, path: Path) -> No
     assert record.number("SELECT count(*) FROM transcripts") == 2
 
 
-def test_transcripts_count_toward_the_limit(path: Path) -> None:
-    with RecordWriter(path, limit_mb=1) as writer:
-        for number in range(5):
-            writer.episode(episode(f"e{number}"))
-            writer.transcript(f"e{number}", 1, bytes(2**18))
-        writer.flush()
-        record = Record(path.parent)
-        assert [bool(record.transcribed(number)) for number in range(1, 6)] == [
-            False,
-            False,
-            True,
-            True,
-            True,
-        ]
-        assert record.detail(1) is None
-        assert record.number("SELECT count(*) FROM episodes") == 5
-    with RecordWriter(path, limit_mb=1) as writer:  # It knows how much there is.
-        writer.episode(episode("last"))
-        writer.transcript("last", 1, bytes(2**18))
-        writer.flush()
-        assert record.number("SELECT count(*) FROM transcripts") == 3
-
-
-def test_sequences_count_once_when_a_step_is_said_again(path: Path) -> None:
-    with RecordWriter(path, limit_mb=1) as writer:
-        writer.episode(episode("e1"))
-        large = trained_sequence(0, 0, trainer_logprobs=os.urandom(400_000))
-        for _ in range(5):
-            writer.trained(1, [TrainedEpisode(uuid="e1", outcome="trained", sequences=[large])])
-            assert writer.flush()
-    assert Record(path.parent).sequences(1) == {1: [large]}
-
-
 # Nothing stops the run
 
 
@@ -374,17 +303,6 @@ def test_a_disk_that_fails_is_told_once_and_what_is_lost_is_counted(path: Path) 
         assert (writer.dropped, len(told)) == (2, 1)
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT uuid FROM episodes").fetchall() == [("e1",)]
-
-
-def test_a_transaction_that_fails_leaves_nothing_behind(path: Path) -> None:
-    with RecordWriter(path) as writer:
-        rewrite(path, "DROP TABLE notes")
-        writer.episode(episode("e1"))
-        writer.note("lost")
-        assert not writer.flush()
-        assert writer.dropped == 2
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("SELECT count(*) FROM episodes").fetchone() == (0,)
 
 
 def no_folder(path: Path) -> Path:
@@ -434,35 +352,6 @@ def test_an_entry_that_no_file_can_hold_is_dropped_alone(
     assert columns(record, "SELECT uuid FROM episodes") == [("good",)]
     assert columns(record, "SELECT id FROM samples") == [("s0",)]
     assert {name for (name,) in columns(record, "SELECT name FROM names")} == {"before", "after"}
-
-
-def test_a_name_of_a_dropped_entry_is_written_with_the_next(writer: RecordWriter, path: Path) -> None:
-    writer.metrics(1, {"a": 1.0, "\ud83d": 2.0})
-    writer.metrics(2, {"a": 3.0})
-    assert writer.flush()
-    assert writer.dropped == 1
-    query = "SELECT names.name, step, value FROM metrics JOIN names ON names.number = metrics.name"
-    assert columns(Record(path.parent), query) == [("a", 2, 3.0)]
-
-
-def test_lone_surrogates_in_what_was_said_are_replaced(writer: RecordWriter, path: Path) -> None:
-    call = said(None, [1], [2], "ask \ud83d", "reply \ud83d!")
-    writer.episode(episode("e1", detail={"calls": [call]}))
-    assert writer.flush()
-    assert columns(Record(path.parent), "SELECT preview FROM episodes") == [("reply ?!",)]
-
-
-def test_a_backlog_has_a_limit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "MAX_BACKLOG", 3)
-    with RecordWriter(path) as writer, closing(sqlite3.connect(path, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")  # The disk is slow: nothing can be committed.
-        writer.note("taken")
-        for _ in range(10):
-            writer.note("more")
-        assert writer.dropped == 8
-        other.execute("ROLLBACK")
-        assert writer.flush()
-    assert Record(path.parent).number("SELECT count(*) FROM notes") == 3
 
 
 def test_a_backlog_has_a_limit_of_bytes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -545,22 +434,6 @@ def test_a_lock_delays_entries_and_loses_none(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_what_a_lock_left_no_room_for_is_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "MAX_BACKLOG", 3)
-    told = Told()
-    with RecordWriter(path, note=told) as writer, locked(path) as other:
-        writer.note("0")
-        told.until(1)
-        for number in range(1, 5):
-            writer.note(str(number))
-        other.execute("ROLLBACK")
-        assert writer.flush()
-        told.until(2)
-    assert columns(Record(path.parent), "SELECT text FROM notes") == [("0",), ("1",), ("2",)]
-    assert told.texts[1].endswith("without 2 entries for which there was no room")
-
-
-@pytest.mark.usefixtures("impatient")
 def test_the_end_of_a_run_waits_for_a_lock_for_a_while(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "CLOSE_PATIENCE_S", 0.2)
     failures = Told()
@@ -571,27 +444,6 @@ def test_the_end_of_a_run_waits_for_a_lock_for_a_while(path: Path, monkeypatch: 
         assert failures.texts == ["OperationalError: database is locked"]
     assert writer.dropped == 1
     assert Record(path.parent).number("SELECT count(*) FROM notes") == 0
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_record_that_is_locked_when_it_is_opened_is_written_later(path: Path) -> None:
-    with closing(sqlite3.connect(path, isolation_level=None)) as other:
-        other.execute("BEGIN EXCLUSIVE")
-        told = Told()
-        with RecordWriter(path, note=told) as writer:
-            writer.note("waited")
-            told.until(1)
-            other.execute("ROLLBACK")
-            assert writer.flush()
-    assert columns(Record(path.parent), "SELECT text FROM notes") == [("waited",)]
-
-
-def test_what_comes_after_the_end_is_counted(path: Path) -> None:
-    with RecordWriter(path) as writer:
-        writer.note("in time")
-    writer.note("too late")
-    assert writer.dropped == 1
-    assert Record(path.parent).number("SELECT count(*) FROM notes") == 1
 
 
 WRITES_AND_DIES = """
@@ -656,31 +508,3 @@ def test_a_folded_record_can_be_copied_by_itself(path: Path, tmp_path: Path) -> 
         copy.mkdir()
         (copy / RECORD_FILE).write_bytes(path.read_bytes())
     assert columns(Record(copy), "SELECT uuid FROM episodes") == [("e1",)]
-
-
-def test_runs_are_found_in_a_folder_or_as_it(tmp_path: Path) -> None:
-    for name in ("b", "a"):
-        (tmp_path / name).mkdir()
-        with RecordWriter(tmp_path / name / RECORD_FILE):
-            pass
-    (tmp_path / "latest").symlink_to(tmp_path / "a")
-    (tmp_path / "empty").mkdir()
-    assert find_runs(tmp_path) == {"a": tmp_path / "a", "b": tmp_path / "b"}
-    assert find_runs(tmp_path / "latest") == {"a": tmp_path / "a"}
-    with pytest.raises(ConfigError, match="is not the folder of a recorded run"):
-        find_runs(tmp_path / "empty")
-
-
-def test_readers_in_threads_have_their_own_connections(writer: RecordWriter, path: Path) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    for number in range(20):
-        writer.episode(episode(f"e{number}"))
-    writer.flush()
-    record = Record(path.parent)
-
-    def count(_: int) -> float | None:
-        return record.number("SELECT count(*) FROM episodes")
-
-    with ThreadPoolExecutor(4) as pool:
-        assert set(pool.map(count, range(40))) == {20}

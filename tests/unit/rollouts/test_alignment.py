@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -277,14 +276,6 @@ def test_other_gaps_are_not_given_a_name_they_do_not_have(corrupt: Any) -> None:
     assert finding.name == "logprob_gap"
 
 
-def test_noise_on_improbable_tokens_is_not_of_the_likeliest() -> None:
-    trainer = np.full(8, -3.0, np.float32)
-    sampler = trainer + np.tile([0.5, -0.5], 4).astype(np.float32)
-    finding = diagnose([Pair(np.arange(8, dtype=np.int32), sampler, trainer)] * 20, threshold=0.1)
-    assert finding is not None
-    assert finding.name == "logprob_gap"
-
-
 def test_what_fits_and_what_is_too_little_are_not_named() -> None:
     model = Model()
     noise = np.random.default_rng(0)
@@ -336,16 +327,6 @@ def test_siblings_show_without_a_trainer_that_a_stream_is_wrong() -> None:
     assert "sum to more than 1" in best.detail
 
 
-def test_siblings_of_other_weights_are_not_compared() -> None:
-    calls_ = [
-        make_call(None, [1], [2, 3], logprobs=[-1.0 - version, -1.0], policy_version=version)
-        for version in range(20)
-    ]
-    found = Contradictions()
-    found.add([one(call) for call in calls_])
-    assert (found.repeats, found.prefixes) == (0, 0)
-
-
 def test_the_gaps_figures_are_those_of_their_formulas() -> None:
     sampler, trainer = np.array([-1.0, -2.0, -0.5], np.float32), np.array([-1.5, -2.0, -0.25], np.float32)
     whole = Gap()
@@ -386,17 +367,6 @@ def filled() -> AlignmentReport:
     report.add_gap(0, Gap.between(np.array([-1.0], np.float32), np.array([-1.25], np.float32)))
     report.add_gap(2, Gap.between(np.array([-1.0], np.float32), np.array([-3.0], np.float32)))
     return report
-
-
-def test_a_step_without_an_episode_has_metrics_of_0() -> None:
-    metrics = AlignmentReport().step.metrics()
-    assert {
-        name: metrics[f"alignment/{name}"] for name in ("sequences_per_episode", "merge_ratio", "truncated")
-    } == {
-        "sequences_per_episode": 0.0,
-        "merge_ratio": 0.0,
-        "truncated": 0.0,
-    }
 
 
 def test_a_report_counts_a_step_and_the_whole() -> None:
@@ -471,17 +441,6 @@ def test_constrained_is_one_kind_for_each_token() -> None:
             make_call(None, [1], [2, 3, 4], constrained=wrong)
 
 
-def test_siblings_are_compared_with_the_first_of_them() -> None:
-    found = Contradictions()
-    calls = [
-        make_call(None, [1], [5, last], logprobs=[-1.0 - 0.5 * number, -2.0])
-        for number, last in enumerate((6, 6, 7))
-    ]
-    found.add(rollout for call in calls for rollout in make_episode([call]).rollouts)
-    assert (found.repeats, found.gap) == (3, 0.5 + 1.0)
-    assert (found.prefixes, found.overfull) == (1, 0)
-
-
 def test_siblings_of_an_unknown_grammar_are_not_compared() -> None:
     """Their probabilities are of what each grammar left."""
     for kinds, contradict in ((b"", True), (bytes([3] * 10), False)):
@@ -492,38 +451,6 @@ def test_siblings_of_an_unknown_grammar_are_not_compared() -> None:
         ]
         found.add(rollout for call in calls for rollout in make_episode([call]).rollouts)
         assert (found.finding(threshold=0.1) is not None) == contradict
-
-
-def long_rollout(turns: int = 200) -> tuple[Rollout, list[Call]]:
-    random = np.random.default_rng(0)
-    made: list[Call] = []
-    for _ in range(turns):
-        new, sampled = random.integers(0, 1000, 125).tolist(), random.integers(0, 1000, 125).tolist()
-        logprobs = (-random.exponential(0.5, 125)).tolist()
-        made.append(make_call(made[-1] if made else None, new, sampled, logprobs=logprobs))
-    return one(*made), made
-
-
-def test_a_reports_cost_grows_with_the_tokens() -> None:
-    """Ten times the calls and tokens cost about ten times as much; whole prompts would cost a hundred."""
-    took: dict[int, float] = {}
-    for turns in (40, 400):
-        rollout, made = long_rollout(turns)
-        prompts = full_prompts(made)
-
-        def check(rollout: Rollout = rollout, prompts: Any = prompts) -> None:
-            find_errors(rollout, vocabulary=1000, prompts=prompts)
-            find_warnings(rollout, stop_ids={1, 2}, tokenizer="x")
-            Gap.between(rollout.logprobs[rollout.sampled], rollout.logprobs[rollout.sampled])
-
-        took[turns] = min(_seconds(check) for _ in range(9))
-    assert took[400] < 30 * took[40], took
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    began = time.process_time()
-    work()
-    return time.process_time() - began
 
 
 def test_the_page_names_every_error_and_warning() -> None:

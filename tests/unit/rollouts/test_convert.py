@@ -102,15 +102,6 @@ def test_the_other_forms_have_the_fields_of_published_versions(several: list[Epi
     np.testing.assert_array_equal(tensors["versions"], np.where(sampled, 0, -1))
 
 
-def test_token_rewards_are_skyrls_where_any_episode_has_them(several: list[EpisodeRollouts]) -> None:
-    (rollout,) = several[0].rollouts
-    shares = np.where(rollout.response_mask, 0.5, 0).astype(np.float32)
-    shaped = dataclasses.replace(several[0], rollouts=(rollout.rewarded(shares),))
-    made = to_skyrl(RolloutBatch((make_group([shaped, several[1]]),)), trajectory_id=lambda *each: each)
-    assert made["rewards"][0] == shares.tolist()
-    assert made["rewards"][1] == [0.0] * (len(made["response_ids"][1]) - 1) + [1.0]
-
-
 CARRIES: dict[str, frozenset[str]] = {
     "Tinker": frozenset({"several_sequences", "token_rewards"}),
     "verl": frozenset({"token_rewards"}),
@@ -213,11 +204,6 @@ def test_a_reward_that_would_be_lost_at_a_masked_end_is_refused_or_moved() -> No
     with pytest.raises(ConversionError, match="the reward would be lost"):
         to_areal(make_group([episode]))
     assert to_verl(RolloutBatch((make_group([episode]),)))["rm_scores"].tolist() == [[0.0, 2.0, 0.0]]
-
-
-def test_trl_needs_groups_of_one_size(several: list[EpisodeRollouts]) -> None:
-    with pytest.raises(ConversionError, match=r"must be one for all: got \[1, 2\]"):
-        to_trl([make_group(several[:2]), make_group(several[2:])])
 
 
 def test_a_loss_may_be_accepted_by_name_and_by_no_other() -> None:

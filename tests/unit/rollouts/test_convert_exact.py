@@ -17,7 +17,7 @@ from msgspec import structs
 from rollout_helpers import make_call, make_episode, make_group
 from tinkerscript.rollouts.advantages import RolloutBatch, RolloutGroup
 from tinkerscript.rollouts.call import Call, full_prompts
-from tinkerscript.rollouts.parquet import from_table, read_parquet, to_table, write_parquet
+from tinkerscript.rollouts.parquet import read_parquet, to_table, write_parquet
 from tinkerscript.rollouts.trainers import to_areal, to_datum, to_skyrl, to_trl, to_verl
 
 Row = tuple[Any, Any, Any]
@@ -178,14 +178,3 @@ def test_told_to_train_them_constrained_tokens_train_once_too(group: RolloutGrou
     )
     assert trained(tinker(told)) == expected(free)
     assert trained(iter(list(parquet(told)))) == expected(free)
-
-
-@settings(max_examples=40, deadline=None)
-@given(groups(forks=True))
-def test_a_table_gives_back_whole_groups(group: RolloutGroup) -> None:
-    (read,) = from_table(to_table([group]))
-    for ours, theirs in zip(group.episodes, read.episodes, strict=True):
-        assert (ours.calls, ours.reward, ours.metadata) == (theirs.calls, theirs.reward, theirs.metadata)
-        for left, right in zip(ours.rollouts, theirs.rollouts, strict=True):
-            assert left.tokens.tobytes() == right.tokens.tobytes()
-            assert left.loss_mask.tolist() == right.loss_mask.tolist()

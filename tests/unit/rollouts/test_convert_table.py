@@ -112,11 +112,6 @@ def test_a_hugging_face_dataset_reads_the_file(tmp_path: Path) -> None:
         assert_equal([made[0], made[3]], from_table(dataset.select(rows).with_format("arrow")[:]))
 
 
-def test_no_rollouts_are_a_table_too(tmp_path: Path) -> None:
-    assert write_parquet(tmp_path / "r.parquet", []) == 0
-    assert list(read_parquet(tmp_path / "r.parquet")) == []
-
-
 def test_a_file_is_replaced_by_a_complete_one_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "r.parquet"
     made = groups()
@@ -155,24 +150,6 @@ def test_metadata_that_would_change_is_refused(value: Any) -> None:
     episode = dataclasses.replace(groups()[0].episodes[0], metadata={"x": value})
     with pytest.raises(ConversionError, match="the metadata of episode e0"):
         to_table([make_group([episode])])
-
-
-def test_a_sequence_of_another_episodes_call_is_refused() -> None:
-    episode = groups()[0].episodes[0]
-    with pytest.raises(ConversionError, match="is not among those of its episode e0"):
-        to_table([make_group([dataclasses.replace(episode, calls=episode.calls[:-1])])])
-
-
-def test_rows_without_their_episodes_first_are_refused() -> None:
-    made = to_table(groups())
-    rows = [row for row in made.to_pylist() if row["calls"] is None]
-    with pytest.raises(ConversionError, match="the first row of episode"):
-        from_table(type(made).from_pylist(rows, schema=made.schema))
-
-
-def test_another_table_is_refused() -> None:
-    with pytest.raises(ConversionError, match="not a table of rollouts: it has no column fork"):
-        from_table(to_table(groups()).drop_columns(["fork"]))
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,41 +1,23 @@
-"""Merging calls into training sequences, and advantages."""
+"""Merging calls: each sampled token once, under its own prefix; forks know their parents."""
 
 from __future__ import annotations
-
-from itertools import count
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
-from tinkerscript.rollouts.advantages import RolloutGroup
+from rollout_helpers import make_call
 from tinkerscript.rollouts.alignment import find_errors
-from tinkerscript.rollouts.call import Call, full_prompts, pack_ids, pack_logprobs
+from tinkerscript.rollouts.call import Call, Prompts, full_prompts, pack_ids, pack_logprobs
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.rollouts.rollout import EpisodeRollouts
-
-NAMES = count()
-
-
-def call(parent: Call | None, new_prompt: list[int], sampled: list[int], **extra: object) -> Call:
-    logprobs = [-0.1 * (i + 1) for i in range(len(sampled))]
-    return Call(
-        call_id=f"c{next(NAMES)}",
-        parent_id=parent.call_id if parent else None,
-        new_prompt=pack_ids(new_prompt),
-        sampled=pack_ids(sampled),
-        logprobs=pack_logprobs(logprobs),
-        stop_reason="stop",
-        policy_version=0,
-        **extra,  # type: ignore[arg-type]
-    )
 
 
 def test_a_multi_turn_episode_is_one_sequence_that_equals_its_calls() -> None:
-    first = call(None, [1, 2, 3], [10, 11])
-    second = call(first, [4, 5], [12])
-    third = call(second, [6], [13, 14])
+    first = make_call(None, [1, 2, 3], [10, 11])
+    second = make_call(first, [4, 5], [12])
+    third = make_call(second, [6], [13, 14])
     (rollout,) = merge_calls([first, second, third], episode_uuid="e")
     assert rollout.tokens.tolist() == [1, 2, 3, 10, 11, 4, 5, 12, 6, 13, 14]
     assert rollout.sampled.tolist() == [False] * 3 + [True] * 2 + [False] * 2 + [True, False, True, True]
@@ -49,52 +31,18 @@ def test_a_multi_turn_episode_is_one_sequence_that_equals_its_calls() -> None:
 
 
 def test_an_edited_history_forks() -> None:
-    first = call(None, [1, 2], [10])
-    edited = call(None, [1, 2, 11, 3], [12], fork_reason="history_edited")
+    first = make_call(None, [1, 2], [10])
+    edited = make_call(None, [1, 2, 11, 3], [12], fork_reason="history_edited")
     rollouts = merge_calls([first, edited], episode_uuid="e")
     assert [r.tokens.tolist() for r in rollouts] == [[1, 2, 10], [1, 2, 11, 3, 12]]
 
 
-def test_equal_siblings_are_two_sequences() -> None:
-    siblings = [call(None, [1, 2], [10]), call(None, [1, 2], [10])]
-    assert [r.tokens.tolist() for r in merge_calls(siblings, episode_uuid="e")] == [[1, 2, 10], [1, 2, 10]]
-
-
 def test_a_call_extends_the_longest_sequence_that_its_prompt_starts_with() -> None:
-    short = call(None, [1], [2])
-    long = call(None, [1], [2, 3])
-    child = call(long, [4], [5])
+    short = make_call(None, [1], [2])
+    long = make_call(None, [1], [2, 3])
+    child = make_call(long, [4], [5])
     rollouts = merge_calls([short, long, child], episode_uuid="e")
     assert [r.tokens.tolist() for r in rollouts] == [[1, 2], [1, 2, 3, 4, 5]]
-
-
-@st.composite
-def conversations(draw: st.DrawFn) -> list[Call]:
-    """Random trees of calls over few ids, so that prefixes collide often."""
-    ids = st.lists(st.integers(0, 2), min_size=1, max_size=4)
-    calls: list[Call] = []
-    for _ in range(draw(st.integers(1, 12))):
-        parent = draw(st.sampled_from([None, *calls]))
-        calls.append(call(parent, draw(ids), draw(st.lists(st.integers(0, 2), max_size=4))))
-    return calls
-
-
-@given(conversations())
-def test_every_sampled_token_trains_once_under_its_own_prefix(calls: list[Call]) -> None:
-    prompts = full_prompts(calls)
-    rollouts = merge_calls(calls, episode_uuid="e")
-    segments = [(rollout, segment) for rollout in rollouts for segment in rollout.segments]
-    assert sorted(s.call.call_id for _, s in segments) == sorted(c.call_id for c in calls if c.sampled)
-    for rollout, segment in segments:
-        assert rollout.tokens[: segment.start].tobytes() == prompts[segment.call.call_id]
-        assert rollout.tokens[segment.start : segment.end].tobytes() == segment.call.sampled
-    assert sum(int(r.sampled.sum()) for r in rollouts) == sum(len(c.sampled_ids) for c in calls)
-
-
-def test_a_missing_parent_is_an_error() -> None:
-    parent = call(None, [1], [2])
-    with pytest.raises(ValueError, match=f"its parent {parent.call_id} is not among"):
-        merge_calls([call(parent, [3], [4])], episode_uuid="e")
 
 
 def test_a_call_with_other_many_logprobs_is_refused() -> None:
@@ -110,12 +58,87 @@ def test_a_call_with_other_many_logprobs_is_refused() -> None:
         )
 
 
-def episode(reward: float) -> EpisodeRollouts:
-    return EpisodeRollouts("e", reward, merge_calls([call(None, [1], [2, 3])], episode_uuid="e"))
+def test_a_fork_knows_its_parent_and_what_it_shares() -> None:
+    first = make_call(None, [1, 2, 3], [10, 11])
+    main = make_call(first, [4], [12])
+    edited = make_call(None, [1, 2, 3, 10, 9, 9], [13])
+    other = make_call(None, [7], [14])
+    deeper = make_call(None, [1, 2, 3, 10, 9, 9, 5], [15])
+    rollouts = merge_calls([first, main, edited, other, deeper], episode_uuid="e")
+    assert [(r.parent, r.fork) for r in rollouts] == [(None, 0), (0, 4), (None, 0), (1, 6)]
+    for rollout in rollouts:
+        if rollout.parent is not None:
+            shared = rollouts[rollout.parent].tokens[: rollout.fork]
+            np.testing.assert_array_equal(rollout.tokens[: rollout.fork], shared)
 
 
-def test_advantages_are_reward_minus_the_groups_mean() -> None:
-    group = RolloutGroup("g", tuple(episode(r) for r in (1.0, 0.0, 0.0, 1.0, 1.0)))
-    np.testing.assert_allclose(group.advantages(), [0.4, -0.6, -0.6, 0.4, 0.4], atol=1e-7)
-    assert group.rewards_differ
-    assert not RolloutGroup("g", (episode(1.0), episode(1.0))).rewards_differ
+def test_sequences_that_end_alike_are_told_apart_by_their_beginnings() -> None:
+    same = [*range(20, 40)]
+    one, other = make_call(None, [1, *same], [10]), make_call(None, [2, *same], [10])
+    rollouts = merge_calls(
+        [one, other, make_call(other, [3], [11]), make_call(one, [3], [12])], episode_uuid="e"
+    )
+    assert [r.tokens.tolist() for r in rollouts] == [[1, *same, 10, 3, 12], [2, *same, 10, 3, 11]]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_constrained_tokens_carry_loss_only_on_request(trains: bool) -> None:
+    first = make_call(None, [1], [10, 11])
+    second = structs.replace(make_call(first, [2], [12, 13, 14]), constrained=bytes([0, 1, 0]))
+    (rollout,) = merge_calls([first, second], episode_uuid="e", trains_constrained=trains)
+    assert rollout.tokens[rollout.sampled].tolist() == [10, 11, 12, 13, 14]
+    assert rollout.tokens[rollout.loss_mask].tolist() == [10, 11, 12, *([13] if trains else []), 14]
+
+
+def test_calls_that_sampled_nothing_pass_their_prompt_on() -> None:
+    first = make_call(None, [1], [10])
+    empty = make_call(first, [2], [])
+    again = make_call(empty, [3], [])
+    last = make_call(again, [4], [11])
+    (rollout,) = merge_calls([first, empty, again, last], episode_uuid="e")
+    assert rollout.tokens.tolist() == [1, 10, 2, 3, 4, 11]
+    with pytest.raises(ValueError, match="is not among the calls before it"):
+        merge_calls([first, again, last], episode_uuid="e")
+
+
+@st.composite
+def recorded(draw: st.DrawFn) -> list[Call]:
+    """Trees of calls over two ids; some name their parent, some carry the whole prompt instead."""
+    ids = st.lists(st.integers(0, 1), min_size=1, max_size=3)
+    calls: list[Call] = []
+    for _ in range(draw(st.integers(1, 14))):
+        parent = draw(st.sampled_from([None, *calls]))
+        made = make_call(parent, draw(ids), draw(st.lists(st.integers(0, 1), max_size=3)))
+        if parent is not None and draw(st.booleans()):
+            whole = Prompts([*calls, made])[made.call_id]
+            made = make_call(None, np.frombuffer(whole, "<i4").tolist(), made.sampled_ids.tolist())
+        calls.append(made)
+    return calls
+
+
+@given(recorded())
+def test_forks_are_exact_and_every_token_is_sampled_once(calls: list[Call]) -> None:
+    prompts = full_prompts(calls)
+    rollouts = merge_calls(calls, episode_uuid="e")
+    seen: list[str] = []
+    for number, rollout in enumerate(rollouts):
+        assert rollout.episode_uuid == "e"
+        for segment in rollout.segments:
+            seen.append(segment.call.call_id)
+            assert rollout.tokens[: segment.start].tobytes() == prompts[segment.call.call_id]
+            assert rollout.tokens[segment.start : segment.end].tobytes() == segment.call.sampled
+        assert rollout.fork <= rollout.segments[0].start
+        if rollout.parent is None:
+            assert rollout.fork == 0
+        else:
+            assert rollout.parent < number
+            parent = rollouts[rollout.parent].tokens
+            np.testing.assert_array_equal(rollout.tokens[: rollout.fork], parent[: rollout.fork])
+    assert sorted(seen) == sorted(c.call_id for c in calls if c.sampled)
+    assert sum(int(r.sampled.sum()) for r in rollouts) == sum(len(c.sampled_ids) for c in calls)
+
+
+def test_two_calls_of_one_id_are_refused() -> None:
+    first = make_call(None, [1], [2])
+    with pytest.raises(ValueError, match="two calls have the id"):
+        full_prompts([first, first])

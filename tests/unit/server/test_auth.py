@@ -49,13 +49,6 @@ def test_a_secret_that_others_read_is_refused(tmp_path: Path) -> None:
         load_secret(path)
 
 
-def test_a_broken_secret_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "server.secret"
-    path.touch(mode=0o600)
-    with pytest.raises(ConfigError, match="not 0"):
-        load_secret(path)
-
-
 @given(uuid=st.text(min_size=1, max_size=40), attempt=st.integers(1, 1000))
 def test_a_key_opens_its_claim_and_no_other(uuid: str, attempt: int) -> None:
     key = claim_key(SECRET, uuid, attempt)
@@ -86,13 +79,6 @@ def test_an_alias_names_its_claim_and_is_no_key(uuid: str, attempt: int) -> None
     assert verify_alias(SECRET, claim_key(SECRET, uuid, attempt)) is None
     assert verify_alias(SECRET, alias.replace(f"~{attempt}~", f"~{attempt + 1}~")) is None
     assert verify_alias(SECRET, alias + "A") is None
-
-
-@given(junk=st.text(max_size=60))
-def test_junk_opens_nothing(junk: str) -> None:
-    assert verify_alias(SECRET, junk) is verify_alias(SECRET, f"e~1~{junk}") is None
-    assert verify_key(SECRET, junk) is None
-    assert verify_key(SECRET, f"ts-{junk}") is None
 
 
 @given(data=st.data())
@@ -186,24 +172,10 @@ def token_file(folder: Path, text: str = LONG + "\n", mode: int = 0o600) -> str:
     return str(path)
 
 
-def test_a_token_may_be_in_a_file(tmp_path: Path) -> None:
-    environ = {f"{CLIENT_TOKEN}_FILE": token_file(tmp_path), ADMIN_TOKEN: "an-admin-token-of-24"}
-    roles = Roles.of(InterchangeConfig(interchange_server_host="0.0.0.0"), environ)
-    roles.require("client", f"Bearer {LONG}")
-    assert not roles.grants("admin", f"Bearer {LONG}")
-    assert roles.grants("admin", "Bearer an-admin-token-of-24")
-
-
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
 def test_a_token_file_that_others_may_touch_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(ConfigError, match=r"TOKEN_FILE: .*chmod 600"):
         read_token({f"{ADMIN_TOKEN}_FILE": token_file(tmp_path, mode=mode)}, ADMIN_TOKEN)
-
-
-@pytest.mark.parametrize("text", ["", " \n", "x" * 5000])
-def test_a_token_file_holds_one_token(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match="one token"):
-        read_token({f"{ADMIN_TOKEN}_FILE": token_file(tmp_path, text)}, ADMIN_TOKEN)
 
 
 def test_a_token_file_that_is_missing_or_one_of_two_is_refused(tmp_path: Path) -> None:
@@ -212,6 +184,7 @@ def test_a_token_file_that_is_missing_or_one_of_two_is_refused(tmp_path: Path) -
     with pytest.raises(ConfigError, match="both set"):
         read_token({f"{ADMIN_TOKEN}_FILE": token_file(tmp_path), ADMIN_TOKEN: LONG}, ADMIN_TOKEN)
     assert read_token({f"{ADMIN_TOKEN}_FILE": "", ADMIN_TOKEN: LONG}, ADMIN_TOKEN) == LONG
+    assert read_token({f"{ADMIN_TOKEN}_FILE": token_file(tmp_path)}, ADMIN_TOKEN) == LONG
 
 
 def test_a_client_token_without_an_admin_token_is_refused() -> None:

@@ -12,7 +12,6 @@ from tinkerscript.config import ClientConfig, InterchangeConfig
 from tinkerscript.errors import ConfigError, QuotaError, UnauthorizedError
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, Roles
 from tinkerscript.server.clients import MAX_CLIENTS, MIN_FAILURES, POLLING_S, Clients, RunEnd
-from tinkerscript.server.episodes.book import EpisodeBook
 
 REASON = "its last 9 attempts failed while others succeeded: ValueError: no disk"
 
@@ -137,16 +136,6 @@ def test_a_new_uuid_does_not_help_a_client_with_its_own_token(clients: Clients) 
     assert clients.pause("ann/new") is not None
 
 
-def test_what_a_client_says_is_shown_on_one_short_line(clients: Clients) -> None:
-    fail(clients, "bad", 1)
-    succeed(clients, "good", 20)
-    for _ in range(MIN_FAILURES):
-        clients.failed("bad", "\x1b[2J no\n\nway\u2028 " + "x" * 10_000)
-    (reason,) = clients.quarantined().values()
-    assert ": [2J no way xxx" in reason
-    assert len(reason) < 400
-
-
 def test_only_the_clients_that_came_last_are_remembered(clients: Clients) -> None:
     break_down(clients)
     for number in range(MAX_CLIENTS + 2):
@@ -171,16 +160,6 @@ def test_a_token_bounds_claims_and_requests_that_wait(clients: Clients) -> None:
     clients.closed("ann/v")
     assert (clients.free_claims("ann/x"), clients.free_claims("bob/w")) == (1, 2)
     assert clients.free_claims("w") > 10**9, "the shared token has no such limit"
-
-
-def test_claims_from_before_a_restart_still_count(clients: Clients, clock: Clock) -> None:
-    book = EpisodeBook(clock=clock, max_attempts=1)
-    for name, owner in {"e": "ann/w", "f": "ann", "g": "cid/w"}.items():
-        book.register(name, "train", "g", b"{}")
-        assert book.claim(owner, "any", 60) is not None
-    book.register("open", "train", "g", b"{}")
-    clients.restore(book)
-    assert clients.free_claims("ann/w") == 1
 
 
 def test_nobody_claims_in_the_name_of_a_client_with_its_own_token(clients: Clients) -> None:

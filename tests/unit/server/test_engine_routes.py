@@ -6,10 +6,11 @@ import asyncio
 import sys
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from interchange_helpers import FAST, trainer, until
@@ -72,10 +73,9 @@ async def engine(tmp_path: Path, program: str) -> AsyncGenerator[Engine]:
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
-    if (left := routes._trainer) is not None:  # pyright: ignore[reportPrivateUsage]
-        with suppress(ProcessLookupError):
-            left.kill()
-        await left.wait()
+    for left in psutil.Process().children():
+        left.kill()
+    await until(lambda: not psutil.Process().children(), "the end of what ran")
 
 
 async def test_an_engine_boots_until_it_says_something_whatever_its_predecessor_does(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from clock import Clock
 from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
 from tinkerscript.protocol import HANDED_BACK, Failure
 from tinkerscript.server.episodes.book import MAX_HAND_BACKS, EpisodeBook
-from tinkerscript.server.episodes.indexes import ClaimRequests, Queues
 from tinkerscript.server.episodes.record import TRANSITIONS, EpisodeRecord
 from tinkerscript.server.store.sqlite import SqliteStore
 
@@ -94,15 +93,6 @@ def test_register_is_idempotent_by_content(book: EpisodeBook) -> None:
     assert len(book) == 1
 
 
-def test_the_oldest_is_handed_out_first_and_a_lost_one_is_the_oldest(book: EpisodeBook) -> None:
-    registered(book, "a", "b", "c")
-    assert [claimed(book).uuid, claimed(book).uuid] == ["a", "b"]
-    book.abort("b", 1, Failure(kind="aborted"))
-    book.abort("a", 1, Failure(kind="aborted"))
-    assert [claimed(book).uuid for _ in range(3)] == ["a", "b", "c"]
-    assert book.claim("c", "any", 10) is None
-
-
 def test_a_claim_asks_for_a_type(book: EpisodeBook) -> None:
     book.register("t", "train", "", b"{}")
     book.register("v", "eval", "", b"{}")
@@ -138,33 +128,6 @@ def test_an_expired_claim_is_fenced_off(book: EpisodeBook, clock: Clock) -> None
     assert episode.result == b"right"
 
 
-def test_end_repeated_is_answered_alike_and_changed_is_refused(book: EpisodeBook) -> None:
-    registered(book, "e")
-    claimed(book)
-    book.end("e", 1, reward=1, result=b"r")
-    book.take_changes()
-    book.end("e", 1, reward=1, result=b"r")
-    assert not book.take_changes().saved
-    with pytest.raises(ConflictError, match="another result"):
-        book.end("e", 1, reward=2, result=b"s")
-    book.acknowledge("e")
-    book.end("e", 1, reward=1, result=b"r")
-    with pytest.raises(ConflictError):
-        book.end("e", 1, reward=2, result=b"s")
-
-
-def test_a_poisoned_episode_fails_at_once_and_its_claim_is_over(book: EpisodeBook) -> None:
-    registered(book, "e", "f")
-    claimed(book)
-    book.poison("e", 1, Failure(kind="bad_payload", message="too deep"))
-    episode = book.get("e")
-    assert (episode.state, [failure.attempt for failure in episode.failures]) == ("failed", [1])
-    assert "bad_payload" in episode.why_lost(1)
-    with pytest.raises(NotTheOwnerError):
-        book.poison("e", 1, Failure(kind="bad_payload"))
-    assert claimed(book).uuid == "f"
-
-
 def test_attempts_run_out_and_every_failure_is_kept(book: EpisodeBook, clock: Clock) -> None:
     registered(book, "e")
     claimed(book, "one")
@@ -179,38 +142,6 @@ def test_attempts_run_out_and_every_failure_is_kept(book: EpisodeBook, clock: Cl
     assert book.claim("three", "any", 10) is None
     assert book.acknowledge("e")
     assert episode.acknowledged
-
-
-def test_a_dead_client_loses_all_its_claims(book: EpisodeBook) -> None:
-    registered(book, "a", "b", "c")
-    for _ in range(2):
-        claimed(book, "dead")
-    claimed(book, "alive")
-    released = book.release_client("dead", "the process was killed")
-    assert [episode.uuid for episode in released] == ["a", "b"]
-    assert book.release_client("dead", "again") == []
-    assert [closed.episode.uuid for closed in book.take_changes().closed] == ["a", "b"]
-    assert book.counts.by_type()["train"].claimed == 1
-
-
-def test_cancel_ends_what_is_not_over(book: EpisodeBook) -> None:
-    registered(book, "done", "running", "waiting")
-    claimed(book)
-    book.end("done", 1, reward=1, result=b"r")
-    claimed(book)
-    assert [book.cancel(uuid, "not needed") for uuid in ("done", "running", "waiting")] == [False, True, True]
-    assert [book.get(uuid).state for uuid in ("done", "running", "waiting")] == ["ended", "failed", "failed"]
-    assert "cancelled: not needed" in book.get("running").why_lost(1)
-    assert book.claim("c", "any", 10) is None
-
-
-def test_only_an_outcome_is_acknowledged(book: EpisodeBook) -> None:
-    registered(book, "e")
-    assert not book.acknowledge("e")
-    claimed(book)
-    assert not book.acknowledge("e")
-    with pytest.raises(UnknownEpisodeError, match="'nobody'"):
-        book.acknowledge("nobody")
 
 
 def test_changes_name_each_changed_episode_once(book: EpisodeBook) -> None:
@@ -232,17 +163,6 @@ def test_pages_begin_past_a_number_and_hold_so_many(book: EpisodeBook) -> None:
     assert [[episode.uuid for episode in page] for page in pages] == [["a", "b"], ["c", "d"], ["e"], []]
     pages = [book.failed(after=after, limit=2) for after in (0, 2, 4, 5)]
     assert [[episode.uuid for episode in page] for page in pages] == [["b", "d"], ["d", "e"], ["e"], []]
-
-
-def test_claims_held_by_each_client(book: EpisodeBook) -> None:
-    registered(book, *"abc")
-    for client in ("one", "two", "one"):
-        claimed(book, client)
-    assert [book.claims_held(client) for client in ("one", "two", "nobody")] == [2, 1, 0]
-    book.end("a", 1, reward=1, result=b"r")
-    book.abort("b", 1, Failure(kind="aborted"))
-    assert [book.claims_held(client) for client in ("one", "two")] == [1, 0]
-    assert book.active_clients == 1
 
 
 def test_who_looks_on_sees_the_oldest_claims_the_busiest_clients_and_the_latest_failures(
@@ -277,64 +197,6 @@ def test_an_acknowledgment_is_a_change_and_leaves_no_payload(book: EpisodeBook, 
     assert (episode.acknowledged, episode.payload, episode.result) == (True, b"", b"")
     assert book.acknowledge("e")
     assert not book.take_changes().saved, "it is one already"
-
-
-def test_restored_leases_begin_anew(clock: Clock, book: EpisodeBook) -> None:
-    registered(book, "a", "b")
-    claimed(book, lease_s=10)
-    clock.now += 1000
-    again = EpisodeBook(clock=clock, max_attempts=2)
-    again.restore(list(book))
-    assert again.leases.next_deadline() == clock.now + 10
-    again.end("a", 1, reward=1, result=b"r")
-    second = again.claim("d", "any", 10)
-    assert second is not None
-    assert second.uuid == "b"
-    again.register("c", "train", "", b"{}")
-    assert again.get("c").sequence == 3
-
-
-def test_answered_requests_are_remembered_up_to_a_limit(book: EpisodeBook) -> None:
-    requests = ClaimRequests(remembered=2)
-    registered(book, *"abcd")
-    episodes = list[EpisodeRecord]()
-    for request in ("r0", "r1", "r2", "held"):
-        episode = book.claim("c", "any", 10, claim_request_id=request)
-        assert episode is not None
-        requests.claimed(episode)
-        episodes.append(episode)
-    for episode in episodes[:3]:
-        requests.closed(episode)
-    assert requests.answered(("c", "r0")) is None, "forgotten"
-    assert requests.answered(("c", "r1")) == requests.answered(("c", "r2")) == []
-    assert requests.answered(("c", "held")) == [episodes[3]]
-    assert requests.answered(("other", "r2")) is None
-    assert len(requests) == 3
-
-
-def test_a_request_is_answered_with_the_claims_that_still_hold(book: EpisodeBook) -> None:
-    registered(book, "a", "b")
-    for _ in range(2):
-        assert book.claim("c", "any", 10, claim_request_id="r") is not None
-    book.end("a", 1, reward=1, result=b"r")
-    assert book.answered("c", "r") == [book.get("b")]
-    book.abort("b", 1, Failure(kind="aborted"))
-    assert book.answered("c", "r") == []
-    assert book.answered("d", "r") is None
-    assert book.answered("c", "") is None
-
-
-def test_a_pool_without_registered_episodes_has_no_queue(book: EpisodeBook) -> None:
-    queues = Queues(book.get)
-    episodes = [book.register(f"e{number}", "train", "", b"{}", pool=f"p{number}") for number in range(3)]
-    for episode in episodes:
-        queues.put(episode)
-    assert len(queues) == 3
-    assert queues.oldest("p0", "any") is episodes[0]
-    for episode in episodes:
-        queues.remove(episode)
-    assert len(queues) == 0
-    assert queues.oldest("p1", "any") is None
 
 
 CLIENTS = st.sampled_from(["ann", "bob", "cy"])
@@ -705,21 +567,3 @@ TestEpisodesLikeTheModel = EpisodesLikeTheModel.TestCase
 TestEpisodesLikeTheModel.settings = (
     settings() if CHAOS else settings(max_examples=60, stateful_step_count=50, deadline=None)
 )
-
-
-@pytest.mark.parametrize("ends_late", [True, False])
-def test_a_call_of_a_lost_claim_does_not_hold_the_next_lease(
-    book: EpisodeBook, clock: Clock, ends_late: bool
-) -> None:
-    registered(book, "e")
-    episode = claimed(book, "slow", lease_s=10)
-    book.leases.begin_call(episode)
-    book.abort("e", 1, Failure(kind="aborted"))
-    claimed(book, "quick", lease_s=10)
-    clock.now += 9
-    if ends_late:
-        book.leases.end_call(episode, 1)
-    assert not book.expire()
-    clock.now += 1
-    assert book.expire() == [episode], "neither is the lease renewed by the other claim's call"
-    assert episode.failures[-1].kind == "lease_expired"

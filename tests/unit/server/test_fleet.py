@@ -69,18 +69,6 @@ async def test_each_list_is_bounded_and_the_totals_are_not(
     assert len(found.clients) == 2
 
 
-async def test_times_are_those_of_now(seen: Fleet, clock: Clock) -> None:
-    seen.claim("e", "c")
-    clock.now += 20
-    (claim,) = (await seen.look()).claims
-    assert (claim.age_s, claim.lease_left_s) == (20, 40)
-    episode = seen.interchange.book.get("e")
-    seen.interchange.book.leases.begin_call(episode)
-    clock.now += 50
-    (claim,) = (await seen.look()).claims
-    assert (claim.age_s, claim.lease_left_s, claim.calls_in_flight) == (70, 60, 1), "a call is activity"
-
-
 async def test_clients_in_quarantine_come_first_whether_they_hold_claims_or_not(seen: Fleet) -> None:
     name = 'it\'s "bad"'
     for number in range(3):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from tinkerscript.server.episodes.indexes import ClaimRequests, DeliveryWindow, StateCounts
+from tinkerscript.server.episodes.indexes import ClaimRequests, DeliveryWindow
 from tinkerscript.server.episodes.record import EpisodeRecord, State
 
 
@@ -67,49 +67,8 @@ def test_what_is_on_its_way_is_not_sent_again_before_it_is_late() -> None:
     assert window.take() == []
 
 
-def test_answered_requests_are_restored_from_the_episodes() -> None:
-    requests = ClaimRequests()
-    held, also = episode("held", "claimed", ann="r1", bob="r2"), episode("also", "claimed", bob="r2")
-    requests.restore([held, also, episode("over", "ended", cy="r3", dan=""), episode("new")])
-    assert requests.answered(("ann", "r1")) == []
-    assert requests.answered(("bob", "r2")) == [held, also]
-    assert requests.answered(("cy", "r3")) == []
-    assert requests.answered(("dan", "")) is None
-    assert len(requests) == 3
-
-
-def test_a_request_whose_claims_hold_in_part_is_not_over() -> None:
-    requests = ClaimRequests()
-    held = episode("held", "claimed", ann="r")
-    requests.restore([episode("over", "ended", ann="r"), held])
-    assert requests.answered(("ann", "r")) == [held]
-    requests.closed(held)
-    assert requests.answered(("ann", "r")) == []
-
-
 def test_the_oldest_answers_are_forgotten_first() -> None:
     requests = ClaimRequests(remembered=1)
     requests.restore([episode("a", "ended", ann="r1"), episode("b", "ended", ann="r2")])
     assert requests.answered(("ann", "r1")) is None
     assert requests.answered(("ann", "r2")) == []
-
-
-def test_counts_by_type_and_pool() -> None:
-    counts = StateCounts()
-    mine, theirs = episode("a", "failed"), episode("b", "registered", pool="ann")
-    for each in (mine, theirs):
-        counts.count(each, +1)
-        counts.begun(each)
-    assert (counts.by_type()["train"].failed, counts.by_type()["train"].registered) == (1, 1)
-    assert (counts.by_pool()[""].failed, counts.by_pool()["ann"].registered) == (1, 1)
-    assert counts.failures() == {"train": 1, "eval": 0}
-    counts.count(mine, -1)
-    assert (counts.by_type()["train"].failed, counts.by_pool()[""].failed) == (0, 0)
-    assert counts.failures() == {"train": 1, "eval": 0}, "it has failed"
-    assert (counts.unfinished("ann"), counts.unfinished("nobody")) == (1, 0)
-    counts.begun(theirs)
-    counts.finished(theirs)
-    assert counts.unfinished("ann") == 1
-    counts.finished(theirs)
-    assert counts.unfinished("ann") == 0
-    assert (set(counts.by_pool()), set(counts.by_pool(unfinished_only=True))) == ({"", "ann"}, {""})

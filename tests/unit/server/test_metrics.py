@@ -73,6 +73,7 @@ def test_the_trainers_metrics_are_taken_over_until_it_is_gone(metrics: ServerMet
         b"\xff",
         b"tinkerscript_trainer_x 1\n" * (MAX_TRAINERS_BYTES // 20),
     ],
+    ids=["another's", "cut off", "no number", "no text", "too long"],
 )
 def test_what_is_no_metric_of_the_trainers_changes_nothing(metrics: ServerMetrics, text: bytes) -> None:
     assert metrics.add_trainers(b"tinkerscript_trainer_x 1\n")

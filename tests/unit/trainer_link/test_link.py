@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -19,18 +18,19 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway_bench import WaitingSampler
 from interchange_helpers import FAST, collect, new_episode, new_episodes, scripted, trainer, until
 from tinkerscript.errors import ConflictError, EngineError, GatewayError, LinkError
-from tinkerscript.gateway.sampler import Progress, ProgressCallback, SampleRequest, SampleResult
+from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.protocol import ClaimEpisodeRequest, Failure
-from tinkerscript.rollouts.call import pack_ids, unpack_ids
+from tinkerscript.rollouts.call import pack_ids
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.store.episode_store import WriteBatch
 from tinkerscript.server.trainer_messages import TrainerMessageHandler
-from tinkerscript.testing import MemoryStore, token_by_token
+from tinkerscript.testing import MemoryStore
 from tinkerscript.trainer_link.messages import (
     LINK_VERSION,
     Acknowledge,
@@ -47,7 +47,6 @@ from tinkerscript.trainer_link.messages import (
     Refused,
     Register,
     Sample,
-    SampleProgress,
     Stop,
     Tagged,
     check_episode,
@@ -233,24 +232,6 @@ async def test_one_trainer_gets_an_outcome_once_while_it_holds_it(ipc: str) -> N
         waiting.cancel()
 
 
-async def test_a_lost_acknowledgement_is_asked_for_again(ipc: str) -> None:
-    """The server dies with the acknowledgement unread; the next one delivers the outcome again."""
-    store = MemoryStore()
-    async with trainer(ipc) as link:
-        async with serving(ipc, store) as server:
-            await link.register(new_episodes("e"))
-            await server.end(await server.claim())
-            await collect(link, 1)
-        first = link.server_id
-        link._handed_out.clear()  # as `acknowledge` does, its message being lost
-        async with serving(ipc, store) as server:
-            assert set(await collect(link, 1)) == {"e"}
-            assert link.server_id != first
-            link.acknowledge(["e"])
-            await link.flush()
-            assert server.book.get("e").state == "accepted"
-
-
 async def test_the_trainer_goes_on_over_a_restart_of_the_server(address: str, tmp_path: Path) -> None:
     store = MemoryStore()
     async with serving(address, store) as server:
@@ -293,7 +274,6 @@ async def test_failures_are_outcomes_with_every_reason(ipc: str) -> None:
         assert server.drops("unknown_episode")
         link.acknowledge(["e", "f"])
         await link.flush()
-        await until(lambda: not link._cancelling, "the cancellation's confirmation")
 
 
 async def test_the_trainer_asks_what_the_store_holds(ipc: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,20 +309,6 @@ async def test_a_claim_that_its_client_never_learned_of_is_handed_back(ipc: str)
         with pytest.raises(asyncio.CancelledError):
             await claiming
         assert server.book.get((await server.claim("next")).episode_uuid).failures[0].kind == "client_gone"
-
-
-async def test_a_claim_that_its_client_will_ask_for_again_is_kept(ipc: str) -> None:
-    async with serving(ipc, MemoryStore()) as server, trainer(server.address) as link:
-        await link.register(new_episodes("e"))
-        claiming = asyncio.create_task(server.claim("gone", "request"))
-        while server.book.get("e").state != "claimed":  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        claiming.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await claiming
-        again = await server.claim("gone", "request")
-        assert (again.episode_uuid, again.attempt) == ("e", 1)
-        assert not server.book.get("e").failures
 
 
 async def test_samples_are_answered_at_the_same_time(address: str) -> None:
@@ -384,32 +350,23 @@ async def test_what_the_engine_raises_reaches_the_caller(
 
 
 async def test_a_sample_that_nobody_waits_for_is_cancelled(ipc: str) -> None:
-    started, cancelled = asyncio.Event(), asyncio.Event()
-
-    async def sampler(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        started.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.set()
-        raise AssertionError
-
-    async with serving(ipc, MemoryStore()) as server, trainer(server.address, sampler):
+    hangs = WaitingSampler()
+    async with serving(ipc, MemoryStore()) as server, trainer(server.address, hangs.sample):
         sampling = asyncio.create_task(server.sampler.sample(REQUEST))
-        await started.wait()
+        await hangs.started.wait()
         sampling.cancel()
         async with asyncio.timeout(10):
-            await cancelled.wait()
+            await hangs.cancelled.wait()
         with pytest.raises(asyncio.CancelledError):
             await sampling
 
 
 async def test_an_engine_that_does_not_answer_in_time(ipc: str) -> None:
-    async def sampler(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async with serving(ipc, MemoryStore(), timeout_s=0.2) as server, trainer(server.address, sampler):
+    hangs = WaitingSampler()
+    async with (
+        serving(ipc, MemoryStore(), timeout_s=0.2) as server,
+        trainer(server.address, hangs.sample),
+    ):
         await until(lambda: server.link.connected)
         with pytest.raises(GatewayError, match=r"within 0\.2 s") as caught:
             await server.sampler.sample(REQUEST)
@@ -423,25 +380,12 @@ async def test_without_a_trainer_a_sample_is_refused_after_the_grace(ipc: str) -
         assert (caught.value.status, caught.value.code) == (503, "engine_unavailable")
 
 
-async def test_a_sample_waits_for_a_trainer_within_the_grace(ipc: str) -> None:
-    async with serving(ipc, MemoryStore()) as server:
-        sampling = asyncio.create_task(server.sampler.sample(REQUEST))
-        async with trainer(server.address):
-            assert (await sampling).policy_version == 0
-
-
 async def test_a_sample_survives_the_death_of_its_trainer(ipc: str) -> None:
-    started = asyncio.Event()
-
-    async def hangs(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        started.set()
-        await asyncio.Event().wait()
-        raise AssertionError
-
+    hangs = WaitingSampler()
     async with serving(ipc, MemoryStore()) as server:
-        async with trainer(server.address, hangs):
+        async with trainer(server.address, hangs.sample):
             sampling = asyncio.create_task(server.sampler.sample(REQUEST))
-            await started.wait()
+            await hangs.started.wait()
         async with trainer(server.address, scripted((9,)).sample):
             assert (await sampling).sequences[0].sampled == pack_ids([9])
 
@@ -470,17 +414,11 @@ async def test_a_sample_that_waits_for_the_trainer_of_a_former_server(ipc: str) 
 
 
 async def test_samples_are_refused_when_the_trainer_does_not_come_back(ipc: str) -> None:
-    started = asyncio.Event()
-
-    async def hangs(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        started.set()
-        await asyncio.Event().wait()
-        raise AssertionError
-
+    hangs = WaitingSampler()
     async with serving(ipc, MemoryStore()) as server:
-        async with trainer(server.address, hangs):
+        async with trainer(server.address, hangs.sample):
             sampling = asyncio.create_task(server.sampler.sample(REQUEST))
-            await started.wait()
+            await hangs.started.wait()
         with pytest.raises(GatewayError, match="no trainer"):
             await sampling
         assert server.interchange.engine.status == "ENGINE.OFFLINE"
@@ -658,39 +596,6 @@ def test_an_episode_of_an_unknown_type_cannot_be_registered() -> None:
         read_to_server(frame)
 
 
-async def test_progress_comes_in_batches_before_the_result(ipc: str) -> None:
-    """Reports of one turn of the trainer's event loop travel as one message; only who asked is told."""
-    batches: list[list[Progress]] = []
-    told: list[Progress] = []
-
-    async def sampler(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        assert (progress is None) == (not request.stream)
-        result = await scripted((7, 8, 9)).sample(request)
-        if progress is not None:
-            for report in token_by_token(result.sequences):
-                progress(report)
-            await until(lambda: len(told) == 3, "the reports, while the sample is not over")
-        return result
-
-    async with serving(ipc, MemoryStore()) as server, trainer(server.address, sampler):
-        deliver = server.sampler.message
-
-        def count(message: Any) -> None:
-            if isinstance(message, SampleProgress):
-                batches.append(message.reports)
-                deliver(msgspec.structs.replace(message, request_id=message.request_id + 1))
-            deliver(message)
-
-        server.sampler.message = count  # type: ignore[method-assign]
-        await server.sampler.sample(REQUEST)
-        assert not batches
-        result = await server.sampler.sample(msgspec.structs.replace(REQUEST, stream=True), told.append)
-    assert [unpack_ids(report.sampled).tolist() for report in told] == [[7], [8], [9]]
-    assert [report.offset for report in told] == [0, 1, 2]
-    assert len(batches) == 1
-    assert result.sequences[0].sampled == pack_ids([7, 8, 9])
-
-
 async def test_a_cancellation_that_gets_lost_is_repeated(ipc: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lost: list[LinkEvent] = []
     handle = TrainerMessageHandler.handle
@@ -707,7 +612,6 @@ async def test_a_cancellation_that_gets_lost_is_repeated(ipc: str, monkeypatch: 
         link.cancel(["e"], "enough groups")
         async with asyncio.timeout(10):
             await until(lambda: server.book.get("e").state == "failed", "the cancellation")
-            await until(lambda: not link._cancelling, "the cancellation's confirmation")
     assert len(lost) == 1
 
 
@@ -749,29 +653,12 @@ async def test_an_outcome_is_sent_only_once_it_is_committed(ipc: str, outcome: s
             with pytest.raises(ConflictError):
                 await link.register([new_episode("e", payload=b"{}")])
         assert committing.done() == bool(commits)
-        assert not link._inbox
+        waiting = asyncio.create_task(link.outcomes())
+        await asyncio.sleep(0)
+        assert not waiting.done()
         store.let_go()
         await committing
-        assert set(await collect(link, 1)) == {"e"}
-
-
-async def test_the_next_server_at_the_address_is_followed(tmp_path: Path) -> None:
-    """Registrations wait for it and go on, and the store has what the former server wrote."""
-    address, store = f"ipc://{tmp_path}/link.ipc", MemoryStore()
-    async with trainer(address) as link:
-        registering = asyncio.create_task(link.register(new_episodes("a")))
-        async with serving(address, store, epoch=1) as server:
-            await registering
-            link.set_status(engine_status="ENGINE.ROLLING")
-            await server.end(await server.claim())
-            assert set(await collect(link, 1)) == {"a"}
-        registering = asyncio.create_task(link.register(new_episodes("b")))
-        async with serving(address, store, epoch=2) as server:
-            await registering
-            link.acknowledge(["a"])
-            await link.flush()
-            assert (server.book.get("a").state, server.book.get("b").state) == ("accepted", "registered")
-            assert link.server_id == server.link.server_id
+        assert [each.episode_uuid for each in await waiting] == ["e"]
 
 
 async def test_what_a_former_server_says_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
