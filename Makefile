@@ -155,7 +155,7 @@ acceptance: $(ACCEPTANCE)  ## Whole runs, the command line, a published model, c
 	$(if $(LONG),,$(TESTS)/bin/$(PYTEST) -n 2 --dist loadfile tests/clients \
 		tests/integration/test_gateway_anthropic_sdk.py tests/page)
 
-chaos: $(VENV)/.installed postgres  ## Kill every process in every state, crowd the server, attack it (PostgreSQL; 15 min; SEED=7)
+chaos: $(VENV)/.installed postgres  ## Kill every process in every state, attack the server (PostgreSQL; 15 min; SEED=7)
 	CHAOS_SEED=$(or $(SEED),1) $(BIN)/$(PYTEST) -s tests/chaos
 	BRIDGE_STORM=500 $(BIN)/$(PYTEST) tests/unit/bridge/test_bridge_leaks.py
 	$(BIN)/$(PYTEST) --hypothesis-profile=chaos tests/unit/server/test_episodes.py tests/integration/test_api_machine.py

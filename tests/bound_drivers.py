@@ -30,13 +30,7 @@ SETTINGS: dict[str, Any] = {
     "max_tokens_per_claim": 12_000,
     "max_reward": 1.0,
     "max_attempts": 100,
-    "clients": [
-        {
-            "name": "bounded",
-            "token_env": "BOUNDED_TOKEN",
-            "max_claims": 3,
-        }
-    ],
+    "clients": [{"name": "bounded", "token_env": "BOUNDED_TOKEN", "max_claims": 3}],
 }
 """Of the server that is driven: small enough to be reached, the tokens of a claim after its calls."""
 
@@ -357,7 +351,7 @@ class Holder:
 
     async def drive(self, combination: Combination) -> None:
         """Send one combination. Raises AssertionError if it is not answered as its bounds say."""
-        request = await self.made(combination.kind)
+        request = await self.request_of(combination.kind)
         # What is to have a certain size in all comes last.
         for name in sorted(combination.names, key=lambda name: SHAPES[name].shape is _sized_output):
             SHAPES[name].shape(request, LIMITS[name] + (name == combination.beyond))
@@ -380,7 +374,7 @@ class Holder:
         if reply.status_code == 403 or (combination.kind in ("end", "abort") and reply.status_code == 200):
             self.key = ""  # The claim is over, or has used up what it may use.
 
-    async def made(self, kind: str) -> Request:
+    async def request_of(self, kind: str) -> Request:
         fresh = self.fresh()
         if kind in ("chat", "logprobs", "responses", "end", "abort", "transcript") and not self.key:
             await self.use_new_claim()
@@ -482,7 +476,7 @@ async def too_many_failures(holder: Holder) -> httpx.Response:
 async def too_many_bytes(holder: Holder) -> httpx.Response:
     """By ids of tool calls: the chat format does not write them, so they cost no context."""
     await holder.use_new_claim()
-    request = await holder.made("chat")
+    request = await holder.request_of("chat")
     request.body["max_tokens"] = 1
     for _ in range(LIMITS["recorded bytes"]):
         request.body["messages"] = [{"role": "user", "content": "1+1"}]

@@ -58,27 +58,14 @@ def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a Qwen3-shaped model with random weights (64 ids, 48 positions) and a byte-less tokenizer."""
-    import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
-    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    from small_models import small_model
 
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=48,
-        eos_token_id=1,
-        initializer_range=0.3,
-    )
-    model: Any = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(folder)
+    shape = {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 48, "eos_token_id": 1}
+    small_model("Qwen3", **shape, initializer_range=0.3).save_pretrained(folder)
     vocabulary = {f"w{i}": i for i in range(64)}
     Tokenizer(WordLevel(vocabulary, unk_token="w0")).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')

@@ -33,6 +33,9 @@ class Distribution:
     end: int
     """The end-of-turn id: more likely than others."""
 
+    words: tuple[int, ...] = ()
+    """Ids that are sampled at all, beside `end`; empty: every id."""
+
     def logits(self, ids: Sequence[int]) -> Floats:
         """float64 [V]"""
         return _logits(self, tuple(ids[-3:]))
@@ -42,6 +45,10 @@ class Distribution:
 def _logits(distribution: Distribution, seed: tuple[int, ...]) -> Floats:
     logits = np.random.default_rng(seed).normal(0.0, 2.0, distribution.size)
     logits[distribution.end] += END_PULL
+    if distribution.words:
+        mask = np.full(distribution.size, -np.inf)
+        mask[[*distribution.words, distribution.end]] = 0.0
+        logits = logits + mask
     logits.flags.writeable = False
     return logits
 

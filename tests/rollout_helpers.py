@@ -12,6 +12,7 @@ from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 if TYPE_CHECKING:  # It leads to torch.
     from tinkerscript.train.learner import Learner
@@ -38,6 +39,14 @@ def make_episode(
 ) -> EpisodeRollouts:
     rollouts = merge_calls(calls, episode_uuid=name, trains_constrained=trains_constrained)
     return EpisodeRollouts(name, reward, rollouts, tuple(calls))
+
+
+def make_accepted(
+    uuid: str = "e", reward: float = 1.0, calls: Sequence[Call] = (), **fields: Any
+) -> EpisodeAccepted:
+    """A result as it reaches the trainer."""
+    given: dict[str, Any] = {"attempt": 1, "client_uuid": "w", "policy_version_at_claim": 0, **fields}
+    return EpisodeAccepted(episode_uuid=uuid, reward=reward, all_calls=list(calls), **given)
 
 
 def random_calls(

@@ -12,7 +12,6 @@ from typing import Any
 
 os.environ["TINKER_TELEMETRY"] = "0"
 
-import numpy as np
 import pytest
 import tinker
 
@@ -90,14 +89,3 @@ class AnswersInJson:
 
 def prompt(*ids: int) -> tinker.ModelInput:
     return tinker.ModelInput.from_ints(list(ids))
-
-
-def sft_datum(ids: list[int]) -> tinker.Datum:
-    """`cross_entropy` on every token after the first."""
-    return tinker.Datum(
-        model_input=tinker.ModelInput.from_ints(ids[:-1]),
-        loss_fn_inputs={
-            "target_tokens": np.asarray(ids[1:], np.int64),
-            "weights": np.ones(len(ids) - 1, np.float32),
-        },
-    )

@@ -82,44 +82,6 @@ def rl_train(url: str, model: str) -> None:
     asyncio.run(train.main(config))
 
 
-def supervised_train(url: str, model: str) -> None:
-    from tinker_cookbook.supervised import train
-    from tinker_cookbook.supervised.data import FromConversationFileBuilder
-    from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
-
-    rng = random.Random(0)
-    with Path("chats.jsonl").open("w", encoding="utf-8") as file:
-        for _ in range(32 * 16 + 64):
-            number = str(rng.randrange(10, 100))
-            messages = [
-                {"role": "user", "content": f"Say {number} backwards."},
-                {"role": "assistant", "content": number[::-1]},
-            ]
-            file.write(json.dumps({"messages": messages}) + "\n")
-    common = ChatDatasetBuilderCommonConfig(
-        model_name_for_tokenizer=model,
-        renderer_name=RENDERER,
-        max_length=128,
-        batch_size=32,
-        train_on_what=TrainOnWhat.ALL_ASSISTANT_MESSAGES,
-    )
-    config = train.Config(
-        base_url=url,
-        model_name=model,
-        recipe_name="backwards",
-        renderer_name=RENDERER,
-        log_path="log",
-        dataset_builder=FromConversationFileBuilder(
-            file_path="chats.jsonl", test_size=64, common_config=common
-        ),
-        learning_rate=2e-3,
-        num_epochs=3,
-        eval_every=16,
-        save_every=16,
-    )
-    asyncio.run(train.main(config))
-
-
 def sl_loop(url: str, model: str) -> None:
     """Chats in the place of no_robots: rl_loop's questions, answered rightly in half of the cases."""
     from tinker_cookbook.recipes import sl_loop
@@ -180,12 +142,7 @@ def _dataset(name: str, config: str, rows: list[dict[str, Any]]) -> None:
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-PROGRAMS = {
-    "rl_train": rl_train,
-    "supervised_train": supervised_train,
-    "sl_loop": sl_loop,
-    "rl_loop": rl_loop,
-}
+PROGRAMS = {"rl_train": rl_train, "sl_loop": sl_loop, "rl_loop": rl_loop}
 
 if __name__ == "__main__":
     PROGRAMS[sys.argv[1]](sys.argv[2], sys.argv[3])

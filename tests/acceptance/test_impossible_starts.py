@@ -17,10 +17,7 @@ from command_line import DEMO, ROOT, SHORT, as_options, start
 from newcomer import TASKS
 from tinkerscript.cli import app
 
-pytestmark = [
-    pytest.mark.timeout(700),
-    pytest.mark.xdist_group("starts"),
-]  # All start from two runs.
+pytestmark = [pytest.mark.timeout(700), pytest.mark.xdist_group("starts")]  # All start from two runs.
 
 QUICK = SHORT | {
     "training.steps": 3,
@@ -167,11 +164,7 @@ def tree(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", STARTS)
 def test_an_impossible_start_is_one_line_and_changes_nothing(
-    name: str,
-    runs: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    name: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     case, folder = STARTS[name], tmp_path / "here"
     shutil.copytree(runs, folder, symlinks=True, ignore=shutil.ignore_patterns("link.ipc"))

@@ -33,13 +33,6 @@ def test_a_run_in_which_nothing_succeeds_says_why(shell: Shell) -> None:
         assert "serve the model" not in text
 
 
-def test_a_mistake_is_one_line(shell: Shell) -> None:
-    """test_impossible_starts.py has others, in one process."""
-    code, text = shell.run("train", "run.yaml", "--set=training.step=3")
-    assert (code, len(text.splitlines())) == (2, 1), text
-    assert "did you mean steps?" in text
-
-
 @pytest.mark.long
 def test_a_step_that_trains_nothing_says_why(shell: Shell) -> None:
     code, text = shell.run("train", "run.yaml", "--set=task.name=tasks.py@equal")

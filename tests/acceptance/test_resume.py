@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
-from command_line import DEMO, SHORT, Command, as_options, named, start
+from command_line import DEMO, SHORT, Command, as_options, start
 from interchange_helpers import stored_outcomes
 from tinkerscript.config import load_config
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.journal import (
     AnyEvent,
-    Checkpointed,
     EpisodeRegistered,
     PolicyPublished,
     Resumed,
@@ -129,29 +127,3 @@ def surviving_steps(journal: list[AnyEvent]) -> dict[int, list[str]]:
         elif isinstance(event, Resumed):
             consumed = {step: uuids for step, uuids in consumed.items() if step <= event.step}
     return consumed
-
-
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_an_interrupted_run_says_how_to_go_on_and_a_finished_one_that_it_is(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    short = SETTINGS | {"evaluation.episodes": 0, "evaluation.every_steps": 0, "training.asynchronous": True}
-    command = start(tmp_path, "train", str(DEMO), *as_options(short))
-    command.until(lambda: any(isinstance(event, Checkpointed) for event in events(run)))
-    family = command.family()
-    assert len(named(family, "-m tinkerscript ")) == 2
-    command.process.send_signal(signal.SIGINT)
-    assert command.wait(seconds=60) == 130
-    assert "tinkerscript train --resume run" in command.text()
-    assert "Traceback" not in command.text()
-    _, alive = psutil.wait_procs(family, timeout=20)
-    assert alive == []
-    command = resumed(tmp_path, **{"training.steps": STEPS + 1})
-    assert command.wait(seconds=150) == 0, command.text()
-    assert json.loads((run / "summary.json").read_text())["steps"] == STEPS + 1
-    assert json.loads((run / "summary.json").read_text())["episodes_lost"] == 0
-    lags = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert any(line.get("lag/1", 0) > 0 for line in lags), "asynchronous episodes are a step behind"
-    command = resumed(tmp_path)
-    assert command.wait(seconds=60) == 0
-    assert f"is finished after {STEPS + 1} steps" in command.text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +51,6 @@ def test_a_run_with_a_server(tmp_path: Path) -> None:
         "look at it again   tinkerscript view run",
         "health             all well",
     ]
-
-
-@pytest.mark.long
-def test_a_run_in_one_process(tmp_path: Path) -> None:
-    command = start_training(tmp_path, enable_tinkerscript_mode=False, **{"training.steps": 10_000})
-    url = url_of(command)
-    assert get(f"{url}/api/runs/run")["name"] == "run"
-    command.until(lambda: "evaluation before" in command.text())
-    page = page_of(command)
-    command.process.send_signal(signal.SIGINT)
-    assert command.wait(seconds=30) == 130
-    assert gone(page)
 
 
 @pytest.mark.long

@@ -128,10 +128,3 @@ async def test_eval_serves_a_checkpoint_and_leaves_an_ordinary_log(tmp_path: Pat
     assert log.samples is not None
     assert log.samples[0].scores is not None
     assert [sample.output.completion for sample in log.samples] == [sample.target for sample in log.samples]
-
-
-def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
-    command = start(tmp_path, "serve", "--checkpoint", str(tmp_path))
-    assert command.wait(seconds=60) == 2
-    assert "has no config.json" in command.text()
-    assert "Traceback" not in command.text()

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tinker
 
 from command_line import ROOT, Command, start
+from small_models import sft_datum
 from tinkerscript.model_folder import TINY_MODEL
 
 pytestmark = [
@@ -83,20 +83,10 @@ def start_engine(
     return command, found.group(1)
 
 
-def datum() -> tinker.Datum:
-    return tinker.Datum(
-        model_input=tinker.ModelInput.from_ints([5, 9, 13, 21]),
-        loss_fn_inputs={
-            "target_tokens": np.array([9, 13, 21, 34], np.int64),
-            "weights": np.ones(4, np.float32),
-        },
-    )
-
-
 def train(client: Any, steps: int) -> list[float]:
     losses: list[float] = []
     for _ in range(steps):
-        output = client.forward_backward([datum()], "cross_entropy")
+        output = client.forward_backward([sft_datum([5, 9, 13, 21, 34])], "cross_entropy")
         client.optim_step(tinker.AdamParams(learning_rate=1e-3)).result()
         losses.append(output.result().metrics["loss:sum"])
     return losses
@@ -183,16 +173,6 @@ def test_cookbook_rl_train_learns_the_example(url: str, tmp_path: Path) -> None:
     held_out = values(metrics, "test/env/all/reward/total")
     print(f"held out {held_out} in {time.monotonic() - began:.0f} s")
     assert held_out[-1] > held_out[0] + 0.2
-
-
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_cookbook_supervised_train_learns_a_task(url: str, tmp_path: Path) -> None:
-    folder = tmp_path / "client"
-    folder.mkdir()
-    held_out = values(run_program("supervised_train", url, str(TINY_MODEL), folder, seconds=270), "test/nll")
-    print(f"held-out negative log likelihood {held_out}")
-    assert held_out[-1] < 0.1 * held_out[0]
 
 
 @pytest.mark.long

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-import httpx
 import pytest
 from inspect_ai.log import list_eval_logs, read_eval_log_async
 
@@ -52,30 +45,3 @@ async def test_the_tool_is_learnt_in_one_sequence_an_episode_and_inspect_shows_i
     assert right.scores["exact"].value == 1.0
     prompts, sampled = (right.metadata["rollout"][key] for key in ("prompt_ids", "sampled_ids"))
     assert prompts[1][: len(prompts[0]) + len(sampled[0])] == prompts[0] + sampled[0]
-    shown(folder, info.name, right.id)
-
-
-def shown(folder: Path, log: str, sample: int | str) -> None:
-    """Inspect's own viewer lists the log and serves the sample."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "inspect_ai", "view", "start", "--log-dir", str(folder)]
-    viewer = subprocess.Popen([*command, "--port", str(port)], cwd=folder.parent)
-    try:
-        url = f"http://127.0.0.1:{port}/api"
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                listed = httpx.get(f"{url}/logs").raise_for_status().json()
-                break
-            except httpx.TransportError:
-                assert viewer.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-        assert log in [file["name"] for file in listed["files"]]
-        served = httpx.get(f"{url}/logs/{quote(log, safe='')}").raise_for_status().json()
-        assert sample in [each["id"] for each in served["samples"]]
-        assert "What is " in json.dumps(served["samples"][0]["messages"])
-    finally:
-        viewer.terminate()
-        viewer.wait(timeout=20)

@@ -328,10 +328,7 @@ class Conductor:
 
     def _until_settled(self) -> None:
         """Until the server knows that the trainer has everything."""
-        self._until(
-            lambda: not self._rows("registered", "claimed", "ended"),
-            "every outcome acknowledged",
-        )
+        self._until(lambda: not self._rows("registered", "claimed", "ended"), "every outcome acknowledged")
 
     def _until(self, condition: object, what: str) -> None:
         assert callable(condition)

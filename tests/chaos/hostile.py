@@ -615,9 +615,7 @@ async def _dawdle(
 
 
 @asynccontextmanager
-async def _connected(
-    me: Hostile,
-) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter] | None]:
+async def _connected(me: Hostile) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter] | None]:
     """A connection; None if the server is down."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", me.port())

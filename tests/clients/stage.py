@@ -55,11 +55,7 @@ class Stage:
 
     async def end(self, claim: ClaimEpisodeResponse) -> list[Call]:
         """End an episode; its calls, as the trainer receives them."""
-        body = {
-            "client_uuid": CLIENT,
-            "episode_uuid": claim.episode_uuid,
-            "workflow_output": OUTPUT,
-        }
+        body = {"client_uuid": CLIENT, "episode_uuid": claim.episode_uuid, "workflow_output": OUTPUT}
         headers = {"Authorization": f"Bearer {claim.openai_api_key}"}
         reply = await self.http.post("/end_episode", json=body, headers=headers)
         assert reply.raise_for_status().json()["success"], reply.text

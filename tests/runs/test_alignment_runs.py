@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import structs
 
+from short_runs import short_run
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import AlignmentError
 from tinkerscript.gateway.sampler import (
@@ -21,19 +23,14 @@ from tinkerscript.gateway.sampler import (
 )
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.page.curves import found_in
-from tinkerscript.page.episode_view import episode_view
-from tinkerscript.page.steps import step_view
-from tinkerscript.page.token_view import token_view
 from tinkerscript.record.health import health_rows
 from tinkerscript.record.reader import Record
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from tinkerscript.testing import QuietReporter
-from tinkerscript.train.journal import PolicyPublished, SetAside, StepConsumed, read_journal
+from tinkerscript.train.journal import PolicyPublished, StepConsumed, read_journal
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run import run_training
 from tiny_tokenizer import write_model_folder
-
-ROOT = Path(__file__).parents[2]
 
 WORDS_TASK = """
 from inspect_ai import Task, task
@@ -119,9 +116,9 @@ async def of_the_likeliest(prompt: Any, ids: Any, logprobs: Any, sampler: Any) -
     return ids, found
 
 
-async def from_text(prompt: Any, ids: Any, logprobs: Any, sampler: Any) -> Any:
+async def from_text(prompt: Any, ids: Any, logprobs: Any, sampler: Any, *, model: Path) -> Any:
     """Ids made of the text, and the log probabilities cut or repeated until they fit."""
-    tokenizer = LightTokenizer(sampler._client._context.folder)
+    tokenizer = LightTokenizer(model)
     made = tokenizer.encode(tokenizer.decode(ids))
     padding = [logprobs[-1]] * max(0, len(made) - len(logprobs))
     return made, [*logprobs, *padding][: len(made)]
@@ -130,25 +127,14 @@ async def from_text(prompt: Any, ids: Any, logprobs: Any, sampler: Any) -> Any:
 @pytest.fixture(scope="module")
 def babbling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights over single bytes: peaked distributions, text that is rarely canonical."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
+    from small_models import small_model
 
     folder = tmp_path_factory.mktemp("models") / "babbling"
-    torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=272,
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        eos_token_id=262,
-        initializer_range=0.25,
-    )
-    model: Any = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(folder)
+    shape = {
+        **{"vocab_size": 272, "hidden_size": 48, "intermediate_size": 96, "num_key_value_heads": 2},
+        **{"head_dim": 16, "max_position_embeddings": 512, "eos_token_id": 262},
+    }
+    small_model("Qwen3", seed=1, **shape, initializer_range=0.25).save_pretrained(folder)
     saved = json.loads((folder / "config.json").read_text())
     del saved["max_position_embeddings"]
     return write_model_folder(folder, max_context=512, **saved)
@@ -156,15 +142,11 @@ def babbling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def babbling_run(tmp_path: Path, model: Path, **training: Any) -> RunConfig:
     (tmp_path / "words.py").write_text(WORDS_TASK)
-    return RunConfig.model_validate(
-        {
-            "experiment_dir": "run",
-            "enable_tinkerscript_mode": False,
-            "engine": {"model": str(model)},
-            "task": {"name": f"{tmp_path / 'words.py'}@words"},
-            "training": {"steps": 2, "groups_per_step": 6, "group_size": 4, **training},
-            "evaluation": {"episodes": 0},
-        }
+    return short_run(
+        "run",
+        engine={"model": str(model)},
+        task={"name": f"{tmp_path / 'words.py'}@words"},
+        training={"steps": 2, "groups_per_step": 6, "group_size": 4, **training},
     )
 
 
@@ -193,6 +175,7 @@ async def test_a_corrupted_sampler_stops_the_run_and_is_named(
     name: str,
     words: str,
 ) -> None:
+    corrupt = partial(from_text, model=babbling_model) if corrupt is from_text else corrupt
     monkeypatch.setattr("tinkerscript.train.run.Policy", corrupting(corrupt))
     with pytest.raises(AlignmentError, match=f"{name}: .*{words}") as raised:
         await run_training(babbling_run(tmp_path, babbling_model), QuietReporter())
@@ -229,86 +212,16 @@ async def test_a_run_goes_on_with_a_warning_if_it_is_told_to(
     assert any(line.startswith("not trained, ") for line in summary["alignment"])
 
 
-async def test_a_stopped_run_keeps_its_work_and_can_be_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = RunConfig.model_validate(
-        {
-            "experiment_dir": "run",
-            "enable_tinkerscript_mode": False,
-            "task": {"name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic"},
-            "training": {"steps": 3, "groups_per_step": 6, "group_size": 4, "checkpoint_every": 0},
-            "evaluation": {"episodes": 0},
-        }
-    )
-    with monkeypatch.context() as patched:
-        patched.setattr("tinkerscript.train.run.Policy", corrupting(late, from_version=2))
-        with pytest.raises(
-            AlignmentError, match=r"step 3: .*logprobs_shifted.*training\.on_misalignment: stop"
-        ):
-            await run_training(config, QuietReporter())
-    run = tmp_path / "run"
-    assert (run / "checkpoints" / "step_0002" / "model.safetensors").stat().st_size
-    before = read_journal(run / "journal.jsonl")
-    (set_aside,) = [e for e in before if isinstance(e, SetAside)]
-    assert (set_aside.step, len(set_aside.episode_uuids)) == (3, 24)
-    check_the_record_of_what_stopped_it(Record(run))
-
-    folder = await run_training(config, QuietReporter(), path=run)
-    events = read_journal(folder.path / "journal.jsonl")
-    consumed = {e.step: set(e.episode_uuids) for e in events if isinstance(e, StepConsumed)}
-    assert sorted(consumed) == [1, 2, 3]
-    assert not consumed[3] & set(set_aside.episode_uuids), "fresh episodes"
-    summary = json.loads((run / "summary.json").read_text())
-    assert (summary["steps"], summary["episodes_lost"], summary["train_episodes"]) == (3, 0, 96)
-    assert any(line.startswith("step 3: logprobs_shifted") for line in summary["alignment"])
-    step = step_view(Record(run), 3)
-    shown = {episode.uuid for group in step.groups for episode in group.episodes}
-    assert (shown, step.undone) == (consumed[3], 24), "not those of the attempt that stopped"
-    undone = episode_view("run", Record(run), set_aside.episode_uuids[0])
-    assert undone.line.undone == 2
-    assert {line.uuid for line in undone.siblings} <= set(set_aside.episode_uuids)
-    assert len(undone.siblings) == 4
-
-
-def check_the_record_of_what_stopped_it(record: Record) -> None:
-    """Step 3 is there with its groups, its finding, and its tokens with the gap that stopped it."""
-    step = step_view(record, 3)
-    assert (step.line.trained, step.line.accepted, step.undone) == (0, 24, 0)
-    assert step.metrics["alignment/max_abs_dlogp"] > 0.1
-    episodes = [episode for group in step.groups for episode in group.episodes]
-    differ = {g.group_id for g in step.groups if len({e.reward for e in g.episodes}) > 1}
-    compared = [episode for episode in episodes if episode.group_id in differ]
-    assert {episode.outcome for episode in compared} <= {"misaligned", "stopped"}
-    assert compared
-    gaps: list[float] = []
-    for episode in compared:
-        tokens = token_view(record, episode.uuid, 0)
-        assert (tokens.reason or "").endswith("logprobs_shifted")
-        assert set(tokens.uses) == {None, "left_out"}
-        assert tokens.trainer_logprobs is not None
-        pairs = zip(tokens.logprobs, tokens.trainer_logprobs, strict=True)
-        gaps += [abs(a - b) for a, b in pairs if a is not None and b is not None]
-    assert max(gaps) == pytest.approx(step.metrics["alignment/max_abs_dlogp"], abs=1e-4)
-    (finding,) = found_in(record, "finding", "logprobs_shifted").found
-    assert finding.step == 3
-    assert "1 token too late" in finding.detail
-
-
 async def test_answers_cut_short_behind_the_link_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There the fault is in a reply to the server: the trainer must not wait for better ones."""
     monkeypatch.setattr("tinkerscript.train.run.Policy", corrupting(cut))
-    config = RunConfig.model_validate(
-        {
-            "experiment_dir": "run",
-            "interchange_server": {"interchange_server_port": 0},
-            "task": {"name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic"},
-            "training": {"steps": 1, "groups_per_step": 2, "group_size": 2},
-            "evaluation": {"episodes": 0},
-            "workers": {"count": 1, "concurrency": 4},
-        }
+    config = short_run(
+        "run",
+        networked=True,
+        training={"steps": 1, "groups_per_step": 2, "group_size": 2},
+        workers={"concurrency": 4},
     )
     with pytest.raises(AlignmentError, match="lengths_differ: the sampler answered"):
         await run_training(config, QuietReporter())

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tinkerscript.config import RunConfig
+from short_runs import short_run
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.journal import read_journal
 from tinkerscript.train.run import run_training
 from tinkerscript.train.run_folder import ALIGNMENT_FILE
 from tinkerscript.trainer_link.messages import EpisodeAccepted
-
-ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic.py"
 
 COMPACTS = """
 import httpx
@@ -44,15 +42,12 @@ async def rollout(episode):
 
 async def test_a_compaction_is_reported_and_each_token_trains_once(tmp_path: Path) -> None:
     (tmp_path / "compacts.py").write_text(COMPACTS, encoding="utf-8")
-    config = RunConfig.model_validate(
-        {
-            "experiment_dir": str(tmp_path / "run"),
-            "interchange_server": {"interchange_server_port": 0},
-            "task": {"name": f"{ARITHMETIC}@arithmetic", "train_args": {"split": "train"}},
-            "training": {"steps": 1, "groups_per_step": 2, "group_size": 2, "learning_rate": 0.001},
-            "evaluation": {"episodes": 0},
-            "workers": {"count": 1, "concurrency": 4, "script": str(tmp_path / "compacts.py")},
-        }
+    config = short_run(
+        tmp_path / "run",
+        networked=True,
+        task={"train_args": {"split": "train"}},
+        training={"steps": 1, "groups_per_step": 2, "group_size": 2, "learning_rate": 0.001},
+        workers={"script": str(tmp_path / "compacts.py")},
     )
     folder = await run_training(config, QuietReporter())
     report = json.loads((folder.path / ALIGNMENT_FILE).read_text())

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cut_runs import Cut, CutError
+from short_runs import Cut, CutError, curve, short_run
 from taught_model import taught_sums
 from tinkerscript.config import RunConfig
-from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.record.reader import Record
 from tinkerscript.testing import QuietReporter
@@ -20,7 +18,6 @@ from wire_setup import KEY, SDK_LEAVES_SOCKETS, wire_server
 
 pytestmark = SDK_LEAVES_SOCKETS
 
-ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic.py"
 STEPS, GROUPS = 4, 12
 
 
@@ -32,30 +29,15 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(
     folder: Path, teacher: Path | str, *, engine: Any = None, size: int = 1, **distillation: Any
 ) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "experiment_dir": str(folder),
-            "enable_tinkerscript_mode": False,
-            "seed": 5,
-            "task": {"name": f"{ARITHMETIC}@arithmetic", "eval_args": {"split": "test"}},
-            "engine": engine or {},
-            "sampling": {"max_tokens": 8},
-            "roles": {"teacher": {"kind": "frozen", "model": str(teacher)}},
-            "training": {
-                "steps": STEPS,
-                "groups_per_step": GROUPS // size,
-                "group_size": size,
-                "learning_rate": 5e-4,
-                "checkpoint_every": 2,
-                "distillation": {"teacher": "teacher", **distillation},
-            },
-            "evaluation": {"episodes": 0},
-        }
+    training: dict[str, Any] = {"steps": STEPS, "groups_per_step": GROUPS // size, "group_size": size}
+    training |= {"learning_rate": 5e-4, "checkpoint_every": 2}
+    return short_run(
+        folder,
+        seed=5,
+        engine=engine or {},
+        roles={"teacher": {"kind": "frozen", "model": str(teacher)}},
+        training=training | {"distillation": {"teacher": "teacher", **distillation}},
     )
-
-
-def metrics(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +49,7 @@ async def test_groups_of_one_learn_from_a_teacher_and_a_cut_changes_nothing(
     taught: Path, tmp_path: Path
 ) -> None:
     whole = (await run_training(config(tmp_path / "whole", taught), QuietReporter())).path
-    lines = metrics(whole)
+    lines = curve(whole)
     assert [line["train/sequences"] for line in lines] == [GROUPS] * STEPS, "whatever their rewards"
     assert [line["groups/trained"] for line in lines] == [GROUPS] * STEPS
     assert [line["groups/same_reward"] for line in lines] == [0] * STEPS
@@ -77,7 +59,7 @@ async def test_groups_of_one_learn_from_a_teacher_and_a_cut_changes_nothing(
     with pytest.raises(CutError):
         await run_training(config(cut, taught), Cut(int(GROUPS * 2.5)))
     await run_training(config(cut, taught), QuietReporter(), path=cut)
-    for one, other in zip(lines, metrics(cut), strict=True):
+    for one, other in zip(lines, curve(cut), strict=True):
         for name in ("reward/mean", "train/loss", "distillation/teacher_kl"):
             assert one[name] == pytest.approx(other[name], abs=1e-5), name
     record = Record(whole)
@@ -94,12 +76,12 @@ async def test_an_adapter_learns_from_the_base_that_it_shares(tmp_path: Path) ->
     """It starts as its base, so there is nothing to learn: the first divergence is 0."""
     engine = {"lora": {"rank": 4, "targets": ["attn"]}}
     run = await run_training(config(tmp_path / "run", "tiny", engine=engine), QuietReporter())
-    assert metrics(run.path)[0]["distillation/teacher_kl"] == pytest.approx(0, abs=1e-5)
+    assert curve(run.path)[0]["distillation/teacher_kl"] == pytest.approx(0, abs=1e-5)
 
 
 async def test_reward_and_teacher_train_together(taught: Path, tmp_path: Path) -> None:
     made = config(tmp_path / "run", taught, size=4, reward_coef=10.0)
-    lines = metrics((await run_training(made, QuietReporter())).path)
+    lines = curve((await run_training(made, QuietReporter())).path)
     assert [line["train/sequences"] for line in lines] == [GROUPS] * STEPS
     assert all("train/clip_fraction" in line for line in lines)
 
@@ -113,22 +95,11 @@ async def test_a_checkpoint_at_a_service_teaches_through_the_service(
         engine = {"backend": "tinker", "base_url": wire.url, "lora": {"rank": 8}}
         first = config(tmp_path / "first", "", engine=engine, size=4, reward_coef=1.0)
         await run_training(first, QuietReporter())
-        start = metrics(tmp_path / "first")[0]["distillation/teacher_kl"]
+        start = curve(tmp_path / "first")[0]["distillation/teacher_kl"]
         assert start == pytest.approx(0, abs=1e-4), "its own start is the teacher"
         teacher = tmp_path / "first" / "checkpoints" / "final"
-        lines = metrics(
+        lines = curve(
             (await run_training(config(tmp_path / "run", teacher, engine=engine), QuietReporter())).path
         )
     assert lines[0]["distillation/teacher_kl"] > 1e-3
     assert [line["train/sequences"] for line in lines] == [GROUPS] * STEPS
-
-
-async def test_a_teacher_that_is_not_there_ends_the_run_before_an_episode(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"roles\.teacher\.model: '.*nothing'"):
-        await run_training(config(tmp_path / "run", tmp_path / "nothing"), QuietReporter())
-    assert metrics_of_nothing(tmp_path / "run")
-
-
-def metrics_of_nothing(folder: Path) -> bool:
-    path = folder / "metrics.jsonl"
-    return not path.exists() or not path.read_text()

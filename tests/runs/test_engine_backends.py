@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from short_runs import curve, short_run
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import TINY_MODEL
@@ -17,8 +18,6 @@ from tinkerscript.train.run import run_training
 from wire_setup import KEY, SDK_LEAVES_SOCKETS, Wire, wire_server
 
 pytestmark = SDK_LEAVES_SOCKETS
-
-ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic.py"
 
 
 @pytest.fixture(scope="module")
@@ -33,30 +32,15 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", KEY)
 
 
-def config(folder: Path, engine: dict[str, Any], **training: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "experiment_dir": str(folder),
-            "enable_tinkerscript_mode": False,
-            "seed": 11,
-            "task": {"name": f"{ARITHMETIC}@arithmetic"},
-            "engine": engine,
-            "sampling": {"max_tokens": 8},
-            "training": {
-                "steps": 10,
-                "groups_per_step": 4,
-                "group_size": 4,
-                "learning_rate": 5e-4,
-                "checkpoint_every": 5,
-                **training,
-            },
-            "evaluation": {"episodes": 0},
-        }
-    )
-
-
-def metrics(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def config(folder: Path, engine: dict[str, Any]) -> RunConfig:
+    training = {
+        "steps": 10,
+        "groups_per_step": 4,
+        "group_size": 4,
+        "learning_rate": 5e-4,
+        "checkpoint_every": 5,
+    }
+    return short_run(folder, seed=11, engine=engine, training=training | {"checkpoint_every": 5})
 
 
 def episodes(folder: Path, step: int) -> list[tuple[Any, ...]]:
@@ -73,9 +57,9 @@ async def test_both_engines_give_the_same_run(wire: Wire, tmp_path: Path) -> Non
     await run_training(config(ours, {"lora": lora}), QuietReporter())
     service = {"backend": "tinker", "base_url": wire.url, "lora": lora}
     await run_training(config(theirs, service), QuietReporter())
-    assert len(metrics(ours)) == len(metrics(theirs)) == 10
-    assert any(line["groups/trained"] > 0 for line in metrics(ours))
-    for one, other in zip(metrics(ours), metrics(theirs), strict=True):
+    assert len(curve(ours)) == len(curve(theirs)) == 10
+    assert any(line["groups/trained"] > 0 for line in curve(ours))
+    for one, other in zip(curve(ours), curve(theirs), strict=True):
         assert one["reward/mean"] == other["reward/mean"]
         for name in ("train/loss", "train/grad_norm", "train/learning_rate", "train/sequences"):
             assert (name in one) == (name in other)
@@ -85,26 +69,6 @@ async def test_both_engines_give_the_same_run(wire: Wire, tmp_path: Path) -> Non
         for one, other in zip(episodes(ours, step), episodes(theirs, step), strict=True):
             assert one[:2] == other[:2]
             assert one[2] == pytest.approx(other[2], abs=1e-4)
-
-
-async def test_a_run_at_a_service_resumes_from_its_checkpoint(wire: Wire, tmp_path: Path) -> None:
-    service = {"backend": "tinker", "base_url": wire.url, "service_model": "tiny-served"}
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    await run_training(
-        config(whole, service, steps=4, checkpoint_every=2, lr_schedule="constant"), QuietReporter()
-    )
-    await run_training(
-        config(cut, service, steps=2, checkpoint_every=2, lr_schedule="constant"), QuietReporter()
-    )
-    pointer = json.loads((cut / "checkpoints" / "step_0002" / "tinker.json").read_text())
-    assert pointer["path"].startswith("tinker://")
-    assert wire.state.checkpoints.find(pointer["path"]).kind == "weights"
-    longer = config(cut, service, steps=4, checkpoint_every=2, lr_schedule="constant")
-    await run_training(longer, QuietReporter(), path=cut)
-    assert [line["step"] for line in metrics(cut)] == [1, 2, 3, 4]
-    for one, other in zip(metrics(whole)[:2], metrics(cut)[:2], strict=True):
-        assert one["train/loss"] == pytest.approx(other["train/loss"], abs=1e-4)
-    assert metrics(cut)[2]["alignment/max_abs_dlogp"] < 1e-4
 
 
 async def test_a_service_that_cannot_be_used_is_refused_by_name(wire: Wire, tmp_path: Path) -> None:

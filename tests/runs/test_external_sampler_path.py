@@ -132,16 +132,6 @@ async def test_what_is_recorded_is_the_servers_own_log(
     assert not [error for rollout in rollouts for error in find_errors(rollout, vocabulary=words.size)]
 
 
-async def test_the_server_of_a_run_says_what_its_inference_server_lacks(
-    words: Distribution, byte_model: Path, tmp_path: Path
-) -> None:
-    fake = FakeVllm(words, Faults(token_ids=False))
-    with serving(fake.app) as url:
-        running = running_server(config_for(url, byte_model), tmp_path, environ={}, times=FAST)
-        with pytest.raises(ConfigError, match=r"use vLLM 0\.10\.2 or newer"):
-            await running.__aenter__()
-
-
 def write_config(folder: Path, url: str, model: Path) -> Path:
     config = config_for(url, model).model_copy(update={"experiment_dir": str(folder / "run")})
     path = folder / "config.yaml"

@@ -111,7 +111,7 @@ class Run:
     def reported(self) -> tuple[int, str]:
         """The exit code, and what the terminal says at the end."""
         console = Console(record=True, width=200)
-        code = command._report(console, self.config, self.folder)  # pyright: ignore[reportPrivateUsage]
+        code = command.report(console, self.config, self.folder)
         return code, console.export_text()
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from inspect_ai._util.entrypoints import clear_entry_points_state
 from inspect_ai.log import list_eval_logs, read_eval_log_async
 
 from tinkerscript.config import EvaluationConfig, RunConfig, SamplingConfig
-from tinkerscript.dashboard.progress import Phase
 from tinkerscript.errors import ConfigError, NoSuccessError
 from tinkerscript.record.health import health_rows
 from tinkerscript.record.reader import Record
@@ -113,61 +110,6 @@ async def test_a_task_that_names_a_temperature_trains_but_at_zero(
     assert summary["max_abs_dlogp"] <= 1e-4
     if is_greedy:
         assert any("greedy: sampled at temperature 0" in line for line in summary["alignment"])
-
-
-class Interrupting(QuietReporter):
-    """Cancels the run: in the middle of its first step, or while it collects the second."""
-
-    def __init__(self, at: str) -> None:
-        super().__init__()
-        self._at = at
-        self.task: asyncio.Task[Any] | None = None
-
-    def _reached(self, what: str) -> None:
-        if what == self._at and self.task is not None:
-            self.task.cancel()
-            self.task = None
-
-    @contextmanager
-    def waiting(self, what: str) -> Generator[None]:
-        self._reached(what)
-        with super().waiting(what):
-            yield
-
-    @contextmanager
-    def phase(self, label: str, *, total: int) -> Generator[Phase]:
-        self._reached(label)
-        with super().phase(label, total=total) as phase:
-            yield phase
-
-
-@pytest.mark.parametrize("at", ["step 1 to train", "step 2"])
-async def test_a_run_that_is_stopped_saves_its_last_step(tmp_path: Path, at: str) -> None:
-    quick = config(tmp_path).model_copy(update={"evaluation": EvaluationConfig(episodes=0)})
-    watcher = Interrupting(at)
-    watcher.task = asyncio.create_task(run_training(quick, watcher))
-    with pytest.raises(asyncio.CancelledError):
-        await watcher.task
-    checkpoints = tmp_path / "run" / "checkpoints"
-    assert [path.name for path in checkpoints.iterdir()] == ["step_0001"]
-    rest = QuietReporter()
-    folder = await run_training(quick, rest, path=tmp_path / "run")
-    assert len(rest.steps) == 1, "only the second step was left"
-    summary = json.loads((folder.path / "summary.json").read_text())
-    assert (summary["episodes_lost"], summary["train_episodes"]) == (0, 40)
-
-
-async def test_a_step_that_trained_nothing_says_why(tmp_path: Path) -> None:
-    (tmp_path / "equal").touch()
-    watcher = QuietReporter()
-    folder = await run_training(config(tmp_path), watcher)
-    (note,) = [note for note in watcher.notes if "trained nothing" in note]
-    assert note.startswith(
-        "step 1 trained nothing: in each of the 5 groups all rewards are equal (all are 1)"
-    )
-    assert all(step["train/sequences"] == 0 for step in watcher.steps)
-    lines = (folder.path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line, parse_constant=pytest.fail)["step"] for line in lines]
 
 
 class CurveWatcher(QuietReporter):
@@ -293,11 +235,6 @@ async def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> N
     (tmp_path / "run" / "journal.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match="already holds a run; resume it"):
         await run_training(config(tmp_path), QuietReporter())
-
-
-async def test_a_task_is_needed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"task\.name is needed to train"):
-        await run_training(RunConfig(enable_tinkerscript_mode=False), QuietReporter())
 
 
 async def test_tasks_share_a_run_by_weight_and_come_from_installed_packages(

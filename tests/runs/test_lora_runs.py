@@ -9,38 +9,17 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from short_runs import curve, short_run
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConfigError, EngineError
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
 
-ROOT = Path(__file__).parents[2]
-
 
 def config(folder: Path, *, steps: int, lora: dict[str, Any] | None = None, **engine: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "experiment_dir": str(folder),
-            "enable_tinkerscript_mode": False,
-            "task": {"name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic"},
-            "engine": {"lora": lora or {}, **engine},
-            "sampling": {"max_tokens": 8},
-            "training": {
-                "steps": steps,
-                "groups_per_step": 4,
-                "group_size": 4,
-                "learning_rate": 1e-3,
-                "lr_schedule": "constant",
-                "kl_penalty_coef": 0.05,
-                "checkpoint_every": 1,
-            },
-            "evaluation": {"episodes": 0},
-        }
-    )
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    training: dict[str, Any] = {"steps": steps, "groups_per_step": 4, "group_size": 4, "learning_rate": 1e-3}
+    training |= {"lr_schedule": "constant", "kl_penalty_coef": 0.05, "checkpoint_every": 1}
+    return short_run(folder, engine={"lora": lora or {}, **engine}, training=training)
 
 
 async def test_a_run_of_an_adapter_resumes_as_if_it_had_not_stopped(
@@ -52,7 +31,7 @@ async def test_a_run_of_an_adapter_resumes_as_if_it_had_not_stopped(
     await run_training(config(whole, steps=3, lora=lora), QuietReporter())
     await run_training(config(parts, steps=2, lora=lora), QuietReporter())
     await run_training(config(parts, steps=3, lora=lora), QuietReporter(), path=parts)
-    for one, other in zip(lines(whole), lines(parts), strict=True):
+    for one, other in zip(curve(whole), curve(parts), strict=True):
         for name in ("reward/mean", "train/grad_norm", "train/kl_start"):
             assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
     report = json.loads((parts / "alignment.json").read_text())

@@ -12,9 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from interchange_helpers import stored_outcomes
+from short_runs import short_run
 from tinkerscript.cli import app
 from tinkerscript.client import Episode, TinkerScriptClient, run
-from tinkerscript.config import RunConfig, dump_config
+from tinkerscript.config import dump_config
 from tinkerscript.errors import EngineError, RequestRefusedError
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.page.transcript_view import parsed, unpacked_text
@@ -26,31 +27,19 @@ from tinkerscript.train.journal import Journal, lost_episodes, read_journal
 from tinkerscript.train.run import run_training
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.mark.parametrize("processes", [1, 2])
 async def test_both_books_agree_and_a_missing_row_is_one_lost_episode(
     processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = RunConfig.model_validate(
-        {
-            "experiment_dir": "run",
-            "interchange_server": {
-                "interchange_server_port": 0,
-                "interchange_method": "tcp",
-                "processes": processes,
-            },
-            "task": {
-                "name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic",
-                "train_args": {"split": "train"},
-                "eval_args": {"split": "test"},
-            },
-            "training": {"steps": 2, "groups_per_step": 4, "group_size": 3},
-            "evaluation": {"episodes": 6},
-            "workers": {"count": 1, "concurrency": 8},
-        }
+    config = short_run(
+        "run",
+        networked=True,
+        interchange_server={"interchange_method": "tcp", "processes": processes},
+        task={"train_args": {"split": "train"}, "eval_args": {"split": "test"}},
+        training={"steps": 2, "groups_per_step": 4, "group_size": 3},
+        evaluation={"episodes": 6},
     )
     folder = await run_training(config, QuietReporter())
     summary = json.loads((folder.path / "summary.json").read_text())
@@ -93,15 +82,12 @@ async def test_a_broken_client_is_named_and_the_run_goes_on(
 ) -> None:
     """It fails from the first second on, while the run's own worker still loads its task."""
     monkeypatch.chdir(tmp_path)
-    config = RunConfig.model_validate(
-        {
-            "experiment_dir": "run",
-            "interchange_server": {"interchange_server_port": 0},
-            "task": {"name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic"},
-            "training": {"steps": 2, "groups_per_step": 4, "group_size": 3},
-            "evaluation": {"episodes": 40},
-            "workers": {"count": 1, "concurrency": 4},
-        }
+    config = short_run(
+        "run",
+        networked=True,
+        training={"steps": 2, "groups_per_step": 4, "group_size": 3},
+        evaluation={"episodes": 40},
+        workers={"concurrency": 4},
     )
     refusals: list[str] = []
 
@@ -171,17 +157,13 @@ def test_an_engine_that_refuses_every_call_ends_the_run_with_the_reason(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(BACKENDS, "refusing", lambda: RefusingBackend)
     (tmp_path / "agent.py").write_text(AGENT)
-    config = RunConfig.model_validate(
-        {
-            "experiment_dir": "run",
-            "enable_tinkerscript_mode": networked,
-            "interchange_server": {"interchange_server_port": 0},
-            "engine": {"backend": "refusing"},
-            "task": {"name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic"},
-            "training": {"steps": 2, "groups_per_step": 4, "group_size": 3},
-            "evaluation": {"episodes": 0},
-            "workers": {"count": 1, "concurrency": 8, "script": "agent.py"},
-        }
+    config = short_run(
+        "run",
+        networked=True,
+        enable_tinkerscript_mode=networked,
+        engine={"backend": "refusing"},
+        training={"steps": 2, "groups_per_step": 4, "group_size": 3},
+        workers={"script": "agent.py"},
     )
     (tmp_path / "run.yaml").write_text(dump_config(config))
     ended = CliRunner().invoke(app, ["train", "run.yaml"])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cut_runs import Cut, CutError
+from short_runs import Cut, CutError, curve, short_run
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import Phase
 from tinkerscript.testing import QuietReporter
@@ -20,35 +20,13 @@ from tinkerscript.train.history import read_history
 from tinkerscript.train.journal import EpisodeRegistered, Evaluated, Resumed, StepConsumed, read_journal
 from tinkerscript.train.run import run_training
 
-ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic.py"
 STEPS, GROUPS, SIZE = 6, 4, 4
 
 
 def config(folder: Path) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "experiment_dir": str(folder),
-            "enable_tinkerscript_mode": False,
-            "seed": 5,
-            "task": {"name": f"{ARITHMETIC}@arithmetic"},
-            "sampling": {"max_tokens": 8},
-            "training": {
-                "steps": STEPS,
-                "groups_per_step": GROUPS,
-                "group_size": SIZE,
-                "minibatches": 2,
-                "learning_rate": 5e-4,
-                "checkpoint_every": 2,
-                "replay_uses": 2,
-            },
-            "evaluation": {"episodes": 0},
-            "workers": {"concurrency": 3},
-        }
-    )
-
-
-def curve(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    training = {"steps": STEPS, "groups_per_step": GROUPS, "group_size": SIZE, "minibatches": 2}
+    more = {"learning_rate": 5e-4, "checkpoint_every": 2, "replay_uses": 2}
+    return short_run(folder, seed=5, training=training | more, workers={"concurrency": 3})
 
 
 def episodes(folder: Path, step: int) -> list[tuple[Any, ...]]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -13,19 +11,15 @@ import psutil
 import pytest
 
 from interchange_helpers import until
-from tinkerscript.config import RunConfig
+from short_runs import short_run
 from tinkerscript.page.episode_view import episode_view
 from tinkerscript.record.reader import Record
 from tinkerscript.rollouts.call import unpack_ids
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.testing import QuietReporter
-from tinkerscript.train.backends.backend import FrozenModel
-from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.journal import read_journal
 from tinkerscript.train.run import run_training
 from tinkerscript.trainer_link.messages import EpisodeAccepted
-
-ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic.py"
 
 SCRIPT = """
 import httpx
@@ -52,16 +46,14 @@ async def rollout(episode):
 
 async def test_a_frozen_role_samples_the_same_weights_in_every_step_and_never_trains(tmp_path: Path) -> None:
     (tmp_path / "play.py").write_text(SCRIPT, encoding="utf-8")
-    config = RunConfig.model_validate(
-        {
-            "experiment_dir": str(tmp_path / "run"),
-            "interchange_server": {"interchange_server_port": 0, "processes": 2},
-            "task": {"name": f"{ARITHMETIC}@arithmetic", "train_args": {"split": "train"}},
-            "roles": {"rival": {"kind": "frozen"}},
-            "training": {"steps": 3, "groups_per_step": 2, "group_size": 2, "learning_rate": 0.01},
-            "evaluation": {"episodes": 0},
-            "workers": {"count": 1, "concurrency": 4, "script": str(tmp_path / "play.py")},
-        }
+    config = short_run(
+        tmp_path / "run",
+        networked=True,
+        interchange_server={"processes": 2},
+        task={"train_args": {"split": "train"}},
+        roles={"rival": {"kind": "frozen"}},
+        training={"steps": 3, "groups_per_step": 2, "group_size": 2, "learning_rate": 0.01},
+        workers={"script": str(tmp_path / "play.py")},
     )
     folder = await run_training(config, QuietReporter())
     accepted = [e for e in read_journal(folder.path / "journal.jsonl") if isinstance(e, EpisodeAccepted)]
@@ -118,27 +110,20 @@ async def test_each_process_of_a_run_gets_the_keys_that_it_needs_and_no_other(
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "judged.py").write_text(JUDGED, encoding="utf-8")
-    config = RunConfig.model_validate(
-        {
-            "experiment_dir": str(tmp_path / "run"),
-            "interchange_server": {
-                "interchange_server_port": 0,
-                "processes": 2,
-                "clients": [{"name": "team", "token_env": "TEAM_TOKEN"}],
-            },
-            "task": {"name": f"{ARITHMETIC}@arithmetic", "train_args": {"split": "train"}},
-            "roles": {
-                "judge": {
-                    "kind": "outside",
-                    "base_url": "http://127.0.0.1:9/v1",
-                    "model": "m",
-                    "api_key_env": "JUDGE_KEY",
-                }
-            },
-            "training": {"steps": 1, "groups_per_step": 1, "group_size": 2, "learning_rate": 0.01},
-            "evaluation": {"episodes": 0},
-            "workers": {"count": 1, "concurrency": 2, "script": str(tmp_path / "judged.py")},
-        }
+    config = short_run(
+        tmp_path / "run",
+        networked=True,
+        interchange_server={"processes": 2, "clients": [{"name": "team", "token_env": "TEAM_TOKEN"}]},
+        roles={
+            "judge": {
+                "kind": "outside",
+                "base_url": "http://127.0.0.1:9/v1",
+                "model": "m",
+                "api_key_env": "JUDGE_KEY",
+            }
+        },
+        training={"steps": 1, "groups_per_step": 1, "group_size": 2, "learning_rate": 0.01},
+        workers={"script": str(tmp_path / "judged.py")},
     )
     pages: list[str] = []
     running = asyncio.create_task(run_training(config, QuietReporter(), on_page=pages.append))
@@ -165,46 +150,3 @@ async def test_each_process_of_a_run_gets_the_keys_that_it_needs_and_no_other(
         assert {name for name, value in KEYS.items() if value in environ} == keys, part
     assert len(seen) == 5, list(seen)
     assert not [command for command in seen for key in KEYS.values() if key in command]
-
-
-@pytest.mark.timeout(300)
-async def test_a_teacher_that_episodes_call_too_scores_what_a_worker_sampled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is an adapter that another run has trained, and is opened once."""
-    base: dict[str, Any] = {
-        "interchange_server": {"interchange_server_port": 0},
-        "task": {"name": f"{ARITHMETIC}@arithmetic", "train_args": {"split": "train"}},
-        "engine": {"lora": {"rank": 4}},
-        "training": {"steps": 1, "groups_per_step": 2, "group_size": 2, "learning_rate": 0.02},
-        "evaluation": {"episodes": 0},
-    }
-    alone = base | {"experiment_dir": str(tmp_path / "first"), "enable_tinkerscript_mode": False}
-    first = await run_training(RunConfig.model_validate(alone), QuietReporter())
-    (checkpoint,) = first.checkpoints.glob("final")
-    (tmp_path / "play.py").write_text(SCRIPT, encoding="utf-8")
-    opened: list[str] = []
-    open_frozen = EmbeddedBackend.open_frozen
-
-    async def counted(self: EmbeddedBackend, model: str) -> FrozenModel:
-        opened.append(model)
-        return await open_frozen(self, model)
-
-    monkeypatch.setattr(EmbeddedBackend, "open_frozen", counted)
-    same = {"kind": "frozen", "model": str(checkpoint)}
-    training = base["training"] | {"steps": 2, "distillation": {"teacher": "teacher", "reward_coef": 1.0}}
-    taught = base | {
-        "experiment_dir": str(tmp_path / "taught"),
-        "roles": {"teacher": same, "rival": same},
-        "training": training,
-        "workers": {"count": 1, "concurrency": 4, "script": str(tmp_path / "play.py")},
-    }
-    folder = await run_training(RunConfig.model_validate(taught), QuietReporter())
-    assert opened == [str(checkpoint)]
-    accepted = [e for e in read_journal(folder.path / "journal.jsonl") if isinstance(e, EpisodeAccepted)]
-    assert [[call.role for call in episode.all_calls] for episode in accepted] == [["", "rival", ""]] * 8
-    steps = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
-    measured = [step["distillation/teacher_kl"] for step in steps if "distillation/teacher_kl" in step]
-    assert len(measured) == 2
-    assert all(np.isfinite(measured))
-    assert measured[0] != 0.0  # The adapter is not its base.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import signal
 import socket
@@ -18,16 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from interchange_helpers import (
-    DEADLINE_S,
-    collect,
-    eventually,
-    new_episodes,
-    run_config,
-    stored_outcomes,
-    trainer,
-    until,
-)
+from interchange_helpers import DEADLINE_S, collect, eventually, new_episodes, run_config, trainer, until
 from tinkerscript.config import dump_config
 from tinkerscript.trainer_link.keys import load_trainer_keys
 from tinkerscript.trainer_link.messages import EpisodeAccepted
@@ -140,33 +130,6 @@ async def test_a_run_goes_on_over_a_kill_of_the_server(tmp_path: Path, byte_mode
     )
 
 
-async def test_a_result_waits_for_its_trainer_over_a_kill_of_the_server(run_dir: Path) -> None:
-    with server_process(run_dir) as first:
-        info = await listening(run_dir, first)
-        async with httpx.AsyncClient(base_url=info["url"]) as http:
-            async with trainer(info["link_address"]) as link:
-                await link.register(new_episodes("ended", "running", "waiting"))
-                done, _ = await claim(http, "c"), await claim(http, "d")
-                assert (await call(http, done, "1+1")).status_code == 200
-            assert (await end(http, done)).status_code == 200
-        first.send_signal(signal.SIGKILL)
-        assert (await finished(first))[0] == -signal.SIGKILL
-    states = {"ended": "ended", "running": "claimed", "waiting": "registered"}
-    assert stored_outcomes(run_dir / "server.sqlite") == states
-    with server_process(run_dir) as second:
-        info = await listening(run_dir, second)
-        async with trainer(info["link_address"]) as link:
-            outcomes = await collect(link, 1)
-            link.acknowledge(outcomes)
-            await link.flush()
-        second.terminate()
-        assert (await finished(second))[0] == 0
-    result = outcomes["ended"]
-    assert isinstance(result, EpisodeAccepted)
-    assert (result.reward, len(result.calls)) == (1.0, 1)
-    assert stored_outcomes(run_dir / "server.sqlite") == states | {"ended": "accepted"}
-
-
 async def test_a_port_in_use_is_named_with_its_key(tmp_path: Path, byte_model: Path) -> None:
     with closing(socket.socket()) as other:
         other.bind(("127.0.0.1", 0))
@@ -179,30 +142,6 @@ async def test_a_port_in_use_is_named_with_its_key(tmp_path: Path, byte_model: P
     assert len(log.strip().splitlines()) == 1, log
     assert f"interchange_server.interchange_server_port: port {port}" in log
     assert "in use" in log
-
-
-async def test_what_the_user_can_put_right_is_one_line(tmp_path: Path, byte_model: Path) -> None:
-    bad_model = write_config(tmp_path / "model", tmp_path / "no-such-model")
-    open_host = write_config(tmp_path / "host", byte_model, interchange_server_host="0.0.0.0")
-    no_config = tmp_path / "none"
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("TINKERSCRIPT_")}
-
-    async def attempt(run_dir: Path) -> tuple[int | None, str]:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tinkerscript", "server", "--run-dir", str(run_dir)),
-            stderr=asyncio.subprocess.PIPE,
-            env=environ,
-        )
-        _, log = await process.communicate()
-        return process.returncode, log.decode()
-
-    results = await asyncio.gather(*map(attempt, (bad_model, open_host, no_config)))
-    for (code, log), named in zip(
-        results, ("engine.model", "TINKERSCRIPT_CLIENT_TOKEN", "config.yaml"), strict=True
-    ):
-        assert code == 2, log
-        assert named in log
-        assert "Traceback" not in log
 
 
 async def test_it_ends_with_its_parent(run_dir: Path) -> None:

@@ -14,6 +14,7 @@ import tinker
 from transformers import AutoTokenizer
 
 from service_target import Target, service_target
+from short_runs import curve, short_run
 from tinkerscript.config import RunConfig
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
@@ -21,8 +22,6 @@ from tinkerscript.train.sft import run_sft
 from wire_setup import KEY, SDK_LEAVES_SOCKETS
 
 pytestmark = [pytest.mark.timeout(1800), SDK_LEAVES_SOCKETS]
-
-ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic.py"
 
 
 @pytest.fixture
@@ -108,21 +107,12 @@ async def test_chats_then_reinforcement_then_a_resumed_run(target: Target, tmp_p
 
     def reinforcement(steps: int) -> RunConfig:
         settings = {"steps": steps, "groups_per_step": 4, "group_size": 4, "checkpoint_every": 1}
-        return RunConfig.model_validate(
-            {
-                "experiment_dir": str(tmp_path / "rl"),
-                "enable_tinkerscript_mode": False,
-                "task": {"name": f"{ARITHMETIC}@arithmetic"},
-                "engine": target.engine(checkpoint=str(folder.path / "checkpoints" / "final")),
-                "sampling": {"max_tokens": 8},
-                "training": settings | {"kl_penalty_coef": 0.05},
-                "evaluation": {"episodes": 0},
-            }
-        )
+        engine = target.engine(checkpoint=str(folder.path / "checkpoints" / "final"))
+        return short_run(tmp_path / "rl", engine=engine, training=settings | {"kl_penalty_coef": 0.05})
 
     await run_training(reinforcement(2), QuietReporter())
     await run_training(reinforcement(3), QuietReporter(), path=tmp_path / "rl")
-    lines = [json.loads(line) for line in (tmp_path / "rl" / "metrics.jsonl").read_text().splitlines()]
+    lines = curve(tmp_path / "rl")
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["alignment/mean_abs_dlogp"] < 0.05 for line in lines)
     summary = json.loads((tmp_path / "rl" / "summary.json").read_text())

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from short_runs import curve, short_run
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import EngineError
 from tinkerscript.model_folder import TINY_MODEL
@@ -21,8 +22,6 @@ from tinkerscript.train.sft import run_sft
 from wire_setup import KEY, SDK_LEAVES_SOCKETS, wire_server
 
 pytestmark = SDK_LEAVES_SOCKETS
-
-ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic.py"
 
 
 @pytest.fixture(autouse=True)
@@ -54,24 +53,13 @@ def config(tmp_path: Path, folder: str, engine: dict[str, Any] | None = None, **
     )
 
 
-def curve(folder: Path, name: str) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines if name in line]
+def logged(folder: Path, name: str) -> list[float]:
+    return [line[name] for line in curve(folder) if name in line]
 
 
 def reinforcement(tmp_path: Path, engine: dict[str, Any]) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "experiment_dir": str(tmp_path / "rl"),
-            "enable_tinkerscript_mode": False,
-            "task": {"name": f"{ARITHMETIC}@arithmetic"},
-            "engine": engine,
-            "sampling": {"max_tokens": 8},
-            "training": {"steps": 2, "groups_per_step": 6, "group_size": 4, "kl_penalty_coef": 0.05}
-            | {"batch_rule": "differing_groups"},
-            "evaluation": {"episodes": 0},
-        }
-    )
+    training = {"steps": 2, "groups_per_step": 6, "group_size": 4, "kl_penalty_coef": 0.05}
+    return short_run(tmp_path / "rl", engine=engine, training=training | {"batch_rule": "differing_groups"})
 
 
 def check_record(folder: Path, nll_before: float) -> None:
@@ -80,7 +68,7 @@ def check_record(folder: Path, nll_before: float) -> None:
     assert record.facts()["state"] == "finished"
     assert [line.trained for line in step_page(record).steps] == [16] * 8
     first = step_view(record, 1)
-    assert curve(folder, "train/nll")[0] == pytest.approx(first.metrics["train/nll"])
+    assert logged(folder, "train/nll")[0] == pytest.approx(first.metrics["train/nll"])
     (group,) = first.groups
     logprobs: list[float] = []
     for line in group.episodes:
@@ -102,7 +90,7 @@ async def check_both(tmp_path: Path, engine: dict[str, Any]) -> list[float]:
     summary = json.loads((folder.path / "summary.json").read_text())
     assert (summary["steps"], summary["chats_trained"]) == (8, 64)
     assert summary["nll_after"] < 0.7 * summary["nll_before"]
-    assert curve(folder.path, "held_out/nll") == [
+    assert logged(folder.path, "held_out/nll") == [
         summary["nll_before"],
         pytest.approx(summary["nll_after"], abs=1.5),
         summary["nll_after"],
@@ -117,7 +105,7 @@ async def check_both(tmp_path: Path, engine: dict[str, Any]) -> list[float]:
     await run_training(reinforcement(tmp_path, engine | {"checkpoint": final}), steps)
     assert steps.steps[0]["train/kl_start"] == pytest.approx(0, abs=1e-4)
     assert max(step["alignment/max_abs_dlogp"] for step in steps.steps) < 1e-4
-    return curve(folder.path, "train/nll")
+    return logged(folder.path, "train/nll")
 
 
 async def test_the_nll_falls_and_reinforcement_goes_on_from_there(tmp_path: Path) -> None:
@@ -143,7 +131,7 @@ async def test_a_run_that_is_cut_goes_on_to_the_same_weights(tmp_path: Path) -> 
     await run_sft(config(tmp_path, "cut"), watcher, path=cut)
     assert len(watcher.steps) == 5, "steps 4 to 8: the newest checkpoint is of step 3"
     for name in ("train/nll", "held_out/nll"):
-        assert curve(cut, name) == pytest.approx(curve(whole.path, name), abs=1e-5)
+        assert logged(cut, name) == pytest.approx(logged(whole.path, name), abs=1e-5)
 
 
 async def test_a_checkpoint_that_cannot_be_the_start_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import tinker
 
 import tool_agent
-from tinkerscript.config import RunConfig
+from short_runs import curve, short_run
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import full_prompts, unpack_ids
@@ -21,24 +21,18 @@ from tinkerscript.train.run import run_training
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 from tool_model import teach_tools
 
-ROOT = Path(__file__).parents[2]
-
 
 async def test_every_token_of_a_run_with_many_turns_and_tools_is_what_was_sampled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model = await teach_tools(tmp_path / "taught")
-    config = RunConfig.model_validate(
-        {
-            "experiment_dir": "run",
-            "interchange_server": {"interchange_server_port": 0},
-            "task": {"name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic"},
-            "engine": {"model": str(model)},
-            "training": {"steps": 2, "groups_per_step": 4, "group_size": 4},
-            "evaluation": {"episodes": 0},
-            "workers": {"count": 1, "concurrency": 16, "script": tool_agent.__file__},
-        }
+    config = short_run(
+        "run",
+        networked=True,
+        engine={"model": str(model)},
+        training={"steps": 2, "groups_per_step": 4, "group_size": 4},
+        workers={"concurrency": 16, "script": tool_agent.__file__},
     )
     folder = await run_training(config, QuietReporter())
     events = read_journal(folder.path / "journal.jsonl")
@@ -61,8 +55,7 @@ async def test_every_token_of_a_run_with_many_turns_and_tools_is_what_was_sample
     assert (report["errors"], report["findings"]) == ({}, [])
     assert "tokenizer_differs" not in report["warnings"]
     assert report["merge_ratio"] > 3
-    lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
-    assert all(line["alignment/max_abs_dlogp"] <= 1e-4 for line in lines)
+    assert all(line["alignment/max_abs_dlogp"] <= 1e-4 for line in curve(folder.path))
     summary = json.loads((folder.path / "summary.json").read_text())
     assert summary["alignment"][0].startswith("clean: every sequence")
 

@@ -14,6 +14,7 @@ import tinker
 from safetensors.numpy import load_file
 
 from interchange_helpers import eventually
+from short_runs import curve, short_run
 from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.engine.training import EmbeddedTrainingClient
 from tinkerscript.errors import ConfigError
@@ -33,36 +34,25 @@ ROLE = "proposer"
 
 
 def config(folder: Path, **changes: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "experiment_dir": str(folder),
-            "seed": 3,
-            "interchange_server": {"interchange_server_port": 0},
-            "task": {
-                "name": f"{EXAMPLES / 'arithmetic.py'}@arithmetic",
-                "train_args": {"split": "train"},
-                "eval_args": {"split": "test"},
-            },
+    training: dict[str, Any] = {"steps": STEPS, "groups_per_step": 4, "group_size": 4, "learning_rate": 1e-3}
+    return short_run(
+        folder,
+        networked=True,
+        seed=3,
+        task={"train_args": {"split": "train"}, "eval_args": {"split": "test"}},
+        sampling={"max_tokens": 8},
+        **{
             "roles": {ROLE: {"kind": "trained", "learning_rate": 2e-3}},
-            "sampling": {"max_tokens": 8},
-            "training": {
-                "steps": STEPS,
-                "groups_per_step": 4,
-                "group_size": 4,
-                "learning_rate": 1e-3,
-                "checkpoint_every": 1,
-                "keep_checkpoints": 2,
-            },
+            "training": training | {"checkpoint_every": 1, "keep_checkpoints": 2},
             "evaluation": {"episodes": 4},
-            "workers": {"count": 1, "concurrency": 8, "script": str(EXAMPLES / "proposer_solver.py")},
+            "workers": {"script": str(EXAMPLES / "proposer_solver.py")},
             **changes,
-        }
+        },
     )
 
 
-def curve(folder: Path) -> list[dict[str, float]]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines() if folder.exists() else []
-    return [found for found in map(json.loads, lines) if "train/sequences" in found]
+def steps_of(folder: Path) -> list[dict[str, float]]:
+    return [found for found in curve(folder) if "train/sequences" in found]
 
 
 def weights(folder: Path, role: str) -> dict[str, Any]:
@@ -126,7 +116,7 @@ async def test_two_policies_train_each_on_its_own_tokens_also_after_a_kill(
     assert len(trained) == 4 * 4 * STEPS
     assert {tuple(call.role for call in e.all_calls) for e in accepted} == {(ROLE, "")}
     assert {v for e in trained for call in e.all_calls for v in call.policy_versions} == set(range(STEPS))
-    steps = curve(whole)
+    steps = steps_of(whole)
     for found, name in ((texts, "train/sequences"), (texts, f"role/{ROLE}/train/sequences")):
         assert sum(step[name] for step in steps) in map(len, found.values())
 
@@ -154,8 +144,8 @@ async def test_two_policies_train_each_on_its_own_tokens_also_after_a_kill(
 
     # The run that was killed goes on with both policies, and ends where the other one did.
     await run_training(config(cut), QuietReporter(), path=cut)
-    assert [step["step"] for step in curve(cut)] == list(range(1, STEPS + 1))
-    for one, other in zip(curve(whole), curve(cut), strict=True):
+    assert [step["step"] for step in steps_of(cut)] == list(range(1, STEPS + 1))
+    for one, other in zip(steps_of(whole), steps_of(cut), strict=True):
         for name in ("reward/mean", "train/loss", "train/grad_norm", "train/sequences"):
             for each in (name, f"role/{ROLE}/{name}"):
                 assert one.get(each) == pytest.approx(other.get(each), abs=1e-4, rel=1e-3), (

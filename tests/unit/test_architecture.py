@@ -41,7 +41,7 @@ ALLOWED = {
     "dashboard": "errors",
     "record": "errors files rollouts",
     "page": "asgi config errors gateway lifecycle model_folder record rollouts server",
-    "processes": "config errors lifecycle logs server trainer_link vllm_plugin",
+    "processes": "config errors lifecycle logs protocol server trainer_link vllm_plugin",
     "train": (
         "config dashboard engine errors files gateway inspect_tinker_bridge lifecycle logs "
         "model_folder processes protocol record remote_folder rollouts server tracing trainer_link "

@@ -109,7 +109,7 @@ async def train_command(
     if config.method == "sft":
         _report_sft(console, folder)
         return 0
-    return _report(console, config, folder)
+    return report(console, config, folder)
 
 
 def resumed(name: str | None, console: Console) -> Path | None:
@@ -309,7 +309,7 @@ def _summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
 
 
-def _report(console: Console, config: RunConfig, folder: Path) -> int:
+def report(console: Console, config: RunConfig, folder: Path) -> int:
     """Print the results, whether they are good, and what to do with them; returns the exit code."""
     summary = _summary(folder)
     print_summary(console, summary, folder)

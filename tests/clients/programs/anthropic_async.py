@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import anthropic
 import travel
 from anthropic import beta_async_tool
-from features import serve
-from travel import CONVERSATION, SYSTEM
+from features import conversations, serve
+from travel import SYSTEM
 
 MODEL = "policy"
 
@@ -58,23 +57,5 @@ async def agent(questions: tuple[str, ...], *, stream: bool) -> dict[str, Any]:
     return {"texts": texts}
 
 
-def conversation() -> Any:
-    return asyncio.run(agent(CONVERSATION, stream=False))
-
-
-def streaming() -> Any:
-    return asyncio.run(agent(CONVERSATION, stream=True))
-
-
-async def _parallel() -> Any:
-    found = await asyncio.gather(*(agent(CONVERSATION, stream=False) for _ in range(3)))
-    return {"texts": [text for each in found for text in each["texts"]]}
-
-
-def parallel() -> Any:
-    """Three equal conversations of one episode at once, as sub-agents have them."""
-    return asyncio.run(_parallel())
-
-
 if __name__ == "__main__":
-    serve(conversation, streaming, parallel)
+    serve(*conversations(agent))

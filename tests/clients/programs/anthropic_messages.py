@@ -5,19 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import anthropic
-from features import refusals, serve
-from travel import (
-    AGAIN,
-    BROKEN,
-    CONVERSATION,
-    FORCED,
-    LIMA_SCHEMA,
-    OBJECT,
-    SCHEMAS,
-    SHORT,
-    SYSTEM,
-    call,
-)
+from features import conversations, refusals, serve
+from travel import CONVERSATION, FORCED, LIMA_SCHEMA, OBJECT, SCHEMAS, SHORT, SYSTEM, call
 
 MODEL = "policy"
 TOOLS: list[Any] = [
@@ -61,20 +50,8 @@ def agent(questions: tuple[str, ...], *, stream: bool, **options: Any) -> dict[s
     return {"texts": texts}
 
 
-def conversation() -> Any:
-    return agent(CONVERSATION, stream=False)
-
-
-def streaming() -> Any:
-    return agent(CONVERSATION, stream=True)
-
-
 def thinking() -> Any:
     return agent(CONVERSATION, stream=True, thinking={"type": "enabled", "budget_tokens": 1024})
-
-
-def broken_call() -> Any:
-    return agent((BROKEN, AGAIN), stream=False)
 
 
 def required_tool() -> Any:
@@ -120,4 +97,4 @@ def retry() -> Any:
 
 
 if __name__ == "__main__":
-    serve(conversation, streaming, thinking, broken_call, required_tool, structured, hang_up, refused, retry)
+    serve(*conversations(agent), thinking, required_tool, structured, hang_up, refused, retry)

@@ -1,13 +1,16 @@
 """How a client's program is driven: one feature a job, each in a fork with the job's environment.
 
-A program imports its library once and calls `serve(...)` with functions that are named for features. A job
-is a line of JSON on stdin: {"feature", "environ", "package", "snippet", "result"}. What the function returns
-goes, as JSON, into the file `result`: {"value", "version"}, or {"error"} for an exception of the library. The
-feature `snippet` runs the job's code, which finds an `episode` and leaves a `text`.
+A program imports its library once and calls `serve(...)` with functions that are named for features;
+`conversations` makes those that are talks with its agent loop. A job is a line of JSON on stdin: {"feature",
+"environ", "package", "snippet", "result"}. What the function returns goes, as JSON, into the file `result`:
+{"value", "version"}, or {"error"} for an exception of the library. The feature `snippet` runs the job's code,
+which finds an `episode` and leaves a `text`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import os
 import sys
@@ -18,8 +21,37 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from travel import AGAIN, BROKEN, CONVERSATION
+
 Feature = Callable[[], Any]
 SNIPPET = "snippet"
+
+
+def conversations(agent: Callable[..., Any]) -> tuple[Feature, ...]:
+    """The features that are talks with an agent, which takes the questions and whether it streams."""
+
+    def talk(questions: tuple[str, ...], *, stream: bool = False) -> Any:
+        told = agent(questions, stream=stream)
+        return asyncio.run(told) if inspect.iscoroutine(told) else told
+
+    def conversation() -> Any:
+        return talk(CONVERSATION)
+
+    def streaming() -> Any:
+        return talk(CONVERSATION, stream=True)
+
+    def broken_call() -> Any:
+        return talk((BROKEN, AGAIN))
+
+    async def thrice() -> Any:
+        found = await asyncio.gather(*(agent(CONVERSATION, stream=False) for _ in range(3)))
+        return {"texts": [text for each in found for text in each["texts"]]}
+
+    def parallel() -> Any:
+        """Three equal conversations of one episode at once, as sub-agents have them."""
+        return asyncio.run(thrice())
+
+    return conversation, streaming, broken_call, parallel
 
 
 def serve(*features: Feature) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import travel
-from features import serve
+from features import conversations, serve
 from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
 from inspect_ai.model import GenerateConfig
 from inspect_ai.solver import Solver, generate, solver, system_message, use_tools, user_message
 from inspect_ai.tool import tool
-from travel import AGAIN, BROKEN, CONVERSATION, FORCED, SHORT, SYSTEM
+from travel import FORCED, SHORT, SYSTEM
 
 MODEL = "openai-api/tinkerscript/policy"
 
@@ -78,18 +78,6 @@ def agent(questions: tuple[str, ...], **options: Any) -> dict[str, Any]:
     return {"texts": answers}
 
 
-def conversation() -> Any:
-    return agent(CONVERSATION, stream=False)
-
-
-def streaming() -> Any:
-    return agent(CONVERSATION, stream=True)
-
-
-def broken_call() -> Any:
-    return agent((BROKEN, AGAIN))
-
-
 def samples() -> Any:
     task = Task(dataset=[Sample(input=SHORT)], config=GenerateConfig(num_choices=3))
     return {"texts": [choice.message.text for choice in play(task).output.choices]}
@@ -98,10 +86,7 @@ def samples() -> Any:
 def logprobs() -> Any:
     task = Task(dataset=[Sample(input=SHORT)], config=GenerateConfig(logprobs=True))
     choice = play(task).output.choices[0]
-    return {
-        "logprobs": [entry.logprob for entry in choice.logprobs.content],
-        "texts": [choice.message.text],
-    }
+    return {"logprobs": [entry.logprob for entry in choice.logprobs.content], "texts": [choice.message.text]}
 
 
 def required_tool() -> Any:
@@ -118,4 +103,4 @@ def retry() -> Any:
 
 
 if __name__ == "__main__":
-    serve(conversation, streaming, broken_call, samples, logprobs, required_tool, retry)
+    serve(*conversations(agent), samples, logprobs, required_tool, retry)

@@ -6,13 +6,13 @@ import os
 from typing import Any
 
 import travel
-from features import serve
+from features import conversations, serve
 from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
-from travel import AGAIN, BROKEN, CONVERSATION, FORCED, OBJECT, SHORT, SYSTEM
+from travel import FORCED, OBJECT, SHORT, SYSTEM
 
 TOOLS = [tool(travel.get_weather), tool(travel.difference)]
 
@@ -43,18 +43,6 @@ def agent(questions: tuple[str, ...], *, stream: bool) -> dict[str, Any]:
     return {"texts": texts}
 
 
-def conversation() -> Any:
-    return agent(CONVERSATION, stream=False)
-
-
-def streaming() -> Any:
-    return agent(CONVERSATION, stream=True)
-
-
-def broken_call() -> Any:
-    return agent((BROKEN, AGAIN), stream=False)
-
-
 def samples() -> Any:
     found = model(n=3).generate([[HumanMessage(SHORT)]]).generations[0]
     return {"texts": [generation.text for generation in found]}
@@ -82,4 +70,4 @@ def retry() -> Any:
 
 
 if __name__ == "__main__":
-    serve(conversation, streaming, broken_call, samples, logprobs, required_tool, structured, retry)
+    serve(*conversations(agent), samples, logprobs, required_tool, structured, retry)

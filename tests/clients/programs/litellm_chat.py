@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import litellm
-from features import serve
-from travel import AGAIN, BROKEN, CHAT_TOOLS, CONVERSATION, FORCED, LIMA_SCHEMA, OBJECT, SHORT, SYSTEM, call
+from features import conversations, serve
+from travel import CHAT_TOOLS, FORCED, LIMA_SCHEMA, OBJECT, SHORT, SYSTEM, call
 
 MODEL = "openai/policy"
 
@@ -35,18 +35,6 @@ def agent(questions: tuple[str, ...], *, stream: bool) -> dict[str, Any]:
                 )
         texts.append(message.content)
     return {"texts": texts}
-
-
-def conversation() -> Any:
-    return agent(CONVERSATION, stream=False)
-
-
-def streaming() -> Any:
-    return agent(CONVERSATION, stream=True)
-
-
-def broken_call() -> Any:
-    return agent((BROKEN, AGAIN), stream=False)
 
 
 def samples() -> Any:
@@ -79,4 +67,4 @@ def retry() -> Any:
 
 
 if __name__ == "__main__":
-    serve(conversation, streaming, broken_call, samples, logprobs, required_tool, structured, retry)
+    serve(*conversations(agent), samples, logprobs, required_tool, structured, retry)

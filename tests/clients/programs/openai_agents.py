@@ -8,9 +8,9 @@ from typing import Any
 
 import travel
 from agents import Agent, ModelSettings, Runner, function_tool, set_default_openai_api
-from features import serve
+from features import conversations, serve
 from pydantic import BaseModel
-from travel import AGAIN, BROKEN, CONVERSATION, FORCED, OBJECT, SHORT, SYSTEM
+from travel import FORCED, OBJECT, SHORT, SYSTEM
 
 TOOLS: list[Any] = [function_tool(travel.get_weather), function_tool(travel.difference)]
 
@@ -48,18 +48,6 @@ async def agent(questions: tuple[str, ...], *, stream: bool, **options: Any) -> 
     return {"texts": texts, "called": called}
 
 
-def conversation() -> Any:
-    return asyncio.run(agent(CONVERSATION, stream=False))
-
-
-def streaming() -> Any:
-    return asyncio.run(agent(CONVERSATION, stream=True))
-
-
-def broken_call() -> Any:
-    return asyncio.run(agent((BROKEN, AGAIN), stream=False))
-
-
 def required_tool() -> Any:
     settings = ModelSettings(tool_choice="required")
     return asyncio.run(agent((FORCED,), stream=False, model_settings=settings))
@@ -77,15 +65,5 @@ def retry() -> Any:
     return {"texts": [asyncio.run(Runner.run(Agent(name="Painter", model="policy"), SHORT)).final_output]}
 
 
-async def _parallel() -> Any:
-    found = await asyncio.gather(*(agent(CONVERSATION, stream=False) for _ in range(3)))
-    return {"texts": [text for each in found for text in each["texts"]]}
-
-
-def parallel() -> Any:
-    """Three equal conversations of one episode at once, as sub-agents have them."""
-    return asyncio.run(_parallel())
-
-
 if __name__ == "__main__":
-    serve(conversation, streaming, broken_call, required_tool, structured, retry, parallel)
+    serve(*conversations(agent), required_tool, structured, retry)

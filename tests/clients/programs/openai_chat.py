@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import openai
-from features import refusals, serve
-from travel import AGAIN, BROKEN, CHAT_TOOLS, CONVERSATION, FORCED, LIMA_SCHEMA, OBJECT, SHORT, SYSTEM, call
+from features import conversations, refusals, serve
+from travel import CHAT_TOOLS, FORCED, LIMA_SCHEMA, OBJECT, SHORT, SYSTEM, call
 
 MODEL = "policy"
 
@@ -37,18 +37,6 @@ def agent(questions: tuple[str, ...], *, stream: bool) -> dict[str, Any]:
             messages.append(message)
         texts.append(message.content)
     return {"texts": texts}
-
-
-def conversation() -> Any:
-    return agent(CONVERSATION, stream=False)
-
-
-def streaming() -> Any:
-    return agent(CONVERSATION, stream=True)
-
-
-def broken_call() -> Any:
-    return agent((BROKEN, AGAIN), stream=False)
 
 
 def samples() -> Any:
@@ -118,15 +106,4 @@ def retry() -> Any:
 
 
 if __name__ == "__main__":
-    serve(
-        conversation,
-        streaming,
-        broken_call,
-        samples,
-        logprobs,
-        required_tool,
-        structured,
-        hang_up,
-        refused,
-        retry,
-    )
+    serve(*conversations(agent), samples, logprobs, required_tool, structured, hang_up, refused, retry)

@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 import openai
-from features import serve
-from travel import AGAIN, BROKEN, CHAT_TOOLS, CONVERSATION, SHORT, SYSTEM, call
+from features import conversations, serve
+from travel import CHAT_TOOLS, SHORT, SYSTEM, call
 
 MODEL = "policy"
 
@@ -58,28 +58,6 @@ async def agent(questions: tuple[str, ...], *, stream: bool) -> dict[str, Any]:
     return {"texts": texts}
 
 
-def conversation() -> Any:
-    return asyncio.run(agent(CONVERSATION, stream=False))
-
-
-def streaming() -> Any:
-    return asyncio.run(agent(CONVERSATION, stream=True))
-
-
-def broken_call() -> Any:
-    return asyncio.run(agent((BROKEN, AGAIN), stream=True))
-
-
-async def _parallel() -> Any:
-    found = await asyncio.gather(*(agent(CONVERSATION, stream=True) for _ in range(3)))
-    return {"texts": [text for each in found for text in each["texts"]]}
-
-
-def parallel() -> Any:
-    """Three equal conversations of one episode at once, as sub-agents have them."""
-    return asyncio.run(_parallel())
-
-
 async def _hang_up() -> Any:
     """Be cancelled amid a stream, then ask again."""
     messages: list[Any] = [{"role": "user", "content": SHORT}]
@@ -118,4 +96,4 @@ def retry() -> Any:
 
 
 if __name__ == "__main__":
-    serve(conversation, streaming, broken_call, parallel, hang_up, retry)
+    serve(*conversations(agent), hang_up, retry)

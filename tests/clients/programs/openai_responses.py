@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import openai
-from features import refusals, serve
-from travel import AGAIN, BROKEN, CONVERSATION, FORCED, LIMA_SCHEMA, OBJECT, SCHEMAS, SHORT, SYSTEM, call
+from features import conversations, refusals, serve
+from travel import FORCED, LIMA_SCHEMA, OBJECT, SCHEMAS, SHORT, SYSTEM, call
 
 MODEL = "policy"
 TOOLS: list[Any] = [
@@ -39,18 +39,6 @@ def agent(questions: tuple[str, ...], *, stream: bool) -> dict[str, Any]:
                 items.append({"type": "function_call_output", "call_id": each.call_id, "output": output})
         texts.append(response.output_text)
     return {"texts": texts}
-
-
-def conversation() -> Any:
-    return agent(CONVERSATION, stream=False)
-
-
-def streaming() -> Any:
-    return agent(CONVERSATION, stream=True)
-
-
-def broken_call() -> Any:
-    return agent((BROKEN, AGAIN), stream=False)
 
 
 def required_tool() -> Any:
@@ -106,4 +94,4 @@ def retry() -> Any:
 
 
 if __name__ == "__main__":
-    serve(conversation, streaming, broken_call, required_tool, structured, logprobs, hang_up, refused, retry)
+    serve(*conversations(agent), required_tool, structured, logprobs, hang_up, refused, retry)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import openai
-from features import serve
-from travel import AGAIN, BROKEN, CONVERSATION, SCHEMAS, SYSTEM, call
+from features import conversations, serve
+from travel import SCHEMAS, SYSTEM, call
 
 MODEL = "policy"
 TOOLS: list[Any] = [
@@ -49,17 +48,5 @@ async def agent(questions: tuple[str, ...], *, stream: bool) -> dict[str, Any]:
     return {"texts": texts}
 
 
-def conversation() -> Any:
-    return asyncio.run(agent(CONVERSATION, stream=False))
-
-
-def streaming() -> Any:
-    return asyncio.run(agent(CONVERSATION, stream=True))
-
-
-def broken_call() -> Any:
-    return asyncio.run(agent((BROKEN, AGAIN), stream=True))
-
-
 if __name__ == "__main__":
-    serve(conversation, streaming, broken_call)
+    serve(*conversations(agent))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterable
 from typing import Any
 
 import travel
-from features import serve
+from features import conversations, serve
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.messages import ModelMessage
-from travel import AGAIN, BROKEN, CONVERSATION, FORCED, OBJECT, SHORT, SYSTEM
+from travel import FORCED, OBJECT, SHORT, SYSTEM
 
 MODELS = {
     "chat": "openai-chat:policy",
@@ -56,18 +55,6 @@ async def agent(questions: tuple[str, ...], *, stream: bool) -> dict[str, Any]:
     return {"texts": texts}
 
 
-def conversation() -> Any:
-    return asyncio.run(agent(CONVERSATION, stream=False))
-
-
-def streaming() -> Any:
-    return asyncio.run(agent(CONVERSATION, stream=True))
-
-
-def broken_call() -> Any:
-    return asyncio.run(agent((BROKEN, AGAIN), stream=False))
-
-
 def required_tool() -> Any:
     """A tool's arguments as the answer: pydantic-ai asks for `tool_choice` required."""
     chooser = Agent(model(), output_type=ToolOutput(Choice, name="get_weather"))
@@ -83,15 +70,5 @@ def retry() -> Any:
     return {"texts": [Agent(model()).run_sync(SHORT).output]}
 
 
-async def _parallel() -> Any:
-    found = await asyncio.gather(*(agent(CONVERSATION, stream=False) for _ in range(3)))
-    return {"texts": [text for each in found for text in each["texts"]]}
-
-
-def parallel() -> Any:
-    """Three equal conversations of one episode at once, as sub-agents have them."""
-    return asyncio.run(_parallel())
-
-
 if __name__ == "__main__":
-    serve(conversation, streaming, broken_call, required_tool, structured, retry, parallel)
+    serve(*conversations(agent), required_tool, structured, retry)

@@ -6,11 +6,9 @@ import json
 import pickle
 from datetime import date
 from importlib import import_module
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import chz
 import pytest
 from inspect_ai import Task
 from inspect_ai.dataset import Sample
@@ -27,8 +25,7 @@ from inspect_ai.solver import (
     solver,
     system_message,
 )
-from inspect_ai.tool import ToolCall
-from tinker_cookbook.renderers import Renderer, get_renderer
+from tinker_cookbook.renderers import Renderer
 
 import inspect_tinker_bridge
 from bridge_parts import BYTES, bytes_renderer, rollout
@@ -43,7 +40,6 @@ from inspect_tinker_bridge import (
     get_ground_truth_messages,
     inspect_dataset_to_hf,
     load_environment,
-    load_inspect_task,
 )
 from inspect_tinker_bridge.conversion import from_dicts, sample_of_row, to_dicts
 
@@ -113,18 +109,6 @@ def test_the_documents_names_are_in_its_files_and_in_the_package(module: str) ->
         assert getattr(inspect_tinker_bridge, name) is getattr(home, name)
 
 
-def test_every_option_of_an_environment_is_one_of_the_builder_too() -> None:
-    options = set(signature(load_environment).parameters) - {"task_kwargs"}
-    fields = set(chz.chz_fields(InspectRLDatasetBuilder))
-    renamed = {
-        "renderer": "renderer_name",
-        "tokenizer": "model_name_for_tokenizer",
-        "image_processor": "images",
-        "shuffle_seed": "seed",
-    }
-    assert {renamed.get(name, name) for name in options} <= fields
-
-
 def asking(*solvers: Solver, samples: list[Sample] | None = None, scorers: Any = None) -> Task:
     samples = samples or [Sample(input="the question", target="4", id=1)]
     return Task(dataset=samples, solver=list(solvers) or generate(), scorer=scorers or match())
@@ -134,19 +118,6 @@ async def test_the_prompt_is_the_one_of_the_first_model_call() -> None:
     task = asking(system_message("Obey."), prompt_template("<<{prompt}>>"), generate(), self_critique())
     messages = await get_ground_truth_messages(task, task.dataset[0])
     assert [(m.role, m.text) for m in messages] == [("system", "Obey."), ("user", "<<the question>>")]
-
-
-async def test_the_prompt_of_a_solver_that_raises_is_its_failure() -> None:
-    @solver
-    def broken() -> Solver:
-        async def solve(state: TaskState, generate: Generate) -> TaskState:
-            raise ValueError("no prompt for you")
-
-        return solve
-
-    task = asking(broken())
-    with pytest.raises(TaskFailedError, match="no prompt for you"):
-        await get_ground_truth_messages(task, task.dataset[0])
 
 
 async def test_a_prompt_that_needs_the_reply_of_a_roles_model_is_an_error_and_calls_no_model() -> None:
@@ -167,10 +138,7 @@ async def test_a_prompt_that_needs_the_reply_of_a_roles_model_is_an_error_and_ca
 
     user = get_model("mockllm/model", custom_outputs=answer, memoize=False)
     task = Task(
-        dataset=[Sample(input="x", id=1)],
-        solver=simulated_user(),
-        scorer=match(),
-        model_roles={"user": user},
+        dataset=[Sample(input="x", id=1)], solver=simulated_user(), scorer=match(), model_roles={"user": user}
     )
     for _ in range(2):
         with pytest.raises(TaskFailedError, match="asks the model of the role 'user'"):
@@ -246,12 +214,6 @@ async def test_a_finished_conversation_is_scored_without_an_episode() -> None:
     assert await compute_reward(talk, sample, [match(), match()]) == (1.0, {"match": 1.0, "match1": 1.0})
     row = inspect_dataset_to_hf(asking(samples=[sample]))[0]
     assert await compute_reward([*from_dicts(talk)], row, [match()]) == (1.0, {"match": 1.0})
-
-
-async def test_what_was_submitted_is_scored() -> None:
-    call = ToolCall(id="1", function="submit", arguments={"answer": "4"})
-    talk = [ChatMessageUser(content="?"), ChatMessageAssistant(content="perhaps 5", tool_calls=[call])]
-    assert (await compute_reward(talk, Sample(input="?", target="4"), [exact()]))[0] == 1.0
 
 
 async def test_choices_are_read_from_the_answer() -> None:
@@ -349,11 +311,6 @@ async def test_the_test_set_may_be_the_task_with_other_arguments(sums: str) -> N
         await InspectRLDatasetBuilder(**given, test_samples=6)()
 
 
-def test_names_of_older_documents_still_make_renderers(renderer: Renderer) -> None:
-    old = get_renderer("LlamaRenderer", renderer.tokenizer)
-    assert type(old) is type(get_renderer("llama3", renderer.tokenizer))
-
-
 def test_tasks_that_cannot_train_are_refused(renderer: Renderer) -> None:
     with pytest.raises(InvalidTaskError, match="no scorer"):
         load_environment(Task(dataset=[Sample(input="x")]), renderer)
@@ -363,8 +320,3 @@ def test_tasks_that_cannot_train_are_refused(renderer: Renderer) -> None:
         load_environment(asking(), renderer, sandbox_config="compose.yaml")
     with pytest.raises(EnvironmentConfigError, match="use env_type='task'"):
         load_environment(asking(), renderer, allow_self_grading=True)
-
-
-def test_load_inspect_task_info_feeds_every_function() -> None:
-    info = load_inspect_task(asking())
-    assert len(inspect_dataset_to_hf(info)) == 1

@@ -12,7 +12,7 @@ import tinker
 from inspect_ai import Task
 from inspect_ai.agent import react
 from inspect_ai.dataset import Sample
-from inspect_ai.model import ChatMessageUser, ContentImage, ContentText, GenerateConfig
+from inspect_ai.model import ChatMessageUser, ContentImage, ContentText
 from inspect_ai.scorer import match
 from inspect_ai.solver import generate
 from inspect_ai.tool import Tool, tool
@@ -31,7 +31,7 @@ from inspect_tinker_bridge import (
     inspect_dataset_to_hf,
     load_environment,
 )
-from inspect_tinker_bridge.conversion import ChatConverter, to_dicts
+from inspect_tinker_bridge.conversion import to_dicts
 
 
 class Patches:
@@ -182,9 +182,3 @@ def test_a_ready_renderer_takes_no_processor_and_an_unfit_tokenizer_is_refused(v
         load_environment(task, vision, image_processor=Patches())
     with pytest.raises(EnvironmentConfigError, match="the renderer 'llama3' cannot be created"):
         load_environment(task, "llama3", tokenizer=vision.tokenizer)
-
-
-def test_a_request_to_the_gateway_holds_text_only(sample: Sample) -> None:
-    assert not isinstance(sample.input, str)
-    with pytest.raises(UnsupportedError, match="image content; only text and reasoning are supported"):
-        ChatConverter().request(sample.input, [], "auto", GenerateConfig())

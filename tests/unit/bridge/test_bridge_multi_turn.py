@@ -10,20 +10,13 @@ from inspect_ai import Task
 from inspect_ai.agent import react
 from inspect_ai.dataset import Sample
 from inspect_ai.scorer import Score, Scorer, Target, accuracy, choice, exact, scorer
-from inspect_ai.solver import (
-    TaskState,
-    generate,
-    multiple_choice,
-    system_message,
-    use_tools,
-    user_message,
-)
+from inspect_ai.solver import TaskState, generate, multiple_choice, system_message, use_tools, user_message
 from inspect_ai.util import sandbox
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.rl.rollouts import do_group_rollout
 
 from bridge_parts import END, Says, add, bytes_renderer, call, decode, register_bytes, rollout
-from inspect_tinker_bridge import SandboxError, load_environment
+from inspect_tinker_bridge import load_environment
 
 CODING = Path(__file__).parents[3] / "examples" / "coding_task.py"
 SAMPLES = [
@@ -183,37 +176,3 @@ async def test_a_solver_that_generates_again_finds_the_instruction_there(rendere
 
 
 SOLUTION = "def is_palindrome(s):\n    t = [c for c in s.lower() if c != ' ']\n    return t == t[::-1]"
-
-
-async def test_the_documents_coding_program_runs_whole_in_the_local_sandbox(renderer: Renderer) -> None:
-    dataset = load_environment(
-        f"{CODING}@coding_task",
-        renderer,
-        env_type="multi_turn",
-        max_turns=10,
-        batch_size=4,
-        sandbox_type="local",
-    )
-    (builder, *_) = dataset.get_batch(0)
-    for code, reward in ((SOLUTION, 1.0), ("def is_palindrome(s): return s == s[::-1]", 0.0)):
-        tries = call("python", json.dumps({"code": f"{code}\nprint(is_palindrome('aa'))"}))
-        group = await rollout(builder, renderer, tries, submit(code))
-        assert group.get_total_rewards() == [reward]
-
-
-def test_the_same_program_says_clearly_that_docker_is_not_there(
-    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DOCKER_HOST", "unix:///nobody/listens.sock")
-    monkeypatch.syspath_prepend(str(CODING.parents[1]))
-    from examples.coding_task import coding_task  # pyright: ignore[reportMissingImports]
-
-    with pytest.raises(SandboxError, match=r"docker .*start it, or set another sandbox_type"):
-        load_environment(
-            coding_task,
-            renderer=renderer,
-            env_type="multi_turn",
-            max_turns=10,
-            batch_size=4,
-            sandbox_type="docker",
-        )

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import tinker
 from inspect_ai.model import ChatMessageAssistant, ContentText
 from inspect_ai.tool import ToolCall, ToolChoice, ToolFunction, ToolInfo
-from tinker_cookbook.renderers import (
-    Message,
-    ParseTermination,
-    RenderContext,
-    Renderer,
-    TextPart,
-    ThinkingPart,
-    ToolSpec,
-)
+from tinker_cookbook.renderers import Message, ParseTermination, RenderContext, Renderer, ToolSpec
 from tinker_cookbook.renderers import ToolCall as RendererToolCall
 from tinker_cookbook.renderers.base import RenderedMessage
 
@@ -25,7 +15,6 @@ from inspect_tinker_bridge.rendering import (
     ContinuingRenderer,
     TokenBuffer,
     offered_tools,
-    parse_action,
     to_renderer_message,
 )
 
@@ -131,38 +120,6 @@ def test_the_next_prompt_is_the_previous_one_what_was_sampled_and_what_is_new(sa
     assert rendered(buffer, *talk) == (whole, False)
 
 
-def test_a_reply_is_rendered_as_what_it_is_in_the_conversation() -> None:
-    renderer = Plain()
-    buffer = TokenBuffer(renderer)
-    talk = [user("hi"), reply("hello"), user("more")]
-    rendered(buffer, talk[0])
-    buffer.record(ids("Hello|"), talk[1])
-    rendered(buffer, *talk)
-    assert renderer.contexts == [
-        RenderContext(
-            idx=1,
-            is_last=False,
-            prev_message=talk[0],
-            next_message=talk[2],
-            last_user_index=2,
-            in_last_assistant_turn=False,
-        )
-    ]
-
-
-@pytest.mark.parametrize("opening", [[], [Message(role="system", content="s")]])
-def test_the_last_reply_of_a_conversation_is_rendered_as_such(opening: list[Message]) -> None:
-    renderer = Plain()
-    buffer = TokenBuffer(renderer)
-    rendered(buffer, *opening)
-    buffer.record(ids("Hello|"), reply("hello"))
-    rendered(buffer, *opening, reply("hello"))
-    (context,) = renderer.contexts
-    assert (context.idx, context.is_last, context.next_message) == (len(opening), True, None)
-    assert context.prev_message == (opening[0] if opening else None)
-    assert (context.last_user_index, context.in_last_assistant_turn) == (-1, True)
-
-
 def test_only_the_tool_that_must_be_called_is_offered() -> None:
     tools = [ToolInfo(name=name, description=f"{name}s") for name in ("add", "note")]
 
@@ -173,33 +130,12 @@ def test_only_the_tool_that_must_be_called_is_offered() -> None:
     assert (offered("auto"), offered("any"), offered("none")) == (["add", "note"], ["add", "note"], [])
 
 
-def test_a_changed_history_is_rendered_whole() -> None:
-    buffer = TokenBuffer(Plain())
-    rendered(buffer, user("hi"))
-    buffer.record(ids("Hello|"), reply("hello"))
-    assert rendered(buffer, user("hi"), reply("other"), user("more")) == ("u:hi|a:other|u:more|a:", True)
-
-
 def test_an_earlier_turn_is_continued_as_a_fork() -> None:
     buffer = TokenBuffer(Plain())
     for talk, said in (([user("hi")], "A"), ([user("hi"), reply("a"), user("more")], "B")):
         rendered(buffer, *talk)
         buffer.record(ids(f"{said}|"), reply(said.lower()))
     assert rendered(buffer, user("hi"), reply("a"), user("else")) == ("u:hi|a:A|u:else|a:", True)
-
-
-def test_a_prompt_is_answered_once() -> None:
-    buffer = TokenBuffer(Plain())
-    with pytest.raises(ValueError, match=r"call render\(\) first"):
-        buffer.record([], reply(""))
-    rendered(buffer, user("hi"))
-    buffer.record(ids("A|"), reply("a"))
-    with pytest.raises(ValueError, match=r"call render\(\) first"):
-        buffer.record(ids("A|"), reply("a"))
-
-
-def test_an_assistant_message_at_the_end_is_the_beginning_of_the_reply() -> None:
-    assert rendered(TokenBuffer(Plain()), user("hi"), reply("so")) == ("u:hi|a:so", False)
 
 
 @pytest.mark.parametrize(("prefill", "end"), [([], ""), ([reply("so")], "so")])
@@ -225,39 +161,6 @@ def test_what_cannot_be_continued_is_rendered_whole(new: list[Message]) -> None:
     assert is_fork
 
 
-class Parts(Plain):
-    """Reads `(thought)text`."""
-
-    def parse_response(self, response: list[int]) -> tuple[Message, ParseTermination]:
-        thought, _, text = self.tokenizer.decode(response).partition("|")[0].partition(")")
-        content: list[Any] = [
-            ThinkingPart(type="thinking", thinking=thought[1:]),
-            TextPart(type="text", text=text),
-            TextPart(type="text", text="after"),
-        ]
-        return Message(role="assistant", content=content), ParseTermination.STOP_SEQUENCE
-
-
-@pytest.mark.parametrize("renderer", [Plain(), Continuing()])
-def test_a_reply_ends_before_the_first_stop_text(renderer: Renderer) -> None:
-    def read(text: str, *stops: str) -> tuple[Any, bool]:
-        parsed = parse_action(renderer, ids(text), [], stop_texts=stops)
-        return parsed.message["content"], parsed.is_well_formed
-
-    assert read("one STOP two HALT", "HALT", "STOP") == ("one ", True)
-    assert read("STOP", "STOP") == ("", True)
-    assert read("one|", "STOP") == ("one", True)
-    assert read("one", "STOP") == ("one", False)
-
-
-def test_the_parts_after_a_stop_text_are_left_out() -> None:
-    parsed = parse_action(Parts(), ids("(hm STOP)one STOP two"), [], stop_texts=["STOP"])
-    assert parsed.message["content"] == [
-        ThinkingPart(type="thinking", thinking="hm STOP"),
-        TextPart(type="text", text="one "),
-    ]
-
-
 class Calling(Plain):
     """Reads every reply as a call."""
 
@@ -270,12 +173,6 @@ class Calling(Plain):
         message, ended = super().parse_response(response)
         function = RendererToolCall.FunctionBody(name="add", arguments="{}")
         return Message({**message, "tool_calls": [RendererToolCall(id="1", function=function)]}), ended
-
-
-def test_a_call_of_no_tool_is_text() -> None:
-    tool = ToolSpec(name="add", description="", parameters={})
-    assert "tool_calls" in parse_action(Calling(), ids("one|"), [tool]).message
-    assert parse_action(Calling(), ids("one|two"), []).message == reply("one")
 
 
 def test_only_what_was_no_call_is_text_again_in_the_history() -> None:

@@ -11,18 +11,15 @@ from pathlib import Path
 
 import pytest
 from inspect_ai import Task
-from inspect_ai.agent import react
 from inspect_ai.dataset import Sample
 from inspect_ai.model import ModelOutput, get_model
 from inspect_ai.scorer import Score, Scorer, Target, accuracy, match, model_graded_qa, scorer
 from inspect_ai.solver import Generate, Solver, TaskState, chain, generate, solver, system_message
-from inspect_ai.tool import ToolCall
 from inspect_ai.util import LimitExceededError, SandboxEnvironment, sandboxenv
 
-from bridge_parts import Scripted, add, said
+from bridge_parts import Scripted, said
 from inspect_tinker_bridge.episodes import GenerateRequest
 from inspect_tinker_bridge.errors import (
-    InvalidTaskError,
     RunnerError,
     SandboxError,
     SelfGradingError,
@@ -72,15 +69,6 @@ def raising() -> Solver:
     return solve
 
 
-@solver
-def silent() -> Solver:
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
-        state.output = ModelOutput.from_content("none", "1")
-        return state
-
-    return solve
-
-
 @scorer(metrics=[accuracy()])
 def broken() -> Scorer:
     async def score(state: TaskState, target: Target) -> Score:
@@ -99,13 +87,6 @@ async def test_concurrent_episodes_each_get_their_own_answers_and_scores() -> No
     assert outcomes[3].messages[-1].text == "4"
 
 
-async def test_a_wrong_answer_is_a_reward_of_0_and_not_an_error() -> None:
-    async with TaskRunner(load_inspect_task(numbers)) as runner:
-        outcome = await runner.run(SAMPLES[0], Scripted("8"))
-    assert outcome.error is None
-    assert score_episode(outcome).reward == 0.0
-
-
 @pytest.mark.parametrize(
     "args", [{"solver": raising()}, {"scorer": broken()}, {"scorer": [match(), broken()]}]
 )
@@ -118,43 +99,6 @@ async def test_a_solver_or_scorer_that_raises_is_a_failure_and_the_runner_lives(
             with pytest.raises(TaskFailedError, match=r"sample 1 failed: .*the (solver|scorer) broke"):
                 score_episode(outcome)
             assert "broke" in outcome.traceback
-
-
-async def test_a_solver_that_never_generates_is_scored() -> None:
-    async with TaskRunner(load_inspect_task(numbers, solver=silent())) as runner:
-        policy = Scripted()
-        assert score_episode(await runner.run(SAMPLES[0], policy)).reward == 1.0
-    assert policy.requests == []
-
-
-async def test_react_with_tools_runs_the_tools_and_scores_the_submission() -> None:
-    policy = Scripted(
-        said("", ToolCall(id="a", function="add", arguments={"a": 2, "b": 1})),
-        said("", ToolCall(id="b", function="submit", arguments={"answer": "3"})),
-    )
-    info = load_inspect_task(Task(dataset=[SAMPLES[2]], solver=react(tools=[add()]), scorer=match()))
-    async with TaskRunner(info) as runner:
-        outcome = await runner.run(info.samples[0], policy)
-    assert score_episode(outcome).reward == 1.0
-    assert {info.name for info in policy.requests[0].tools} == {"add", "submit"}
-    assert policy.requests[1].messages[-1].text == "3"
-
-
-async def test_overlapping_calls_of_one_solver_belong_to_its_episode() -> None:
-    @solver
-    def twice() -> Solver:
-        async def solve(state: TaskState, generate: Generate) -> TaskState:
-            from inspect_ai.model import get_model
-
-            first, second = await asyncio.gather(get_model().generate("Say 1"), get_model().generate("Say 2"))
-            state.output = ModelOutput.from_content("x", first.completion + second.completion)
-            return state
-
-        return solve
-
-    async with TaskRunner(load_inspect_task(numbers, solver=twice())) as runner:
-        outcome = await runner.run(Sample(input="x", target="12", id=1), Echo())
-    assert score_episode(outcome).reward == 1.0
 
 
 async def test_a_scorer_that_asks_the_policy_is_refused() -> None:
@@ -231,13 +175,6 @@ async def test_closing_with_episodes_running_ends_them_and_restores_the_process(
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_runners_follow_one_another_in_one_process() -> None:
-    info = load_inspect_task(numbers)
-    for _ in range(2):
-        async with TaskRunner(info) as runner:
-            assert score_episode(await runner.run(info.samples[0], Echo())).reward == 1.0
-
-
 async def test_a_second_runner_at_the_same_time_is_refused_and_the_first_lives() -> None:
     info = load_inspect_task(numbers)
     async with TaskRunner(info) as runner:
@@ -268,20 +205,6 @@ async def test_a_task_that_dies_ends_every_run_that_waits_for_it_and_starts_agai
             await waiting
         assert runner.is_open
         assert score_episode(await runner.run(SAMPLES[0], Echo())).reward == 1.0
-
-
-async def test_two_tasks_run_in_one_eval() -> None:
-    first, second = load_inspect_task(numbers), load_inspect_task(numbers)
-    sources = [first, second] * 4
-    async with TaskRunner([first, second]) as runner:
-        runs = [runner.run(SAMPLES[i], Echo(), task=info) for i, info in enumerate(sources)]
-        outcomes = await asyncio.gather(*runs)
-        with pytest.raises(InvalidTaskError, match=r"the tasks .*, not"):
-            await runner.run(SAMPLES[0], Echo(), task=load_inspect_task(numbers))
-    assert [outcome.sample_id for outcome in outcomes] == list(range(1, 9))
-    assert {score_episode(outcome).reward for outcome in outcomes} == {1.0}
-    with pytest.raises(InvalidTaskError, match="at least one task"):
-        TaskRunner([])
 
 
 class Held(Echo):

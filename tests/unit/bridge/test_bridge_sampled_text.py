@@ -22,12 +22,7 @@ from tinker_cookbook.rl.rollouts import do_group_rollout
 from bridge_parts import END, Says, add, bytes_renderer, call, encode
 from inspect_tinker_bridge import load_environment
 from inspect_tinker_bridge.conversion import ChatConverter, parse_arguments, to_dicts
-from inspect_tinker_bridge.rendering import (
-    TokenBuffer,
-    parse_action,
-    to_model_output,
-    to_renderer_message,
-)
+from inspect_tinker_bridge.rendering import TokenBuffer, parse_action, to_model_output, to_renderer_message
 
 FAMILIES = [
     "qwen3_instruct",

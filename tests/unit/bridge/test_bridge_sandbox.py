@@ -28,7 +28,6 @@ from inspect_tinker_bridge import (
     compute_reward,
     create_sandbox_for_sample,
     exec_in_sandbox,
-    inspect_dataset_to_hf,
     load_environment,
     load_inspect_task,
     sandbox_context,
@@ -66,13 +65,6 @@ async def test_files_and_setup_are_there_and_cleanup_ends_it_once(folders: Path)
     await cleanup_sandbox(instance)
     with pytest.raises(SandboxError, match="released"):
         await exec_in_sandbox(instance, ["true"])
-
-
-async def test_a_row_of_the_dataset_is_a_sample_too(folders: Path) -> None:
-    row = inspect_dataset_to_hf(Task(dataset=[SAMPLE], solver=generate()))[0]
-    instance = await create_sandbox_for_sample(row, "task", LOCAL)
-    assert (await exec_in_sandbox(instance, ["cat", "in/a.txt"])).stdout == "text"
-    await cleanup_sandbox(instance)
 
 
 async def test_what_goes_wrong_in_a_command_is_a_result(folders: Path) -> None:

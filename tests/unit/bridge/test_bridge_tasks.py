@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -12,19 +11,15 @@ import pytest
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessageUser
-from inspect_ai.scorer import Score, match
+from inspect_ai.scorer import match
 
 import inspect_tinker_bridge
 from inspect_tinker_bridge import (
-    EnvironmentConfigError,
-    EpisodeOutcome,
     InvalidTaskError,
     TaskArgumentsError,
     TaskError,
-    TaskFailedError,
     TaskNotFoundError,
     load_inspect_task,
-    score_episode,
 )
 from inspect_tinker_bridge.conversion import sample_digest
 
@@ -127,57 +122,6 @@ def test_what_is_not_a_task_is_refused() -> None:
         load_inspect_task(dict)
 
 
-def outcome(scores: dict[str, Score], error: str | None = None) -> EpisodeOutcome:
-    return EpisodeOutcome(sample_id="s", scores=scores, error=error, limit=None, messages=[])
-
-
-@pytest.mark.parametrize(
-    ("value", "reward", "values"),
-    [
-        ("C", 1.0, {"m": 1.0}),
-        ("P", 0.5, {"m": 0.5}),
-        ("N", 0.0, {"m": 0.0}),
-        (True, 1.0, {"m": 1.0}),
-        ("0.25", 0.25, {"m": 0.25}),
-        (-2.5, -2.5, {"m": -2.5}),
-        ({"a": "C", "b": 0}, 0.5, {"m/a": 1.0, "m/b": 0.0}),
-        ([1, 0, 0.5], 0.5, {"m/0": 1.0, "m/1": 0.0, "m/2": 0.5}),
-    ],
-)
-def test_a_score_becomes_a_reward(value: object, reward: float, values: dict[str, float]) -> None:
-    scored = score_episode(outcome({"m": Score(value=value)}))
-    assert (scored.reward, scored.values) == (reward, values)
-
-
-def test_scorers_are_averaged_by_their_weights() -> None:
-    scores = {"a": Score(value=1), "b": Score(value=0)}
-    assert score_episode(outcome(scores)).reward == 0.5
-    assert score_episode(outcome(scores), {"a": 3, "b": 1}).reward == 0.75
-    for weights in ({"a": 1}, {"a": 0, "b": 0}, {"a": 2, "b": -1}):
-        with pytest.raises(EnvironmentConfigError, match="weights"):
-            score_episode(outcome(scores), weights)
-
-
-@pytest.mark.parametrize(
-    "failed",
-    [
-        outcome({}),
-        outcome({"m": Score(value=1)}, error="boom"),
-        outcome({"m": Score(value=float("nan"))}),
-        outcome({"m": Score(value=float("inf"))}),
-        outcome({"m": Score(value=10**400)}),
-        outcome({"m": Score(value="1" * 5000)}),
-        outcome({"m": Score(value={"a": 1.7e308, "b": 1.7e308})}),
-        outcome({"m": Score(value="unclear")}),
-        outcome({"m": Score(value={})}),
-        outcome({"m": Score(value={"a": None})}),
-    ],
-)
-def test_no_usable_score_is_a_failure_and_never_0(failed: EpisodeOutcome) -> None:
-    with pytest.raises(TaskFailedError, match="sample 's' failed"):
-        score_episode(failed)
-
-
 def test_all_is_exact() -> None:
     for name in inspect_tinker_bridge.__all__:
         assert not isinstance(getattr(inspect_tinker_bridge, name), ModuleType)
@@ -187,33 +131,6 @@ def test_all_is_exact() -> None:
         if not name.startswith("_") and not isinstance(value, ModuleType)
     }
     assert public - {"annotations", "TYPE_CHECKING"} <= set(inspect_tinker_bridge.__all__)
-
-
-@pytest.mark.parametrize(
-    ("module", "documented"),
-    [
-        ("env", {"InspectRLDataset", "InspectEnvGroupBuilder", "InspectEnv", "EnvOptions"}),
-        ("dataset", {"inspect_dataset_to_hf"}),
-        ("loader", {"load_environment", "InspectRLDatasetBuilder"}),
-        ("tasks", {"InspectTaskInfo", "load_inspect_task"}),
-        ("ground_truth", {"get_ground_truth_messages"}),
-        ("sandbox", {"SandboxConfig", "SandboxInstance", "create_sandbox_for_sample", "exec_in_sandbox"}),
-        ("scoring", {"compute_reward", "EpisodeReward"}),
-    ],
-)
-def test_documented_modules_export_exactly_what_they_define(module: str, documented: set[str]) -> None:
-    loaded = import_module(f"inspect_tinker_bridge.{module}")
-    defined = {
-        name
-        for name, value in vars(loaded).items()
-        if not name.startswith("_") and getattr(value, "__module__", "") == loaded.__name__
-    }
-    exported: list[str] = loaded.__all__
-    assert documented | defined <= set(exported)
-    for name in exported:
-        assert hasattr(loaded, name)
-        if hasattr(inspect_tinker_bridge, name):
-            assert getattr(inspect_tinker_bridge, name) is getattr(loaded, name)
 
 
 def test_episodes_without_tinker_import_neither_tinker_nor_tinkerscript() -> None:

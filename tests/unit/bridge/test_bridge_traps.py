@@ -110,14 +110,6 @@ async def test_the_callers_task_is_not_changed() -> None:
     assert vars(task) == before
 
 
-async def test_cached_generations_do_not_answer_for_the_policy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("INSPECT_CACHE_DIR", str(tmp_path))
-    for answer, reward in (("1", 1.0), ("2", 0.0)):
-        assert await reward_of(saying(solver=generate(cache=True)), answer) == reward
-
-
 async def test_members_of_a_group_do_not_share_a_cached_generation(
     renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,25 +307,6 @@ async def test_grading_by_the_policy_itself_must_be_asked_for(renderer: Renderer
     assert len(group.trajectories_G[0].transitions) == 2
 
 
-async def test_a_simulated_user_is_another_model() -> None:
-    @solver
-    def with_user() -> Solver:
-        async def solve(state: TaskState, generate: Generate) -> TaskState:
-            asked = await get_model(role="user").generate("Ask something.")
-            state.user_prompt.text = asked.completion
-            return await generate(state)
-
-        return solve
-
-    output = ModelOutput.from_content("mockllm/model", "What now?")
-    output.usage = ModelUsage(total_tokens=1)
-    user = get_model("mockllm/model", custom_outputs=[output], memoize=False)
-    policy, info = Scripted("1"), load_inspect_task(saying(solver=with_user()))
-    async with TaskRunner(info, RunnerOptions(model_roles={"user": user})) as runner:
-        assert score_episode(await runner.run(info.samples[0], policy)).reward == 1.0
-    assert [request.messages[-1].text for request in policy.requests] == ["What now?"]
-
-
 async def test_tool_arguments_are_json_in_the_next_prompt(renderer: Renderer) -> None:
     """A history that was edited is rendered anew, with JSON and not a Python repr."""
 
@@ -353,31 +326,6 @@ async def test_tool_arguments_are_json_in_the_next_prompt(renderer: Renderer) ->
     assert '"arguments": {"a": 1, "b": null, "c": "it\'s"}' in decode(renderer, policy.prompts[0])
 
 
-async def test_episodes_start_while_others_wait_and_while_none_runs() -> None:
-    """`next_samples` is awaited only while the eval is idle: a submission must wake it."""
-    info = load_inspect_task(saying())
-
-    class Held(Scripted):
-        def __init__(self) -> None:
-            super().__init__("1")
-            self.asked, self.go = asyncio.Event(), asyncio.Event()
-
-        async def generate(self, request: Any) -> ModelOutput:
-            self.asked.set()
-            await self.go.wait()
-            return said("1")
-
-    async with TaskRunner(info) as runner:
-        held = Held()
-        waiting = asyncio.create_task(runner.run(info.samples[0], held))
-        await held.asked.wait()
-        for _ in range(3):
-            assert score_episode(await runner.run(info.samples[0], Scripted("1"))).reward == 1.0
-        held.go.set()
-        await waiting
-        assert score_episode(await runner.run(info.samples[0], Scripted("1"))).reward == 1.0
-
-
 async def test_a_prompt_is_found_while_episodes_of_the_same_task_run(renderer: Renderer) -> None:
     info = load_inspect_task(saying())
     dataset = load_environment(saying, renderer)
@@ -386,12 +334,3 @@ async def test_a_prompt_is_found_while_episodes_of_the_same_task_run(renderer: R
     )
     assert [message.text for message in prompt] == ["Say 1."]
     assert group.get_total_rewards() == [1.0]
-
-
-async def test_tools_that_the_task_offers_are_the_ones_that_are_shown(renderer: Renderer) -> None:
-    policy = Says(renderer, call("submit", '{"answer": "1"}') + END)
-    dataset = load_environment(saying(solver=react(tools=[add()])), renderer, env_type="task")
-    await do_group_rollout(dataset.get_batch(0)[0], policy)
-    shown = decode(renderer, policy.prompts[0])
-    assert '"name": "add"' in shown
-    assert '"name": "bash"' not in shown

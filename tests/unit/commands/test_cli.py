@@ -58,12 +58,6 @@ def test_the_keys_of_a_config_are_listed_where_there_are_no_docs() -> None:
     assert "docs/config.md" not in CliRunner().invoke(app, ["train", "--help"]).output
 
 
-def test_the_process_that_train_starts_is_not_listed() -> None:
-    listed = CliRunner().invoke(app, ["--help"]).output
-    assert "interchange server of one run" not in listed
-    assert "--run-dir" in CliRunner().invoke(app, ["server", "--help"]).output
-
-
 @pytest.mark.parametrize(
     ("command", "module", "extra"),
     [

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
-from aiohttp import web
 from rich.console import Console
 from typer.testing import CliRunner
 
 from tinkerscript.cli import app
-from tinkerscript.commands import evaluate as module
 from tinkerscript.commands.evaluate import EvalOptions, evaluate
-from tinkerscript.commands.serve import Served
-from tinkerscript.errors import ConfigError, ServerUnreachableError, WorkerError
+from tinkerscript.errors import ConfigError, ServerUnreachableError
 from tinkerscript.model_folder import TINY_MODEL
-from tinkerscript.processes.children import ServerAddress
-from tinkerscript.processes.supervisor import Supervisor
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 ARITHMETIC = f"{EXAMPLES / 'arithmetic.py'}@arithmetic"
@@ -39,11 +31,7 @@ CODING = f"{EXAMPLES / 'coding_task.py'}@coding_task"
             {"checkpoint": str(TINY_MODEL), "sandbox": "nothing"},
             "no sandbox provider is called 'nothing'",
         ),
-        (
-            ARITHMETIC,
-            {"task_args": {"split": "odd"}},
-            r"with \{'split': 'odd'\} raised \w+: .*line \d",
-        ),
+        (ARITHMETIC, {"task_args": {"split": "odd"}}, r"with \{'split': 'odd'\} raised \w+: .*line \d"),
         (
             ARITHMETIC,
             {"model_roles": {"grader": "nobody/x"}},
@@ -79,50 +67,3 @@ def test_an_option_that_is_no_json_object_is_named(
     result = CliRunner().invoke(app, [command, *task, option, value])
     assert result.exit_code == 2
     assert message in result.stderr
-
-
-class DyingEngine(Supervisor):
-    """Its engine turns out not to load when the model is asked for the first time."""
-
-    def __init__(self) -> None:
-        super().__init__(max_restarts=0, note=print)
-        self.asked = asyncio.Event()
-
-    async def failed(self) -> NoReturn:
-        await self.asked.wait()
-        raise WorkerError("engine ended (exit code 1): no weights in the folder")
-
-
-async def test_an_engine_that_cannot_load_ends_the_eval(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    supervisor = DyingEngine()
-
-    async def models(request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
-
-    async def never(request: web.Request) -> web.Response:
-        supervisor.asked.set()
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    server = web.Application()
-    server.router.add_get("/v1/models", models)
-    server.router.add_post("/v1/chat/completions", never)
-    runner = web.AppRunner(server, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-
-    @asynccontextmanager
-    async def served(*_: object) -> AsyncGenerator[Served]:
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        yield Served("tiny", ServerAddress(url, "", None), supervisor)
-
-    monkeypatch.setattr(module, "served_checkpoint", served)
-    options = EvalOptions(task=ARITHMETIC, checkpoint=str(TINY_MODEL), limit=1, log_dir=tmp_path)
-    try:
-        async with asyncio.timeout(30):
-            with pytest.raises(WorkerError, match="no weights in the folder"):
-                await evaluate(options, Console())
-    finally:
-        await runner.cleanup()

@@ -82,7 +82,7 @@ async def test_each_attempt_is_scored_and_written_with_its_name(
     (log,) = (tmp_path / "logs").glob("*.jsonl")
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [(line["id"], line["epoch"], line["reward"]) for line in lines] == [
-        *(("fourth", 0, 3.0), ("fourth", 1, 3.0), ("six", 0, 0.0), ("six", 1, 0.0)),
+        *(("fourth", 0, 3.0), ("fourth", 1, 3.0), ("six", 0, 0.0), ("six", 1, 0.0))
     ]
     assert {(ask["model"], ask["temperature"], ask["key"]) for ask in model[1]} == {
         ("parrot", 0.5, "Bearer k")

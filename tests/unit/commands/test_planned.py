@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 from tinkerscript.commands.plan import plan
-from tinkerscript.config import RunConfig, load_config, parse_config
+from tinkerscript.config import load_config, parse_config
 from tinkerscript.errors import ConfigError
 from tinkerscript.processes.launcher import Slot
 from tinkerscript.processes.planned import PlannedProcess, plan_of
@@ -34,7 +33,7 @@ def test_a_run_has_a_server_a_trainer_replicas_and_workers() -> None:
     assert found["trainer rank 1"].environment["RANK"] == "1"
     assert all(process.after == ("interchange server",) for name, process in found.items() if "w" in name)
     assert [process.log for process in found.values()][:6] == [
-        *("server.log", "trainer.log", "page.log", "rank-1.log", "replica-0.log", "replica-1.log"),
+        *("server.log", "trainer.log", "page.log", "rank-1.log", "replica-0.log", "replica-1.log")
     ]
 
 
@@ -63,23 +62,6 @@ def test_keys_of_roles_are_withheld_from_whoever_needs_none() -> None:
         assert withheld == expected.get(name, {"JUDGE_KEY", "TEACHER_KEY"}), name
     assert "TINKERSCRIPT_ADMIN_TOKEN" in found["worker 0"].withheld
     assert "TINKERSCRIPT_ADMIN_TOKEN_FILE" not in found["interchange server"].withheld
-
-
-def test_a_command_is_typed_by_a_user_and_ends_with_what_starts_it() -> None:
-    found = of("inference.launch.python=''")
-    assert found["worker 0"].command[:2] == ("tinkerscript", "worker")
-    assert found["worker 0"].argv()[:4] == [sys.executable, "-m", "tinkerscript", "worker"]
-    assert found["worker 0"].argv()[-1] == "--exit-with-parent"
-    assert found["replica 0"].command[:2] == ("python", "-m")
-    with_parent = [sys.executable, "-m", "tinkerscript.processes.with_parent"]
-    assert found["replica 0"].argv()[:6] == [
-        *with_parent,
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-    ]
-    rank = of("engine.devices=2")["trainer rank 1"]
-    assert rank.argv() == [*with_parent, sys.executable, "-m", "tinkerscript", "rank"]
 
 
 def test_replicas_take_the_gpus_that_are_named_or_that_ray_chooses() -> None:
@@ -124,9 +106,3 @@ def test_the_plan_prints_the_commands_that_are_executed() -> None:
     assert any(line.startswith("  worker 0-1 ") for line in lines)
     (demand,) = [line for line in lines if line.startswith("  worker 2-7 ")]
     assert "while episodes wait" in demand
-
-
-def test_one_process_is_the_whole_plan_of_a_run_without_a_server() -> None:
-    config = RunConfig(enable_tinkerscript_mode=False, page_port="off")
-    (trainer,) = plan_of(config, Path("run"))
-    assert trainer.after == ()

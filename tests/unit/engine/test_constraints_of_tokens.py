@@ -7,15 +7,10 @@ import math
 import numpy as np
 import torch
 
-from tinkerscript.engine import sampling
 from tinkerscript.engine.sampling import RowSettings, choose
 from tinkerscript.rollouts.call import TokenConstraint
 
 NONE, CUT, FORCED = TokenConstraint.NONE, TokenConstraint.CUT, TokenConstraint.FORCED
-
-
-def test_the_engine_and_the_record_have_one_numbering() -> None:
-    assert (NONE, CUT, FORCED) == (sampling.FREE, sampling.CUT, sampling.FORCED)
 
 
 def settings(rows: int, temperature: float = 1.0, top_k: int = -1) -> RowSettings:
@@ -65,7 +60,3 @@ def test_a_hot_distribution_has_more_to_cut() -> None:
     chosen = choose(logits, torch.tensor([0.5]), settings(1, 10.0), allowed)
     assert chosen.constraints is not None
     assert chosen.constraints.tolist() == [CUT]
-
-
-def test_without_a_grammar_nothing_is_said() -> None:
-    assert choose(torch.tensor(LOGITS), torch.full((6,), 0.5), settings(6)).constraints is None

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Generator, Sequence
-from concurrent.futures import Future
 from multiprocessing.connection import Client
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import pytest
-import tinker
 import torch
 from torch.distributed import TCPStore
 
 from tinkerscript.commands.train import is_follower
 from tinkerscript.config import parse_config
 from tinkerscript.engine import ranks as ranks_module
-from tinkerscript.engine.distributed import FILLER, Portion, RankTrainer, portions
+from tinkerscript.engine.distributed import FILLER, Portion, portions
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.packing import token_trees
-from tinkerscript.engine.ranks import Ranks, RankSpec, check_devices, meet, receive
-from tinkerscript.engine.training import AllWeights, Example, Trainer
-from tinkerscript.engine.weights import load_model
+from tinkerscript.engine.ranks import Ranks, RankSpec, check_devices, meet
+from tinkerscript.engine.training import Example
 from tinkerscript.errors import ConfigError, EngineError
-from tinkerscript.processes.supervisor import Supervisor, run_beside
-from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.run import Opened
 
 
 def example(index: int, ids: Sequence[int]) -> Example:
@@ -89,56 +81,6 @@ def test_a_group_is_divided_where_ranks_would_idle_and_little_is_shared() -> Non
     assert sorted(map(tokens, kept)) == [1, 1000 + 4 * 10]
 
 
-def test_portions_together_give_the_loss_and_gradient_of_one_pass(random_model: Path) -> None:
-    random = np.random.default_rng(3)
-
-    def datum(length: int) -> tinker.Datum:
-        ids = np.concatenate([[7, 8, 9], random.integers(2, 64, length)])
-        return tinker.Datum(
-            model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
-            loss_fn_inputs={
-                "target_tokens": tinker.TensorData.from_numpy(ids[1:].astype(np.int64)),
-                "weights": tinker.TensorData.from_numpy(random.normal(size=len(ids) - 1).astype(np.float32)),
-                "mask": tinker.TensorData.from_numpy(np.ones(len(ids) - 1, np.float32)),
-                "temperatures": tinker.TensorData.from_numpy(
-                    random.choice([0.7, 1.0, 1.3], len(ids) - 1).astype(np.float32)
-                ),
-            },
-        )
-
-    data = [datum(length) for length in (3, 20, 5, 9, 17)]
-    whole = Trainer(AllWeights(load_model(random_model)), share_prefixes=True)
-    expected = whole.forward_backward(data, "cross_entropy", None, backward=True)
-
-    trainer = RankTrainer(AllWeights(load_model(random_model)), share_prefixes=True)
-    examples = [
-        Example(
-            index,
-            np.array(each.model_input.to_ints()),
-            {name: value.to_numpy() for name, value in each.loss_fn_inputs.items()},
-        )
-        for index, each in enumerate(data)
-    ]
-    found = portions(examples, lambda budget: trainer._rows(examples, budget), ranks=4, budget=24)
-    indices = [
-        portion.examples[tree.paths[0][0]].index for portion in found for (tree, *_) in portion.batches
-    ]
-    assert FILLER in indices
-    total = 0.0
-    for portion in found:
-        rows, loss = trainer.compute(portion, ("cross_entropy", None), True)
-        total += loss
-        for each, row in zip(portion.examples, rows, strict=True):
-            if each.index != FILLER:
-                reference = expected.loss_fn_outputs[each.index]["logprobs"].to_numpy()
-                np.testing.assert_allclose(row, reference, atol=1e-5)
-    assert total == pytest.approx(expected.metrics["loss:sum"], abs=1e-4)
-    for one, two in zip(trainer.model.parameters(), whole.model.parameters(), strict=True):
-        assert one.grad is not None
-        assert two.grad is not None
-        torch.testing.assert_close(one.grad, two.grad, atol=1e-4, rtol=1e-4)
-
-
 SPEC = RankSpec(
     folder=Path("model"),
     device="cpu",
@@ -183,24 +125,6 @@ def test_a_rank_that_a_launcher_started_joins_and_is_named_when_its_connection_e
     del store
 
 
-def test_the_end_of_one_rank_ends_the_others(launched: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, connection = meet(2)
-    connection.send(1)
-    connection.recv()
-    connection.send("loaded")
-    launched.answers(10.0)
-    exits: list[float] = []
-    monkeypatch.setattr(ranks_module, "exit_hard_after", exits.append)
-    messages: SimpleQueue[Any] = SimpleQueue()
-    with pytest.raises(EngineError, match="rank 0: ValueError: a loss of the user"), launched.computing():
-        raise ValueError("a loss of the user")
-    receive(connection, messages)  # It returns because rank 0 has hung up.
-    assert messages.get(timeout=0) is None
-    assert exits
-    with pytest.raises(EngineError, match="a loss of the user"):
-        launched.tell("take_step", [()])
-
-
 def test_a_connection_without_the_secret_is_turned_away(launched: Ranks) -> None:
     host, port = "127.0.0.1", launched._listener.address[1]  # pyright: ignore
     with pytest.raises(Exception, match="digest sent was rejected"):
@@ -215,26 +139,6 @@ def test_ranks_that_do_not_join_are_named(launched: Ranks, monkeypatch: pytest.M
     monkeypatch.setattr(ranks_module, "START_S", 0.05)
     with pytest.raises(EngineError, match=r"the ranks \[1\] did not join within 0 s"):
         launched.join()
-
-
-async def test_a_rank_that_dies_while_nothing_is_computed_ends_the_run(
-    engine: EmbeddedEngine, launched: Ranks
-) -> None:
-    engine._ranks = launched
-    work = asyncio.create_task(asyncio.Event().wait())
-    async with Supervisor(max_restarts=0, note=print) as supervisor:
-        source: Any = None
-        opened = Opened(source, supervisor, EmbeddedBackend(engine))
-        asyncio.get_running_loop().call_soon(launched.fail, EngineError("rank 1 of 2 ended (signal 9)"))
-        with pytest.raises(EngineError, match="rank 1 of 2 ended"):
-            await run_beside(opened, work)
-    assert work.cancelled()
-
-
-def test_a_failure_is_the_first_one(launched: Ranks) -> None:
-    first = launched.fail(EngineError("one"))
-    assert launched.fail(EngineError("two")) is first
-    assert isinstance(launched.failure, Future)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from small_models import SHAPE, small_config, small_model
 from tinkerscript.engine.context import exact_context, short_context
 from tinkerscript.engine.decoder import FusedDecoder, HubDecoder, decoder_for
 from tinkerscript.engine.embedded import EmbeddedEngine
@@ -20,14 +21,6 @@ from tinkerscript.engine.packing import shares_prefixes
 from tinkerscript.errors import EngineError
 from tinkerscript.model_folder import TINY_MODEL
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
 GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
 MOE: dict[str, Any] = {"num_local_experts": 4}
 LATENT: dict[str, Any] = {
@@ -47,41 +40,31 @@ LATENT: dict[str, Any] = {
 """Multi-head latent attention: keys of 16 channels, values of 8."""
 
 
-def config_of(name: str, **settings: Any) -> PretrainedConfig:
-    """A small configuration of the class `name`."""
-    return getattr(transformers, name)(**(settings if "text_config" in settings else SHAPE | settings))
-
-
-def random_model_of(config: PretrainedConfig) -> Any:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
-
-
-SAMPLED = {"Qwen3Config", "Qwen2Config", "LlamaConfig", "GPT2Config", "GemmaConfig", "Gemma3TextConfig"}
+SAMPLED = {"Qwen3", "Qwen2", "Llama", "GPT2", "Gemma", "Gemma3Text"}
 """Of these, rows that decode together are compared with a plain forward pass too."""
 
 TAKEN: list[tuple[str, dict[str, Any], type]] = [
-    ("Qwen3Config", {"head_dim": 8, **GROUPED}, FusedDecoder),
-    ("Qwen2Config", GROUPED, FusedDecoder),
-    ("LlamaConfig", GROUPED, FusedDecoder),
-    ("MistralConfig", {"sliding_window": None, **GROUPED}, FusedDecoder),
-    ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, HubDecoder),
-    ("GemmaConfig", {"head_dim": 8, **GROUPED}, HubDecoder),
-    ("Gemma2Config", {"head_dim": 8, "sliding_window": 48, **GROUPED}, HubDecoder),
-    ("Gemma3TextConfig", {"head_dim": 8, "sliding_window": 48, **GROUPED}, HubDecoder),
-    ("Phi3Config", {"pad_token_id": 0, **GROUPED}, HubDecoder),
-    ("Olmo2Config", GROUPED, HubDecoder),
-    ("SmolLM3Config", {"pad_token_id": 0, **GROUPED}, HubDecoder),
-    ("GPTNeoXConfig", {}, HubDecoder),
-    ("MixtralConfig", {**GROUPED, **MOE}, HubDecoder),
+    ("Qwen3", {"head_dim": 8, **GROUPED}, FusedDecoder),
+    ("Qwen2", GROUPED, FusedDecoder),
+    ("Llama", GROUPED, FusedDecoder),
+    ("Mistral", {"sliding_window": None, **GROUPED}, FusedDecoder),
+    ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, HubDecoder),
+    ("Gemma", {"head_dim": 8, **GROUPED}, HubDecoder),
+    ("Gemma2", {"head_dim": 8, "sliding_window": 48, **GROUPED}, HubDecoder),
+    ("Gemma3Text", {"head_dim": 8, "sliding_window": 48, **GROUPED}, HubDecoder),
+    ("Phi3", {"pad_token_id": 0, **GROUPED}, HubDecoder),
+    ("Olmo2", GROUPED, HubDecoder),
+    ("SmolLM3", {"pad_token_id": 0, **GROUPED}, HubDecoder),
+    ("GPTNeoX", {}, HubDecoder),
+    ("Mixtral", {**GROUPED, **MOE}, HubDecoder),
     (
-        "Qwen3MoeConfig",
+        "Qwen3Moe",
         {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, **GROUPED},
         HubDecoder,
     ),
-    ("GptOssConfig", {"head_dim": 8, "sliding_window": 48, **GROUPED, **MOE}, HubDecoder),
-    ("DeepseekV2Config", LATENT, HubDecoder),
-    ("DeepseekV3Config", LATENT, HubDecoder),
+    ("GptOss", {"head_dim": 8, "sliding_window": 48, **GROUPED, **MOE}, HubDecoder),
+    ("DeepseekV2", LATENT, HubDecoder),
+    ("DeepseekV3", LATENT, HubDecoder),
 ]
 
 
@@ -89,7 +72,7 @@ TAKEN: list[tuple[str, dict[str, Any], type]] = [
 def test_an_architecture_proves_its_decoder_and_shares_prefixes(
     name: str, settings: dict[str, Any], kind: type
 ) -> None:
-    model = random_model_of(config_of(name, **settings))
+    model = small_model(name, **settings)
     assert decoder_for(model, frozen=True) is kind
     assert shares_prefixes(model)
 
@@ -101,7 +84,7 @@ def test_an_architecture_proves_its_decoder_and_shares_prefixes(
 def test_what_is_sampled_has_the_logprobs_of_a_plain_forward_pass(
     name: str, settings: dict[str, Any], random_model: Path, tmp_path: Path
 ) -> None:
-    model = random_model_of(config_of(name, **settings))
+    model = small_model(name, **settings)
     model.save_pretrained(tmp_path)
     shutil.copy(random_model / "tokenizer.json", tmp_path)
     prompts = [[5, 6, 7], [9, 10, 11, 12, 13, 14]]
@@ -122,16 +105,16 @@ def test_what_is_sampled_has_the_logprobs_of_a_plain_forward_pass(
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("BloomConfig", {"n_layer": 2, "n_head": 4}),
-        ("MambaConfig", {}),
-        ("MistralConfig", {"sliding_window": 4, **GROUPED}),
+        ("Bloom", {"n_layer": 2, "n_head": 4}),
+        ("Mamba", {}),
+        ("Mistral", {"sliding_window": 4, **GROUPED}),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_cannot_be_decoded_exactly_is_refused_by_name(
     name: str, settings: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    model = random_model_of(config_of(name, **settings)).to(dtype)
+    model = small_model(name, **settings).to(dtype)
     for weight in model.parameters():  # So that attention is not uniform.
         weight.data *= 4 if weight.dim() > 1 else 1
     with pytest.raises(EngineError, match=rf"'{model.config.model_type}' cannot be decoded exactly"):
@@ -141,7 +124,7 @@ def test_what_cannot_be_decoded_exactly_is_refused_by_name(
 
 def test_a_model_with_a_vision_tower_is_refused_by_name() -> None:
     """Its vocabulary is in a config of its own, and its head takes no states alone."""
-    model = random_model_of(config_of("Gemma3Config", text_config=SHAPE | {"head_dim": 8, **GROUPED}))
+    model = small_model("Gemma3", text_config=SHAPE | {"head_dim": 8, **GROUPED})
     with pytest.raises(EngineError, match="'gemma3' cannot be decoded exactly"):
         decoder_for(model, frozen=True)
 
@@ -149,13 +132,13 @@ def test_a_model_with_a_vision_tower_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "context"),
     [
-        ("MistralConfig", {"sliding_window": 16}, 16),
-        ("MistralConfig", {"sliding_window": None}, 64),
-        ("Qwen2Config", {"sliding_window": 16, "use_sliding_window": False}, 64),
-        ("Gemma3TextConfig", {"sliding_window": 48}, 48),
-        ("GPTNeoConfig", {"attention_types": [[["global", "local"], 1]], "window_size": 20}, 20),
+        ("Mistral", {"sliding_window": 16}, 16),
+        ("Mistral", {"sliding_window": None}, 64),
+        ("Qwen2", {"sliding_window": 16, "use_sliding_window": False}, 64),
+        ("Gemma3Text", {"sliding_window": 48}, 48),
+        ("GPTNeo", {"attention_types": [[["global", "local"], 1]], "window_size": 20}, 20),
         (
-            "LlamaConfig",
+            "Llama",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
             64,
         ),
@@ -165,8 +148,8 @@ def test_the_context_ends_where_attention_is_no_longer_to_everything(
     name: str, settings: dict[str, Any], context: int
 ) -> None:
     """A layer that slides over 16 tokens is the same as one that does not, in texts of up to 16."""
-    settings = settings | ({"num_layers": 2, "num_heads": 4} if name == "GPTNeoConfig" else {})
-    assert exact_context(config_of(name, **settings)) == context
+    settings = settings | ({"num_layers": 2, "num_heads": 4} if name == "GPTNeo" else {})
+    assert exact_context(small_config(name, **settings)) == context
 
 
 @pytest.mark.parametrize(
@@ -191,8 +174,7 @@ def test_a_context_far_below_the_models_own_is_said(config: PretrainedConfig, he
 
 
 def test_a_model_that_shares_no_prefixes_says_so(random_model: Path, tmp_path: Path) -> None:
-    config = transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=64, max_seq_len=64)
-    random_model_of(config).save_pretrained(tmp_path)
+    small_model("Mpt", d_model=32, n_heads=4, n_layers=2, max_seq_len=64).save_pretrained(tmp_path)
     shutil.copy(random_model / "tokenizer.json", tmp_path)
     with EmbeddedEngine(tmp_path, checkpoint_dir=tmp_path / "none") as engine:
         (said,) = engine.warnings
@@ -201,8 +183,7 @@ def test_a_model_that_shares_no_prefixes_says_so(random_model: Path, tmp_path: P
 
 def test_a_soft_cap_of_attention_is_computed(random_model: Path, tmp_path: Path) -> None:
     """Gemma 2's: fused kernels leave it out, and then trainer and sampler agree on another model."""
-    config = config_of("Gemma2Config", head_dim=8, sliding_window=48, query_pre_attn_scalar=8, **GROUPED)
-    model = random_model_of(config)
+    model = small_model("Gemma2", head_dim=8, sliding_window=48, query_pre_attn_scalar=8, **GROUPED)
     for layer in model.model.layers:  # Scores of attention reach the cap, which is 50.
         layer.self_attn.q_proj.weight.data *= 40
         layer.self_attn.k_proj.weight.data *= 40

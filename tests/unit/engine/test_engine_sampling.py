@@ -11,9 +11,7 @@ import pytest
 import tinker
 import torch
 
-from tinkerscript.engine.decoder import FusedDecoder, HubDecoder, KVCache
 from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.engine.running_batch import Request, RunningBatch
 from tinkerscript.engine.sampling import RowSettings, choose, truncate
 from tinkerscript.engine.weights import load_model
 from tinkerscript.errors import EngineError
@@ -84,69 +82,6 @@ def test_sampled_frequencies_are_the_models_probabilities(engine: EmbeddedEngine
     ).all()
 
 
-class CountingDecoder(FusedDecoder):
-    """Counts the prompts that it prefills."""
-
-    prefilled = 0
-
-    def prefill(
-        self, ids: torch.Tensor, lengths: torch.Tensor
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        self.prefilled += len(ids)
-        return super().prefill(ids, lengths)
-
-
-def greedy(prompt: tuple[int, ...], max_tokens: int) -> Request:
-    return Request(prompt, 1, max_tokens, 0.0, 1.0, -1, None, frozenset(), ())
-
-
-def test_a_prompt_is_not_prefilled_again_while_a_row_runs_with_it(random_model: Path) -> None:
-    """Also where the prompt cache has no room for it, and rows have moved."""
-    decoder = CountingDecoder(load_model(random_model))
-    batch = RunningBatch(
-        decoder,
-        max_rows=8,
-        max_length=48,
-        decode=str,
-        random=np.random.default_rng(0),
-        prompt_cache_tokens=0,
-    )
-    first, long, again = greedy((9, 8), 2), greedy((5, 6, 7), 30), greedy((5, 6, 7), 30)
-    batch.submit(first)
-    batch.submit(long)
-    for _ in range(4):
-        batch.advance()
-    batch.submit(again)
-    while batch.busy:
-        batch.advance()
-    assert decoder.prefilled == 2
-    assert again.future.result()[0].ids == long.future.result()[0].ids
-    batch.submit(greedy((5, 6, 7), 2))
-    batch.advance()
-    assert decoder.prefilled == 3
-
-
-@pytest.mark.parametrize("kind", [FusedDecoder, HubDecoder])
-def test_bfloat16_decodes_as_the_model_in_bfloat16(random_model: Path, kind: type[FusedDecoder]) -> None:
-    model = load_model(random_model)
-    ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
-    decoder = kind(model, torch.bfloat16)
-    logits, keys, values = decoder.prefill(ids[:, :11], torch.tensor([11, 10]))
-    cache = KVCache()
-    cache.reserve(2, 12, keys, values)
-    for row in range(2):
-        cache.put(row, [k[row] for k in keys], [v[row] for v in values])
-    lengths = torch.tensor([11, 10])
-    stepped = decoder.step(ids[torch.arange(2), lengths], lengths, 11, cache)
-    assert logits.dtype == stepped.dtype == keys[0].dtype == torch.bfloat16
-    with torch.no_grad():
-        exact = model(input_ids=ids).logits.log_softmax(-1)[torch.arange(2), lengths]
-    error = (stepped.float().log_softmax(-1) - exact).abs()
-    # Eight bits of mantissa over logits of about 10.
-    assert float(error.mean()) < 0.1
-    assert model.dtype == torch.float32
-
-
 def test_stop_ids_end_a_sequence_with_the_id_included(engine: EmbeddedEngine) -> None:
     client = engine.create_sampling_client().result()
     stop = list(range(0, 64, 2))
@@ -187,25 +122,6 @@ def test_prompt_logprobs_equal_a_plain_forward_pass(engine: EmbeddedEngine, rand
     assert response.prompt_logprobs[0] is None
     expected = reference_logprobs(load_model(random_model), prompt[:1], prompt[1:], 1.0)
     np.testing.assert_allclose(response.prompt_logprobs[1:], expected, atol=LOGPROB_TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "params", "message"),
-    [
-        ([], {}, "the prompt is empty"),
-        ([64], {}, r"ids outside \[0, 64\)"),
-        (list(range(48)), {}, "the context holds 48"),
-        ([5], {"temperature": -1.0}, "temperature -1.0"),
-        ([5], {"top_p": 0.0}, "top_p 0.0"),
-        ([5], {"max_tokens": 0}, "max_tokens must be at least 1"),
-    ],
-)
-def test_requests_that_cannot_be_served_are_refused_by_name(
-    engine: EmbeddedEngine, prompt: list[int], params: dict[str, float], message: str
-) -> None:
-    client = engine.create_sampling_client().result()
-    with pytest.raises(EngineError, match=message):
-        client.sample(ints(*prompt), 1, tinker.SamplingParams(**params))
 
 
 def test_closing_the_engine_fails_what_is_unfinished(random_model: Path, tmp_path: Path) -> None:
@@ -301,13 +217,6 @@ def test_truncation_keeps_the_smallest_set_that_reaches_top_p(
     weights = torch.tensor([[0.1, 0.5, 0.15, 0.25]])
     truncated = truncate(weights, torch.tensor([top_p]), torch.tensor([top_k]), torch.tensor([min_p]))
     assert truncated.nonzero()[:, 1].tolist() == kept
-
-
-def test_greedy_takes_the_most_probable_id() -> None:
-    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]])
-    chosen = choose(logits, torch.tensor([0.99, 0.99]), settings(2, temperature=0.0))
-    assert chosen.ids.tolist() == [1, 0]
-    torch.testing.assert_close(chosen.logprobs, logits.log_softmax(-1)[[0, 1], chosen.ids])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig
 
+from small_models import small_model
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.training import AllWeights, EmbeddedTrainingClient, Trainer
 from tinkerscript.engine.weights import load_model
@@ -58,17 +58,8 @@ def test_a_text_that_fills_the_context_trains_and_a_longer_one_is_refused(random
 
 def test_a_row_longer_than_a_sliding_window_is_refused() -> None:
     """Shared rows do not slide: their gradient would be another model's."""
-    config = MistralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        sliding_window=16,
-    )
-    trainer = Trainer(AllWeights(AutoModelForCausalLM.from_config(config).eval()))
+    model = small_model("Mistral", num_hidden_layers=1, num_key_value_heads=2, sliding_window=16)
+    trainer = Trainer(AllWeights(model))
     trainer.forward_backward([datum(16)], "cross_entropy", None, backward=False)
     with pytest.raises(EngineRequestError, match="has 17 tokens; the context holds 16"):
         trainer.forward_backward([datum(17)], "cross_entropy", None, backward=False)

@@ -112,14 +112,6 @@ def test_losses_and_gradients_equal_tinkers_formulas(
         torch.testing.assert_close(mine.grad.double(), other.grad, atol=1e-5 * max(1.0, largest), rtol=1e-5)
 
 
-def test_cross_entropy_falls_as_what_has_weight_gets_likelier() -> None:
-    inputs = {"weights": torch.tensor([0.0, 1.0, 0.5])}
-    losses = LOSSES["cross_entropy"].configured("cross_entropy", None)(
-        torch.tensor([-3.0, -2.0, -1.0]), inputs
-    )
-    assert losses.tolist() == [0.0, 2.0, 0.5]
-
-
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_token_without_advantage_may_have_any_logprob(name: str) -> None:
     ours = torch.tensor([-1.0, -2.0], requires_grad=True)
@@ -361,14 +353,3 @@ def test_a_loss_of_the_users_own_trains_with_its_settings(random_model: Path) ->
 def test_a_loss_that_cannot_be_resolved_is_refused(name: str, message: str) -> None:
     with pytest.raises(EngineRequestError, match=message):
         resolve_loss(name)
-
-
-def test_the_table_is_tinkers() -> None:
-    assert {name: sorted(loss.settings) for name, loss in LOSSES.items()} == {
-        "cross_entropy": [],
-        "importance_sampling": [],
-        "ppo": ["clip_high_threshold", "clip_low_threshold"],
-        "cispo": ["clip_high_threshold", "clip_low_threshold"],
-        "gspo": ["clip_high_threshold", "clip_low_threshold"],
-        "dro": ["beta"],
-    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -186,24 +185,6 @@ def test_a_row_without_memory_fails_and_those_beside_it_go_on(
     assert isinstance(again.future.exception(timeout=1), RuntimeError)
 
 
-def test_the_longest_row_fails_if_there_is_no_memory_for_its_next_token(
-    random_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch = batch_over(FusedDecoder(load_model(random_model)))
-    long, short = seeded(*range(1, 13), samples=1, max_tokens=30), seeded(5, 6, max_tokens=9)
-    short_of_memory(monkeypatch, lambda shape: shape[2] <= 12)
-    for request in (long, short):
-        batch.submit(request)
-    run(batch)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        long.future.result(timeout=1)
-    monkeypatch.undo()
-    alone = batch_over(FusedDecoder(load_model(random_model)))
-    alone.submit(wanted := seeded(5, 6, max_tokens=9))
-    run(alone)
-    assert [r.ids for r in short.future.result(timeout=1)] == [r.ids for r in wanted.future.result()]
-
-
 @pytest.mark.parametrize("made", range(5))
 def test_a_batch_goes_on_after_its_cache_could_not_grow(
     random_model: Path, monkeypatch: pytest.MonkeyPatch, made: int
@@ -230,22 +211,3 @@ def test_a_batch_goes_on_after_its_cache_could_not_grow(
     run(alone)
     for one, other in zip((running, again), wanted, strict=True):
         assert [row.ids for row in one.future.result()] == [row.ids for row in other.future.result()]
-
-
-class CancelledMeanwhile(Future[list[SampledRow]]):
-    """Its caller cancels at the last moment."""
-
-    def set_exception(self, exception: BaseException | None) -> None:
-        self.cancel()
-        super().set_exception(exception)
-
-
-def test_a_failure_that_meets_a_cancellation_reaches_the_others(random_model: Path) -> None:
-    batch = batch_over(FusedDecoder(load_model(random_model)))
-    cancelled, other = seeded(5), seeded(6)
-    cancelled.future = CancelledMeanwhile()
-    batch.submit(cancelled)
-    batch.submit(other)
-    batch.fail(EngineError("the engine is closed"))
-    assert cancelled.future.cancelled()
-    assert isinstance(other.future.exception(timeout=1), EngineError)

@@ -148,23 +148,6 @@ def test_a_run_of_tool_responses_shares_one_user_block(tokenizer: Tokens) -> Non
     assert with_renderers(tokenizer, messages, tools) == ids
 
 
-def test_text_parts_render_like_the_string(tokenizer: Tokens) -> None:
-    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1+2?"}]
-    whole = with_template(tokenizer, [user("What is 1+2?")], [])
-    assert with_template(tokenizer, [{"role": "user", "content": parts}], []) == whole
-    assert with_renderers(tokenizer, [{"role": "user", "content": parts}], []) == whole
-
-
-def test_next_prompt_extends_the_sampled_stream(tokenizer: Tokens) -> None:
-    """previous prompt + sampled ids + rendered tail = the whole chat rendered anew."""
-    renderer = Qwen3Renderer(tokenizer, Qwen3RendererConfig(thinking_retention="all"))
-    first, tail = [user("What is 1+2?")], [user("And 3+4?")]
-    sampled = tokenizer.encode("3<|im_end|>", add_special_tokens=False)
-    bridged = renderer.bridge_to_next_turn(with_template(tokenizer, first, []), sampled, tail)
-    assert bridged is not None
-    assert bridged.token_ids == with_template(tokenizer, [*first, assistant("3"), *tail], [])
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -19,7 +19,7 @@ from tinkerscript.errors import AlignmentError
 from tinkerscript.rollouts.advantages import RolloutGroup, WeightedRollout
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import Call, FloatArray, Prompts, unpack_ids
-from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
+from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.alignment_check import AlignmentCheck, TrainedModel
 from tinkerscript.train.learner import Learner
 
@@ -241,12 +241,3 @@ def _late(episode: EpisodeRollouts) -> EpisodeRollouts:
         fields = {name: getattr(call, name) for name in call.__struct_fields__}
         calls.append(Call(**{**fields, "logprobs": logprobs}))
     return make_episode(calls, episode.reward, episode.episode_uuid)
-
-
-def test_a_rollouts_versions_are_all_that_sampled_it() -> None:
-    first = make_call(None, [1], [2], policy_version=3)
-    (rollout,) = make_episode(
-        [first, make_call(first, [1], [2], policy_version=3, policy_version_end=5)]
-    ).rollouts
-    assert isinstance(rollout, Rollout)
-    assert rollout.policy_versions == {3, 5}

@@ -8,23 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_helpers import make_accepted
 from tinkerscript.errors import NoSuccessError
 from tinkerscript.train.collector import HOPELESS_AFTER, Batch
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
 
 
 def accepted(uuid: str, reward: float = 1.0, *, group: str = "", size: int = 0) -> EpisodeAccepted:
-    return EpisodeAccepted(
-        episode_uuid=uuid,
-        attempt=1,
-        client_uuid="w",
-        reward=reward,
-        policy_version_at_claim=0,
-        all_calls=[],
-        group_id=group,
-        group_size=size,
-        pool="w" if group else "",
-    )
+    return make_accepted(uuid, reward, group_id=group, group_size=size, pool="w" if group else "")
 
 
 def failed(uuid: str) -> EpisodeFailed:
@@ -92,14 +83,6 @@ def test_uniform_groups_are_replaced_up_to_the_limit() -> None:
     assert batch.is_met
 
 
-def test_enough_differing_groups_end_the_wait() -> None:
-    batch = Batch("step 1", rule="differing_groups", groups=1, group_size=3, max_groups=4)
-    planned(batch, 2)
-    end_group(batch, 1, 0, 1, 0)
-    assert batch.is_met
-    assert len(batch.leftovers) == 3
-
-
 def test_clients_fill_a_batch_group_by_group() -> None:
     batch = Batch("step 1", rule="groups", groups=2, group_size=2, from_clients=True)
     assert not batch.is_met
@@ -125,11 +108,7 @@ Ending = Literal["high", "low", "failed"]
     data=st.data(),
 )
 def test_every_batch_comes_to_its_end(
-    rule: Literal["groups", "differing_groups"],
-    needed: int,
-    extra: int,
-    size: int,
-    data: st.DataObject,
+    rule: Literal["groups", "differing_groups"], needed: int, extra: int, size: int, data: st.DataObject
 ) -> None:
     """Whatever the order and the endings: met as soon as a naive reading of the rule says, never stuck."""
     most = 3 * needed + extra
@@ -158,10 +137,7 @@ def naive_is_met(
     }
     complete = [name for name, group in batch.groups.items() if all(uuid in taken for uuid in group.outcomes)]
     differing = [name for name in complete if len(set(rewards[name])) > 1]
-    enough = {
-        "groups": len(complete) >= needed,
-        "differing_groups": len(differing) >= needed,
-    }[rule]
+    enough = {"groups": len(complete) >= needed, "differing_groups": len(differing) >= needed}[rule]
     nothing_left = len(complete) == len(batch.groups)
     may_add = rule == "differing_groups" and len(batch.groups) < most
     return enough or (nothing_left and not may_add)
@@ -186,20 +162,6 @@ def test_a_batch_in_which_everything_failed_says_why() -> None:
     assert first == "step 1: all 3 episodes that ended failed:"
     assert second == "  2 x task_error: sample 0: boom (g0, w-0)"
     assert third.startswith("  1 x lease_expired")
-
-
-@pytest.mark.parametrize("others", [0, 2])
-def test_the_three_most_common_reasons_are_shown(others: int) -> None:
-    batch = Batch("step 1", rule="groups", groups=1, group_size=4 + others)
-    planned(batch, 1, size=4 + others)
-    kinds = ["common", "common", "second", "third", "fourth", "fifth"][: 4 + others]
-    for number, kind in enumerate(kinds):
-        batch.add(EpisodeFailed(episode_uuid=f"g0/{number}", failures=[{"kind": "first"}, {"kind": kind}]))
-    with pytest.raises(NoSuccessError) as error:
-        batch.check_success()
-    lines = [line.split(":")[0].strip() for line in str(error.value).splitlines()[1:]]
-    more = [f"and {others} other reasons"] if others else []
-    assert lines == ["2 x common", "1 x second", "1 x third", *more]
 
 
 def test_a_hopeless_batch_is_not_waited_for() -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from interchange_helpers import until
+from rollout_helpers import make_accepted
 from tinkerscript.config import TrainingConfig
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.record.writer import RecordWriter
@@ -68,17 +69,7 @@ class ScriptedSource(EpisodeSource):
 
 
 def accepted(uuid: str, *, group: str = "g", pool: str = "", size: int = 0) -> EpisodeAccepted:
-    return EpisodeAccepted(
-        episode_uuid=uuid,
-        attempt=1,
-        client_uuid="w",
-        reward=float(len(uuid)),
-        policy_version_at_claim=0,
-        all_calls=[],
-        group_id=group,
-        group_size=size,
-        pool=pool,
-    )
+    return make_accepted(uuid, float(len(uuid)), group_id=group, group_size=size, pool=pool)
 
 
 def plans(*uuids: str, group: str = "g") -> list[PlannedEpisode]:
@@ -154,20 +145,6 @@ async def test_a_result_out_of_bounds_is_kept_and_named_and_is_a_failure_to_its_
         kept = read_journal(tmp_path / "journal.jsonl")
         assert [event.reward for event in kept if isinstance(event, EpisodeAccepted)] == [1.7e308, 1.0]
         assert "1.7e+308 from client 'w'" in next(e.reason for e in kept if isinstance(e, Discarded))
-
-
-async def test_uniform_groups_are_replaced_until_enough_differ(tmp_path: Path) -> None:
-    async with collecting(tmp_path) as (collector, source, _):
-        batch = Batch("step 1", rule="differing_groups", groups=1, group_size=2, max_groups=3)
-        await collector.open(batch, [plans("a", "b")], step=1)
-        source.queue.put_nowait([accepted("a"), accepted("b")])  # Equal rewards.
-
-        def more(groups: int) -> list[list[PlannedEpisode]]:
-            source.queue.put_nowait([accepted("c", group="h"), accepted("dd", group="h")])
-            return [plans("c", "dd", group="h")] * groups
-
-        await collector.closed(batch, more, 1)
-        assert source.started == ["a", "b", "c", "dd"]
 
 
 async def test_groups_of_clients_that_end_in_turns_are_kept_whole(tmp_path: Path) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Generator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -195,42 +194,6 @@ async def test_rewards_have_no_part_unless_they_are_given_a_weight(engine: Embed
     assert sorted(advantages(client.given[0][1])) == sorted(expected)
 
 
-async def test_a_student_becomes_its_teacher(random_model: Path, tmp_path: Path) -> None:
-    """What it samples comes closer to the teacher's distribution, step by step, without any reward."""
-    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path, seed=3) as engine:
-        backend = EmbeddedBackend(engine)
-        start = tinker.ModelInput.from_ints([5, 6])
-        taught = await engine.train_copy()
-        lesson = tinker.Datum(
-            model_input=tinker.ModelInput.from_ints([5, 6, 11, 12]),
-            loss_fn_inputs={
-                "target_tokens": tinker.TensorData.from_numpy(np.array([6, 11, 12, 13])),
-                "weights": tinker.TensorData.from_numpy(np.ones(4, np.float32)),
-            },
-        )
-        for _ in range(4):
-            await taught.forward_backward([lesson], "cross_entropy")
-            await taught.optim_step(tinker.AdamParams(learning_rate=0.003))
-        teacher = await backend.open_frozen((await taught.save_state("teacher")).path)
-        more = {"learning_rate": 0.003, "lr_schedule": "constant"}
-        made, _ = learner(engine, teacher, more)
-        kl: list[float] = []
-        for step in range(1, 13):
-            sampling = await backend.client.save_weights_and_get_sampling_client()  # type: ignore[attr-defined]
-            params = tinker.SamplingParams(max_tokens=3, seed=step, stop=[])
-            response = await sampling.sample(start, 64, params)
-            groups = [
-                make_group(
-                    [make_episode([make_call(None, [5, 6], s.tokens, logprobs=s.logprobs)], 0.0, f"e{i}")],
-                    f"g{i}",
-                )
-                for i, s in enumerate(response.sequences)
-            ]
-            kl.append((await update(made, groups, step=step))["distillation/teacher_kl"])
-        assert kl[0] > 0.3
-        assert np.mean(kl[-3:]) < 0.5 * kl[0], kl
-
-
 # The teacher
 
 
@@ -240,20 +203,6 @@ async def test_nothing_trains_without_the_teacher(engine: EmbeddedEngine) -> Non
     with pytest.raises(EngineError, match="it is gone"):
         await update(made, [pair(1.0, 0.0)], step=1)
     assert client.given == []
-
-
-async def test_people_see_that_the_teacher_is_waited_for() -> None:
-    seen: list[str] = []
-
-    @contextmanager
-    def waiting(what: str) -> Generator[None]:
-        seen.append(what)
-        yield
-        seen.append("done")
-
-    config = DistillationConfig(teacher="t")
-    await Distillation(ScriptedTeacher(), config, waiting=waiting).apply(items(one_turn(1.0)))
-    assert seen == ["the teacher 't' to score 1 sequences", "done"]
 
 
 @pytest.fixture

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import threading
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tinker
-from rich.console import Console
 
-from rollout_helpers import make_call
-from tinkerscript.config import EngineConfig, RunConfig, TrainingConfig
-from tinkerscript.dashboard.terminal import SAY_AFTER_S, LineReporter
-from tinkerscript.errors import AlignmentError, ConfigError, EngineError, GatewayError
+from tinkerscript.errors import AlignmentError, GatewayError
 from tinkerscript.gateway.sampler import (
     ProgressCallback,
     SampledSequence,
@@ -26,17 +18,10 @@ from tinkerscript.gateway.sampler import (
     SampleRequest,
     SampleResult,
 )
-from tinkerscript.processes.children import ServerAddress
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs
-from tinkerscript.train import run
-from tinkerscript.train.backends import BACKENDS, backend_named
 from tinkerscript.train.backends.backend import FrozenSampler, Publisher, finish_despite_cancel
-from tinkerscript.train.backends.tinker_service import SentCall, SlowCallNotifier, TinkerBackend
 from tinkerscript.train.journal import Journal, PolicyPublished, read_journal
-from tinkerscript.train.learning_rates import learning_rate
 from tinkerscript.train.policy import Policy, SeededSampler
-from tinkerscript.train.run import run_training
-from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 
 class Recorder(Sampler):
@@ -97,12 +82,6 @@ async def test_a_request_is_cut_to_the_room_that_the_context_has() -> None:
     with pytest.raises(GatewayError, match="the engine's context holds 8 tokens; the prompt has 8") as error:
         await sampler.sample(SampleRequest(prompt=pack_ids([5] * 8), max_tokens=9))
     assert (error.value.status, error.value.code) == (400, "context_length_exceeded")
-
-
-async def test_counts_of_tokens_and_logprobs_that_differ_are_an_alignment_error() -> None:
-    sampler = SeededSampler(Recorder(tokens=3, logprobs=2), seed=1, step=0, max_context=8)
-    with pytest.raises(AlignmentError, match="the sampler answered 3 token ids and 2 log probabilities"):
-        await sampler.sample(SampleRequest(prompt=pack_ids([5]), max_tokens=3))
 
 
 class OneSampler(Publisher):
@@ -199,118 +178,3 @@ async def test_a_step_that_is_cancelled_gets_time_to_end_and_is_awaited(in_time:
     with pytest.raises(asyncio.CancelledError):
         await step
     assert ended == (["done", "cleaned up"] if in_time else ["cleaned up"])
-
-
-def test_the_warm_up_ends_below_the_full_rate() -> None:
-    config = TrainingConfig(learning_rate=1.0, warmup_steps=3, lr_schedule="constant")
-    rates = [learning_rate(config, step, steps=10) for step in range(1, 6)]
-    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0]
-
-
-def test_a_backend_is_one_of_the_table() -> None:
-    assert backend_named("embedded").__name__ == "EmbeddedBackend"
-    with pytest.raises(ConfigError, match=r"engine\.backend: 'jax' is not one of embedded, tinker"):
-        backend_named("jax")
-
-
-async def test_a_long_wait_is_said_and_goes_on() -> None:
-    notes: list[str] = []
-    said = asyncio.Event()
-
-    def note(message: str) -> None:
-        notes.append(message)
-        said.set()
-
-    async def answer() -> int:
-        await said.wait()
-        return 7
-
-    notifier = SlowCallNotifier("http://there", note, first_note_s=0.01)
-    assert await SentCall(notifier, answer(), "optim_step") == 7
-    assert notes == ["waiting for http://there: optim_step, 0 s so far"]
-
-
-class Screen(io.StringIO):
-    """A terminal's output that is no terminal; `said` is set when it names a wait for the service."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said = threading.Event()
-
-    def write(self, text: str) -> int:
-        written = super().write(text)
-        if "waiting for the Tinker service" in self.getvalue():
-            self.said.set()
-        return written
-
-
-async def test_a_service_that_does_not_answer_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    screen = Screen()
-
-    class Silent(TinkerBackend):
-        @classmethod
-        @asynccontextmanager
-        async def open(cls, config: EngineConfig, model: Path, **_: Any) -> AsyncGenerator[TinkerBackend]:
-            assert await asyncio.to_thread(screen.said.wait, 30), "nothing says what the run waits for"
-            raise EngineError("that is all")
-            yield
-
-    async def server(*_: object, **__: object) -> ServerAddress:
-        return ServerAddress("http://here", "", None)
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "_server", server)
-    monkeypatch.setitem(BACKENDS, "tinker", lambda: Silent)
-    config = RunConfig.model_validate(
-        {
-            "engine": {"backend": "tinker", "base_url": "http://there"},
-            "evaluation": {"episodes": 0},
-            "workers": {"count": 0},
-        }
-    )
-    assert SAY_AFTER_S == 2
-    progress = LineReporter(Console(file=screen, width=200), say_after_s=0.01)
-    with pytest.raises(EngineError, match="that is all"):
-        await run_training(config, progress)
-    assert "\nwaiting for the Tinker service (http://there)\n" in screen.getvalue()
-
-
-async def test_what_a_service_refuses_is_an_error_of_the_engine() -> None:
-    async def refused() -> None:
-        raise tinker.TinkerError("no such model")
-
-    with pytest.raises(EngineError, match="http://there: forward: no such model"):
-        await SlowCallNotifier("http://there", print).wait(refused(), "forward")
-
-
-class RecordingBackend(Publisher):
-    """Samples with a `Recorder`, whatever the weights."""
-
-    max_context = 8
-
-    async def publish(self, policy_version: int) -> Sampler:
-        return Recorder()
-
-
-async def test_a_seed_of_a_result_that_is_kept_is_not_given_out_again(tmp_path: Path) -> None:
-    """Two results are known before the weights are published, two come in afterwards."""
-    *taken, free = await asked(*[[5]] * 5)
-    backend: Any = RecordingBackend()
-    with Journal(tmp_path / "journal.jsonl") as journal:
-        policy = Policy(backend, journal, seed=1)
-        for start in (0, 2):
-            calls = [make_call(None, [5], [7], seed=seed) for seed in (*taken[start : start + 2], None)]
-            kept = EpisodeAccepted(
-                episode_uuid="e",
-                attempt=1,
-                client_uuid="c",
-                reward=1.0,
-                policy_version_at_claim=0,
-                all_calls=calls,
-            )
-            policy.note(kept)
-            if not start:
-                await policy.publish()
-        assert (await policy.sample(SampleRequest(prompt=pack_ids([5]), max_tokens=1))).seed == free

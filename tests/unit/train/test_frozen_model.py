@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from other_models import write_model
+from small_models import sft_datum
 from tinkerscript.config import EngineConfig, RoleConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.weights import LoraSettings
@@ -51,15 +52,8 @@ def same(one: list[FloatArray], other: list[FloatArray], *, atol: float = 1e-5) 
 
 async def trained(backend: Any) -> None:
     """Change the weights a lot."""
-    datum = tinker.Datum(
-        model_input=tinker.ModelInput.from_ints([5, 9, 33]),
-        loss_fn_inputs={
-            "target_tokens": tinker.TensorData.from_numpy(np.array([9, 33, 2])),
-            "weights": tinker.TensorData.from_numpy(np.ones(3, np.float32)),
-        },
-    )
     for _ in range(3):
-        await backend.client.forward_backward([datum], "cross_entropy")
+        await backend.client.forward_backward([sft_datum([5, 9, 33, 2])], "cross_entropy")
         await backend.client.optim_step(tinker.AdamParams(learning_rate=0.02))
 
 
@@ -68,15 +62,6 @@ async def now(backend: EmbeddedBackend) -> FloatArray:
     client = await backend.engine.create_sampling_client()
     _, *row = await client.compute_logprobs(tinker.ModelInput.from_ints(SEQUENCES[0].tolist()))
     return np.array([0, *row], np.float32)
-
-
-def own(engine: Any) -> Any:
-    return engine._model
-
-
-def weights_of(model: FrozenModel) -> Any:
-    found: Any = model
-    return found._weights._trainer.model
 
 
 async def first_token(model: FrozenModel, prompt: IntArray) -> tuple[int, float]:
@@ -122,20 +107,6 @@ async def test_a_checkpoint_scores_as_it_was_saved(backend: EmbeddedBackend) -> 
     assert not same(await frozen.logprobs(SEQUENCES), await start.logprobs(SEQUENCES), atol=1e-3)
 
 
-async def test_models_over_one_base_hold_it_once(random_model: Path, tmp_path: Path) -> None:
-    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path, seed=3, lora=LORA) as engine:
-        backend = EmbeddedBackend(engine)
-        folder = (await backend.client.save_state("teacher")).path
-        models = [await backend.open_frozen(name) for name in ("", str(random_model), folder)]
-        assert {id(weights_of(model)) for model in models} == {id(own(engine))}
-    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path, seed=3) as engine:
-        backend = EmbeddedBackend(engine)
-        models = [await backend.open_frozen(name) for name in ("", str(random_model), folder)]
-        weights = {id(weights_of(model)) for model in models}
-        assert len(weights) == 1
-        assert weights != {id(own(engine))}, "all weights train: they cannot be shared"
-
-
 async def test_a_model_of_another_kind_has_its_own_limits(backend: EmbeddedBackend, tmp_path: Path) -> None:
     other = write_model("llama3.2", tmp_path / "other")
     frozen = await backend.open_frozen(str(other))
@@ -144,32 +115,6 @@ async def test_a_model_of_another_kind_has_its_own_limits(backend: EmbeddedBacke
     await first_token(frozen, SEQUENCES[0])
     with pytest.raises(EngineRequestError, match="ids outside"):
         await frozen.logprobs([np.array([1, 10**6], np.int32)])
-
-
-async def test_sampling_goes_on_while_a_long_batch_is_scored(backend: EmbeddedBackend) -> None:
-    """A slice for each microbatch: a token waits for one of them, not for all."""
-    frozen = await backend.open_frozen("")
-    thread = backend.engine.context.thread
-    slices: list[int] = []
-    call = thread.call_in_slices
-
-    def counted(begin: Any) -> Any:
-        def work() -> Any:
-            running = begin()
-            while True:
-                try:
-                    next(running)
-                except StopIteration as end:
-                    return end.value
-                slices.append(1)
-                yield
-
-        return call(work)
-
-    thread.call_in_slices = counted  # type: ignore[method-assign]
-    random = np.random.default_rng(0)
-    await frozen.logprobs([random.integers(0, 60, 48).astype(np.int32) for _ in range(200)])
-    assert len(slices) > 1
 
 
 @pytest.mark.parametrize(

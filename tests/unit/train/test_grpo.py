@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tinker
 
-from rollout_helpers import make_call
+from rollout_helpers import make_accepted, make_call
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import AlignmentError
 from tinkerscript.gateway.sampler import Sampler
@@ -42,7 +42,7 @@ from tinkerscript.train.policy import Policy
 from tinkerscript.train.recorder import RunRecorder
 from tinkerscript.train.run_folder import RunFolder
 from tinkerscript.train.samples import TaskSamples
-from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
+from tinkerscript.trainer_link.messages import Outcome
 
 ARITHMETIC = Path(__file__).parents[3] / "examples" / "arithmetic.py"
 
@@ -92,7 +92,6 @@ class Answering(EpisodeSource):
     version: int | None = None
     statuses: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     starts: int = 0
-    constrained: bytes = b""
 
     def __post_init__(self) -> None:
         self.ended: asyncio.Queue[Outcome] = asyncio.Queue()
@@ -102,20 +101,11 @@ class Answering(EpisodeSource):
         newest = max(status.get("policy_version", -1) for status in self.statuses)
         version, self.version = newest if self.version is None else self.version, None
         for number, episode in enumerate(episodes):
-            call = make_call(
-                *(None, [5, 6], [7, 8]),
-                policy_version=version,
-                logprobs=[-0.5] * 2,
-                constrained=self.constrained,
-            )
-            ended = EpisodeAccepted(
-                episode_uuid=episode.episode_uuid,
+            call = make_call(None, [5, 6], [7, 8], policy_version=version, logprobs=[-0.5] * 2)
+            ended = make_accepted(
+                *(episode.episode_uuid, float(number % 2), [call]),
                 group_id=episode.group_id,
-                attempt=1,
-                client_uuid="c",
-                reward=float(number % 2),
                 policy_version_at_claim=version,
-                all_calls=[call],
             )
             self.ended.put_nowait(ended)
 
@@ -251,21 +241,3 @@ async def test_a_run_that_is_stopped_saves_its_last_finished_step(tmp_path: Path
         with pytest.raises(asyncio.CancelledError):
             await task
     assert [event.step for event in run.of(Checkpointed)] == [1]
-
-
-@pytest.mark.parametrize(
-    ("policy", "outcome"),
-    [
-        ("mask", "they carry no loss"),
-        ("train", "they train as if"),
-        ("refuse", "their sequences do not train"),
-    ],
-)
-async def test_constrained_tokens_are_named_once_in_a_run(tmp_path: Path, policy: str, outcome: str) -> None:
-    source = Answering(constrained=bytes([1, 0]))
-    async with running(tmp_path, source, constrained_tokens=policy) as run:
-        await run.grpo.run()
-    (note,) = [note for note in run.shown.notes if "constrained by a grammar" in note]
-    assert note.startswith("step 1: 4 of 8 sampled tokens (50%) were constrained by a grammar: 4 cut; ")
-    assert outcome in note
-    assert note.endswith(f"(training.constrained_tokens: {policy})")

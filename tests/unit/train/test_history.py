@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollout_helpers import make_call
+from rollout_helpers import make_accepted, make_call
 from tinkerscript.rollouts.parquet import read_parquet
 from tinkerscript.train.history import History, read_history, recorded_groups
 from tinkerscript.train.journal import (
@@ -42,12 +42,7 @@ def registered(step: int, *uuids: str) -> list[AnyEvent]:
 
 
 def ended(*uuids: str) -> list[AnyEvent]:
-    return [
-        EpisodeAccepted(
-            episode_uuid=uuid, attempt=1, client_uuid="w", reward=1, policy_version_at_claim=0, all_calls=[]
-        )
-        for uuid in uuids
-    ]
+    return [make_accepted(uuid) for uuid in uuids]
 
 
 def evaluated(label: str, step: int) -> Evaluated:
@@ -195,13 +190,8 @@ def run_folder(folder: Path) -> None:
     calls["b"].insert(0, first)
     with Journal(folder / "journal.jsonl") as journal:
         journal.write(
-            EpisodeAccepted(
-                episode_uuid=uuid,
-                attempt=1,
-                client_uuid="w",
-                reward=reward,
-                policy_version_at_claim=0,
-                all_calls=calls[uuid],
+            make_accepted(
+                *(uuid, reward, calls[uuid]),
                 group_id=group,
                 episode_type="eval" if group == "eval" else "train",
             )
@@ -288,16 +278,7 @@ def test_a_group_whose_results_were_all_discarded_is_not_waited_for_again() -> N
 
 def test_a_clients_result_is_used_again_unless_it_was_used_or_discarded() -> None:
     events: list[AnyEvent] = [
-        EpisodeAccepted(
-            episode_uuid=uuid,
-            attempt=1,
-            client_uuid="w",
-            reward=1,
-            policy_version_at_claim=0,
-            all_calls=[],
-            pool="w",
-            group_id="w/g",
-        )
+        make_accepted(uuid, pool="w", group_id="w/g")
         for uuid in ("trained", "stale", "misaligned", "undone", "left")
     ]
     events += [

@@ -15,10 +15,8 @@ from inspect_ai.model import ChatMessageAssistant, ChatMessageUser
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.rl.types import Transition
 
-from inspect_tinker_bridge.runner import TaskRunner
 from tinkerscript.config import RunConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.errors import WorkerError
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.page.transcript_view import parsed, unpacked_text
 from tinkerscript.rollouts.call import full_prompts, pack_ids
@@ -139,17 +137,6 @@ async def test_transcripts_that_nobody_records_are_not_made(tmp_path: Path) -> N
         await source.start([episode])
         (ended,) = await source.outcomes()
         assert ended.transcripts == {}
-
-
-async def test_an_eval_that_died_ends_the_run(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (source, samples):
-        runner: Any = source._runner  # pyright: ignore[reportPrivateUsage]
-        assert isinstance(runner, TaskRunner)
-        await runner.__aexit__(None, None, None)
-        [[episode]] = samples.train_groups(step=1, groups=1, group_size=1)
-        await source.start([episode])
-        with pytest.raises(WorkerError, match=r"the eval of the task .* is not running"):
-            await source.outcomes()
 
 
 def transition(prompt: list[int], sampled: list[int]) -> Transition:

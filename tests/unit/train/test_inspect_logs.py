@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from inspect_ai.log import EvalSample, read_eval_log_async
+from msgspec import structs
 
+from rollout_helpers import make_accepted, make_call
 from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule, RolloutGroup
-from tinkerscript.rollouts.call import Call, conversation_of, pack_ids, pack_logprobs
+from tinkerscript.rollouts.call import Call, conversation_of
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.inspect_logs import write_logs
@@ -22,17 +24,14 @@ CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": 
 
 
 def a_call(call_id: str, parent: str | None, prompt: list[int], messages: Any, reply: Any) -> Call:
-    return Call(
-        call_id=call_id,
-        parent_id=parent,
-        new_prompt=pack_ids(prompt),
-        sampled=pack_ids([7, 8]),
-        logprobs=pack_logprobs([-0.5, -1.0]),
-        stop_reason="stop",
+    call = make_call(
+        *(None, prompt, [7, 8]),
+        logprobs=[-0.5, -1.0],
         policy_version=3,
         messages=json.dumps(messages),
         reply=json.dumps(reply),
     )
+    return structs.replace(call, call_id=call_id, parent_id=parent)
 
 
 ASKED = [{"role": "user", "content": "1+1?"}]
@@ -52,16 +51,7 @@ METADATA: dict[str, Any] = {
 
 
 def an_episode(uuid: str, reward: float, calls: list[Call], **more: Any) -> EpisodeAccepted:
-    return EpisodeAccepted(
-        episode_uuid=uuid,
-        attempt=1,
-        client_uuid="w",
-        reward=reward,
-        policy_version_at_claim=3,
-        all_calls=calls,
-        group_id="g",
-        **more,
-    )
+    return make_accepted(uuid, reward, calls, policy_version_at_claim=3, group_id="g", **more)
 
 
 async def written(

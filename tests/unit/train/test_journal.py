@@ -8,17 +8,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rollout_helpers import make_accepted, make_call
 from tinkerscript.errors import ConfigError
-from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 from tinkerscript.train.journal import (
     QUARANTINED,
-    Checkpointed,
     Discarded,
     EpisodeRegistered,
     Journal,
     PolicyPublished,
     SetAside,
-    StepConsumed,
     lost_episodes,
     read_journal,
     usable,
@@ -27,26 +25,9 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
 
 def accepted(uuid: str, *, retries: int = 0) -> EpisodeAccepted:
-    call = Call(
-        call_id="c",
-        parent_id=None,
-        new_prompt=pack_ids([1, 2]),
-        sampled=pack_ids([3]),
-        logprobs=pack_logprobs([-0.5]),
-        stop_reason="stop",
-        policy_version=4,
-        constrained=bytes([2]),
-    )
-    return EpisodeAccepted(
-        episode_uuid=uuid,
-        attempt=1 + retries,
-        client_uuid="w",
-        reward=0.5,
-        policy_version_at_claim=4,
-        all_calls=[call],
-        metadata={"answer": "7"},
-        retries=[{"kind": "lease_expired"}] * retries,
-    )
+    call = make_call(None, [1, 2], [3], policy_version=4, constrained=bytes([2]))
+    failures = [{"kind": "lease_expired"}] * retries
+    return make_accepted(uuid, 0.5, [call], attempt=1 + retries, metadata={"answer": "7"}, retries=failures)
 
 
 def registered(uuid: str, episode_type: str = "train") -> EpisodeRegistered:
@@ -61,22 +42,6 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert read_journal(tmp_path / "j") == events
     assert (journal.count("train", "accepted"), journal.count("train", "failed")) == (1, 1)
     assert journal.retries == 2
-
-
-def test_what_an_event_does_not_say() -> None:
-    """Journals of earlier versions are read with these."""
-    plan = EpisodeRegistered(episode_uuid="a", episode_type="eval", group_id="g")
-    assert (plan.step, plan.position) == (0, -1)
-    result = msgspec.structs.replace(accepted("a"), metadata={})
-    failed = EpisodeFailed(episode_uuid="b", failures=[])
-    for event in (result, failed):
-        assert (event.episode_type, event.pool, event.group_id, event.group_size) == ("train", "", "", 0)
-    assert (result.log_metrics, result.retries, result.is_success) == ({}, [], None)
-    done = StepConsumed(step=1, episode_uuids=["a"])
-    assert done.trained == []
-    assert PolicyPublished(policy_version=3).step == 0
-    saved = Checkpointed(step=1, policy_version=1)
-    assert (saved.report, saved.train_seconds) == ({}, 0.0)
 
 
 def test_a_journal_counts_what_it_holds_also_when_it_is_opened_again(tmp_path: Path) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tinker
-import torch
 from msgspec import structs
 
 from rollout_helpers import make_call, make_episode, make_group, update
+from small_models import sft_datum
 from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import ConfigError
@@ -44,6 +43,8 @@ class Recorded:
         self.losses: list[tuple[str, Any]] = []
         """`loss_fn` and `loss_fn_config` of each forward_backward."""
 
+        self.params: list[tinker.AdamParams] = []
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.client, name)
 
@@ -54,6 +55,7 @@ class Recorded:
 
     def optim_step(self, params: tinker.AdamParams) -> Any:
         self.calls.append(0)
+        self.params.append(params)
         return self.client.optim_step(params)
 
 
@@ -297,41 +299,8 @@ async def test_the_penalty_is_tinker_cookbooks(batch: list[WeightedRollout]) -> 
         assert not item.advantages[~sampled].any()
 
 
-async def test_the_penalty_pulls_the_policy_back_to_the_start(engine: EmbeddedEngine) -> None:
-    """The same update with a strong penalty leaves the start policy less far behind."""
-    start = await engine.train_copy()
-
-    async def of_start(sequences: list[IntArray], _: object = None) -> list[FloatArray]:
-        return await logprobs(start, sequences)
-
-    gaps: list[float] = []
-    for coef in (0.0, 5.0):
-        client = await engine.train_copy()
-        made = Learner(
-            client,
-            settings(kl_penalty_coef=coef, learning_rate=0.003, loss_fn="importance_sampling"),
-            model=TrainedModel(64),
-            report=AlignmentReport(),
-            seed=1,
-            start_logprobs=of_start,
-        )
-        for step in range(1, 7):
-            metrics = await update(made, [await fresh(client, group(0, [1.0, 0.0, 0.0]))], step=step)
-            assert ("train/kl_start" in metrics) == bool(coef)
-        sequences = [episode.rollouts[0].tokens for episode in group(0, [1.0, 0.0, 0.0]).episodes]
-        now, then = await asyncio.gather(logprobs(client, sequences), of_start(sequences))
-        gaps.append(sum(float(np.abs(a - b).sum()) for a, b in zip(now, then, strict=True)))
-    assert gaps[1] < 0.7 * gaps[0]
-
-
 async def logprobs(client: Any, sequences: list[IntArray]) -> list[FloatArray]:
-    data = [
-        tinker.Datum(
-            model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
-            loss_fn_inputs={"target_tokens": ids[1:].astype(np.int64), "weights": np.ones(len(ids) - 1)},
-        )
-        for ids in sequences
-    ]
+    data = [sft_datum(ids) for ids in sequences]
     output = await client.forward(data, "cross_entropy")
     return [np.append(0, row["logprobs"].to_numpy()).astype(np.float32) for row in output.loss_fn_outputs]
 
@@ -392,29 +361,28 @@ def constrained_group(kinds: bytes, *, logprob: float = -4.0, trains: bool = Fal
     return make_group(episodes)
 
 
-async def trained_weights(
+async def trained(
     engine: EmbeddedEngine, made: RolloutGroup, **more: Any
-) -> tuple[dict[str, float], list[torch.Tensor]]:
+) -> tuple[dict[str, float], list[float]]:
+    """The metrics of a step, and log probabilities under the weights after it."""
     client = await engine.train_copy()
     metrics = await update(learner(client, **more), [made], step=1)
-    return metrics, [p.detach().clone() for p in client._trainer.model.parameters()]
+    (row,) = await logprobs(client, [np.arange(2, 40, dtype=np.int32)])
+    return metrics, row.tolist()
 
 
 @pytest.mark.parametrize("loss_fn", ["ppo", "importance_sampling", "cispo"])
 async def test_a_constrained_token_has_no_gradient(engine: EmbeddedEngine, loss_fn: str) -> None:
     """What was recorded for such a token changes no weight; of a token that trains it does."""
     one, other = [
-        await trained_weights(engine, constrained_group(FORCED, logprob=p), loss_fn=loss_fn)
-        for p in (-4.0, -3.0)
+        await trained(engine, constrained_group(FORCED, logprob=p), loss_fn=loss_fn) for p in (-4.0, -3.0)
     ]
-    assert one[0] == other[0]
-    assert all(torch.equal(left, right) for left, right in zip(one[1], other[1], strict=True))
+    assert one == other
     free, told = [
-        await trained_weights(engine, made, loss_fn=loss_fn)
+        await trained(engine, made, loss_fn=loss_fn)
         for made in (constrained_group(b""), constrained_group(FORCED, trains=True))
     ]
-    assert all(torch.equal(left, right) for left, right in zip(free[1], told[1], strict=True))
-    assert not all(torch.equal(left, right) for left, right in zip(one[1], told[1], strict=True))
+    assert free[1] == told[1] != one[1]
 
 
 async def test_a_fully_constrained_sequence_makes_no_step(engine: EmbeddedEngine) -> None:
@@ -517,57 +485,11 @@ def _as_version(episode: EpisodeRollouts, version: int) -> EpisodeRollouts:
     return make_episode(calls, episode.reward, episode.episode_uuid)
 
 
-class Noted:
-    """A training client that notes the parameters of each optimizer step."""
-
-    def __init__(self) -> None:
-        self.steps: list[tinker.AdamParams] = []
-
-    async def forward_backward(self, *_: Any) -> tinker.ForwardBackwardOutput:
-        return tinker.ForwardBackwardOutput(
-            loss_fn_output_type="ArrayRecord", loss_fn_outputs=[], metrics={"loss:sum": 0.0}
-        )
-
-    def optim_step(self, params: tinker.AdamParams) -> Any:
-        self.steps.append(params)
-        return asyncio.sleep(0, tinker.types.OptimStepResponse(metrics={}))
-
-
-async def test_every_setting_of_the_optimizer_reaches_it(batch: list[WeightedRollout]) -> None:
+async def test_every_setting_of_the_optimizer_reaches_it(
+    batch: list[WeightedRollout], engine: EmbeddedEngine
+) -> None:
     given = {"weight_decay": 0.4, "grad_clip_norm": 0.5}
     assert (given | ADAM).keys() == tinker.AdamParams.model_fields.keys() - {"learning_rate"}
-    client: Any = Noted()
+    client: Any = Recorded(engine)
     await optimizer_step(client, [to_datum(batch[0])], settings(**given), loss_fn="ppo", learning_rate=0.6)
-    assert [params.model_dump() for params in client.steps] == [given | ADAM | {"learning_rate": 0.6}]
-
-
-class InOrder(Recorded):
-    """Notes which sequences each forward_backward gets."""
-
-    def __init__(self, engine: EmbeddedEngine) -> None:
-        super().__init__(engine)
-        self.parts: list[list[list[int]]] = []
-
-    def forward_backward(self, data: list[tinker.Datum], loss_fn: Any, loss_fn_config: Any) -> Any:
-        self.parts.append([datum.model_input.to_ints() for datum in data])
-        return super().forward_backward(data, loss_fn, loss_fn_config)
-
-
-async def test_the_runs_seed_step_and_epoch_decide_the_minibatches(engine: EmbeddedEngine) -> None:
-    """Four shuffles of seven sequences: two epochs of one step, the next step, and another seed's."""
-    dealt: list[list[list[list[int]]]] = []
-    for seed, step in ((1, 1), (1, 1), (1, 2), (2, 1)):
-        client = InOrder(engine)
-        made = Learner(
-            client,  # pyright: ignore[reportArgumentType]
-            settings(minibatches=2, epochs_per_batch=2),
-            model=TrainedModel(64),
-            report=AlignmentReport(),
-            seed=seed,
-        )
-        await update(made, groups(), step=step)
-        dealt.append(client.parts)
-    again, first, *others = dealt
-    assert again == first
-    shuffles = [each[start : start + 2] for each in (first, *others) for start in (0, 2)]
-    assert len({str(shuffle) for shuffle in shuffles}) == 6
+    assert [params.model_dump() for params in client.params] == [given | ADAM | {"learning_rate": 0.6}]

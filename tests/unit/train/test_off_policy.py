@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rollout_helpers import make_call, make_episode, make_group
+from rollout_helpers import make_accepted, make_call, make_episode, make_group
 from tinkerscript.config import TrainingConfig
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import FOREIGN_POLICY, Call
@@ -19,14 +19,7 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 
 def accepted(uuid: str, *calls: Call, at_claim: int = 0) -> EpisodeAccepted:
-    return EpisodeAccepted(
-        episode_uuid=uuid,
-        attempt=1,
-        client_uuid="c",
-        reward=1.0,
-        policy_version_at_claim=at_claim,
-        all_calls=list(calls),
-    )
+    return make_accepted(uuid, 1.0, calls, policy_version_at_claim=at_claim)
 
 
 def sampled(version: int, end: int | None = None, **more: Any) -> Call:

@@ -19,7 +19,7 @@ from tinkerscript.errors import EngineError, GatewayError
 from tinkerscript.gateway.sampler import SampledSequence, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids, pack_logprobs
 from tinkerscript.train.replicas.pool import Published, ReplicaPool
-from tinkerscript.train.replicas.replica import LostError, Replica
+from tinkerscript.train.replicas.replica import Replica
 
 VOCABULARY = 50
 REQUEST = SampleRequest(prompt=pack_ids([1, 2, 3]), max_tokens=4)
@@ -389,10 +389,3 @@ async def test_what_breaks_the_pool_itself_is_raised(tmp_path: Path) -> None:
         made.replicas[0].tokens_sampled = broken  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="a fault of ours"):
             await asyncio.wait_for(failed, 10)
-
-
-async def test_a_version_that_a_replica_lacks_is_not_answered_by_it(tmp_path: Path) -> None:
-    async with bench(tmp_path, 1) as made:
-        await made.publish(0)
-        with pytest.raises(LostError):
-            await made.replicas[0].sample(REQUEST, 5)

@@ -72,12 +72,7 @@ def test_the_older_version_is_never_proved(noise: float) -> None:
 
 @pytest.mark.parametrize(
     ("change", "replica_has", "verdict"),
-    [
-        (5e-4, 1.0, "undecidable"),
-        (5e-4, 0.0, "undecidable"),
-        (1.0, 1.0, "proved"),
-        (1.0, 0.0, "refused"),
-    ],
+    [(5e-4, 1.0, "undecidable"), (5e-4, 0.0, "undecidable"), (1.0, 1.0, "proved"), (1.0, 0.0, "refused")],
 )
 def test_a_trainer_that_rounds_refuses_nothing_for_its_own_noise(
     change: float, replica_has: float, verdict: Verdict

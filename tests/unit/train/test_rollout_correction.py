@@ -62,10 +62,7 @@ def test_each_token_is_weighed_by_its_ratio_up_to_the_cap(cap: float) -> None:
 
 def test_a_token_above_the_cap_is_masked() -> None:
     found, _ = weights(method="mask", cap=2.0)
-    assert found == [
-        pytest.approx([np.exp(0.1), 0.0], rel=1e-5),
-        pytest.approx(np.exp(GAPS[1]), rel=1e-5),
-    ]
+    assert found == [pytest.approx([np.exp(0.1), 0.0], rel=1e-5), pytest.approx(np.exp(GAPS[1]), rel=1e-5)]
 
 
 @pytest.mark.parametrize(("method", "first"), [("truncate", 2.0), ("mask", 0.0)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -82,38 +80,6 @@ async def test_whatever_the_sdk_raises_is_an_error_of_the_engine(error: Exceptio
     with pytest.raises(EngineError, match="http://there: forward: ") as raised:
         await SlowCallNotifier("http://there", print).wait(fails(), "forward")
     assert said in str(raised.value)
-
-
-class OldService:
-    """Makes clients as SDKs up to 0.36 do."""
-
-    def make(self, name: str) -> str:
-        raise AssertionError("it would block the event loop")
-
-    async def make_async(self, name: str) -> str:
-        return name
-
-
-async def test_an_old_sdks_methods_do_not_block() -> None:
-    assert await sdk.new_client(OldService(), "make", "a client") == "a client"
-    future: Future[int] = Future()
-    waiting = asyncio.ensure_future(sdk.awaitable(future))
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    future.set_result(7)
-    assert await waiting == 7
-
-
-async def test_a_session_that_cannot_be_finished_is_noted() -> None:
-    notes: list[str] = []
-
-    class Service:
-        async def close(self, status: str, detail: str) -> None:
-            raise tinker.TinkerError("no such path")
-
-    service: Any = Service()
-    await sdk.close(service, notes.append)
-    assert notes == ["the session was not finished at the service, which ends it by itself: no such path"]
 
 
 def tensor(*values: float) -> tinker.TensorData:

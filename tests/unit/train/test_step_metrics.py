@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_helpers import make_call, make_episode, make_group
+from rollout_helpers import make_accepted, make_call, make_episode, make_group
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.train.collector import Batch
@@ -20,15 +20,7 @@ def best(facts):
 
 
 def accepted(uuid: str, reward: float, **fields: object) -> EpisodeAccepted:
-    return EpisodeAccepted(
-        episode_uuid=uuid,
-        attempt=1,
-        client_uuid="c",
-        reward=reward,
-        policy_version_at_claim=3,
-        all_calls=[],
-        **fields,  # type: ignore[arg-type]
-    )
+    return make_accepted(uuid, reward, policy_version_at_claim=3, **fields)
 
 
 def facts() -> StepFacts:

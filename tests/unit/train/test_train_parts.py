@@ -14,11 +14,9 @@ from typing import Any
 
 import psutil
 import pytest
-from rich.console import Console
 
 from interchange_helpers import until
 from rollout_helpers import update
-from tinkerscript.commands import train as command
 from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.gateway.sampler import SampleRequest
@@ -27,7 +25,7 @@ from tinkerscript.processes.launcher import Child
 from tinkerscript.processes.supervisor import ChildFailedError, Supervisor, run_beside
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.alignment import AlignmentReport
-from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids
+from tinkerscript.rollouts.call import Call, pack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.testing import QuietReporter
@@ -38,7 +36,6 @@ from tinkerscript.train.journal import Journal
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import RunFolder
-from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 
 @pytest.fixture
@@ -132,20 +129,6 @@ async def test_a_group_without_a_difference_changes_nothing(engine: EmbeddedEngi
     await policy.publish()
     assert await score(engine, group) == before
     assert metrics["train/sequences"] == 0
-
-
-async def test_greedy_sampling_is_labelled_raw(engine: EmbeddedEngine, journal: Journal) -> None:
-    policy = Policy(EmbeddedBackend(engine), journal)
-    await policy.publish()
-    result = await policy.sample(SampleRequest(prompt=pack_ids([5]), max_tokens=4, temperature=0.0))
-    assert result.logprob_kind == "raw"
-    assert len(unpack_ids(result.sequences[0].sampled)) == 4
-
-
-def accepted(call: Call) -> EpisodeAccepted:
-    return EpisodeAccepted(
-        episode_uuid="e", attempt=1, client_uuid="c", reward=1.0, policy_version_at_claim=0, all_calls=[call]
-    )
 
 
 def child(tmp_path: Path, code: str, **extra: object) -> Child:
@@ -279,22 +262,6 @@ def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path: Path) -> None:
     folder.close()
     left = sorted(path.name for path in folder.checkpoints.iterdir())
     assert left == ["final", "step_10000", "step_9997", "step_9999", "step_by_hand"]
-
-
-@pytest.mark.parametrize(
-    ("backend", "said"), [("embedded", "serve --checkpoint"), ("tinker", "--set engine")]
-)
-def test_what_to_do_with_the_model_depends_on_where_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, said: str
-) -> None:
-    monkeypatch.setattr(command, "print_summary", lambda *_: None)
-    (tmp_path / "summary.json").write_text("{}")
-    console = Console(record=True)
-    config = RunConfig.model_validate({"engine": {"backend": backend}})
-    command._report(console, config, tmp_path)  # pyright: ignore[reportPrivateUsage]
-    text = console.export_text()
-    assert said in text
-    assert ("serve --checkpoint" in text) == (backend == "embedded")
 
 
 @pytest.mark.parametrize(("durability", "durable"), [("normal", False), ("full", True)])

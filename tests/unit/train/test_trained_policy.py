@@ -12,7 +12,8 @@ import pytest
 import tinker
 from fastapi import HTTPException
 
-from rollout_helpers import make_call
+from rollout_helpers import make_accepted, make_call
+from small_models import sft_datum
 from tinkerscript.config import EngineConfig, RunConfig, TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.weights import LoraSettings
@@ -38,15 +39,7 @@ pytestmark = SDK_LEAVES_SOCKETS
 def accepted(uuid: str, *roles: str, reward: float = 0.0, **more: Any) -> EpisodeAccepted:
     """An episode with a call for each of `roles`."""
     calls = [make_call(None, [1, number], [2, 3], role=role) for number, role in enumerate(roles)]
-    return EpisodeAccepted(
-        episode_uuid=uuid,
-        attempt=1,
-        client_uuid="c",
-        reward=reward,
-        policy_version_at_claim=0,
-        all_calls=calls,
-        **more,
-    )
+    return make_accepted(uuid, reward, calls, **more)
 
 
 def policy(role: str, **settings: Any) -> Learner:
@@ -127,10 +120,7 @@ def test_an_episode_is_as_old_as_the_oldest_weights_that_sampled_any_of_it() -> 
     ]
     episode = accepted("e")
     assert cast(Any, episode).policy_versions == set()
-    aged = EpisodeAccepted(
-        episode_uuid="e", attempt=1, client_uuid="c", reward=0, policy_version_at_claim=0, all_calls=calls
-    )
-    assert aged.policy_versions == {2, 4}
+    assert make_accepted(calls=calls).policy_versions == {2, 4}
 
 
 # What samples
@@ -197,13 +187,7 @@ def replaced(request: SampleRequest, role: str, seed: int | None = None) -> Samp
 
 # Weights
 
-DATUM = tinker.Datum(
-    model_input=tinker.ModelInput.from_ints([5, 9, 33]),
-    loss_fn_inputs={
-        "target_tokens": tinker.TensorData.from_numpy(np.array([9, 33, 2])),
-        "weights": tinker.TensorData.from_numpy(np.ones(3, np.float32)),
-    },
-)
+DATUM = sft_datum([5, 9, 33, 2])
 
 
 async def trained(backend: Any) -> None:
@@ -254,19 +238,6 @@ async def test_two_policies_of_one_engine_train_and_are_saved_apart(
         await trained(each)
     assert await logprobs(again) == pytest.approx(await logprobs(rival), abs=1e-5)
     assert abs(np.array(await logprobs(fresh)) - await logprobs(rival)).max() > 1e-4
-
-
-async def test_new_adapters_of_roles_are_drawn_apart(random_model: Path, tmp_path: Path) -> None:
-    lora = LoraSettings(4, targets=("attn",), seed=3)
-    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path, lora=lora) as engine:
-        backend = EmbeddedBackend(engine)
-        made = [
-            await backend.open_policy(role, "", checkpoint_dir=tmp_path / role, restore=None)
-            for role in ("rival", "critic", "rival")
-        ]
-        first = [cast(Any, each)._client._trainer.weights.parameters[0].detach() for each in (backend, *made)]
-        assert np.allclose(first[1], first[3])
-        assert not any(np.allclose(one, other) for one, other in ((first[0], first[1]), (first[1], first[2])))
 
 
 async def test_a_checkpoint_of_another_kind_is_no_start(random_model: Path, tmp_path: Path) -> None:

@@ -10,17 +10,12 @@ from pathlib import Path
 import pytest
 
 from tinkerscript.errors import WorkerError
-from tinkerscript.gateway.dialects.agent_mode import AGENT_PREFIX, SIDE_MODEL
-from tinkerscript.protocol import POLICY
+from tinkerscript.gateway.dialects.agent_mode import AGENT_PREFIX
 from tinkerscript.workers.agents import programs
 from tinkerscript.workers.agents.programs import AGENTS, AgentJob, agent_named, installation_of
 from tinkerscript.workers.worker import WorkerOptions, run_worker
 
 JOB = AgentJob('Say "hi"\n--then stop', f"http://127.0.0.1:8000{AGENT_PREFIX}", 40_000)
-
-
-def test_the_names_are_the_gateways() -> None:
-    assert (programs.POLICY, programs.SIDE) == (POLICY, SIDE_MODEL)
 
 
 @pytest.mark.parametrize("name", AGENTS)

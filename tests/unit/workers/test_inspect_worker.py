@@ -287,30 +287,11 @@ async def test_an_attempt_that_fails_leaves_its_transcript(server: Server, spec:
     assert any(e["event"] == "error" and "the scorer broke" in e["error"]["message"] for e in events(body))
 
 
-async def test_an_attempt_whose_model_call_is_refused_leaves_its_transcript(
-    server: Server, spec: str
-) -> None:
-    server.replies = [refused(400, "context_length_exceeded", "the prompt is too long")]
-    async with rollout_of(f"{spec}@say") as rollout:
-        with pytest.raises(RequestRefusedError, match="the prompt is too long"):
-            await rollout(episode(server, f"{spec}@say", max_transcript_bytes=2**20))
-    ((_, body),) = server.transcripts
-    assert "the prompt is too long" in json.dumps(events(body))
-
-
 @pytest.mark.parametrize("limit", [0, 50])
 async def test_a_server_that_takes_no_transcripts_gets_none(server: Server, spec: str, limit: int) -> None:
     async with rollout_of(f"{spec}@say") as rollout:
         output = await rollout(episode(server, f"{spec}@say", 4, max_transcript_bytes=limit))
     assert (output.reward, server.transcripts) == (1.0, [])
-
-
-async def test_a_lost_claim_leaves_no_transcript(server: Server, spec: str) -> None:
-    server.replies = [refused(409, "claim_lost", "the lease expired")]
-    async with rollout_of(f"{spec}@say") as rollout:
-        with pytest.raises(ClaimLostError):
-            await rollout(episode(server, f"{spec}@say", max_transcript_bytes=2**20))
-    assert server.transcripts == []
 
 
 @pytest.mark.parametrize(
@@ -351,16 +332,6 @@ async def test_roles_are_those_of_the_claims_run(server: Server, spec: str) -> N
     assert output.reward == 50.0
 
 
-async def test_many_episodes_at_once_each_use_their_own_key(server: Server, spec: str) -> None:
-    async with rollout_of(f"{spec}@say") as rollout:
-        outputs = await asyncio.gather(*(rollout(episode(server, f"{spec}@say", n)) for n in range(1, 9)))
-    assert [output.reward for output in outputs] == [1.0] * 8
-    asked = {
-        key: body["messages"][-1]["content"] for key, body in zip(server.keys, server.requests, strict=True)
-    }
-    assert asked == {f"Bearer key-{n}": f"Say {n}." for n in range(1, 9)}
-
-
 async def test_tool_calls_go_back_as_they_came(server: Server, spec: str) -> None:
     odd = '{"b":1,   "a": 2}'
     server.replies = [
@@ -383,13 +354,6 @@ async def test_tool_calls_go_back_as_they_came(server: Server, spec: str) -> Non
     assert problem["content"].startswith("Error: ")
     assert output.metadata["tool_errors"] == {"parsing": 1}
     assert output.log_metrics["tool_error/parsing"] == 1.0
-
-
-async def test_the_limit_that_ended_an_episode_is_reported(server: Server, spec: str) -> None:
-    async with rollout_of(f"{spec}@short") as rollout:
-        output = await rollout(episode(server, f"{spec}@short", 3))
-    assert output.metadata["limit"] == "message"
-    assert output.log_metrics["limit/message"] == 1.0
 
 
 async def test_metadata_that_json_does_not_have_reaches_the_scorer_unchanged(
@@ -461,12 +425,6 @@ async def test_a_tasks_own_sandbox_is_used(server: Server, spec: str) -> None:
             await rollout(claimed)
 
 
-async def test_a_scorer_that_raises_is_a_failure(server: Server, spec: str) -> None:
-    async with rollout_of(f"{spec}@failing") as rollout:
-        with pytest.raises(TaskFailedError, match="the scorer broke"):
-            await rollout(episode(server, f"{spec}@failing"))
-
-
 async def test_one_worker_runs_episodes_of_several_tasks_side_by_side(server: Server, spec: str) -> None:
     """One eval holds them all; what each task's own solver does stays its own."""
     tasks = [f"{spec}@say", f"{spec}@failing", f"{spec}@short"]
@@ -504,7 +462,8 @@ async def test_a_lost_claim_raises_at_once_and_the_worker_goes_on(server: Server
     server.replies = [refused(409, "claim_lost", "the lease expired")]
     async with rollout_of(f"{spec}@say") as rollout:
         with pytest.raises(ClaimLostError, match="the lease expired"):
-            await rollout(episode(server, f"{spec}@say"))
+            await rollout(episode(server, f"{spec}@say", max_transcript_bytes=2**20))
+        assert server.transcripts == []
         assert (await rollout(episode(server, f"{spec}@say"))).reward == 1.0
 
 
@@ -547,14 +506,6 @@ async def test_a_server_that_is_not_there_is_an_error_in_the_end(unused_tcp_port
         await endpoint.complete(f"http://127.0.0.1:{unused_tcp_port}/v1", "k", {"messages": []})
     await endpoint.aclose()
     assert 45 < sum(waits.seconds) <= 60, "a server that is restarted is not there for a while"
-
-
-def test_the_assistant_messages_id_is_the_completions() -> None:
-    body = json.loads(said("7", id="chatcmpl-9").body)
-    output = ChatConverter().output(body)
-    assert output.message.id == "chatcmpl-9"
-    assert output.usage is not None
-    assert output.usage.total_tokens == 11
 
 
 def test_what_cannot_be_honoured_is_refused_by_name() -> None:
