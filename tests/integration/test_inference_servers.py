@@ -20,7 +20,7 @@ from tinkerscript.config import InferenceConfig
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.sampler import SampledSequence, SampleRequest, SampleResult
 from tinkerscript.gateway.samplers import RemoteSampler, remote_sampler
-from tinkerscript.gateway.samplers.inference_server import ServerRequest, Upstream
+from tinkerscript.gateway.samplers.inference_server import Upstream
 from tinkerscript.gateway.samplers.remote import TOKENIZER_TEXT
 from tinkerscript.gateway.samplers.vllm import VllmServer
 from tinkerscript.gateway.tokenizer import LightTokenizer
@@ -276,7 +276,7 @@ async def test_requests_at_once_are_bounded(distribution: Distribution, byte_mod
     with serving(fake.app) as url:
         upstream = Upstream(url, max_in_flight=3)
         fake.faults = Faults(delay_s=0.02)
-        asked = ServerRequest(prompt=PROMPT, max_tokens=2)
+        asked = request(max_tokens=2)
         await asyncio.gather(*(VllmServer(upstream).sample(asked, "served") for _ in range(15)))
         await upstream.aclose()
         assert fake.most_in_flight == 3

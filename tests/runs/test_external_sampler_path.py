@@ -148,7 +148,7 @@ async def test_tinkerscript_serve_samples_elsewhere(
         command = asyncio.create_task(serve_run(path, None, Console(file=terminal, width=200)))
         await until(lambda: command.done() or "run episodes" in terminal.getvalue())
         assert not command.done(), command.exception()
-        assert f"samples from     vllm at {url}, policy version -1" in terminal.getvalue()
+        assert f"samples from     vllm at {url}; log: " in terminal.getvalue()
         address = terminal.getvalue().split("interchange server at ")[1].split(",")[0]
         async with httpx.AsyncClient(base_url=address, timeout=30) as http:
             await run_episode(http)

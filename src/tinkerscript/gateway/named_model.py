@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from tinkerscript.asgi import Caller
+from tinkerscript.asgi import CLIENT_CLOSED_REQUEST, Caller
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import continued
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
@@ -32,6 +32,7 @@ from tinkerscript.gateway.dialects import DIALECTS
 from tinkerscript.gateway.dialects.agent_mode import AGENT_FIELDS, AGENT_PREFIX
 from tinkerscript.gateway.dialects.dialect import Completion, Dialect, ModelCall, ReplyHeader, TokenCounter
 from tinkerscript.gateway.idempotency import Attempt, IdempotencyCache, RequestFingerprint, fingerprint_of
+from tinkerscript.gateway.streamed_reply import StreamedReply
 from tinkerscript.limits import CALLS_AT_ONCE, FAILED_CALLS
 from tinkerscript.rollouts.call import calls_of, utf8_size
 
@@ -96,6 +97,19 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     header: ReplyHeader
     attempt: Attempt
 
+    def recorded_fields(self, turn: Turn) -> dict[str, Any]:
+        """What a recorded call has of the request and of its turn, whatever answered."""
+        fingerprint = self.attempt.fingerprint
+        return {
+            "parent_id": turn.parent.call_id if turn.parent else None,
+            "matched_by": turn.matched_by,
+            "created": self.header.created,
+            "idempotency_key": fingerprint.key,
+            "request_digest": fingerprint.digest if fingerprint.key else "",
+            "ignored": self.call.ignored,
+            "side": self.call.side,
+        }
+
     def recorded_bytes(self, number: int = 0) -> int:
         """Bytes that are recorded of a turn and its choices, but for what is sampled."""
         turn, texts = self.turns[number], self.turns[number].texts
@@ -141,20 +155,45 @@ class NamedModel(ABC):
         """Raises GatewayError for a call that this model cannot answer."""
 
     @abstractmethod
-    async def _reply(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
-        """Make and record the completion, and send the whole reply."""
+    async def _completed(
+        self, prepared: PreparedRequest, caller: Caller, live: StreamedReply | None
+    ) -> Completion | None:
+        """Make and record the completion, which `live` sends meanwhile; None if the caller disconnects
+        before there is one."""
 
     @abstractmethod
-    async def _stream(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
-        """Send events meanwhile, and the last ones once the calls are recorded."""
+    def _streamed(self, dialect: Dialect[Any], call: ModelCall, header: ReplyHeader) -> StreamedReply:
+        """A stream of the reply to `call`, of which nothing has been sent."""
 
     @abstractmethod
     async def _recorded(self, state: ClaimState, call: ModelCall, call_id: str) -> Completion | None:
         """The completion of `call` that was recorded as `call_id`; None if it cannot be made again."""
 
-    @abstractmethod
-    def _whole_stream(self, dialect: Dialect[Any], call: ModelCall, completion: Completion) -> bytes:
-        """All events of a recorded completion."""
+    async def _reply(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
+        completion = await self._completed(prepared, caller, None)
+        if completion is None:
+            await caller.reply(b"", status=CLIENT_CLOSED_REQUEST)
+            return
+        await asyncio.sleep(0)  # See `_answer`.
+        if not await caller.is_disconnected():
+            await caller.reply(ENCODER.encode(dialect.reply(prepared.call, completion)))
+            prepared.attempt.delivered = True
+
+    async def _stream(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
+        """Send events meanwhile, and the last ones once the calls are recorded."""
+        live = self._streamed(dialect, prepared.call, prepared.header)
+        try:
+            completion = await self._completed(prepared, caller, live)
+            if completion is None:
+                return
+            rest = live.finish(completion)
+            disconnected = await caller.is_disconnected()
+            await caller.send_events(rest if caller.streaming else live.start() + rest, last=True)
+            prepared.attempt.delivered = not disconnected
+        except GatewayError as error:
+            if not caller.streaming:
+                raise
+            await caller.send_events(live.failure(error), last=True)
 
     async def _answer(self, dialect: Dialect[Any], caller: Caller, body: bytes) -> None:
         """Sample, or repeat what is recorded, once no request with the same key is in flight.
@@ -245,7 +284,8 @@ class NamedModel(ABC):
         """Send a recorded completion."""
         disconnected = await caller.is_disconnected()
         if call.stream:
-            await caller.send_events(self._whole_stream(dialect, call, completion), last=True)
+            whole = self._streamed(dialect, call, completion)
+            await caller.send_events(whole.start() + whole.finish(completion), last=True)
         else:
             await caller.reply(ENCODER.encode(dialect.reply(call, completion)))
         attempt.delivered = not disconnected

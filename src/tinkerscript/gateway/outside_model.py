@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tinkerscript.asgi import COMMENT_EVERY_S, KEEP_ALIVE, Caller
+from tinkerscript.asgi import Caller
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage, Tool
 from tinkerscript.gateway.claim_book import ClaimBook
@@ -22,15 +22,15 @@ from tinkerscript.gateway.dialects.dialect import (
     Choice,
     Completion,
     Dialect,
-    EventStream,
-    MessageDelta,
     ModelCall,
+    ReplyHeader,
     TokenCounter,
 )
 from tinkerscript.gateway.idempotency import choice_id
-from tinkerscript.gateway.named_model import ENCODER, ClaimState, NamedModel, PreparedRequest
+from tinkerscript.gateway.named_model import ClaimState, NamedModel, PreparedRequest
 from tinkerscript.gateway.outside_server import OutsideReply, OutsideServer
 from tinkerscript.gateway.sampled_model import unknown_model
+from tinkerscript.gateway.streamed_reply import StreamedReply
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import FOREIGN_POLICY, Call
 
@@ -102,33 +102,23 @@ class OutsideModel(NamedModel):
         message = f"the role {self.name!r} is an outside server: its tokens cannot be counted here"
         raise GatewayError(400, "unsupported_parameter", message, param="model")
 
-    async def _reply(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
-        completion = await self._completed(prepared, None)
-        if not await caller.is_disconnected():
-            await caller.reply(ENCODER.encode(dialect.reply(prepared.call, completion)))
-            prepared.attempt.delivered = True
-
-    async def _stream(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
-        events = dialect.events(prepared.call, prepared.header)
-        news: asyncio.Queue[MessageDelta | None] = asyncio.Queue()  # Bounded by the length of one answer.
-        asking = asyncio.create_task(self._completed(prepared, news.put_nowait))
-        asking.add_done_callback(lambda _: news.put_nowait(None))
-        try:
-            await _pass_on(news, events, caller)
-            completion = asking.result()
-            disconnected = await caller.is_disconnected()
-            rest = events.finish(completion)
-            await caller.send_events(rest if caller.streaming else events.start() + rest, last=True)
-            prepared.attempt.delivered = not disconnected
-        except GatewayError as error:
-            if not caller.streaming:
-                raise
-            await caller.send_events(events.failure(error), last=True)
-        finally:
-            await asyncio.wait((asking,))  # What was asked for is recorded, whoever still listens.
+    def _streamed(self, dialect: Dialect[Any], call: ModelCall, header: ReplyHeader) -> StreamedReply:
+        return StreamedReply(dialect.events(call, header), [None])
 
     async def _completed(
-        self, prepared: PreparedRequest, report: Callable[[MessageDelta], None] | None
+        self, prepared: PreparedRequest, caller: Caller, live: StreamedReply | None
+    ) -> Completion:
+        if live is None:
+            return await self._asked(prepared, None)
+        asking = asyncio.create_task(self._asked(prepared, live.tell))
+        try:
+            await live.follow(asking, caller)
+        finally:
+            await asyncio.wait((asking,))  # What was asked for is recorded, whoever still listens.
+        return asking.result()
+
+    async def _asked(
+        self, prepared: PreparedRequest, report: Callable[[str, str], None] | None
     ) -> Completion:
         """Ask, and record the answer."""
         call, claim = prepared.call, prepared.claim
@@ -152,11 +142,10 @@ class OutsideModel(NamedModel):
             self._claims.end(claim, 1, granted, num_bytes)
 
     async def _record(self, prepared: PreparedRequest, reply: OutsideReply) -> Completion:
-        (turn,), header, fingerprint = prepared.turns, prepared.header, prepared.attempt.fingerprint
+        (turn,), header = prepared.turns, prepared.header
         call = Call(
             call_id=choice_id(header.call_id, 0),
-            parent_id=turn.parent.call_id if turn.parent else None,
-            matched_by=turn.matched_by,
+            **prepared.recorded_fields(turn),
             new_prompt=b"",
             sampled=b"",
             logprobs=b"",
@@ -169,10 +158,6 @@ class OutsideModel(NamedModel):
             messages=turn.texts[0],
             reply=msgspec.json.encode(reply.message).decode(),
             tools=turn.texts[1],
-            created=header.created,
-            idempotency_key=fingerprint.key,
-            request_digest=fingerprint.digest if fingerprint.key else "",
-            ignored=prepared.call.ignored,
             role=self.role,
             reported_tokens=reply.tokens,
         )
@@ -185,12 +170,6 @@ class OutsideModel(NamedModel):
         known = {each.call_id: each for each in await self._claims.calls(state.claim)}
         found = known.get(choice_id(call_id, 0))
         return found and self._completion(call_id, found, state.session.reply_of(found.call_id))
-
-    def _whole_stream(self, dialect: Dialect[Any], call: ModelCall, completion: Completion) -> bytes:
-        events, (choice,) = dialect.events(call, completion), completion.choices
-        reasoning = choice.message.get("reasoning_content", "")
-        delta = MessageDelta(index=0, content=choice.message["content"], reasoning=reasoning)
-        return events.start() + events.delta(delta) + events.finish(completion)
 
     def _completion(self, call_id: str, call: Call, message: ChatMessage) -> Completion:
         choice = Choice(
@@ -207,21 +186,6 @@ class OutsideModel(NamedModel):
             policy_version=FOREIGN_POLICY,
             reported_prompt_tokens=call.reported_tokens[0],
         )
-
-
-async def _pass_on(news: asyncio.Queue[MessageDelta | None], events: EventStream, caller: Caller) -> None:
-    """Send text as it comes, until None does; without any for a while, what keeps the connection open."""
-    while True:
-        try:
-            async with asyncio.timeout(COMMENT_EVERY_S):
-                delta = await news.get()
-        except TimeoutError:
-            await caller.send_events(KEEP_ALIVE if caller.streaming else events.start())
-            continue
-        if delta is None:
-            return
-        sent = events.delta(delta)
-        await caller.send_events(sent if caller.streaming else events.start() + sent)
 
 
 def request_of(call: ModelCall) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from msgspec import Struct
 from tinkerscript.config import RoleConfig, RunConfig
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage
-from tinkerscript.gateway.dialects.dialect import FinishReason, MessageDelta
+from tinkerscript.gateway.dialects.dialect import FinishReason
 from tinkerscript.gateway.samplers.inference_server import Upstream, message_of_refusal
 
 
@@ -107,9 +107,9 @@ class OutsideServer:
         request: Mapping[str, Any],
         *,
         max_tokens: int,
-        report: Callable[[MessageDelta], None] | None = None,
+        report: Callable[[str, str], None] | None = None,
     ) -> OutsideReply:
-        """The answer to a chat request with these fields. `report` gets its text as it comes.
+        """The answer to a chat request with these fields. `report` gets its reasoning and text as they come.
 
         Raises GatewayError: 400 for what the server refuses, 503 to try again, 504 if it takes too long, 502
         for a malformed reply.
@@ -126,9 +126,7 @@ class OutsideServer:
             self._length_field = "max_completion_tokens"
             return await self._post({**body, self._length_field: max_tokens}, report)
 
-    async def _post(
-        self, body: Mapping[str, Any], report: Callable[[MessageDelta], None] | None
-    ) -> OutsideReply:
+    async def _post(self, body: Mapping[str, Any], report: Callable[[str, str], None] | None) -> OutsideReply:
         reply = _Reading(report)
         try:
             async with self._upstream.open("POST", "/v1/chat/completions", body) as response:
@@ -152,7 +150,7 @@ class OutsideServer:
 class _Reading:
     """One answer as it comes, whole or in chunks."""
 
-    def __init__(self, report: Callable[[MessageDelta], None] | None) -> None:
+    def __init__(self, report: Callable[[str, str], None] | None) -> None:
         self._report = report
         self._content = ""
         self._reasoning = ""
@@ -190,7 +188,7 @@ class _Reading:
         self._content += content
         self._reasoning += reasoning
         if self._report and (content or reasoning):
-            self._report(MessageDelta(index=0, content=content, reasoning=reasoning))
+            self._report(reasoning, content)
         for position, call in enumerate(new.tool_calls or ()):
             known = self._calls.setdefault(position if call.index is None else call.index, _ToolCall())
             known.id = known.id or call.id

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 from tinkerscript.gateway.chat_messages import Tool, is_expressible
@@ -313,15 +313,6 @@ CALL_FORMATS = (
 """The formats, in the order in which they are tried on what a template writes."""
 
 
-@dataclass
-class _Harmony:
-    """What the messages of a harmony reply say."""
-
-    content: list[str] = field(default_factory=list[str])
-    reasoning: list[str] = field(default_factory=list[str])
-    calls: list[NamedCall] = field(default_factory=list[NamedCall])
-
-
 _HARMONY_HEADER = re.compile(
     r"(?:<\|start\|>assistant)?((?:(?!<\|(?:start|message|end|call)\|>)[^\n])*)<\|message\|>"
 )
@@ -335,32 +326,22 @@ def _harmony(text: str, *, tool_calls: bool) -> ReadReply:
 
     Source: https://cookbook.openai.com/articles/openai-harmony
     """
-    read = _Harmony()
-    position = 0
+    content, reasoning, calls, position = list[str](), list[str](), list[NamedCall](), 0
     while position < len(text):
         header = _HARMONY_HEADER.match(text, position)
         end = _HARMONY_END.search(text, header.end() if header else position + 1)
         assert end is not None  # \Z matches.
-        whole = text[position : end.end()]
+        whole, body = text[position : end.end()], text[header.end() if header else position : end.start()]
         position = end.end()
-        if header is None:
-            read.content.append(whole)
-            continue
-        _take_message(read, header[1], text[header.end() : end.start()], whole, tool_calls=tool_calls)
-    return ReadReply(read.content, "\n".join(part.strip() for part in read.reasoning), read.calls)
-
-
-def _take_message(read: _Harmony, header: str, body: str, whole: str, *, tool_calls: bool) -> None:
-    channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
-    if recipient:
-        arguments = _json_object(body)
-        if tool_calls and is_expressible(recipient[1], arguments):
-            read.calls.append((recipient[1], arguments))
+        channel = _CHANNEL.search(header[1]) if header else None
+        recipient = _RECIPIENT.search(header[1]) if header else None
+        arguments = _json_object(body) if recipient and tool_calls else None
+        if recipient and is_expressible(recipient[1], arguments):
+            calls.append((recipient[1], cast("Arguments", arguments)))
+        elif channel and not recipient and channel[1] == "analysis":
+            reasoning.append(body.strip())
+        elif channel and not recipient and channel[1] in ("final", "commentary"):
+            content.append(body)
         else:
-            read.content.append(whole)
-    elif channel and channel[1] == "analysis":
-        read.reasoning.append(body)
-    elif channel and channel[1] in ("final", "commentary"):
-        read.content.append(body)
-    else:
-        read.content.append(whole)
+            content.append(whole)
+    return ReadReply(content, "\n".join(reasoning), calls)

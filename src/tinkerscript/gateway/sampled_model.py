@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import msgspec
 
-from tinkerscript.asgi import CLIENT_CLOSED_REQUEST, Caller
+from tinkerscript.asgi import Caller
 from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage
@@ -24,7 +23,7 @@ from tinkerscript.gateway.conversation.session import LONG, Session, unblocked
 from tinkerscript.gateway.conversation.tree import SAMPLED_AGAIN, Turn
 from tinkerscript.gateway.dialects.dialect import Choice, Completion, Dialect, ModelCall, ReplyHeader
 from tinkerscript.gateway.idempotency import choice_id, choice_index
-from tinkerscript.gateway.named_model import ENCODER, ClaimState, NamedModel, PreparedRequest
+from tinkerscript.gateway.named_model import ClaimState, NamedModel, PreparedRequest
 from tinkerscript.gateway.partial_reply import PartialReply
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
 from tinkerscript.gateway.reply_grammar import constraint_of, is_constrained
@@ -85,38 +84,22 @@ class SampledModel(NamedModel):
         calls = await self._claims.calls(state.claim)
         return recorded_completion(call, call_id, calls, state.session, self.name)
 
-    def _whole_stream(self, dialect: Dialect[Any], call: ModelCall, completion: Completion) -> bytes:
-        streamed = self._streamed(dialect, call, completion)
-        return streamed.start() + streamed.finish(completion)
-
-    async def _reply(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
+    async def _completed(
+        self, prepared: PreparedRequest, caller: Caller, live: StreamedReply | None
+    ) -> Completion | None:
         async with self._granted(prepared) as requests:
-            results = await caller.until_disconnect(self._sampled(prepared, requests))
-            if results is None:
-                await caller.reply(b"", status=CLIENT_CLOSED_REQUEST)
-                return
-            completion = await self._record(prepared, results)
-        await asyncio.sleep(0)
-        if not await caller.is_disconnected():
-            await caller.reply(ENCODER.encode(dialect.reply(prepared.call, completion)))
-            prepared.attempt.delivered = True
-
-    async def _stream(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
-        streamed = self._streamed(dialect, prepared.call, prepared.header)
-        try:
-            async with self._granted(prepared) as requests:
-                results = await streamed.follow(partial(self._sampled, prepared, requests), caller)
-                if results is None:
-                    return
-                completion = await self._record(prepared, results)
-            rest = streamed.finish(completion)
-            disconnected = await caller.is_disconnected()
-            await caller.send_events(rest if caller.streaming else streamed.start() + rest, last=True)
-            prepared.attempt.delivered = not disconnected
-        except GatewayError as error:
-            if not caller.streaming:
-                raise
-            await caller.send_events(streamed.failure(error), last=True)
+            if live is None:
+                results = await caller.until_disconnect(self._sampled(prepared, requests))
+            else:
+                sampling = asyncio.ensure_future(self._sampled(prepared, requests, live.report))
+                try:
+                    await live.follow(sampling, caller)
+                    results = sampling.result() if sampling.done() else None
+                finally:
+                    sampling.cancel()
+                    await asyncio.gather(sampling, return_exceptions=True)
+                live.check(results or [])
+            return None if results is None else await self._record(prepared, results)
 
     @asynccontextmanager
     async def _granted(self, prepared: PreparedRequest) -> AsyncGenerator[list[SampleRequest]]:
@@ -201,22 +184,20 @@ class SampledModel(NamedModel):
             if len(result.sequences) != call.n:
                 message = f"the engine returned {len(result.sequences)} sequences for a request for {call.n}"
                 raise GatewayError(502, "engine_error", message)
+        sequences = [(result, sequence) for result in results for sequence in result.sequences]
         messages = [
             await unblocked(len(sequence.sampled) >= LONG, self._parse, call, sequence)
-            for result in results
-            for sequence in result.sequences
+            for _, sequence in sequences
         ]
-        turns = zip(prepared.session.recording(prepared.turns), results, strict=True)
-        each = ((turn, result, sequence) for turn, result in turns for sequence in result.sequences)
-        sampled = [(*parts, message) for parts, message in zip(each, messages, strict=True)]
+        turns = [turn for turn in prepared.session.recording(prepared.turns) for _ in range(call.n)]
         recorded = [
-            self._call(choice_id(header.call_id, number), prepared, *parts)
-            for number, parts in enumerate(sampled)
+            self._call(choice_id(header.call_id, number), prepared, turn, *sampled, message)
+            for number, (turn, sampled, message) in enumerate(zip(turns, sequences, messages, strict=True))
         ]
         # All choices or none: a request that failed must leave nothing that trains.
         await self._claims.record(prepared.claim, recorded)
         choices: list[Choice] = []
-        for (turn, _, sequence, message), made in zip(sampled, recorded, strict=True):
+        for turn, (_, sequence), message, made in zip(turns, sequences, messages, recorded, strict=True):
             prepared.session.add(turn, made.call_id, sequence.sampled, message)
             choices.append(_choice(sequence, made, message))
         if call.store:
@@ -265,7 +246,7 @@ class SampledModel(NamedModel):
         sequence: SampledSequence,
         reply: ChatMessage,
     ) -> Call:
-        call, fingerprint = prepared.call, prepared.attempt.fingerprint
+        call = prepared.call
         constrained, logprob_kind = sequence.constrained, result.logprob_kind
         messages, tools = ("", "") if choice_index(call_id) % call.n else turn.texts
         if is_constrained(call) and not constrained:
@@ -277,28 +258,22 @@ class SampledModel(NamedModel):
             fork_reason = SAMPLED_AGAIN
         return Call(
             call_id=call_id,
-            parent_id=turn.parent.call_id if turn.parent else None,
             new_prompt=turn.new_prompt,
             sampled=sequence.sampled,
             logprobs=sequence.logprobs,
             stop_reason=sequence.stop_reason,
             policy_version=result.policy_version,
+            **prepared.recorded_fields(turn),
             **self._distribution(call),
             logprob_kind=logprob_kind,
             policy_version_end=result.policy_version_end,
             seed=result.seed,
             constrained=constrained,
-            matched_by=turn.matched_by,
             tokenizer=self._renderer.tokenizer.fingerprint,
             fork_reason=fork_reason,
             messages=messages,
             reply=msgspec.json.encode(reply).decode(),
             tools=tools,
-            created=prepared.header.created,
-            idempotency_key=fingerprint.key,
-            request_digest=fingerprint.digest if fingerprint.key else "",
-            ignored=call.ignored,
-            side=call.side,
             role=self.role,
         )
 

@@ -26,6 +26,7 @@ __all__ = [
     "SampledSequence",
     "SampledTokens",
     "Sampler",
+    "fitted",
     "refuse_unsupported",
 ]
 
@@ -171,6 +172,21 @@ class Sampler(ABC):
         `context_length_exceeded` for a prompt that does not fit, 400 `unsupported_parameter` for what the
         engine does not support (`refuse_unsupported`).
         """
+
+
+def fitted(request: SampleRequest, max_context: int, engine: str) -> SampleRequest:
+    """`request`, no longer than the context has room for.
+
+    Raises GatewayError 400 `context_length_exceeded` if there is no room.
+    """
+    length = len(request.prompt) // 4
+    if length >= max_context:
+        message = (
+            f"{engine}'s context holds {max_context} tokens; the prompt has {length} and leaves no room for "
+            "a reply"
+        )
+        raise GatewayError(400, "context_length_exceeded", message, param="messages")
+    return msgspec.structs.replace(request, max_tokens=min(request.max_tokens, max_context - length))
 
 
 def refuse_unsupported(

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tinkerscript.asgi import COMMENT_EVERY_S, KEEP_ALIVE, Caller
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.dialects.dialect import Choice, Completion, EventStream, MessageDelta
 from tinkerscript.gateway.partial_reply import PartialReply
-from tinkerscript.gateway.sampler import Progress, ProgressCallback, SampledTokens, SampleResult
+from tinkerscript.gateway.sampler import Progress, SampledTokens, SampleResult
 from tinkerscript.rollouts.call import unpack_ids
 
 logger = logging.getLogger(__name__)
@@ -27,9 +27,10 @@ _FIELDS = ("sampled", "logprobs", "top_ids", "top_logprobs")
 class _StreamedChoice:
     """What has been reported of one choice, and how much of it was sent."""
 
-    __slots__ = ("_content", "_hidden", "_ids", "_message", "_pending", "_reasoning")
+    __slots__ = ("_content", "_hidden", "_ids", "_message", "_pending", "_reasoning", "_told")
 
-    def __init__(self, message: PartialReply, hidden: frozenset[int]) -> None:
+    def __init__(self, message: PartialReply | None, hidden: frozenset[int]) -> None:
+        """`message`: reads the text of ids; None: the text is reported itself."""
         self._hidden = hidden
         self._content = list[str]()
         """Content sent so far."""
@@ -43,6 +44,9 @@ class _StreamedChoice:
 
         self._pending = {name: bytearray() for name in _FIELDS}
         """Tokens that were reported and not sent."""
+
+        self._told: list[tuple[str, str]] = []
+        """Reasoning and content that were reported and not sent."""
 
     @property
     def sent(self) -> int:
@@ -60,9 +64,20 @@ class _StreamedChoice:
             self._pending[name] += data
         return agrees
 
+    def tell(self, reasoning: str, content: str) -> None:
+        """Add text that was reported itself."""
+        self._told.append((reasoning, content))
+
+    def told(self, index: int) -> list[MessageDelta]:
+        """The text that was reported and not sent, as it came. It counts as sent from now on."""
+        told, self._told = self._told, []
+        self._reasoning += [reasoning for reasoning, _ in told]
+        self._content += [content for _, content in told]
+        return [MessageDelta(index=index, content=content, reasoning=text) for text, content in told]
+
     def news(self, index: int) -> MessageDelta | None:
         """What was reported and not sent, if anything. It counts as sent from now on."""
-        if not self._pending["sampled"]:
+        if self._message is None or not self._pending["sampled"]:
             return None
         tokens = {name: bytes(data) for name, data in self._pending.items()}
         for data in self._pending.values():
@@ -93,7 +108,7 @@ class StreamedReply:
     def __init__(
         self,
         events: EventStream,
-        messages: Sequence[PartialReply],
+        messages: Sequence[PartialReply | None],
         hidden: frozenset[int] = frozenset(),
     ) -> None:
         """`messages`: one for each choice; `hidden`: ids that have no part in their text."""
@@ -102,34 +117,28 @@ class StreamedReply:
         self._diverged = False
         self._wake = asyncio.Event()
 
-    async def follow(
-        self, sample: Callable[[ProgressCallback], Coroutine[Any, Any, list[SampleResult]]], caller: Caller
-    ) -> list[SampleResult] | None:
-        """Sample, and send text and tokens as they come; None if the caller disconnects.
+    async def follow(self, work: asyncio.Future[Any], caller: Caller) -> None:
+        """Send text and tokens as they come, until `work` ends or the caller disconnects.
 
-        Raises what the sampler raises, and GatewayError 503 if the engine restarted the sample after tokens
-        of it had been sent.
+        Raises GatewayError 503 if the engine restarted the sample after tokens of it had been sent.
         """
-        sampling = asyncio.ensure_future(sample(self.report))
         disconnected = caller.disconnected()
 
         def wake(_: asyncio.Future[Any]) -> None:
             self._wake.set()
 
-        for each in (sampling, disconnected):
+        for each in (work, disconnected):
             each.add_done_callback(wake)
         try:
-            while not (sampling.done() or disconnected.done()):
+            while not (work.done() or disconnected.done()):
                 await self._send_news(caller)
-            if not sampling.done():
-                return None
-            results = sampling.result()
-            self._check(results)
-            return results
         finally:
             disconnected.remove_done_callback(wake)
-            sampling.cancel()
-            await asyncio.gather(sampling, return_exceptions=True)
+
+    def tell(self, reasoning: str, content: str) -> None:
+        """Take text of the first choice."""
+        self._choices[0].tell(reasoning, content)
+        self._wake.set()
 
     def report(self, report: Progress) -> None:
         """Take a report. Drops repeated tokens, malformed reports, and those that follow a gap."""
@@ -145,8 +154,9 @@ class StreamedReply:
 
     def finish(self, completion: Completion) -> bytes:
         """The rest of every choice, and the end."""
-        choices = zip(self._choices, completion.choices, strict=True)
-        rest = [streamed.rest(index, choice) for index, (streamed, choice) in enumerate(choices)]
+        rest: list[MessageDelta | None] = []
+        for index, (streamed, choice) in enumerate(zip(self._choices, completion.choices, strict=True)):
+            rest += [*streamed.told(index), streamed.rest(index, choice)]
         return self._written(rest) + self._events.finish(completion)
 
     def failure(self, error: GatewayError) -> bytes:
@@ -163,14 +173,21 @@ class StreamedReply:
         self._wake.clear()
         if self._diverged:
             raise _restarted()
-        news = self._written([choice.news(index) for index, choice in enumerate(self._choices)])
+        news = self._written(
+            [
+                delta
+                for index, choice in enumerate(self._choices)
+                for delta in (*choice.told(index), choice.news(index))
+            ]
+        )
         if news:
             await caller.send_events(news if caller.streaming else self.start() + news)
 
     def _written(self, deltas: Sequence[MessageDelta | None]) -> bytes:
         return b"".join(self._events.delta(delta) for delta in deltas if delta)
 
-    def _check(self, results: list[SampleResult]) -> None:
+    def check(self, results: Sequence[SampleResult]) -> None:
+        """Raises GatewayError 503 if the results do not begin with what was sent."""
         sequences = [sequence for result in results for sequence in result.sequences]
         for choice, sequence in zip(self._choices, sequences, strict=False):
             if not choice.is_prefix_of(sequence):

@@ -7,81 +7,23 @@ gateway would give the model for it. Selection and order depend on the seed.
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import tinker
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from tinker_cookbook.supervised.common import datum_from_model_input_weights
 
 from tinkerscript.config import RunConfig, SftConfig
 from tinkerscript.errors import ConfigError, GatewayError
-from tinkerscript.gateway.chat_messages import ChatMessage, Tool
+from tinkerscript.gateway.dialects.chat import read_chat
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.model_folder import context_of
 
 Datums = list[tinker.Datum]
 """Of one chat: several if the chat format renders earlier turns differently from how they were sampled."""
-
-
-class FunctionCall(BaseModel):
-    name: str
-    arguments: str
-
-
-class ToolCall(BaseModel):
-    """A call of a tool in OpenAI's format."""
-
-    type: Literal["function"] = "function"
-    id: str | None = None
-    function: FunctionCall
-
-
-class TrainingMessage(BaseModel):
-    """One message in OpenAI's format."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _calls_need_no_content(cls, data: Any) -> Any:
-        """In OpenAI's format, a message with tool calls may have no content."""
-        if isinstance(data, dict) and data.get("tool_calls") and data.get("content") is None:
-            return {**data, "content": ""}
-        return data
-
-    def for_gateway(self) -> ChatMessage:
-        role = "system" if self.role == "developer" else self.role
-        return {**self.model_dump(exclude_none=True), "role": role}
-
-
-class FunctionTool(BaseModel):
-    """A tool in OpenAI's format."""
-
-    type: Literal["function"] = "function"
-    function: dict[str, Any]
-
-    def for_gateway(self) -> Tool:
-        # The order of the keys is the order in the prompt.
-        defaults: dict[str, Any] = {"description": "", "parameters": {}}
-        return {"type": "function", "function": {**self.function, **defaults, **self.function}}
-
-
-class Chat(BaseModel):
-    messages: list[TrainingMessage] = Field(min_length=1)
-    tools: list[FunctionTool] | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +88,7 @@ def load_chats(config: RunConfig, model: Path) -> Chats:
     limit = min(sft.max_tokens or longest, longest)
     renderer = ChatRenderer(model, config.engine.chat_template_kwargs)
     data = _read(sft)
-    chats = [_datums(chat, renderer, sft, line) for line, chat in _chats(data, sft)]
+    chats = [_datums(text, renderer, sft, line) for line, text in _lines(data, sft)]
     kept = [datums for datums in chats if max(d.model_input.length for d in datums) < limit]
     if len(kept) <= sft.held_out:
         raise ConfigError(
@@ -180,34 +122,25 @@ def _read(sft: SftConfig) -> bytes:
         raise ConfigError(f"sft.data: cannot read {path}: {error}") from error
 
 
-def _chats(data: bytes, sft: SftConfig) -> list[tuple[int, Chat]]:
-    """(line number, chat) of each line; empty lines are skipped."""
+def _lines(data: bytes, sft: SftConfig) -> list[tuple[int, str]]:
+    """(number, text) of each line that is not empty."""
     try:
         # Not splitlines: JSON strings may contain U+2028 and U+0085.
         lines = data.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"sft.data: cannot read {sft.data}: {error}") from error
-    return [(n, _chat(line, sft, n)) for n, line in enumerate(lines, start=1) if line.strip()]
+    return [(n, line) for n, line in enumerate(lines, start=1) if line.strip()]
 
 
-def _chat(text: str, sft: SftConfig, line: int) -> Chat:
-    try:
-        return Chat.model_validate(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise _wrong(sft, line, f"it is not JSON: {error}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the line"
-        raise _wrong(sft, line, f"{where}: {first['msg']}") from error
-
-
-def _datums(chat: Chat, renderer: ChatRenderer, sft: SftConfig, line: int) -> Datums:
+def _datums(text: str, renderer: ChatRenderer, sft: SftConfig, line: int) -> Datums:
     """One sequence, or several where the format rewrites earlier turns."""
-    messages = [message.for_gateway() for message in chat.messages]
-    tools = [tool.for_gateway() for tool in chat.tools or ()]
     sequences: list[tuple[list[int], list[int]]] = []
     sampled: list[int] = []
     seen = 0
+    try:
+        messages, tools = read_chat(text.encode())
+    except GatewayError as error:
+        raise _wrong(sft, line, error.message.replace("the request body", "the line")) from error
     try:
         for index in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
             new, (ids, weights) = None, sequences[-1] if sequences else ([], [])

@@ -208,33 +208,28 @@ def _explain_failures(failed: Sequence[EpisodeFailed]) -> str:
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class Collector:
     """Opens and closes batches; `run` receives outcomes until it is cancelled."""
 
-    def __init__(
-        self,
-        source: EpisodeSource,
-        journal: Journal,
-        progress: ProgressReporter,
-        *,
-        group_size: int,
-        client_samples: bool = True,
-        recorder: RunRecorder,
-        seen: Callable[[Outcome], None] | None = None,
-    ) -> None:
-        """`group_size`: for clients' groups that do not state one; `client_samples`: whether those train;
-        `recorder` and `seen` get every new outcome.
-        """
-        self._source = source
-        self._journal = journal
-        self._progress = progress
-        self._recorder = recorder
+    source: EpisodeSource
+    journal: Journal
+    progress: ProgressReporter
+    group_size: int
+    """For clients' groups that do not state one."""
+
+    recorder: RunRecorder
+    """It and `seen` get every new outcome."""
+
+    client_samples: bool = True
+    """Whether clients' own samples train."""
+
+    seen: Callable[[Outcome], None] | None = None
+
+    def __post_init__(self) -> None:
         self._waiting: dict[str, Batch] = {}
         """Episode uuid -> the open batch that it belongs to."""
 
-        self._group_size = group_size
-        self._client_samples = client_samples
-        self._seen = seen
         self._gathering: dict[str, list[Outcome]] = {}
         """Groups of clients' own samples that are still incomplete."""
 
@@ -251,7 +246,7 @@ class Collector:
         """Receive outcomes until cancelled. If this fails, every waiting batch raises the error."""
         try:
             while True:
-                self.receive(await self._source.outcomes())
+                self.receive(await self.source.outcomes())
         except Exception as error:
             self._failure = error
             self._received.set()
@@ -259,16 +254,16 @@ class Collector:
 
     def receive(self, outcomes: Sequence[Outcome]) -> None:
         """Journal, acknowledge and deliver outcomes."""
-        fresh = {o.episode_uuid: o for o in outcomes if not self._journal.ended(o.episode_uuid)}
-        unplanned = [o for uuid, o in fresh.items() if uuid not in self._journal.registered]
-        self._journal.write([*map(_registration, unplanned), *fresh.values()])
-        self._source.acknowledge(outcomes)
+        fresh = {o.episode_uuid: o for o in outcomes if not self.journal.ended(o.episode_uuid)}
+        unplanned = [o for uuid, o in fresh.items() if uuid not in self.journal.registered]
+        self.journal.write([*map(_registration, unplanned), *fresh.values()])
+        self.source.acknowledge(outcomes)
         fresh = {uuid: usable(outcome) for uuid, outcome in fresh.items()}
         self._quarantine([o for o in outcomes if isinstance(fresh.get(o.episode_uuid), EpisodeFailed)])
         for outcome in fresh.values():
-            self._recorder.ended(outcome)
-            if self._seen is not None:
-                self._seen(outcome)
+            self.recorder.ended(outcome)
+            if self.seen is not None:
+                self.seen(outcome)
         fresh = {uuid: outcome.without_extras() for uuid, outcome in fresh.items()}
         strays = [outcome for outcome in fresh.values() if not self._deliver(outcome)]
         own = [o.episode_uuid for o in strays if isinstance(o, EpisodeAccepted) and not o.pool]
@@ -280,22 +275,22 @@ class Collector:
     def _discard(self, episode_uuids: list[str], reason: str) -> None:
         if episode_uuids:
             logger.info("episodes.discarded number=%d reason=%s", len(episode_uuids), reason)
-            self._journal.write([Discarded(episode_uuids=episode_uuids, reason=reason)])
+            self.journal.write([Discarded(episode_uuids=episode_uuids, reason=reason)])
 
     def _quarantine(self, outcomes: Sequence[Outcome]) -> None:
         """Name those of these outcomes that are results with a reward out of bounds."""
         results = [outcome for outcome in outcomes if isinstance(outcome, EpisodeAccepted)]
         for result in results:
             reason = f"{QUARANTINED}: {result.reward} from client {result.client_uuid!r}"
-            self._progress.note(f"episode {result.episode_uuid} is kept and does not train: {reason}")
-            self._journal.write([Discarded(episode_uuids=[result.episode_uuid], reason=reason)])
+            self.progress.note(f"episode {result.episode_uuid} is kept and does not train: {reason}")
+            self.journal.write([Discarded(episode_uuids=[result.episode_uuid], reason=reason)])
 
     def _deliver(self, outcome: Outcome) -> bool:
         batch = self._waiting.pop(outcome.episode_uuid, None)
         if batch is not None:
             return batch.add(outcome)
         if outcome.pool and outcome.episode_type == "train":
-            if not self._client_samples:
+            if not self.client_samples:
                 return False
             self.gather(outcome)
         return bool(outcome.pool)  # A client's own evaluation is kept, and never trained on.
@@ -305,7 +300,7 @@ class Collector:
         ended."""
         group = self._gathering.setdefault(outcome.group_id, [])
         group.append(outcome)
-        if len(group) >= (outcome.group_size or self._group_size):
+        if len(group) >= (outcome.group_size or self.group_size):
             self._ready.append(self._gathering.pop(outcome.group_id))
             if self._current is not None:
                 self._tell(self._current, at_once=True)
@@ -313,7 +308,7 @@ class Collector:
     async def open(self, batch: Batch, plans: Sequence[Sequence[PlannedEpisode]], *, step: int = 0) -> None:
         """Register the groups of `plans` for `batch`."""
         episodes = [episode for group in plans for episode in group]
-        self._journal.write(
+        self.journal.write(
             EpisodeRegistered(
                 episode_uuid=episode.episode_uuid,
                 episode_type=episode.episode_type,
@@ -322,21 +317,21 @@ class Collector:
                 position=episode.position,
             )
             for episode in episodes
-            if episode.episode_uuid not in self._journal.registered
+            if episode.episode_uuid not in self.journal.registered
         )
         self.expect(batch, episodes, step=step)
-        await self._source.start(episodes)
+        await self.source.start(episodes)
 
     def expect(self, batch: Batch, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
         """Deliver the outcomes of these episodes to `batch`, which is for `step`."""
-        self._recorder.expect(episodes, step=step)
+        self.recorder.expect(episodes, step=step)
         for episode in episodes:
             batch.plan(episode.group_id, [episode.episode_uuid])
             self._waiting[episode.episode_uuid] = batch
 
     async def resume(self, episodes: Sequence[PlannedEpisode]) -> None:
         """Start again those of a former trainer's episodes that have not ended."""
-        await self._source.start([e for e in episodes if not self._journal.ended(e.episode_uuid)])
+        await self.source.start([e for e in episodes if not self.journal.ended(e.episode_uuid)])
 
     async def closed(
         self, batch: Batch, more: Callable[[int], Sequence[Sequence[PlannedEpisode]]], step: int
@@ -346,7 +341,7 @@ class Collector:
         `more(n)` plans n fresh groups if the batch asks for them. Raises NoSuccessError if every episode
         failed.
         """
-        with self._progress.phase(batch.label, total=batch.ended + len(batch.leftovers)) as phase:
+        with self.progress.phase(batch.label, total=batch.ended + len(batch.leftovers)) as phase:
             seen = 0
             self._tell(batch, at_once=True)
             while not batch.is_met:
@@ -356,7 +351,7 @@ class Collector:
                 await self._wait_for_outcomes()
                 phase.advance(batch.ended - seen)
                 seen = batch.ended
-                batch.check_success(self._source.own_clients)
+                batch.check_success(self.source.own_clients)
                 self._tell(batch)
         batch.check_success()
         self._tell(None)
@@ -366,7 +361,7 @@ class Collector:
 
     async def filled(self, batch: Batch) -> None:
         """Wait until clients' own samples have filled the batch."""
-        with self._progress.phase(batch.label, total=0) as phase:
+        with self.progress.phase(batch.label, total=0) as phase:
             while True:
                 while self._ready and not batch.is_met:
                     for outcome in self._ready.popleft():
@@ -381,17 +376,17 @@ class Collector:
         """Tell who runs episodes how far the batch is."""
         self._current = batch
         ahead = Counter(group[0].pool for group in self._ready)
-        self._source.collecting(batch and batch.progress(dict(ahead)), at_once=at_once)
+        self.source.collecting(batch and batch.progress(dict(ahead)), at_once=at_once)
 
     def give_up(self, episode_uuids: Sequence[str], reason: str) -> None:
         """Cancel episodes that no batch needs."""
         for uuid in episode_uuids:
             self._waiting.pop(uuid, None)
-        self._source.cancel(episode_uuids, reason)
+        self.source.cancel(episode_uuids, reason)
 
     async def settled(self) -> None:
         """Wait until every registered episode has its outcome in the journal."""
-        while self._journal.unfinished():
+        while self.journal.unfinished():
             await self._wait_for_outcomes()
 
     async def _wait_for_outcomes(self) -> None:
@@ -409,28 +404,30 @@ def _registration(outcome: Outcome) -> EpisodeRegistered:
     )
 
 
+@dataclass
 class StepBatches:
     """Opens and closes the batches of training steps."""
 
-    def __init__(self, collector: Collector, config: TrainingConfig, samples: TaskSamples | None) -> None:
-        """`samples`: None if clients register their own, in which case groups come as they do."""
-        self._collector = collector
-        self._config = config
-        self._samples = samples
+    collector: Collector
+    config: TrainingConfig
+    samples: TaskSamples | None
+    """None if clients register their own, in which case groups come as they do."""
+
+    def __post_init__(self) -> None:
         self._interrupted: tuple[Batch, list[PlannedEpisode]] | None = None
         """The next step's batch, in a resumed run."""
 
     def restore(self, history: History) -> list[Outcome]:
         """Rebuild the batch that an interrupted run was collecting; returns the outcomes that it had."""
-        if self._samples is None or not history.planned:
+        if self.samples is None or not history.planned:
             return []
         batch = self._batch(history.step + 1)
-        planned_again = self._samples.planned_again
+        planned_again = self.samples.planned_again
         episodes = [
             planned_again(plan.group_id, plan.position, episode_uuid=plan.episode_uuid)
             for plan in history.planned
         ]
-        self._collector.expect(batch, episodes, step=history.step + 1)
+        self.collector.expect(batch, episodes, step=history.step + 1)
         for outcome in history.outcomes.values():
             batch.add(outcome)
         self._interrupted = batch, episodes
@@ -440,32 +437,32 @@ class StepBatches:
         """The batch of a step, with its episodes registered; in a resumed run, the interrupted one first."""
         if self._interrupted is not None:
             (batch, episodes), self._interrupted = self._interrupted, None
-            await self._collector.resume(episodes)
+            await self.collector.resume(episodes)
             return batch
         batch = self._batch(step)
-        if self._samples is not None and step <= self._config.steps:
-            groups = self._config.groups_per_step + self._config.extra_groups
-            await self._collector.open(batch, self._plan(step, groups), step=step)
+        if self.samples is not None and step <= self.config.steps:
+            groups = self.config.groups_per_step + self.config.extra_groups
+            await self.collector.open(batch, self._plan(step, groups), step=step)
         return batch
 
     async def close(self, batch: Batch, step: int) -> int:
         """Wait until the batch has what its rule asks for; returns how many episodes were cancelled then."""
-        if self._samples is None:
-            await self._collector.filled(batch)
+        if self.samples is None:
+            await self.collector.filled(batch)
             return 0
-        return await self._collector.closed(batch, lambda n: self._plan(step, n), step)
+        return await self.collector.closed(batch, lambda n: self._plan(step, n), step)
 
     def _batch(self, step: int) -> Batch:
-        config = self._config
+        config = self.config
         return Batch(
             f"step {step}",
             rule=config.batch_rule,
             groups=config.groups_per_step,
             group_size=config.group_size,
             max_groups=MAX_TRIES * config.groups_per_step,
-            from_clients=self._samples is None,
+            from_clients=self.samples is None,
         )
 
     def _plan(self, step: int, groups: int) -> list[list[PlannedEpisode]]:
-        assert self._samples is not None
-        return self._samples.train_groups(step=step, groups=groups, group_size=self._config.group_size)
+        assert self.samples is not None
+        return self.samples.train_groups(step=step, groups=groups, group_size=self.config.group_size)

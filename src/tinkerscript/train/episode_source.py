@@ -109,17 +109,9 @@ class NetworkSource(EpisodeSource):
         link.set_status(client_samples=client_samples)
 
     async def start(self, episodes: Sequence[PlannedEpisode]) -> None:
+        size = self._group_size
         await self._link.register(
-            [
-                NewEpisode(
-                    episode_uuid=episode.episode_uuid,
-                    episode_type=episode.episode_type,
-                    group_id=episode.group_id,
-                    payload=msgspec.json.encode(episode.payload),
-                    group_size=self._group_size,
-                )
-                for episode in episodes
-            ]
+            [_new(episode, msgspec.json.encode(episode.payload), size) for episode in episodes]
         )
 
     async def outcomes(self) -> list[Outcome]:
@@ -138,16 +130,7 @@ class NetworkSource(EpisodeSource):
         archived = {uuid for uuid, outcome in recorded.items() if outcome.acknowledged}
         reason = "the server archived the outcome, but the journal no longer has it (power failure?)"
         failure: dict[str, object] = {"kind": "outcome_lost", "message": reason}
-        return [
-            EpisodeFailed(
-                episode_uuid=event.episode_uuid,
-                failures=[failure],
-                episode_type=event.episode_type,
-                group_id=event.group_id,
-            )
-            for event in registered
-            if event.episode_uuid in archived
-        ]
+        return [failed_episode(event, failure) for event in registered if event.episode_uuid in archived]
 
     async def abandon(self, registered: Sequence[EpisodeRegistered], reason: str) -> None:
         """Episodes unknown to the server are registered first, so that they end in both records.
@@ -155,16 +138,7 @@ class NetworkSource(EpisodeSource):
         No client can claim them meanwhile: the engine is still booting.
         """
         known = await self._link.recorded_outcomes([event.episode_uuid for event in registered])
-        unknown = [
-            NewEpisode(
-                episode_uuid=event.episode_uuid,
-                episode_type=event.episode_type,
-                group_id=event.group_id,
-                payload=b"{}",
-            )
-            for event in registered
-            if event.episode_uuid not in known
-        ]
+        unknown = [_new(event, b"{}") for event in registered if event.episode_uuid not in known]
         await self._link.register(unknown)
         self.cancel([event.episode_uuid for event in registered], reason)
 
@@ -176,3 +150,23 @@ class NetworkSource(EpisodeSource):
 
     def collecting(self, batch: BatchProgress | None, *, at_once: bool = False) -> None:
         self._link.set_batch(batch, at_once=at_once)
+
+
+def _new(episode: PlannedEpisode | EpisodeRegistered, payload: bytes, group_size: int = 0) -> NewEpisode:
+    return NewEpisode(
+        episode_uuid=episode.episode_uuid,
+        episode_type=episode.episode_type,
+        group_id=episode.group_id,
+        payload=payload,
+        group_size=group_size,
+    )
+
+
+def failed_episode(episode: PlannedEpisode | EpisodeRegistered, failure: dict[str, object]) -> EpisodeFailed:
+    """The outcome of an episode that failed once, for this reason."""
+    return EpisodeFailed(
+        episode_uuid=episode.episode_uuid,
+        failures=[failure],
+        episode_type=episode.episode_type,
+        group_id=episode.group_id,
+    )

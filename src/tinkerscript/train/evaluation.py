@@ -10,15 +10,12 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tinkerscript.config import EvaluationConfig
-from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.rollouts.call import calls_of
 from tinkerscript.train.collector import Batch, Collector
 from tinkerscript.train.inspect_logs import write_logs
-from tinkerscript.train.journal import Evaluated, Journal
+from tinkerscript.train.journal import Evaluated
+from tinkerscript.train.open_run import OpenRun
 from tinkerscript.train.policy import Policy
-from tinkerscript.train.recorder import RunRecorder
-from tinkerscript.train.run_folder import RunFolder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_metrics import by_task
 from tinkerscript.trainer_link.messages import EpisodeAccepted
@@ -28,22 +25,19 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted
 class Evaluator:
     """Evaluates before, during and after training. Do not publish while an evaluation runs."""
 
-    config: EvaluationConfig
+    parts: OpenRun
     samples: TaskSamples | None
     """None: clients register their own samples, and nothing is evaluated."""
 
     collector: Collector
     policy: Policy
-    journal: Journal
-    folder: RunFolder
-    progress: ProgressReporter
-    recorder: RunRecorder
-    inspect_logs: bool
-    finished: dict[str, Evaluated]
-    """By label."""
-
     roles: Sequence[str] = ()
     """Roles that train: their mean rewards are logged too."""
+
+    def __post_init__(self) -> None:
+        self.config = self.parts.config.evaluation
+        self.finished = dict(self.parts.history.evaluations)
+        """By label."""
 
     async def before(self, step: int) -> None:
         await self._evaluate("before", step, self.config.episodes)
@@ -71,7 +65,7 @@ class Evaluator:
             return
         plans = self.samples.eval_episodes(label=label, count=count)
         batch = Batch(f"evaluation {label}", rule="groups", groups=count, group_size=1)
-        self.recorder.expect(plans, step=step, label=label)
+        self.parts.recorder.expect(plans, step=step, label=label)
         await self.collector.open(batch, [plans])
         await self.collector.closed(batch, lambda n: [], 0)
         accepted = [o for o in batch.outcomes.values() if isinstance(o, EpisodeAccepted)]
@@ -86,19 +80,19 @@ class Evaluator:
             role_scores=_role_scores(self.roles, accepted),
         )
         self.finished[label] = evaluated
-        self.journal.write([evaluated])
+        self.parts.journal.write([evaluated])
         score = float("nan") if evaluated.score is None else evaluated.score
         metrics = {f"eval/{label}": score, "eval/score": score, "eval/failed": float(evaluated.failed)}
         metrics |= {f"role/{role}/eval/score": mean for role, mean in evaluated.role_scores.items()}
         payloads = {plan.episode_uuid: plan.payload for plan in plans}
-        if self.inspect_logs:
-            path = self.folder.path
+        if self.parts.config.training.inspect_log_every:
+            path = self.parts.folder.path
             await asyncio.to_thread(write_logs, path, f"eval-{label}", step, [], accepted, payloads)
         task_of = {uuid: payload["task"] for uuid, payload in payloads.items()}
         metrics |= by_task(batch.outcomes.values(), task_of, "eval/score", tasks=self.samples.tasks)
-        self.folder.log_metrics(metrics, step=step)
-        self.recorder.evaluation(evaluated, metrics)
-        self.progress.evaluation(label, score, evaluated.accepted, evaluated.failed)
+        self.parts.folder.log_metrics(metrics, step=step)
+        self.parts.recorder.evaluation(evaluated, metrics)
+        self.parts.progress.evaluation(label, score, evaluated.accepted, evaluated.failed)
 
 
 def _role_scores(roles: Sequence[str], accepted: Sequence[EpisodeAccepted]) -> dict[str, float]:

@@ -10,22 +10,22 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from tinkerscript.config import InferenceConfig, RoleConfig
 from tinkerscript.errors import ConfigError, EngineError, GatewayError
-from tinkerscript.gateway.samplers.inference_server import ServerRequest, Upstream
+from tinkerscript.gateway.sampler import Sampler, SampleRequest
+from tinkerscript.gateway.samplers.inference_server import Upstream
 from tinkerscript.gateway.samplers.probe import ServerFacts
 from tinkerscript.gateway.samplers.remote import RemoteSampler, api_key, examine
 from tinkerscript.gateway.samplers.vllm import VllmServer
-from tinkerscript.rollouts.call import FloatArray, IntArray
+from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids
 from tinkerscript.train.backends.backend import FrozenModel, TrainerBackend
 from tinkerscript.train.tokenizer_check import check_tokenizer_of_server
-
-__all__ = ["open_frozen_role"]
 
 MAX_WAIT_S = 600.0
 """Seconds that a training step waits for a server that does not answer, before the run ends."""
@@ -89,15 +89,10 @@ async def _served(
         )
     except ConfigError as error:
         raise ConfigError(f"roles.{name}: {error}") from error
-    try:
+    async with aclosing(server):
         facts = await _examined(name, role, server, folder)
         sampler = RemoteSampler(server, facts, timeout_s=timeout_s)
-        try:
-            yield ServedFrozenModel(name, server, sampler, folder, note, max_wait_s)
-        finally:
-            sampler.close()
-    finally:
-        await server.aclose()
+        yield ServedFrozenModel(name, server, facts, sampler, folder, note, max_wait_s)
 
 
 async def _examined(name: str, role: RoleConfig, server: VllmServer, folder: Path) -> ServerFacts:
@@ -120,29 +115,25 @@ async def _examined(name: str, role: RoleConfig, server: VllmServer, folder: Pat
     return facts
 
 
+@dataclass(eq=False)
 class ServedFrozenModel(FrozenModel):
     """The model of a vLLM server that somebody else started."""
 
-    def __init__(
-        self,
-        name: str,
-        server: VllmServer,
-        sampler: RemoteSampler,
-        folder: Path,
-        note: Callable[[str], None],
-        max_wait_s: float,
-    ) -> None:
-        self._name = f"roles.{name} at {server.url}"
-        self._max_wait_s = max_wait_s
-        self._server = server
-        self._note = note
+    name: str
+    server: VllmServer
+    facts: ServerFacts
+    sampler: Sampler
+    folder: Path
+    note: Callable[[str], None]
+    max_wait_s: float
+
+    def __post_init__(self) -> None:
+        self._name = f"roles.{self.name} at {self.server.url}"
         self._noted = 0.0
         """When a wait was last reported, on the event loop's clock; 0: nothing is waited for."""
 
-        self._model = sampler.facts.model
-        self.sampler = sampler
-        self.folder = folder
-        self.max_context = sampler.facts.max_context
+        self._model = self.facts.model
+        self.max_context = self.facts.max_context
 
     async def logprobs(
         self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
@@ -167,7 +158,7 @@ class ServedFrozenModel(FrozenModel):
                 scores = await self._scores(ids)
             except GatewayError as error:
                 waited = loop.time() - began
-                if error.status not in (503, 504) or waited > self._max_wait_s:
+                if error.status not in (503, 504) or waited > self.max_wait_s:
                     raise EngineError(f"{self._name}: {error.message} (waited {waited:.0f} s)") from error
                 self._tell(error.message, loop.time())
                 await asyncio.sleep(CONNECT_RETRY_S)
@@ -176,8 +167,8 @@ class ServedFrozenModel(FrozenModel):
             return np.array([0.0, *scores], dtype=np.float32)
 
     async def _scores(self, ids: IntArray) -> list[float]:
-        request = ServerRequest(prompt=ids.tolist(), max_tokens=1, score_from=1)
-        (sample,) = await self._server.sample(request, self._model)
+        request = SampleRequest(prompt=pack_ids(ids), max_tokens=1)
+        (sample,) = await self.server.sample(request, self._model, score_from=1)
         if len(sample.scores) != len(ids) - 1:
             raise EngineError(
                 f"{self._name}: {len(sample.scores)} log probabilities came for a prompt of {len(ids)} tokens"
@@ -191,7 +182,7 @@ class ServedFrozenModel(FrozenModel):
         """`reason`: why it does not answer; empty: it does. Told once for all requests."""
         if reason and (not self._noted or now - self._noted >= RETRY_NOTE_S):
             self._noted = now
-            self._note(f"waiting for {self._name}: {reason}")
+            self.note(f"waiting for {self._name}: {reason}")
         elif not reason and self._noted:
             self._noted = 0.0
-            self._note(f"{self._name} answers again")
+            self.note(f"{self._name} answers again")

@@ -11,11 +11,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
-from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import AlignmentError, NoSuccessError
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.tracing import is_on, span
@@ -23,13 +21,11 @@ from tinkerscript.train.backends.backend import STEP_GRACE_S, finish_despite_can
 from tinkerscript.train.collector import Batch, Collector, StepBatches
 from tinkerscript.train.episode_source import EpisodeSource
 from tinkerscript.train.evaluation import Evaluator
-from tinkerscript.train.history import History
-from tinkerscript.train.journal import Checkpointed, Discarded, Journal, Resumed, SetAside, StepConsumed
+from tinkerscript.train.journal import Checkpointed, Discarded, Resumed, SetAside, StepConsumed
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.off_policy import Lags, PolicyLags
+from tinkerscript.train.open_run import OpenRun
 from tinkerscript.train.policy import Policy
-from tinkerscript.train.recorder import RunRecorder
-from tinkerscript.train.run_folder import RunFolder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_log import StepLog, TrainingStep
 from tinkerscript.train.step_metrics import StepMetric
@@ -40,8 +36,7 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted
 class GRPO:
     """One training run. `source` runs the episodes, `learners` update the weights, `policy` samples."""
 
-    config: RunConfig
-    folder: RunFolder
+    parts: OpenRun
     samples: TaskSamples | None
     """None: the episodes are samples that clients register themselves."""
 
@@ -50,52 +45,27 @@ class GRPO:
     learners: Sequence[Learner]
     """The run's own policy, and then the roles that train beside it."""
 
-    journal: Journal
-    progress: ProgressReporter
-    recorder: RunRecorder
-    history: History = field(default_factory=History)
-    """Where a resumed run continues; empty for a new one."""
-
     extra_metrics: Sequence[StepMetric] = ()
-    train_seconds: float = 0.0
     step: int = 0
     """Training steps behind the current weights."""
 
     def __post_init__(self) -> None:
+        parts = self.parts
+        self.train_seconds = parts.train_seconds
         self.collector = Collector(
             self.source,
-            self.journal,
-            self.progress,
-            group_size=self.config.training.group_size,
+            parts.journal,
+            parts.progress,
+            group_size=parts.config.training.group_size,
             client_samples=self.samples is None,
-            recorder=self.recorder,
+            recorder=parts.recorder,
             seen=self.policy.note,
         )
-        self.evaluator = Evaluator(
-            self.config.evaluation,
-            self.samples,
-            self.collector,
-            self.policy,
-            self.journal,
-            self.folder,
-            self.progress,
-            self.recorder,
-            inspect_logs=bool(self.config.training.inspect_log_every),
-            finished=dict(self.history.evaluations),
-            roles=[each.role for each in self.learners[1:]],
-        )
-        self.log = StepLog(
-            self.config,
-            self.folder,
-            self.samples,
-            self.journal,
-            self.learners,
-            self.progress,
-            self.recorder,
-            self.extra_metrics,
-        )
-        self.lags = PolicyLags(self.config.training, self.history.versions)
-        self.batches = StepBatches(self.collector, self.config.training, self.samples)
+        roles = [each.role for each in self.learners[1:]]
+        self.evaluator = Evaluator(parts, self.samples, self.collector, self.policy, roles)
+        self.log = StepLog(parts, self.samples, self.learners, self.extra_metrics)
+        self.lags = PolicyLags(self.parts.config.training, self.parts.history.versions)
+        self.batches = StepBatches(self.collector, self.parts.config.training, self.samples)
         self._between_steps = False
         """Whether the weights, the journal or the published version may be between two steps."""
 
@@ -111,10 +81,10 @@ class GRPO:
         try:
             await self._resume()
             await self._train()
-            with self.progress.waiting("the last episodes to end"):
+            with self.parts.progress.waiting("the last episodes to end"):
                 await self.collector.settled()
         except asyncio.CancelledError:
-            if self.step and not self._between_steps and not self.folder.has_checkpoint(self.step):
+            if self.step and not self._between_steps and not self.parts.folder.has_checkpoint(self.step):
                 await self._checkpoint()  # Of the last finished step.
             raise
         finally:
@@ -124,7 +94,7 @@ class GRPO:
     # The loop
 
     async def _train(self) -> None:
-        training, evaluator = self.config.training, self.evaluator
+        training, evaluator = self.parts.config.training, self.evaluator
         await evaluator.before(self.step)
         await evaluator.during(self.step, steps=training.steps)  # If a restart interrupted it.
         started = time.monotonic() - self.train_seconds
@@ -153,9 +123,9 @@ class GRPO:
             except NoSuccessError as error:
                 await self._set_aside(batch, number, error)
                 raise
-            complete = batch.trainable(self.config.training.min_group)
+            complete = batch.trainable(self.parts.config.training.min_group)
             found = self.lags.fresh(((each.group_id, each.accepted) for each in complete), step=self.step)
-            self.journal.write(
+            self.parts.journal.write(
                 Discarded(episode_uuids=[uuid], reason=reason) for uuid, reason in found.stale.items()
             )
             lags.update(found.lags)
@@ -170,7 +140,7 @@ class GRPO:
                     policy_version=self.policy.version,
                     cancelled=cancelled,
                 )
-            self.progress.note(
+            self.parts.progress.note(
                 f"step {number}: all {len(found.stale)} results of the batch are stale and were discarded; "
                 "collecting another one"
             )
@@ -179,7 +149,7 @@ class GRPO:
     async def _train_step(self, step: TrainingStep) -> None:
         """Learn from a full batch, and from groups of earlier steps, and publish the result."""
         self.source.set_status(usable_versions=self.lags.usable(step.number))  # Of the next batch.
-        with self.progress.waiting(f"step {step.number} to train"):
+        with self.parts.progress.waiting(f"step {step.number} to train"):
             self._between_steps = True
             learned = await self._learn(step)
             self.step = step.number
@@ -193,7 +163,7 @@ class GRPO:
                 trained=used.pop(""),
                 trained_by_role=used,
             )
-            self.journal.write([consumed])
+            self.parts.journal.write([consumed])
             self._between_steps = False
         await self.log.finished(step, learned)
 
@@ -241,13 +211,13 @@ class GRPO:
 
     async def _set_aside(self, batch: Batch, step: int, error: Exception) -> None:
         """The run ends here, and the resumed one gets fresh episodes for this step."""
-        self.journal.write([SetAside(step=step, episode_uuids=list(batch.outcomes), reason=str(error))])
-        if self.step and not self.folder.has_checkpoint(self.step):
+        self.parts.journal.write([SetAside(step=step, episode_uuids=list(batch.outcomes), reason=str(error))])
+        if self.step and not self.parts.folder.has_checkpoint(self.step):
             await self._checkpoint()
 
     async def _checkpoint(self) -> None:
-        with self.progress.waiting(f"the checkpoint of step {self.step}"):
-            await self.save_checkpoint(self.folder.checkpoint_name(self.step))
+        with self.parts.progress.waiting(f"the checkpoint of step {self.step}"):
+            await self.save_checkpoint(self.parts.folder.checkpoint_name(self.step))
         checkpointed = Checkpointed(
             step=self.step,
             policy_version=self.policy.version,
@@ -255,14 +225,14 @@ class GRPO:
             role_reports={each.role: each.report.as_json() for each in self.learners[1:]},
             train_seconds=self.train_seconds,
         )
-        self.journal.write([checkpointed])
-        self.folder.checkpointed(best=self.evaluator.best_step)
+        self.parts.journal.write([checkpointed])
+        self.parts.folder.checkpointed(best=self.evaluator.best_step)
 
     async def save_checkpoint(self, name: str) -> None:
         """Write the weights of every policy under `name`."""
         for each in (*self.learners[1:], self.own):
             await each.save_checkpoint(name)
-        self.folder.seal(name)
+        self.parts.folder.seal(name)
 
     def _restore(self) -> None:
         """Rebuild what an uninterrupted run would have: the replay buffers, and the batch that was open.
@@ -270,30 +240,32 @@ class GRPO:
         Comes before anything is received: outcomes that the server redelivers must find their batch.
         """
         for learner in self.learners:
-            for event in self.history.consumed if learner.replay is not None else ():
+            for event in self.parts.history.consumed if learner.replay is not None else ():
                 assert learner.replay is not None
                 groups = event.trained_by_role.get(learner.role, []) if learner.role else event.trained
-                used = [[self.history.trained[uuid] for uuid in group] for group in groups]
+                used = [[self.parts.history.trained[uuid] for uuid in group] for group in groups]
                 learner.replay.drop(partial(self.lags.may_train, step=event.step - 1))
                 learner.replay.record(map(learner.group_again, used))
-        self.history.consumed, self.history.trained = [], {}
-        for outcome in self.history.from_clients:
+        self.parts.history.consumed, self.parts.history.trained = [], {}
+        for outcome in self.parts.history.from_clients:
             self.collector.gather(outcome)
-        for outcome in self.batches.restore(self.history):
+        for outcome in self.batches.restore(self.parts.history):
             self.policy.note(outcome)
 
     async def _resume(self) -> None:
         """Publish the weights that the run starts from; cancel episodes that it can no longer use."""
-        self.step = self.history.step
-        if self.journal.registered:
-            self.journal.write([Resumed(step=self.step)])
-            self.collector.receive(await self.source.lost(self.journal.unfinished()))
-            wanted = {plan.episode_uuid for plan in self.history.planned}
-            given_up = [event for event in self.journal.unfinished() if event.episode_uuid not in wanted]
+        self.step = self.parts.history.step
+        if self.parts.journal.registered:
+            self.parts.journal.write([Resumed(step=self.step)])
+            self.collector.receive(await self.source.lost(self.parts.journal.unfinished()))
+            wanted = {plan.episode_uuid for plan in self.parts.history.planned}
+            given_up = [
+                event for event in self.parts.journal.unfinished() if event.episode_uuid not in wanted
+            ]
             await self.source.abandon(given_up, "the run was resumed before the step of this episode")
             # Receive the results that the server kept before any seed is given out: theirs are taken.
             await self.source.flush()
-        with self.progress.waiting("the first weights to be published"):
+        with self.parts.progress.waiting("the first weights to be published"):
             await self._publish()
 
 

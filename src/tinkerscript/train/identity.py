@@ -29,7 +29,7 @@ def check_unused(path: Path) -> None:
     """Raises ConfigError for a folder that a new run cannot take: it holds a run or something else, or it
     cannot be made."""
     try:
-        if _size(path / JOURNAL):
+        if size_of(path / JOURNAL):
             raise ConfigError(
                 f"experiment_dir: {path} already holds a run; resume it (tinkerscript train --resume "
                 f"{shlex.quote(str(path))}), name another folder, or use 'auto'"
@@ -54,7 +54,7 @@ def check_unused(path: Path) -> None:
 def check_whole(path: Path) -> None:
     """Raises ConfigError for a folder whose files are not of one run, or a journal that has been cut."""
     journal = path / JOURNAL
-    if _size(journal) and not _run_of_journal(journal):
+    if size_of(journal) and not _run_of_journal(journal):
         raise ConfigError(
             f"{journal} does not begin with the run that it is of: its beginning is missing, or another "
             "version of tinkerscript wrote it; put the whole journal back, or use that version"
@@ -72,7 +72,7 @@ def check_whole(path: Path) -> None:
             f"{_listed(foreign)} in {path}: of another run than the rest of the folder; put this run's own "
             "back, or start a new run in a new folder"
         )
-    size = _size(journal)
+    size = size_of(journal)
     later = [folder for folder, manifest in marked.items() if manifest["journal_bytes"] > size]
     if later:
         raise ConfigError(
@@ -107,7 +107,7 @@ def damage_of(checkpoint: Path) -> str:
     if not manifest:
         return f"no {MANIFEST}"
     for name, wanted in manifest["files"].items():
-        if (size := _size(checkpoint / name)) != wanted["bytes"]:
+        if (size := size_of(checkpoint / name)) != wanted["bytes"]:
             return f"{size} of the {wanted['bytes']} bytes of {name}"
     return ""
 
@@ -131,7 +131,8 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
+    """Its bytes; 0 if it is not there."""
     return path.stat().st_size if path.exists() else 0
 
 

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,13 @@ from tinkerscript.gateway.conversation.tree import (
     TEMPLATE_REWRITES,
     MessageIndex,
     Node,
+    PromptIndex,
     Turn,
 )
 from tinkerscript.gateway.sampler import Sampler, SampleRequest
 from tinkerscript.protocol import Failure, bounded
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
-from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
+from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode, failed_episode
 from tinkerscript.train.journal import QUARANTINED, EpisodeRegistered
 from tinkerscript.train.policy import Policy, check_lengths
 from tinkerscript.train.renderer import ModelRenderer
@@ -166,21 +167,17 @@ class InProcessSource(EpisodeSource):
                 failure = _failed(episode, "task_error", str(error))
             finally:
                 await env.abandon()
+        read = partial(
+            calls_of,
+            uses_template=self._renderer.uses_template,
+            policy_version=version,
+            parameters=completer.parameters,
+        )
         if trajectory is None:
             assert failure is not None
-            return await self._with_extras(failure, self._calls_so_far(completer, env, version), env)
-        calls = self._calls(trajectory.transitions, env.exchanges, completer, version)
+            return await self._with_extras(failure, _calls_so_far(read, completer, env), env)
+        calls = read(trajectory.transitions, env.exchanges)
         return await self._with_extras(_accepted(episode, env, trajectory, calls, version), calls, env)
-
-    def _calls_so_far(self, completer: PolicyCompleter, env: InspectEnv, version: int) -> list[Call]:
-        """What an episode sampled that failed, for the run's record."""
-        transitions = [Transition(ob, ac, 0.0, episode_done=False) for ob, ac in completer.sampled]
-        exchanges = env.exchanges if len(env.exchanges) == len(transitions) else None
-        try:
-            return self._calls(transitions, exchanges, completer, version)
-        except BridgeError as error:  # Such as messages that are not text.
-            logger.info("episode.calls_not_kept error=%s", error)
-            return []
 
     async def _with_extras(self, outcome: Outcome, calls: list[Call], env: InspectEnv) -> Outcome:
         limit = self._config.max_transcript_bytes
@@ -193,43 +190,40 @@ class InProcessSource(EpisodeSource):
             transcripts={1: packed} if packed else {},
         )
 
-    def _calls(
-        self,
-        transitions: Sequence[Transition],
-        exchanges: Sequence[ModelExchange] | None,
-        completer: PolicyCompleter,
-        version: int,
-    ) -> list[Call]:
-        return calls_of(
-            transitions,
-            exchanges,
-            uses_template=self._renderer.uses_template,
-            policy_version=version,
-            parameters=completer.parameters,
-        )
+
+def _calls_so_far(read: Callable[..., list[Call]], completer: PolicyCompleter, env: InspectEnv) -> list[Call]:
+    """What an episode sampled that failed, for the run's record."""
+    transitions = [Transition(ob, ac, 0.0, episode_done=False) for ob, ac in completer.sampled]
+    exchanges = env.exchanges if len(env.exchanges) == len(transitions) else None
+    try:
+        return read(transitions, exchanges)
+    except BridgeError as error:  # Such as messages that are not text.
+        logger.info("episode.calls_not_kept error=%s", error)
+        return []
 
 
+@dataclass(eq=False)
 class PolicyCompleter(TokenCompleter):
     """A `Sampler` as tinker_cookbook's completer."""
 
-    def __init__(
-        self, sampler: Sampler, sampling: SamplingConfig, *, asked: Callable[[], GenerateConfig]
-    ) -> None:
-        """`asked`: the config of the call that is answered next."""
-        self._sampler = sampler
-        self._sampling = sampling
-        self._asked = asked
-        self.parameters: list[dict[str, Any]] = []
-        """How each call was sampled, in order, as fields of `Call`."""
+    sampler: Sampler
+    sampling: SamplingConfig
+    asked: Callable[[], GenerateConfig]
+    """The config of the call that is answered next."""
 
-        self.sampled: list[tuple[tinker.ModelInput, TokensWithLogprobs]] = []
-        """Prompt and reply of each call."""
+    parameters: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """How each call was sampled, in order, as fields of `Call`."""
+
+    sampled: list[tuple[tinker.ModelInput, TokensWithLogprobs]] = field(
+        default_factory=list[tuple[tinker.ModelInput, TokensWithLogprobs]]
+    )
+    """Prompt and reply of each call."""
 
     async def __call__(
         self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
     ) -> TokensWithLogprobs:
-        asked = self._asked()
-        limit = asked.max_tokens or self._sampling.max_tokens
+        asked = self.asked()
+        limit = asked.max_tokens or self.sampling.max_tokens
         distribution = self._distribution(asked)
         request = SampleRequest(
             prompt=pack_ids(model_input.to_ints()),
@@ -238,7 +232,7 @@ class PolicyCompleter(TokenCompleter):
             stop_token_ids=[item for item in stop if isinstance(item, int)],
             stop=[item for item in stop if isinstance(item, str)],
         )
-        result = await self._sampler.sample(request)
+        result = await self.sampler.sample(request)
         (sequence,) = result.sequences
         kind = result.logprob_kind
         self.parameters.append({**distribution, "seed": result.seed, "logprob_kind": kind})
@@ -252,21 +246,16 @@ class PolicyCompleter(TokenCompleter):
 
     def _distribution(self, asked: GenerateConfig) -> dict[str, Any]:
         """As the gateway decides it (`gateway.sampled_model.SampledModel`)."""
-        if self._sampling.precedence == "run":
-            return {"temperature": self._sampling.temperature}
+        if self.sampling.precedence == "run":
+            return {"temperature": self.sampling.temperature}
         given = {name: getattr(asked, name) for name in ("temperature", "top_p", "top_k")}
         chosen = {name: value for name, value in given.items() if value is not None}
-        return {"temperature": self._sampling.temperature, **chosen}
+        return {"temperature": self.sampling.temperature, **chosen}
 
 
 def _failed(episode: PlannedEpisode | EpisodeRegistered, kind: str, reason: str) -> EpisodeFailed:
     failure = Failure(kind=kind, message=reason, attempt=1, client_uuid="trainer")
-    return EpisodeFailed(
-        episode_uuid=episode.episode_uuid,
-        failures=[failure.model_dump()],
-        episode_type=episode.episode_type,
-        group_id=episode.group_id,
-    )
+    return failed_episode(episode, failure.model_dump())
 
 
 def _accepted(
@@ -322,67 +311,44 @@ def calls_of(
     that are not text.
     """
     calls: list[Call] = []
-    streams: list[bytes] = []
-    spoken = _Conversations(TEMPLATE_REWRITES if uses_template else RENDERER_REFUSED)
-    nothing: list[ModelExchange | None] = [None] * len(transitions)
-    for number, (transition, exchange) in enumerate(zip(transitions, exchanges or nothing, strict=True)):
-        prompt = pack_ids(transition.ob.to_ints())
-        action = transition.ac
+    prompts, conversations = PromptIndex(), MessageIndex()
+    refusal = TEMPLATE_REWRITES if uses_template else RENDERER_REFUSED
+    for number, transition in enumerate(transitions):
+        prompt, action = pack_ids(transition.ob.to_ints()), transition.ac
         check_lengths(len(action.tokens), len(action.maybe_logprobs or []))
-        extended = [place for place, stream in enumerate(streams) if prompt.startswith(stream)]
-        parent = max(extended, key=lambda place: len(streams[place]), default=None)
-        new_messages, reply, fork_reason = spoken.add(exchange, parent)
+        parent = prompts.find(prompt)
+        messages, reply, fork_reason = list[dict[str, Any]](), dict[str, Any](content=""), None
+        if exchanges is not None:
+            messages, (reply,) = to_dicts(exchanges[number][0]), to_dicts([exchanges[number][1]])
+            if parent is None:
+                path = conversations.walk(messages, b"")
+                continues = 0 < path.history_length < len(messages) and conversations.find(path)
+                fork_reason = refusal if continues else conversations.fork_reason(path)
+        turn = Turn(
+            parent=parent,
+            prompt=prompt,
+            new_prompt=prompt[len(parent.stream()) :] if parent else prompt,
+            fork_reason=fork_reason,
+            new_messages=messages[parent.reply_index + 1 if parent else 0 :],
+            tools=[],
+            reply_index=len(messages),
+        )
+        node = Node(turn, uuid4().hex, pack_ids(action.tokens), reply)
+        prompts.add(node)
+        conversations.add(node)
         calls.append(
             Call(
-                call_id=uuid4().hex,
-                parent_id=None if parent is None else calls[parent].call_id,
-                new_prompt=prompt if parent is None else prompt[len(streams[parent]) :],
-                sampled=pack_ids(action.tokens),
+                call_id=node.call_id,
+                parent_id=parent and parent.call_id,
+                new_prompt=node.new_prompt,
+                sampled=node.sampled,
                 logprobs=pack_logprobs(action.maybe_logprobs or []),
                 stop_reason="length" if action.stop_reason == "length" else "stop",
                 policy_version=policy_version,
                 **(parameters[number] if parameters is not None else {}),
                 fork_reason=fork_reason,
-                messages=json.dumps(new_messages),
-                reply=json.dumps(reply),
+                messages=json.dumps(turn.new_messages),
+                reply=json.dumps(reply if exchanges is not None else {}),
             )
         )
-        streams.append(prompt + calls[-1].sampled)
     return calls
-
-
-class _Conversations:
-    """The messages of an episode's calls, which name the reasons of forks as the gateway does."""
-
-    def __init__(self, refusal: str) -> None:
-        """`refusal`: why a prompt may not extend the call that its messages continue."""
-        self._refusal = refusal
-        self._index = MessageIndex()
-        self._nodes: list[Node] = []
-
-    def add(
-        self, exchange: ModelExchange | None, parent: int | None
-    ) -> tuple[list[dict[str, Any]], dict[str, Any], str | None]:
-        """(new messages, reply, fork reason) of the next call, which extends the call with the number
-        `parent`."""
-        if exchange is None:
-            return [], {}, None
-        messages, (reply,) = to_dicts(exchange[0]), to_dicts([exchange[1]])
-        path = self._index.walk(messages, b"")
-        reason = None
-        if parent is None:
-            continued = 0 < path.history_length < len(messages) and self._index.find(path)
-            reason = self._refusal if continued else self._index.fork_reason(path)
-        before = None if parent is None else self._nodes[parent]
-        turn = Turn(
-            parent=before,
-            prompt=b"",
-            new_prompt=b"",
-            fork_reason=reason,
-            new_messages=messages[before.reply_index + 1 if before else 0 :],
-            tools=[],
-            reply_index=len(messages),
-        )
-        self._nodes.append(Node(turn, uuid4().hex, b"", reply))
-        self._index.add(self._nodes[-1])
-        return turn.new_messages, reply, reason

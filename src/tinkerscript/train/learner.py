@@ -56,6 +56,7 @@ class Compared:
     """float32 [T], [0] unused: of the trainer's distributions, in nats; None if the backend gives none."""
 
 
+@dataclass(eq=False)
 class Learner:
     """Trains one policy of a run: the run's own, or that of a role.
 
@@ -63,30 +64,28 @@ class Learner:
     calls of its role and no others, and has its own rewards, optimizer, replay buffer and report.
     """
 
-    def __init__(
-        self,
-        client: TrainingClient,
-        config: TrainingConfig,
-        *,
-        model: TrainedModel,
-        report: AlignmentReport,
-        seed: int,
-        role: str = "",
-        start_logprobs: ReferenceLogprobs | None = None,
-        distillation: Distillation | None = None,
-    ) -> None:
-        """`start_logprobs` is needed for `kl_penalty_coef`. Raises ConfigError for an unknown `loss_fn`."""
-        self.role = role
-        """Empty for the run's own policy."""
+    client: TrainingClient
+    config: TrainingConfig
+    model: TrainedModel
+    report: AlignmentReport
+    seed: int
+    role: str = ""
+    """Empty for the run's own policy."""
 
-        self.report = report
-        self.rule = AdvantageRule(config.advantage_baseline, config.advantage_scale)
-        if config.distillation.is_pure:
+    start_logprobs: ReferenceLogprobs | None = None
+    """Needed for `kl_penalty_coef`."""
+
+    distillation: Distillation | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for an unknown `loss_fn`."""
+        self.rule = AdvantageRule(self.config.advantage_baseline, self.config.advantage_scale)
+        if self.config.distillation.is_pure:
             self.rule = PLAIN  # Its weight is 0; a group of one still needs some advantage.
-        self.alignment = AlignmentCheck(report, config, model)
+        self.alignment = AlignmentCheck(self.report, self.config, self.model)
         """Decides which sequences may train."""
 
-        self.replay = ReplayBuffer(config, seed=seed) if config.replay_uses > 1 else None
+        self.replay = ReplayBuffer(self.config, seed=self.seed) if self.config.replay_uses > 1 else None
         self.groups: list[RolloutGroup] = []
         """The step's own groups."""
 
@@ -106,26 +105,22 @@ class Learner:
         self.corrected: dict[int, BoolArray] = {}
         """By `id` of those rollouts: bool [T], True where `rollout_correction` took the loss away."""
 
-        self._client = client
-        self._config = config
-        self._seed = seed
-        self._distillation = distillation
         self._aligned: list[tuple[WeightedRollout, FloatArray]] = []
         """What `check` has passed, each with the trainer's log probabilities, float32 [T]."""
 
-        loss = policy_loss(config)
-        self._is_embedded = model.is_embedded
-        self._loss_config = _loss_config(config, loss)
+        loss = policy_loss(self.config)
+        self._is_embedded = self.model.is_embedded
+        self._loss_config = _loss_config(self.config, loss)
         self._clips = CLIP.keys() <= loss.settings.keys()
         self._ratio_of_sequence = loss.ratio == "sequence"
         self._penalty: KLPenalty | None = None
-        if config.kl_penalty_coef:
-            assert start_logprobs is not None
-            self._penalty = KLPenalty(start_logprobs, coef=config.kl_penalty_coef)
+        if self.config.kl_penalty_coef:
+            assert self.start_logprobs is not None
+            self._penalty = KLPenalty(self.start_logprobs, coef=self.config.kl_penalty_coef)
 
     async def check_loss(self, backend: TrainerBackend) -> None:
         """Raise EngineError if `backend` cannot train with the run's loss."""
-        await backend.check_loss(cast(LossFnType, self._config.loss_fn), self._loss_config or None)
+        await backend.check_loss(cast(LossFnType, self.config.loss_fn), self._loss_config or None)
 
     # Groups
 
@@ -135,7 +130,7 @@ class Learner:
         taken: list[RolloutGroup] = []
         for group_id, accepted in groups:
             episodes = [outcome for outcome in accepted if self._has_part_in(outcome)]
-            if len(episodes) >= (self._config.min_group if self.role else 0):
+            if len(episodes) >= (self.config.min_group if self.role else 0):
                 taken.append(RolloutGroup(group_id, tuple(map(self._merged, episodes))))
         for group in taken:
             for episode in group.episodes:
@@ -155,7 +150,7 @@ class Learner:
         rollouts = merge_calls(
             outcome.all_calls,
             episode_uuid=outcome.episode_uuid,
-            trains_constrained=self._config.constrained_tokens == "train",
+            trains_constrained=self.config.constrained_tokens == "train",
             role=self.role,
         )
         calls = tuple(calls_of(outcome.all_calls, self.role))
@@ -220,14 +215,14 @@ class Learner:
 
     def trains(self, group: RolloutGroup) -> bool:
         """Whether the group carries a gradient: its rewards differ, or a teacher scores it."""
-        return group.rewards_differ or self._distillation is not None
+        return group.rewards_differ or self.distillation is not None
 
     def _weighted(self, group: RolloutGroup) -> list[WeightedRollout]:
         """Its sequences with the advantages that the task gives them."""
         items = list(group.weighted(self.rule))
-        if self._distillation is None:
+        if self.distillation is None:
             return items
-        factor = self._distillation.reward_coef if group.rewards_differ else 0.0
+        factor = self.distillation.reward_coef if group.rewards_differ else 0.0
         return [item.scaled(factor) for item in items]
 
     async def _compare(
@@ -238,7 +233,7 @@ class Learner:
         if not items:
             return []
         datums = [to_scoring_datum(item.rollout, **self._more(item.rollout)) for item in items]
-        output = await self._client.forward(datums, "cross_entropy")
+        output = await self.client.forward(datums, "cross_entropy")
         trainer = [_shifted(result["logprobs"]) for result in output.loss_fn_outputs]
         entropies = [
             _shifted(result["entropies"]) if "entropies" in result else None
@@ -257,7 +252,7 @@ class Learner:
         Returns `train/` metrics, which are means over the optimizer steps.
         """
         aligned, self._aligned = self._aligned, []
-        rate = learning_rate(self._config, step, steps=self._config.steps)
+        rate = learning_rate(self.config, step, steps=self.config.steps)
         metrics = {"train/sequences": float(len(aligned)), "train/learning_rate": rate}
         if aligned:
             batch, changed = await self._token_advantages(aligned)
@@ -267,8 +262,8 @@ class Learner:
                 self.report.add_trained(item.rollout)
             parts = [
                 part
-                for epoch in range(self._config.epochs_per_batch)
-                for part in minibatches(batch, self._config.minibatches, seed=f"{self._seed}/{step}/{epoch}")
+                for epoch in range(self.config.epochs_per_batch)
+                for part in minibatches(batch, self.config.minibatches, seed=f"{self.seed}/{step}/{epoch}")
             ]
             results = [await self._minibatch(part, rate) for part in parts]
             for key in dict.fromkeys(key for result in results for key in result):
@@ -286,11 +281,11 @@ class Learner:
         batch, metrics = [item for item, _ in aligned], dict[str, float]()
         if self._penalty is not None:
             batch, metrics["train/kl_start"] = await self._penalty.apply(batch)
-        if self._distillation is not None:
-            batch, metrics["distillation/teacher_kl"] = await self._distillation.apply(batch)
-        if self._config.rollout_correction.method != "none":
+        if self.distillation is not None:
+            batch, metrics["distillation/teacher_kl"] = await self.distillation.apply(batch)
+        if self.config.rollout_correction.method != "none":
             before = batch
-            batch, corrected = correct(batch, [old for _, old in aligned], self._config.rollout_correction)
+            batch, corrected = correct(batch, [old for _, old in aligned], self.config.rollout_correction)
             metrics |= corrected
             self.corrected = {
                 id(item.rollout): (former.advantages != 0) & (item.advantages == 0)
@@ -307,11 +302,11 @@ class Learner:
 
     async def _minibatch(self, part: list[WeightedRollout], rate: float) -> dict[str, float]:
         """One optimizer step. The loss is a sum over tokens, divided as `loss_mean` says."""
-        config = self._config
+        config = self.config
         planned = config.groups_per_step * config.group_size / config.minibatches
         counts = divisors(part, config.loss_mean, episodes=planned)
         stepped = await optimizer_step(
-            self._client,
+            self.client,
             [self._datum(item, count) for item, count in zip(part, counts, strict=True)],
             config,
             loss_fn=cast(LossFnType, config.loss_fn),
@@ -323,7 +318,7 @@ class Learner:
     def _datum(self, item: WeightedRollout, count: float) -> tinker.Datum:
         """A sequence for `loss_fn`, divided by `count`."""
         more = self._more(item.rollout)
-        if self._config.loss_fn == "gspo" and not self._is_embedded:
+        if self.config.loss_fn == "gspo" and not self._is_embedded:
             # Tinker's gspo sums over the tokens whose mean ours takes.
             count *= max(1, int(item.rollout.loss_mask.sum()))
             more["sequence_ratio_mask"] = item.rollout.loss_mask.astype(np.float32)
@@ -354,7 +349,7 @@ class Learner:
 
     async def save_checkpoint(self, name: str) -> None:
         """Write weights and optimizer state durably, under `name`."""
-        await self._client.save_state(name)
+        await self.client.save_state(name)
 
     def summary(self) -> dict[str, Any]:
         """A role's part of summary.json."""

@@ -18,54 +18,54 @@ from typing import NoReturn
 from msgspec import structs
 
 from tinkerscript.errors import AlignmentError, GatewayError
-from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
-from tinkerscript.rollouts.call import IntArray, unpack_ids, unpack_logprobs
+from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult, fitted
+from tinkerscript.rollouts.call import IntArray, unpack_ids
 from tinkerscript.train.backends.backend import FrozenModel, Publisher
 from tinkerscript.train.journal import Journal, PolicyPublished
 from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
 
 
+@dataclass(eq=False)
 class SeededSampler(Sampler):
     """A backend's sampler for one policy version: fills in seeds, checks room and results.
 
     Belongs to one event loop.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        *,
-        seed: int | None,
-        step: int,
-        max_context: int,
-        key: str = "",
-        used: set[int] | None = None,
-    ) -> None:
-        """`seed`: the run's; None: requests get none. `step`: training steps behind the weights;
-        `max_context`: tokens of prompt and response together; `key`: two samplers with different ones give
-        the same requests different seeds; `used`: seeds to skip.
-        """
-        self.sampler = sampler
-        self.used = used if used is not None else set[int]()
-        self._max_context = max_context
-        self._key = None if seed is None else f"{key}{seed}/{step}".encode()
+    sampler: Sampler
+    seed: int | None = field(kw_only=True)
+    """The run's; None: requests get none."""
+
+    step: int = field(kw_only=True)
+    """Training steps behind the weights."""
+
+    max_context: int = field(kw_only=True)
+    """Tokens of prompt and response together."""
+
+    key: str = ""
+    """Two samplers with different ones give the same requests different seeds."""
+
+    used: set[int] = field(default_factory=set[int])
+    """Seeds to skip."""
+
+    def __post_init__(self) -> None:
+        self._prefix = None if self.seed is None else f"{self.key}{self.seed}/{self.step}".encode()
         self._requests: Counter[bytes] = Counter()
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         """Raises GatewayError for a prompt that leaves no room, and AlignmentError (see `check_lengths`)."""
-        prompt = unpack_ids(request.prompt)
-        request = structs.replace(request, max_tokens=self._fitted(len(prompt), request.max_tokens))
-        if request.seed is None and self._key is not None:
-            request = structs.replace(request, seed=self.seed_for(prompt))
+        request = fitted(request, self.max_context, "the engine")
+        if request.seed is None and self._prefix is not None:
+            request = structs.replace(request, seed=self.seed_for(unpack_ids(request.prompt)))
         result = await self.sampler.sample(request, progress)
         for sequence in result.sequences:
-            check_lengths(len(unpack_ids(sequence.sampled)), len(unpack_logprobs(sequence.logprobs)))
+            check_lengths(len(sequence.sampled) // 4, len(sequence.logprobs) // 4)
         return result
 
     def seed_for(self, prompt: IntArray) -> int:
         """The seed of the next request for these ids (int32 [P]), in [0, 2^31)."""
-        assert self._key is not None
-        digest = hashlib.blake2b(self._key + prompt.tobytes(), digest_size=16).digest()
+        assert self._prefix is not None
+        digest = hashlib.blake2b(self._prefix + prompt.tobytes(), digest_size=16).digest()
         while True:
             number = self._requests[digest]
             self._requests[digest] += 1
@@ -73,20 +73,6 @@ class SeededSampler(Sampler):
             seed = int.from_bytes(mixed, "big") >> 1
             if seed not in self.used:
                 return seed
-
-    def _fitted(self, prompt_tokens: int, max_tokens: int) -> int:
-        """How many tokens may follow a prompt: `max_tokens`, or what the context has room for.
-
-        Raises GatewayError 400 `context_length_exceeded` if there is no room.
-        """
-        if prompt_tokens >= self._max_context:
-            raise GatewayError(
-                400,
-                "context_length_exceeded",
-                f"the engine's context holds {self._max_context} tokens; the prompt has {prompt_tokens}",
-                param="messages",
-            )
-        return min(max_tokens, self._max_context - prompt_tokens)
 
 
 def check_lengths(tokens: int, logprobs: int) -> None:

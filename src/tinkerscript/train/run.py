@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -24,7 +24,6 @@ from uuid import uuid4
 from tinkerscript.config import EvaluationConfig, RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import AlignmentError, ConfigError, EngineError, LinkError
-from tinkerscript.logs import logged_to
 from tinkerscript.model_folder import model_folder
 from tinkerscript.processes.children import (
     ServerAddress,
@@ -38,24 +37,22 @@ from tinkerscript.processes.children import (
 from tinkerscript.processes.launcher import MAX_RESTARTS, Launcher, LocalLauncher
 from tinkerscript.processes.planned import SERVER_PROCESS, PlannedProcess, plan_of
 from tinkerscript.processes.ray_launcher import open_launcher
-from tinkerscript.processes.run_page import run_page
 from tinkerscript.processes.supervisor import Supervisor, run_beside
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.alignment.diagnosis import Finding
 from tinkerscript.rollouts.alignment.report import explain
 from tinkerscript.server.addresses import moved_to, read_server_info
 from tinkerscript.train.alignment_check import TrainedModel
-from tinkerscript.train.backends import backend_named, open_backend, waited_for
+from tinkerscript.train.backends import backend_named
 from tinkerscript.train.backends.backend import FrozenModel, Publisher, TrainerBackend
 from tinkerscript.train.episode_source import EpisodeSource, NetworkSource
 from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.grpo import GRPO
-from tinkerscript.train.history import History, read_history
-from tinkerscript.train.journal import Journal, lost_episodes
+from tinkerscript.train.journal import lost_episodes
 from tinkerscript.train.learner import Learner, check_loss, wide_clip
 from tinkerscript.train.learning_rates import resolved
+from tinkerscript.train.open_run import OpenRun, open_run
 from tinkerscript.train.policy import Policy
-from tinkerscript.train.recorder import recorded
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, FINAL_CHECKPOINT, RunFolder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_metrics import extra_metrics
@@ -95,28 +92,14 @@ async def run_training(
     config, about_rates = resolved(config, model)
     folder = RunFolder(config, model, now=datetime.now(), path=path)
     async with AsyncExitStack() as stack:
-        # The run's folder: its journal, its record, and how far it came.
         stack.callback(folder.close)
-        log = folder.path / "logs" / "trainer.log"
-        stack.enter_context(logged_to(log, config.log_format, run=folder.path.name))
-        events = folder.events()
-        history = read_history(events, exists=folder.has_checkpoint)
-        kept = {plan.episode_uuid for plan in history.planned}
-        recorder, progress = stack.enter_context(
-            recorded(config, folder.path, progress, step=history.step, kept=kept)
-        )
-        await stack.enter_async_context(folder.copied(progress.note))
-        for damage in folder.passed_over(events, history.step):
-            progress.note(damage)
-        await stack.enter_async_context(run_page(config, folder.path, progress.note, on_page))
-        durable = config.interchange_server.durability == "full"
-        journal_path = folder.path / "journal.jsonl"
-        journal = stack.enter_context(Journal(journal_path, durable=durable, run_id=folder.run_id))
+        run = await stack.enter_async_context(open_run(config, folder, progress, on_page))
+        progress, history = run.progress, run.history
         children = await stack.enter_async_context(
             _children(config, folder.path, progress, on_server, join=join)
         )
         progress.begin(config.training.steps, done=history.step)
-        recorder.catch_up(events, samples)
+        run.recorder.catch_up(run.events, samples)
         for line in (*about_rates, *_advice(config, samples)):
             progress.note(line)
         if folder.holds_a_run:
@@ -124,57 +107,34 @@ async def run_training(
                 samples.next_position = history.next_position
             folder.forget_metrics_after(history.step)
         # What trains and samples.
-        opening = open_backend(
-            config.engine,
-            model,
-            checkpoint_dir=folder.checkpoints,
-            seed=config.seed,
-            restore=folder.checkpoint_name(history.step) if history.checkpoint else None,
-            note=progress.note,
-        )
         await stack.enter_async_context(
             launched_ranks(children.plan, children.launcher, folder.path, progress.note)
         )
-        with progress.waiting(waited_for(config.engine)):
-            backend = await stack.enter_async_context(opening)
+        backend = await stack.enter_async_context(run.backend(model))
         if config.sampling.max_tokens >= backend.max_context:
             progress.note(
                 f"sampling.max_tokens: {config.sampling.max_tokens} does not fit the model's context of "
                 f"{backend.max_context} tokens, prompt and reply: a reply without an end fills it"
             )
-        policy = Policy(backend, journal, seed=config.seed)
-        learners = await _learners(config, backend, policy, folder, history, model, progress, stack)
+        policy = Policy(backend, run.journal, seed=config.seed)
+        learners = await _learners(run, backend, policy, model, stack)
         # What runs the episodes.
-        async with _opened(config, folder, backend, policy, children, model, progress) as opened:
+        async with _opened(run, backend, policy, children, model) as opened:
             if config.inference.has_replicas:
                 # After the server, which may be where they get their adapters.
                 with progress.waiting(f"the replicas (logs: {folder.path / 'logs'})"):
-                    opening = _replicas(config, folder.path, backend, progress, children)
-                    replicas = await stack.enter_async_context(opening)
+                    replicas = await stack.enter_async_context(_replicas(run, backend, children))
                 policy.publish_to(replicas)
                 folder.exported.watch(replicas.pool.replicas)
                 opened, extra = replace(opened, publisher=replicas), [*extra, replicas.metrics]
-            recorder.status(server_url=opened.server_url or "")
-            grpo = GRPO(
-                config,
-                folder,
-                samples,
-                opened.source,
-                policy,
-                learners,
-                journal,
-                progress,
-                recorder,
-                history,
-                extra_metrics=extra,
-                train_seconds=history.checkpoint.train_seconds if history.checkpoint else 0.0,
-            )
+            run.recorder.status(server_url=opened.server_url or "")
+            grpo = GRPO(run, samples, opened.source, policy, learners, extra)
             with _report_written(grpo):
                 await run_beside(opened, asyncio.create_task(grpo.run(), name="grpo"))
             with progress.waiting("the final checkpoint"):
                 await grpo.save_checkpoint(FINAL_CHECKPOINT)
-            audit = await _audit(journal, opened, progress, folder.ended_elsewhere())
-        folder.write_json("summary.json", summarize(grpo, audit))
+            audit = await _audit(run, opened)
+        folder.write_json("summary.json", summarize(grpo) | audit)
         folder.draw_curve(at_once=True)
         await folder.finish_copies(progress)
     return folder
@@ -227,19 +187,13 @@ def not_held_out(samples: TaskSamples, evaluation: EvaluationConfig) -> str:
 
 
 async def _learners(
-    config: RunConfig,
-    backend: TrainerBackend,
-    policy: Policy,
-    folder: RunFolder,
-    history: History,
-    model: Path,
-    progress: ProgressReporter,
-    stack: AsyncExitStack,
+    run: OpenRun, backend: TrainerBackend, policy: Policy, model: Path, stack: AsyncExitStack
 ) -> list[Learner]:
     """What trains the run's own policy, and then the roles that train, which `policy` samples from.
 
     Also opens the frozen roles and the teacher, until `stack` is closed.
     """
+    config, progress, done = run.config, run.progress, run.history.checkpoint
     frozen = dict[str, FrozenModel]()
     for name, role in config.episode_roles.items():
         if role.kind == "frozen":
@@ -256,7 +210,6 @@ async def _learners(
     distillation = await stack.enter_async_context(
         open_distillation(config, backend, folder=model, progress=progress, opened=frozen)
     )
-    done = history.checkpoint
     reports = {"": done.report, **done.role_reports} if done else {}
 
     def learner(backend: TrainerBackend, role: str, teacher: Distillation | None) -> Learner:
@@ -276,22 +229,20 @@ async def _learners(
         await learners[0].check_loss(backend)
     for name in config.trained_roles:
         with progress.waiting(f"the policy of role {name}"):
-            beside = await _policy_of_role(config, name, backend, folder, history)
+            beside = await _policy_of_role(run, name, backend)
         policy.add_trained(name, beside)
         learners.append(learner(beside, name, None))
     return learners
 
 
-async def _policy_of_role(
-    config: RunConfig, name: str, backend: TrainerBackend, folder: RunFolder, history: History
-) -> TrainerBackend:
+async def _policy_of_role(run: OpenRun, name: str, backend: TrainerBackend) -> TrainerBackend:
     """The policy of a role that trains, beside the run's own. Raises ConfigError, with the role's name."""
-    checkpoint = config.trained_roles[name].model
-    restore = folder.checkpoint_name(history.step) if history.checkpoint else None
-    target = folder.checkpoints_of(name)
+    checkpoint, step = run.config.trained_roles[name].model, run.history.step
+    restore = run.folder.checkpoint_name(step) if run.history.checkpoint else None
+    target = run.folder.checkpoints_of(name)
     if restore and not (target / restore).is_dir():
         raise ConfigError(
-            f"roles.{name}: the run's checkpoint of step {history.step} has no weights of this role "
+            f"roles.{name}: the run's checkpoint of step {step} has no weights of this role "
             f"({target / restore}); a run keeps its trained roles when it is resumed"
         )
     try:
@@ -301,14 +252,16 @@ async def _policy_of_role(
 
 
 def _replicas(
-    config: RunConfig, folder: Path, backend: TrainerBackend, progress: ProgressReporter, children: Children
+    run: OpenRun, backend: TrainerBackend, children: Children
 ) -> AbstractAsyncContextManager[ReplicaPublisher]:
     # Imported here: a run that samples with its own engine does not need it.
     from tinkerscript.train.replicas.publisher import open_replicas
 
-    launcher = children.launcher
+    launcher, config = children.launcher, run.config
     server_url = "" if launcher.shares_files else children.url_of_server(config)
-    return open_replicas(config, folder, backend, progress.note, launcher=launcher, server_url=server_url)
+    return open_replicas(
+        config, run.folder.path, backend, run.progress.note, launcher=launcher, server_url=server_url
+    )
 
 
 @contextmanager
@@ -320,10 +273,10 @@ def _report_written(grpo: GRPO) -> Generator[None]:
         last = [each.report.findings[-1]["name"] for each in grpo.learners if each.report.findings]
         if error.name not in last:
             grpo.own.report.add_finding(Finding(error.name, str(error)), step=grpo.step + 1)
-            grpo.recorder.finding(grpo.step + 1, error.name, str(error))
+            grpo.parts.recorder.finding(grpo.step + 1, error.name, str(error))
         raise
     finally:
-        grpo.folder.write_json(ALIGNMENT_FILE, grpo.log.alignment())
+        grpo.parts.folder.write_json(ALIGNMENT_FILE, grpo.log.alignment())
 
 
 # What runs the episodes
@@ -367,16 +320,6 @@ class Opened:
         else:
             await self.link.stop_requested.wait()
             raise asyncio.CancelledError("the engine was asked to stop")
-
-
-@dataclass(frozen=True, slots=True)
-class Audit:
-    """The trainer's journal compared with the server's records."""
-
-    lost: list[str]
-    restarts: int
-    server_results_accepted: int | None
-    """None without a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,38 +375,31 @@ async def _children(
 
 @asynccontextmanager
 async def _opened(
-    config: RunConfig,
-    folder: RunFolder,
-    backend: TrainerBackend,
-    policy: Policy,
-    children: Children,
-    model: Path,
-    progress: ProgressReporter,
+    run: OpenRun, backend: TrainerBackend, policy: Policy, children: Children, model: Path
 ) -> AsyncGenerator[Opened]:
     if children.address is not None:
-        async with _network(config, folder, backend, policy, children, children.address, progress) as opened:
+        async with _network(run, backend, policy, children, children.address) as opened:
             yield opened
         return
     # Imported here: renderers and rollout loops take seconds, and a run with a server needs neither.
     from tinkerscript.train.in_process import InProcessSource
 
-    async with InProcessSource(config, policy, model) as source:
+    async with InProcessSource(run.config, policy, model) as source:
         yield Opened(source, children.supervisor, backend)
 
 
 @asynccontextmanager
 async def _network(
-    config: RunConfig,
-    folder: RunFolder,
+    run: OpenRun,
     backend: TrainerBackend,
     policy: Policy,
     children: Children,
     address: ServerAddress,
-    progress: ProgressReporter,
 ) -> AsyncGenerator[Opened]:
+    config, folder, note = run.config, run.folder, run.progress.note
     supervisor, planned = children.supervisor, [p for p in children.plan if p.name.startswith("worker ")]
     if not planned:
-        progress.note(
+        note(
             f"no workers on this machine (workers.count: 0); start some where their files are, with\n  "
             f"{worker_command(config, address.url)}"
         )
@@ -474,7 +410,7 @@ async def _network(
         sampler=policy.sample,
         engine_status="ENGINE.BOOTING",
         keys=address.trainer_keys(),
-        note=progress.note,
+        note=note,
     )
     try:
         async with link:
@@ -536,29 +472,29 @@ async def _server(
     return await server_address(path, server, supervisor)
 
 
-async def _audit(
-    journal: Journal, opened: Opened, progress: ProgressReporter, elsewhere: Mapping[str, str]
-) -> Audit:
-    """Episodes lost according to the journal and the server's store, and the server's own count.
+async def _audit(run: OpenRun, opened: Opened) -> dict[str, Any]:
+    """What the summary says of the journal compared with the server's records: episodes lost, and the
+    server's own count."""
+    outcomes, accepted = None, None
+    if opened.server_url is not None and opened.link is not None:
+        with run.progress.waiting("the server's record of the episodes"):
+            await opened.source.flush()
+            recorded = await opened.link.recorded_outcomes(list(run.journal.registered))
+        # Another server may know what ended before the run was fetched from its URL.
+        outcomes = run.folder.ended_elsewhere() | {uuid: each.state for uuid, each in recorded.items()}
+        accepted = opened.link.results_accepted
+    return {
+        "episodes_lost": len(lost_episodes(run.journal, outcomes)),
+        "processes_restarted": opened.supervisor.restarts,
+        "server_results_accepted": accepted,
+    }
 
-    `elsewhere`: outcomes that another server knows.
-    """
-    restarts = opened.supervisor.restarts
-    if opened.server_url is None or opened.link is None:
-        return Audit(lost_episodes(journal, None), restarts, None)
-    with progress.waiting("the server's record of the episodes"):
-        await opened.source.flush()
-        recorded = await opened.link.recorded_outcomes(list(journal.registered))
-    outcomes = {uuid: outcome.state for uuid, outcome in recorded.items()}
-    lost = lost_episodes(journal, {**elsewhere, **outcomes})
-    return Audit(lost, restarts, opened.link.results_accepted)
 
-
-def summarize(grpo: GRPO, audit: Audit) -> dict[str, Any]:
-    """The contents of summary.json."""
+def summarize(grpo: GRPO) -> dict[str, Any]:
+    """The contents of summary.json but for `_audit`."""
     evaluations = grpo.evaluator.finished
     before, after = evaluations.get("before"), evaluations.get("after")
-    journal, report = grpo.journal, grpo.own.report
+    journal, report = grpo.parts.journal, grpo.own.report
     train_episodes = journal.count("train", "accepted", planned_only=grpo.samples is not None)
     roles = {
         each.role: {
@@ -579,9 +515,6 @@ def summarize(grpo: GRPO, audit: Audit) -> dict[str, Any]:
         "episodes_cancelled": journal.cancelled,
         "episodes_retried": journal.retries,
         "episodes_discarded": journal.discarded,
-        "episodes_lost": len(audit.lost),
-        "processes_restarted": audit.restarts,
-        "server_results_accepted": audit.server_results_accepted,
         "tokens_trained": report.tokens_trained,
         "episodes_per_s": train_episodes / grpo.train_seconds if grpo.train_seconds else 0.0,
         "train_seconds": grpo.train_seconds,
@@ -591,6 +524,6 @@ def summarize(grpo: GRPO, audit: Audit) -> dict[str, Any]:
         "alignment": explain(report),
         "policy_version": grpo.policy.version,
         "steps": grpo.step,
-        "seed": grpo.config.seed,
+        "seed": grpo.parts.config.seed,
         **({"roles": roles} if roles else {}),
     }

@@ -33,7 +33,14 @@ from tinkerscript.lifecycle import try_lock
 from tinkerscript.remote_folder import FETCHED, JOURNAL, ROLES, Uploads, is_url
 from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup
 from tinkerscript.rollouts.rollout import EpisodeRollouts
-from tinkerscript.train.identity import check_unused, check_whole, damage_of, identify, write_manifest
+from tinkerscript.train.identity import (
+    check_unused,
+    check_whole,
+    damage_of,
+    identify,
+    size_of,
+    write_manifest,
+)
 from tinkerscript.train.journal import AnyEvent, Checkpointed, read_journal
 from tinkerscript.train.step_metrics import TrainerMetrics, metric_loggers
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
@@ -58,7 +65,7 @@ class RunFolder:
             check_unused(self.path)
         else:
             check_whole(self.path)
-        self.holds_a_run = _size(self.path / JOURNAL) > 0
+        self.holds_a_run = size_of(self.path / JOURNAL) > 0
         self._url = config.experiment_dir if is_url(config.experiment_dir) else ""
         self._keep = config.training.keep_checkpoints
         self._uploads: Uploads | None = None
@@ -111,7 +118,7 @@ class RunFolder:
     def seal(self, name: str) -> None:
         """Say of a checkpoint whose files are all there that it is complete: that of the run's own last."""
         for folder in self.checkpoints_named(name):
-            write_manifest(folder, self.run_id, _size(self.path / JOURNAL))
+            write_manifest(folder, self.run_id, size_of(self.path / JOURNAL))
 
     def events(self) -> list[AnyEvent]:
         """What the journal of the folder's run has so far. Raises ConfigError for a broken one."""
@@ -270,10 +277,6 @@ def _link_as_latest(run: Path) -> None:
     draft.unlink(missing_ok=True)
     draft.symlink_to(os.path.relpath(run, RUNS), target_is_directory=True)
     draft.replace(link)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def _left_out(outcome: Outcome) -> dict[str, Any]:

@@ -22,9 +22,8 @@ from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import model_folder
-from tinkerscript.processes.run_page import run_page
 from tinkerscript.processes.supervisor import run_beside
-from tinkerscript.train.backends import backend_named, open_backend, waited_for
+from tinkerscript.train.backends import backend_named
 from tinkerscript.train.backends.backend import (
     STEP_GRACE_S,
     TrainingClient,
@@ -33,10 +32,9 @@ from tinkerscript.train.backends.backend import (
     skipped_note,
 )
 from tinkerscript.train.chats import Chats, load_chats, trained_weight
-from tinkerscript.train.history import read_history
-from tinkerscript.train.journal import Checkpointed, Journal, Resumed
+from tinkerscript.train.journal import Checkpointed, Resumed
 from tinkerscript.train.learning_rates import learning_rate, resolved
-from tinkerscript.train.recorder import RunRecorder, recorded
+from tinkerscript.train.open_run import OpenRun, open_run
 from tinkerscript.train.run_folder import FINAL_CHECKPOINT, RunFolder
 
 HELD_OUT = "held_out/nll"
@@ -64,46 +62,29 @@ async def run_sft(
     async with AsyncExitStack() as stack:
         stack.callback(folder.close)
         check_origin(folder, chats)
-        events = folder.events()
-        history = read_history(events, exists=folder.has_checkpoint)
-        recorder, progress = stack.enter_context(recorded(config, folder.path, progress, step=history.step))
-        await stack.enter_async_context(run_page(config, folder.path, progress.note, on_page))
-        await stack.enter_async_context(folder.copied(progress.note))
-        progress.begin(chats.steps, done=history.step)
+        run = await stack.enter_async_context(open_run(config, folder, progress, on_page))
+        progress, step = run.progress, run.history.step
+        progress.begin(chats.steps, done=step)
         for line in (
-            *folder.passed_over(events, history.step),
             f"{len(chats.train)} chats train for {chats.steps} steps, {len(chats.held_out)} sequences are "
             f"held out, {chats.left_out} chats are too long and left out",
             *about_rates,
         ):
             progress.note(line)
-        folder.forget_metrics_after(history.step)
-        journal = stack.enter_context(Journal(folder.path / "journal.jsonl", run_id=folder.run_id))
-        opening = open_backend(
-            config.engine,
-            model,
-            checkpoint_dir=folder.checkpoints,
-            seed=config.seed,
-            restore=folder.checkpoint_name(history.step) if history.checkpoint else None,
-            note=progress.note,
-        )
-        with progress.waiting(waited_for(config.engine)):
-            backend = await stack.enter_async_context(opening)
-            await backend.check_loss("cross_entropy", None)
+        folder.forget_metrics_after(step)
+        backend = await stack.enter_async_context(run.backend(model))
+        await backend.check_loss("cross_entropy", None)
         if chats.longest > backend.max_context:
             raise ConfigError(
                 f"sft.max_tokens: the longest chat has {chats.longest} tokens and the engine takes "
                 f"{backend.max_context}; set it to that or less"
             )
-        journal.write([Resumed(step=history.step)])
-        seconds = history.checkpoint.train_seconds if history.checkpoint else 0.0
-        run = SupervisedRun(
-            config, folder, backend.client, chats, journal, progress, recorder, history.step, seconds
-        )
-        await run_beside(backend, asyncio.create_task(run.run(), name="sft"))
+        run.journal.write([Resumed(step=step)])
+        sft = SupervisedRun(run, backend.client, chats, step, run.train_seconds)
+        await run_beside(backend, asyncio.create_task(sft.run(), name="sft"))
         with progress.waiting("the final checkpoint"):
-            await run.save(FINAL_CHECKPOINT)
-        folder.write_json("summary.json", run.summary())
+            await sft.save(FINAL_CHECKPOINT)
+        folder.write_json("summary.json", sft.summary())
         folder.draw_curve(at_once=True)
         await folder.finish_copies(progress)
     return folder
@@ -132,13 +113,9 @@ def check_origin(folder: RunFolder, chats: Chats) -> None:
 class SupervisedRun:
     """One run. `step`: training steps behind the client's weights."""
 
-    config: RunConfig
-    folder: RunFolder
+    parts: OpenRun
     client: TrainingClient
     chats: Chats
-    journal: Journal
-    progress: ProgressReporter
-    recorder: RunRecorder
     step: int
     train_seconds: float
 
@@ -147,7 +124,7 @@ class SupervisedRun:
 
     async def run(self) -> None:
         """The whole run, or the rest of it. Cancelling it saves the last finished step."""
-        every, saves = self.config.evaluation.every_steps, self.config.training.checkpoint_every
+        every, saves = self.parts.config.evaluation.every_steps, self.parts.config.training.checkpoint_every
         started = time.monotonic() - self.train_seconds
         if self.step == 0:
             await self.measure()
@@ -161,7 +138,7 @@ class SupervisedRun:
                 if is_last or (saves and self.step % saves == 0):
                     await self._checkpoint()
         except asyncio.CancelledError:
-            if self.step and not self._training and not self.folder.has_checkpoint(self.step):
+            if self.step and not self._training and not self.parts.folder.has_checkpoint(self.step):
                 await self._checkpoint()
             raise
 
@@ -170,10 +147,10 @@ class SupervisedRun:
         began, step = time.monotonic(), self.step + 1
         datums = self.chats.batch(step)
         self._training = True
-        rate = learning_rate(self.config.training, step, steps=self.chats.steps)
-        with self.progress.waiting(f"step {step} to train"):
+        rate = learning_rate(self.parts.config.training, step, steps=self.chats.steps)
+        with self.parts.progress.waiting(f"step {step} to train"):
             stepped = await optimizer_step(
-                self.client, datums, self.config.training, loss_fn="cross_entropy", learning_rate=rate
+                self.client, datums, self.parts.config.training, loss_fn="cross_entropy", learning_rate=rate
             )
         self.step = step
         self._training = False
@@ -187,38 +164,40 @@ class SupervisedRun:
             "train/epoch": (step - 1) // self.chats.steps_per_epoch + 1.0,
             "tokens_per_s": tokens / (time.monotonic() - began),
         }
-        self.folder.log_metrics(metrics, step=step)
-        self.recorder.chats(step, datums, stepped.logprobs, metrics)
-        await asyncio.to_thread(self.folder.draw_curve)
-        self.progress.step(step, metrics)
+        self.parts.folder.log_metrics(metrics, step=step)
+        self.parts.recorder.chats(step, datums, stepped.logprobs, metrics)
+        await asyncio.to_thread(self.parts.folder.draw_curve)
+        self.parts.progress.step(step, metrics)
         if skipped := skipped_note(step, metrics):
-            self.progress.note(skipped)
+            self.parts.progress.note(skipped)
 
     async def measure(self) -> None:
         """The held-out nll of the current weights, in nats per trained token. Measured once per step."""
         if not self.chats.held_out or self.step in dict(self.held_out_curve()):
             return
-        with self.progress.waiting("the held-out nll"):
-            nll = await mean_nll(self.client, self.chats.held_out, batch_size=self.config.sft.batch_size)
-        self.folder.log_metrics({HELD_OUT: nll}, step=self.step)
-        self.recorder.metrics(self.step, {HELD_OUT: nll})
-        self.progress.note(f"held-out nll after {self.step} steps: {nll:.4f}")
+        with self.parts.progress.waiting("the held-out nll"):
+            nll = await mean_nll(
+                self.client, self.chats.held_out, batch_size=self.parts.config.sft.batch_size
+            )
+        self.parts.folder.log_metrics({HELD_OUT: nll}, step=self.step)
+        self.parts.recorder.metrics(self.step, {HELD_OUT: nll})
+        self.parts.progress.note(f"held-out nll after {self.step} steps: {nll:.4f}")
 
     async def save(self, name: str) -> None:
         """Write the weights under `name`."""
         await self.client.save_state(name)
-        self.folder.seal(name)
+        self.parts.folder.seal(name)
 
     async def _checkpoint(self) -> None:
-        with self.progress.waiting(f"the checkpoint of step {self.step}"):
-            await self.save(self.folder.checkpoint_name(self.step))
+        with self.parts.progress.waiting(f"the checkpoint of step {self.step}"):
+            await self.save(self.parts.folder.checkpoint_name(self.step))
         done = Checkpointed(step=self.step, policy_version=0, train_seconds=self.train_seconds)
-        self.journal.write([done])
-        self.folder.checkpointed()
+        self.parts.journal.write([done])
+        self.parts.folder.checkpointed()
 
     def held_out_curve(self) -> list[tuple[int, float]]:
         """(step, nll) of each measurement so far."""
-        path = self.folder.path / "metrics.jsonl"
+        path = self.parts.folder.path / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         entries = [json.loads(line) for line in lines]
         return [(entry["step"], entry[HELD_OUT]) for entry in entries if HELD_OUT in entry]
@@ -237,7 +216,7 @@ class SupervisedRun:
             "chats_left_out": self.chats.left_out,
             "tokens_trained": int(trained) * self.chats.epochs,
             "train_seconds": self.train_seconds,
-            "seed": self.config.seed,
+            "seed": self.parts.config.seed,
         }
 
 

@@ -12,18 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import AlignmentError
 from tinkerscript.rollouts.alignment import constrained_share
 from tinkerscript.train.backends.backend import skipped_note
 from tinkerscript.train.collector import Batch
 from tinkerscript.train.inspect_logs import write_logs
-from tinkerscript.train.journal import Journal
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.off_policy import AcceptedGroup, Lags
-from tinkerscript.train.recorder import RunRecorder
-from tinkerscript.train.run_folder import ALIGNMENT_FILE, RunFolder
+from tinkerscript.train.open_run import OpenRun
+from tinkerscript.train.run_folder import ALIGNMENT_FILE
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_metrics import (
     StepFacts,
@@ -81,22 +78,15 @@ class StepLog:
 
     def __init__(
         self,
-        config: RunConfig,
-        folder: RunFolder,
+        parts: OpenRun,
         samples: TaskSamples | None,
-        journal: Journal,
         learners: Sequence[Learner],
-        progress: ProgressReporter,
-        recorder: RunRecorder,
         extra_metrics: Sequence[StepMetric] = (),
     ) -> None:
-        self._config = config
-        self._folder = folder
+        self._config, self._folder, self._journal = parts.config, parts.folder, parts.journal
+        self._progress, self._recorder = parts.progress, parts.recorder
         self._samples = samples
-        self._journal = journal
         self._own, *self._roles = self._learners = list(learners)
-        self._progress = progress
-        self._recorder = recorder
         self._extra = extra_metrics
         self._findings = [len(each.report.findings) for each in learners]
         """Findings of each policy that people have been told."""

@@ -7,18 +7,22 @@ logger's package is needed only if the config names it, and a missing one is ref
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import math
 import os
 import resource
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from tinker_cookbook.exceptions import TinkerCookbookError
 from tinker_cookbook.utils.ml_log import Logger, TrackioLogger, WandbLogger
 
@@ -31,14 +35,6 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, O
 if TYPE_CHECKING:  # It leads to torch and Inspect, and `train` checks what it can before they are loaded.
     from tinkerscript.train.collector import Batch
 
-
-import asyncio
-from collections.abc import Iterator
-from typing import Protocol
-
-from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 __all__ = ["STEP_METRICS", "StepFacts", "StepMetric"]
 

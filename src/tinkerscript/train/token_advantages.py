@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,7 @@ ReferenceLogprobs = Callable[[list[IntArray], list[FloatArray]], Awaitable[list[
 each, -> each token's log probability under a model that does not train, float32 [T], [0] unused."""
 
 
+@dataclass
 class KLPenalty:
     """The reverse KL divergence from a reference model as part of each token's reward.
 
@@ -42,15 +43,14 @@ class KLPenalty:
     and of its RL loop, except that tokens without loss get nothing.
     """
 
-    def __init__(self, reference: ReferenceLogprobs, *, coef: float, centered: bool = True) -> None:
-        self._reference = reference
-        self._coef = coef
-        self._centered = centered
+    reference: ReferenceLogprobs
+    coef: float
+    centered: bool = True
 
     async def apply(self, items: Sequence[WeightedRollout]) -> tuple[list[WeightedRollout], float]:
         """The sequences with new advantages, and mean(d), in nats per token."""
         rollouts = [item.rollout for item in items]
-        scores = await self._reference(
+        scores = await self.reference(
             [each.tokens for each in rollouts], [each.temperatures for each in rollouts]
         )
         masks = [each.loss_mask for each in rollouts]
@@ -59,9 +59,9 @@ class KLPenalty:
             for each, mask, score in zip(rollouts, masks, scores, strict=True)
         ]
         mean = float(sum(gap.sum(dtype=np.float64) for gap in gaps)) / sum(int(mask.sum()) for mask in masks)
-        baseline = mean if self._centered else 0.0
+        baseline = mean if self.centered else 0.0
         added = [
-            np.where(mask, self._coef * (baseline - gap), 0.0).astype(np.float32)
+            np.where(mask, self.coef * (baseline - gap), 0.0).astype(np.float32)
             for mask, gap in zip(masks, gaps, strict=True)
         ]
         return [

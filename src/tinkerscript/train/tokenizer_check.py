@@ -19,8 +19,6 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.gateway.samplers.remote import TOKENIZER_TEXT
 from tinkerscript.model_folder import stop_ids_of
 
-__all__ = ["check_loads_the_same", "check_same_tokenizer", "check_tokenizer_of_server"]
-
 REMEDY = "logprobs of the same ids can be compared only between models with one tokenizer"
 
 TOKENS_OF_TEXT = 1024

@@ -38,6 +38,7 @@ from tinkerscript.train.journal import (
     read_journal,
 )
 from tinkerscript.train.learner import Learner
+from tinkerscript.train.open_run import OpenRun
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.recorder import RunRecorder
 from tinkerscript.train.run_folder import RunFolder
@@ -131,7 +132,7 @@ class Run:
 
     @property
     def events(self) -> list[Any]:
-        return read_journal(self.grpo.folder.path / "journal.jsonl")
+        return read_journal(self.grpo.parts.folder.path / "journal.jsonl")
 
     def of(self, kind: type) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -163,7 +164,8 @@ async def running(tmp_path: Path, source: Answering | None = None, **training: A
         samples.next_position = history.next_position
         policy = Policy(Published(), journal)
         recorder = RunRecorder(record, "off")
-        grpo = GRPO(config, folder, samples, made, policy, [learner], journal, shown, recorder, history)
+        parts = OpenRun(config, folder, journal, recorder, shown, history)
+        grpo = GRPO(parts, samples, made, policy, [learner])
         async with asyncio.timeout(60):
             yield Run(grpo, client, made, shown)
     folder.close()

@@ -126,7 +126,7 @@ class Bench:
         self.pool = ReplicaPool(
             self.replicas,
             self.config,
-            live=live,
+            keep=live,
             model_folder=folder,
             vocabulary=VOCABULARY,
             max_context=100,
@@ -361,7 +361,7 @@ async def test_calls_of_the_oldest_adapter_move_before_a_new_one_would_wait_for_
 
 
 async def test_a_launched_replica_that_died_has_time_to_start_again(tmp_path: Path) -> None:
-    async with bench(tmp_path, limits={"start_s": 77}) as made:
+    async with bench(tmp_path, limits={"load_s": 77}) as made:
         await made.publish(0)
         made.replicas[0].is_launched = True
         for replica in made.replicas:

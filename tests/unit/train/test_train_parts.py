@@ -29,7 +29,7 @@ from tinkerscript.rollouts.call import Call, pack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.testing import QuietReporter
-from tinkerscript.train import run
+from tinkerscript.train import open_run, run
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.journal import Journal
@@ -275,7 +275,7 @@ async def test_full_durability_is_the_journals_too(
         opened.append(durable)
         raise InterruptedError("far enough")
 
-    monkeypatch.setattr(run, "Journal", open_journal)
+    monkeypatch.setattr(open_run, "Journal", open_journal)
     settings = {"interchange_server": {"durability": durability}, "workers": {"count": 0}}
     config = RunConfig.model_validate(settings | {"evaluation": {"episodes": 0}})
     with pytest.raises(InterruptedError, match="far enough"):

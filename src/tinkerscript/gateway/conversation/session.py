@@ -106,15 +106,21 @@ class Session:
         with self._placed(messages, tools, _keys_of(messages, tools)) as place:
             return self._started(self._turn(place, place.prompt(self._renderer)), "messages")
 
-    async def plan_unblocked(self, messages: list[ChatMessage], tools: list[Tool]) -> Turn:
-        """Like `plan`; what is long is rendered and encoded by a thread, so that no other request waits."""
+    async def plan_unblocked(
+        self, messages: list[ChatMessage], tools: list[Tool], *, starts: bool = True
+    ) -> Turn:
+        """Like `plan`; what is long is rendered and encoded by a thread, so that no other request waits.
+
+        Without `starts`, the turn is not in flight, and may be too long.
+        """
         is_long = text_size(messages) >= LONG_HISTORY
         keys = await unblocked(is_long, _keys_of, messages, tools)
         with self._placed(messages, tools, keys) as place:
             prompt = await unblocked(
                 is_long or place.size(self._renderer) >= LONG, place.prompt, self._renderer
             )
-            return self._started(self._turn(place, prompt), "messages")
+            turn = self._turn(place, prompt)
+            return self._started(turn, "messages") if starts else turn
 
     async def plan_ids(self, prompt: bytes) -> Turn:
         """Like `plan`, for a prompt given as ids (int32), which is sampled from as it is."""
@@ -184,13 +190,7 @@ class Session:
 
     async def prompt_tokens(self, messages: list[ChatMessage], tools: list[Tool]) -> int:
         """Length of the prompt that `plan` would make, in tokens. Changes nothing."""
-        is_long = text_size(messages) >= LONG_HISTORY
-        keys = await unblocked(is_long, _keys_of, messages, tools)
-        with self._placed(messages, tools, keys) as place:
-            prompt = await unblocked(
-                is_long or place.size(self._renderer) >= LONG, place.prompt, self._renderer
-            )
-            return len(self._turn(place, prompt).prompt) // 4
+        return len((await self.plan_unblocked(messages, tools, starts=False)).prompt) // 4
 
     def messages_of(self, call_id: str) -> list[ChatMessage]:
         """The conversation up to a call: its messages and its reply, each reply with its call's id.

@@ -159,23 +159,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 class Node:
     """One recorded call in the tree of its claim."""
 
-    __slots__ = (
-        "call_id",
-        "extended",
-        "keys",
-        "new_messages",
-        "new_prompt",
-        "parent",
-        "pending",
-        "reply",
-        "reply_index",
-        "sampled",
-        "state",
-        "tools",
-        "tools_key",
-        "written",
-    )
-
     def __init__(self, turn: Turn, call_id: str, sampled: bytes, reply: ChatMessage) -> None:
         self.call_id = call_id
         self.parent = turn.parent
@@ -239,22 +222,17 @@ _TAIL = 32
 """Bytes at the end of a stream by which it is looked up."""
 
 
-class MessagePath:
+class MessagePath(NamedTuple):
     """How far the messages of one request follow the recorded conversations."""
 
-    __slots__ = ("history_length", "keys", "messages", "states", "tools_key")
+    messages: list[ChatMessage]
+    keys: list[Hashable]
+    tools_key: bytes
+    history_length: int
+    """How many messages there are up to and including the last assistant message; 0 for none."""
 
-    def __init__(
-        self, messages: list[ChatMessage], keys: list[Hashable], tools_key: bytes, states: list[int]
-    ) -> None:
-        self.messages = messages
-        self.keys = keys
-        self.tools_key = tools_key
-        self.history_length = _history_length(messages)
-        """How many messages there are up to and including the last assistant message; 0 for none."""
-
-        self.states = states
-        """The trie states before, between, and after the messages, as far as they exist."""
+    states: list[int]
+    """The trie states before, between, and after the messages, as far as they exist."""
 
     @property
     def history_state(self) -> int | None:
@@ -321,7 +299,7 @@ class MessageIndex:
             if state is None:
                 break
             states.append(state)
-        return MessagePath(messages, keys, tools_key, states)
+        return MessagePath(messages, keys, tools_key, _history_length(messages), states)
 
     def find(self, path: MessagePath) -> Node | None:
         """The call that a request continues, by the rules above."""

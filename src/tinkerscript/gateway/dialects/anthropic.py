@@ -62,21 +62,22 @@ def message_id(call_id: str) -> str:
     return f"{MESSAGE_PREFIX}{call_id}"
 
 
-def message_of(tokenizer: LightTokenizer, call: MessagesCall, completion: Completion) -> dict[str, Any]:
-    """The reply."""
-    (choice,) = completion.choices
+def message_of(
+    tokenizer: LightTokenizer, call: MessagesCall, header: ReplyHeader, choice: Choice | None
+) -> dict[str, Any]:
+    """The reply; without a choice, what a stream begins with."""
     message: dict[str, Any] = {
-        "id": message_id(completion.call_id),
+        "id": message_id(header.call_id),
         "type": "message",
         "role": "assistant",
-        "model": completion.model,
-        "content": _blocks_of(completion.call_id, choice.message, thinking=call.show_thinking),
+        "model": header.model,
+        "content": _blocks_of(header.call_id, choice.message, thinking=call.show_thinking) if choice else [],
         **stop_of(tokenizer, call, choice),
-        "usage": usage_of(tokenizer, completion.prompt_tokens, choice),
+        "usage": usage_of(tokenizer, header.prompt_tokens, choice),
     }
     if call.return_token_ids:
-        message["prompt_token_ids"] = unpack_ids(completion.prompt).tolist()
-        message |= choice.token_fields()
+        message["prompt_token_ids"] = unpack_ids(header.prompt).tolist()
+        message |= choice.token_fields() if choice else {}
     return message
 
 
@@ -97,11 +98,11 @@ def _tool_use_block(call: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
 
 
-def stop_of(tokenizer: LightTokenizer, call: ModelCall, choice: Choice) -> dict[str, Any]:
+def stop_of(tokenizer: LightTokenizer, call: ModelCall, choice: Choice | None) -> dict[str, Any]:
     """`stop_reason`, and `stop_sequence` if the model sampled one."""
-    if matched := _matched_stop(tokenizer, choice, call.stop):
+    if choice and (matched := _matched_stop(tokenizer, choice, call.stop)):
         return {"stop_reason": "stop_sequence", "stop_sequence": matched}
-    return {"stop_reason": _STOP_REASONS[choice.finish_reason], "stop_sequence": None}
+    return {"stop_reason": _STOP_REASONS[choice.finish_reason] if choice else None, "stop_sequence": None}
 
 
 def usage_of(tokenizer: LightTokenizer, prompt_tokens: int, choice: Choice | None) -> dict[str, Any]:
@@ -126,19 +127,6 @@ def _matched_stop(tokenizer: LightTokenizer, choice: Choice, stops: Sequence[str
     return min(found)[1] if found else None
 
 
-def error_body(
-    status: int, message: str, *, code: str | None = None, param: str | None = None
-) -> dict[str, Any]:
-    """An error as Anthropic writes it; our stable code is its `error_code`."""
-    # Programs recognize this error by its first words.
-    message = f"prompt is too long: {message}" if code == "context_length_exceeded" else message
-    kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    error: dict[str, Any] = {"type": kind, "message": message}
-    if code:
-        error["details"] = {"error_code": code} | ({"param": param} if param else {})
-    return {"type": "error", "error": error}
-
-
 _Kind = Literal["thinking", "text"]
 
 
@@ -155,19 +143,7 @@ class MessageEvents(EventStream):
         self._open: _Kind | None = None
 
     def start(self) -> bytes:
-        header = self._header
-        message: dict[str, Any] = {
-            "id": message_id(header.call_id),
-            "type": "message",
-            "role": "assistant",
-            "model": header.model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": usage_of(self._tokenizer, len(header.prompt) // 4, None),
-        }
-        if self._call.return_token_ids:
-            message["prompt_token_ids"] = unpack_ids(header.prompt).tolist()
+        message = message_of(self._tokenizer, self._call, self._header, None)
         return named_event({"type": "message_start", "message": message}) + named_event({"type": "ping"})
 
     def delta(self, delta: MessageDelta) -> bytes:
@@ -192,7 +168,7 @@ class MessageEvents(EventStream):
         return rest + named_event(end) + named_event({"type": "message_stop"})
 
     def failure(self, error: GatewayError) -> bytes:
-        return named_event(error_body(error.status, error.message, code=error.code, param=error.param))
+        return named_event(AnthropicMessages.error(error))
 
     def _begin(self, kind: _Kind) -> bytes:
         """Open a block, unless it is open already."""
@@ -246,7 +222,7 @@ class AnthropicMessages(TokenCounter[MessagesCall]):
         return parse_count(body)
 
     def reply(self, call: MessagesCall, completion: Completion) -> dict[str, Any]:
-        return message_of(self.tokenizer, call, completion)
+        return message_of(self.tokenizer, call, completion, completion.choices[0])
 
     def count_reply(self, tokens: int) -> dict[str, Any]:
         return {"input_tokens": tokens}
@@ -258,4 +234,11 @@ class AnthropicMessages(TokenCounter[MessagesCall]):
     def error_body(
         status: int, message: str, *, code: str | None = None, param: str | None = None
     ) -> dict[str, Any]:
-        return error_body(status, message, code=code, param=param)
+        """An error as Anthropic writes it; our stable code is its `error_code`."""
+        # Programs recognize this error by its first words.
+        message = f"prompt is too long: {message}" if code == "context_length_exceeded" else message
+        kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        error: dict[str, Any] = {"type": kind, "message": message}
+        if code:
+            error["details"] = {"error_code": code} | ({"param": param} if param else {})
+        return {"type": "error", "error": error}

@@ -29,7 +29,6 @@ from tinkerscript.gateway.dialects.openai import (
     ChunkStream,
     GenerationRequest,
     OpenAIDialect,
-    data_event,
     envelope_of,
     logprob_entries,
     usage_of,
@@ -127,6 +126,25 @@ class _Request(GenerationRequest, kw_only=True):
 
 
 _DECODER = msgspec.json.Decoder(_Request)
+
+
+class _Chat(Struct):
+    messages: Annotated[list[_Message], Meta(min_length=1)]
+    tools: list[_Tool] | None = None
+
+
+_CHAT = msgspec.json.Decoder(_Chat)
+
+
+def read_chat(data: bytes) -> tuple[list[ChatMessage], list[Tool]]:
+    """The messages and the tools of a JSON object, read as those of a request. Raises GatewayError 400."""
+    return _normalized_chat(decode(_CHAT, data))
+
+
+def _normalized_chat(chat: _Chat | _Request) -> tuple[list[ChatMessage], list[Tool]]:
+    functions = [tool.function for tool in chat.tools or ()]
+    tools = [function_tool(each.name, each.description, each.parameters) for each in functions]
+    return [_normalized(message, index) for index, message in enumerate(chat.messages)], tools
 
 
 def _required_tools(choice: str | dict[str, Any] | None, tools: list[Tool]) -> list[str]:
@@ -285,9 +303,7 @@ class _ChatCompletionEvents(ChunkStream):
             "finish_reason": finish_reason,
             **(tokens or {}),
         }
-        if self._call.stream_usage:
-            more["usage"] = None
-        return data_event(self._envelope | {"choices": [choice]} | more)
+        return self._chunk_of(choice, **more)
 
 
 class ChatCompletions(OpenAIDialect[ModelCall]):
@@ -297,10 +313,9 @@ class ChatCompletions(OpenAIDialect[ModelCall]):
 
     def parse(self, body: bytes) -> ModelCall:
         request = decode(_DECODER, body)
-        functions = [tool.function for tool in request.tools or ()]
-        tools = [function_tool(each.name, each.description, each.parameters) for each in functions]
+        messages, tools = _normalized_chat(request)
         return ModelCall(
-            messages=[_normalized(message, index) for index, message in enumerate(request.messages)],
+            messages=messages,
             tools=tools,
             parse_tool_calls=bool(tools) and request.tool_choice != "none",
             max_tokens=_max_tokens(request),

@@ -9,6 +9,7 @@ Source: https://platform.openai.com/docs/api-reference/completions
 from __future__ import annotations
 
 import codecs
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
@@ -25,7 +26,6 @@ from tinkerscript.gateway.dialects.openai import (
     ChunkStream,
     GenerationRequest,
     OpenAIDialect,
-    data_event,
     envelope_of,
     usage_of,
 )
@@ -73,13 +73,13 @@ def _ids(tokenizer: LightTokenizer, prompt: str | list[int], where: str) -> byte
     return pack_ids(ids)
 
 
+@dataclass
 class _ChoiceWriter:
     """Writes choices, whole or in consecutive parts."""
 
-    def __init__(self, tokenizer: LightTokenizer, call: ModelCall) -> None:
-        self._tokenizer = tokenizer
-        self._call = call
-        self._offsets: dict[int, _TextOffsets] = {}
+    tokenizer: LightTokenizer
+    call: ModelCall
+    offsets: dict[int, _TextOffsets] = field(default_factory=dict[int, "_TextOffsets"])
 
     def choice(
         self,
@@ -93,22 +93,22 @@ class _ChoiceWriter:
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(index, tokens) if self._call.logprobs else None,
+            "logprobs": self._logprobs(index, tokens) if self.call.logprobs else None,
             "finish_reason": finish_reason,
         }
         if with_prompt:
-            choice["prompt_token_ids"] = unpack_ids(self._call.prompts[index // self._call.n]).tolist()
-        if self._call.return_token_ids:
+            choice["prompt_token_ids"] = unpack_ids(self.call.prompts[index // self.call.n]).tolist()
+        if self.call.return_token_ids:
             choice["token_ids"] = unpack_ids(tokens.sampled).tolist()
         return choice
 
     def _logprobs(self, index: int, tokens: SampledTokens) -> dict[str, Any]:
         """Parallel lists, one entry per sampled id, the stop token included."""
-        decode, top = self._tokenizer.decode, self._call.top_logprobs
+        decode, top = self.tokenizer.decode, self.call.top_logprobs
         ids = unpack_ids(tokens.sampled).tolist()
         names = [decode(token) for token in unpack_ids(tokens.top_ids).tolist()]
         most_likely = list(zip(names, unpack_logprobs(tokens.top_logprobs).tolist(), strict=True))
-        offsets = self._offsets.setdefault(index, _TextOffsets(self._tokenizer))
+        offsets = self.offsets.setdefault(index, _TextOffsets(self.tokenizer))
         return {
             "tokens": [decode(token) for token in ids],
             "token_ids": ids,  # Our extension, as in chat completions.
@@ -157,16 +157,12 @@ class _CompletionEvents(ChunkStream):
             return b""
         with_prompt = self._call.return_token_ids and delta.index not in self._prompts_sent
         self._prompts_sent.add(delta.index)
-        return self._chunk(self._writer.choice(delta.index, delta.content, delta, with_prompt=with_prompt))
+        return self._chunk_of(self._writer.choice(delta.index, delta.content, delta, with_prompt=with_prompt))
 
     def _end(self, index: int, choice: Choice) -> bytes:
-        return self._chunk(
+        return self._chunk_of(
             {"index": index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason}
         )
-
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        more = {"usage": None} if self._call.stream_usage else {}
-        return data_event(self._envelope | {"choices": [choice]} | more)
 
 
 class Completions(OpenAIDialect[ModelCall]):

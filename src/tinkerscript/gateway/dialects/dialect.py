@@ -153,6 +153,14 @@ class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):
     prompt: bytes
     """Ids of the first prompt (int32)."""
 
+    reported_prompt_tokens: int = 0
+    """How many tokens a server that gives no ids has counted."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the first prompt."""
+        return len(self.prompt) // 4 or self.reported_prompt_tokens
+
 
 class Completion(ReplyHeader, frozen=True, kw_only=True):
     """The result of a `ModelCall`."""
@@ -162,14 +170,6 @@ class Completion(ReplyHeader, frozen=True, kw_only=True):
 
     policy_version: int
     """Below 0: of weights that the run never published."""
-
-    reported_prompt_tokens: int = 0
-    """How many tokens a server that gives no ids has counted."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the first prompt."""
-        return len(self.prompt) // 4 or self.reported_prompt_tokens
 
 
 class MessageDelta(SampledTokens, frozen=True, kw_only=True):

@@ -140,6 +140,12 @@ class ChunkStream(EventStream):
     def _end(self, index: int, choice: Choice) -> bytes:
         """The last chunks of one choice."""
 
+    def _chunk_of(self, choice: dict[str, Any], **more: Any) -> bytes:
+        """One chunk, for one choice."""
+        if self._call.stream_usage:
+            more["usage"] = None
+        return data_event(self._envelope | {"choices": [choice]} | more)
+
     def finish(self, completion: Completion) -> bytes:
         self._envelope = envelope_of(completion, *self._kind)
         chunks = [self._end(index, choice) for index, choice in enumerate(completion.choices)]

@@ -15,6 +15,7 @@ https://platform.openai.com/docs/api-reference/responses-streaming
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from tinkerscript.errors import GatewayError
@@ -43,12 +44,12 @@ from tinkerscript.rollouts.call import unpack_ids
 Item = dict[str, Any]
 
 
+@dataclass
 class ResponseWriter:
     """Writes the response to one request."""
 
-    def __init__(self, tokenizer: LightTokenizer, call: ResponsesCall) -> None:
-        self._tokenizer = tokenizer
-        self._call = call
+    tokenizer: LightTokenizer
+    call: ResponsesCall
 
     def pending(self, header: ReplyHeader) -> dict[str, Any]:
         """The response before anything is sampled."""
@@ -62,7 +63,7 @@ class ResponseWriter:
             "model": header.model,
             "output": [],
             "usage": None,
-            **self._call.echo,
+            **self.call.echo,
         }
 
     def response(self, completion: Completion) -> dict[str, Any]:
@@ -75,7 +76,7 @@ class ResponseWriter:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         response["output"] = self.items(completion.call_id, choice)
         response["usage"] = self._usage(completion.prompt_tokens, choice)
-        if self._call.return_token_ids:
+        if self.call.return_token_ids:
             response["prompt_token_ids"] = unpack_ids(completion.prompt).tolist()
             response |= choice.token_fields()
         return response
@@ -101,7 +102,7 @@ class ResponseWriter:
             "content": [{"type": "reasoning_text", "text": text}],
             "status": "completed",
         }
-        return item | ({"encrypted_content": encrypt(text)} if self._call.encrypted_reasoning else {})
+        return item | ({"encrypted_content": encrypt(text)} if self.call.encrypted_reasoning else {})
 
     def message(self, call_id: str, text: str, logprobs: list[dict[str, Any]]) -> Item:
         part: Item = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
@@ -115,7 +116,7 @@ class ResponseWriter:
 
     def entries(self, tokens: SampledTokens) -> list[dict[str, Any]]:
         """One logprob entry per sampled id, markup and stop token included; none unless requested."""
-        return logprob_entries(self._tokenizer, self._call, tokens) if self._call.logprobs else []
+        return logprob_entries(self.tokenizer, self.call, tokens) if self.call.logprobs else []
 
     def _usage(self, inputs: int, choice: Choice) -> dict[str, Any]:
         outputs = choice.num_tokens
@@ -123,13 +124,13 @@ class ResponseWriter:
             "input_tokens": inputs,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": outputs,
-            "output_tokens_details": {"reasoning_tokens": reasoning_tokens(self._tokenizer, choice)},
+            "output_tokens_details": {"reasoning_tokens": reasoning_tokens(self.tokenizer, choice)},
             "total_tokens": inputs + outputs,
         }
 
     def _function_call(self, call_id: str, call: dict[str, Any], number: int) -> Item:
         name = call["function"]["name"]
-        namespace, name = self._call.namespaces.get(name, (None, name))
+        namespace, name = self.call.namespaces.get(name, (None, name))
         item: Item = {
             "id": f"fc_{call_id}_{number}",
             "type": "function_call",

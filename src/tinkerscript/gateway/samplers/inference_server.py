@@ -1,24 +1,21 @@
-"""`Upstream`, the HTTP connection to a server that samples for us, and what goes over it.
+"""`Upstream`: the HTTP connection to a server that samples for us.
 
-`ServerRequest` goes out, `ServerSample`s come back. Invariants: ids and log probabilities are what the
-server reported, one log probability per id; nothing is derived from text, and a reply that contradicts
-itself is an error. A request that may have sampled is retried at most once, and only if not a single byte of
-a reply came; a cancelled request closes its connection, which is how servers learn that nobody waits.
+Invariant: a request that may have sampled is retried at most once, and only if not a single byte of a reply
+came; a cancelled request closes its connection, which is how servers learn that nobody waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import msgspec
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.rollouts.call import StopReason
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -210,109 +207,3 @@ def _has_message(body: bytes) -> bool:
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return False
     return bool(refusal.error or refusal.message)
-
-
-T = TypeVar("T")
-
-
-NOT_FINITE = float("nan")
-"""A log probability that the server sent as null: JSON has neither -inf nor NaN."""
-
-
-class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request to a server; lengths are in tokens."""
-
-    prompt: list[int]
-    max_tokens: int
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop_token_ids: list[int] = []
-    stop: list[str] = []
-    top_logprobs: int = 0
-    """How many of the most likely ids to report at each position."""
-
-    cache_salt: str = ""
-    """Requests with another salt share no cached prefixes with this one; empty: none."""
-
-    score_from: int | None = None
-    """Also report the log probabilities of the prompt's tokens from this position on."""
-
-
-class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One sampled sequence, as the server reported it."""
-
-    ids: list[int]
-    logprobs: list[float]
-    """One per id. -9999.0 and NaN stand for values that the server could not send."""
-
-    stop_reason: StopReason
-    top: list[dict[int, float]] = []
-    """The most likely ids of each position, with their log probabilities, if requested."""
-
-    scores: list[float] = []
-    """Log probabilities of the prompt's tokens from `ServerRequest.score_from` on, at temperature 1."""
-
-
-class ServerDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server reports about itself."""
-
-    models: list[str]
-    """Names that requests may use."""
-
-    max_context: int
-    """Maximum length of prompt and reply together, in tokens."""
-
-    adapters: list[str] = []
-    """Those of `models` that are adapters over another one."""
-
-    version: str = "unknown"
-    """Version of the server's software."""
-
-    weight_version: str | None = None
-    """The server's name for its weights; None if it has none."""
-
-
-def metric(body: bytes | None, name: str, *, at: str) -> float:
-    """The sum of a metric in Prometheus's text format; `at`: whose it is. Raises GatewayError 502."""
-    pattern = rf"^{name}(?:{{[^}}]*}})? (\S+)$"
-    found = re.findall(pattern, (body or b"").decode(errors="replace"), re.MULTILINE)
-    if not found:
-        raise GatewayError(502, "engine_error", f"{at}/metrics has no {name}")
-    return sum(float(each) for each in found)
-
-
-def contradiction(message: str) -> GatewayError:
-    """The error for a reply that cannot be recorded as what was sampled."""
-    return GatewayError(502, "engine_error", f"the inference server's reply cannot be used: {message}")
-
-
-def check_counts(ids: Sequence[int], logprobs: Sequence[float]) -> None:
-    """Raise GatewayError 502 unless there is one log probability per id."""
-    if len(ids) != len(logprobs):
-        raise contradiction(f"logprob and token counts differ ({len(logprobs)} and {len(ids)})")
-
-
-def check_prompt(sent: Sequence[int], used: Sequence[int] | None, count: int | None) -> None:
-    """Raise GatewayError 502 if the server sampled after another prompt than `sent`.
-
-    `used` and `count`: the prompt and its length as the server reports them, if it does.
-    """
-    if used is not None and list(used) != list(sent):
-        raise contradiction(
-            f"it sampled after another prompt than the one sent ({len(used)} ids for {len(sent)})"
-        )
-    if count is not None and count != len(sent):
-        raise contradiction(f"it counts {count} prompt tokens where {len(sent)} were sent")
-
-
-def decode(body: bytes, kind: type[T]) -> T:
-    """Decode JSON as `kind`. Raises GatewayError 502."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
-        raise contradiction(f"its form is unknown ({error})") from error

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 import msgspec
 
 from tinkerscript.errors import ConfigError, GatewayError
-from tinkerscript.gateway.samplers.inference_server import (
-    ServerDescription,
-    ServerRequest,
-    ServerSample,
-)
-from tinkerscript.gateway.samplers.vllm import VLLM_REMEDIES, VllmServer
-from tinkerscript.rollouts.call import LogprobKind
+from tinkerscript.gateway.sampler import SampleRequest
+from tinkerscript.gateway.samplers.vllm import VLLM_REMEDIES, ServerDescription, ServerSample, VllmServer
+from tinkerscript.rollouts.call import LogprobKind, pack_ids
 
 PROBE_TOP = 5
 """How many of the most likely tokens to compare: OpenAI's limit, so every server allows it."""
@@ -65,14 +62,14 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+@dataclass
 class Probe:
     """Probes one server; each method establishes one fact."""
 
-    def __init__(self, server: VllmServer, model: str, prompts: Sequence[Sequence[int]]) -> None:
-        """`prompts`: at least one, as ids; the first few tokens of a chat will do."""
-        self._server = server
-        self._model = model
-        self._prompts = [list(prompt) for prompt in prompts]
+    server: VllmServer
+    model: str
+    prompts: Sequence[list[int]]
+    """At least one, as ids; the first few tokens of a chat will do."""
 
     async def run(
         self, description: ServerDescription, *, text: str = "", ids: Sequence[int] = (), rescore: bool = True
@@ -85,9 +82,9 @@ class Probe:
             await self._check_stop_token()
             await self._check_tokenizer(text, list(ids))
             return ServerFacts(
-                url=self._server.url,
+                url=self.server.url,
                 version=description.version,
-                model=self._model,
+                model=self.model,
                 max_context=description.max_context,
                 logprob_kind=kind,
                 rescored=rescored,
@@ -103,7 +100,7 @@ class Probe:
 
     async def _logprob_kind(self) -> LogprobKind:
         """A higher temperature shrinks the gap between two tokens, unless logprobs ignore it."""
-        for prompt in self._prompts:
+        for prompt in self.prompts:
             cold = await self._top(prompt, 1.0)
             hot = await self._top(prompt, HOT)
             if sum(math.exp(value) for value in cold.values()) > 1.01:
@@ -123,7 +120,7 @@ class Probe:
         """Check that a sampled token's logprob is its own, not its neighbor's or the most likely token's."""
         is_scored = False
         for number in range(SAMPLES):
-            prompt = self._prompts[number % len(self._prompts)]
+            prompt = self.prompts[number % len(self.prompts)]
             sample = await self._one(prompt, max_tokens=TOKENS)
             scores = await self._scores(prompt, sample)
             is_scored |= bool(scores)
@@ -157,7 +154,7 @@ class Probe:
         raise self._missing(f"it does not stop at the stop token {token} (ids {sample.ids})", "stop")
 
     async def _check_tokenizer(self, text: str, ids: list[int]) -> None:
-        theirs = await self._server.encode(text, self._model) if text else None
+        theirs = await self.server.encode(text, self.model) if text else None
         if theirs is not None and theirs != ids:
             raise ConfigError(
                 f"{self._name}: its tokenizer gives {theirs} for {text!r}, the one in engine.model gives "
@@ -178,22 +175,21 @@ class Probe:
         top_logprobs: int = 0,
         score_from: int | None = None,
     ) -> ServerSample:
-        request = ServerRequest(
-            prompt=self._prompts[0] if prompt is None else prompt,
+        request = SampleRequest(
+            prompt=pack_ids(self.prompts[0] if prompt is None else prompt),
             max_tokens=max_tokens,
             temperature=temperature,
             stop_token_ids=list(stop_token_ids),
             top_logprobs=top_logprobs,
-            score_from=score_from,
         )
-        sample = (await self._server.sample(request, self._model))[0]
+        (sample,) = await self.server.sample(request, self.model, score_from=score_from)
         if not sample.ids and not stop_token_ids:
             raise self._missing(f"it sampled nothing (finish reason {sample.stop_reason!r})", "stop")
         return sample
 
     @property
     def _name(self) -> str:
-        return f"the vLLM server at {self._server.url}"
+        return f"the vLLM server at {self.server.url}"
 
     def _missing(self, what: str, remedy: str) -> ConfigError:
         return ConfigError(f"{self._name}: {what}; {VLLM_REMEDIES[remedy]}")

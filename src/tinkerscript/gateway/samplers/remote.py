@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from tinkerscript.config import InferenceConfig
@@ -22,17 +23,13 @@ from tinkerscript.gateway.sampler import (
     Sampler,
     SampleRequest,
     SampleResult,
+    fitted,
     refuse_unsupported,
 )
-from tinkerscript.gateway.samplers.inference_server import (
-    ServerDescription,
-    ServerRequest,
-    ServerSample,
-    Upstream,
-)
+from tinkerscript.gateway.samplers.inference_server import Upstream
 from tinkerscript.gateway.samplers.probe import Probe, ServerFacts
-from tinkerscript.gateway.samplers.vllm import VllmServer
-from tinkerscript.rollouts.call import FOREIGN_POLICY, LogprobKind, pack_ids, pack_logprobs, unpack_ids
+from tinkerscript.gateway.samplers.vllm import ServerDescription, ServerSample, VllmServer
+from tinkerscript.rollouts.call import FOREIGN_POLICY, LogprobKind, pack_ids, pack_logprobs
 
 PROGRESS_POLL_S = 0.25
 """Interval at which to check for a server that is not up yet."""
@@ -49,25 +46,19 @@ TOKENIZER_TEXT = "Ünïcode 漢字 12345\n\n\tdef f(x): return x  # e\u0301 🙂
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class RemoteSampler(Sampler):
     """Samples from `server`. If it names its weights by numbers, they replace `policy_version`."""
 
-    def __init__(
-        self,
-        server: VllmServer,
-        facts: ServerFacts,
-        *,
-        policy_version: int = FOREIGN_POLICY,
-        timeout_s: float = 300.0,
-        cache_salt: str = "",
-    ) -> None:
-        """`cache_salt`: requests with another one never share the server's prefix cache with these."""
-        self._server = server
-        self._cache_salt = cache_salt
-        self._policy_version = policy_version
-        self._timeout_s = timeout_s
-        self._weights = facts.weight_version
-        self.facts = facts
+    server: VllmServer
+    facts: ServerFacts
+    policy_version: int = FOREIGN_POLICY
+    timeout_s: float = 300.0
+    cache_salt: str = ""
+    """Requests with another one never share the server's prefix cache with these."""
+
+    def __post_init__(self) -> None:
+        self._weights = self.facts.weight_version
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         """Reports no progress: streams of these servers have lost ids, so nothing is streamed."""
@@ -82,53 +73,27 @@ class RemoteSampler(Sampler):
         )
         before = self._weights
         try:
-            async with asyncio.timeout(self._timeout_s):
-                samples = await self._server.sample(self._request(request), self.facts.model)
+            async with asyncio.timeout(self.timeout_s):
+                sized = fitted(request, self.facts.max_context, "the inference server")
+                samples = await self.server.sample(sized, self.facts.model, cache_salt=self.cache_salt)
         except TimeoutError:
-            message = f"the inference server did not answer within {self._timeout_s:g} s"
+            message = f"the inference server did not answer within {self.timeout_s:g} s"
             raise GatewayError(504, "engine_timeout", message) from None
         versions = await self._versions(before)
         return SampleResult(
             sequences=[_sequence(each, request.top_logprobs) for each in samples],
-            policy_version=self._number(versions[0]) if versions else self._policy_version,
+            policy_version=self._number(versions[0]) if versions else self.policy_version,
             logprob_kind=self._logprob_kind(request),
             policy_version_end=self._number(versions[-1]) if len(versions) > 1 else None,
         )
 
     def close(self) -> None:
         """Refuse requests from now on, and those that wait."""
-        self._server.close()
+        self.server.close()
 
     async def aclose(self) -> None:
         """Close the connections."""
-        await self._server.aclose()
-
-    def _request(self, request: SampleRequest) -> ServerRequest:
-        prompt = unpack_ids(request.prompt).tolist()
-        room = self.facts.max_context - len(prompt)
-        if room < 1:
-            raise GatewayError(
-                400,
-                "context_length_exceeded",
-                f"the inference server's context holds {self.facts.max_context} tokens; the prompt has "
-                f"{len(prompt)} and leaves no room for a reply",
-                param="messages",
-            )
-        return ServerRequest(
-            prompt=prompt,
-            max_tokens=min(request.max_tokens, room),
-            n=request.num_samples,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            min_p=request.min_p,
-            repetition_penalty=request.repetition_penalty,
-            seed=request.seed,
-            stop_token_ids=[*request.stop_token_ids, *request.extra_stop_ids],
-            stop=request.stop,
-            top_logprobs=request.top_logprobs,
-            cache_salt=self._cache_salt,
-        )
+        await self.server.aclose()
 
     async def _versions(self, before: str | None) -> list[str]:
         """Names of the weights that sampled, oldest first; more than one if they may have changed meanwhile.
@@ -138,14 +103,14 @@ class RemoteSampler(Sampler):
         """
         if before is None and self._weights is None:
             return []
-        now = await self._server.weight_version()
+        now = await self.server.weight_version()
         seen = [version for version in (before, now) if version is not None]
         if seen:
             self._weights = seen[-1]
         return list(dict.fromkeys(seen))
 
     def _number(self, weights: str) -> int:
-        return int(weights) if weights.isdecimal() else self._policy_version
+        return int(weights) if weights.isdecimal() else self.policy_version
 
     def _logprob_kind(self, request: SampleRequest) -> LogprobKind:
         """`processed` is before top-p, top-k and min-p. vLLM renormalizes after them, which is neither kind,
@@ -186,17 +151,10 @@ async def remote_sampler(
     `model_folder` has the tokenizer and the chat format of the model that the server serves.
     Raises ConfigError if the server cannot be reached or used.
     """
-    server = inference_server(config, environ, timeout_s=timeout_s)
-    try:
+    async with aclosing(inference_server(config, environ, timeout_s=timeout_s)) as server:
         facts = await examine(server, config, model_folder)
         logger.info("sampler.probed facts=%s", facts.describe())
-        sampler = RemoteSampler(server, facts, timeout_s=timeout_s)
-        try:
-            yield sampler
-        finally:
-            sampler.close()
-    finally:
-        await server.aclose()
+        yield RemoteSampler(server, facts, timeout_s=timeout_s)
 
 
 def inference_server(config: InferenceConfig, environ: Mapping[str, str], *, timeout_s: float) -> VllmServer:

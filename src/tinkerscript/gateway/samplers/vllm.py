@@ -27,24 +27,16 @@ and issues named below; https://github.com/vllm-project/vllm:
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.samplers.inference_server import (
-    NOT_FINITE,
-    ServerDescription,
-    ServerRequest,
-    ServerSample,
-    Upstream,
-    check_counts,
-    check_prompt,
-    contradiction,
-    decode,
-    metric,
-)
-from tinkerscript.rollouts.call import StopReason
+from tinkerscript.gateway.sampler import SampleRequest
+from tinkerscript.gateway.samplers.inference_server import Upstream
+from tinkerscript.rollouts.call import StopReason, unpack_ids
 
 TOKEN_ID = "token_id:"
 """Precedes an id where a token's text would stand."""
@@ -55,6 +47,47 @@ VLLM_REMEDIES = {
     "logits": "start vLLM with --logprobs-mode raw_logprobs or processed_logprobs",
     "wrong": "use another version of vLLM, or this one without speculative decoding",
 }
+
+
+T = TypeVar("T")
+
+
+NOT_FINITE = float("nan")
+"""A log probability that the server sent as null: JSON has neither -inf nor NaN."""
+
+
+class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One sampled sequence, as the server reported it."""
+
+    ids: list[int]
+    logprobs: list[float]
+    """One per id. -9999.0 and NaN stand for values that the server could not send."""
+
+    stop_reason: StopReason
+    top: list[dict[int, float]] = []
+    """The most likely ids of each position, with their log probabilities, if requested."""
+
+    scores: list[float] = []
+    """Log probabilities of the prompt's tokens from `score_from` on, at temperature 1."""
+
+
+class ServerDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server reports about itself."""
+
+    models: list[str]
+    """Names that requests may use."""
+
+    max_context: int
+    """Maximum length of prompt and reply together, in tokens."""
+
+    adapters: list[str] = []
+    """Those of `models` that are adapters over another one."""
+
+    version: str = "unknown"
+    """Version of the server's software."""
+
+    weight_version: str | None = None
+    """The server's name for its weights; None if it has none."""
 
 
 class _Logprobs(msgspec.Struct):
@@ -130,19 +163,27 @@ class VllmServer:
             weight_version=await self.weight_version(),
         )
 
-    async def sample(self, request: ServerRequest, model: str) -> list[ServerSample]:
-        """Sample `request.n` sequences, in order.
+    async def sample(
+        self, request: SampleRequest, model: str, *, cache_salt: str = "", score_from: int | None = None
+    ) -> list[ServerSample]:
+        """Sample `request.num_samples` sequences, in order.
+
+        `cache_salt`: requests with another one share no cached prefixes with this one. `score_from`: also
+        report the log probabilities of the prompt's tokens from this position on.
 
         Raises GatewayError: 400 for a request that the server refuses, 502 for a reply without ids or
         one that contradicts itself or the request, 503 and 504 if no reply came.
         """
-        body = await self._upstream.post("/v1/completions", request_body(request, model))
+        prompt = unpack_ids(request.prompt).tolist()
+        body = await self._upstream.post(
+            "/v1/completions", request_body(request, prompt, model, cache_salt, score_from)
+        )
         completion = decode(body, _Completion)
         choices = sorted(completion.choices, key=lambda choice: choice.index)
-        if len(choices) != request.n:
-            raise contradiction(f"{len(choices)} choices for a request for {request.n}")
+        if len(choices) != request.num_samples:
+            raise contradiction(f"{len(choices)} choices for a request for {request.num_samples}")
         count = completion.usage.prompt_tokens if completion.usage else None
-        return [_sample_of(choice, request, count) for choice in choices]
+        return [_sample_of(choice, prompt, count, request.top_logprobs, score_from) for choice in choices]
 
     async def weight_version(self) -> str | None:
         """Return the server's current name for its weights; None if it has none."""
@@ -199,13 +240,16 @@ class VllmServer:
         await self._upstream.aclose()
 
 
-def request_body(request: ServerRequest, model: str) -> dict[str, Any]:
+def request_body(
+    request: SampleRequest, prompt: list[int], model: str, cache_salt: str, score_from: int | None
+) -> dict[str, Any]:
     """The JSON of `POST /v1/completions`, with every parameter that a server might default differently."""
+    stop_token_ids = [*request.stop_token_ids, *request.extra_stop_ids]
     body: dict[str, Any] = {
         "model": model,
-        "prompt": request.prompt,
+        "prompt": prompt,
         "max_tokens": request.max_tokens,
-        "n": request.n,
+        "n": request.num_samples,
         "temperature": request.temperature,
         "top_p": request.top_p,
         "top_k": request.top_k,
@@ -215,8 +259,8 @@ def request_body(request: ServerRequest, model: str) -> dict[str, Any]:
         "repetition_penalty": request.repetition_penalty,
         "min_tokens": 0,
         "stop": request.stop,
-        "stop_token_ids": request.stop_token_ids,
-        "ignore_eos": bool(request.stop_token_ids),
+        "stop_token_ids": stop_token_ids,
+        "ignore_eos": bool(stop_token_ids),
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
@@ -228,15 +272,17 @@ def request_body(request: ServerRequest, model: str) -> dict[str, Any]:
     }
     if request.seed is not None:
         body["seed"] = request.seed
-    if request.score_from is not None:
+    if score_from is not None:
         body["prompt_logprobs"] = 0
-    if request.cache_salt:
-        body["cache_salt"] = request.cache_salt
+    if cache_salt:
+        body["cache_salt"] = cache_salt
     return body
 
 
-def _sample_of(choice: _Choice, request: ServerRequest, count: int | None) -> ServerSample:
-    check_prompt(request.prompt, choice.prompt_token_ids, count)
+def _sample_of(
+    choice: _Choice, prompt: list[int], count: int | None, top: int, score_from: int | None
+) -> ServerSample:
+    check_prompt(prompt, choice.prompt_token_ids, count)
     stop_reason = _stop_reason(choice.finish_reason)
     if choice.logprobs is None or choice.token_ids is None:
         raise contradiction(f"it has no token_ids or no logprobs; {VLLM_REMEDIES['ids']}")
@@ -246,8 +292,8 @@ def _sample_of(choice: _Choice, request: ServerRequest, count: int | None) -> Se
         ids=choice.token_ids,
         logprobs=logprobs,
         stop_reason=stop_reason,
-        top=[_top(entry) for entry in choice.logprobs.top_logprobs or []] if request.top_logprobs else [],
-        scores=_scores(choice.prompt_logprobs or [], request),
+        top=[_top(entry) for entry in choice.logprobs.top_logprobs or []] if top else [],
+        scores=_scores(choice.prompt_logprobs or [], prompt, score_from),
     )
 
 
@@ -262,11 +308,13 @@ def _top(entry: dict[str, float | None] | None) -> dict[int, float]:
         raise contradiction(f"top_logprobs has no ids ({error}); {VLLM_REMEDIES['ids']}") from error
 
 
-def _scores(entries: list[dict[str, _PromptLogprob] | None], request: ServerRequest) -> list[float]:
-    if request.score_from is None or len(entries) != len(request.prompt):
+def _scores(
+    entries: list[dict[str, _PromptLogprob] | None], prompt: list[int], score_from: int | None
+) -> list[float]:
+    if score_from is None or len(entries) != len(prompt):
         return []
     scores: list[float] = []
-    for token, entry in list(zip(request.prompt, entries, strict=True))[request.score_from :]:
+    for token, entry in list(zip(prompt, entries, strict=True))[score_from:]:
         found = (entry or {}).get(str(token))
         scores.append(NOT_FINITE if found is None or found.logprob is None else found.logprob)
     return scores
@@ -282,3 +330,44 @@ def _stop_reason(reason: str | None) -> StopReason:
             raise GatewayError(503, "engine_unavailable", "the inference server aborted the call; retry")
         case _:
             raise contradiction(f"finish_reason {reason!r} is neither stop nor length")
+
+
+def metric(body: bytes | None, name: str, *, at: str) -> float:
+    """The sum of a metric in Prometheus's text format; `at`: whose it is. Raises GatewayError 502."""
+    pattern = rf"^{name}(?:{{[^}}]*}})? (\S+)$"
+    found = re.findall(pattern, (body or b"").decode(errors="replace"), re.MULTILINE)
+    if not found:
+        raise GatewayError(502, "engine_error", f"{at}/metrics has no {name}")
+    return sum(float(each) for each in found)
+
+
+def contradiction(message: str) -> GatewayError:
+    """The error for a reply that cannot be recorded as what was sampled."""
+    return GatewayError(502, "engine_error", f"the inference server's reply cannot be used: {message}")
+
+
+def check_counts(ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    """Raise GatewayError 502 unless there is one log probability per id."""
+    if len(ids) != len(logprobs):
+        raise contradiction(f"logprob and token counts differ ({len(logprobs)} and {len(ids)})")
+
+
+def check_prompt(sent: Sequence[int], used: Sequence[int] | None, count: int | None) -> None:
+    """Raise GatewayError 502 if the server sampled after another prompt than `sent`.
+
+    `used` and `count`: the prompt and its length as the server reports them, if it does.
+    """
+    if used is not None and list(used) != list(sent):
+        raise contradiction(
+            f"it sampled after another prompt than the one sent ({len(used)} ids for {len(sent)})"
+        )
+    if count is not None and count != len(sent):
+        raise contradiction(f"it counts {count} prompt tokens where {len(sent)} were sent")
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Decode JSON as `kind`. Raises GatewayError 502."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise contradiction(f"its form is unknown ({error})") from error

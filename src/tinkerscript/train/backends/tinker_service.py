@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -68,33 +69,30 @@ PROBE_IDS = (1, 2, 3)
 
 TOKEN_LOSSES = "elementwise_loss"
 
+SAMPLING_CLIENT = "save_weights_and_get_sampling_client"
 
+
+@dataclass(eq=False)
 class TinkerBackend(TrainerBackend):
     """Trains a LoRA at the service and samples from it."""
 
-    def __init__(
-        self,
-        service: tinker.ServiceClient,
-        config: EngineConfig,
-        *,
-        model: str,
-        folder: Path,
-        max_context: int,
-        checkpoint_dir: Path,
-        seed: int,
-        notifier: SlowCallNotifier,
-    ) -> None:
-        self._service = service
-        self._config = config
-        self._model = model
-        self._folder = folder
-        self._checkpoint_dir = checkpoint_dir
-        self._seed = seed
-        self._notifier = notifier
+    service: tinker.ServiceClient
+    config: EngineConfig
+    model: str
+    """Its name there."""
+
+    folder: Path
+    """Has its tokenizer and config."""
+
+    max_context: int
+    checkpoint_dir: Path
+    seed: int
+    notifier: SlowCallNotifier
+
+    def __post_init__(self) -> None:
         self._sampled = False
-        self.max_context = max_context
-        self.vocabulary = vocabulary_of(folder)
-        self.stop_ids = stop_ids_of(folder)
+        self.vocabulary = vocabulary_of(self.folder)
+        self.stop_ids = stop_ids_of(self.folder)
 
     @classmethod
     @asynccontextmanager
@@ -133,69 +131,58 @@ class TinkerBackend(TrainerBackend):
             await sdk.close(service, note)
 
     async def start(self) -> None:
-        if self._config.checkpoint:
-            self._use(await self._from_checkpoint())
+        if self.config.checkpoint:
+            # The weights alone: a new run has a fresh optimizer.
+            self._use(await self._from_state(_path_of_checkpoint(self.config.checkpoint)))
             return
-        lora = self._config.lora
-        future = sdk.new_client(
-            self._service,
+        lora = self.config.lora
+        client = await self._asked(
+            self.service,
             "create_lora_training_client",
-            self._model,
+            self.model,
             rank=lora.rank or SERVICE_RANK,
-            seed=self._seed,
+            seed=self.seed,
             train_attn="attn" in lora.targets,
             train_mlp="mlp" in lora.targets,
             train_unembed="unembed" in lora.targets,
         )
-        self._use(await self._notifier.wait(future, "create_lora_training_client"))
+        self._use(client)
 
-    async def _from_checkpoint(self) -> tinker.TrainingClient:
-        """A new run with the weights of `engine.checkpoint` and a fresh optimizer."""
-        return await self._from_state(_path_of_checkpoint(self._config.checkpoint))
+    async def _asked(self, owner: object, method: str, *args: object, **options: object) -> Any:
+        """What `owner.method(...)` gives."""
+        return await self.notifier.wait(sdk.new_client(owner, method, *args, **options), method)
 
     async def _from_state(self, path: str) -> tinker.TrainingClient:
-        future = sdk.new_client(self._service, "create_training_client_from_state", path)
-        return await self._notifier.wait(future, "create_training_client_from_state")
+        return await self._asked(self.service, "create_training_client_from_state", path)
 
     async def open_policy(
         self, role: str, checkpoint: str, *, checkpoint_dir: Path, restore: str | None
     ) -> TinkerBackend:
-        config = self._config
-        policy = TinkerBackend(
-            self._service,
-            config.model_copy(update={"checkpoint": checkpoint or config.checkpoint}),
-            model=self._model,
-            folder=self._folder,
-            max_context=self.max_context,
+        policy = replace(
+            self,
+            config=self.config.model_copy(update={"checkpoint": checkpoint or self.config.checkpoint}),
             checkpoint_dir=checkpoint_dir,
-            seed=seed_of_role(self._seed, role),
-            notifier=self._notifier,
+            seed=seed_of_role(self.seed, role),
         )
         await (policy.start() if restore is None else policy.restore(restore))
         return policy
 
     async def publish(self, policy_version: int) -> Sampler:
-        client = await self._sampler_of(self._client)
+        client = await self._asked(self._client, SAMPLING_CLIENT)
         if not self._sampled:
             await self._check_sampling(client)
             self._sampled = True
         return TinkerSampler(client, policy_version)
 
-    async def _sampler_of(self, client: tinker.TrainingClient) -> tinker.SamplingClient:
-        future = sdk.new_client(client, "save_weights_and_get_sampling_client")
-        return await self._notifier.wait(future, "save_weights_and_get_sampling_client")
-
     async def _check_sampling(self, client: tinker.SamplingClient) -> None:
         """Sample one token. Raises EngineError if the SDK cannot read what the service answers."""
         prompt = tinker.ModelInput.from_ints(list(PROBE_IDS))
         params = tinker.SamplingParams(max_tokens=1, seed=0)
-        response = await self._notifier.wait(
-            sdk.awaitable(client.sample(prompt, 1, params)), "a first sample"
-        )
+        response = await self.notifier.wait(sdk.awaitable(client.sample(prompt, 1, params)), "a first sample")
         for sequence in response.sequences:
             if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
                 raise EngineError(
-                    f"{self._notifier.service}: a sample of {len(sequence.tokens)} tokens came with log "
+                    f"{self.notifier.service}: a sample of {len(sequence.tokens)} tokens came with log "
                     f"probabilities {sequence.logprobs}; training needs one for each token"
                 )
 
@@ -209,57 +196,39 @@ class TinkerBackend(TrainerBackend):
         )
         output = await self.client.forward([datum], loss_fn, loss_config)
         if not all("logprobs" in row for row in output.loss_fn_outputs):
-            raise EngineError(
-                f"{self._notifier.service}: forward answers no log probabilities of the targets"
-            )
+            raise EngineError(f"{self.notifier.service}: forward answers no log probabilities of the targets")
 
     async def open_frozen(self, model: str) -> FrozenModel:
-        if path := _path_at_service(model):
-            client = await self._sampler_of_path(path)
-        elif model:
-            client = await self._sampler_of_base(model)
+        start = self.config.checkpoint
+        path = _path_at_service(model) if model else start and _path_of_checkpoint(start)
+        if not path:
+            options = {"base_model": model or self.model}
+            client = await self._asked(self.service, "create_sampling_client", **options)
+        elif SAMPLER_WEIGHTS in path:
+            client = await self._asked(self.service, "create_sampling_client", model_path=path)
         else:
-            client = await self._sampler_of_start()
-        name = (
-            await self._notifier.wait(sdk.new_client(client, "get_base_model"), "get_base_model")
-            if model
-            else ""
-        )
+            # The service samples only from a run's weights, so those of a checkpoint get a run.
+            client = await self._asked(await self._from_state(path), SAMPLING_CLIENT)
+        name = await self._asked(client, "get_base_model") if model else self.model
         # Another model's tokenizer is in the Hub, under the name that the service has for the model.
-        own = name in ("", self._model)
-        folder = self._folder if own else await asyncio.to_thread(model_folder, name)
-        return TinkerFrozenModel(client, self._notifier, folder=folder, max_context=self.max_context)
-
-    async def _sampler_of_start(self) -> tinker.SamplingClient:
-        if not self._config.checkpoint:
-            return await self._sampler_of_base(self._model)
-        return await self._sampler_of_path(_path_of_checkpoint(self._config.checkpoint))
-
-    async def _sampler_of_base(self, name: str) -> tinker.SamplingClient:
-        future = sdk.new_client(self._service, "create_sampling_client", base_model=name)
-        return await self._notifier.wait(future, "create_sampling_client")
-
-    async def _sampler_of_path(self, path: str) -> tinker.SamplingClient:
-        if SAMPLER_WEIGHTS in path:
-            future = sdk.new_client(self._service, "create_sampling_client", model_path=path)
-            return await self._notifier.wait(future, "create_sampling_client")
-        # The service samples only from a run's weights, so those of a checkpoint get a run.
-        return await self._sampler_of(await self._from_state(path))
+        own = name == self.model
+        folder = self.folder if own else await asyncio.to_thread(model_folder, name)
+        return TinkerFrozenModel(client, self.notifier, folder=folder, max_context=self.max_context)
 
     def _use(self, client: tinker.TrainingClient) -> None:
         self._client = client
-        self.client = NotifyingClient(client, self._notifier, self._save)
+        self.client = NotifyingClient(client, self.notifier, self._save)
 
     async def _save(self, name: str) -> tinker.types.SaveWeightsResponse:
-        saved = await self._notifier.wait(self._client.save_state(name, overwrite=True), "save_state")
-        pointer = {"path": saved.path, "base_url": self._config.base_url, "model": self._model}
-        _write_folder(self._checkpoint_dir / name, POINTER, json.dumps(pointer, indent=2) + "\n")
+        saved = await self.notifier.wait(self._client.save_state(name, overwrite=True), "save_state")
+        pointer = {"path": saved.path, "base_url": self.config.base_url, "model": self.model}
+        _write_folder(self.checkpoint_dir / name, POINTER, json.dumps(pointer, indent=2) + "\n")
         return saved
 
     async def restore(self, name: str) -> None:
-        path = _pointed_to(self._checkpoint_dir / name)
+        path = _pointed_to(self.checkpoint_dir / name)
         method = "create_training_client_from_state_with_optimizer"
-        self._use(await self._notifier.wait(sdk.new_client(self._service, method, path), method))
+        self._use(await self._asked(self.service, method, path))
 
 
 class TinkerSampler(FrozenSampler):
@@ -288,47 +257,45 @@ class TinkerSampler(FrozenSampler):
         ]
 
 
+@dataclass(eq=False)
 class TinkerFrozenModel(FrozenModel):
     """A model that the service samples from."""
 
-    def __init__(
-        self, client: tinker.SamplingClient, notifier: SlowCallNotifier, *, folder: Path, max_context: int
-    ) -> None:
-        self._client = client
-        self._notifier = notifier
-        self.folder = folder
-        self.max_context = max_context
-        self.sampler = TinkerSampler(client, FOREIGN_POLICY)
+    client: tinker.SamplingClient
+    notifier: SlowCallNotifier
+    folder: Path
+    max_context: int
+
+    def __post_init__(self) -> None:
+        self.sampler = TinkerSampler(self.client, FOREIGN_POLICY)
 
     async def logprobs(
         self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
     ) -> list[FloatArray]:
         del temperatures  # They are 1: `compute_logprobs` knows no other.
         prompts = [tinker.ModelInput.from_ints(ids.tolist()) for ids in sequences]
-        futures = [sdk.awaitable(self._client.compute_logprobs(prompt)) for prompt in prompts]
-        rows = await self._notifier.wait(asyncio.gather(*futures), "compute_logprobs")
+        futures = [sdk.awaitable(self.client.compute_logprobs(prompt)) for prompt in prompts]
+        rows = await self.notifier.wait(asyncio.gather(*futures), "compute_logprobs")
         return [after_the_first(row, len(ids)) for row, ids in zip(rows, sequences, strict=True)]
 
 
+@dataclass
 class SlowCallNotifier:
     """Awaits calls to one service; `note` gets a message when one takes long."""
 
-    def __init__(
-        self, service: str, note: Callable[[str], None], *, first_note_s: float = FIRST_NOTE_S
-    ) -> None:
-        self.service = service
-        self._note = note
-        self._first_note_s = first_note_s
+    service: str
+    note: Callable[[str], None]
+    first_note_s: float = FIRST_NOTE_S
 
     async def wait(self, call: Awaitable[T], what: str) -> T:
         """The call's result. Raises EngineError for whatever the SDK raises."""
         waiting = asyncio.ensure_future(call)
         loop = asyncio.get_running_loop()
-        began, timeout = loop.time(), self._first_note_s
+        began, timeout = loop.time(), self.first_note_s
         try:
             while not (await asyncio.wait({waiting}, timeout=timeout))[0]:
                 timeout = NEXT_NOTE_S
-                self._note(f"waiting for {self.service}: {what}, {loop.time() - began:.0f} s so far")
+                self.note(f"waiting for {self.service}: {what}, {loop.time() - began:.0f} s so far")
             return waiting.result()
         except EngineError:
             raise
@@ -338,30 +305,25 @@ class SlowCallNotifier:
             waiting.cancel()
 
 
+@dataclass
 class SentCall(Generic[T]):
     """A call that has been sent; awaiting it goes through the notifier."""
 
-    def __init__(self, notifier: SlowCallNotifier, call: Awaitable[T], what: str) -> None:
-        self._notifier = notifier
-        self._call = call
-        self._what = what
+    notifier: SlowCallNotifier
+    call: Awaitable[T]
+    what: str
 
     def __await__(self) -> Generator[Any, None, T]:
-        return self._notifier.wait(self._call, self._what).__await__()
+        return self.notifier.wait(self.call, self.what).__await__()
 
 
+@dataclass(eq=False)
 class NotifyingClient:
     """Tinker's training client with `SentCall` results. Calls are sent when they are made."""
 
-    def __init__(
-        self,
-        client: tinker.TrainingClient,
-        notifier: SlowCallNotifier,
-        save: Callable[[str], Awaitable[tinker.types.SaveWeightsResponse]],
-    ) -> None:
-        self._client = client
-        self._notifier = notifier
-        self._save = save
+    training: tinker.TrainingClient
+    notifier: SlowCallNotifier
+    save: Callable[[str], Awaitable[tinker.types.SaveWeightsResponse]]
 
     def forward(
         self,
@@ -369,7 +331,7 @@ class NotifyingClient:
         loss_fn: tinker.types.LossFnType,
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> Awaitable[tinker.ForwardBackwardOutput]:
-        sent = self._client.forward(data, loss_fn, loss_fn_config)
+        sent = self.training.forward(data, loss_fn, loss_fn_config)
         return self._wait(_with_loss(sent), "forward")
 
     def forward_backward(
@@ -378,17 +340,17 @@ class NotifyingClient:
         loss_fn: tinker.types.LossFnType,
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> Awaitable[tinker.ForwardBackwardOutput]:
-        sent = self._client.forward_backward(data, loss_fn, loss_fn_config)
+        sent = self.training.forward_backward(data, loss_fn, loss_fn_config)
         return self._wait(_with_loss(sent), "forward_backward")
 
     def optim_step(self, optim_params: tinker.AdamParams) -> Awaitable[tinker.types.OptimStepResponse]:
-        return self._wait(self._client.optim_step(optim_params), "optim_step")
+        return self._wait(self.training.optim_step(optim_params), "optim_step")
 
     def save_state(self, name: str) -> Awaitable[tinker.types.SaveWeightsResponse]:
-        return self._save(name)
+        return self.save(name)
 
     def _wait(self, future: Awaitable[T], what: str) -> SentCall[T]:
-        return SentCall(self._notifier, future, what)
+        return SentCall(self.notifier, future, what)
 
 
 def _path_at_service(model: str) -> str:

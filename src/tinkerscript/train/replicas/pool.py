@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from tinkerscript.config import InferenceConfig
 from tinkerscript.errors import ConfigError, EngineError, GatewayError
-from tinkerscript.gateway.sampler import SampleRequest, SampleResult
+from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import FloatArray, IntArray, unpack_ids
 from tinkerscript.train.replicas.proof import Evidence, Scores, judge
 from tinkerscript.train.replicas.replica import LostError, Replica
@@ -85,56 +85,49 @@ class Pin:
     version: int
 
 
-class ReplicaPool:
+@dataclass(eq=False)
+class ReplicaPool(Sampler):
     """The replicas of one run. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        replicas: Sequence[Replica],
-        config: InferenceConfig,
-        *,
-        live: int,
-        model_folder: Path,
-        vocabulary: int,
-        max_context: int,
-        canaries: Sequence[Path],
-        score: Scorer,
-        exact: bool,
-        restart: Callable[[Replica], None],
-        record: Path,
-        note: Callable[[str], None],
-        timeout_s: float,
-        start_s: float = LOAD_S,
-        prove_s: float = PROVE_S,
-        hang_s: float = HANG_S,
-    ) -> None:
-        """`live`: newest versions to keep; `canaries`: weights to start from, and adapters that are
-        exaggerated in one kind of module; `exact`: whether `score` computes in float32; `restart`: starts a
-        replica again if the run started it; `record`: file that gets a line for each proof;
-        `timeout_s`: of one model call.
-        """
-        self.replicas = list(replicas)
-        self._config = config
-        self._keep = live
-        self._model_folder = model_folder
-        self._none, *self._canaries = canaries
-        self._score = score
-        self._exact = exact
-        self._restart = restart
-        self._record = record
-        self._note = note
-        self._timeout_s = timeout_s
-        self._start_s = start_s
-        self._prove_s = prove_s
-        self._hang_s = hang_s
+    replicas: list[Replica]
+    config: InferenceConfig
+    keep: int
+    """Newest versions to keep."""
+
+    model_folder: Path
+    vocabulary: int
+    max_context: int
+    canaries: Sequence[Path]
+    """Weights to start from, and adapters that are exaggerated in one kind of module."""
+
+    score: Scorer
+    exact: bool
+    """Whether `score` computes in float32."""
+
+    restart: Callable[[Replica], None]
+    """Starts a replica again if the run started it."""
+
+    record: Path
+    """File that gets a line for each proof."""
+
+    note: Callable[[str], None]
+    timeout_s: float
+    """Of one model call."""
+
+    load_s: float = LOAD_S
+    prove_s: float = PROVE_S
+    hang_s: float = HANG_S
+
+    def __post_init__(self) -> None:
+        self._start, *self._adapters = self.canaries
         self._live: list[Published] = []
         self._newest = -1
         self._pins: OrderedDict[str, Pin] = OrderedDict()
         self._recent: deque[IntArray] = deque(maxlen=RECENT_PROMPTS)
-        self._prompt_tokens = min(PROOF_TOKENS, max_context - 1)
+        self._prompt_tokens = min(PROOF_TOKENS, self.max_context - 1)
         self._rng = np.random.default_rng(0)
-        random = self._rng.integers(0, vocabulary, (PROMPTS, min(RANDOM_TOKENS, self._prompt_tokens)))
-        self._random: list[IntArray] = list(random.astype(np.int32))
+        size = PROMPTS, min(RANDOM_TOKENS, self._prompt_tokens)
+        self._random: list[IntArray] = list(self._rng.integers(0, self.vocabulary, size).astype(np.int32))
         self._changed = asyncio.Condition()
         self._awake = asyncio.Event()
         self._awake.set()
@@ -159,7 +152,7 @@ class ReplicaPool:
     @property
     def _limit(self) -> float:
         """Seconds that all replicas may take to begin."""
-        return self._start_s if self._config.launch.replicas else self._config.start_timeout_s
+        return self.load_s if self.config.launch.replicas else self.config.start_timeout_s
 
     async def failed(self) -> NoReturn:
         """Never returns; raises what broke the pool itself."""
@@ -168,15 +161,15 @@ class ReplicaPool:
 
     async def _begin(self, replica: Replica, timeout_s: float) -> None:
         """Raises ConfigError, GatewayError, LostError and TimeoutError."""
-        facts = await replica.begin(self._model_folder, timeout_s)
+        facts = await replica.begin(self.model_folder, timeout_s)
         logger.info("replica.probed name=%s facts=%s", replica.name, facts.describe())
-        for canary in self._canaries:
-            async with asyncio.timeout(self._prove_s):
+        for canary in self._adapters:
+            async with asyncio.timeout(self.prove_s):
                 await self._try_canary(replica, canary)
         async with self._publishing:
             older = None
             for published in self._live:
-                async with asyncio.timeout(self._prove_s):
+                async with asyncio.timeout(self.prove_s):
                     # What a server that was lost has under this name may be something else.
                     await replica.retire(published.version, published.name)
                     await self._admit(replica, published, older)
@@ -186,7 +179,7 @@ class ReplicaPool:
 
     async def _try_canary(self, replica: Replica, canary: Path) -> None:
         began = time.monotonic()
-        evidence = await self._compare(replica, self._none, canary, self._random)
+        evidence = await self._compare(replica, self._start, canary, self._random)
         self._write(replica, None, canary.name, evidence, time.monotonic() - began)
         if evidence.verdict != "proved":
             raise ConfigError(
@@ -202,33 +195,33 @@ class ReplicaPool:
             return
         self.counts["lost"] += 1
         self._why_lost = f"{replica.name} {why}"
-        self._note(f"{self._why_lost}; its model calls go to other replicas")
+        self.note(f"{self._why_lost}; its model calls go to other replicas")
         replica.lose()
         for key in [key for key, pin in self._pins.items() if pin.replica is replica]:
             del self._pins[key]
         self._in_background(self._revive(replica, hangs=hangs), f"revive {replica.name}")
 
     async def _revive(self, replica: Replica, *, hangs: bool) -> None:
-        timeout_s = self._start_s if replica.is_launched else self._config.start_timeout_s
+        timeout_s = self.load_s if replica.is_launched else self.config.start_timeout_s
         while True:
             if hangs:
-                self._restart(replica)
+                self.restart(replica)
             await self._awake.wait()
             try:
                 await self._begin(replica, timeout_s)
-                self._note(f"{replica.name} samples again")
+                self.note(f"{replica.name} samples again")
                 return
             except (ConfigError, GatewayError, LostError, TimeoutError) as error:
                 why = f"{replica.name} is not back: {error or type(error).__name__}"
             if why != self._why_lost:
-                self._note(why)
+                self.note(why)
             self._why_lost = why
             hangs = True
             await asyncio.sleep(RESTART_RETRY_S)
 
     async def _watch(self, replica: Replica) -> None:
         """Lose the replica when its server does not respond, or has requests and samples nothing."""
-        pause = min(2.0, self._hang_s / 4)
+        pause = min(2.0, self.hang_s / 4)
         tokens, moved_at = -1.0, time.monotonic()
         while True:
             await asyncio.sleep(pause)
@@ -245,7 +238,7 @@ class ReplicaPool:
                     why = f"has sampled nothing for {now - moved_at:.0f} s"
             except (GatewayError, TimeoutError) as error:
                 why = f"has not responded for {now - moved_at:.0f} s ({error or type(error).__name__})"
-            if time.monotonic() - moved_at > self._hang_s:
+            if time.monotonic() - moved_at > self.hang_s:
                 self.lose(replica, why, hangs=True)
 
     # Versions
@@ -256,7 +249,7 @@ class ReplicaPool:
         A replica that does not prove it is lost. Raises EngineError if none has it and none comes back.
         """
         async with self._publishing:
-            while len(self._live) > self._keep:
+            while len(self._live) > self.keep:
                 await self._retire(self._live.pop(0))
             older = self._live[-1] if self._live else None
             serving = [replica for replica in self.replicas if replica.serving]
@@ -268,10 +261,10 @@ class ReplicaPool:
 
     async def _try_to_admit(self, replica: Replica, published: Published, older: Published | None) -> None:
         try:
-            async with asyncio.timeout(self._prove_s):
+            async with asyncio.timeout(self.prove_s):
                 await self._admit(replica, published, older)
         except TimeoutError:
-            self.lose(replica, f"did not prove version {published.version} within {self._prove_s:g} s")
+            self.lose(replica, f"did not prove version {published.version} within {self.prove_s:g} s")
         except LostError as error:
             self.lose(replica, f"did not take version {published.version}: {error}", hangs=True)
         except GatewayError as error:
@@ -282,13 +275,13 @@ class ReplicaPool:
         began = time.monotonic()
         prompts = list(self._recent) if len(self._recent) >= PROMPTS else self._random
         evidence = await self._compare(
-            replica, older.folder if older else self._none, published.folder, prompts
+            replica, older.folder if older else self._start, published.folder, prompts
         )
         self._write(replica, published.version, published.name, evidence, time.monotonic() - began)
         self.counts[evidence.verdict] += 1
         self.max_gap = max(self.max_gap, evidence.gap)
         if evidence.verdict == "undecidable" and self.counts["undecidable"] == 1:
-            self._note(
+            self.note(
                 f"{replica.name}: version {published.version} changes less than rounding does, so only its "
                 f"digest shows that it is what samples ({evidence}); replicas.jsonl has all checks"
             )
@@ -305,14 +298,14 @@ class ReplicaPool:
         tokens = [np.array(each, np.int64) for each in ids]
         return judge(
             Scores(_chosen(before, ids), _chosen(after, ids)),
-            Scores(await self._score(older, prompts, tokens), await self._score(newer, prompts, tokens)),
-            exact=self._exact,
+            Scores(await self.score(older, prompts, tokens), await self.score(newer, prompts, tokens)),
+            exact=self.exact,
         )
 
     def _free_a_slot(self, replica: Replica) -> None:
         """Move the calls that hold the oldest adapters, if a new one would have to wait for them."""
         calls = replica.in_flight
-        for version in sorted(calls)[: max(0, len(calls) + 1 - self._config.max_loras)]:
+        for version in sorted(calls)[: max(0, len(calls) + 1 - self.config.max_loras)]:
             self.counts["moved"] += calls[version]
             replica.abandon(version)
 
@@ -363,12 +356,12 @@ class ReplicaPool:
         self._newest = max(version, self._newest)
         await self._tell()
 
-    async def sample(self, request: SampleRequest) -> SampleResult:
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         """By the newest version that may be sampled from, or the one that the episode finishes with.
 
         Raises GatewayError: 503 if no replica came back in time, and whatever a replica answers.
         """
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        deadline = asyncio.get_running_loop().time() + self.timeout_s
         failed: Replica | None = None
         while True:
             pin = await self._pin(request.affinity, deadline, avoid=failed)
@@ -399,7 +392,7 @@ class ReplicaPool:
                     self._unpin(next(iter(self._pins)))
             return pin
         self._pins.move_to_end(affinity)
-        if self._config.on_publish == "move" or pin.version not in self._versions:
+        if self.config.on_publish == "move" or pin.version not in self._versions:
             pin.version = self._newest
         if not self._may_sample(pin.replica, pin.version):
             self._unpin(affinity)
@@ -463,7 +456,7 @@ class ReplicaPool:
             "tokens": evidence.tokens,
             "seconds": round(seconds, 3),
         }
-        with self._record.open("a", encoding="utf-8") as file:
+        with self.record.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         logger.info("replica.evidence name=%s adapter=%s %s", replica.name, adapter, evidence)
 

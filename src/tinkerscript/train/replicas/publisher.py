@@ -13,6 +13,7 @@ import secrets
 import shutil
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from tinkerscript.config import InferenceConfig, RunConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import ConfigError
-from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
+from tinkerscript.gateway.sampler import Sampler
 from tinkerscript.gateway.samplers.remote import api_key
 from tinkerscript.processes.launcher import MAX_RESTARTS, Child, Launcher, Slot
 from tinkerscript.processes.planned import KEY, REPLICA_MODEL, PlannedProcess, plan_of
@@ -33,7 +34,7 @@ from tinkerscript.server.addresses import ADAPTERS_FOLDER
 from tinkerscript.server.auth import ADMIN_TOKEN, read_token
 from tinkerscript.train.backends.backend import Publisher, TrainerBackend
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.replicas.pool import HANG_S, PROVE_S, Published, ReplicaPool
+from tinkerscript.train.replicas.pool import HANG_S, PROVE_S, Published, ReplicaPool, Scorer
 from tinkerscript.train.replicas.replica import Replica
 from tinkerscript.train.step_metrics import StepFacts
 from tinkerscript.vllm_plugin import ADAPTERS_TOKEN, write_manifest
@@ -42,47 +43,43 @@ PROOFS = "replicas.jsonl"
 """File in the run folder with a line for each adapter that a replica was asked to prove."""
 
 
+@dataclass(eq=False)
 class ReplicaPublisher(Publisher):
     """Writes each version's weights, and has the replicas sample from them."""
 
+    pool: ReplicaPool
+    engine: EmbeddedEngine
+    supervisor: Supervisor
+    folder: Path
+    """The run's."""
+
+    config: InferenceConfig
     seeds = False
     """They make vLLM slower, and what it samples depends on what is in a batch with it anyway."""
 
-    def __init__(
-        self,
-        pool: ReplicaPool,
-        engine: EmbeddedEngine,
-        supervisor: Supervisor,
-        folder: Path,
-        config: InferenceConfig,
-    ) -> None:
-        """`folder`: the run's."""
-        self.max_context = engine.max_context
-        self._sleeps = config.sleep
-        self.pool = pool
-        self._engine = engine
-        self._supervisor = supervisor
-        self._adapters = folder / ADAPTERS_FOLDER
-        self._run = re.sub(r"[^\w.]", "_", folder.name)
+    def __post_init__(self) -> None:
+        self.max_context = self.engine.max_context
+        self._adapters = self.folder / ADAPTERS_FOLDER
+        self._run = re.sub(r"[^\w.]", "_", self.folder.name)
 
     async def publish(self, policy_version: int) -> Sampler:
         fresh = self._adapters / "new"
         fresh.mkdir(parents=True)
-        await self._engine.write_weights(fresh)
+        await self.engine.write_weights(fresh)
         folder = named(fresh, f"policy-{self._run}-{policy_version}")
         await self.pool.publish(Published(policy_version, folder))
-        return PoolSampler(self.pool)
+        return self.pool
 
     @asynccontextmanager
     async def resting(self) -> AsyncGenerator[None]:
-        if not self._sleeps:
+        if not self.config.sleep:
             yield
             return
         await self.pool.sleep()
         try:
             yield
         finally:
-            await self._engine.free_memory()
+            await self.engine.free_memory()
             await self.pool.wake()
 
     async def announce(self, policy_version: int) -> None:
@@ -92,23 +89,13 @@ class ReplicaPublisher(Publisher):
         self.pool.release(episode_uuid)
 
     async def failed(self) -> None:
-        await run_beside(self._supervisor, asyncio.create_task(self.pool.failed()))
+        await run_beside(self.supervisor, asyncio.create_task(self.pool.failed()))
 
     def metrics(self, facts: StepFacts) -> dict[str, float]:
         """What happened to the replicas since the run began, as metrics of a step."""
         serving = sum(replica.serving for replica in self.pool.replicas)
         counts = {f"replicas/{name}": float(count) for name, count in self.pool.counts.items()}
         return {"replicas/serving": float(serving), "replicas/max_gap": self.pool.max_gap, **counts}
-
-
-class PoolSampler(Sampler):
-    """The replicas: by the newest version, or the one that an episode finishes with."""
-
-    def __init__(self, pool: ReplicaPool) -> None:
-        self._pool = pool
-
-    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        return await self._pool.sample(request)
 
 
 def named(folder: Path, name: str) -> Path:
@@ -166,12 +153,12 @@ async def open_replicas(
         pool = ReplicaPool(
             [*launched, *others],
             inference,
-            live=config.live_versions,
+            keep=config.live_versions,
             model_folder=engine.folder,
             vocabulary=engine.vocabulary,
             max_context=engine.max_context,
             canaries=canaries,
-            score=TrainerScores(engine).score,
+            score=_scorer(engine),
             exact=engine.dtype == torch.float32,
             restart=restart,
             record=folder / PROOFS,
@@ -226,28 +213,23 @@ def _on_death(pool: ReplicaPool, replica: Replica) -> Callable[[int, int], None]
     return on_death
 
 
-class TrainerScores:
+def _scorer(engine: EmbeddedEngine) -> Scorer:
     """The trainer's own log probabilities by weights on disk."""
 
-    def __init__(self, engine: EmbeddedEngine) -> None:
-        self._engine = engine
-
     async def score(
-        self, folder: Path, prompts: Sequence[IntArray], tokens: Sequence[NDArray[np.int64]]
+        folder: Path, prompts: Sequence[IntArray], tokens: Sequence[NDArray[np.int64]]
     ) -> list[FloatArray]:
-        """A `pool.Scorer`."""
-        client = await self._engine.sample_copy(folder)
+        client = await engine.sample_copy(folder)
         scored = [
             # Positions are scored up to the last but one, so that a further id makes room.
             client.score(
-                tinker.ModelInput.from_ints([*ids.tolist(), 0]), chosen=(_at(len(ids), chosen), chosen)
+                tinker.ModelInput.from_ints([*ids.tolist(), 0]),
+                # The row of the position after the prompt, for each chosen token.
+                chosen=(np.full(len(chosen), len(ids) - 1, np.int64), chosen),
             )
             for ids, chosen in zip(prompts, tokens, strict=True)
         ]
         found = [(await each).chosen for each in scored]
         return [each for each in found if each is not None]
 
-
-def _at(length: int, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The row of the position after `length` tokens, for each chosen token."""
-    return np.full(len(chosen), length - 1, np.int64)
+    return score

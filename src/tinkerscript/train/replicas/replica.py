@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec import structs
@@ -18,12 +19,12 @@ from msgspec import structs
 from tinkerscript.config import InferenceConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.gateway.sampler import SampleRequest, SampleResult
-from tinkerscript.gateway.samplers.inference_server import ServerRequest, Upstream
+from tinkerscript.gateway.samplers.inference_server import Upstream
 from tinkerscript.gateway.samplers.probe import ServerFacts
 from tinkerscript.gateway.samplers.remote import RemoteSampler, examine
 from tinkerscript.gateway.samplers.vllm import VllmServer
 from tinkerscript.processes.launcher import Started
-from tinkerscript.rollouts.call import IntArray
+from tinkerscript.rollouts.call import IntArray, pack_ids
 
 PROOF_TOP = 20
 """Log probabilities that one position gives: the most that vLLM reports by default."""
@@ -36,31 +37,27 @@ class LostError(Exception):
     """A call that a replica did not answer, because it is lost or no longer has the version."""
 
 
+@dataclass(eq=False)
 class Replica:
     """One server. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        name: str,
-        url: str,
-        config: InferenceConfig,
-        *,
-        api_key: str = "",
-        timeout_s: float,
-        is_launched: bool = False,
-        adapters: bool = True,
-    ) -> None:
-        """`timeout_s`: of one request; `is_launched`: whether the run starts it, and starts it again, so that
-        it is where `move` says; `adapters`: whether versions are adapters, of which it has several, or all
-        weights."""
-        self.name = name
-        self.is_launched = is_launched
-        self._config = config
-        self._api_key = api_key
-        self._timeout_s = timeout_s
+    name: str
+    url: str
+    config: InferenceConfig
+    api_key: str = ""
+    timeout_s: float = field(kw_only=True)
+    """Of one request."""
+
+    is_launched: bool = False
+    """Whether the run starts it, and starts it again, so that it is where `move` says."""
+
+    adapters: bool = True
+    """Whether versions are adapters, of which it has several, or all weights."""
+
+    def __post_init__(self) -> None:
         self._former: list[VllmServer] = []
         self._is_up = asyncio.Event()
-        self._connect(url)
+        self._connect(self.url)
         self._facts: ServerFacts | None = None
         self._samplers: dict[int, RemoteSampler] = {}
         self._calls: dict[asyncio.Task[SampleResult], int] = {}
@@ -73,7 +70,6 @@ class Replica:
         """Tokens that the server has sampled, by its metrics, when it was asked last."""
 
         self.serving = False
-        self._adapters = adapters
         self._weights = ""
         """Name of all weights that the server has, if versions are that."""
 
@@ -97,8 +93,8 @@ class Replica:
         self._server = VllmServer(
             Upstream(
                 url,
-                api_key=self._api_key,
-                timeout_s=self._timeout_s,
+                api_key=self.api_key,
+                timeout_s=self.timeout_s,
             )
         )
         self._is_gone = asyncio.Event()
@@ -119,7 +115,7 @@ class Replica:
         """Wait until the server responds, and find out what it does. Raises ConfigError."""
         self._samplers.clear()
         self._weights = ""
-        config = self._config.model_copy(update={"start_timeout_s": timeout_s, "model": self.base})
+        config = self.config.model_copy(update={"start_timeout_s": timeout_s, "model": self.base})
         try:
             async with asyncio.timeout(timeout_s):
                 await self._is_up.wait()
@@ -141,7 +137,7 @@ class Replica:
     @property
     def base(self) -> str:
         """The name of the model without an adapter; empty: the server's only one."""
-        return self._config.model if self._facts is None else self._facts.model
+        return self.config.model if self._facts is None else self._facts.model
 
     async def likeliest(self, folder: Path, prompts: Sequence[IntArray]) -> list[dict[int, float]]:
         """The most likely next ids after each prompt, int32 [P], by the weights in `folder`, with their log
@@ -150,7 +146,7 @@ class Replica:
         Raises GatewayError.
         """
         name = folder.name
-        if not self._adapters and self._weights != name:
+        if not self.adapters and self._weights != name:
             self._weights = ""
             self._samplers.clear()
             self._abandon_all()
@@ -158,10 +154,9 @@ class Replica:
             self._weights = name
 
         async def one(ids: IntArray) -> dict[int, float]:
-            request = ServerRequest(
-                prompt=ids.tolist(), max_tokens=1, top_logprobs=PROOF_TOP, cache_salt=name
-            )
-            (sample,) = await self._server.sample(request, name if self._adapters else self.base)
+            request = SampleRequest(prompt=pack_ids(ids), max_tokens=1, top_logprobs=PROOF_TOP)
+            model = name if self.adapters else self.base
+            (sample,) = await self._server.sample(request, model, cache_salt=name)
             return sample.top[0]
 
         return list(await asyncio.gather(*(one(ids) for ids in prompts)))
@@ -169,12 +164,12 @@ class Replica:
     def offer(self, version: int, name: str) -> None:
         """Sample from the weights `name` where `version` is asked for."""
         assert self._facts is not None
-        if self._adapters:
+        if self.adapters:
             facts = structs.replace(self._facts, model=name)
         else:
             facts = structs.replace(self._facts, weight_version=str(version))
         self._samplers[version] = RemoteSampler(
-            self._server, facts, policy_version=version, timeout_s=self._timeout_s, cache_salt=name
+            self._server, facts, policy_version=version, timeout_s=self.timeout_s, cache_salt=name
         )
 
     async def sample(self, request: SampleRequest, version: int) -> SampleResult:
@@ -203,7 +198,7 @@ class Replica:
         answer of it have one. Raises GatewayError.
         """
         self._samplers.pop(version, None)
-        if self._adapters:
+        if self.adapters:
             await self._server.unload_adapter(name)
 
     def lose(self) -> None:
