@@ -75,7 +75,7 @@ PROBE_CALL: list[ChatMessage] = [
 """A conversation with a tool call and its result."""
 
 
-TOOLS_AS_TEXT = """\
+TOOLS_IN_PROMPT = """\
 # Tools
 
 You may call one or more functions to assist with the user query.
@@ -266,7 +266,7 @@ def _as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], role: str) 
         written.append({**plain, "content": "\n".join(filter(None, [text, *calls]))} if calls else plain)
     if not tools:
         return written
-    declared = TOOLS_AS_TEXT.format("\n".join(_to_json(tool) for tool in tools))
+    declared = TOOLS_IN_PROMPT.format("\n".join(_to_json(tool) for tool in tools))
     place = next((at for at, message in enumerate(written) if message["role"] == role), None)
     if place is None or (role == "system" and place > 0):
         return [{"role": role, "content": declared}, *written]
