@@ -48,11 +48,11 @@ from gateway import InstantSampler
 from interchange import POLL_S, Trainer, claim_bodies
 from load import Connection, connect
 from stolen import Stolen, may_be_real_time
+from tinkerscript.addresses import ServerInfo, read_server_info
 from tinkerscript.config import RunConfig, dump_config
-from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.model_folder import TINY_MODEL
-from tinkerscript.server.addresses import ServerInfo, read_server_info
+from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
+from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.train.journal import Journal
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 

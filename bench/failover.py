@@ -37,9 +37,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from interchange import PAYLOAD
 from postgres_server import running_postgres
+from tinkerscript.addresses import listen
 from tinkerscript.config import RunConfig, dump_config
-from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
-from tinkerscript.server.addresses import listen
+from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.trainer_link.keys import KEYS_DIR, load_trainer_keys
 from tinkerscript.trainer_link.messages import NewEpisode
 from tinkerscript.trainer_link.trainer_end import TrainerLink

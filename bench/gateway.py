@@ -34,24 +34,24 @@ from fastapi import FastAPI, Response
 
 from interchange import Server, empty_server, running, serve_empty, until_listening
 from load import Load, connect, send_all
+from tinkerscript.access_tokens import Roles
 from tinkerscript.config import RunConfig
 from tinkerscript.gateway.dialects import ChatCompletions
-from tinkerscript.gateway.sampler import (
+from tinkerscript.http_server import http_server
+from tinkerscript.lifecycle import shorten_collections
+from tinkerscript.limits import Totals
+from tinkerscript.model_folder import TINY_MODEL
+from tinkerscript.rollouts.call import pack_ids, pack_logprobs
+from tinkerscript.sampler import (
     ProgressCallback,
     SampledSequence,
     Sampler,
     SampleRequest,
     SampleResult,
 )
-from tinkerscript.gateway.tokenizer import LightTokenizer
-from tinkerscript.http_server import http_server
-from tinkerscript.lifecycle import shorten_collections
-from tinkerscript.limits import Totals
-from tinkerscript.model_folder import TINY_MODEL
-from tinkerscript.rollouts.call import pack_ids, pack_logprobs
 from tinkerscript.server.app import create_server
-from tinkerscript.server.auth import Roles
 from tinkerscript.server.store.sqlite import SqliteStore
+from tinkerscript.tokenizer import LightTokenizer
 
 CHAT = "/v1/chat/completions"
 CONTEXT = 65_536

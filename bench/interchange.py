@@ -33,9 +33,9 @@ import uvloop
 from fastapi import FastAPI
 
 from load import Body, Keyed, Load, connect, cycle, send_all
+from tinkerscript.addresses import ServerInfo, read_server_info
 from tinkerscript.config import RunConfig, dump_config
-from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
-from tinkerscript.server.addresses import ServerInfo, read_server_info
+from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.train.journal import Journal
 from tinkerscript.trainer_link.messages import NewEpisode
 from tinkerscript.trainer_link.trainer_end import TrainerLink

@@ -26,12 +26,12 @@ from bridge import SAMPLE, Says, with_tools
 from inspect_tinker_bridge import TaskRunner, load_inspect_task
 from inspect_tinker_bridge.records import pack_transcript
 from tinkerscript.config import RunConfig
-from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.page.transcript_view import parsed, transcript_view, unpacked_text
 from tinkerscript.record.entries import EpisodeDetail, RecordedEpisode
 from tinkerscript.record.reader import Record
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.record.writer import RecordWriter
+from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.server.process import running_server
 from tinkerscript.trainer_link.messages import NewEpisode
 from tinkerscript.trainer_link.trainer_end import TrainerLink

@@ -33,7 +33,7 @@ from gateway import CHAT, Texts, claims_of
 from interchange import Server
 from load import Load, send_all
 from models import make_model
-from tinkerscript.server.addresses import read_server_info
+from tinkerscript.addresses import read_server_info
 
 PYTHON = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
 PROMPT, ANSWER = 500, 128

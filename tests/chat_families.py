@@ -36,7 +36,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.tokenizer import LightTokenizer
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 

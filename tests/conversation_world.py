@@ -15,8 +15,8 @@ from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.endpoint import Gateway
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.gateway.sampled_model import SampledModel
-from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import Call
+from tinkerscript.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.testing import MemoryClaimBook
 
 

@@ -15,16 +15,16 @@ from tinkerscript.config import SamplingConfig
 from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.endpoint import Gateway, create_gateway
 from tinkerscript.gateway.outside_server import OutsideServer
-from tinkerscript.gateway.sampler import (
+from tinkerscript.rollouts.call import Call, full_prompts
+from tinkerscript.sampler import (
     ProgressCallback,
     Sampler,
     SampleRequest,
     SampleResult,
     refuse_unsupported,
 )
-from tinkerscript.gateway.tokenizer import LightTokenizer
-from tinkerscript.rollouts.call import Call, full_prompts
 from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
+from tinkerscript.tokenizer import LightTokenizer
 from tiny_tokenizer import MARKERS
 
 CLAIM = OpenClaim("episode", 1, 0)

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 from tinkerscript.config import RunConfig
-from tinkerscript.gateway.sampler import SampleFunction
+from tinkerscript.sampler import SampleFunction
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.keys import TrainerKeys
 from tinkerscript.trainer_link.messages import LinkTimes, NewEpisode, Outcome

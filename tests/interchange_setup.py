@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 
 from interchange_helpers import FAST, eventually, run_config, trainer
+from tinkerscript.access_tokens import ADMIN_TOKEN
 from tinkerscript.http_server import ConnectionLimits
 from tinkerscript.limits import Totals
 from tinkerscript.protocol import ClaimEpisodeResponse, EngineStatusResponse
-from tinkerscript.server.auth import ADMIN_TOKEN
 from tinkerscript.server.process import running_server
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.trainer_end import TrainerLink

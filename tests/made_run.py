@@ -20,7 +20,6 @@ import numpy as np
 import zstandard
 
 from tinkerscript.config import RunConfig, dump_config
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.model_folder import model_folder
 from tinkerscript.record.entries import (
     EpisodeDetail,
@@ -33,6 +32,7 @@ from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.record.writer import RecordWriter
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.tokenizer import LightTokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "calculator", "description": "Evaluates an expression."}}]
 WRITES_AHEAD = 4000

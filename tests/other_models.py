@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from chat_families import FAMILIES
 from tinkerscript.config import RunConfig
 from tinkerscript.gateway.rendering import ChatRenderer
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import unpack_ids
 from tinkerscript.testing import QuietReporter
+from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.train.journal import read_journal
 from tinkerscript.train.run import run_training
 from tinkerscript.trainer_link.messages import EpisodeAccepted

@@ -7,7 +7,8 @@ import random
 from dataclasses import dataclass
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.sampler import (
+from tinkerscript.rollouts.call import StopReason, pack_ids, pack_logprobs
+from tinkerscript.sampler import (
     Progress,
     ProgressCallback,
     SampledSequence,
@@ -15,8 +16,7 @@ from tinkerscript.gateway.sampler import (
     SampleRequest,
     SampleResult,
 )
-from tinkerscript.gateway.tokenizer import LightTokenizer
-from tinkerscript.rollouts.call import StopReason, pack_ids, pack_logprobs
+from tinkerscript.tokenizer import LightTokenizer
 from tiny_tokenizer import MARKERS, SPECIAL
 
 KINDS = ("text", "text", "reasoning", "tool", "reasoning tool", "open reasoning", "broken tool", "anything")

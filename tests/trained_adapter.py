@@ -14,9 +14,9 @@ import tinker
 
 from tinkerscript.config import RunConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import pack_ids
+from tinkerscript.sampler import SampleRequest
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.replicas.pool import HANG_S, PROVE_S, ReplicaPool
 from tinkerscript.train.replicas.publisher import PROOFS, ReplicaPublisher, named, open_replicas

@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from tinkerscript.dashboard.progress import Phase, ProgressReporter
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
-from tinkerscript.gateway.sampler import (
+from tinkerscript.rollouts.call import Call, StopReason, pack_ids, pack_logprobs, unpack_ids
+from tinkerscript.sampler import (
     Progress,
     ProgressCallback,
     SampledSequence,
@@ -27,7 +28,6 @@ from tinkerscript.gateway.sampler import (
     SampleRequest,
     SampleResult,
 )
-from tinkerscript.rollouts.call import Call, StopReason, pack_ids, pack_logprobs, unpack_ids
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.store.episode_store import EpisodeStore, WriteBatch
 from tinkerscript.trainer_link.messages import RecordedOutcome

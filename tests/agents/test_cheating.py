@@ -10,7 +10,7 @@ from test_agents import FEW, LIGHT, MANY, explained
 from workshop import DEADLINE_S, DECOY, Workshop
 
 from interchange_helpers import eventually
-from tinkerscript.server.auth import claim_key, load_secret
+from tinkerscript.access_tokens import claim_key, load_secret
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 FINISH = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"

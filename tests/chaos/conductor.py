@@ -35,7 +35,7 @@ from evidence import (
 from hostile import WAYS, token_variable
 from processes import ChaosError, Victim
 
-from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
+from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.server.store.sqlite import STORE_FILE
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ import httpx
 from evidence import HOSTILE, Lines
 from processes import serving_info
 
+from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.errors import MAX_REWARD
-from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 
 AWAY_S = 0.2
 """Between attempts to reach a server that is down."""

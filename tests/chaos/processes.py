@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tinkerscript.addresses import SERVER_FILE, ServerInfo, read_server_info
 from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.http_server import OTHER_FILES
-from tinkerscript.server.addresses import SERVER_FILE, ServerInfo, read_server_info
 
 HERE = Path(__file__).parent
 POLL_S = 0.02

@@ -24,7 +24,7 @@ import zmq.asyncio
 from hostile import malformed_bodies
 
 from interchange_helpers import FAST, collect, eventually, new_episode, run_config, trainer
-from tinkerscript.server.auth import claim_key
+from tinkerscript.access_tokens import claim_key
 from tinkerscript.server.process import running_server
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.messages import Acknowledge, Cancel, Register, ReleaseClient, frames

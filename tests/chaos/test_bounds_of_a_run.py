@@ -21,7 +21,7 @@ import yaml
 from processes import Victim
 
 from bound_drivers import SETTINGS, SUMS, TOKENS, Holder, combinations, drive_sum
-from tinkerscript.server.addresses import read_server_info
+from tinkerscript.addresses import read_server_info
 from tinkerscript.train.journal import StepConsumed, read_journal
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 

@@ -19,9 +19,9 @@ import pytest
 from evidence import read_rows
 from processes import Victim
 
+from tinkerscript.addresses import ServerInfo
 from tinkerscript.client import AsyncTinkerScriptClient
 from tinkerscript.errors import ClaimLostError, NoEpisodeError
-from tinkerscript.server.addresses import ServerInfo
 from tinkerscript.server.store.sqlite import STORE_FILE
 from tinkerscript.trainer_link.keys import TrainerKeys, load_trainer_keys
 from tinkerscript.trainer_link.messages import EpisodeAccepted, NewEpisode

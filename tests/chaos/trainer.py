@@ -20,10 +20,10 @@ from uuid import uuid4
 
 from evidence import JOURNAL, ORACLE, Lines, read_lines
 
-from tinkerscript.gateway.sampler import ProgressCallback, SampledSequence, SampleRequest, SampleResult
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs, unpack_ids
+from tinkerscript.sampler import ProgressCallback, SampledSequence, SampleRequest, SampleResult
+from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.trainer_link.messages import EpisodeAccepted, NewEpisode, Outcome
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import numpy as np
 from scripted_model import Logged
 
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.alignment import AlignmentReport, find_errors, find_warnings
 from tinkerscript.rollouts.call import Call, full_prompts
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
+from tinkerscript.tokenizer import LightTokenizer
 
 TOKENIZER = LightTokenizer(TINY_MODEL)
 STOP_IDS = [TOKENIZER.encode(stop)[0] for stop in ("<|im_end|>", "<|endoftext|>")]

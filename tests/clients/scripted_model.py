@@ -14,16 +14,16 @@ import story
 from spelling import Speller
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.sampler import (
+from tinkerscript.rollouts.call import TokenConstraint, pack_ids, pack_logprobs, unpack_ids
+from tinkerscript.sampler import (
     ProgressCallback,
     SampledSequence,
     Sampler,
     SampleRequest,
     SampleResult,
 )
-from tinkerscript.gateway.tokenizer import LightTokenizer
-from tinkerscript.rollouts.call import TokenConstraint, pack_ids, pack_logprobs, unpack_ids
 from tinkerscript.testing import token_by_token
+from tinkerscript.tokenizer import LightTokenizer
 
 END = "<|im_end|>"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import re
 
-from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.tokenizer import LightTokenizer
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>")
 TRIES = 100

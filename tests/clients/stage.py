@@ -21,11 +21,11 @@ from scripted_model import ScriptedModel
 from wiretap import Wiretap
 
 from interchange_helpers import FAST, collect, eventually, new_episode, run_config
+from tinkerscript.addresses import ServerInfo, read_server_info
 from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.protocol import ClaimEpisodeResponse
 from tinkerscript.rollouts.call import Call
-from tinkerscript.server.addresses import ServerInfo, read_server_info
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 

@@ -12,9 +12,9 @@ from oracle import STOP_IDS, check_exact
 from scripted_model import Logged
 from spelling import Speller
 
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
+from tinkerscript.tokenizer import LightTokenizer
 
 END = STOP_IDS[0]
 PROMPT, FIRST, TAIL, SECOND = [1, 2, 3], [4, END], [6], [7, 8, END]

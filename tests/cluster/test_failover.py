@@ -20,9 +20,9 @@ import pytest
 from interchange_helpers import FAST, collect, eventually, new_episodes, run_config, until
 from postgres_server import PostgresServer, running_postgres
 from stable_address import StableAddress, stable_address
+from tinkerscript.addresses import listen
 from tinkerscript.client import AsyncTinkerScriptClient
 from tinkerscript.config import dump_config
-from tinkerscript.server.addresses import listen
 from tinkerscript.server.process import running_server
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.keys import KEYS_DIR, load_trainer_keys, make_link_keys

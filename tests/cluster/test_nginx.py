@@ -14,9 +14,9 @@ import httpx
 from command_line import ROOT
 from interchange_helpers import eventually, new_episodes
 from interchange_setup import OUTPUT, serving
+from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
+from tinkerscript.addresses import read_server_info
 from tinkerscript.model_folder import TINY_MODEL
-from tinkerscript.server.addresses import read_server_info
-from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 
 EXAMPLE = ROOT / "examples" / "cluster" / "nginx.conf"
 

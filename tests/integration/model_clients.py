@@ -14,9 +14,9 @@ from fastapi import FastAPI
 from tinkerscript.config import SamplingConfig
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
 from tinkerscript.gateway.endpoint import create_gateway
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import full_prompts
 from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
+from tinkerscript.tokenizer import LightTokenizer
 from tiny_tokenizer import MARKERS
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "string"}}}

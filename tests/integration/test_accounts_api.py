@@ -12,9 +12,9 @@ import pytest
 from certificates import write_certificate
 from interchange_helpers import new_episodes, run_config
 from interchange_setup import OUTPUT, Setup, serving
+from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.client import AsyncTinkerScriptClient
 from tinkerscript.errors import ConfigError, ServerUnreachableError
-from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.server.process import running_server
 
 TOKENS = {

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from interchange_helpers import DEADLINE_S, run_config
+from tinkerscript.access_tokens import Roles
 from tinkerscript.server.app import InterchangeServer, create_server
-from tinkerscript.server.auth import Roles
 from tinkerscript.server.store.sqlite import SqliteStore
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, LinkTimes, Outcome

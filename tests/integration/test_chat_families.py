@@ -26,11 +26,11 @@ from inspect_tinker_bridge.tasks import load_inspect_task
 from tinkerscript.config import RunConfig
 from tinkerscript.gateway.conversation.tree import TEMPLATE_REWRITES
 from tinkerscript.gateway.rendering import ChatRenderer
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.alignment import find_errors
 from tinkerscript.rollouts.call import Call, full_prompts
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.testing import ScriptedSampler
+from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.train.chats import load_chats
 from tinkerscript.train.in_process import calls_of
 from tinkerscript.train.renderer import ModelRenderer

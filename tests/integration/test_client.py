@@ -38,9 +38,9 @@ from tinkerscript.errors import (
 )
 from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.endpoint import create_gateway
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.protocol import RegisterEpisodeRequest, WorkflowOutput
 from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
+from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.workers import WorkerOptions, load_rollout, run_worker
 
 ONE_SUM = """

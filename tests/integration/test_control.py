@@ -12,11 +12,11 @@ from typer.testing import CliRunner, Result
 
 from interchange_helpers import collect, new_episodes
 from interchange_setup import Setup, serving
+from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.cli import app
 from tinkerscript.client import AsyncTinkerScriptClient
 from tinkerscript.errors import RequestRefusedError, ServerUnreachableError
 from tinkerscript.limits import Totals
-from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.trainer_link.messages import BatchProgress
 
 TOKENS = {CLIENT_TOKEN: "client-token-of-tests", ADMIN_TOKEN: "admin-token-of-tests"}

@@ -21,10 +21,10 @@ from interchange_helpers import (
     trainer,
 )
 from interchange_setup import OUTPUT, Setup, serving
-from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
+from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.limits import Totals
 from tinkerscript.protocol import NO_EPISODES, ClaimEpisodeResponse
-from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
+from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.server.process import running_server
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 

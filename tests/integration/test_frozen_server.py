@@ -16,9 +16,9 @@ from inference_fakes import Distribution, Faults
 from serving import serving
 from tinkerscript.config import RoleConfig
 from tinkerscript.errors import ConfigError, EngineError
-from tinkerscript.gateway.sampler import SampleRequest
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import pack_ids
+from tinkerscript.sampler import SampleRequest
+from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.train.backends.backend import FrozenModel
 from tinkerscript.train.frozen_model import open_frozen_role
 

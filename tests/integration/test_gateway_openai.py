@@ -17,10 +17,10 @@ from serving import serving
 from tinkerscript.config import SamplingConfig
 from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.endpoint import create_gateway
-from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import full_prompts
+from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
+from tinkerscript.tokenizer import LightTokenizer
 
 CLAIMS = {f"key{n}": OpenClaim(f"episode{n}", 1, 0) for n in range(4)}
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -19,11 +19,11 @@ import pytest_asyncio
 
 from interchange_helpers import collect, new_episodes, run_config, until
 from interchange_setup import OUTPUT, Setup, serving
+from tinkerscript.addresses import bind_gateways
 from tinkerscript.errors import ConfigError
-from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.protocol import ClaimEpisodeResponse
 from tinkerscript.rollouts.call import full_prompts
-from tinkerscript.server.addresses import bind_gateways
+from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.server.app import SECRET_FILE
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.messages import EpisodeAccepted

@@ -18,15 +18,15 @@ from interchange_helpers import until
 from serving import serving
 from tinkerscript.config import InferenceConfig
 from tinkerscript.errors import ConfigError, GatewayError
-from tinkerscript.gateway.sampler import SampledSequence, SampleRequest, SampleResult
 from tinkerscript.gateway.samplers import RemoteSampler, remote_sampler
 from tinkerscript.gateway.samplers.inference_server import Upstream
 from tinkerscript.gateway.samplers.remote import TOKENIZER_TEXT
 from tinkerscript.gateway.samplers.vllm import VllmServer
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.alignment import find_errors
 from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids, unpack_logprobs
 from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.sampler import SampledSequence, SampleRequest, SampleResult
+from tinkerscript.tokenizer import LightTokenizer
 
 PROMPT = [5, 6, 7, 8]
 TOLERANCE = 1e-5

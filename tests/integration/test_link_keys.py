@@ -15,9 +15,9 @@ import pytest
 import zmq
 
 from interchange_helpers import FAST, eventually, new_episodes, run_config, trainer, until
+from tinkerscript.addresses import ServerInfo
 from tinkerscript.errors import ConfigError
 from tinkerscript.processes.children import ServerAddress
-from tinkerscript.server.addresses import ServerInfo
 from tinkerscript.server.process import running_server
 from tinkerscript.trainer_link.keys import (
     ServerKeys,

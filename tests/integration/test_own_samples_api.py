@@ -10,9 +10,9 @@ import httpx
 
 from interchange_helpers import collect, new_episodes
 from interchange_setup import OUTPUT, Setup, serving
+from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.limits import Totals
 from tinkerscript.protocol import NO_EPISODES
-from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.trainer_link.messages import BatchProgress, EpisodeAccepted
 
 TOKENS = {CLIENT_TOKEN: "client-token-of-tests", ADMIN_TOKEN: "admin-token-of-tests"}

@@ -19,13 +19,13 @@ from command_line import end_all, start
 from interchange_helpers import new_episodes, until
 from interchange_setup import Setup, serving
 from record_helpers import episode
+from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.config import InterchangeConfig, RunConfig
 from tinkerscript.processes.launcher import MAX_RESTARTS
 from tinkerscript.processes.run_page import run_page
 from tinkerscript.protocol import FleetResponse
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.record.writer import RecordWriter
-from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 
 TOKENS = {CLIENT_TOKEN: "shared-token-of-tests", ADMIN_TOKEN: "admin-token-of-tests"}
 

@@ -9,8 +9,8 @@ import httpx
 
 from interchange_helpers import collect, eventually, new_episodes
 from interchange_setup import OUTPUT, Setup, serving
+from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.protocol import Failure
-from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.server.clients import MIN_FAILURES
 
 REASON = "its last 8 attempts failed while others succeeded: task_error: no space left on the device"

@@ -18,10 +18,10 @@ import pytest
 from tinkerscript.config import InferenceConfig
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.rendering import ChatRenderer
-from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.gateway.samplers import RemoteSampler, remote_sampler
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import pack_ids, unpack_ids, unpack_logprobs
+from tinkerscript.sampler import SampleRequest
 
 URL = os.environ.get("TINKERSCRIPT_TEST_VLLM", "")
 MODEL = Path(os.environ.get("TINKERSCRIPT_TEST_MODEL", str(TINY_MODEL)))

@@ -24,9 +24,9 @@ from interchange_helpers import (
     until,
 )
 from interchange_setup import OUTPUT, Setup, serving
+from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.errors import ConfigError
 from tinkerscript.protocol import NO_EPISODES, RUN_FINISHED, WEIGHT_SYNCING
-from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.server.process import running_server
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 

@@ -13,9 +13,9 @@ import pytest
 from interchange_helpers import collect, new_episodes, run_config, trainer
 from interchange_setup import FAST, running_server
 from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import pack_ids
+from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.train.backends.embedded_engine import EmbeddedSampler
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 

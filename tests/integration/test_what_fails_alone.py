@@ -14,10 +14,10 @@ from interchange_helpers import collect, new_episodes
 from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.gateway.dialects import ChatCompletions
 from tinkerscript.gateway.rendering import ChatRenderer
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.protocol import ClaimEpisodeResponse
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.testing import ScriptedSampler
+from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
 pytestmark = pytest.mark.timeout(60)

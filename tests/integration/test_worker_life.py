@@ -15,7 +15,7 @@ import pytest
 
 from interchange_helpers import collect, new_episode, new_episodes, until
 from interchange_setup import serving
-from tinkerscript.server.addresses import listen
+from tinkerscript.addresses import listen
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 from tinkerscript.workers.base_task import load_task
 

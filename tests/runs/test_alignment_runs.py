@@ -14,19 +14,19 @@ from msgspec import structs
 from short_runs import short_run
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import AlignmentError
-from tinkerscript.gateway.sampler import (
+from tinkerscript.page.curves import found_in
+from tinkerscript.record.health import health_rows
+from tinkerscript.record.reader import Record
+from tinkerscript.rollouts.call import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from tinkerscript.sampler import (
     ProgressCallback,
     SampledSequence,
     Sampler,
     SampleRequest,
     SampleResult,
 )
-from tinkerscript.gateway.tokenizer import LightTokenizer
-from tinkerscript.page.curves import found_in
-from tinkerscript.record.health import health_rows
-from tinkerscript.record.reader import Record
-from tinkerscript.rollouts.call import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from tinkerscript.testing import QuietReporter
+from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.train.journal import PolicyPublished, StepConsumed, read_journal
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run import run_training

@@ -22,10 +22,10 @@ from tinkerscript.commands.serve import serve_run
 from tinkerscript.commands.train import open_run
 from tinkerscript.config import InferenceConfig, RunConfig, dump_config
 from tinkerscript.errors import ConfigError, WorkerError
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.alignment import find_errors
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.server.process import running_server
+from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 TURNS = 4

@@ -17,9 +17,9 @@ from tinkerscript.cli import app
 from tinkerscript.client import Episode, TinkerScriptClient, run
 from tinkerscript.config import dump_config
 from tinkerscript.errors import EngineError, RequestRefusedError
-from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.page.transcript_view import parsed, unpacked_text
 from tinkerscript.record.reader import Record
+from tinkerscript.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.backends import BACKENDS
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend

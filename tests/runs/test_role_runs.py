@@ -12,10 +12,10 @@ import pytest
 
 from interchange_helpers import until
 from short_runs import short_run
+from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.page.episode_view import episode_view
 from tinkerscript.record.reader import Record
 from tinkerscript.rollouts.call import unpack_ids
-from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.journal import read_journal
 from tinkerscript.train.run import run_training

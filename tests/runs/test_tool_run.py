@@ -13,9 +13,9 @@ import tinker
 import tool_agent
 from short_runs import curve, short_run
 from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import full_prompts, unpack_ids
 from tinkerscript.testing import QuietReporter
+from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.train.journal import read_journal
 from tinkerscript.train.run import run_training
 from tinkerscript.trainer_link.messages import EpisodeAccepted

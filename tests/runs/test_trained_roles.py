@@ -18,12 +18,12 @@ from short_runs import curve, short_run
 from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.engine.training import EmbeddedTrainingClient
 from tinkerscript.errors import ConfigError
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.model_folder import model_folder
 from tinkerscript.page.episode_view import episode_view
 from tinkerscript.page.token_view import token_view
 from tinkerscript.record.reader import Record
 from tinkerscript.testing import QuietReporter
+from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.train.journal import Resumed, StepConsumed, read_journal
 from tinkerscript.train.run import run_training
 from tinkerscript.trainer_link.messages import EpisodeAccepted

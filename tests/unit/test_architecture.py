@@ -23,45 +23,49 @@ ALLOWED = {
     "remote_folder": "errors",
     "config": "errors files limits logs remote_folder",
     "model_folder": "errors remote_folder",
-    "rollouts": "errors protocol",
+    "rollouts": "errors",
     "inference_ctx": "errors rollouts",
     "asgi": "errors limits protocol",
-    "gateway": "asgi config errors limits model_folder protocol rollouts tracing",
-    "trainer_link": "errors files gateway limits protocol rollouts tracing",
-    "server": (
-        "asgi config errors files gateway http_server lifecycle limits logs model_folder protocol "
-        "record rollouts tracing trainer_link"
-    ),
     "client": "errors limits logs protocol tracing",
     "isolation": "errors",
-    "workers": "client errors inspect_tinker_bridge isolation lifecycle logs protocol tracing",
     "engine": "config errors lifecycle model_folder",
     "http_server": "asgi config lifecycle limits",
     "tinker_api": "asgi config engine errors files http_server",
-    "dashboard": "errors",
+    "dashboard": "",
     "record": "errors files rollouts",
-    "page": "asgi config errors gateway lifecycle model_folder record rollouts server",
-    "processes": "config errors lifecycle logs protocol server trainer_link vllm_plugin",
-    "train": (
-        "config dashboard engine errors files gateway inspect_tinker_bridge lifecycle logs "
-        "model_folder processes protocol record remote_folder rollouts server tracing trainer_link "
-        "vllm_plugin workers"
-    ),
     "vllm_plugin": "",
-    "commands": (
-        "client config dashboard engine errors files gateway http_server inspect_tinker_bridge "
-        "lifecycle model_folder page processes protocol record remote_folder rollouts server "
-        "tinker_api train trainer_link workers"
+    "starter": "client",
+    "__init__": "",
+    "inspect_tinker_bridge": "",
+    "workers": "client errors inspect_tinker_bridge isolation lifecycle protocol tracing",
+    "access_tokens": "asgi config errors files logs",
+    "sampler": "errors rollouts",
+    "trainer_link": "errors files limits protocol rollouts sampler tracing",
+    "addresses": "config errors trainer_link",
+    "processes": "access_tokens addresses config errors lifecycle logs protocol trainer_link vllm_plugin",
+    "tokenizer": "errors model_folder rollouts",
+    "gateway": "asgi config errors limits model_folder protocol rollouts sampler tokenizer tracing",
+    "server": (
+        "access_tokens addresses asgi config errors files gateway http_server lifecycle limits logs "
+        "model_folder protocol rollouts sampler tracing trainer_link"
     ),
-    "testing": "dashboard errors gateway rollouts server trainer_link",
+    "page": "addresses asgi config errors lifecycle model_folder record rollouts tokenizer",
+    "train": (
+        "access_tokens addresses config dashboard engine errors files gateway inspect_tinker_bridge "
+        "lifecycle logs model_folder processes protocol record remote_folder rollouts sampler "
+        "server tokenizer tracing trainer_link vllm_plugin workers"
+    ),
+    "commands": (
+        "access_tokens addresses client config dashboard engine errors files http_server "
+        "inspect_tinker_bridge lifecycle model_folder page processes protocol record remote_folder "
+        "server tinker_api train trainer_link workers"
+    ),
+    "testing": "dashboard errors gateway rollouts sampler server trainer_link",
     "cli": (
         "client commands dashboard engine errors files lifecycle logs model_folder page protocol "
         "record server tracing workers"
     ),
-    "starter": "client",
     "__main__": "cli",
-    "__init__": "",
-    "inspect_tinker_bridge": "",
 }
 """Room -> the other rooms of this repository that it may import."""
 

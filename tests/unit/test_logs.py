@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from clock import Clock
+from tinkerscript.access_tokens import ClaimKeys, Roles, claim_key
 from tinkerscript.client.episode import Episode, HeldClaim, run_rollout
 from tinkerscript.logs import (
     MORE_LEFT_OUT,
@@ -25,7 +26,6 @@ from tinkerscript.logs import (
     logged_to,
     now_about,
 )
-from tinkerscript.server.auth import ClaimKeys, Roles, claim_key
 
 FORGED = "\n2026-01-01 00:00:00,000 INFO root: a forged record\r\x1b[2J\u2028\x85{}"
 ENVIRON = {"TINKERSCRIPT_CLIENT_TOKEN": "the-clients-token", "PATH": "/usr/bin:/bin", "SHORT_KEY": "a"}

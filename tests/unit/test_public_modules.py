@@ -13,7 +13,7 @@ SEAMS = [
     "tinkerscript.engine.losses",
     "tinkerscript.gateway.dialects",
     "tinkerscript.gateway.dialects.dialect",
-    "tinkerscript.gateway.sampler",
+    "tinkerscript.sampler",
     "tinkerscript.gateway.claim_book",
     "tinkerscript.server.store",
     "tinkerscript.server.store.episode_store",

@@ -7,8 +7,8 @@ import pytest
 from tinkerscript import testing
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.claim_book import OpenClaim
-from tinkerscript.gateway.sampler import Progress, SampleRequest
 from tinkerscript.rollouts import Call, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from tinkerscript.sampler import Progress, SampleRequest
 from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
 
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from interchange_helpers import run_config
-from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
+from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.server.process import running_server
 from tinkerscript.vllm_plugin import (
     DIGESTS,

@@ -19,9 +19,9 @@ from taught_model import taught_sums
 from tinkerscript.config import RoleConfig, RunConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import EngineError
-from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import pack_ids, unpack_ids, unpack_logprobs
+from tinkerscript.sampler import SampleRequest
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train import token_advantages
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend

@@ -18,6 +18,8 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
+from tinkerscript.access_tokens import CLIENT_TOKEN, read_token
+from tinkerscript.addresses import moved_to
 from tinkerscript.config import (
     EngineConfig,
     InterchangeConfig,
@@ -39,8 +41,6 @@ from tinkerscript.processes.children import (
 from tinkerscript.processes.launcher import MAX_RESTARTS
 from tinkerscript.processes.planned import server_process
 from tinkerscript.processes.supervisor import Supervisor
-from tinkerscript.server.addresses import moved_to
-from tinkerscript.server.auth import CLIENT_TOKEN, read_token
 from tinkerscript.server.store import is_shared
 from tinkerscript.train.identity import check_unused, check_whole, identify
 

@@ -24,6 +24,8 @@ import httpx
 import pydantic
 from rich.console import Console
 
+from tinkerscript.access_tokens import ADMIN_TOKEN, Roles, read_token
+from tinkerscript.addresses import bind_http
 from tinkerscript.commands.plan import check_fits
 from tinkerscript.commands.show import health_lines, say
 from tinkerscript.config import RUNS, RunConfig, load_config
@@ -45,8 +47,6 @@ from tinkerscript.record.health import BestScore, best_score, health_rows, verdi
 from tinkerscript.record.reader import Record
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.remote_folder import Uploads, is_url, name_of, resumable_folder
-from tinkerscript.server.addresses import bind_http
-from tinkerscript.server.auth import ADMIN_TOKEN, Roles, read_token
 from tinkerscript.train.identity import check_unused, check_whole
 from tinkerscript.train.run_folder import steps_finished
 from tinkerscript.workers.base_task import check_is_there

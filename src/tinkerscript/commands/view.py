@@ -11,6 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tinkerscript.access_tokens import ADMIN_TOKEN, FILE_SUFFIX, MIN_TOKEN_CHARS, is_loopback, read_token
+from tinkerscript.addresses import PAGE_PORT, http_url, listen, listen_near, remote_url
 from tinkerscript.config import InterchangeConfig
 from tinkerscript.dashboard.terminal import open_in_browser
 from tinkerscript.errors import ConfigError
@@ -18,8 +20,6 @@ from tinkerscript.http_server import http_server
 from tinkerscript.lifecycle import shorten_collections
 from tinkerscript.page.web_app import create_page
 from tinkerscript.record.reader import find_runs
-from tinkerscript.server.addresses import PAGE_PORT, http_url, listen, listen_near, remote_url
-from tinkerscript.server.auth import ADMIN_TOKEN, FILE_SUFFIX, MIN_TOKEN_CHARS, is_loopback, read_token
 
 NICENESS = 10
 """A page must not take the processor from a run beside it."""

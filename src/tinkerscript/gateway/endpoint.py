@@ -28,9 +28,9 @@ from tinkerscript.gateway.outside_model import OutsideModel
 from tinkerscript.gateway.outside_server import OutsideServer
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.gateway.sampled_model import SampledModel
-from tinkerscript.gateway.sampler import Sampler
 from tinkerscript.model_folder import model_folder, model_name
 from tinkerscript.protocol import POLICY
+from tinkerscript.sampler import Sampler
 
 MODELS_PATH = "/v1/models"
 

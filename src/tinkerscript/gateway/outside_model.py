@@ -31,8 +31,8 @@ from tinkerscript.gateway.named_model import ClaimState, NamedModel, PreparedReq
 from tinkerscript.gateway.outside_server import OutsideReply, OutsideServer
 from tinkerscript.gateway.sampled_model import unknown_model
 from tinkerscript.gateway.streamed_reply import StreamedReply
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import FOREIGN_POLICY, Call
+from tinkerscript.tokenizer import LightTokenizer
 
 REPLY_TOKENS = 4096
 """Of a reply, if the program sets no maximum."""

@@ -40,13 +40,13 @@ from tinkerscript.gateway.chat_template import PROBE_CALL, PROBE_TOOL, ChatTempl
 from tinkerscript.gateway.partial_reply import PartialReply
 from tinkerscript.gateway.reply_format import QWEN3, NamedCall, ReplyFormat
 from tinkerscript.gateway.template_rendering import TemplateRendering
-from tinkerscript.gateway.tokenizer import (
+from tinkerscript.model_folder import config_of, context_of, hub_id_of
+from tinkerscript.tokenizer import (
     ESCAPED_MARK,
     THINK_END,
     THINK_START,
     LightTokenizer,
 )
-from tinkerscript.model_folder import config_of, context_of, hub_id_of
 
 QWEN3_TYPES = frozenset({"qwen3", "qwen3_moe"})
 

@@ -15,7 +15,7 @@ from typing import Any
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.dialects.dialect import ModelCall
 from tinkerscript.gateway.rendering import Markers
-from tinkerscript.gateway.sampler import Constraint
+from tinkerscript.sampler import Constraint
 
 WHITE_SPACE = r"[ \n\r\t]{1,40}"
 """Allowed between the parts of a JSON value: bounded, since a model may sample white space forever."""

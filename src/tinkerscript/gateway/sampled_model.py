@@ -27,7 +27,10 @@ from tinkerscript.gateway.named_model import ClaimState, NamedModel, PreparedReq
 from tinkerscript.gateway.partial_reply import PartialReply
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
 from tinkerscript.gateway.reply_grammar import constraint_of, is_constrained
-from tinkerscript.gateway.sampler import (
+from tinkerscript.gateway.streamed_reply import StreamedReply
+from tinkerscript.limits import LOGPROBS
+from tinkerscript.rollouts.call import Call, TokenConstraint, unpack_ids
+from tinkerscript.sampler import (
     Progress,
     ProgressCallback,
     SampledSequence,
@@ -36,9 +39,6 @@ from tinkerscript.gateway.sampler import (
     SampleRequest,
     SampleResult,
 )
-from tinkerscript.gateway.streamed_reply import StreamedReply
-from tinkerscript.limits import LOGPROBS
-from tinkerscript.rollouts.call import Call, TokenConstraint, unpack_ids
 from tinkerscript.tracing import call_span
 
 

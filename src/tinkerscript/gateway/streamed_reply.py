@@ -16,8 +16,8 @@ from tinkerscript.asgi import COMMENT_EVERY_S, KEEP_ALIVE, Caller
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.dialects.dialect import Choice, Completion, EventStream, MessageDelta
 from tinkerscript.gateway.partial_reply import PartialReply
-from tinkerscript.gateway.sampler import Progress, SampledTokens, SampleResult
 from tinkerscript.rollouts.call import unpack_ids
+from tinkerscript.sampler import Progress, SampledTokens, SampleResult
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage, Tool, canonical_json, joined_parts, reasoning_of
 from tinkerscript.gateway.chat_template import PROBE_CALL, PROBE_TOOL, ChatTemplate, parsed_arguments
 from tinkerscript.gateway.reply_format import ReplyFormat, reply_format
-from tinkerscript.gateway.tokenizer import LightTokenizer, unmarked
 from tinkerscript.model_folder import stop_ids_of
+from tinkerscript.tokenizer import LightTokenizer, unmarked
 
 _ANSWERED: list[ChatMessage] = [
     {"role": "user", "content": "probe_question"},

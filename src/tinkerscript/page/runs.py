@@ -21,10 +21,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from tinkerscript.addresses import SERVER_FILE, ServerInfo, read_server_info
 from tinkerscript.asgi import is_loopback
 from tinkerscript.errors import ConfigError, NotRecordedError
 from tinkerscript.record.reader import Record, find_runs
-from tinkerscript.server.addresses import SERVER_FILE, ServerInfo, read_server_info
 
 FRESH_S = 1.0
 """Seconds for which a reply of a run's server is shown again."""

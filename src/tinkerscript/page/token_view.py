@@ -11,12 +11,12 @@ import numpy.typing as npt
 from pydantic import BaseModel, Field
 
 from tinkerscript.errors import NotRecordedError
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.model_folder import model_folder
 from tinkerscript.page.episode_view import sequences_of
 from tinkerscript.record.entries import TokenUse, TrainedSequence
 from tinkerscript.record.reader import Record
 from tinkerscript.rollouts.rollout import Rollout
+from tinkerscript.tokenizer import LightTokenizer
 
 SHOWN_TOKENS = 8192
 """Of one reply."""

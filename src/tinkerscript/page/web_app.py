@@ -20,6 +20,7 @@ from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, Field
 
 from tinkerscript import __version__
+from tinkerscript.addresses import read_server_info
 from tinkerscript.errors import ConfigError, NotRecordedError
 from tinkerscript.page import curves as curve_view
 from tinkerscript.page.access import SESSION_S, PageAccess, PageSessions, read_audit, write_audit
@@ -42,7 +43,6 @@ from tinkerscript.page.steps import GroupFilter, Step, StepPage, step_page, step
 from tinkerscript.page.token_view import Tokens, token_view
 from tinkerscript.page.transcript_view import TranscriptView, transcript_view
 from tinkerscript.record.reader import Record
-from tinkerscript.server.addresses import read_server_info
 
 STATIC = Path(__file__).parent / "static"
 Before = Annotated[int | None, Query(ge=1, description="Continue below: `next` of the previous page.")]

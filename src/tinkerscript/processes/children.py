@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from tinkerscript.access_tokens import CLIENT_TOKEN, reached_through, read_token
+from tinkerscript.addresses import remote_url
 from tinkerscript.config import InterchangeConfig, RunConfig
 from tinkerscript.errors import EngineError, LinkError, WorkerError
 from tinkerscript.lifecycle import own_command, try_lock
 from tinkerscript.processes.launcher import Child, Launcher, LocalProcess, Slot, free_port
 from tinkerscript.processes.planned import TRAINER_PROCESS, PlannedProcess
 from tinkerscript.processes.supervisor import Supervisor
-from tinkerscript.server.addresses import remote_url
-from tinkerscript.server.auth import CLIENT_TOKEN, reached_through, read_token
 from tinkerscript.trainer_link.keys import TrainerKeys, load_trainer_keys
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 

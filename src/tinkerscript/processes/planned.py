@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN, FILE_SUFFIX, TOKEN_VARIABLES
 from tinkerscript.config import EngineConfig, InferenceConfig, RunConfig
 from tinkerscript.lifecycle import own_command
 from tinkerscript.logs import FORMAT, LogFormat
 from tinkerscript.processes.launcher import MAX_RESTARTS, Child, Room, Slot
 from tinkerscript.protocol import SERVER_URL
-from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, FILE_SUFFIX, TOKEN_VARIABLES
 from tinkerscript.vllm_plugin import ADAPTERS, ADAPTERS_TOKEN, TRANSFER
 
 SERVER_PROCESS = "interchange server"

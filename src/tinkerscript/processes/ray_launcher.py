@@ -23,12 +23,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from tinkerscript.access_tokens import is_loopback
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConfigError, WorkerError
 from tinkerscript.lifecycle import describe_exit, last_lines
 from tinkerscript.processes.launcher import Child, Launcher, LocalLauncher, Slot, Started
 from tinkerscript.processes.planned import PlannedProcess
-from tinkerscript.server.auth import is_loopback
 
 ACTOR_STOP_S = 4.0
 """Seconds that the agent gets to leave the cluster."""

@@ -13,13 +13,13 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from tinkerscript.access_tokens import ADMIN_TOKEN, MIN_TOKEN_CHARS, read_token
+from tinkerscript.addresses import PAGE_PORT, http_url, listen, listen_near
 from tinkerscript.config import InterchangeConfig, RunConfig
 from tinkerscript.errors import WorkerError
 from tinkerscript.processes.launcher import MAX_RESTARTS
 from tinkerscript.processes.planned import page_process
 from tinkerscript.processes.supervisor import Supervisor
-from tinkerscript.server.addresses import PAGE_PORT, http_url, listen, listen_near
-from tinkerscript.server.auth import ADMIN_TOKEN, MIN_TOKEN_CHARS, read_token
 
 THIS_MACHINE = "127.0.0.1"
 

@@ -19,6 +19,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.types import ASGIApp
 
 from tinkerscript import __version__
+from tinkerscript.access_tokens import ClaimKeys, Roles, load_secret
 from tinkerscript.asgi import (
     FastRoute,
     Refusals,
@@ -35,7 +36,6 @@ from tinkerscript.gateway.outside_server import OutsideServer
 from tinkerscript.limits import Totals
 from tinkerscript.model_folder import model_folder, model_name
 from tinkerscript.protocol import RefusalResponse
-from tinkerscript.server.auth import ClaimKeys, Roles, load_secret
 from tinkerscript.server.claims import LeasedClaims, ServedModel
 from tinkerscript.server.clients import Clients
 from tinkerscript.server.episodes.book import EpisodeBook

@@ -16,12 +16,12 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tinkerscript.access_tokens import ClaimKeys
 from tinkerscript.errors import GatewayError, UnknownEpisodeError
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
 from tinkerscript.limits import KEPT_BYTES, KEPT_CALLS, KEPT_S, RECORDED_BYTES, SECTION
 from tinkerscript.logs import now_about
 from tinkerscript.rollouts.call import Call
-from tinkerscript.server.auth import ClaimKeys
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.metrics import ServerMetrics

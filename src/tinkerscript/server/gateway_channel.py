@@ -18,9 +18,9 @@ import msgspec
 
 from tinkerscript.errors import GatewayError, StoreError
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
-from tinkerscript.gateway.sampler import Sampler
 from tinkerscript.logs import now_about
 from tinkerscript.rollouts.call import Call
+from tinkerscript.sampler import Sampler
 from tinkerscript.server.claims import LeasedClaims
 from tinkerscript.trainer_link.messages import (
     CancelSample,

@@ -19,13 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tinkerscript.access_tokens import TOKEN_VARIABLES
 from tinkerscript.asgi import Refusals
 from tinkerscript.config import RunConfig
 from tinkerscript.gateway.dialects import REFUSAL_BODIES
-from tinkerscript.gateway.sampler import Sampler
 from tinkerscript.http_server import http_server
 from tinkerscript.lifecycle import GRACE_S, describe_exit, own_command, stop_child
-from tinkerscript.server.auth import TOKEN_VARIABLES
+from tinkerscript.sampler import Sampler
 from tinkerscript.server.claims import LeasedClaims, gateway_path
 from tinkerscript.server.gateway_channel import (
     Channel,

@@ -30,6 +30,17 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from tinkerscript import __version__, tracing
+from tinkerscript.access_tokens import Roles
+from tinkerscript.addresses import (
+    SERVER_FILE,
+    ServerInfo,
+    bind_gateways,
+    bind_http,
+    bind_link,
+    http_url,
+    needs_link_keys,
+    read_server_info,
+)
 from tinkerscript.asgi import Refusals
 from tinkerscript.config import InterchangeConfig, RunConfig, load_config
 from tinkerscript.errors import ConfigError, StoreError
@@ -49,17 +60,6 @@ from tinkerscript.limits import Totals
 from tinkerscript.logs import now_about
 from tinkerscript.model_folder import model_folder
 from tinkerscript.protocol import HealthResponse
-from tinkerscript.server.addresses import (
-    SERVER_FILE,
-    ServerInfo,
-    bind_gateways,
-    bind_http,
-    bind_link,
-    http_url,
-    needs_link_keys,
-    read_server_info,
-)
-from tinkerscript.server.auth import Roles
 from tinkerscript.server.store import open_store
 from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.trainer_link.keys import KEYS_DIR, make_link_keys, pack_link_keys, unpack_link_keys

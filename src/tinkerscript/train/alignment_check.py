@@ -16,7 +16,6 @@ import numpy as np
 
 from tinkerscript.config import TrainingConfig
 from tinkerscript.errors import AlignmentError
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.advantages import RolloutGroup, WeightedRollout
 from tinkerscript.rollouts.alignment import AlignmentReport, find_errors, find_warnings
 from tinkerscript.rollouts.alignment.diagnosis import (
@@ -29,6 +28,7 @@ from tinkerscript.rollouts.alignment.diagnosis import (
 )
 from tinkerscript.rollouts.call import Call, FloatArray, IntArray, full_prompts
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
+from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.train.backends.backend import TrainerBackend
 
 UNNAMED = "logprob_gap"

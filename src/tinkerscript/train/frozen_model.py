@@ -18,12 +18,12 @@ import numpy as np
 
 from tinkerscript.config import InferenceConfig, RoleConfig
 from tinkerscript.errors import ConfigError, EngineError, GatewayError
-from tinkerscript.gateway.sampler import Sampler, SampleRequest
 from tinkerscript.gateway.samplers.inference_server import Upstream
 from tinkerscript.gateway.samplers.probe import ServerFacts
 from tinkerscript.gateway.samplers.remote import RemoteSampler, api_key, examine
 from tinkerscript.gateway.samplers.vllm import VllmServer
 from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids
+from tinkerscript.sampler import Sampler, SampleRequest
 from tinkerscript.train.backends.backend import FrozenModel, TrainerBackend
 from tinkerscript.train.tokenizer_check import check_tokenizer_of_server
 

@@ -48,9 +48,9 @@ from tinkerscript.gateway.conversation.tree import (
     PromptIndex,
     Turn,
 )
-from tinkerscript.gateway.sampler import Sampler, SampleRequest
 from tinkerscript.protocol import Failure, bounded
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from tinkerscript.sampler import Sampler, SampleRequest
 from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode, failed_episode
 from tinkerscript.train.journal import QUARANTINED, EpisodeRegistered
 from tinkerscript.train.policy import Policy, check_lengths

@@ -18,8 +18,8 @@ from typing import NoReturn
 from msgspec import structs
 
 from tinkerscript.errors import AlignmentError, GatewayError
-from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult, fitted
 from tinkerscript.rollouts.call import IntArray, unpack_ids
+from tinkerscript.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult, fitted
 from tinkerscript.train.backends.backend import FrozenModel, Publisher
 from tinkerscript.train.journal import Journal, PolicyPublished
 from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome

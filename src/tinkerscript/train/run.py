@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from tinkerscript.addresses import moved_to, read_server_info
 from tinkerscript.config import EvaluationConfig, RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import AlignmentError, ConfigError, EngineError, LinkError
@@ -41,7 +42,6 @@ from tinkerscript.processes.supervisor import Supervisor, run_beside
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.alignment.diagnosis import Finding
 from tinkerscript.rollouts.alignment.report import explain
-from tinkerscript.server.addresses import moved_to, read_server_info
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends import backend_named
 from tinkerscript.train.backends.backend import FrozenModel, Publisher, TrainerBackend

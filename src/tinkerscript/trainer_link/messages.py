@@ -20,10 +20,10 @@ import msgspec
 import zmq.asyncio
 
 from tinkerscript.errors import LinkError
-from tinkerscript.gateway.sampler import Progress, SampleRequest, SampleResult
 from tinkerscript.limits import ID_CHARS, PAYLOAD_DEPTH, depth_is_beyond
 from tinkerscript.protocol import POLICY, TRAINER_POOL, EngineStatus, EpisodeType
 from tinkerscript.rollouts.call import Call, calls_of
+from tinkerscript.sampler import Progress, SampleRequest, SampleResult
 
 LINK_VERSION = 11
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Protocol
 
 from tinkerscript.errors import EngineError, GatewayError
-from tinkerscript.gateway.sampler import (
+from tinkerscript.sampler import (
     Progress,
     ProgressCallback,
     SampleFunction,

@@ -22,8 +22,8 @@ import zmq
 import zmq.asyncio
 
 from tinkerscript.errors import ConflictError, LinkError
-from tinkerscript.gateway.sampler import SampleFunction
 from tinkerscript.protocol import EngineStatus, own_clients
+from tinkerscript.sampler import SampleFunction
 from tinkerscript.trainer_link.keys import FailedHandshakes, TrainerKeys, secure_trainer
 from tinkerscript.trainer_link.messages import (
     LINK_VERSION,

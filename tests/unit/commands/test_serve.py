@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from rich.console import Console
 
 from asgi_caller import AsgiCaller
+from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN, Roles
 from tinkerscript.commands import serve as module
 from tinkerscript.commands.serve import Served, serve_checkpoint, served_config
 from tinkerscript.config import InterchangeConfig
@@ -24,7 +25,6 @@ from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.processes.children import ServerAddress
 from tinkerscript.processes.supervisor import Supervisor
 from tinkerscript.rollouts.call import Call
-from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, Roles
 from tinkerscript.server.claims import ServedModel
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.metrics import ServerMetrics

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tinkerscript.access_tokens import ADMIN_TOKEN
 from tinkerscript.cli import CANNOT_RUN, app
 from tinkerscript.commands.view import check_reach
 from tinkerscript.errors import ConfigError
-from tinkerscript.server.auth import ADMIN_TOKEN
 
 
 def test_a_folder_without_runs_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,10 +22,10 @@ from tinkerscript.engine.training import AllWeights, Trainer
 from tinkerscript.engine.weights import load_model
 from tinkerscript.gateway import named_model
 from tinkerscript.gateway.dialects import DIALECTS
-from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import pack_ids
 from tinkerscript.rollouts.rollout import EpisodeRollouts
+from tinkerscript.sampler import SampleRequest
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.store import open_store
 from tinkerscript.train import backends

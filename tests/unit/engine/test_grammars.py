@@ -18,10 +18,10 @@ from gateway_bench import CLAIM, Bench
 from small_models import small_model
 from tinkerscript.engine import grammars
 from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import TokenConstraint, full_prompts, unpack_ids
 from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.train.backends.embedded_engine import EmbeddedSampler
 from tiny_tokenizer import write_model_folder
 

@@ -18,8 +18,8 @@ from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.chat_template import ChatTemplate, templates_with_defaults
 from tinkerscript.gateway.conversation.tree import TEMPLATE_REWRITES, Turn
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
-from tinkerscript.gateway.tokenizer import MARK, unmarked
 from tinkerscript.rollouts.call import unpack_ids
+from tinkerscript.tokenizer import MARK, unmarked
 
 SYSTEM = {"role": "system", "content": "be brief"}
 NOW = datetime(2026, 3, 4)

@@ -14,7 +14,7 @@ from gateway_bench import CLAIM, Bench, LimitedSampler
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.dialects import AnthropicMessages
 from tinkerscript.gateway.dialects.dialect import ModelCall
-from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.tokenizer import LightTokenizer
 
 TOOL: dict[str, Any] = {"name": "add", "input_schema": {"type": "object"}}
 CALLS = "".join(

@@ -13,14 +13,14 @@ from asgi_caller import AsgiCaller
 from chat_families import FAMILIES
 from gateway_bench import CLAIM, Bench, WaitingSampler
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.sampler import (
+from tinkerscript.rollouts.call import full_prompts, unpack_ids
+from tinkerscript.sampler import (
     ProgressCallback,
     Sampler,
     SampleRequest,
     SampleResult,
     refuse_unsupported,
 )
-from tinkerscript.rollouts.call import full_prompts, unpack_ids
 from tinkerscript.testing import ScriptedSampler
 from tiny_tokenizer import write_model_folder
 

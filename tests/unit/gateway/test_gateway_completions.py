@@ -12,9 +12,9 @@ import pytest
 from gateway_bench import Bench, WaitingSampler
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.sampled_model import sample_all
-from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import full_prompts, pack_ids, unpack_ids
 from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
 
 
 async def post(bench: Bench, prompt: Any = "hi", **fields: Any) -> httpx.Response:

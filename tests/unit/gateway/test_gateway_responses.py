@@ -20,8 +20,8 @@ from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.dialects import Responses
 from tinkerscript.gateway.dialects.dialect import ModelCall
 from tinkerscript.gateway.endpoint import create_gateway
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
+from tinkerscript.tokenizer import LightTokenizer
 
 TOOL: dict[str, Any] = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
 CALLS = "".join(

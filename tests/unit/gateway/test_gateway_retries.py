@@ -18,8 +18,8 @@ from tinkerscript.errors import GatewayError
 from tinkerscript.gateway import idempotency
 from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.idempotency import IdempotencyCache, fingerprint_of
-from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import Call
+from tinkerscript.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.testing import MemoryClaimBook
 
 BODY: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}

@@ -15,8 +15,8 @@ from gateway_bench import CLAIM, Bench, WaitingSampler
 from interchange_helpers import until
 from tinkerscript.gateway import streamed_reply
 from tinkerscript.gateway.claim_book import OpenClaim
-from tinkerscript.gateway.sampler import Progress, ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs
+from tinkerscript.sampler import Progress, ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
 
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "add"}}]

@@ -126,7 +126,7 @@ def test_what_could_be_other_ids_is_refused(name: str, tokens: list[str], text: 
 
 
 def test_a_tokenizer_that_is_not_hugging_faces_will_do(byte_model: Path) -> None:
-    from tinkerscript.gateway.tokenizer import LightTokenizer
+    from tinkerscript.tokenizer import LightTokenizer
 
     light: Any = LightTokenizer(byte_model)
     entries = [{"token": token, "logprob": -1.0} for token in ("hello", "Ġ", "<|im_end|>")]

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from certificates import write_certificate
+from tinkerscript.addresses import SERVER_FILE, ServerInfo
 from tinkerscript.errors import NotRecordedError
 from tinkerscript.page.runs import RunServer
-from tinkerscript.server.addresses import SERVER_FILE, ServerInfo
 
 TOKEN = "the-admin-token-of-this-test"
 

@@ -8,9 +8,9 @@ import random
 import pytest
 
 from clock import Clock
+from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN, Roles
 from tinkerscript.config import ClientConfig, InterchangeConfig
 from tinkerscript.errors import ConfigError, QuotaError, UnauthorizedError
-from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, Roles
 from tinkerscript.server.clients import MAX_CLIENTS, MIN_FAILURES, POLLING_S, Clients, RunEnd
 
 REASON = "its last 9 attempts failed while others succeeded: ValueError: no disk"

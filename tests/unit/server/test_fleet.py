@@ -12,9 +12,9 @@ from fastapi import FastAPI
 
 from clock import Clock
 from interchange_helpers import run_config
+from tinkerscript.access_tokens import Roles
 from tinkerscript.protocol import Failure, FleetResponse
 from tinkerscript.server.app import create_server
-from tinkerscript.server.auth import Roles
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.routes import status
 from tinkerscript.testing import MemoryStore

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from interchange_helpers import run_config
+from tinkerscript.access_tokens import Roles
 from tinkerscript.server.app import InterchangeServer, create_server
-from tinkerscript.server.auth import Roles
 from tinkerscript.testing import MemoryStore
 from tinkerscript.tinker_api.wire_server import PREFIX, WIRE_ENDPOINTS, wire_app
 

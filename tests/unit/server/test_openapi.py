@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from interchange_helpers import run_config
+from tinkerscript.access_tokens import Roles
 from tinkerscript.server.app import create_server
-from tinkerscript.server.auth import Roles
 from tinkerscript.testing import MemoryStore
 
 ENDPOINTS = {

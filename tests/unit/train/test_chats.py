@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from chat_families import FAMILIES
 from tinkerscript.config import EngineConfig, RunConfig, SftConfig
 from tinkerscript.errors import ConfigError
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.model_folder import TINY_MODEL
+from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.train.chats import Chats, load_chats
 from tinkerscript.train.journal import Journal
 from tinkerscript.train.run_folder import RunFolder

@@ -11,14 +11,14 @@ import pytest
 import tinker
 
 from tinkerscript.errors import AlignmentError, GatewayError
-from tinkerscript.gateway.sampler import (
+from tinkerscript.rollouts.call import pack_ids, pack_logprobs
+from tinkerscript.sampler import (
     ProgressCallback,
     SampledSequence,
     Sampler,
     SampleRequest,
     SampleResult,
 )
-from tinkerscript.rollouts.call import pack_ids, pack_logprobs
 from tinkerscript.train.backends.backend import FrozenSampler, Publisher, finish_despite_cancel
 from tinkerscript.train.journal import Journal, PolicyPublished, read_journal
 from tinkerscript.train.policy import Policy, SeededSampler

@@ -18,9 +18,9 @@ from tinkerscript.config import EngineConfig, RoleConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.weights import LoraSettings
 from tinkerscript.errors import ConfigError, EngineError, EngineRequestError
-from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids, unpack_ids, unpack_logprobs
+from tinkerscript.sampler import SampleRequest
 from tinkerscript.train.backends import open_backend
 from tinkerscript.train.backends.backend import FrozenModel
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend

@@ -17,11 +17,11 @@ import tinker
 from rollout_helpers import make_accepted, make_call
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import AlignmentError
-from tinkerscript.gateway.sampler import Sampler
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.record.writer import RecordWriter
 from tinkerscript.rollouts.alignment import AlignmentReport
+from tinkerscript.sampler import Sampler
 from tinkerscript.testing import QuietReporter, ScriptedSampler
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends.backend import Publisher

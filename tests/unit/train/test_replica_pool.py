@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from interchange_helpers import until
 from tinkerscript.config import InferenceConfig
 from tinkerscript.errors import EngineError, GatewayError
-from tinkerscript.gateway.sampler import SampledSequence, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids, pack_logprobs
+from tinkerscript.sampler import SampledSequence, SampleRequest, SampleResult
 from tinkerscript.train.replicas.pool import Published, ReplicaPool
 from tinkerscript.train.replicas.replica import Replica
 

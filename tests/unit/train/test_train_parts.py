@@ -19,7 +19,6 @@ from interchange_helpers import until
 from rollout_helpers import update
 from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.processes.launcher import Child
 from tinkerscript.processes.supervisor import ChildFailedError, Supervisor, run_beside
@@ -28,6 +27,7 @@ from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import Call, pack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts
+from tinkerscript.sampler import SampleRequest
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train import open_run, run
 from tinkerscript.train.alignment_check import TrainedModel

@@ -18,11 +18,11 @@ from tinkerscript.config import EngineConfig, RunConfig, TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.weights import LoraSettings
 from tinkerscript.errors import EngineError, GatewayError
-from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import FOREIGN_POLICY, Call, pack_ids
+from tinkerscript.sampler import SampleRequest
 from tinkerscript.server.routes.episodes import _checked_reward  # pyright: ignore[reportPrivateUsage]
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends import open_backend

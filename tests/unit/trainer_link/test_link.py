@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from gateway_bench import WaitingSampler
 from interchange_helpers import FAST, collect, new_episode, new_episodes, scripted, trainer, until
 from tinkerscript.errors import ConflictError, EngineError, GatewayError, LinkError
-from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.protocol import ClaimEpisodeRequest, Failure
 from tinkerscript.rollouts.call import pack_ids
+from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange

@@ -37,8 +37,8 @@ from tinkerscript.gateway.conversation.tree import (
     PromptIndex,
     Turn,
 )
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids, with_messages
+from tinkerscript.tokenizer import LightTokenizer
 
 _encode = msgspec.json.Encoder().encode
 

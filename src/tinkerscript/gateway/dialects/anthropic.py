@@ -39,8 +39,8 @@ from tinkerscript.gateway.dialects.dialect import (
     named_event,
     reasoning_tokens,
 )
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import unpack_ids
+from tinkerscript.tokenizer import LightTokenizer
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

@@ -44,10 +44,10 @@ from tinkerscript.gateway.dialects.validation import (
     unsupported,
     unsupported_content,
 )
-from tinkerscript.gateway.sampler import SampledTokens
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.limits import MESSAGES, TOOLS
 from tinkerscript.rollouts.call import unpack_ids
+from tinkerscript.sampler import SampledTokens
+from tinkerscript.tokenizer import LightTokenizer
 
 
 class _Function(Struct, forbid_unknown_fields=True):

@@ -30,10 +30,10 @@ from tinkerscript.gateway.dialects.openai import (
     usage_of,
 )
 from tinkerscript.gateway.dialects.validation import TopLogprobs, Unsupported, decode, invalid
-from tinkerscript.gateway.sampler import SampledTokens
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.limits import CHOICES
 from tinkerscript.rollouts.call import pack_ids, unpack_ids, unpack_logprobs
+from tinkerscript.sampler import SampledTokens
+from tinkerscript.tokenizer import LightTokenizer
 
 _Prompt = str | list[str | int | list[int]]
 

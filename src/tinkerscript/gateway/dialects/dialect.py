@@ -16,9 +16,9 @@ from tinkerscript import limits
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage, Tool
 from tinkerscript.gateway.dialects.agent_mode import SIDE_MODEL, without_agent_fields
-from tinkerscript.gateway.sampler import SampledTokens
-from tinkerscript.gateway.tokenizer import THINK_END, LightTokenizer
 from tinkerscript.rollouts.call import unpack_ids
+from tinkerscript.sampler import SampledTokens
+from tinkerscript.tokenizer import THINK_END, LightTokenizer
 
 __all__ = [
     "Choice",

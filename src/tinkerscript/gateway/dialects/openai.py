@@ -31,10 +31,10 @@ from tinkerscript.gateway.dialects.validation import (
     invalid,
     sampling_arguments,
 )
-from tinkerscript.gateway.sampler import SampledTokens
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.limits import CHOICES, SEED, STOP_IDS, STOPS
 from tinkerscript.rollouts.call import unpack_ids, unpack_logprobs
+from tinkerscript.sampler import SampledTokens
+from tinkerscript.tokenizer import LightTokenizer
 
 DONE = b"data: [DONE]\n\n"
 

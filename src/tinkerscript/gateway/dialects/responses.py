@@ -37,9 +37,9 @@ from tinkerscript.gateway.dialects.responses_request import (
     parse_count,
     parse_request,
 )
-from tinkerscript.gateway.sampler import SampledTokens
-from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import unpack_ids
+from tinkerscript.sampler import SampledTokens
+from tinkerscript.tokenizer import LightTokenizer
 
 Item = dict[str, Any]
 

@@ -14,9 +14,9 @@ from statistics import fmean
 import msgspec
 
 from tinkerscript.errors import ConfigError, GatewayError
-from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.gateway.samplers.vllm import VLLM_REMEDIES, ServerDescription, ServerSample, VllmServer
 from tinkerscript.rollouts.call import LogprobKind, pack_ids
+from tinkerscript.sampler import SampleRequest
 
 PROBE_TOP = 5
 """How many of the most likely tokens to compare: OpenAI's limit, so every server allows it."""

@@ -17,7 +17,11 @@ from pathlib import Path
 from tinkerscript.config import InferenceConfig
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.rendering import ChatRenderer
-from tinkerscript.gateway.sampler import (
+from tinkerscript.gateway.samplers.inference_server import Upstream
+from tinkerscript.gateway.samplers.probe import Probe, ServerFacts
+from tinkerscript.gateway.samplers.vllm import ServerDescription, ServerSample, VllmServer
+from tinkerscript.rollouts.call import FOREIGN_POLICY, LogprobKind, pack_ids, pack_logprobs
+from tinkerscript.sampler import (
     ProgressCallback,
     SampledSequence,
     Sampler,
@@ -26,10 +30,6 @@ from tinkerscript.gateway.sampler import (
     fitted,
     refuse_unsupported,
 )
-from tinkerscript.gateway.samplers.inference_server import Upstream
-from tinkerscript.gateway.samplers.probe import Probe, ServerFacts
-from tinkerscript.gateway.samplers.vllm import ServerDescription, ServerSample, VllmServer
-from tinkerscript.rollouts.call import FOREIGN_POLICY, LogprobKind, pack_ids, pack_logprobs
 
 PROGRESS_POLL_S = 0.25
 """Interval at which to check for a server that is not up yet."""

@@ -34,9 +34,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.gateway.samplers.inference_server import Upstream
 from tinkerscript.rollouts.call import StopReason, unpack_ids
+from tinkerscript.sampler import SampleRequest
 
 TOKEN_ID = "token_id:"
 """Precedes an id where a token's text would stand."""

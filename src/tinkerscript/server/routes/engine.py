@@ -20,6 +20,7 @@ from fastapi import APIRouter, Response
 from fastapi import Path as InPath
 from fastapi.responses import FileResponse
 
+from tinkerscript.addresses import ADAPTERS_FOLDER
 from tinkerscript.config import parse_config
 from tinkerscript.errors import ConfigError, ConflictError, UnknownWeightsError
 from tinkerscript.files import write_atomically
@@ -30,7 +31,6 @@ from tinkerscript.protocol import (
     SyncTrainConfigRequest,
     SyncTrainConfigResponse,
 )
-from tinkerscript.server.addresses import ADAPTERS_FOLDER
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.trainer_link.messages import Stop
 from tinkerscript.trainer_link.server_end import ServerLink

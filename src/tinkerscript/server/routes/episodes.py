@@ -19,6 +19,7 @@ from fastapi import HTTPException, Request
 from pydantic_core import from_json
 from starlette.types import Receive
 
+from tinkerscript.access_tokens import ClaimKeys, Roles
 from tinkerscript.asgi import RETRY_AFTER_S, FastRoute
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
@@ -42,7 +43,6 @@ from tinkerscript.protocol import (
     bounded,
     checked_reward,
 )
-from tinkerscript.server.auth import ClaimKeys, Roles
 from tinkerscript.server.claims import LeasedClaims, gateway_path
 from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import msgspec
 from fastapi import APIRouter, HTTPException, Request
 
+from tinkerscript.access_tokens import ADMIN_TOKEN, Roles, authorization_of
 from tinkerscript.asgi import RETRY_AFTER_S
 from tinkerscript.errors import ConflictError, InterchangeError, QuotaError, UnauthorizedError
 from tinkerscript.limits import PAYLOAD_BYTES
@@ -23,7 +24,6 @@ from tinkerscript.protocol import (
     RegisterEpisodesResponse,
     SuccessResponse,
 )
-from tinkerscript.server.auth import ADMIN_TOKEN, Roles, authorization_of
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.trainer_link.messages import NewEpisode
 

@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse
 from pydantic_core import from_json
 
 from tinkerscript import __version__
+from tinkerscript.access_tokens import ClaimId, ClaimKeys, Roles, authorization_of
 from tinkerscript.errors import ConflictError, InterchangeError, UnknownEpisodeError
 from tinkerscript.protocol import (
     BatchProgressResponse,
@@ -43,7 +44,6 @@ from tinkerscript.protocol import (
     UpdateEngineStatusRequest,
 )
 from tinkerscript.rollouts.call import Call, calls_of, full_prompts, unpack_ids
-from tinkerscript.server.auth import ClaimId, ClaimKeys, Roles, authorization_of
 from tinkerscript.server.claims import LeasedClaims
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.record import EpisodeRecord

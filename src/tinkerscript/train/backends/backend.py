@@ -20,14 +20,14 @@ from tinker.types import LossFnType
 
 from tinkerscript.config import EngineConfig, TrainingConfig
 from tinkerscript.engine.losses import SKIPPED_STEPS
-from tinkerscript.gateway.sampler import (
+from tinkerscript.rollouts.call import FloatArray, IntArray
+from tinkerscript.sampler import (
     ProgressCallback,
     SampledSequence,
     Sampler,
     SampleRequest,
     SampleResult,
 )
-from tinkerscript.rollouts.call import FloatArray, IntArray
 
 SKIPPED = f"train/{SKIPPED_STEPS}"
 """Metric of a training step: optimizer steps that were not taken, because the gradient was not finite."""

@@ -26,15 +26,6 @@ from tinkerscript.engine.training import EmbeddedTrainingClient
 from tinkerscript.engine.weights import LoraSettings
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.chat_template import templates_with_defaults
-from tinkerscript.gateway.sampler import (
-    Constraint,
-    Progress,
-    ProgressCallback,
-    SampledSequence,
-    Sampler,
-    SampleRequest,
-    refuse_unsupported,
-)
 from tinkerscript.model_folder import base_of_adapter, model_folder
 from tinkerscript.remote_folder import local_checkpoint
 from tinkerscript.rollouts.call import (
@@ -44,6 +35,15 @@ from tinkerscript.rollouts.call import (
     pack_ids,
     pack_logprobs,
     unpack_ids,
+)
+from tinkerscript.sampler import (
+    Constraint,
+    Progress,
+    ProgressCallback,
+    SampledSequence,
+    Sampler,
+    SampleRequest,
+    refuse_unsupported,
 )
 from tinkerscript.train.backends.backend import (
     FrozenModel,

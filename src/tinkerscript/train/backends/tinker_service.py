@@ -24,13 +24,6 @@ from tinker.types import LossFnType
 
 from tinkerscript.config import EngineConfig
 from tinkerscript.errors import ConfigError, EngineError
-from tinkerscript.gateway.sampler import (
-    ProgressCallback,
-    SampledSequence,
-    Sampler,
-    SampleRequest,
-    refuse_unsupported,
-)
 from tinkerscript.model_folder import context_of, model_folder, stop_ids_of, vocabulary_of
 from tinkerscript.remote_folder import local_checkpoint
 from tinkerscript.rollouts.call import (
@@ -40,6 +33,13 @@ from tinkerscript.rollouts.call import (
     pack_ids,
     pack_logprobs,
     unpack_ids,
+)
+from tinkerscript.sampler import (
+    ProgressCallback,
+    SampledSequence,
+    Sampler,
+    SampleRequest,
+    refuse_unsupported,
 )
 from tinkerscript.train.backends import tinker_sdk as sdk
 from tinkerscript.train.backends.backend import (

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from tinkerscript.config import InferenceConfig
 from tinkerscript.errors import ConfigError, EngineError, GatewayError
-from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import FloatArray, IntArray, unpack_ids
+from tinkerscript.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.train.replicas.proof import Evidence, Scores, judge
 from tinkerscript.train.replicas.replica import LostError, Replica
 

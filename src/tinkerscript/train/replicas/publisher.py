@@ -21,17 +21,17 @@ import tinker
 import torch
 from numpy.typing import NDArray
 
+from tinkerscript.access_tokens import ADMIN_TOKEN, read_token
+from tinkerscript.addresses import ADAPTERS_FOLDER
 from tinkerscript.config import InferenceConfig, RunConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import ConfigError
-from tinkerscript.gateway.sampler import Sampler
 from tinkerscript.gateway.samplers.remote import api_key
 from tinkerscript.processes.launcher import MAX_RESTARTS, Child, Launcher, Slot
 from tinkerscript.processes.planned import KEY, REPLICA_MODEL, PlannedProcess, plan_of
 from tinkerscript.processes.supervisor import Supervisor, run_beside
 from tinkerscript.rollouts.call import FloatArray, IntArray
-from tinkerscript.server.addresses import ADAPTERS_FOLDER
-from tinkerscript.server.auth import ADMIN_TOKEN, read_token
+from tinkerscript.sampler import Sampler
 from tinkerscript.train.backends.backend import Publisher, TrainerBackend
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.replicas.pool import HANG_S, PROVE_S, Published, ReplicaPool, Scorer

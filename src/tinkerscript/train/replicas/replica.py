@@ -18,13 +18,13 @@ from msgspec import structs
 
 from tinkerscript.config import InferenceConfig
 from tinkerscript.errors import ConfigError
-from tinkerscript.gateway.sampler import SampleRequest, SampleResult
 from tinkerscript.gateway.samplers.inference_server import Upstream
 from tinkerscript.gateway.samplers.probe import ServerFacts
 from tinkerscript.gateway.samplers.remote import RemoteSampler, examine
 from tinkerscript.gateway.samplers.vllm import VllmServer
 from tinkerscript.processes.launcher import Started
 from tinkerscript.rollouts.call import IntArray, pack_ids
+from tinkerscript.sampler import SampleRequest, SampleResult
 
 PROOF_TOP = 20
 """Log probabilities that one position gives: the most that vLLM reports by default."""

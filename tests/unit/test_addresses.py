@@ -7,10 +7,10 @@ import socket
 
 import pytest
 
+from tinkerscript import addresses
+from tinkerscript.addresses import ServerInfo, bind_http, http_url, listen, moved_to, remote_url
 from tinkerscript.config import InterchangeConfig
 from tinkerscript.errors import ConfigError
-from tinkerscript.server import addresses
-from tinkerscript.server.addresses import ServerInfo, bind_http, http_url, listen, moved_to, remote_url
 
 
 async def test_a_reply_does_not_wait_for_an_acknowledgment() -> None:

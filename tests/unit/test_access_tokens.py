@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkerscript.config import InterchangeConfig
-from tinkerscript.errors import ConfigError, UnauthorizedError
-from tinkerscript.server.auth import (
+from tinkerscript.access_tokens import (
     ADMIN_TOKEN,
     CLIENT_TOKEN,
     ClaimId,
@@ -27,6 +25,8 @@ from tinkerscript.server.auth import (
     verify_alias,
     verify_key,
 )
+from tinkerscript.config import InterchangeConfig
+from tinkerscript.errors import ConfigError, UnauthorizedError
 
 SECRET = bytes(range(32))
 LONG = "sixteen-letters!"

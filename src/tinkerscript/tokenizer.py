@@ -27,7 +27,6 @@ import msgspec
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from tinkerscript.errors import ConfigError
-from tinkerscript.gateway.chat_messages import ChatMessage
 from tinkerscript.model_folder import eos_token_of
 from tinkerscript.rollouts.call import vocabulary_fingerprint
 
@@ -70,7 +69,7 @@ class SpecialTokenEscaper:
         patterns += [re.escape(text) + r"\s*+" * (text in rstrip) for text in longest_first]
         self._splits = re.compile("|".join(patterns) or r"(?!)")
 
-    def messages(self, messages: list[ChatMessage]) -> list[ChatMessage]:
+    def messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """`messages` with all special tokens in their texts marked; the same list if there are none."""
         return self.marked([self._unescaped(message) for message in messages], messages)
 
@@ -96,7 +95,7 @@ class SpecialTokenEscaper:
         text = text.replace(MARK, MARK + MARK)
         return self._special.sub(lambda match: match[0][0] + MARK + match[0][1:], text)
 
-    def _unescaped(self, message: ChatMessage) -> ChatMessage:
+    def _unescaped(self, message: dict[str, Any]) -> dict[str, Any]:
         """`message`, with arguments rewritten if their JSON escapes hide a special token."""
         calls = message.get("tool_calls") or ()
         if not any("\\u" in call["function"]["arguments"] for call in calls):
