@@ -5,9 +5,8 @@ these docstrings. `import_name` resolves the names of user code that a config ma
 """
 
 from tinkerscript.config.engine_section import EngineConfig, LoraConfig
-from tinkerscript.config.importing import import_name
 from tinkerscript.config.inference_section import InferenceConfig, LaunchConfig, RoleConfig
-from tinkerscript.config.loading import dump_config, load_config, parse_config
+from tinkerscript.config.loading import dump_config, import_name, load_config, parse_config
 from tinkerscript.config.run_section import (
     RUNS,
     ClusterConfig,

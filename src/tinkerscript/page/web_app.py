@@ -36,8 +36,16 @@ from tinkerscript.page.curves import (
 from tinkerscript.page.episode_view import EpisodeView, episode_view
 from tinkerscript.page.held_out import Comparison, ComparisonQuery, SampleView, compare, sample_view
 from tinkerscript.page.lines import EpisodePage, SearchPage, Show, newest, search
-from tinkerscript.page.overview import Evaluation, RunList, RunView, evaluations, overview, run_list, state
-from tinkerscript.page.run_events import RunEvents
+from tinkerscript.page.overview import (
+    Evaluation,
+    RunEvents,
+    RunList,
+    RunView,
+    evaluations,
+    overview,
+    run_list,
+    state,
+)
 from tinkerscript.page.runs import Runs, RunServer
 from tinkerscript.page.steps import GroupFilter, Step, StepPage, step_page, step_view
 from tinkerscript.page.token_view import Tokens, token_view

@@ -216,7 +216,7 @@ def _task(name: str, args: Mapping[str, JsonValue], options: WorkerOptions) -> T
         return load_task(name, args, sandbox=options.sandboxes.get(name, ""))
     if kind_of(name) != INSPECT:
         raise WorkerError(f"agents work on Inspect tasks (file.py@NAME); {name} is none")
-    from tinkerscript.workers.agents.agent_task import AgentTask
+    from tinkerscript.workers.agents import AgentTask
 
     return AgentTask(name, options.agent, options.time_limit_s, **args)
 

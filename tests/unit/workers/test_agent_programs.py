@@ -11,8 +11,8 @@ import pytest
 
 from tinkerscript.errors import WorkerError
 from tinkerscript.gateway.dialects.agent_mode import AGENT_PREFIX
-from tinkerscript.workers.agents import programs
-from tinkerscript.workers.agents.programs import AGENTS, AgentJob, agent_named, installation_of
+from tinkerscript.protocol import POLICY
+from tinkerscript.workers.agents import AGENTS, AgentJob, agent_named, installation_of
 from tinkerscript.workers.worker import WorkerOptions, run_worker
 
 JOB = AgentJob('Say "hi"\n--then stop', f"http://127.0.0.1:8000{AGENT_PREFIX}", 40_000)
@@ -26,7 +26,7 @@ def test_every_agent_is_told_the_model_and_the_prompt(name: str) -> None:
         [*agent.environment(JOB).values(), *agent.home_files(JOB).values(), *agent.arguments(JOB)]
     )
     assert JOB.url in told
-    assert programs.POLICY in told
+    assert POLICY in told
 
 
 def test_what_agents_read_is_well_formed() -> None:
