@@ -24,7 +24,7 @@ from tinkerscript.train.alignment_check import AlignmentCheck, TrainedModel
 from tinkerscript.train.backends.backend import ADAM, optimizer_step, skipped_note
 from tinkerscript.train.learner import Learner, check_loss, minibatches, wide_clip
 from tinkerscript.train.learning_rates import learning_rate
-from tinkerscript.train.token_advantages import KLPenalty
+from tinkerscript.train.token_advantages import KLPenalty, ReferenceLogprobs
 
 
 def settings(**more: Any) -> TrainingConfig:
@@ -59,8 +59,9 @@ class Recorded:
         return self.client.optim_step(params)
 
 
-def learner(client: Any, **more: Any) -> Learner:
-    return Learner(client, settings(**more), model=TrainedModel(64), report=AlignmentReport(), seed=1)
+def learner(client: Any, start: ReferenceLogprobs | None = None, **more: Any) -> Learner:
+    model, report = TrainedModel(64), AlignmentReport()
+    return Learner(client, settings(**more), model=model, report=report, seed=1, start_logprobs=start)
 
 
 def group(number: int, rewards: list[float]) -> RolloutGroup:
@@ -92,6 +93,14 @@ async def test_minibatches_and_epochs_are_optimizer_steps(engine: EmbeddedEngine
     metrics = await update(learner(client, minibatches=2, epochs_per_batch=3), groups(), step=1)
     assert client.calls == [4, 0, 3, 0] * 3
     assert metrics["train/sequences"] == 7, "the group whose rewards are equal does not train"
+
+
+async def test_the_kl_penalty_acts_on_groups_of_equal_rewards_too(engine: EmbeddedEngine) -> None:
+    made = learner(Recorded(engine), start_logprobs, kl_penalty_coef=0.1)
+    equal = groups()[1]
+    metrics = await update(made, [equal], step=1)
+    assert metrics["train/sequences"] == len(made.advantages) == 3
+    assert all(np.any(each != 0) for each in made.advantages.values())
 
 
 def test_minibatches_depend_on_what_a_batch_holds_alone() -> None:
