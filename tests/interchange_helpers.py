@@ -12,8 +12,9 @@ from pathlib import Path
 from tinkerscript.config import RunConfig
 from tinkerscript.sampler import SampleFunction
 from tinkerscript.testing import ScriptedSampler
+from tinkerscript.trainer_link.framing import LinkTimes
 from tinkerscript.trainer_link.keys import TrainerKeys
-from tinkerscript.trainer_link.messages import LinkTimes, NewEpisode, Outcome
+from tinkerscript.trainer_link.messages import NewEpisode, Outcome
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 FAST = LinkTimes(heartbeat_s=0.05, silence_s=1.5, grace_s=0.3, resend_s=0.1)

@@ -10,7 +10,7 @@ from typing import Literal
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.store.sqlite import STORE_FILE, SqliteStore
-from tinkerscript.trainer_link.messages import MAX_MESSAGE_BYTES
+from tinkerscript.trainer_link.framing import MAX_MESSAGE_BYTES
 
 POISONED = "poisoned"
 """The uuid of the episode."""

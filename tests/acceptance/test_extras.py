@@ -44,7 +44,7 @@ from datasets import Dataset
 
 from tinkerscript.rollouts.parquet import from_table, read_parquet
 from tinkerscript.train.journal import Journal
-from tinkerscript.trainer_link.messages import EpisodeAccepted
+from tinkerscript.trainer_link.messages import (EpisodeAccepted)
 
 calls = [
     Call(

@@ -27,7 +27,8 @@ from interchange_helpers import FAST, collect, eventually, new_episode, run_conf
 from tinkerscript.access_tokens import claim_key
 from tinkerscript.server.process import running_server
 from tinkerscript.testing import ScriptedSampler
-from tinkerscript.trainer_link.messages import Acknowledge, Cancel, Register, ReleaseClient, frames
+from tinkerscript.trainer_link.framing import frames
+from tinkerscript.trainer_link.messages import Acknowledge, Cancel, Register, ReleaseClient
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))

@@ -24,7 +24,8 @@ from tinkerscript.access_tokens import Roles
 from tinkerscript.server.app import InterchangeServer, create_server
 from tinkerscript.server.store.sqlite import SqliteStore
 from tinkerscript.testing import ScriptedSampler
-from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, LinkTimes, Outcome
+from tinkerscript.trainer_link.framing import LinkTimes
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 from tiny_tokenizer import write_model_folder
 

@@ -13,7 +13,8 @@ from interchange_setup import Setup, serving
 from tinkerscript.limits import FAILED_CALLS, RECORDED_BYTES
 from tinkerscript.protocol import ClaimEpisodeResponse
 from tinkerscript.rollouts.call import with_messages
-from tinkerscript.trainer_link.messages import MAX_MESSAGE_BYTES, EpisodeAccepted, EpisodeFailed
+from tinkerscript.trainer_link.framing import MAX_MESSAGE_BYTES
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
 pytestmark = pytest.mark.timeout(60)
 

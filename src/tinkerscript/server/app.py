@@ -48,7 +48,7 @@ from tinkerscript.server.routes.registrations import RegistrationRoutes
 from tinkerscript.server.routes.status import StatusRoutes
 from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.server.trainer_messages import TrainerMessageHandler
-from tinkerscript.trainer_link.messages import LinkTimes
+from tinkerscript.trainer_link.framing import LinkTimes
 from tinkerscript.trainer_link.remote_sampling import LinkSampler
 from tinkerscript.trainer_link.server_end import ServerLink
 

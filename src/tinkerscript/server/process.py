@@ -62,8 +62,8 @@ from tinkerscript.model_folder import model_folder
 from tinkerscript.protocol import HealthResponse
 from tinkerscript.server.store import open_store
 from tinkerscript.server.store.episode_store import EpisodeStore
+from tinkerscript.trainer_link.framing import LinkTimes
 from tinkerscript.trainer_link.keys import KEYS_DIR, make_link_keys, pack_link_keys, unpack_link_keys
-from tinkerscript.trainer_link.messages import LinkTimes
 
 if TYPE_CHECKING:
     from tinkerscript.gateway.samplers import RemoteSampler

@@ -22,16 +22,14 @@ from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.store.episode_store import EpisodeStore
+from tinkerscript.trainer_link.framing import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, LinkTimes
 from tinkerscript.trainer_link.messages import (
-    MAX_FRAME_BYTES,
-    MAX_MESSAGE_BYTES,
     Acknowledge,
     Cancel,
     Cancelled,
     EpisodeAccepted,
     EpisodeFailed,
     Hello,
-    LinkTimes,
     Metrics,
     NotRegistered,
     Outcome,

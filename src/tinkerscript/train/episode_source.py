@@ -16,12 +16,7 @@ import msgspec
 
 from tinkerscript.protocol import EngineStatus, EpisodeType
 from tinkerscript.train.journal import EpisodeRegistered
-from tinkerscript.trainer_link.messages import (
-    BatchProgress,
-    EpisodeFailed,
-    NewEpisode,
-    Outcome,
-)
+from tinkerscript.trainer_link.messages import BatchProgress, EpisodeFailed, NewEpisode, Outcome
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 

@@ -26,9 +26,9 @@ from tinkerscript.sampler import (
     SampleResult,
 )
 from tinkerscript.tracing import passing_on, span, traceparent
+from tinkerscript.trainer_link.framing import LinkTimes
 from tinkerscript.trainer_link.messages import (
     CancelSample,
-    LinkTimes,
     Sample,
     Sampled,
     SampleFailed,

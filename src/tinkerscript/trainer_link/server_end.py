@@ -20,21 +20,17 @@ import zmq
 import zmq.asyncio
 
 from tinkerscript.errors import ConfigError, LinkError
+from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to_server, set_options
 from tinkerscript.trainer_link.keys import FailedHandshakes, LinkGuard, ServerKeys, secure_server
 from tinkerscript.trainer_link.messages import (
     LINK_VERSION,
     Demand,
     Hello,
-    LinkTimes,
-    Outbox,
     Refused,
     Register,
     Tagged,
     ToServer,
     Welcome,
-    frames,
-    read_to_server,
-    set_options,
 )
 
 logger = logging.getLogger(__name__)

@@ -24,6 +24,7 @@ import zmq.asyncio
 from tinkerscript.errors import ConflictError, LinkError
 from tinkerscript.protocol import EngineStatus, own_clients
 from tinkerscript.sampler import SampleFunction
+from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to_trainer, set_options
 from tinkerscript.trainer_link.keys import FailedHandshakes, TrainerKeys, secure_trainer
 from tinkerscript.trainer_link.messages import (
     LINK_VERSION,
@@ -36,11 +37,9 @@ from tinkerscript.trainer_link.messages import (
     EpisodeAccepted,
     EpisodeFailed,
     Hello,
-    LinkTimes,
     Metrics,
     NewEpisode,
     NotRegistered,
-    Outbox,
     Outcome,
     Outcomes,
     OutcomesRequest,
@@ -54,9 +53,6 @@ from tinkerscript.trainer_link.messages import (
     ToTrainer,
     Welcome,
     check_episode,
-    frames,
-    read_to_trainer,
-    set_options,
 )
 from tinkerscript.trainer_link.remote_sampling import SampleService
 

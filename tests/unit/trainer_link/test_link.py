@@ -31,6 +31,7 @@ from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.store.episode_store import WriteBatch
 from tinkerscript.server.trainer_messages import TrainerMessageHandler
 from tinkerscript.testing import MemoryStore
+from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to_server, read_to_trainer
 from tinkerscript.trainer_link.messages import (
     LINK_VERSION,
     Acknowledge,
@@ -40,9 +41,7 @@ from tinkerscript.trainer_link.messages import (
     EpisodeAccepted,
     EpisodeFailed,
     Hello,
-    LinkTimes,
     NewEpisode,
-    Outbox,
     RecordedOutcome,
     Refused,
     Register,
@@ -50,9 +49,6 @@ from tinkerscript.trainer_link.messages import (
     Stop,
     Tagged,
     check_episode,
-    frames,
-    read_to_server,
-    read_to_trainer,
 )
 from tinkerscript.trainer_link.remote_sampling import LinkSampler
 from tinkerscript.trainer_link.server_end import LinkEvent, ServerLink
@@ -549,7 +545,7 @@ def test_full_frames_are_closed_and_keep_the_order() -> None:
 
 
 def test_a_message_too_large_is_dropped_alone_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinkerscript.trainer_link.messages.MAX_MESSAGE_BYTES", 2000)
+    monkeypatch.setattr("tinkerscript.trainer_link.framing.MAX_MESSAGE_BYTES", 2000)
     messages: list[Tagged] = [Cancel(episode_uuids=[name], reason="x" * size) for name, size in SIZES.items()]
     messages.insert(1, CancelSample(request_id=2**70))
     dropped = list[str]()
@@ -568,7 +564,7 @@ SIZES = {"a": 1500, "b": 1500, "c": 5000, "d": 10}
 
 
 async def test_a_full_outbox_drops_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinkerscript.trainer_link.messages.MAX_QUEUED", 2)
+    monkeypatch.setattr("tinkerscript.trainer_link.framing.MAX_QUEUED", 2)
     outbox = Outbox()
     for number in range(3):
         outbox.put(Sample(request_id=number, request=REQUEST))
