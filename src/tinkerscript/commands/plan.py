@@ -65,8 +65,9 @@ def _processes(config: RunConfig) -> list[str]:
         first, *more = group
         name = f"{first.name}-{more[-1].name.split()[-1]}" if more else first.name
         room = first.room
+        gpus = f" and {room.gpus} GPU" if room.gpus else ""
         facts = [
-            f"{room.cpus:g} CPU" + (f" and {room.gpus} GPU" if room.gpus else "") + (" each" if more else ""),
+            *([f"{room.cpus:g} CPU{gpus}{' each' if more else ''}"] if room.cpus else []),
             *(["beside the trainer"] if first.is_beside and first.name != TRAINER_PROCESS else []),
             *([f"after the {' and the '.join(first.after)}"] if first.after else []),
             *(["while episodes wait"] if first.on_demand else []),

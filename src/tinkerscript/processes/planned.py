@@ -162,6 +162,7 @@ def page_process(
         "page",
         ("tinkerscript", "view", str(folder), *options),
         secrets=(ADMIN_TOKEN, f"{ADMIN_TOKEN}{FILE_SUFFIX}"),
+        room=Room(0),  # It has low priority, and is idle unless somebody looks.
         is_beside=True,
         restarts=max_restarts,
         after=(TRAINER_PROCESS,),
