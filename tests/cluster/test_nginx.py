@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -58,15 +59,20 @@ def nginx(folder: Path, ports: dict[int, int]) -> Iterator[None]:
         process.wait(timeout=20)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
+def free_ports(number: int) -> range:
+    """Ports side by side, below those that connections of other tests get."""
+    while True:
+        ports = range(first := random.randrange(20_000, 30_000), first + number)
+        with suppress(OSError), ExitStack() as sockets:
+            for port in ports:
+                sockets.enter_context(socket.create_server(("127.0.0.1", port)))
+            return ports
 
 
 async def test_one_address_leads_to_the_process_of_each_claim(tmp_path: Path) -> None:
-    port = free_port()
+    port, own, *_ = free_ports(4)
     url = f"http://127.0.0.1:{port}"
-    public = {"public_base_url": url, "trusted_proxies": ["127.0.0.1"]}
+    public = {"public_base_url": url, "trusted_proxies": ["127.0.0.1"], "interchange_server_port": own}
     async with serving(tmp_path, TINY_MODEL, environ=TOKENS, processes=2, **public) as setup:
         info = read_server_info(tmp_path)
         assert info is not None
