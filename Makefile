@@ -152,7 +152,7 @@ acceptance: $(ACCEPTANCE)  ## Whole runs, the command line, a published model, c
 	$(if $(LONG),PYTHONPATH=$(CURDIR)/$(COOKBOOK) $(BIN)/$(PYTEST) -m long tests/acceptance/test_tinker_wire.py)
 	$(if $(LONG),,PYTHONPATH=$(CURDIR)/$(COOKBOOK) $(BIN)/$(PYTEST) -n 3 tests/unit/bridge \
 		tests/unit/train/test_in_process_source.py)
-	$(if $(LONG),,$(TESTS)/bin/$(PYTEST) -n 2 --dist loadfile tests/clients \
+	$(if $(LONG),,$(TESTS)/bin/$(PYTEST) -n 3 --dist loadfile tests/clients \
 		tests/integration/test_gateway_anthropic_sdk.py tests/page)
 
 chaos: $(VENV)/.installed postgres  ## Kill every process in every state, attack the server (PostgreSQL; 15 min; SEED=7)
