@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+from collections.abc import Callable
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
@@ -154,6 +155,8 @@ def _memory(config: RunConfig) -> list[str]:
     ]
     if problem := _without_room(config, memory, config.new_folder(datetime.now())):
         lines.append(f"will not fit: {problem}")
+    elif warning := _too_much(config, memory):
+        lines.append(f"may not fit: {warning}")
     return lines
 
 
@@ -243,8 +246,11 @@ def _prompt_tokens(config: RunConfig) -> int:
     return TEMPLATE_TOKENS + max(len(encoding.ids) for encoding in tokenizer.encode_batch(inputs))
 
 
-def check_fits(config: RunConfig, folder: Path) -> None:
-    """Raises ConfigError for a run whose weights and optimizer, or checkpoints, have no room here."""
+def check_fits(config: RunConfig, folder: Path, note: Callable[[str], None]) -> None:
+    """Tell `note` if the largest batches may have no room here.
+
+    Raises ConfigError for a run whose weights and optimizer, or checkpoints, have none.
+    """
     if config.engine.backend == "tinker":
         return
     try:
@@ -253,6 +259,8 @@ def check_fits(config: RunConfig, folder: Path) -> None:
         return
     if problem := _without_room(config, memory, folder):
         raise ConfigError(problem)
+    if warning := _too_much(config, memory):
+        note(f"may not fit: {warning}")
 
 
 def _without_room(config: RunConfig, memory: Memory, folder: Path) -> str:
@@ -277,6 +285,25 @@ def _without_room(config: RunConfig, memory: Memory, folder: Path) -> str:
             "name a folder on another disk, or lower training.keep_checkpoints"
         )
     return ""
+
+
+def _too_much(config: RunConfig, memory: Memory) -> str:
+    """What has no room if batches become as large as they can; empty for nothing."""
+    from tinkerscript.engine.memory import available_memory
+
+    engine = config.engine
+    room = available_memory(engine.device)
+    if engine.sharding == "shard" or room is None or memory.total <= room:
+        return ""
+    ways = {
+        "engine.activation_checkpointing=true": not engine.activation_checkpointing,
+        "engine.lora.rank=16": not engine.lora.rank,
+        "less workers.concurrency": True,
+    }
+    return (
+        f"training and sampling take up to {_gib(memory.total)} with {engine.model}, and {engine.device} has "
+        f"{_gib(room)} free; {', '.join(way for way, helps in ways.items() if helps)}: each needs less"
+    )
 
 
 def _checkpoints(config: RunConfig, memory: Memory) -> int:

@@ -141,7 +141,7 @@ async def _train(
     """Train. `again`: the command that resumes the run."""
     with progress.waiting("torch, transformers and Inspect to load"):
         train = _import_training(config, join, watchers)
-        check_fits(config, folder)
+        check_fits(config, folder, progress.note)
     running = asyncio.create_task(train(progress, None if is_new else folder))
     try:
         await asyncio.shield(running)

@@ -17,6 +17,7 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import TINY_MODEL
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
+START = (EXAMPLES.parent / "docs" / "start.md").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -47,20 +48,38 @@ def test_a_node_of_replicas() -> None:
     assert "200 steps of 64 groups of 16: 1024 a step, at most 1024 at once" in text
 
 
+def qwen3(folder: Path, **sizes: int) -> Path:
+    """The folder of a model of Qwen 3's family, without weights."""
+    shutil.copyfile(TINY_MODEL / "tokenizer.json", folder / "tokenizer.json")
+    shape = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    more = {"vocab_size": 151_936, "max_position_embeddings": 40_960, "tie_word_embeddings": True}
+    Qwen3Config(**(shape | more | sizes)).save_pretrained(folder)
+    return folder
+
+
+def test_the_first_command_for_a_real_model_fits_a_gpu_of_24_gib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/start.md, "Real models". Without its last setting the batches do not fit, and plan and run say so."""
+    (command,) = re.findall(r"tinkerscript train my.yaml (--set engine.model=Qwen/.*?)```", START, re.DOTALL)
+    settings = re.findall(r"--set (\S+)", command)
+    folder = qwen3(tmp_path, hidden_size=1024, intermediate_size=3072)
+    assert settings[0] == "engine.model=Qwen/Qwen3-0.6B"
+    monkeypatch.setattr("tinkerscript.engine.memory.available_memory", lambda _: 24 * 2**30)
+    config = load_config(EXAMPLES / "arithmetic.yaml", [f"engine.model={folder}", *settings[1:]])
+    assert not [line for line in plan(config) if "not fit" in line]
+    assert settings[-1] == "engine.activation_checkpointing=true"
+    without = load_config(EXAMPLES / "arithmetic.yaml", [f"engine.model={folder}", *settings[1:-1]])
+    (problem,) = [line for line in plan(without) if line.startswith("may not fit: ")]
+    assert "engine.activation_checkpointing=true" in problem
+    notes: list[str] = []
+    check_fits(without, tmp_path, notes.append)
+    assert [note.split(":")[0] for note in notes] == ["may not fit"]
+
+
 def test_the_memory_of_a_models_training_and_sampling(tmp_path: Path) -> None:
     """Qwen3-1.7B: 1.72 billion parameters, 28 layers with 1,024 channels of keys."""
-    (tmp_path / "tokenizer.json").write_bytes((TINY_MODEL / "tokenizer.json").read_bytes())
-    Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40_960,
-        tie_word_embeddings=True,
-    ).save_pretrained(tmp_path)
+    qwen3(tmp_path, hidden_size=2048, intermediate_size=6144)
     overrides = [f"engine.model={tmp_path}", "sampling.max_tokens=2000"]
     one = load_config(EXAMPLES / "scale" / "one_gpu.yaml", overrides)
     to_train, to_sample = memory_lines(plan(one))
@@ -139,7 +158,7 @@ def test_a_run_without_room_is_refused_and_its_plan_says_what_to_change(tmp_path
     config = load_config(EXAMPLES / "arithmetic.yaml", [f"engine.model={huge_model(tmp_path)}"])
     (problem,) = [line for line in plan(config) if line.startswith("will not fit: ")]
     with pytest.raises(ConfigError) as refused:
-        check_fits(config, tmp_path)
+        check_fits(config, tmp_path, print)
     for text in (problem, str(refused.value)):
         assert re.search(r"engine.model: .* will not fit: .* GiB free; use engine.lora.rank=16", text), text
 
@@ -147,7 +166,7 @@ def test_a_run_without_room_is_refused_and_its_plan_says_what_to_change(tmp_path
 def test_checkpoints_without_room_are_refused(tmp_path: Path) -> None:
     config = load_config(EXAMPLES / "arithmetic.yaml", ["training.keep_checkpoints=100000000"])
     with pytest.raises(ConfigError, match=r"the checkpoints will not fit: .*lower training.keep_checkpoints"):
-        check_fits(config, tmp_path)
+        check_fits(config, tmp_path, print)
 
 
 def test_the_plan_is_for_the_tasks_own_lengths() -> None:
