@@ -98,9 +98,6 @@ def test_any_chat_model_of_the_hub_trains(shell: Shell) -> None:
     assert code == 0, text
     code, text = shell.run("train", "run.yaml", "--set=engine.model=acme/other", HF_HUB_OFFLINE="1", **home)
     assert (code, "'acme/other' is neither a folder nor completely in the cache" in text) == (2, True), text
-    renderer = ["--set=engine.renderer=role_colon", "--set=enable_tinkerscript_mode=false"]
-    code, text = shell.run("train", "run.yaml", *short, "--set=engine.model=served", *renderer)
-    assert (code, "does not write the prompts of" in text) == (2, True), text
 
 
 def test_bare_machines_run_the_episodes_of_a_server(shell: Shell, installation: Installation) -> None:

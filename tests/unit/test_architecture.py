@@ -56,7 +56,7 @@ ALLOWED = {
         "server tokenizer tracing trainer_link vllm_plugin workers"
     ),
     "commands": (
-        "access_tokens addresses client config dashboard engine errors files http_server "
+        "access_tokens addresses asgi client config dashboard engine errors files http_server "
         "inspect_tinker_bridge lifecycle model_folder page processes protocol record remote_folder "
         "server tinker_api train trainer_link workers"
     ),

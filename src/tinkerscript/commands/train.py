@@ -19,6 +19,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import httpx
 import pydantic
@@ -26,6 +27,7 @@ from rich.console import Console
 
 from tinkerscript.access_tokens import ADMIN_TOKEN, Roles, read_token
 from tinkerscript.addresses import bind_http
+from tinkerscript.asgi import is_loopback
 from tinkerscript.commands.plan import check_fits
 from tinkerscript.commands.show import health_lines, say
 from tinkerscript.config import RUNS, RunConfig, load_config
@@ -401,10 +403,16 @@ class FleetPoll:
     def _run(self, url: str) -> None:
         token = read_token(os.environ, ADMIN_TOKEN)
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        # The certificate names the server's public address, and this is the same machine.
-        with httpx.Client(timeout=POLL_TIMEOUT_S, headers=headers, verify=False, trust_env=False) as client:
+        verify = needs_certificate(url)
+        with httpx.Client(timeout=POLL_TIMEOUT_S, headers=headers, verify=verify, trust_env=False) as client:
             while not self._stopping.wait(POLL_EVERY_S):
                 self._told(_workers(client, url))
+
+
+def needs_certificate(url: str) -> bool:
+    """Whether a server has to prove who it is before it gets the token: on this machine, its certificate names
+    another address, the public one."""
+    return not is_loopback(urlsplit(url).hostname or "")
 
 
 def _uuid(client: FleetClient) -> str:

@@ -60,7 +60,7 @@ def qwen3(folder: Path, **sizes: int) -> Path:
 def test_the_first_command_for_a_real_model_fits_a_gpu_of_24_gib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/start.md, "Real models". Without its last setting the batches do not fit, and plan and run say so."""
+    """docs/start.md, "Real models". Without its last setting, plan and run say that batches may not fit."""
     (command,) = re.findall(r"tinkerscript train my.yaml (--set engine.model=Qwen/.*?)```", START, re.DOTALL)
     settings = re.findall(r"--set (\S+)", command)
     folder = qwen3(tmp_path, hidden_size=1024, intermediate_size=3072)

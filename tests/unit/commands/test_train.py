@@ -91,3 +91,11 @@ def test_a_run_is_resumed_by_the_link_to_it(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "runs" / "gone").symlink_to("gone")
     with pytest.raises(ConfigError, match="runs/gone holds no run yet"):
         train.open_run(None, [], resume=Path("runs/gone"), join=None)
+
+
+@pytest.mark.parametrize(
+    ("url", "needed"),
+    [("https://127.0.0.1:10086", False), ("https://[::1]:10086", False), ("https://10.0.0.5:10086", True)],
+)
+def test_a_server_elsewhere_proves_who_it_is_before_it_gets_the_token(url: str, needed: bool) -> None:
+    assert train.needs_certificate(url) == needed
