@@ -153,6 +153,28 @@ def test_samples_for_stable_reinforce_train_as_the_cookbook_sends_them(run: Any)
     assert run.optim_step(ADAM).result().metrics["grad_norm"] > 0
 
 
+@pytest.mark.parametrize("loss_fn", ["gspo", "dro"])
+def test_losses_over_what_was_sampled_sum_over_the_reply_alone(run: Any, loss_fn: str) -> None:
+    """On-policy, where ratios are 1 and penalties 0. The prompt has neither advantage nor logprob."""
+    client = run.save_weights_and_get_sampling_client().result()
+    asked = tinker.SamplingParams(max_tokens=6, seed=1)
+    (sequence,) = client.sample(prompt(*IDS), 1, asked).result().sequences
+    padded, reply = [0.0] * (len(IDS) - 1), [1.0] * len(sequence.tokens)
+    inputs = {
+        "target_tokens": np.array([0] * len(padded) + list(sequence.tokens), np.int64),
+        "logprobs": np.array(padded + list(sequence.logprobs), np.float32),
+        "advantages": np.array(padded + reply, np.float32),
+    }
+    if loss_fn == "gspo":
+        inputs["sequence_ratio_mask"] = np.array(padded + reply, np.float32)
+    ids = [*IDS, *sequence.tokens[:-1]]
+    datum = tinker.Datum(model_input=tinker.ModelInput.from_ints(ids), loss_fn_inputs=inputs)
+    output = run.forward_backward([datum], loss_fn).result()
+    expected = {"gspo": -len(sequence.tokens), "dro": -sum(sequence.logprobs)}[loss_fn]
+    assert output.metrics["loss:sum"] == pytest.approx(expected, abs=2e-3)
+    assert run.optim_step(ADAM).result().metrics["grad_norm"] > 0
+
+
 def test_a_custom_loss_trains_like_the_servers_own(service: tinker.ServiceClient, run: Any) -> None:
     other = service.create_lora_training_client("random", rank=8).result()
 

@@ -410,8 +410,8 @@ class FleetPoll:
 
 
 def needs_certificate(url: str) -> bool:
-    """Whether a server has to prove who it is before it gets the token: on this machine, its certificate names
-    another address, the public one."""
+    """Whether a server has to prove who it is before it gets the token. One on this machine does not: its
+    certificate names the public address."""
     return not is_loopback(urlsplit(url).hostname or "")
 
 
