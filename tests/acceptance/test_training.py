@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from command_line import metrics_lines, named, start_training, summary
+import pytest
+
+from command_line import ROOT, metrics_lines, named, start, start_training, summary
 
 
 def steps_done(folder: Path) -> int:
@@ -31,3 +33,17 @@ def test_a_worker_and_the_server_killed_in_the_middle_come_back_and_nothing_is_l
     assert result["sequences_per_episode"] == 1.0
     assert "held-out score after" in command.text()
     assert "run folder" in command.text()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_the_demo_learns_at_another_temperature(tmp_path: Path) -> None:
+    settings = ["--set=sampling.temperature=0.7", "--set=interchange_server.interchange_server_port=0"]
+    task = f"--set=task.name={ROOT / 'examples' / 'arithmetic.py'}@arithmetic"
+    folder = "--set=experiment_dir=run"
+    command = start(tmp_path, "train", str(ROOT / "examples" / "arithmetic.yaml"), task, folder, *settings)
+    assert command.wait(seconds=360) == 0, command.text()
+    result = summary(tmp_path)
+    assert result["eval_after"] > 0.95 > result["eval_before"] + 0.15
+    assert result["max_abs_dlogp"] <= 1e-4
+    assert result["episodes_lost"] == 0
