@@ -290,7 +290,7 @@ async def test_schemathesis_finds_no_server_error(tmp_path: Path, byte_model: Pa
         command = [
             *(str(Path(sys.executable).parent / "schemathesis"), "run", f"{server.url}/openapi.json"),
             *("--checks", "not_a_server_error", "--phases", "examples,coverage,fuzzing"),
-            *("--max-examples", str(amount("CHAOS_EXAMPLES", 100)), "--seed", str(SEED), "--no-color"),
+            *("--max-examples", str(amount("CHAOS_EXAMPLES", 30)), "--seed", str(SEED), "--no-color"),
             *(
                 "--header",
                 f"Authorization: Bearer {key}",
