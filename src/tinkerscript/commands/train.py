@@ -382,7 +382,10 @@ LOCAL_WORKER = re.compile(r"worker-[0-9a-f]{8}-(\d+)-\d+")
 
 
 class FleetPoll:
-    """A thread that asks, from `start` to `stop`."""
+    """A thread that asks a run's server who works on its episodes, for the table in the terminal.
+
+    Invariant: it only looks on. A server that does not answer is asked again, and the run is not told.
+    """
 
     def __init__(self, told: Callable[[WorkersNow | None], None]) -> None:
         """`told` is called with each answer, and with None where there is none."""

@@ -34,6 +34,7 @@ from tinkerscript.page.curves import (
     found_in,
 )
 from tinkerscript.page.episode_view import EpisodeView, episode_view
+from tinkerscript.page.export import PAGE_FILES
 from tinkerscript.page.held_out import Comparison, ComparisonQuery, SampleView, compare, sample_view
 from tinkerscript.page.lines import EpisodePage, SearchPage, Show, newest, search
 from tinkerscript.page.overview import (
@@ -52,7 +53,6 @@ from tinkerscript.page.token_view import Tokens, token_view
 from tinkerscript.page.transcript_view import TranscriptView, transcript_view
 from tinkerscript.record.reader import Record
 
-STATIC = Path(__file__).parent / "static"
 Before = Annotated[int | None, Query(ge=1, description="Continue below: `next` of the previous page.")]
 Offset = Annotated[int, Query(ge=0, description="Continue at: `next` of the previous page.")]
 Limit = Annotated[int, Query(ge=1, le=200, description="Maximum number in the reply.")]
@@ -97,7 +97,7 @@ def create_page(root: Path, *, admin_token: str | None) -> FastAPI:
     app.add_middleware(GZipMiddleware, minimum_size=2000, compresslevel=5)
     app.add_middleware(PageAccess, sessions=sessions)
     app.include_router(_Page(runs, sessions).router())
-    app.mount("/page", StaticFiles(directory=STATIC))
+    app.mount("/page", StaticFiles(directory=PAGE_FILES))
     return app
 
 
@@ -155,14 +155,14 @@ class _Page:
     # The page itself
 
     async def index(self) -> Response:
-        return FileResponse(STATIC / "index.html", headers={"cache-control": "no-cache"})
+        return FileResponse(PAGE_FILES / "index.html", headers={"cache-control": "no-cache"})
 
     async def docs(self) -> Response:
         """The API's documentation: the page's own view of its OpenAPI description."""
-        return FileResponse(STATIC / "docs.html", headers={"cache-control": "no-cache"})
+        return FileResponse(PAGE_FILES / "docs.html", headers={"cache-control": "no-cache"})
 
     async def icon(self) -> Response:
-        return FileResponse(STATIC / "icon.svg", media_type="image/svg+xml")
+        return FileResponse(PAGE_FILES / "icon.svg", media_type="image/svg+xml")
 
     # Sessions
 

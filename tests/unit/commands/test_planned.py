@@ -29,6 +29,7 @@ def test_a_run_has_a_server_a_trainer_replicas_and_workers() -> None:
     ]
     beside = [name for name, process in found.items() if process.is_beside]
     assert beside == ["interchange server", "trainer", "page"]
+    assert [name for name, process in found.items() if not process.room.cpus] == ["page"], "it needs no room"
     assert [name for name, process in found.items() if process.on_demand] == ["worker 2"]
     assert found["trainer rank 1"].environment["RANK"] == "1"
     assert all(process.after == ("interchange server",) for name, process in found.items() if "w" in name)
