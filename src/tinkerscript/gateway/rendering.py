@@ -21,6 +21,7 @@ from renderers.base import (
     ParsedResponse,
     ParsedToolCall,
     Renderer,
+    Tokenizer,
     ToolCallParseStatus,
     ToolSpec,
     create_renderer,
@@ -50,6 +51,10 @@ from tinkerscript.tokenizer import (
 
 QWEN3_TYPES = frozenset({"qwen3", "qwen3_moe"})
 
+LONG_TEXT = 100
+"""Characters of a text from which on a renderer does not see its ids. It looks for those of shorter ones,
+such as the header of a reply."""
+
 CANONICAL: list[tuple[list[ChatMessage], list[Tool]]] = [
     (PROBE_CALL[:1], []),
     ([{"role": "system", "content": "probe_system"}, *PROBE_CALL[:1]], []),
@@ -68,6 +73,44 @@ class Markers:
     think_end: int
     tool_call: int
     tool_call_end: int
+
+
+class _Unencoded(int):
+    """Stands for the ids of a text."""
+
+    text: str
+
+
+class _DeferringTokenizer:
+    """A tokenizer for a renderer that only places what `encode` returns.
+
+    The renderer notes for each id where it comes from, which takes a fifth of the time of a long prompt and
+    which nobody asks for here. So a long text is one id at first, until `encoded` puts its own in its place.
+    """
+
+    def __init__(self, tokenizer: LightTokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        if len(text) < LONG_TEXT:
+            return self.tokenizer.encode(text, add_special_tokens)
+        unencoded = _Unencoded(-1)
+        unencoded.text = text
+        return [unencoded]
+
+    def encoded(self, ids: list[int]) -> list[int]:
+        """`ids` with those of every long text in its place."""
+        found: list[int] = []
+        start = 0
+        for _ in range(ids.count(-1)):
+            at = ids.index(-1, start)
+            found += ids[start:at]
+            found += self.tokenizer.encode(cast("_Unencoded", ids[at]).text)
+            start = at + 1
+        return found + ids[start:]
 
 
 class ParseOptions(msgspec.Struct, frozen=True):
@@ -104,7 +147,8 @@ class ChatRenderer:
             raise ConfigError(f"engine.chat_template_kwargs: {folder} has no chat template")
         self.tokenizer = LightTokenizer(folder)
         self._template = TemplateRendering(template, self.tokenizer, folder) if template else None
-        self._renderer = _hand_made(folder, self.tokenizer, self._template, self.template_kwargs)
+        self._deferring = _DeferringTokenizer(self.tokenizer)
+        self._renderer = _hand_made(folder, self._deferring, self._template, self.template_kwargs)
         if self._renderer is None and self._template is None:
             raise _no_renderer(folder)
         self.reply_format = _format_of(self._renderer, self._template)
@@ -142,9 +186,7 @@ class ChatRenderer:
         if self._renderer is None:
             return self._checked(self._by_template.prompt(given, specs), unmarked)
         try:
-            ids = self._renderer.render_ids(
-                cast("list[Message]", given), tools=_specs(specs), add_generation_prompt=True
-            )
+            ids = self._rendered(given, specs, prompts=True)
         except ValueError as error:
             raise _invalid(f"the messages cannot be rendered: {error}") from error
         return self._checked(ids, unmarked)
@@ -187,14 +229,21 @@ class ChatRenderer:
         marked, specs = self._marked(every, tools)
         if self._template is not None:
             return self._template.reply(marked[:-1], marked[-1], specs)
-        assert self._renderer is not None
-        given = cast("list[Message]", marked)
-        prompt = self._renderer.render_ids(given[:-1], tools=_specs(specs), add_generation_prompt=True)
-        ids = self._renderer.render_ids(given, tools=_specs(specs))
+        prompt = self._rendered(marked[:-1], specs, prompts=True)
+        ids = self._rendered(marked, specs)
         last = max((at for at, token in enumerate(ids) if token in self.stop_token_ids), default=-1)
         if ids[: len(prompt)] != prompt or last < len(prompt):
             raise _invalid("the model's chat format does not write this reply where it prompts for one")
         return ids[len(prompt) : last + 1]
+
+    def _rendered(
+        self, messages: list[ChatMessage], tools: list[Tool], *, prompts: bool = False
+    ) -> list[int]:
+        """Ids by the renderer; with `prompts`, up to and including the assistant's header."""
+        assert self._renderer is not None
+        given = cast("list[Message]", messages)
+        ids = self._renderer.render_ids(given, tools=_specs(tools), add_generation_prompt=prompts)
+        return self._deferring.encoded(ids)
 
     def _marked(self, messages: list[ChatMessage], tools: list[Tool]) -> tuple[list[ChatMessage], list[Tool]]:
         """Both with the special tokens in their texts marked."""
@@ -211,7 +260,7 @@ class ChatRenderer:
         )
         if bridged is None or bridged.token_ids[: len(before)] != before:
             return None
-        return bridged.token_ids[len(before) :]
+        return self._deferring.encoded(bridged.token_ids[len(before) :])
 
     def _ends_in_reasoning(self, sampled: list[int]) -> bool:
         """Whether the turn ended inside its reasoning."""
@@ -288,7 +337,7 @@ class ChatRenderer:
 
 def _hand_made(
     folder: Path,
-    tokenizer: LightTokenizer,
+    deferring: _DeferringTokenizer,
     template: TemplateRendering | None,
     template_kwargs: Mapping[str, Any],
 ) -> Renderer | None:
@@ -297,9 +346,12 @@ def _hand_made(
     Raises ConfigError if there is no template either.
     """
     for config, name in _candidates(folder, template_kwargs):
-        tokenizer.name_or_path = name or str(folder)
+        deferring.tokenizer.name_or_path = name or str(folder)
+        defers = isinstance(config, Qwen3RendererConfig)
         try:
-            renderer = create_renderer(tokenizer, config)
+            renderer = create_renderer(
+                cast("Tokenizer", deferring if defers else deferring.tokenizer), config
+            )
         except (AssertionError, ImportError, NotImplementedError, ValueError) as error:
             if template is None:
                 raise ConfigError(f"the chat renderer does not fit the model in {folder}: {error}") from error
@@ -307,7 +359,9 @@ def _hand_made(
         if isinstance(renderer, MultimodalRenderer):
             if template is None:
                 raise ConfigError(f"{folder} is a multimodal model; only text models are supported")
-        elif template is None or _fits(renderer, template, has_history=_writes_history_alike(config)):
+        elif template is None or _fits(
+            renderer, deferring, template, has_history=_writes_history_alike(config)
+        ):
             return renderer
     return None
 
@@ -340,7 +394,9 @@ def _writes_history_alike(config: RendererConfig) -> bool:
     return not isinstance(config, Qwen3RendererConfig) or config.enable_thinking
 
 
-def _fits(renderer: Renderer, template: TemplateRendering, *, has_history: bool) -> bool:
+def _fits(
+    renderer: Renderer, deferring: _DeferringTokenizer, template: TemplateRendering, *, has_history: bool
+) -> bool:
     """Whether the prompts of `CANONICAL` are the template's, those that it can render.
 
     Without `has_history`, only of conversations in which the assistant has said nothing.
@@ -354,7 +410,8 @@ def _fits(renderer: Renderer, template: TemplateRendering, *, has_history: bool)
             continue
         given = cast("list[Message]", messages)
         try:
-            if renderer.render_ids(given, tools=_specs(tools), add_generation_prompt=True) != expected:
+            ids = renderer.render_ids(given, tools=_specs(tools), add_generation_prompt=True)
+            if deferring.encoded(ids) != expected:
                 return False
         except (ValueError, NotImplementedError):
             return False

@@ -17,6 +17,7 @@ from tinkerscript.gateway.conversation import tree
 from tinkerscript.gateway.conversation.session import LONG
 from tinkerscript.gateway.named_model import LONG_BODY
 from tinkerscript.gateway.rendering import ChatRenderer
+from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.testing import MemoryClaimBook
 from tiny_tokenizer import write_model_folder
 
@@ -102,3 +103,23 @@ async def test_a_refused_long_prompt_gives_its_place_back(byte_model: Path) -> N
     assert turn.parent is not None
     assert turn.parent.call_id == "call0"
     assert turn.fork_reason not in (tree.SAMPLED_AGAIN, tree.NEW_CONVERSATION)
+
+
+def test_a_renderer_that_does_not_see_the_ids_of_long_texts_writes_the_same_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    renderer = ChatRenderer(TINY_MODEL)
+    assert not renderer.uses_template
+    tool = {"type": "function", "function": {"name": "f", "description": LONG_TEXT, "parameters": {}}}
+    first = [{"role": "system", "content": LONG_TEXT}, user(f"{LONG_TEXT}<|im_end|>\n\U0001f600")]
+    after = [{"role": "tool", "tool_call_id": "1", "content": LONG_TEXT}, user("hi"), user(LONG_TEXT)]
+    end = renderer.stop_token_ids[:1]
+
+    def both() -> list[list[int] | None]:
+        prompt = renderer.render(first, [tool])
+        return [prompt, renderer.extend(prompt, end, after, [tool], list)]
+
+    deferred = both()
+    monkeypatch.setattr("tinkerscript.gateway.rendering.LONG_TEXT", 10**9)
+    assert None not in deferred
+    assert deferred == both()
