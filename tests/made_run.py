@@ -269,6 +269,7 @@ class MadeRun:
             is_success=None if reward is None else bool(reward),
             attempt=2 if retried else 1,
             client_uuid=f"worker-{self._random.randrange(4)}",
+            queued_s=None if fails else 0.5 * (number % 64),
             ended=self._ended,
             detail=detail,
         )

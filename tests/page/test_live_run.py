@@ -45,6 +45,10 @@ def test_a_live_run_from_empty_to_finished(tab: Tab, tmp_path: Path) -> None:
     expect(docs.page.locator("details[open]")).to_contain_text("allow_discard_timeout")
     assert not docs.problems
     docs.page.close()
+    page.get_by_role("link", name="Episodes", exact=True).click()
+    page.locator("tbody a.mono").first.click()
+    waited = re.compile("^It waited in the queue for [0-9.]+ s until .+ claimed it")
+    expect(page.get_by_text(waited)).to_be_visible()
     page.get_by_role("link", name="Run", exact=True).click()
     expect(page.get_by_text(re.compile(rf"^1[0-4] of {steps} steps"))).to_be_visible(timeout=90_000)
     assert page.evaluate("window.sameDocument") is True

@@ -49,7 +49,7 @@ ALLOWED = {
         "access_tokens addresses asgi config errors files gateway http_server lifecycle limits logs "
         "model_folder protocol rollouts sampler tracing trainer_link"
     ),
-    "page": "addresses asgi config errors lifecycle model_folder record rollouts tokenizer",
+    "page": "addresses asgi config errors files lifecycle model_folder record rollouts tokenizer",
     "train": (
         "access_tokens addresses config dashboard engine errors files gateway inspect_tinker_bridge "
         "lifecycle logs model_folder processes protocol record remote_folder rollouts sampler "

@@ -167,6 +167,7 @@ def _print_runs(view: RunList, console: Console) -> None:
     for run in view.runs:
         score = f"{_number(run.score_before)} → {_number(run.score)}" if run.score is not None else ""
         what = f"{run.model}: {', '.join(Path(task).name for task in run.tasks) or run.method}"
+        what += f"  ({', '.join(run.tags)})" if run.tags else ""
         state = Text(run.state, STATE_STYLES[run.state])
         rows.append((run.name, state, f"{run.step}/{run.steps}", score, _number(run.reward), what))
     console.print(_table(("run", "state", ">step", ">held out", ">reward", "model and tasks"), rows))
@@ -185,6 +186,9 @@ def _print_run(view: RunView, steps: Sequence[StepLine], console: Console, root:
     say(console, Text(f"{view.state} {at}{left}", STATE_STYLES[view.state]))
     if view.failure:
         say(console, view.failure, "red")
+    for words in (", ".join(view.tags), view.note):
+        if words:
+            say(console, words, "italic")
     if view.phase:
         of = f" of {view.phase.total:,}" if view.phase.total else ""
         say(console, f"sampling {view.phase.label}: {view.phase.done:,}{of} episodes")
@@ -260,7 +264,8 @@ def _facts(view: EpisodeView) -> list[str]:
     lines = [f"{line.type} episode {line.uuid}, group {line.group_id}: {end}"]
     if line.attempt:
         versions = f"policy versions {line.first_version} to {line.last_version}"
-        lines.append(f"attempt {line.attempt} of {line.client}, {versions}")
+        queued = "" if view.queued_s is None else f", after {whole_time(view.queued_s)} in the queue"
+        lines.append(f"attempt {line.attempt} of {line.client}{queued}, {versions}")
     lines += [f"attempt {a.attempt} of {a.client} failed: {a.kind}: {a.message}" for a in view.attempts]
     lines += [f"sample {view.sample_id} of {view.task}, target: {view.target}"] if view.sample_id else []
     for use in view.uses:

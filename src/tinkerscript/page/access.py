@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import json
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -150,7 +151,9 @@ def write_audit(
     who = request.client.host if request.client else ""
     entry = {"time": time.time(), "from": who, "action": action}
     line = json.dumps({**entry, **(details or {})})
-    with (folder / AUDIT_FILE).open("a", encoding="utf-8") as file:
+    # The folder may be from elsewhere, with a link or a pipe in the file's place.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    with os.fdopen(os.open(folder / AUDIT_FILE, flags, 0o666), "a", encoding="utf-8") as file:
         file.write(f"{line}\n")
     logger.info("page.action %s", line)
 

@@ -12,8 +12,8 @@ from pydantic import BaseModel, Field
 from tinkerscript.errors import NotRecordedError
 from tinkerscript.page.held_out import as_text, input_text
 from tinkerscript.page.lines import EPISODE_COLUMNS as LINE
-from tinkerscript.page.lines import EpisodeLine, line, lines
-from tinkerscript.record.entries import EpisodeDetail, TokenUse, TrainedSequence
+from tinkerscript.page.lines import EpisodeLine, figures_of, line, lines
+from tinkerscript.record.entries import QUEUED, EpisodeDetail, TokenUse, TrainedSequence
 from tinkerscript.record.reader import Record
 from tinkerscript.rollouts.call import Call, unpack_ids, with_messages
 from tinkerscript.rollouts.merge import merge_calls
@@ -96,6 +96,9 @@ class EpisodeView(BaseModel):
 
     run: str
     line: EpisodeLine
+    queued_s: float | None = Field(
+        description="Seconds that it waited for the claim that counts; null: no queue, or unknown."
+    )
     recorded: bool = Field(description="Whether its calls are recorded (`recording`).")
     task: str
     sample_id: str
@@ -142,6 +145,7 @@ def episode_view(run: str, record: Record, uuid: str) -> EpisodeView:
     return EpisodeView(
         run=run,
         line=own,
+        queued_s=figures_of(row).get(QUEUED),
         recorded=found is not None,
         task=sample["task"] if sample else "",
         sample_id=sample["id"] if sample else "",

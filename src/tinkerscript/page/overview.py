@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field
 from tinkerscript import __version__
 from tinkerscript.errors import TinkerScriptError
 from tinkerscript.lifecycle import ProcessId
+from tinkerscript.page.annotation import Annotation, read_annotation
 from tinkerscript.page.lines import EpisodeLine, newest
 from tinkerscript.record.health import Gain, HealthRow, gain, health_rows, sample_scores, verdict
 from tinkerscript.record.reader import Record
@@ -82,7 +83,7 @@ class Note(BaseModel):
     text: str
 
 
-class RunLine(BaseModel):
+class RunLine(Annotation):
     """A run in the list."""
 
     name: str
@@ -140,6 +141,7 @@ def _line(name: str, record: Record, facts: dict[str, Any]) -> dict[str, Any]:
     first = record.row("SELECT score FROM evaluations ORDER BY step, time LIMIT 1")
     last = record.row("SELECT score FROM evaluations ORDER BY step DESC, time DESC LIMIT 1")
     return {
+        **read_annotation(record.folder).model_dump(),
         "name": name,
         "state": state(facts),
         "method": facts.get("method", ""),

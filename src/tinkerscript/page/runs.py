@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
+import shutil
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,7 +24,9 @@ import httpx
 
 from tinkerscript.addresses import SERVER_FILE, ServerInfo, read_server_info
 from tinkerscript.asgi import is_loopback
-from tinkerscript.errors import ConfigError, NotRecordedError
+from tinkerscript.errors import ConfigError, ConflictError, NotRecordedError
+from tinkerscript.lifecycle import try_lock
+from tinkerscript.page.overview import state
 from tinkerscript.record.reader import Record, find_runs
 
 FRESH_S = 1.0
@@ -86,6 +89,36 @@ class Runs:
             if record.number("SELECT number FROM episodes WHERE uuid = ?", (episode_uuid,)) is not None:
                 return name, record
         raise NotRecordedError(f"no run here has an episode {episode_uuid!r} that ended")
+
+    def delete(self, name: str) -> None:
+        """Delete the folder of a run that does not go on.
+
+        Raises NotRecordedError, ConflictError with the reason why not, and OSError.
+        """
+        record = self.record(name)
+        folder = record.folder
+        if folder.parent != self.root or folder.is_symlink():
+            raise ConflictError(
+                f"this page shows {name} alone; `tinkerscript view {folder.parent}` can delete it"
+            )
+        if state(record.facts()) == "running":
+            raise ConflictError(f"{name} goes on; stop it first")
+        with ExitStack() as held:
+            for path in (folder / "trainer.lock", folder / "server.lock"):
+                if path.is_symlink() or not path.is_file():  # No lock of ours, and locking would write there.
+                    continue
+                if (lock := try_lock(path)) is None:
+                    raise ConflictError(f"a {path.stem} is at work in {folder}; stop it first")
+                held.enter_context(lock)
+            # If this may not be done, nothing is lost; after it, the run is gone as a whole.
+            gone = folder.rename(folder.with_name(f".deleted-{name}"))
+            with self._lock:
+                self._records.pop(name, None)
+                self._looked = -LOOK_AGAIN_S
+            shutil.rmtree(gone)
+        latest = self.root / "latest"
+        if latest.is_symlink() and not latest.exists():
+            latest.unlink()
 
     def server_of(self, folder: Path) -> RunServer:
         """The server of the run in `folder`."""

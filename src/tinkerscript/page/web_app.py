@@ -1,15 +1,17 @@
 """The page as an ASGI app: its files, the API that it uses, its events.
 
 Invariant: it reads records, and asks the run's server for the rest; it never writes to either, but for
-actions that name themselves as such, which are in the audit log.
+actions that name themselves as such, which are in the audit log: that of the run, or, for a run that was
+deleted, that of the folder of runs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,9 +23,11 @@ from pydantic import BaseModel, Field
 
 from tinkerscript import __version__
 from tinkerscript.addresses import read_server_info
-from tinkerscript.errors import ConfigError, NotRecordedError
+from tinkerscript.asgi import BodyLimit, Refusals
+from tinkerscript.errors import ConfigError, ConflictError, NotRecordedError
 from tinkerscript.page import curves as curve_view
 from tinkerscript.page.access import SESSION_S, PageAccess, PageSessions, read_audit, write_audit
+from tinkerscript.page.annotation import Annotation, write_annotation
 from tinkerscript.page.curves import (
     AlignmentView,
     ConfigDifference,
@@ -58,6 +62,10 @@ Offset = Annotated[int, Query(ge=0, description="Continue at: `next` of the prev
 Limit = Annotated[int, Query(ge=1, le=200, description="Maximum number in the reply.")]
 
 
+PAGE_BODY_BYTES = 2**20
+"""Of a request."""
+
+
 class Token(BaseModel):
     token: str
 
@@ -71,6 +79,10 @@ class LoginState(BaseModel):
 
 class FailedEpisodes(BaseModel):
     episode_uuids: list[str] = Field(min_length=1, max_length=1000)
+
+
+class Deletion(BaseModel):
+    name: str = Field(description="The run's name again.")
 
 
 def create_page(root: Path, *, admin_token: str | None) -> FastAPI:
@@ -92,8 +104,11 @@ def create_page(root: Path, *, admin_token: str | None) -> FastAPI:
         redoc_url=None,
         openapi_url="/api/openapi.json",
     )
+    refusals = Refusals({})
+    refusals.install(app)
     app.add_exception_handler(NotRecordedError, _not_found)
     app.add_exception_handler(ConfigError, _not_found)
+    app.add_middleware(BodyLimit, max_bytes=PAGE_BODY_BYTES, refusals=refusals)
     app.add_middleware(GZipMiddleware, minimum_size=2000, compresslevel=5)
     app.add_middleware(PageAccess, sessions=sessions)
     app.include_router(_Page(runs, sessions).router())
@@ -104,6 +119,18 @@ def create_page(root: Path, *, admin_token: str | None) -> FastAPI:
 async def _not_found(request: Request, error: Exception) -> JSONResponse:
     del request
     return JSONResponse({"success": False, "failure_reason": str(error)}, 404)
+
+
+@contextmanager
+def _writing(folder: Path) -> Generator[None]:
+    """Raises ConflictError for a folder in which this process may not write."""
+    try:
+        yield
+    except OSError as error:
+        raise ConflictError(
+            f"the page, which runs as user {os.geteuid()}, cannot change {folder}: "
+            f"{error.strerror or error} ({error.filename})"
+        ) from error
 
 
 class _Page:
@@ -128,6 +155,8 @@ class _Page:
         get("/api/config-differences", tags=["runs"])(self.differences)
         run = "/api/runs/{run}"
         get(run, tags=["runs"])(self.overview)
+        post(f"{run}/annotation", tags=["runs"])(self.annotate)
+        post(f"{run}/delete", tags=["runs"])(self.delete)
         get(f"{run}/events", tags=["runs"], response_class=StreamingResponse)(self.events)
         get(f"{run}/config", tags=["runs"])(self.config)
         get(f"{run}/metrics", tags=["runs"])(self.metrics)
@@ -206,6 +235,24 @@ class _Page:
     def overview(self, run: str) -> RunView:
         """A run's first screen."""
         return overview(run, self._record(run))
+
+    def annotate(self, run: str, body: Annotation, request: Request) -> Annotation:
+        """Write a run's note and tags, in place of those that it has."""
+        folder = self._record(run).folder
+        with _writing(folder):
+            write_annotation(folder, body)
+            write_audit(folder, request, "annotate", body.model_dump())
+        return body
+
+    def delete(self, run: str, body: Deletion, request: Request) -> RunList:
+        """Delete a run that does not go on, with its checkpoints. The reply has those that are left."""
+        if body.name != run:
+            raise ConflictError(f"to delete {run}, repeat its name, which is not {body.name!r}")
+        with _writing(self._runs.root / run):
+            self._runs.delete(run)
+            write_audit(self._runs.root, request, "delete", {"run": run})
+        self._events.pop(run, None)
+        return self.list_runs()
 
     async def events(self, run: str, request: Request) -> StreamingResponse:
         """Server-sent events: `run` with the first screen when something has changed, at most once a

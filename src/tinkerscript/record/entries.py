@@ -25,6 +25,9 @@ ENTRY_LEVEL = 1
 MAX_UNPACKED_BYTES = 256 * 2**20
 """Of an episode's calls, or of its tokens in one step."""
 
+QUEUED = "queued_s"
+"""Name of the figure: seconds that an episode waited for the claim that counts."""
+
 PREVIEW_CHARS = 160
 MAX_INDEXED_CHARS = 65_536
 """Of an episode's text, for the search."""
@@ -95,6 +98,9 @@ class RecordedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     """The one that counts; of a failed episode, the last."""
 
     client_uuid: str = ""
+    queued_s: float | None = None
+    """Seconds that it waited for the claim that counts; None: no queue, or unknown."""
+
     ended: float
     """Unix time in seconds."""
 
@@ -192,15 +198,17 @@ def columns_of(episode: RecordedEpisode) -> dict[str, object]:
         "first_version": min(versions, default=None),
         "last_version": max(versions, default=None),
         "preview": _preview(episode),
-        "figures": json.dumps(_figures(episode.detail)),
+        "figures": json.dumps(_figures(episode)),
     }
 
 
-def _figures(detail: EpisodeDetail) -> dict[str, float]:
-    """The scores and the episode's own metrics by name, for filters."""
+def _figures(episode: RecordedEpisode) -> dict[str, float]:
+    """The scores, the episode's own metrics and how long it was queued, by name, for filters."""
+    detail = episode.detail
     scores = detail.metadata.get("scores")
     found = {f"score/{name}": value for name, value in scores.items()} if isinstance(scores, dict) else {}
     found |= detail.log_metrics
+    found |= {} if episode.queued_s is None else {QUEUED: episode.queued_s}
     return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
 
 

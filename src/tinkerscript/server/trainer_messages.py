@@ -341,6 +341,7 @@ def outcome_of(
         group_id=episode.group_id,
         attempt=episode.attempt,
         client_uuid=episode.client_uuid,
+        queued_s=episode.queued_s,
         reward=episode.reward,
         all_calls=calls.get(episode.attempt, []),
         policy_version_at_claim=episode.policy_version,

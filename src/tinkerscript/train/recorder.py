@@ -284,6 +284,7 @@ def _entry(outcome: Outcome, expected: _Expected) -> RecordedEpisode:
         is_success=outcome.is_success if accepted else None,
         attempt=outcome.attempt if accepted else int(str(last.get("attempt", 0))),
         client_uuid=outcome.client_uuid if accepted else str(last.get("client_uuid", "")),
+        queued_s=outcome.queued_s if accepted else None,
         ended=time.time(),
         detail=EpisodeDetail(
             calls=outcome.all_calls if accepted else [],

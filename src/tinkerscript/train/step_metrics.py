@@ -201,6 +201,8 @@ def system(facts: StepFacts) -> dict[str, float]:
     if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
         found["system/gpu_memory_gb"] = (total - free) / 1e9
+        with suppress(Exception):  # It needs nvidia-ml-py, and some devices (MIG) do not say.
+            found["system/gpu_load"] = torch.cuda.utilization() / 100
     return found
 
 

@@ -252,6 +252,10 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
 
     attempt: int
     client_uuid: str
+    queued_s: float | None = None
+    """Seconds that the episode waited for the claim that counts; None: no queue, or unknown, since the server
+    was started again."""
+
     reward: float
     policy_version_at_claim: int
     all_calls: list[Call] = msgspec.field(name="calls")

@@ -18,6 +18,7 @@ from tinkerscript.cli import CANNOT_RUN, app
 from tinkerscript.commands.show import show_command
 from tinkerscript.dashboard import one_line, plain
 from tinkerscript.errors import ConfigError, NotRecordedError
+from tinkerscript.page.annotation import Annotation, write_annotation
 from tinkerscript.page.web_app import create_page
 from tinkerscript.record.entries import TrainedEpisode
 from tinkerscript.record.schema import RECORD_FILE
@@ -60,7 +61,7 @@ def told(tmp_path: Path) -> Path:
             "metadata": scores,
             "log_metrics": {"turns": 2.0},
         }
-        writer.episode(episode("aaaa1", detail=detail))
+        writer.episode(episode("aaaa1", detail=detail, queued_s=12.3))
         writer.episode(episode("aaab2", reward=0.0))
         failed = {"calls": [], "failures": [boom]}
         writer.episode(episode("bbbb3", status="failed", reward=None, detail=failed))
@@ -99,7 +100,10 @@ def test_json_and_paths_are_what_the_api_answers(made: Path) -> None:
 
 
 def test_a_run_shows_its_state_steps_failures_and_episodes(told: Path) -> None:
+    write_annotation(told, Annotation(note="lr too [high]", tags=["baseline", "seed 2"]))
+    assert "(baseline, seed 2)" in shown(told.parent)
     text = shown(told)
+    assert "\nbaseline, seed 2\nlr too [high]\n" in text
     assert "grpo of tiny on t.py@adding\nstopped at step 1 of 9\n" in text
     assert "failed: 1 x task_error: boom [red]   (episode bbbb3)\n" in text
     rows = {line.split()[0]: " ".join(line.split()) for line in text.splitlines() if line.split()}

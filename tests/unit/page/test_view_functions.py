@@ -336,7 +336,7 @@ def test_an_episode_has_its_turns_its_fork_and_its_failed_attempt(
         "log_metrics": {"turns": 3.0},
     }
     writer.episode(episode("a", group_id="g"))
-    writer.episode(episode("b", group_id="g", attempt=2, detail=detail))
+    writer.episode(episode("b", group_id="g", attempt=2, queued_s=1.5, detail=detail))
     writer.episode(episode("c", group_id="h"))
     sequences = [
         trained_sequence(0, 4, uses=bytes([TokenUse.TRAINED, TokenUse.CONSTRAINED, 0, 0])),
@@ -393,6 +393,8 @@ def test_an_episode_has_its_turns_its_fork_and_its_failed_attempt(
     assert (view.previous, view.next) == ("a", "c")
     assert view.line.advantage == 0.5
     assert view.metrics == {"turns": 3.0}
+    assert view.queued_s == 1.5
+    assert episode_view("run", Record(tmp_path), "c").queued_s is None, "no queue, or an older record"
 
 
 def test_an_episode_is_found_by_the_beginning_of_its_uuid(writer: RecordWriter, tmp_path: Path) -> None:
@@ -492,7 +494,7 @@ def test_the_search_finds_words_ids_and_conditions(writer: RecordWriter, tmp_pat
         writer.episode(episode(uuid, reward=reward, detail=detail, **more))
 
     one("7f3a-1", "I am sorry, I cannot.", 0.0, client_uuid="worker-3")
-    one("7f3b-2", "The answer is: four", 1.0, step=12)
+    one("7f3b-2", "The answer is: four", 1.0, step=12, queued_s=90.0)
     one("88", "is the answer four?", 0.5, log_metrics={"turns": 4.0})
     writer.episode(episode("99", status="failed", reward=None, detail={"calls": []}))
     writer.trained(1, [TrainedEpisode(uuid="88", outcome="trained", advantage=-0.25)])
@@ -517,6 +519,7 @@ def test_the_search_finds_words_ids_and_conditions(writer: RecordWriter, tmp_pat
     assert found("score/exact=0") == ["88", "7f3a-1"]
     assert found("score/exact>=1 four") == ["7f3b-2"]
     assert found("turns=4") == ["88"]
+    assert found("queued_s>60") == ["7f3b-2"]
     assert found("advantage<0") == ["88"]
     assert found("outcome:trained") == ["88"]
     assert found("status=failed") == ["99"]

@@ -79,6 +79,23 @@ def test_a_hand_back_is_no_failed_attempt(book: EpisodeBook) -> None:
     assert len(book.get("e").failures) == MAX_HAND_BACKS + 2
 
 
+def test_an_episode_knows_how_long_it_waited_for_its_last_claim() -> None:
+    wall = Clock()
+    book = EpisodeBook(clock=Clock(), wall=wall, max_attempts=2)
+    registered(book, "e")
+    for waits_s in (5.0, 3.0):
+        wall.now += waits_s
+        episode = claimed(book)
+        wall.now += 60.0
+        assert episode.queued_s == waits_s
+        book.abort("e", episode.attempt, Failure(kind="boom"))
+    book.retry("e")
+    wall.now += 1.0
+    assert claimed(book).queued_s == 1.0
+    episode.queued_at = 0.0
+    assert episode.queued_s is None, "a server that was started again does not know"
+
+
 def test_register_is_idempotent_by_content(book: EpisodeBook) -> None:
     registered(book, "e")
     book.take_changes()

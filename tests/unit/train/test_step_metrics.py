@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,6 +48,24 @@ def facts() -> StepFacts:
         rollout_s=1.5,
         train_s=0.5,
     )
+
+
+def no_package() -> int:
+    raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed or it can't be imported.")
+
+
+@pytest.mark.parametrize(("utilization", "load"), [(lambda: 37, {"system/gpu_load": 0.37}), (no_package, {})])
+def test_the_load_of_a_gpu_is_what_torch_says_of_it(
+    monkeypatch: pytest.MonkeyPatch, utilization: Callable[[], int], load: dict[str, float]
+) -> None:
+    """With a stand-in for `torch.cuda`, whose `utilization` is in percent and needs nvidia-ml-py."""
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True, mem_get_info=lambda: (60e9, 80e9), utilization=utilization
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    found = step_metrics(facts())
+    gpu = {name: value for name, value in found.items() if name.startswith("system/gpu")}
+    assert gpu == {"system/gpu_memory_gb": 20.0, **load}
 
 
 def test_the_metrics_of_a_step() -> None:

@@ -59,11 +59,9 @@ async function reply(response) {
     body = { failure_reason: text.slice(0, 300) };
   }
   if (response.status === 401) window.dispatchEvent(new Event("login-needed"));
-  if (!response.ok) throw new ApiError(response.status, body.failure_reason || explain(body.detail) || `status ${response.status}`);
+  if (!response.ok) throw new ApiError(response.status, body.failure_reason || `status ${response.status}`);
   return body;
 }
-
-const explain = (detail) => Array.isArray(detail) ? detail.map((each) => `${each.loc.slice(1).join(".")}: ${each.msg}`).join("; ") : "";
 
 /** Follow a run: `changed` gets its first screen, `linked` whether the events come. Returns what ends it. */
 export function follow(run, changed, linked) {

@@ -6,6 +6,9 @@ import { duration, number } from "./format.js";
 const LONG = 3000;
 const CALLS = 40;
 
+/** How long an episode waited for the claim that counts, where that is known. */
+export const queued = ({ queued_s: seconds, line }) => `${seconds < 10 ? `${seconds.toFixed(1)} s` : duration(seconds)} until ${line.client || "a client"} claimed it`;
+
 export function Conversation({ turns, sequences }) {
   const [all, setAll] = useState(turns.length <= CALLS + 10);
   const shown = all ? turns : turns.slice(0, CALLS);

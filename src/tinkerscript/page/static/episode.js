@@ -2,7 +2,7 @@
 
 import { html, useState } from "./vendor/preact.js";
 import { isExport } from "./api.js";
-import { Conversation } from "./conversation.js";
+import { Conversation, queued } from "./conversation.js";
 import { useData } from "./data.js";
 import { clock, count, number, short } from "./format.js";
 import { Card, Empty, forWhat, Loaded, outcomeText, UNDONE, Undone } from "./parts.js";
@@ -73,7 +73,7 @@ function Siblings({ data }) {
 function Talk({ data }) {
   const { line } = data;
   return html`${!data.recorded && line.status === "failed" && html`<div class="banner bad">${line.preview || "It failed without saying why."}</div>`}<${Card} title="Conversation" more=${data.is_chat ? "" : count(data.turns.length, "call")}>
-    ${data.is_chat ? html`<${Empty} title="A chat of supervised fine-tuning">Its tokens are below; those that train are underlined.<//>` : data.turns.length ? html`<${Conversation} turns=${data.turns} sequences=${data.sequences.length} />`
+    ${data.is_chat ? html`<${Empty} title="A chat of supervised fine-tuning">Its tokens are below; those that train are underlined.<//>` : data.turns.length ? html`${data.queued_s !== null && html`<p class="small quiet wait">It waited in the queue for ${queued(data)}.</p>`}<${Conversation} turns=${data.turns} sequences=${data.sequences.length} />`
       : html`<${Empty} title=${data.recorded ? "No attempt succeeded" : "Not recorded"}>${data.recorded ? "Its attempts, with what they sampled, are below." : "The run records the calls of some steps only (recording), or dropped old ones (recording_limit_mb)."}<//>`}
   <//>`;
 }

@@ -26,6 +26,7 @@ const TEXT = {
   "system/memory_gb": "memory in use on this machine",
   "system/trainer_gb": "memory of the trainer",
   "system/gpu_memory_gb": "memory in use on the trainer's GPU",
+  "system/gpu_load": "share of the time in which the trainer's GPU computed, over at most the last second of the step",
   "time/rollout_s": "seconds until the step's episodes were there",
   "time/train_s": "seconds to train and publish",
   "time/publish_s": "seconds to publish the weights",

@@ -1,6 +1,7 @@
 // The first screen of a run: is it fine, how far is it, does it learn, what is it doing.
 
-import { html, useContext } from "./vendor/preact.js";
+import { html, useContext, useEffect, useState } from "./vendor/preact.js";
+import { Annotation, AnnotationForm } from "./annotation.js";
 import { isExport } from "./api.js";
 import { Chart } from "./chart.js";
 import { Live, useData } from "./data.js";
@@ -20,7 +21,7 @@ function Screen({ data }) {
     <div class="span-4 stack places"><${Progress} data=${data} /><${Score} data=${data} /></div>
     <div class="span-8"><${Learning} data=${data} /></div>
     <div class="span-5 stack places"><${Health} data=${data} /><${Notes} data=${data} /></div>
-    <div class="span-7 stack places"><${Next} data=${data} /><${Newest} data=${data} /></div>
+    <div class="span-7 stack places"><${Written} key=${data.name} data=${data} /><${Next} data=${data} /><${Newest} data=${data} /></div>
   </div>`;
 }
 
@@ -121,6 +122,19 @@ function Next({ data }) {
     ${data.evaluations.length > 1 && html`<li><${Link} to=${["run", data.name, "evaluations"]}>Compare the evaluations<//>: which samples got better, which got worse</li>`}
     <li>Serve it to any OpenAI client, for example to chat with it:<code class="command">tinkerscript serve --checkpoint ${data.folder}/checkpoints/final</code></li>
   </ul><//>`;
+}
+
+/** What people wrote about it. */
+function Written({ data }) {
+  const [edits, setEdits] = useState(false);
+  const [saved, setSaved] = useState(null);  // Shown until the run's events bring it.
+  useEffect(() => setSaved(null), [data.note, data.tags.join()]);
+  const run = { ...data, ...saved }, empty = !run.note && !run.tags.length;
+  if (empty && isExport) return null;
+  return html`<${Card} title="Note and tags" more=${!edits && !isExport && html`<button onClick=${() => setEdits(true)}>${empty ? "Write" : "Edit"}</button>`}>
+    ${edits ? html`<${AnnotationForm} run=${run} done=${(written) => { if (written) setSaved(written); setEdits(false); }} />`
+      : empty ? html`<p class="quiet">None. They are shown in the list of runs, whose filter finds them.</p>` : html`<${Annotation} run=${run} />`}
+  <//>`;
 }
 
 function Notes({ data }) {

@@ -1,6 +1,7 @@
 // What Inspect recorded of an episode, event by event.
 
 import { html, useState } from "./vendor/preact.js";
+import { queued } from "./conversation.js";
 import { usePages } from "./data.js";
 import { count, number } from "./format.js";
 import { Card, Empty, Failed, More } from "./parts.js";
@@ -14,17 +15,17 @@ export function Transcript({ data }) {
   return html`<${Card} title="Inspect's transcript"><div class="stack">
     <div class="row"><button onClick=${() => setOpen(!open)} aria-expanded=${open}>${open ? "Hide the events" : "Show the events"}</button>
       ${data.transcripts.length > 1 && html`<label>attempt <select value=${attempt} onChange=${(event) => setAttempt(Number(event.target.value))}>${data.transcripts.map((each) => html`<option value=${each}>${each}</option>`)}</select></label>`}</div>
-    ${open && html`<${Timeline} key=${attempt} uuid=${data.line.uuid} attempt=${attempt} />`}
+    ${open && html`<${Timeline} key=${attempt} uuid=${data.line.uuid} attempt=${attempt} wait=${attempt === data.line.attempt && data.queued_s !== null && queued(data)} />`}
   </div><//>`;
 }
 
-function Timeline({ uuid, attempt }) {
+function Timeline({ uuid, attempt, wait }) {
   const { items, more, error, loading, data } = usePages(`episodes/${uuid}/transcript`, { attempt }, "events", "offset");
   if (!data) return error ? html`<${Failed} error=${error} />` : html`<div class="skeleton" aria-busy="true" aria-label="Loading">${" "}</div>`;
   if (data.problem) return html`<${Empty} title="This is no transcript">The client sent something else: ${data.problem}<pre class="small">${data.raw}</pre><//>`;
   return html`<div class="stack">
     <p class="small quiet">${count(data.total, "event")}${items.length < data.total ? `, the first ${number(items.length)} of them` : ""}</p>
-    <ol class="timeline">${items.map((event) => html`<${Event} event=${event} />`)}</ol>
+    <ol class="timeline">${wait && html`<li><span class="kind">queue</span> waited ${wait}</li>`}${items.map((event) => html`<${Event} event=${event} />`)}</ol>
     ${error && html`<${Failed} error=${error} />`}<${More} more=${more} loading=${loading} />
     ${data.store && html`<details class="small"><summary>the store at the end</summary><pre class="code">${data.store}</pre></details>`}
   </div>`;

@@ -188,6 +188,7 @@ class EpisodeBook:
             payload=payload,
             pool=pool,
             group_size=group_size,
+            queued_at=self._wall(),
         )
         self._next_sequence += 1
         self._enter(episode)
@@ -409,6 +410,7 @@ class EpisodeBook:
         self.counts.count(episode, +1)
         self._touch(episode)
         if state == "registered":
+            episode.queued_at = self._wall()
             self.queues.put(episode)
         elif state == "failed":
             self._failed[episode.sequence] = episode

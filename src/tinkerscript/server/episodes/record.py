@@ -72,6 +72,9 @@ class EpisodeRecord:
     claimed_at: float = 0.0
     """Unix time of the last claim; 0 before the first."""
 
+    queued_at: float = 0.0
+    """Unix time when it last began to wait for a claim; 0: in a process before this one. Not stored."""
+
     renewed_at: float = 0.0
     """Last activity of the last claim, on the book's clock; 0 if there was none in this process. Not stored:
     a restart renews every lease."""
@@ -105,6 +108,11 @@ class EpisodeRecord:
     def attempt(self) -> int:
         """The number of the last claim; 0 before the first."""
         return len(self.claimants)
+
+    @property
+    def queued_s(self) -> float | None:
+        """Seconds that it waited for its last claim; None: unknown."""
+        return max(0.0, self.claimed_at - self.queued_at) if self.queued_at else None
 
     @property
     def client_uuid(self) -> str:
