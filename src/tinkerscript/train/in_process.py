@@ -39,7 +39,7 @@ from inspect_tinker_bridge.env import EnvOptions, InspectEnv
 from inspect_tinker_bridge.records import pack_transcript
 from inspect_tinker_bridge.scoring import report_of
 from tinkerscript.config import RunConfig, SamplingConfig
-from tinkerscript.errors import GatewayError, WorkerError
+from tinkerscript.errors import AlignmentError, GatewayError, WorkerError
 from tinkerscript.gateway.conversation.tree import (
     RENDERER_REFUSED,
     TEMPLATE_REWRITES,
@@ -48,7 +48,7 @@ from tinkerscript.gateway.conversation.tree import (
     PromptIndex,
     Turn,
 )
-from tinkerscript.protocol import Failure, bounded
+from tinkerscript.protocol import Failure, bounded, failure_line
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from tinkerscript.sampler import Sampler, SampleRequest
 from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode, failed_episode
@@ -118,13 +118,16 @@ class InProcessSource(EpisodeSource):
             self._running[episode.episode_uuid] = task
 
     def _deliver(self, episode: PlannedEpisode, task: asyncio.Task[Outcome]) -> None:
-        """Queue the episode's outcome, or what its task raised."""
+        """Queue the episode's outcome, or the error that ends the run."""
         del self._running[episode.episode_uuid]
         reason = self._reasons.pop(episode.episode_uuid, "the run was stopped")
         if task.cancelled():
             self._ended.put_nowait(_failed(episode, "cancelled", reason))
+        elif (error := task.exception()) is None or isinstance(error, WorkerError | AlignmentError):
+            self._ended.put_nowait(error or task.result())
         else:
-            self._ended.put_nowait(task.exception() or task.result())
+            logger.error("episode.defect episode=%s", episode.episode_uuid, exc_info=error)
+            self._ended.put_nowait(_failed(episode, "task_error", failure_line(error)))
 
     async def outcomes(self) -> list[Outcome]:
         """Raises an error that is not the episode's own failure, such as a dead eval."""
@@ -145,7 +148,7 @@ class InProcessSource(EpisodeSource):
             self._ended.put_nowait(_failed(event, "cancelled", reason))
 
     async def _run(self, episode: PlannedEpisode) -> Outcome:
-        """Raises WorkerError if the eval that drives all episodes died, and whatever sampling raises."""
+        """Raises WorkerError if the eval that drives all episodes died, and AlignmentError (see `Policy`)."""
         assert self._runner is not None
         task, samples, options = self._tasks[episode.payload["task"], episode.episode_type == "eval"]
         sample = samples[str(episode.payload["sample"]["id"])]
@@ -163,8 +166,10 @@ class InProcessSource(EpisodeSource):
                 failure = _failed(episode, error.code, str(error))
             except RunnerError as error:  # Not this episode's failure: no episode can run any more.
                 raise WorkerError(str(error)) from error
-            except BridgeError as error:
-                failure = _failed(episode, "task_error", str(error))
+            except AlignmentError:  # The sampler's fault, whoever asks.
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever an episode raises is its own failure
+                failure = _failed(episode, "task_error", failure_line(error))
             finally:
                 await env.abandon()
         read = partial(
