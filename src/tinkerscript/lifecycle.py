@@ -36,7 +36,7 @@ GRACE_S = 5
 ORPHAN_GRACE_S = 3.0
 """Seconds in which a process whose parent is gone may end in an orderly way."""
 
-COLLECTOR_THRESHOLDS = (500, 0, 1_000_000_000)
+COLLECTOR_THRESHOLDS = (100, 0, 1_000_000_000)
 """New objects until the collector looks through them; collections of new objects until it looks through those
 that survived one; and, in effect, never: a full collection. The first is low because it counts what was made
 less what was freed, however old, and so hides new objects while old ones go."""
