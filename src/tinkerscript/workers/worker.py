@@ -14,8 +14,8 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -133,10 +133,22 @@ def worker_process(options: WorkerOptions) -> int:
 
 async def _run(options: WorkerOptions, signals: list[signal.Signals]) -> tuple[RunStatistics, bool]:
     """What was done, and whether the run has failed. Adds the signal that has stopped it to `signals`."""
+    async with open_runner(options) as runner:
+        if options.exit_with_parent:
+            when_parent_ends(partial(runner.stop, grace_s=ORPHAN_GRACE_S / 3))
+        first = partial(_on_signal, signals, runner, options.grace_s, asyncio.get_running_loop())
+        statistics = await stopped_by_signals(runner, first=first, second=_exit_at_once)
+    logger.info("worker done: %s", statistics)
+    return statistics, runner.has_failed
+
+
+@asynccontextmanager
+async def open_runner(options: WorkerOptions) -> AsyncGenerator[Runner]:
+    """What works as `options` say, once it is run. Raises WorkerError for a script or task that cannot be."""
     async with AsyncExitStack() as stack:
         rollout = await _rollout(options, stack)
         client = stack.enter_context(_client(options))
-        runner = Runner(
+        yield Runner(
             rollout,
             client=client,
             concurrency=options.concurrency,
@@ -145,12 +157,6 @@ async def _run(options: WorkerOptions, signals: list[signal.Signals]) -> tuple[R
             grace_s=options.grace_s,
             give_up_after_s=options.give_up_after_s,
         )
-        if options.exit_with_parent:
-            when_parent_ends(partial(runner.stop, grace_s=ORPHAN_GRACE_S / 3))
-        first = partial(_on_signal, signals, runner, options.grace_s, asyncio.get_running_loop())
-        statistics = await stopped_by_signals(runner, first=first, second=_exit_at_once)
-    logger.info("worker done: %s", statistics)
-    return statistics, runner.has_failed
 
 
 def _on_signal(
