@@ -1,10 +1,10 @@
-"""A store that fails for one episode, at one stage, by an exception that nobody expects."""
+"""What fails for one episode, at one stage, by an exception that nobody expects: a method, or a store."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.episodes.record import EpisodeRecord
@@ -12,6 +12,17 @@ from tinkerscript.server.store.sqlite import STORE_FILE, SqliteStore
 
 VICTIM = "victim"
 """The uuid of the episode."""
+
+
+def planted(work: Callable[..., Any], stage: str, *marks: str) -> Callable[..., Any]:
+    """`work`, which fails where its arguments are the victim's, or hold one of `marks`."""
+
+    def failing(*args: Any, **more: Any) -> Any:
+        if any(each in str((args, more)) for each in (f"'{VICTIM}'", *marks)):
+            raise RuntimeError(f"planted: {stage}")
+        return work(*args, **more)
+
+    return failing
 
 
 class FailingStore(SqliteStore):

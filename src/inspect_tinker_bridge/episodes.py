@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from traceback import format_exception
-from typing import Any, Protocol
+from traceback import format_exception, format_exception_only
+from typing import Any, Protocol, cast
 from uuid import uuid4
 
 from anyio import CancelScope
@@ -32,13 +32,19 @@ from inspect_ai.model import (
     set_model_info,
 )
 from inspect_ai.scorer import Score, Scorer, Target
-from inspect_ai.solver import Generate, Solver, TaskState, solver
+from inspect_ai.solver import Generate, Solver, TaskState, chain, solver
 from inspect_ai.tool import ToolChoice, ToolInfo
 from inspect_ai.util import LimitExceededError
 
 from inspect_tinker_bridge import _inspect_private
 from inspect_tinker_bridge.conversion import LEFT_OUT
-from inspect_tinker_bridge.errors import BridgeError, EpisodeAbandonedError, RunnerError, SelfGradingError
+from inspect_tinker_bridge.errors import (
+    BridgeError,
+    EpisodeAbandonedError,
+    EpisodeError,
+    RunnerError,
+    SelfGradingError,
+)
 
 MODEL_NAME = "tinkerbridge/policy"
 """Name of the trained model in Inspect's states and logs."""
@@ -270,6 +276,45 @@ def bind_episode(episodes: Episodes) -> Solver:
     return solve
 
 
+def guarded(own: Solver) -> Solver:
+    """Wrap a solver so that whatever it raises is its episode's failure (`reportable`)."""
+    if isinstance(own, Sequence):
+        return chain([guarded(each) for each in cast("Sequence[Solver]", own)])
+
+    @functools.wraps(own)  # keeps its registration, which is in its attributes
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        try:
+            return await own(state, generate)
+        except BaseException as error:
+            if (told := reportable(error)) is error:
+                raise
+            raise told from None
+
+    return solve
+
+
+def reportable(error: BaseException) -> BaseException:
+    """`error`, or one in its place if Inspect's own handling of it would end the eval, and all its episodes.
+
+    So it does for one that is no Exception, and for one whose words UTF-8 cannot hold, such as a text that
+    a model wrote as JSON (`"\\ud800"`).
+    """
+    if isinstance(error, KeyboardInterrupt | GeneratorExit):
+        return error
+    if isinstance(error, asyncio.CancelledError) and _is_cancelling():
+        return error
+    told = "".join(format_exception(error))
+    try:
+        f"{told}{error}{error!r}".encode()
+    except Exception:  # noqa: BLE001 - what an error says of itself may raise anything
+        is_clean = False
+    else:
+        is_clean = isinstance(error, Exception)
+    if is_clean:
+        return error
+    return EpisodeError("".join(format_exception_only(error)).strip().encode(errors="replace").decode())
+
+
 def cancellable(scorer: Scorer, episodes: Episodes) -> Scorer:
     """Wrap a scorer so that it ends when its episode is abandoned; Inspect would end only the solver."""
 
@@ -282,9 +327,12 @@ def cancellable(scorer: Scorer, episodes: Episodes) -> Scorer:
             episode.scoring.add(scope)
             try:
                 return await scorer(state, target)
-            except Exception as error:
-                episode.scorer_error = error
-                raise
+            except BaseException as error:
+                if isinstance(told := reportable(error), Exception):
+                    episode.scorer_error = told
+                if told is error:
+                    raise
+                raise told from None
             finally:
                 episode.scoring.discard(scope)
         raise EpisodeAbandonedError("the episode was abandoned while it was scored")

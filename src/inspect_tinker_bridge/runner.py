@@ -34,6 +34,7 @@ from inspect_tinker_bridge.episodes import (
     RunningEpisode,
     bind_episode,
     cancellable,
+    guarded,
     policy_model,
     role_model,
 )
@@ -432,7 +433,10 @@ class _SampleFeed(SampleSource):
         self._running -= 1
         episode = self._episodes.get(sample.epoch)
         if episode is not None:
-            episode.end(EpisodeOutcome.of(sample))
+            try:
+                episode.end(EpisodeOutcome.of(sample))
+            except Exception as error:  # noqa: BLE001 - raised here, it would end the task and all its episodes
+                episode.abandon(error)
 
     async def sample_abandoned(self, sample: Sample, epoch: int) -> None:
         self._running -= 1
@@ -457,8 +461,8 @@ def _episode_task(entry: _TaskEntry, episodes: Episodes) -> Task:
         task,
         name=entry.info.name,
         dataset=entry.feed,
-        setup=[bind_episode(episodes), *setup],
-        solver=with_agent(solver, options.agent) if options.agent else solver,
+        setup=[bind_episode(episodes), *map(guarded, setup)],
+        solver=guarded(with_agent(solver, options.agent) if options.agent else solver),
         scorer=[cancellable(scorer, episodes) for scorer in task.scorer or []] or None,
         model=policy_model(episodes, allow_self_grading=options.allow_self_grading),
         model_roles={

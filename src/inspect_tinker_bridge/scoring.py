@@ -133,7 +133,10 @@ def report_of(
     """Summarize an episode. `unapplied`: what the task asked of the model that does not apply to it."""
     replies = (message.text for message in reversed(outcome.messages) if message.role == "assistant")
     explained = {
-        name: {"answer": score.answer, "explanation": (score.explanation or "")[:_MAX_EXPLANATION]}
+        name: {
+            "answer": score.answer and _writable(score.answer),
+            "explanation": _writable((score.explanation or "")[:_MAX_EXPLANATION]),
+        }
         for name, score in outcome.scores.items()
     }
     tool_errors = Counter(
@@ -147,13 +150,18 @@ def report_of(
         "sample_id": outcome.sample_id,
         "scores": dict(scored.values),
         "explanations": explained,
-        "answer": outcome.completion or next(replies, ""),
+        "answer": _writable(outcome.completion or next(replies, "")),
         "limit": outcome.limit,
         "tool_errors": dict(tool_errors),
     }
     if unapplied:
         metadata["unapplied"] = sorted(unapplied)
     return EpisodeReport(metadata, metrics)
+
+
+def _writable(text: str) -> str:
+    """`text` without what UTF-8 cannot hold, which a model may write as JSON: `"\\ud800"`."""
+    return text.encode(errors="replace").decode()
 
 
 async def compute_reward(

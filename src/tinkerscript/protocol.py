@@ -6,6 +6,7 @@ requests and replies. Times are in seconds.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, cast
 
@@ -70,6 +71,7 @@ __all__ = [
     "WorkflowOutput",
     "bounded",
     "checked_reward",
+    "failure_line",
     "json_object",
     "own_clients",
     "total_reward",
@@ -139,6 +141,17 @@ class Failure(Message):
 
     client_uuid: str = ""
     """Owner of that claim; empty if the episode was not claimed."""
+
+
+def failure_line(error: BaseException) -> str:
+    """The last line of the error's traceback, as a `Failure.message`: `ZeroDivisionError: division by zero`.
+
+    Cut, and without what UTF-8 cannot hold: a failure that cannot be sent would end more than its episode.
+    """
+    line = traceback.format_exception_only(error)[-1].strip()
+    if isinstance(error, BaseExceptionGroup):
+        line += f"; the first: {failure_line(error.exceptions[0])}"
+    return line[: limits.REASON_CHARS].encode(errors="replace").decode()
 
 
 def _flat_metrics(value: object) -> object:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from failing_store import VICTIM, FailingStore
+from failing_store import VICTIM, FailingStore, planted
 from interchange_helpers import collect, new_episodes
 from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.gateway.dialects import ChatCompletions
@@ -33,17 +33,6 @@ SEAMS: dict[str, tuple[type[Any], str]] = {
     "trainer message": (EpisodeBook, "cancel"),
 }
 """Stage -> the class and the method that does it."""
-
-
-def planted(work: Callable[..., Any], stage: str) -> Callable[..., Any]:
-    """`work`, which fails for what is the victim's."""
-
-    def failing(*args: Any, **more: Any) -> Any:
-        if any(each in str(args) for each in (MARK, f"'{VICTIM}'")):
-            raise RuntimeError(f"planted: {stage}")
-        return work(*args, **more)
-
-    return failing
 
 
 @pytest.fixture
@@ -75,7 +64,7 @@ async def test_a_defect_at_one_stage_is_its_own_request_alone(
     monkeypatch.setattr(FailingStore, "stage", stage)
     if stage in SEAMS:
         owner, name = SEAMS[stage]
-        monkeypatch.setattr(owner, name, planted(getattr(owner, name), stage))
+        monkeypatch.setattr(owner, name, planted(getattr(owner, name), stage, MARK))
     called = await server.call(claim.openai_api_key, MARK)
     assert called.status_code == (500 if stage in ("parse", "render", "reply", "sample", "record") else 200)
     if stage == "trainer message":

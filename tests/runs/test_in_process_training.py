@@ -216,11 +216,16 @@ async def test_a_run_with_every_setting_of_the_update(tmp_path: Path) -> None:
         "lr_schedule": "cosine",
         "loss_fn": "cispo",
     }
-    folder = await run_training(config(tmp_path, learning_rate=1e-3, **more), watcher)
+    given = config(tmp_path, learning_rate=1e-2, **more)
+    given = given.model_copy(update={"sampling": SamplingConfig(max_tokens=10**6)})
+    folder = await run_training(given, watcher)
+    told = "\n".join(watcher.notes)
+    assert "training.learning_rate: 0.01 is too high for all weights of a small model" in told
+    assert "sampling.max_tokens: 1000000 does not fit the model's context" in told
     first, second = watcher.steps
     assert first["train/kl_start"] == pytest.approx(0, abs=1e-5), "the first step samples from the start"
     assert second["train/kl_start"] != 0
-    assert (first["train/learning_rate"], second["train/learning_rate"]) == (5e-4, 1e-3)
+    assert (first["train/learning_rate"], second["train/learning_rate"]) == (5e-3, 1e-2)
     assert first["alignment/max_abs_dlogp"] < 1e-4
     lines = [json.loads(x) for x in (folder.path / "rollouts" / "step_0001.jsonl").read_text().splitlines()]
     mixed = [line["advantage"] for line in lines if line.get("advantage")]

@@ -22,7 +22,7 @@ from typing import Any, cast
 from pydantic import JsonValue
 
 from tinkerscript.client.settings import ClientSettings
-from tinkerscript.errors import ClaimLostError, ClientError
+from tinkerscript.errors import ClaimLostError
 from tinkerscript.protocol import (
     DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
     POLICY,
@@ -284,7 +284,7 @@ class Heartbeats:
     async def _renew(self, held: HeldClaim) -> None:
         try:
             await self._heartbeat(held.episode)
-        except ClientError as error:
+        except Exception as error:  # noqa: BLE001 - the other claims are renewed all the same
             _warn(held.episode, error)
         if not held.is_open:
             return
@@ -310,7 +310,7 @@ async def renewed_by_task(
         await asyncio.wait([renewing])
 
 
-def _warn(episode: Episode, error: ClientError) -> None:
+def _warn(episode: Episode, error: Exception) -> None:
     logger.warning("episode %s could not be renewed; trying again: %s", episode.episode_uuid, error)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -78,6 +77,7 @@ from tinkerscript.protocol import (
     WorkerReport,
     WorkflowOutput,
     checked_reward,
+    failure_line,
 )
 
 LONG_POLL_S = 30.0
@@ -441,11 +441,6 @@ def workflow_output(
     if isinstance(reward, WorkflowOutput):
         return WorkflowOutput.model_validate(dict(reward) | given)
     return WorkflowOutput(reward=reward, **given)
-
-
-def failure_line(error: BaseException) -> str:
-    """The last line of the error's traceback, such as `ZeroDivisionError: division by zero`."""
-    return traceback.format_exception_only(error)[-1].strip()
 
 
 def _about(path: str, episode: Episode) -> HttpRequest:

@@ -32,12 +32,11 @@ from tinkerscript.client.episode import (
     as_output,
     run_rollout,
 )
-from tinkerscript.client.operations import LAST_REQUEST_S, TASK_ERROR, failure_line
+from tinkerscript.client.operations import LAST_REQUEST_S, TASK_ERROR
 from tinkerscript.client.settings import ClientSettings
 from tinkerscript.client.sync_client import TinkerScriptClient
 from tinkerscript.errors import (
     ClaimLostError,
-    ClientError,
     NoEpisodeError,
     RequestRefusedError,
     RunFailedError,
@@ -53,6 +52,7 @@ from tinkerscript.protocol import (
     ClaimType,
     WorkerReport,
     WorkflowOutput,
+    failure_line,
 )
 from tinkerscript.tracing import span
 
@@ -363,7 +363,9 @@ class Runner:
                 return
             self._lost(episode, error)
             raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's code raised is recorded
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever the user's code raised is recorded
             await self._fail(client, episode, error)
         else:
             self._counts["ended"] += 1
@@ -377,7 +379,9 @@ class Runner:
         )
         try:
             await client.abort_episode(episode, reason, TASK_ERROR)
-        except ClaimLostError as lost:
+        except ServerUnreachableError:
+            raise
+        except Exception as lost:  # noqa: BLE001 - its lease expires, and the other episodes go on
             self._lost(episode, lost)
         else:
             self._counts["failed"] += 1
@@ -397,7 +401,7 @@ class Runner:
                     await client.abort_episode(episode, reason, HANDED_BACK)
                 else:
                     await client.end_episode(episode, output)
-        except (ClientError, TimeoutError) as error:
+        except Exception as error:  # noqa: BLE001 - its lease expires, and the other episodes go on
             self._lost(episode, error)
         else:
             self._counts["handed_back" if output is None else "ended"] += 1

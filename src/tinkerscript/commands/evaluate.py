@@ -34,10 +34,10 @@ from inspect_tinker_bridge import BridgeError, InspectTaskInfo
 from inspect_tinker_bridge.episodes import TuningLeftOut
 from inspect_tinker_bridge.sandbox import check_provider
 from tinkerscript.client.episode import as_output
-from tinkerscript.client.operations import failure_line
 from tinkerscript.commands.serve import served_checkpoint
 from tinkerscript.errors import ConfigError, ServerUnreachableError
 from tinkerscript.processes.supervisor import Supervisor, run_beside
+from tinkerscript.protocol import failure_line
 from tinkerscript.train.samples import usable_task
 from tinkerscript.workers.base_task import INSPECT, EpisodeModel, Task, TaskSample, kind_of
 from tinkerscript.workers.chat_endpoint import ChatEndpoint
@@ -278,7 +278,7 @@ async def _run(
         async with slots:
             try:
                 output = as_output(await task.rollout(sample, model))
-            except Exception as error:  # noqa: BLE001 - whatever a rollout raised is recorded
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a rollout raised is recorded
                 return line | {"error": failure_line(error)}
         return line | output.model_dump(mode="json", exclude_none=True)
 

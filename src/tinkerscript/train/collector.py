@@ -12,7 +12,7 @@ import asyncio
 import logging
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,7 +21,7 @@ from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import NoSuccessError
 from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
 from tinkerscript.train.history import History
-from tinkerscript.train.journal import QUARANTINED, Discarded, EpisodeRegistered, Journal, usable
+from tinkerscript.train.journal import Discarded, EpisodeRegistered, Journal, usable
 from tinkerscript.train.recorder import RunRecorder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.trainer_link.messages import BatchProgress, EpisodeAccepted, EpisodeFailed, Outcome
@@ -259,7 +259,7 @@ class Collector:
         self.journal.write([*map(_registration, unplanned), *fresh.values()])
         self.source.acknowledge(outcomes)
         fresh = {uuid: usable(outcome) for uuid, outcome in fresh.items()}
-        self._quarantine([o for o in outcomes if isinstance(fresh.get(o.episode_uuid), EpisodeFailed)])
+        self._quarantine(outcomes, fresh)
         for outcome in fresh.values():
             self.recorder.ended(outcome)
             if self.seen is not None:
@@ -277,11 +277,14 @@ class Collector:
             logger.info("episodes.discarded number=%d reason=%s", len(episode_uuids), reason)
             self.journal.write([Discarded(episode_uuids=episode_uuids, reason=reason)])
 
-    def _quarantine(self, outcomes: Sequence[Outcome]) -> None:
-        """Name those of these outcomes that are results with a reward out of bounds."""
-        results = [outcome for outcome in outcomes if isinstance(outcome, EpisodeAccepted)]
-        for result in results:
-            reason = f"{QUARANTINED}: {result.reward} from client {result.client_uuid!r}"
+    def _quarantine(self, outcomes: Sequence[Outcome], usable: Mapping[str, Outcome]) -> None:
+        """Name the results among `outcomes` that are failures as training may see them, and say why."""
+        for result in outcomes:
+            found = usable.get(result.episode_uuid)
+            if not isinstance(result, EpisodeAccepted) or not isinstance(found, EpisodeFailed):
+                continue
+            failure = found.failures[-1]
+            reason = f"{failure['kind']}: {failure['message']} from client {result.client_uuid!r}"
             self.progress.note(f"episode {result.episode_uuid} is kept and does not train: {reason}")
             self.journal.write([Discarded(episode_uuids=[result.episode_uuid], reason=reason)])
 

@@ -17,6 +17,7 @@ import msgspec
 
 from tinkerscript.errors import ConfigError
 from tinkerscript.protocol import EpisodeType, bounded
+from tinkerscript.rollouts.call import calls_of, full_prompts
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
 
 
@@ -134,20 +135,28 @@ AnyEvent = (
 QUARANTINED = "reward_out_of_bounds"
 """Failure kind of a recorded result whose reward would end the run (`errors.MAX_REWARD`)."""
 
+UNREADABLE = "calls_unreadable"
+"""Failure kind of a recorded result whose calls are not one after another, and cannot be merged."""
+
 
 def usable(outcome: Outcome) -> Outcome:
-    """The outcome as training may see it: a result whose reward is out of bounds is a failure.
+    """The outcome as training may see it: a result with a reward out of bounds, or calls that cannot be
+    merged, is a failure.
 
     The journal keeps the result itself.
     """
     if isinstance(outcome, EpisodeFailed):
         return outcome
+    kind = QUARANTINED
     try:
         for name, reward in {"reward": outcome.reward, **outcome.role_rewards}.items():
             bounded(name, reward)
+        kind = UNREADABLE
+        for role in {call.role for call in outcome.all_calls}:
+            full_prompts(calls_of(outcome.all_calls, role))
     except ValueError as error:
         failure: dict[str, object] = {
-            "kind": QUARANTINED,
+            "kind": kind,
             "message": str(error),
             "attempt": outcome.attempt,
             "client_uuid": outcome.client_uuid,

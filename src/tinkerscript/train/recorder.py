@@ -6,6 +6,7 @@ Invariant: it only looks on. A run that is not recorded, or whose record fails, 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Container, Generator, Iterable, Mapping, Sequence
@@ -41,6 +42,8 @@ from tinkerscript.train.journal import AnyEvent, EpisodeRegistered, Evaluated, u
 from tinkerscript.train.learner import Compared, Learner
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
+
+logger = logging.getLogger(__name__)
 
 MAX_FINDINGS = 200
 """Findings with their episodes that a step records."""
@@ -135,7 +138,13 @@ class RunRecorder:
             self._expected.setdefault(episode.episode_uuid, _Expected(step, label, episode.payload))
 
     def ended(self, outcome: Outcome) -> None:
-        """An episode ended."""
+        """An episode ended. The run goes on, whatever is wrong with its entry."""
+        try:
+            self._ended(outcome)
+        except Exception:
+            logger.exception("record.entry_dropped episode=%s", outcome.episode_uuid)
+
+    def _ended(self, outcome: Outcome) -> None:
         if not self._every:
             return
         expected = self._expected.pop(outcome.episode_uuid, _Expected(0, "", {}))

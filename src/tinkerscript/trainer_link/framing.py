@@ -1,7 +1,7 @@
 """What both ends of the link share: frames, socket options, intervals, and the queue of outgoing messages.
 
 A frame is a msgpack list of messages; messages queued in one tick of the event loop share a frame. Invariant:
-a frame that cannot be decoded is rejected as a whole, and no queue grows without bound.
+a message that cannot be decoded is dropped and takes no other along, and no queue grows without bound.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import zmq.asyncio
@@ -53,6 +54,10 @@ class LinkTimes:
 _encode = msgspec.msgpack.Encoder().encode
 _decode_to_server = msgspec.msgpack.Decoder(list[ToServer]).decode
 _decode_to_trainer = msgspec.msgpack.Decoder(list[ToTrainer]).decode
+_split = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+T = TypeVar("T")
 
 
 def _log_drop(reason: str, detail: str) -> None:
@@ -88,19 +93,35 @@ def frames(messages: Iterable[Tagged], drop: Callable[[str, str], None] = _log_d
 
 
 def read_to_server(frame: bytes) -> list[ToServer]:
-    """The messages of a trainer's frame. Raises LinkError."""
-    try:
-        return _decode_to_server(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise LinkError(f"malformed frame of {len(frame)} bytes: {error}") from error
+    """The messages of a trainer's frame. Raises LinkError if none can be read."""
+    return _read(frame, _decode_to_server)
 
 
 def read_to_trainer(frame: bytes) -> list[ToTrainer]:
-    """The messages of a server's frame. Raises LinkError."""
+    """The messages of a server's frame. Raises LinkError if none can be read."""
+    return _read(frame, _decode_to_trainer)
+
+
+def _read(frame: bytes, decode: Callable[[bytes], list[T]]) -> list[T]:
     try:
-        return _decode_to_trainer(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return decode(frame)
+    except _MALFORMED as error:
+        if found := list(_each(frame, decode)):
+            return found
         raise LinkError(f"malformed frame of {len(frame)} bytes: {error}") from error
+
+
+def _each(frame: bytes, decode: Callable[[bytes], list[T]]) -> Iterator[T]:
+    """The messages of a frame that can be read: those that cannot are dropped, and take no others along."""
+    try:
+        parts = _split(frame)
+    except _MALFORMED:
+        return
+    for part in parts:
+        try:
+            yield from decode(_encode([part]))
+        except _MALFORMED as error:
+            _log_drop("malformed", f"a message of {len(bytes(part))} bytes: {error}")
 
 
 def set_options(socket: zmq.asyncio.Socket, address: str) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tinkerscript.addresses import listen
 from tinkerscript.cli import CANNOT_RUN, app
 from tinkerscript.client.settings import DEFAULT_SERVER_URL, local_server_url
 from tinkerscript.workers import worker
@@ -28,8 +29,9 @@ def unused_port() -> int:
         return taken.getsockname()[1]
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+def python(code: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
 def test_help_loads_typer_and_nothing_slow() -> None:
@@ -93,6 +95,19 @@ def test_what_the_user_can_change_is_one_line_and_exit_code_2(arguments: list[st
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "serve"])
+def test_port_says_where_the_server_of_a_config_listens(tmp_path: Path, command: str) -> None:
+    """One that somebody else has is refused by its number; without `--port` a free one is taken."""
+    (tmp_path / "run.yaml").write_text("engine: {model: tiny}\nworkers: {count: 0}\n")
+    with listen("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        words = [command, "run.yaml", "--port", port]
+        run = python(f"from tinkerscript.cli import app; app({words!r})", tmp_path)
+    assert run.returncode == CANNOT_RUN
+    assert f"port {port} on 127.0.0.1 is in use" in run.stderr
+    assert "Traceback" not in run.stderr
 
 
 def test_a_url_without_a_scheme_is_refused_by_name() -> None:

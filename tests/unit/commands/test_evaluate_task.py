@@ -89,13 +89,23 @@ async def test_each_attempt_is_scored_and_written_with_its_name(
     }
 
 
+@pytest.mark.parametrize(
+    ("ends", "reason"),
+    [
+        ('raise ValueError("three is no word")', "ValueError: three is no word"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("return None", "not NoneType"),
+    ],
+)
 async def test_a_rollout_that_raises_is_a_failure_and_not_averaged(
-    options: dict[str, Any], tmp_path: Path
+    options: dict[str, Any], tmp_path: Path, ends: str, reason: str
 ) -> None:
+    (tmp_path / "mine.py").write_text(FILE.replace('raise ValueError("three is no word")', ends))
     code, screen = await evaluated(options)
     assert code == 1
     assert "mine.py:Echo: 2 episodes scored, 1 failed" in screen
-    assert "the first failure: ValueError: three is no word" in screen
+    assert "the first failure: " in screen
+    assert reason in screen
     (log,) = (tmp_path / "logs").glob("*.jsonl")
     failed = [json.loads(line) for line in log.read_text().splitlines() if "error" in line]
     assert [(line["id"], "reward" in line) for line in failed] == [("three", False)]

@@ -10,6 +10,7 @@ import pytest
 from tinkerscript.commands.plan import plan
 from tinkerscript.config import load_config, parse_config
 from tinkerscript.errors import ConfigError
+from tinkerscript.processes.children import worker_command
 from tinkerscript.processes.launcher import Slot
 from tinkerscript.processes.planned import PlannedProcess, plan_of
 
@@ -107,3 +108,24 @@ def test_the_plan_prints_the_commands_that_are_executed() -> None:
     assert any(line.startswith("  worker 0-1 ") for line in lines)
     (demand,) = [line for line in lines if line.startswith("  worker 2-7 ")]
     assert "while episodes wait" in demand
+
+
+@pytest.mark.parametrize(
+    ("text", "run"),
+    [
+        ("workers: {script: /home/me/my agents/a b.py}", "'a b.py'"),
+        ("task: {name: /home/me/tasks.py@words}", "--task tasks.py@words"),
+        (
+            "tasks: [{name: verifiers:gsm8k}, {name: mine.py@a b}]",
+            "--task verifiers:gsm8k --task 'mine.py@a b'",
+        ),
+        ("{}", "SCRIPT"),
+    ],
+)
+def test_the_command_of_a_worker_names_what_runs_on_another_machine(text: str, run: str) -> None:
+    """The script or the tasks without this machine's folders, in words that a shell takes as they are."""
+    config = parse_config(text, source="c")
+    assert (
+        worker_command(config, "http://127.0.0.1:7")
+        == f"tinkerscript worker {run} --server http://127.0.0.1:7"
+    )

@@ -127,6 +127,7 @@ def test_a_model_with_a_vision_tower_is_refused_by_name() -> None:
     model = small_model("Gemma3", text_config=SHAPE | {"head_dim": 8, **GROUPED})
     with pytest.raises(EngineError, match="'gemma3' cannot be decoded exactly"):
         decoder_for(model, frozen=True)
+    assert shares_prefixes(model), "it trains, if something else samples"
 
 
 @pytest.mark.parametrize(

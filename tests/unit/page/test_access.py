@@ -197,6 +197,13 @@ async def test_a_wrong_token_gives_no_cookie_after_a_pause(tmp_path: Path) -> No
         assert (await client.get("/api/runs")).status_code == 401
 
 
+async def test_a_token_with_half_a_character_is_refused_by_name(tmp_path: Path) -> None:
+    async with page(tmp_path, token=TOKEN) as client:
+        body, headers = b'{"token": "\\ud800"}', {"Content-Type": "application/json"}
+        reply = await client.post("/api/login", content=body, headers=headers)
+    assert (reply.status_code, "not Unicode text" in reply.text) == (400, True)
+
+
 def test_a_cookie_ends_and_cannot_be_forged(clock: Clock) -> None:
     sessions = PageSessions(TOKEN, clock=clock)
     cookie = sessions.cookie()

@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from failing_store import VICTIM, planted
 from interchange_helpers import until
-from rollout_helpers import make_accepted
+from rollout_helpers import make_accepted, make_call
 from tinkerscript.config import TrainingConfig
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.record.writer import RecordWriter
@@ -130,21 +131,51 @@ async def test_what_a_batch_does_not_need_is_cancelled_and_still_counted(tmp_pat
         assert batch.outcomes.keys() == {"a", "b"}
 
 
-async def test_a_result_out_of_bounds_is_kept_and_named_and_is_a_failure_to_its_batch(tmp_path: Path) -> None:
+def orphans(uuid: str) -> EpisodeAccepted:
+    """A result with a call that goes on from one which is not there."""
+    first = make_call(None, [1, 2], [3])
+    return msgspec.structs.replace(accepted(uuid), all_calls=[make_call(first, [4], [5])])
+
+
+UNUSABLE = {
+    "reward_out_of_bounds": (msgspec.structs.replace(accepted("a"), reward=1.7e308), "got 1.7e+308"),
+    "calls_unreadable": (orphans("a"), "is not among the calls before it"),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+async def test_a_result_that_cannot_train_is_kept_and_named_and_is_a_failure_to_its_batch(
+    tmp_path: Path, kind: str
+) -> None:
+    result, reason = UNUSABLE[kind]
     async with collecting(tmp_path) as (collector, source, journal):
         batch = Batch("step 1", rule="groups", groups=1, group_size=2)
         await collector.open(batch, [plans("a", "b")], step=1)
-        source.queue.put_nowait([msgspec.structs.replace(accepted("a"), reward=1.7e308), accepted("b")])
+        source.queue.put_nowait([result, accepted("b")])
         await collector.closed(batch, lambda n: [], 1)
         assert source.acknowledged == ["a", "b"]
         assert [outcome.episode_uuid for outcome in batch.groups["g"].accepted] == ["b"]
         failed = batch.outcomes["a"]
         assert isinstance(failed, EpisodeFailed)
-        assert failed.failures[-1]["kind"] == "reward_out_of_bounds"
+        assert failed.failures[-1]["kind"] == kind
         assert (journal.outcomes["a"], journal.discarded) == ("accepted", 1)
         kept = read_journal(tmp_path / "journal.jsonl")
-        assert [event.reward for event in kept if isinstance(event, EpisodeAccepted)] == [1.7e308, 1.0]
-        assert "1.7e+308 from client 'w'" in next(e.reason for e in kept if isinstance(e, Discarded))
+        rewards = [event.reward for event in kept if isinstance(event, EpisodeAccepted)]
+        assert rewards == [result.reward, 1.0]
+        assert f"{reason} from client 'w'" in next(e.reason for e in kept if isinstance(e, Discarded))
+
+
+async def test_an_episode_that_cannot_be_recorded_trains_all_the_same_and_so_do_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(RecordWriter, "episode", planted(RecordWriter.episode, "record"))
+    async with collecting(tmp_path) as (collector, source, _):
+        batch = Batch("step 1", rule="groups", groups=1, group_size=2)
+        await collector.open(batch, [plans(VICTIM, "b")], step=1)
+        source.queue.put_nowait([accepted(VICTIM), accepted("b")])
+        await collector.closed(batch, lambda n: [], 1)
+        assert len(batch.groups["g"].accepted) == 2
+    assert f"record.entry_dropped episode={VICTIM}" in caplog.text
 
 
 async def test_groups_of_clients_that_end_in_turns_are_kept_whole(tmp_path: Path) -> None:

@@ -522,6 +522,17 @@ async def test_malformed_frames_do_not_stop_the_trainer(ipc: str) -> None:
         socket.close(linger=0)
 
 
+def test_a_message_that_cannot_be_read_takes_no_other_of_its_frame_along(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    result = EpisodeFailed(episode_uuid="neighbor", episode_type="train", group_id="", failures=[])
+    call = {"call_id": "c", "new_prompt": b"\0" * 4, "sampled": b"\0" * 8, "logprobs": b"\0" * 4}
+    broken = {"type": "EpisodeAccepted", "episode_uuid": "victim", "calls": [call]}
+    frame = msgspec.msgpack.encode([broken, result, {"type": "Nobody"}, result])
+    assert read_to_trainer(frame) == [result, result]
+    assert caplog.text.count("link.drop reason=malformed") == 2
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(frame: bytes) -> None:
     for read in (read_to_server, read_to_trainer):

@@ -181,7 +181,7 @@ class EpisodeRoutes:
         for claim in claims:
             try:
                 readable.append(self._claimed(claim, url, with_alias=not body.sends_key))
-            except ValueError as error:
+            except Exception as error:  # noqa: BLE001 - the oldest would keep all others from being claimed
                 failure = Failure(kind=BAD_PAYLOAD, message=f"the payload cannot be sent: {error}")
                 self._book.poison(claim.episode_uuid, claim.attempt, failure)
                 with about(episode=claim.episode_uuid, attempt=claim.attempt):
