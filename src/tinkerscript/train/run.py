@@ -48,7 +48,7 @@ from tinkerscript.train.backends.backend import FrozenModel, Publisher, TrainerB
 from tinkerscript.train.episode_source import EpisodeSource, NetworkSource
 from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.grpo import GRPO
-from tinkerscript.train.in_process import server_here, worker_here
+from tinkerscript.train.in_process import ServerHere
 from tinkerscript.train.journal import lost_episodes
 from tinkerscript.train.learner import Learner, check_loss, wide_clip
 from tinkerscript.train.learning_rates import resolved
@@ -329,6 +329,9 @@ class Children:
     server_stays: bool
     """Whether the server outlives this trainer, and may get another one."""
 
+    here: ServerHere | None = None
+    """The server, if it is in this process."""
+
     def url_of_server(self, config: RunConfig) -> str:
         """Where the processes that the launcher starts find the server."""
         return self.address.seen_from(self.launcher.address, config.interchange_server)
@@ -349,7 +352,10 @@ async def _children(
         await stack.enter_async_context(supervisor)
         log = f" (log: {path / 'logs' / 'server.log'})" if config.enable_tinkerscript_mode else ""
         with progress.waiting(f"the interchange server{log}"):
-            address = await _server(config, path, plan, supervisor, stack, join=join)
+            here = None
+            if not (config.enable_tinkerscript_mode or join):
+                here = ServerHere(config, path, supervisor.fail)
+            address = await _server(path, plan, supervisor, here and here.serving(), stack, join=join)
         moved = "" if join else moved_to(config.interchange_server, address.url)
         progress.note(f"interchange server at {address.url}, run folder {path}{moved}")
         on_server(address.url)
@@ -359,7 +365,7 @@ async def _children(
             launcher = await stack.enter_async_context(opening)
         supervisor.launcher = launcher
         try:
-            yield Children(supervisor, address, plan, launcher, join)
+            yield Children(supervisor, address, plan, launcher, join, here)
         finally:
             await supervisor.stop()
 
@@ -370,7 +376,7 @@ async def _opened(
 ) -> AsyncGenerator[Opened]:
     config, folder, note, address = run.config, run.folder, run.progress.note, children.address
     supervisor, planned = children.supervisor, [p for p in children.plan if p.name.startswith("worker ")]
-    works_here = not config.enable_tinkerscript_mode and config.workers.count > 0
+    works_here = children.here is not None and config.workers.count > 0
     if not (planned or works_here):
         note(
             f"no workers on this machine (workers.count: 0); start some where their files are, with\n  "
@@ -391,8 +397,8 @@ async def _opened(
             url = children.url_of_server(config)
             workers = Workers(planned, config, folder.path, link=link, server_url=url, supervisor=supervisor)
             await workers.start()
-            if works_here:
-                await stack.enter_async_context(worker_here(config, folder.path, link, url, supervisor.fail))
+            if works_here and children.here is not None:
+                await stack.enter_async_context(children.here.working(link, url))
             source = NetworkSource(
                 link,
                 group_size=config.training.group_size,
@@ -432,10 +438,10 @@ async def _say_goodbye(link: TrainerLink, *, over: bool, failure: str) -> None:
 
 
 async def _server(
-    config: RunConfig,
     path: Path,
     plan: Sequence[PlannedProcess],
     supervisor: Supervisor,
+    here: AbstractAsyncContextManager[ServerInfo] | None,
     stack: AsyncExitStack,
     *,
     join: bool,
@@ -447,8 +453,8 @@ async def _server(
             raise LinkError(f"no server serves {path}: start one with `tinkerscript serve --resume {path}`")
         return _address(info)
     await former_server_gone(path)
-    if not config.enable_tinkerscript_mode:
-        return _address(await stack.enter_async_context(server_here(config, path, supervisor.fail)))
+    if here is not None:
+        return _address(await stack.enter_async_context(here))
     server = next(process for process in plan if process.name == SERVER_PROCESS).child(path)
     await supervisor.start(server)
     return await server_address(path, server, supervisor)

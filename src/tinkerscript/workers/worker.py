@@ -24,7 +24,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from pydantic import JsonValue
 
-from tinkerscript.client import Episode, Runner, RunStatistics, TinkerScriptClient
+from tinkerscript.client import (
+    AsyncTinkerScriptClient,
+    Episode,
+    Runner,
+    RunStatistics,
+    TinkerScriptClient,
+)
 from tinkerscript.client.episode import RolloutFunction, RolloutResult
 from tinkerscript.client.runner import (
     DEFAULT_GIVE_UP_AFTER_S,
@@ -143,14 +149,21 @@ async def _run(options: WorkerOptions, signals: list[signal.Signals]) -> tuple[R
 
 
 @asynccontextmanager
-async def open_runner(options: WorkerOptions) -> AsyncGenerator[Runner]:
-    """What works as `options` say, once it is run. Raises WorkerError for a script or task that cannot be."""
+async def open_runner(
+    options: WorkerOptions,
+    *,
+    client: AsyncTinkerScriptClient | None = None,
+    endpoint: ChatEndpoint | None = None,
+) -> AsyncGenerator[Runner]:
+    """What works as `options` say, once it is run. `client` and `endpoint` reach a server in this process.
+
+    Raises WorkerError for a script or task that cannot be run.
+    """
     async with AsyncExitStack() as stack:
-        rollout = await _rollout(options, stack)
-        client = stack.enter_context(_client(options))
+        rollout = await _rollout(options, stack, endpoint)
         yield Runner(
             rollout,
-            client=client,
+            client=client or stack.enter_context(_client(options)),
             concurrency=options.concurrency,
             episode_type=options.episode_type,
             pool=options.pool,
@@ -191,7 +204,9 @@ def _client(options: WorkerOptions) -> TinkerScriptClient:
         raise WorkerError(str(error)) from error
 
 
-async def _rollout(options: WorkerOptions, stack: AsyncExitStack) -> RolloutFunction:
+async def _rollout(
+    options: WorkerOptions, stack: AsyncExitStack, endpoint: ChatEndpoint | None
+) -> RolloutFunction:
     if bool(options.script) == bool(options.tasks):
         raise WorkerError("give a worker either a script (SCRIPT) or tasks (--task NAME)")
     if options.agent and options.script:
@@ -214,7 +229,7 @@ async def _rollout(options: WorkerOptions, stack: AsyncExitStack) -> RolloutFunc
         ) from error
     except ConfigError as error:
         raise WorkerError(str(error)) from error
-    return await stack.enter_async_context(TaskRollout(tasks, held_out=held_out))
+    return await stack.enter_async_context(TaskRollout(tasks, held_out=held_out, endpoint=endpoint))
 
 
 def _task(name: str, args: Mapping[str, JsonValue], options: WorkerOptions) -> Task:
