@@ -205,15 +205,10 @@ class Answer(NamedTuple):
     body: bytes
 
 
-async def ask(
-    app: ASGIApp, method: str, target: str, headers: Mapping[str, str], body: bytes | None
-) -> Answer:
-    """What `app`, in this process, answers to one request, as this machine's own client would send it.
-
-    `target`: path and query. To cancel this is to disconnect.
-    """
-    path, _, query = target.partition("?")
-    named = {"host": "localhost", **{name.lower(): value for name, value in headers.items()}}
+async def ask(app: ASGIApp, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> Answer:
+    """What `app`, in this process, answers to one request. To cancel this is to disconnect."""
+    asked = urlsplit(url)
+    named = {"host": asked.netloc, **{name.lower(): value for name, value in headers.items()}}
     if body is not None:
         named["content-length"] = str(len(body))
     scope: Scope = {
@@ -221,14 +216,14 @@ async def ask(
         "asgi": {"version": "3.0"},
         "http_version": "1.1",
         "method": method,
-        "scheme": "http",
-        "path": unquote(path),
-        "raw_path": path.encode(),
-        "query_string": query.encode(),
+        "scheme": asked.scheme,
+        "path": unquote(asked.path),
+        "raw_path": asked.path.encode(),
+        "query_string": asked.query.encode(),
         "root_path": "",
         "headers": [(name.encode(), value.encode()) for name, value in named.items()],
         "client": ("127.0.0.1", 0),
-        "server": ("localhost", 80),
+        "server": (asked.hostname, asked.port),
         LOST: asyncio.get_running_loop().create_future(),
     }
     sent, parts, begun = False, list[bytes](), dict[str, Any](status=500, headers=[])

@@ -11,7 +11,6 @@ import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp
 
@@ -102,7 +101,8 @@ class _Client(AsyncTinkerScriptClient):
 
     async def send(self, request: HttpRequest) -> Reply:
         headers = self.settings.headers() | request.headers
-        answer = await ask(self._app, request.method, request.path, headers, request.body)
+        url = f"{self.settings.server_url}{request.path}"
+        answer = await ask(self._app, request.method, url, headers, request.body)
         return Response(answer.status, answer.headers, answer.body)
 
 
@@ -115,7 +115,7 @@ class _Endpoint(ChatEndpoint):
 
     async def whole(self, url: str, data: bytes | None, headers: dict[str, str]) -> ChatAttempt[bytes]:
         method = "GET" if data is None else "POST"
-        answer = await ask(self._app, method, urlsplit(url).path, headers, data)
+        answer = await ask(self._app, method, url, headers, data)
         if answer.status == 200:
             return ChatAttempt(200, b"", answer.body, None)
         return ChatAttempt(answer.status, answer.body, None, retry_after_s(answer.headers.get("retry-after")))

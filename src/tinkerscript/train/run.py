@@ -1,4 +1,4 @@
-"""`run_training`: one run from a config, with a server and clients or in one process.
+"""`run_training`: one run from a config, in several processes or in one.
 
 Invariant: whatever it opens is closed, and its child processes have ended, however it ends.
 """
@@ -59,7 +59,6 @@ from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_metrics import extra_metrics
 from tinkerscript.train.token_advantages import Distillation, open_distillation
 from tinkerscript.trainer_link.trainer_end import TrainerLink
-from tinkerscript.workers.base_task import INSPECT, kind_of
 
 if TYPE_CHECKING:
     from tinkerscript.train.replicas.publisher import ReplicaPublisher
@@ -143,13 +142,7 @@ async def run_training(
 
 def _samples(config: RunConfig) -> TaskSamples | None:
     """The tasks' samples; None if clients register their own. Raises ConfigError."""
-    others = [task.name for task in config.all_tasks if kind_of(task.name) != INSPECT]
-    if others and not config.enable_tinkerscript_mode:
-        raise ConfigError(
-            "enable_tinkerscript_mode: false supports only Inspect tasks, in the trainer's process, and "
-            f"{others[0]!r} is not one: set it to true"
-        )
-    if config.all_tasks or not config.enable_tinkerscript_mode:
+    if config.all_tasks:
         return TaskSamples(config.all_tasks, seed=config.seed)
     if config.evaluation.episodes or config.workers.count:
         raise ConfigError(
