@@ -197,7 +197,7 @@ async def _until_disconnect(receive: Receive) -> None:
         pass
 
 
-class Answer(NamedTuple):
+class WholeReply(NamedTuple):
     """A whole reply. Header names are lower case."""
 
     status: int
@@ -205,7 +205,9 @@ class Answer(NamedTuple):
     body: bytes
 
 
-async def ask(app: ASGIApp, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> Answer:
+async def ask(
+    app: ASGIApp, method: str, url: str, headers: Mapping[str, str], body: bytes | None
+) -> WholeReply:
     """What `app`, in this process, answers to one request. To cancel this is to disconnect."""
     asked = urlsplit(url)
     named = {"host": asked.netloc, **{name.lower(): value for name, value in headers.items()}}
@@ -243,7 +245,7 @@ async def ask(app: ASGIApp, method: str, url: str, headers: Mapping[str, str], b
 
     await app(scope, receive, send)
     replied = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in begun["headers"]}
-    return Answer(begun["status"], replied, b"".join(parts))
+    return WholeReply(begun["status"], replied, b"".join(parts))
 
 
 Responder = Callable[[Caller], Awaitable[None]]
@@ -404,7 +406,7 @@ class Refusals:
         self._bodies = bodies
 
     def install(self, app: FastAPI) -> None:
-        """Answer the errors of `app` as refusals."""
+        """WholeReply the errors of `app` as refusals."""
         for kind in (InterchangeError, RequestValidationError, HTTPException, Exception):
             app.exception_handler(kind)(self.handle)
 

@@ -35,6 +35,7 @@ from tinkerscript.processes.children import (
     server_address,
     worker_command,
 )
+from tinkerscript.processes.in_process import ServerHere
 from tinkerscript.processes.launcher import MAX_RESTARTS, Launcher
 from tinkerscript.processes.planned import SERVER_PROCESS, PlannedProcess, plan_of
 from tinkerscript.processes.ray_launcher import open_launcher
@@ -48,7 +49,6 @@ from tinkerscript.train.backends.backend import FrozenModel, Publisher, TrainerB
 from tinkerscript.train.episode_source import EpisodeSource, NetworkSource
 from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.grpo import GRPO
-from tinkerscript.train.in_process import ServerHere
 from tinkerscript.train.journal import lost_episodes
 from tinkerscript.train.learner import Learner, check_loss, wide_clip
 from tinkerscript.train.learning_rates import resolved
