@@ -109,8 +109,12 @@ class TrainingConfig(Section):
     """Optimizer steps per pass over a batch. The sequences that train are split among them, however few they
     are."""
 
+    minibatch_size: int = Field(default=0, ge=0)
+    """Sequences of an optimizer step, at least. A pass over a batch has as many steps as that allows, and one
+    if fewer sequences train. 0: `minibatches` says how many steps."""
+
     epochs_per_batch: int = Field(default=1, ge=1)
-    """Passes over a batch, each reshuffled and split into `minibatches`."""
+    """Passes over a batch, each reshuffled and split into minibatches."""
 
     advantage_baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
     """What is subtracted from an episode's reward: the mean of its group, or the mean of the group's
@@ -183,6 +187,15 @@ class TrainingConfig(Section):
             raise ValueError(
                 "batch_rule: differing_groups replaces groups that train under distillation without the "
                 "task's reward; leave it out, or set distillation.reward_coef"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _minibatches_have_one_rule(self) -> TrainingConfig:
+        if self.minibatch_size and self.minibatches > 1:
+            raise ValueError(
+                f"training.minibatch_size: {self.minibatch_size} decides how many optimizer steps there are: "
+                f"leave out minibatches: {self.minibatches}"
             )
         return self
 

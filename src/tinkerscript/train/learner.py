@@ -260,10 +260,12 @@ class Learner:
             self.advantages = {id(item.rollout): item.advantages for item in batch}
             for item in batch:
                 self.report.add_trained(item.rollout)
+            size = self.config.minibatch_size
+            number = max(1, len(batch) // size) if size else self.config.minibatches
             parts = [
                 part
                 for epoch in range(self.config.epochs_per_batch)
-                for part in minibatches(batch, self.config.minibatches, seed=f"{self.seed}/{step}/{epoch}")
+                for part in minibatches(batch, number, seed=f"{self.seed}/{step}/{epoch}")
             ]
             results = [await self._minibatch(part, rate) for part in parts]
             for key in dict.fromkeys(key for result in results for key in result):
@@ -303,7 +305,7 @@ class Learner:
     async def _minibatch(self, part: list[WeightedRollout], rate: float) -> dict[str, float]:
         """One optimizer step. The loss is a sum over tokens, divided as `loss_mean` says."""
         config = self.config
-        planned = config.groups_per_step * config.group_size / config.minibatches
+        planned = config.minibatch_size or config.groups_per_step * config.group_size / config.minibatches
         counts = divisors(part, config.loss_mean, episodes=planned)
         stepped = await optimizer_step(
             self.client,

@@ -95,6 +95,14 @@ async def test_minibatches_and_epochs_are_optimizer_steps(engine: EmbeddedEngine
     assert metrics["train/sequences"] == 7, "the group whose rewards are equal does not train"
 
 
+@pytest.mark.parametrize(("size", "steps"), [(1, 7), (3, 2), (4, 1), (100, 1)])
+async def test_a_minibatch_has_at_least_its_size(engine: EmbeddedEngine, size: int, steps: int) -> None:
+    client = Recorded(engine)
+    await update(learner(client, minibatch_size=size), groups(), step=1)
+    assert len(client.calls) == 2 * steps
+    assert sum(client.calls) == 7
+
+
 async def test_the_kl_penalty_acts_on_groups_of_equal_rewards_too(engine: EmbeddedEngine) -> None:
     made = learner(Recorded(engine), start_logprobs, kl_penalty_coef=0.1)
     equal = groups()[1]
