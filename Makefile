@@ -150,8 +150,7 @@ acceptance: $(ACCEPTANCE)  ## Whole runs, the command line, a published model, c
 		tests/unit/gateway/test_gateway_conversations.py tests/unit/train/test_metric_loggers.py
 	PYTHONPATH=$(CURDIR)/$(EVALS) $(BIN)/$(PYTEST) $(MARKED) tests/evals
 	$(if $(LONG),PYTHONPATH=$(CURDIR)/$(COOKBOOK) $(BIN)/$(PYTEST) -m long tests/acceptance/test_tinker_wire.py)
-	$(if $(LONG),,PYTHONPATH=$(CURDIR)/$(COOKBOOK) $(BIN)/$(PYTEST) -n 3 tests/unit/bridge \
-		tests/unit/train/test_in_process_source.py)
+	$(if $(LONG),,PYTHONPATH=$(CURDIR)/$(COOKBOOK) $(BIN)/$(PYTEST) -n 3 tests/unit/bridge)
 	$(if $(LONG),,$(TESTS)/bin/$(PYTEST) -n 3 --dist loadfile tests/clients \
 		tests/integration/test_gateway_anthropic_sdk.py tests/page)
 

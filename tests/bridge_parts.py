@@ -11,11 +11,12 @@ from inspect_ai.tool import Tool, ToolCall, tool
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.rl.rollouts import do_group_rollout
-from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
+from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup, Transition
 from tinker_cookbook.tokenizer_utils import register_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from inspect_tinker_bridge import GenerateRequest
+from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 
 END = "<|im_end|>"
 BYTES = "local/bytes"
@@ -54,6 +55,31 @@ def encode(renderer: Renderer, text: str) -> list[int]:
 
 def decode(renderer: Renderer, ids: Sequence[int]) -> str:
     return str(renderer.tokenizer.decode(list(ids)))
+
+
+def calls_of(transitions: Sequence[Transition]) -> list[Call]:
+    """Each transition of tinker_cookbook's as a call, after the one whose prompt and reply its prompt starts
+    with."""
+    calls = list[Call]()
+    streams = dict[str, bytes]()
+    for number, transition in enumerate(transitions):
+        prompt, action = pack_ids(transition.ob.to_ints()), transition.ac
+        before = [name for name, stream in streams.items() if prompt.startswith(stream)]
+        parent = max(before, key=lambda name: len(streams[name]), default=None)
+        made = Call(
+            call_id=f"c{number}",
+            parent_id=parent,
+            new_prompt=prompt[len(streams[parent]) if parent else 0 :],
+            sampled=pack_ids(action.tokens),
+            logprobs=pack_logprobs(action.maybe_logprobs or []),
+            stop_reason="length" if action.stop_reason == "length" else "stop",
+            policy_version=0,
+            messages="[]",
+            reply="{}",
+        )
+        streams[made.call_id] = prompt + made.sampled
+        calls.append(made)
+    return calls
 
 
 class Says(TokenCompleter):

@@ -19,9 +19,9 @@ def short_run(folder: Path | str, *, networked: bool = False, **sections: Any) -
         "enable_tinkerscript_mode": networked,
         "task": {"name": f"{ARITHMETIC}@arithmetic"},
         "evaluation": {"episodes": 0},
+        "interchange_server": {"interchange_server_port": 0},
     }
     if networked:
-        config["interchange_server"] = {"interchange_server_port": 0}
         config["workers"] = {"count": 1, "concurrency": 8}
     for name, section in sections.items():
         whole = isinstance(section, dict) and isinstance(config.get(name), dict)

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, get_type_hints
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -197,6 +197,57 @@ async def _until_disconnect(receive: Receive) -> None:
         pass
 
 
+class WholeReply(NamedTuple):
+    """A whole reply. Header names are lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+async def ask(
+    app: ASGIApp, method: str, url: str, headers: Mapping[str, str], body: bytes | None
+) -> WholeReply:
+    """What `app`, in this process, answers to one request. To cancel this is to disconnect."""
+    asked = urlsplit(url)
+    named = {"host": asked.netloc, **{name.lower(): value for name, value in headers.items()}}
+    if body is not None:
+        named["content-length"] = str(len(body))
+    scope: Scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": asked.scheme,
+        "path": unquote(asked.path),
+        "raw_path": asked.path.encode(),
+        "query_string": asked.query.encode(),
+        "root_path": "",
+        "headers": [(name.encode(), value.encode()) for name, value in named.items()],
+        "client": ("127.0.0.1", 0),
+        "server": (asked.hostname, asked.port),
+        LOST: asyncio.get_running_loop().create_future(),
+    }
+    sent, parts, begun = False, list[bytes](), dict[str, Any](status=500, headers=[])
+
+    async def receive() -> Message:
+        nonlocal sent
+        if sent:
+            await asyncio.Event().wait()
+        sent = True
+        return {"type": "http.request", "body": body or b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            begun.update(message)
+        else:
+            parts.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    replied = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in begun["headers"]}
+    return WholeReply(begun["status"], replied, b"".join(parts))
+
+
 Responder = Callable[[Caller], Awaitable[None]]
 
 
@@ -355,7 +406,7 @@ class Refusals:
         self._bodies = bodies
 
     def install(self, app: FastAPI) -> None:
-        """Answer the errors of `app` as refusals."""
+        """WholeReply the errors of `app` as refusals."""
         for kind in (InterchangeError, RequestValidationError, HTTPException, Exception):
             app.exception_handler(kind)(self.handle)
 

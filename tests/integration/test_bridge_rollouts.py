@@ -25,13 +25,12 @@ from tinker_cookbook.rl.rollouts import (
 from tinker_cookbook.rl.types import Trajectory
 
 import bridge_tasks
-from bridge_parts import END, Says, bytes_renderer, call
+from bridge_parts import END, Says, bytes_renderer, call, calls_of
 from bridge_tasks import ScriptedSampling
 from inspect_tinker_bridge import RunnerError, load_environment
 from tinkerscript.rollouts.advantages import WeightedRollout
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.trainers import to_datum
-from tinkerscript.train.in_process import calls_of
 
 FILE = f"{Path(bridge_tasks.__file__)}@adding"
 
@@ -72,7 +71,7 @@ def byte_engine(byte_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 def assert_same_data(trajectory: Trajectory, sequences: int) -> None:
     """tinker_cookbook's datums of a trajectory and ours: tokens, targets, masks, logprobs, advantages."""
     theirs = trajectory_to_data(trajectory, 0.5)
-    calls = calls_of(trajectory.transitions, policy_version=0)
+    calls = calls_of(trajectory.transitions)
     ours = [
         to_datum(WeightedRollout.uniform(rollout, 0.5)) for rollout in merge_calls(calls, episode_uuid="e")
     ]

@@ -18,6 +18,7 @@ from inspect_ai.tool import Tool, tool
 from tinker_cookbook.completers import TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.rl.rollout_runner import run_rollout
 
+from bridge_parts import calls_of
 from chat_families import FAMILIES, Family, spell
 from gateway_bench import CLAIM, Bench
 from inspect_tinker_bridge import TaskRunner
@@ -32,7 +33,6 @@ from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.train.chats import load_chats
-from tinkerscript.train.in_process import calls_of
 from tinkerscript.train.renderer import ModelRenderer
 
 DOCS = Path(__file__).parents[2] / "docs" / "tokens.md"
@@ -188,8 +188,7 @@ async def by_bridge(runner: TaskRunner, sample: Sample, folder: Path, family: Fa
     made = [(call.function, call.arguments) for _, reply in env.exchanges for call in reply.tool_calls or ()]
     reads = family.call is not None and family.reads_calls
     assert made == [(name, json.loads(text)) for name, text in filter(None, CALLS) if reads]
-    calls = calls_of(trajectory.transitions, env.exchanges, uses_template=True, policy_version=0)
-    return sequences_of(calls, sampled)
+    return sequences_of(calls_of(trajectory.transitions), sampled)
 
 
 def by_sft(folder: Path, family: Family, messages: list[dict[str, Any]], file: Path) -> int:

@@ -401,8 +401,6 @@ def test_names_and_addresses_that_cannot_be_are_refused(byte_model: Path) -> Non
             RunConfig.model_validate(data | {"roles": {name: judge}})
     with pytest.raises(ValueError, match="password"):
         RunConfig.model_validate(data | {"roles": {"judge": judge | {"base_url": "http://a:b@localhost"}}})
-    with pytest.raises(ValueError, match="enable_tinkerscript_mode"):
-        RunConfig.model_validate(data | {"roles": {"judge": judge}, "enable_tinkerscript_mode": False})
 
 
 GRADED = """

@@ -22,21 +22,20 @@ from bridge_parts import END, Says, bytes_renderer
 from failing_store import VICTIM, FailingStore, planted
 from inspect_tinker_bridge import env as bridge_env
 from inspect_tinker_bridge import load_environment
+from inspect_tinker_bridge.conversion import ChatConverter
 from inspect_tinker_bridge.env import InspectEnv, TokenBuffer
 from inspect_tinker_bridge.episodes import EpisodeOutcome, PendingCalls
 from tinkerscript.config import RunConfig
-from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import unpack_ids
 from tinkerscript.sampler import SampleRequest
+from tinkerscript.testing import QuietReporter
 from tinkerscript.tokenizer import LightTokenizer
-from tinkerscript.train import in_process
-from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.in_process import InProcessSource
-from tinkerscript.train.journal import Journal
-from tinkerscript.train.policy import Policy, SeededSampler
-from tinkerscript.train.samples import TaskSamples
-from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
+from tinkerscript.train.journal import read_journal
+from tinkerscript.train.policy import SeededSampler
+from tinkerscript.train.run import run_training
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
+from tinkerscript.workers import inspect_task
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -154,18 +153,29 @@ async def test_a_group_of_tinker_cookbooks_loop(
     assert await rewards(0) == [1.0, 1.0]
 
 
-OURS: dict[str, tuple[Any, str]] = SEAMS | {
-    "calls": (in_process, "calls_of"),
-    "report": (in_process, "report_of"),
-    "transcript": (in_process, "pack_transcript"),
+OURS: dict[str, tuple[Any, str]] = {
+    "outcome": SEAMS["outcome"],
+    "request": (ChatConverter, "request"),
+    "reward": (inspect_task, "score_episode"),
+    "report": (inspect_task, "report_of"),
+    "transcript": (inspect_task, "pack_transcript"),
 }
 
 
 @pytest.mark.parametrize("stage", ["solver raises", "scorer raises half a character", "sample", *OURS])
-async def test_an_episode_in_the_trainers_process(
-    tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = RunConfig.model_validate({"task": {"name": f"{__file__}@three"}, "sampling": {"max_tokens": 4}})
+async def test_an_episode_of_a_run(tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig.model_validate(
+        {
+            "experiment_dir": str(tmp_path / "run"),
+            "enable_tinkerscript_mode": False,
+            "interchange_server": {"interchange_server_port": 0, "max_attempts": 1},
+            "task": {"name": f"{__file__}@three"},
+            "sampling": {"max_tokens": 4},
+            "training": {"steps": 0},
+            "evaluation": {"episodes": 3},
+        }
+    )
     tokenizer, sample = LightTokenizer(TINY_MODEL), SeededSampler.sample
 
     async def sampled(self: SeededSampler, request: SampleRequest, progress: Any = None) -> Any:
@@ -174,22 +184,11 @@ async def test_an_episode_in_the_trainers_process(
         return await sample(self, request, progress)
 
     monkeypatch.setattr(SeededSampler, "sample", sampled)
-    with (
-        EmbeddedEngine(TINY_MODEL, checkpoint_dir=tmp_path / "checkpoints", seed=1) as engine,
-        Journal(tmp_path / "journal.jsonl") as journal,
-    ):
-        policy = Policy(EmbeddedBackend(engine), journal)
-        await policy.publish()
-        async with asyncio.timeout(60), InProcessSource(config, policy, TINY_MODEL) as source:
-            groups = TaskSamples(config.all_tasks, seed=1).train_groups(step=1, groups=3, group_size=1)
-            plant(stage, OURS, monkeypatch)
-            names = {each.episode_uuid: each.payload["sample"]["id"] for [each] in groups}
-            await source.start([episode for group in groups for episode in group])
-            ended = dict[str, Outcome]()
-            while len(ended) < len(groups):
-                ended |= {names[each.episode_uuid]: each for each in await source.outcomes()}
-            journal.write(ended.values())
-    failed = ended.pop(VICTIM)
-    assert isinstance(failed, EpisodeFailed)
-    assert "planted: " in str(failed.failures[-1]["message"])
-    assert {type(each) for each in ended.values()} == {EpisodeAccepted}
+    plant(stage, OURS, monkeypatch)
+    folder = await run_training(config, QuietReporter())
+    events = read_journal(folder.path / "journal.jsonl")
+    ended = [event for event in events if isinstance(event, EpisodeAccepted | EpisodeFailed)]
+    failed = [str(event.failures[-1]["message"]) for event in ended if isinstance(event, EpisodeFailed)]
+    planted_words = "the engine raised RuntimeError" if stage == "sample" else "planted: "
+    assert [planted_words in words for words in failed] == [True, True], "in each evaluation"
+    assert len(ended) == 2 * len(NAMES)

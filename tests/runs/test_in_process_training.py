@@ -1,4 +1,4 @@
-"""A whole run without a network: the task's own solver inside the trainer's process."""
+"""A whole run in one process: server and worker are tasks of the trainer's."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def config(tmp_path: Path, **training: Any) -> RunConfig:
         {
             "experiment_dir": str(tmp_path / "run"),
             "enable_tinkerscript_mode": False,
+            "interchange_server": {"interchange_server_port": 0},
             "task": {"name": f"{tmp_path / 'tasks.py'}@words"},
             "training": {"steps": 2, "groups_per_step": 6, "group_size": 4, "minibatches": 2, **training},
             "evaluation": {"episodes": 6},
@@ -131,6 +132,7 @@ async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> 
     folder = await run_training(config(tmp_path), watcher)
     assert watcher.drawn == [True, True], "after each step, while the run goes on"
     assert watcher.waits == [
+        "the interchange server",
         "the engine to load tiny",
         "the engine to try the loss",
         "the first weights to be published",
@@ -139,6 +141,7 @@ async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> 
         "the checkpoint of step 2",
         "the last episodes to end",
         "the final checkpoint",
+        "the server's record of the episodes",
     ]
     summary = json.loads((folder.path / "summary.json").read_text())
     events = read_journal(folder.path / "journal.jsonl")
@@ -161,8 +164,8 @@ async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> 
     for name in ("config.json", "model.safetensors", "tokenizer.json", "optimizer.pt"):
         assert (folder.path / "checkpoints" / "final" / name).stat().st_size
     record = Record(folder.path)
-    # The scorer that raises leaves a transcript too.
-    assert record.number("SELECT count(*) FROM transcripts") == len(accepted) + len(failed)
+    # The scorer that raises leaves a transcript too, in each of three attempts.
+    assert record.number("SELECT count(*) FROM transcripts") == len(accepted) + 3 * len(failed)
     lines = (folder.path / "rollouts" / "step_0001.jsonl").read_text().splitlines()
     rollouts = [json.loads(line) for line in lines]
     assert len(rollouts) == 24

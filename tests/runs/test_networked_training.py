@@ -171,6 +171,5 @@ def test_an_engine_that_refuses_every_call_ends_the_run_with_the_reason(
     assert "the model's memory is gone" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert "resume with: tinkerscript train --resume run" in ended.stdout
-    if networked:
-        assert "error: step 1: all 12 episodes that ended failed:" in ended.stderr
+    assert "error: step 1: all 12 episodes that ended failed:" in ended.stderr
     assert not (tmp_path / "run" / "summary.json").exists()

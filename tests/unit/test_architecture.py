@@ -42,12 +42,15 @@ ALLOWED = {
     "sampler": "errors rollouts",
     "trainer_link": "errors files limits protocol rollouts sampler tracing",
     "addresses": "config errors trainer_link",
-    "processes": "access_tokens addresses config errors lifecycle logs protocol trainer_link vllm_plugin",
     "tokenizer": "errors model_folder rollouts",
     "gateway": "asgi config errors limits model_folder protocol rollouts sampler tokenizer tracing",
     "server": (
         "access_tokens addresses asgi config errors files gateway http_server lifecycle limits logs "
         "model_folder protocol rollouts sampler tracing trainer_link"
+    ),
+    "processes": (
+        "access_tokens addresses asgi client config errors lifecycle logs protocol server trainer_link "
+        "vllm_plugin workers"
     ),
     "page": "addresses asgi config errors files lifecycle model_folder record rollouts tokenizer",
     "train": (

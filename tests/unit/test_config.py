@@ -190,7 +190,6 @@ def test_the_docs_are_written_from_the_models() -> None:
             "tensor_parallel: 1 need 2",
         ),
         ({"inference": {"on_publish": "finish", "max_loras": 2}}, "max_loras: 2 is too few"),
-        ({"enable_tinkerscript_mode": False}, "samples with the trainer's engine"),
         ({"inference": {"replicas": ["gpu1:8000"]}}, "inference.replicas"),
     ],
 )

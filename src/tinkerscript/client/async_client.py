@@ -104,6 +104,18 @@ class AsyncTinkerScriptClient:
                 self._settings = settings_from_env()
             return self._settings
 
+    def again(self, timeout_s: float | None) -> AsyncTinkerScriptClient:
+        """The same client with connections of its own, which retries for `timeout_s` seconds."""
+        given = self.settings
+        return AsyncTinkerScriptClient(
+            given.server_url,
+            client_uuid=given.client_uuid,
+            token=given.token,
+            timeout_s=timeout_s,
+            allow_discard_timeout=given.allow_discard_timeout,
+            ca_file=given.ca_file,
+        )
+
     @property
     def pool(self) -> str:
         """The pool that `register_episode` fills; its name is the `client_uuid`."""
@@ -368,7 +380,7 @@ class AsyncTinkerScriptClient:
                     await self._pause(step.delay_s)
                     reply = None
                 else:
-                    reply = await self._send(step)
+                    reply = await self.send(step)
 
     async def _pause(self, delay_s: float) -> None:
         with suppress(TimeoutError):
@@ -376,7 +388,8 @@ class AsyncTinkerScriptClient:
                 await self._closing.wait()
                 raise ClientClosedError(CLOSED)
 
-    async def _send(self, request: HttpRequest) -> Reply:
+    async def send(self, request: HttpRequest) -> Reply:
+        """Send one request of an operation, and return what came back."""
         if self._closing.is_set():
             raise ClientClosedError(CLOSED)
         try:

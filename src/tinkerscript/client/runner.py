@@ -33,7 +33,6 @@ from tinkerscript.client.episode import (
     run_rollout,
 )
 from tinkerscript.client.operations import LAST_REQUEST_S, TASK_ERROR
-from tinkerscript.client.settings import ClientSettings
 from tinkerscript.client.sync_client import TinkerScriptClient
 from tinkerscript.errors import (
     ClaimLostError,
@@ -137,7 +136,8 @@ class Runner:
         if concurrency < 1 or (max_episodes is not None and max_episodes < 1):
             raise ValueError(f"concurrency={concurrency} and max_episodes={max_episodes} must be at least 1")
         self._rollout = rollout
-        self._settings = client.settings
+        self._client = client if isinstance(client, AsyncTinkerScriptClient) else client.asynchronous
+        self._client.settings  # noqa: B018 - raises for an environment that names no server
         self._concurrency = concurrency
         self._episode_type: ClaimType = episode_type
         self._pool = pool
@@ -189,7 +189,7 @@ class Runner:
         Raises ServerUnreachableError or RequestRefusedError when no episode can be claimed, and
         WrongTaskError when the rollout raises it: that episode is handed back.
         """
-        async with _own_client(self._settings, self._give_up_after_s) as client:
+        async with self._client.again(self._give_up_after_s) as client:
             heartbeats = Heartbeats(client.heartbeat_episode)
             parts = (heartbeats.run(), self._log_summaries(), self._watch_for_the_end(client))
             helpers = [asyncio.create_task(part) for part in parts]
@@ -489,17 +489,6 @@ def summary_line(statistics: RunStatistics, ended_per_minute: float) -> str:
         f"episodes: claimed={statistics.claimed} ended={statistics.ended} failed={statistics.failed} "
         f"lost={statistics.lost} handed_back={statistics.handed_back} running={statistics.running} "
         f"ended_per_minute={ended_per_minute:.1f}"
-    )
-
-
-def _own_client(settings: ClientSettings, give_up_after_s: float | None) -> AsyncTinkerScriptClient:
-    return AsyncTinkerScriptClient(
-        settings.server_url,
-        client_uuid=settings.client_uuid,
-        token=settings.token,
-        timeout_s=give_up_after_s,
-        allow_discard_timeout=settings.allow_discard_timeout,
-        ca_file=settings.ca_file,
     )
 
 

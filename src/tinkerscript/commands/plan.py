@@ -326,8 +326,9 @@ def _calls(config: RunConfig) -> list[str]:
         last = "the Tinker service"
     else:
         last = f"its engine, at most {config.engine.max_batch} sequences at once"
-    way = ["worker", "interchange server", "trainer"] if config.enable_tinkerscript_mode else ["trainer"]
-    lines = ["model calls", f"  {' -> '.join([*way, last])}"]
+    way = ["worker", "interchange server", "trainer"]
+    here = "" if config.enable_tinkerscript_mode else " (in one process: enable_tinkerscript_mode)"
+    lines = ["model calls", f"  {' -> '.join([*way, last])}{here}"]
     if number:
         running = "move to the newest" if inference.on_publish == "move" else "finish with their own"
         lines.append(
@@ -353,8 +354,9 @@ def _numbers(config: RunConfig) -> list[str]:
     training = config.training
     if config.method == "sft":
         return []
-    at_once = config.workers.count * config.workers.concurrency
-    limit = f", at most {at_once} at once" if at_once and config.enable_tinkerscript_mode else ""
+    workers = config.workers
+    number = workers.count if config.enable_tinkerscript_mode else min(workers.count, 1)
+    limit = f", at most {number * workers.concurrency} at once" if number else ""
     steps = f"{training.steps} steps of {training.groups_per_step} groups of {training.group_size}"
     lines = ["episodes", f"  {steps}: {training.groups_per_step * training.group_size} a step{limit}"]
     if config.evaluation.episodes:

@@ -183,7 +183,7 @@ def _watching(progress: LineReporter | TableReporter, *, opens: bool) -> Generat
 
 
 def _has_server(config: RunConfig) -> bool:
-    return config.method == "grpo" and config.enable_tinkerscript_mode
+    return config.method == "grpo"
 
 
 def is_follower(path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None) -> bool:

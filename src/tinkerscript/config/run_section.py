@@ -143,8 +143,8 @@ class RunConfig(Section):
     logs, the journal (docs/cluster.md); `pip install 'tinkerscript[remote]'`."""
 
     enable_tinkerscript_mode: bool = True
-    """True: episodes run through the server and workers, over HTTP. False: the task runs in the trainer's
-    process."""
+    """True: the server and the workers are processes of their own. False: the trainer's process is the server
+    and one worker too."""
 
     method: Literal["grpo", "sft"] = "grpo"
     """How the model learns: `grpo`, reinforcement learning, or `sft`, supervised training on chats, for
@@ -267,12 +267,6 @@ class RunConfig(Section):
                     f"roles.{name}: a role's name has lower-case letters, digits, - and _, begins with a "
                     f"letter, and is not {' or '.join(RESERVED_ROLES)}"
                 )
-        is_outside = any(role.kind == "outside" for role in self.roles.values())
-        if is_outside and not self.enable_tinkerscript_mode and self.method == "grpo":
-            raise ValueError(
-                "roles: episodes reach an outside server through the interchange server, which "
-                "enable_tinkerscript_mode: false does without; set it to true"
-            )
         return self
 
     @model_validator(mode="after")
@@ -284,11 +278,6 @@ class RunConfig(Section):
                 raise ValueError(
                     f"roles.{name}: the trainer samples for a {role.kind} role, and inference.backend: "
                     f"{self.inference.backend} samples without it; use kind: outside"
-                )
-            if not self.enable_tinkerscript_mode and self.method == "grpo":
-                raise ValueError(
-                    f"roles.{name}: episodes reach roles through the interchange server, which "
-                    "enable_tinkerscript_mode: false does without; set it to true"
                 )
         return self
 
@@ -322,11 +311,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"inference.sleep: with engine.devices: {self.engine.devices}, only the first device would "
                 "give up its memory before replicas wake; set it to false, or train on one device"
-            )
-        if not self.enable_tinkerscript_mode:
-            raise ValueError(
-                "inference.launch and inference.replicas sample for the interchange server's clients: "
-                "enable_tinkerscript_mode: false samples with the trainer's engine"
             )
         needed = self.live_versions + 1
         if self.engine.lora.rank and inference.max_loras < needed:

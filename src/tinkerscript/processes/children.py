@@ -145,6 +145,12 @@ def _of_user(task: str) -> str:
     return f"{Path(file).name}{separator}{name}" if separator else task
 
 
+def remember_worker(folder: Path, name: str) -> None:
+    """A worker of the trainer's own has this name."""
+    with (folder / LOCAL_WORKERS).open("a", encoding="utf-8") as file:
+        file.write(f"{name}\n")
+
+
 def release_former_workers(folder: Path, link: TrainerLink) -> None:
     """Release the claims of a dead trainer's own workers, which died with it, before the leases expire."""
     path = folder / LOCAL_WORKERS
@@ -265,8 +271,7 @@ class Workers:
             name = f"{self._link.own_clients}{number}-{first + incarnation}"
             if name not in names:
                 names.append(name)
-                with (self._folder / LOCAL_WORKERS).open("a", encoding="utf-8") as file:
-                    file.write(f"{name}\n")
+                remember_worker(self._folder, name)
             return {Slot.SERVER: self._server_url, Slot.CLIENT: name}
 
         def on_death(incarnation: int, code: int) -> None:

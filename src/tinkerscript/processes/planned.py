@@ -112,17 +112,16 @@ def plan_of(config: RunConfig, folder: Path) -> list[PlannedProcess]:
     """The processes of a run in `folder`, those first that others wait for."""
     trainer = _trainer(config)
     page = [] if config.page_port == "off" else [page_process(config, folder)]
-    if not config.enable_tinkerscript_mode or config.method == "sft":
+    if config.method == "sft":
         return [*trainer, *page]
-    server = server_process(
-        folder,
-        secrets=_of_server(config),
-        log_format=config.log_format,
-    )
-    children = [*trainer[1:], *_replicas(config), *_workers(config)]
+    server, workers = list[PlannedProcess](), list[PlannedProcess]()
+    if config.enable_tinkerscript_mode:  # Else they are the trainer's process.
+        server = [server_process(folder, secrets=_of_server(config), log_format=config.log_format)]
+        workers = _workers(config)
+    children = [*trainer[1:], *_replicas(config), *workers]
     keys = config.key_variables
     return [
-        _without(keys, server),
+        *(_without(keys, each) for each in server),
         trainer[0],
         *page,
         *(_without(keys | TOKEN_VARIABLES, child) for child in children),

@@ -88,10 +88,11 @@ async def running_server(
     times: LinkTimes | None = None,
     totals: Totals | None = None,
     connections: ConnectionLimits | None = None,
+    gate: Gate | None = None,
 ) -> AsyncGenerator[tuple[ServerInfo, asyncio.Task[None]]]:
     """Serve `run_dir` while the context is open; gives the addresses, and a task that fails if the server
     does. With a shared store it opens when this server's first term begins. `totals`, `connections`: what it
-    allows, where that is not the usual.
+    allows, where that is not the usual. `gate`: the app, for whoever asks it without a connection.
 
     Raises ConfigError (a port in use, a missing token, a folder that is served already, an inference server
     that cannot be used) and StoreError.
@@ -127,7 +128,9 @@ async def running_server(
                 totals=totals,
             )
             gateways = section.processes if section.processes > 1 and not serve_model else 0
-            terms = _Terms(section, run_dir, create, listener, previous, gateways, connections)
+            terms = _Terms(
+                section, run_dir, create, listener, previous, gateways, connections, gate or Gate()
+            )
             running = asyncio.create_task(terms.run())
             try:
                 await asyncio.wait((terms.began, running), return_when=asyncio.FIRST_COMPLETED)
@@ -169,7 +172,7 @@ async def _sampler_of(config: RunConfig, environ: Mapping[str, str]) -> AsyncGen
         yield sampler
 
 
-class _Gate:
+class Gate:
     """The process's ASGI app: the server's while it serves, and else a refusal (503).
 
     Invariant: while another server serves, nothing here says anything about the episodes. Requests are
@@ -221,6 +224,7 @@ class _Terms:
         previous: ServerInfo | None,
         gateways: int,
         connections: ConnectionLimits | None,
+        gate: Gate,
     ) -> None:
         from tinkerscript.http_server import http_server
 
@@ -233,7 +237,7 @@ class _Terms:
         self._listener = listener
         self._previous = previous
         self._gateways = gateways
-        self._gate = _Gate()
+        self._gate = gate
         self._http = http_server(self._gate, section, limits=connections)
         self._serving: asyncio.Task[None] | None = None
         self._served = False

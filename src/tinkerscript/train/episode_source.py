@@ -1,8 +1,5 @@
-"""The seam between the training loop and whatever runs episodes.
-
-`NetworkSource` hands them to clients through the interchange server; `InProcessSource` runs the task's
-solver in the trainer's process. The loop sees outcomes either way.
-"""
+"""The seam between the training loop and what runs episodes: `NetworkSource`, which hands them to clients
+through the interchange server. The loop sees their outcomes."""
 
 from __future__ import annotations
 

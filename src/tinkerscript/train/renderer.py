@@ -1,5 +1,5 @@
-"""`ModelRenderer`: a model's own chat format as a renderer of tinker_cookbook, for episodes in the trainer's
-process.
+"""`ModelRenderer`: a model's own chat format as a renderer of tinker_cookbook, for its loops over the bridge's
+environments.
 
 It renders, continues and parses with the gateway's `ChatRenderer`, so that all ways to train see the same
 ids.
@@ -48,11 +48,6 @@ class ModelRenderer(ContinuingRenderer):
 
     def __reduce__(self) -> tuple[type[ModelRenderer], tuple[Path, dict[str, Any]]]:
         return (ModelRenderer, (self._folder, self._chat.template_kwargs))
-
-    @property
-    def uses_template(self) -> bool:
-        """Whether the model's chat template writes the prompts."""
-        return self._chat.uses_template
 
     def get_stop_sequences(self) -> list[int]:
         return list(self._chat.stop_token_ids)

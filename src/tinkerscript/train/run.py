@@ -1,4 +1,4 @@
-"""`run_training`: one run from a config, with a server and clients or in one process.
+"""`run_training`: one run from a config, in several processes or in one.
 
 Invariant: whatever it opens is closed, and its child processes have ended, however it ends.
 """
@@ -15,13 +15,13 @@ from contextlib import (
     contextmanager,
     nullcontext,
 )
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from tinkerscript.addresses import moved_to, read_server_info
+from tinkerscript.addresses import ServerInfo, moved_to, read_server_info
 from tinkerscript.config import EvaluationConfig, RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import AlignmentError, ConfigError, EngineError, LinkError
@@ -35,7 +35,8 @@ from tinkerscript.processes.children import (
     server_address,
     worker_command,
 )
-from tinkerscript.processes.launcher import MAX_RESTARTS, Launcher, LocalLauncher
+from tinkerscript.processes.in_process import ServerHere
+from tinkerscript.processes.launcher import MAX_RESTARTS, Launcher
 from tinkerscript.processes.planned import SERVER_PROCESS, PlannedProcess, plan_of
 from tinkerscript.processes.ray_launcher import open_launcher
 from tinkerscript.processes.supervisor import Supervisor, run_beside
@@ -58,7 +59,6 @@ from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_metrics import extra_metrics
 from tinkerscript.train.token_advantages import Distillation, open_distillation
 from tinkerscript.trainer_link.trainer_end import TrainerLink
-from tinkerscript.workers.base_task import INSPECT, kind_of
 
 if TYPE_CHECKING:
     from tinkerscript.train.replicas.publisher import ReplicaPublisher
@@ -119,7 +119,7 @@ async def run_training(
         policy = Policy(backend, run.journal, seed=config.seed)
         learners = await _learners(run, backend, policy, model, stack)
         # What runs the episodes.
-        async with _opened(run, backend, policy, children, model) as opened:
+        async with _opened(run, backend, policy, children) as opened:
             if config.inference.has_replicas:
                 # After the server, which may be where they get their adapters.
                 with progress.waiting(f"the replicas (logs: {folder.path / 'logs'})"):
@@ -127,7 +127,7 @@ async def run_training(
                 policy.publish_to(replicas)
                 folder.exported.watch(replicas.pool.replicas)
                 opened, extra = replace(opened, publisher=replicas), [*extra, replicas.metrics]
-            run.recorder.status(server_url=opened.server_url or "")
+            run.recorder.status(server_url=opened.server_url)
             grpo = GRPO(run, samples, opened.source, policy, learners, extra)
             with _report_written(grpo):
                 await run_beside(opened, asyncio.create_task(grpo.run(), name="grpo"))
@@ -142,13 +142,7 @@ async def run_training(
 
 def _samples(config: RunConfig) -> TaskSamples | None:
     """The tasks' samples; None if clients register their own. Raises ConfigError."""
-    others = [task.name for task in config.all_tasks if kind_of(task.name) != INSPECT]
-    if others and not config.enable_tinkerscript_mode:
-        raise ConfigError(
-            "enable_tinkerscript_mode: false supports only Inspect tasks, in the trainer's process, and "
-            f"{others[0]!r} is not one: set it to true"
-        )
-    if config.all_tasks or not config.enable_tinkerscript_mode:
+    if config.all_tasks:
         return TaskSamples(config.all_tasks, seed=config.seed)
     if config.evaluation.episodes or config.workers.count:
         raise ConfigError(
@@ -289,21 +283,19 @@ class Opened:
     source: EpisodeSource
     supervisor: Supervisor
     backend: TrainerBackend
-    server_url: str | None = None
-    """None without a server."""
-
-    link: TrainerLink | None = None
+    policy: Policy
+    server_url: str
+    link: TrainerLink
     publisher: Publisher | None = None
-    policy: Policy | None = None
-    """None: it samples only for episodes in this process, whose errors reach the run by themselves."""
 
     async def failed(self) -> None:
         """Wait for a child that cannot run, a broken engine or sampler, or a request to stop; raise it."""
-        reasons = [self.supervisor.failed(), self.backend.failed(), self._stop_requested()]
+        reasons = [
+            *(self.supervisor.failed(), self.backend.failed(), self.policy.failed()),
+            self._stop_requested(),
+        ]
         if self.publisher is not None and self.publisher is not self.backend:
             reasons.append(self.publisher.failed())
-        if self.policy is not None:
-            reasons.append(self.policy.failed())
         tasks = [asyncio.ensure_future(reason) for reason in reasons]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -315,29 +307,26 @@ class Opened:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _stop_requested(self) -> None:
-        if self.link is None:
-            await asyncio.Event().wait()
-        else:
-            await self.link.stop_requested.wait()
-            raise asyncio.CancelledError("the engine was asked to stop")
+        await self.link.stop_requested.wait()
+        raise asyncio.CancelledError("the engine was asked to stop")
 
 
 @dataclass(frozen=True, slots=True)
 class Children:
-    """The child processes of a run, and where the one that is its server listens."""
+    """The child processes of a run, and where its server listens."""
 
     supervisor: Supervisor
-    address: ServerAddress | None
-    """None without a server."""
-
-    plan: list[PlannedProcess] = field(default_factory=list[PlannedProcess])
-    launcher: Launcher = field(default_factory=LocalLauncher)
-    server_stays: bool = False
+    address: ServerAddress
+    plan: list[PlannedProcess]
+    launcher: Launcher
+    server_stays: bool
     """Whether the server outlives this trainer, and may get another one."""
+
+    here: ServerHere | None = None
+    """The server, if it is in this process."""
 
     def url_of_server(self, config: RunConfig) -> str:
         """Where the processes that the launcher starts find the server."""
-        assert self.address is not None
         return self.address.seen_from(self.launcher.address, config.interchange_server)
 
 
@@ -350,55 +339,38 @@ async def _children(
     *,
     join: bool,
 ) -> AsyncGenerator[Children]:
-    if not config.enable_tinkerscript_mode:
-        async with Supervisor(max_restarts=0, note=progress.note) as supervisor:
-            yield Children(supervisor, None)
-        return
     plan = plan_of(config, path)
-    async with Supervisor(max_restarts=MAX_RESTARTS, note=progress.note) as supervisor:
-        with progress.waiting(f"the interchange server (log: {path / 'logs' / 'server.log'})"):
-            address = await _server(path, plan, supervisor, join=join)
+    async with AsyncExitStack() as stack:
+        supervisor = Supervisor(max_restarts=MAX_RESTARTS, note=progress.note)
+        await stack.enter_async_context(supervisor)
+        log = f" (log: {path / 'logs' / 'server.log'})" if config.enable_tinkerscript_mode else ""
+        with progress.waiting(f"the interchange server{log}"):
+            here = None
+            if not (config.enable_tinkerscript_mode or join):
+                here = ServerHere(config, path, supervisor.fail)
+            address = await _server(path, plan, supervisor, here and here.serving(), stack, join=join)
         moved = "" if join else moved_to(config.interchange_server, address.url)
         progress.note(f"interchange server at {address.url}, run folder {path}{moved}")
         on_server(address.url)
         in_ray = f"room in the Ray cluster (log: {path / 'logs' / 'ray.log'})"
-        async with AsyncExitStack() as stack:
-            with nullcontext() if config.cluster.launcher == "local" else progress.waiting(in_ray):
-                opening = open_launcher(config, plan, path, progress.note)
-                launcher = await stack.enter_async_context(opening)
-            supervisor.launcher = launcher
-            try:
-                yield Children(supervisor, address, plan, launcher, join)
-            finally:
-                await supervisor.stop()
+        with nullcontext() if config.cluster.launcher == "local" else progress.waiting(in_ray):
+            opening = open_launcher(config, plan, path, progress.note)
+            launcher = await stack.enter_async_context(opening)
+        supervisor.launcher = launcher
+        try:
+            yield Children(supervisor, address, plan, launcher, join, here)
+        finally:
+            await supervisor.stop()
 
 
 @asynccontextmanager
 async def _opened(
-    run: OpenRun, backend: TrainerBackend, policy: Policy, children: Children, model: Path
+    run: OpenRun, backend: TrainerBackend, policy: Policy, children: Children
 ) -> AsyncGenerator[Opened]:
-    if children.address is not None:
-        async with _network(run, backend, policy, children, children.address) as opened:
-            yield opened
-        return
-    # Imported here: renderers and rollout loops take seconds, and a run with a server needs neither.
-    from tinkerscript.train.in_process import InProcessSource
-
-    async with InProcessSource(run.config, policy, model) as source:
-        yield Opened(source, children.supervisor, backend)
-
-
-@asynccontextmanager
-async def _network(
-    run: OpenRun,
-    backend: TrainerBackend,
-    policy: Policy,
-    children: Children,
-    address: ServerAddress,
-) -> AsyncGenerator[Opened]:
-    config, folder, note = run.config, run.folder, run.progress.note
+    config, folder, note, address = run.config, run.folder, run.progress.note, children.address
     supervisor, planned = children.supervisor, [p for p in children.plan if p.name.startswith("worker ")]
-    if not planned:
+    works_here = children.here is not None and config.workers.count > 0
+    if not (planned or works_here):
         note(
             f"no workers on this machine (workers.count: 0); start some where their files are, with\n  "
             f"{worker_command(config, address.url)}"
@@ -413,16 +385,18 @@ async def _network(
         note=note,
     )
     try:
-        async with link:
+        async with link, AsyncExitStack() as stack:
             release_former_workers(folder.path, link)
             url = children.url_of_server(config)
             workers = Workers(planned, config, folder.path, link=link, server_url=url, supervisor=supervisor)
             await workers.start()
+            if works_here and children.here is not None:
+                await stack.enter_async_context(children.here.working(link, url))
             source = NetworkSource(
                 link,
                 group_size=config.training.group_size,
                 client_samples=not config.all_tasks,
-                has_workers=bool(planned),
+                has_workers=bool(planned) or works_here,
             )
             beside = [
                 asyncio.create_task(workers.follow_demand(), name="scale workers"),
@@ -430,7 +404,7 @@ async def _network(
             ]
             failure, finished = "", False
             try:
-                yield Opened(source, supervisor, backend, address.url, link, policy=policy)
+                yield Opened(source, supervisor, backend, policy, address.url, link)
                 finished = True
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
@@ -457,36 +431,44 @@ async def _say_goodbye(link: TrainerLink, *, over: bool, failure: str) -> None:
 
 
 async def _server(
-    path: Path, plan: Sequence[PlannedProcess], supervisor: Supervisor, *, join: bool
+    path: Path,
+    plan: Sequence[PlannedProcess],
+    supervisor: Supervisor,
+    here: AbstractAsyncContextManager[ServerInfo] | None,
+    stack: AsyncExitStack,
+    *,
+    join: bool,
 ) -> ServerAddress:
-    """The address of the server: the one to join, or a new child process."""
+    """The address of the server: the one to join, a new child process, or one in this process."""
     if join:
         info = read_server_info(path)
         if info is None:
             raise LinkError(f"no server serves {path}: start one with `tinkerscript serve --resume {path}`")
-        keys = Path(info.link_keys) if info.link_keys else None
-        return ServerAddress(info.url, info.link_address, keys)
+        return _address(info)
     await former_server_gone(path)
+    if here is not None:
+        return _address(await stack.enter_async_context(here))
     server = next(process for process in plan if process.name == SERVER_PROCESS).child(path)
     await supervisor.start(server)
     return await server_address(path, server, supervisor)
 
 
+def _address(info: ServerInfo) -> ServerAddress:
+    return ServerAddress(info.url, info.link_address, Path(info.link_keys) if info.link_keys else None)
+
+
 async def _audit(run: OpenRun, opened: Opened) -> dict[str, Any]:
     """What the summary says of the journal compared with the server's records: episodes lost, and the
     server's own count."""
-    outcomes, accepted = None, None
-    if opened.server_url is not None and opened.link is not None:
-        with run.progress.waiting("the server's record of the episodes"):
-            await opened.source.flush()
-            recorded = await opened.link.recorded_outcomes(list(run.journal.registered))
-        # Another server may know what ended before the run was fetched from its URL.
-        outcomes = run.folder.ended_elsewhere() | {uuid: each.state for uuid, each in recorded.items()}
-        accepted = opened.link.results_accepted
+    with run.progress.waiting("the server's record of the episodes"):
+        await opened.source.flush()
+        recorded = await opened.link.recorded_outcomes(list(run.journal.registered))
+    # Another server may know what ended before the run was fetched from its URL.
+    outcomes = run.folder.ended_elsewhere() | {uuid: each.state for uuid, each in recorded.items()}
     return {
         "episodes_lost": len(lost_episodes(run.journal, outcomes)),
         "processes_restarted": opened.supervisor.restarts,
-        "server_results_accepted": accepted,
+        "server_results_accepted": opened.link.results_accepted,
     }
 
 

@@ -50,7 +50,7 @@ Reply = TypeVar("Reply")
 
 
 @dataclass(frozen=True, slots=True)
-class _Attempt(Generic[Reply]):
+class ChatAttempt(Generic[Reply]):
     status: int
     """0 if the connection failed, `_TIMED_OUT` without an answer in time."""
 
@@ -101,13 +101,11 @@ class ChatEndpoint:
         """
         url = f"{base_url.rstrip('/')}/chat/completions"
         data = json.dumps(body, separators=(",", ":")).encode()
-        return json.loads(
-            await self._answer(url, api_key, data, "application/json", self._whole, trace=trace)
-        )
+        return json.loads(await self._answer(url, api_key, data, "application/json", self.whole, trace=trace))
 
     async def get_json(self, url: str, api_key: str) -> dict[str, Any]:
         """GET a JSON object. Raises what `complete` raises."""
-        return json.loads(await self._answer(url, api_key, None, "application/json", self._whole))
+        return json.loads(await self._answer(url, api_key, None, "application/json", self.whole))
 
     async def open_stream(self, url: str, api_key: str, data: bytes) -> aiohttp.ClientResponse:
         """POST a JSON body; returns the accepted reply with its body unread, which the caller closes.
@@ -118,7 +116,7 @@ class ChatEndpoint:
 
     async def send_bytes(self, url: str, api_key: str, data: bytes) -> None:
         """POST `data` to `url`. Raises what `complete` raises."""
-        await self._answer(url, api_key, data, "application/octet-stream", self._whole)
+        await self._answer(url, api_key, data, "application/octet-stream", self.whole)
 
     async def _answer(
         self,
@@ -126,7 +124,7 @@ class ChatEndpoint:
         api_key: str,
         data: bytes | None,
         content_type: str,
-        send: Callable[[str, bytes | None, dict[str, str]], Awaitable[_Attempt[Reply]]],
+        send: Callable[[str, bytes | None, dict[str, str]], Awaitable[ChatAttempt[Reply]]],
         *,
         trace: str = "",
     ) -> Reply:
@@ -162,14 +160,14 @@ class ChatEndpoint:
             _, session = self._sessions.popitem()
             await session.close()
 
-    async def _whole(self, url: str, data: bytes | None, headers: dict[str, str]) -> _Attempt[bytes]:
+    async def whole(self, url: str, data: bytes | None, headers: dict[str, str]) -> ChatAttempt[bytes]:
         """One attempt, with its whole reply. Without `data` it is a GET."""
         attempt = await self._open(url, data, headers)
         if attempt.reply is None:
-            return _Attempt(attempt.status, attempt.said, None, attempt.retry_after)
+            return ChatAttempt(attempt.status, attempt.said, None, attempt.retry_after)
         try:
             async with attempt.reply as response:
-                return _Attempt(200, b"", await response.read(), None)
+                return ChatAttempt(200, b"", await response.read(), None)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             return _unreachable(error)
         except TimeoutError:
@@ -177,24 +175,26 @@ class ChatEndpoint:
 
     async def _open(
         self, url: str, data: bytes | None, headers: dict[str, str]
-    ) -> _Attempt[aiohttp.ClientResponse]:
+    ) -> ChatAttempt[aiohttp.ClientResponse]:
         """One attempt, whose reply is unread if it was accepted."""
         try:
             method = "GET" if data is None else "POST"
             response = await self._session_of(url).request(method, url, data=data, headers=headers)
             if response.status == 200:
-                return _Attempt(200, b"", response, None)
+                return ChatAttempt(200, b"", response, None)
             async with response:
                 said = await response.read()
-                return _Attempt(response.status, said, None, _seconds(response.headers.get("Retry-After")))
+                return ChatAttempt(
+                    response.status, said, None, retry_after_s(response.headers.get("Retry-After"))
+                )
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             return _unreachable(error)
         except TimeoutError:
             return self._timed_out()
 
-    def _timed_out(self) -> _Attempt[Any]:
+    def _timed_out(self) -> ChatAttempt[Any]:
         said = f"no answer within {self._timeout.total:g} s".encode()
-        return _Attempt(_TIMED_OUT, said, None, None)
+        return ChatAttempt(_TIMED_OUT, said, None, None)
 
     def _session_of(self, url: str) -> aiohttp.ClientSession:
         process = url.partition("/v1/")[0] if "/v1/" in url else url.rpartition("/")[0]
@@ -209,8 +209,8 @@ class ChatEndpoint:
         return delay * random.uniform(0.5, 1.5)
 
 
-def _unreachable(error: Exception) -> _Attempt[Any]:
-    return _Attempt(0, f"{type(error).__name__}: {error}".encode(), None, None)
+def _unreachable(error: Exception) -> ChatAttempt[Any]:
+    return ChatAttempt(0, f"{type(error).__name__}: {error}".encode(), None, None)
 
 
 def _raise_refusal(status: int, reply: bytes) -> None:
@@ -234,7 +234,7 @@ def _words(reply: bytes) -> str:
     return str(_error(reply).get("message") or reply.decode(errors="replace")[:500])
 
 
-def _seconds(header: str | None) -> float | None:
+def retry_after_s(header: str | None) -> float | None:
     try:
         seconds = float(header) if header is not None else None
     except ValueError:

@@ -14,8 +14,8 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from pydantic import JsonValue
 
-from tinkerscript.client import Episode, Runner, RunStatistics, TinkerScriptClient
+from tinkerscript.client import (
+    AsyncTinkerScriptClient,
+    Episode,
+    Runner,
+    RunStatistics,
+    TinkerScriptClient,
+)
 from tinkerscript.client.episode import RolloutFunction, RolloutResult
 from tinkerscript.client.runner import (
     DEFAULT_GIVE_UP_AFTER_S,
@@ -133,24 +139,37 @@ def worker_process(options: WorkerOptions) -> int:
 
 async def _run(options: WorkerOptions, signals: list[signal.Signals]) -> tuple[RunStatistics, bool]:
     """What was done, and whether the run has failed. Adds the signal that has stopped it to `signals`."""
-    async with AsyncExitStack() as stack:
-        rollout = await _rollout(options, stack)
-        client = stack.enter_context(_client(options))
-        runner = Runner(
-            rollout,
-            client=client,
-            concurrency=options.concurrency,
-            episode_type=options.episode_type,
-            pool=options.pool,
-            grace_s=options.grace_s,
-            give_up_after_s=options.give_up_after_s,
-        )
+    async with open_runner(options) as runner:
         if options.exit_with_parent:
             when_parent_ends(partial(runner.stop, grace_s=ORPHAN_GRACE_S / 3))
         first = partial(_on_signal, signals, runner, options.grace_s, asyncio.get_running_loop())
         statistics = await stopped_by_signals(runner, first=first, second=_exit_at_once)
     logger.info("worker done: %s", statistics)
     return statistics, runner.has_failed
+
+
+@asynccontextmanager
+async def open_runner(
+    options: WorkerOptions,
+    *,
+    client: AsyncTinkerScriptClient | None = None,
+    endpoint: ChatEndpoint | None = None,
+) -> AsyncGenerator[Runner]:
+    """What works as `options` say, once it is run. `client` and `endpoint` reach a server in this process.
+
+    Raises WorkerError for a script or task that cannot be run.
+    """
+    async with AsyncExitStack() as stack:
+        rollout = await _rollout(options, stack, endpoint)
+        yield Runner(
+            rollout,
+            client=client or stack.enter_context(_client(options)),
+            concurrency=options.concurrency,
+            episode_type=options.episode_type,
+            pool=options.pool,
+            grace_s=options.grace_s,
+            give_up_after_s=options.give_up_after_s,
+        )
 
 
 def _on_signal(
@@ -185,7 +204,9 @@ def _client(options: WorkerOptions) -> TinkerScriptClient:
         raise WorkerError(str(error)) from error
 
 
-async def _rollout(options: WorkerOptions, stack: AsyncExitStack) -> RolloutFunction:
+async def _rollout(
+    options: WorkerOptions, stack: AsyncExitStack, endpoint: ChatEndpoint | None
+) -> RolloutFunction:
     if bool(options.script) == bool(options.tasks):
         raise WorkerError("give a worker either a script (SCRIPT) or tasks (--task NAME)")
     if options.agent and options.script:
@@ -208,7 +229,7 @@ async def _rollout(options: WorkerOptions, stack: AsyncExitStack) -> RolloutFunc
         ) from error
     except ConfigError as error:
         raise WorkerError(str(error)) from error
-    return await stack.enter_async_context(TaskRollout(tasks, held_out=held_out))
+    return await stack.enter_async_context(TaskRollout(tasks, held_out=held_out, endpoint=endpoint))
 
 
 def _task(name: str, args: Mapping[str, JsonValue], options: WorkerOptions) -> Task:
