@@ -1,5 +1,5 @@
-"""`ModelRenderer`: a model's own chat format as a renderer of tinker_cookbook, for its loops over the bridge's
-environments.
+"""`ModelRenderer`: a model's own chat format as a renderer of tinker_cookbook, for its loops over the
+bridge's environments.
 
 It renders, continues and parses with the gateway's `ChatRenderer`, so that all ways to train see the same
 ids.
