@@ -190,4 +190,5 @@ def test_a_service_and_a_run_in_one_process() -> None:
     service = "\n".join(plan(load_config(EXAMPLES / "scale" / "tinker_service.yaml")))
     assert "trainer -> the Tinker service" in service
     alone = "\n".join(plan(load_config(EXAMPLES / "arithmetic.yaml", ["enable_tinkerscript_mode=false"])))
-    assert "trainer -> its engine, at most 64 sequences at once (in one process" in alone
+    assert "trainer -> its engine, at most 128 sequences at once (in one process" in alone
+    assert "at most 32 at once" in alone, "one worker's"

@@ -126,11 +126,17 @@ def test_the_runs_seed_decides_the_order_of_its_samples(tasks: list[WeightedTask
     assert sorted(orders[0]) == sorted(orders[2])
 
 
-def test_a_task_of_another_kind_does_not_run_in_the_trainers_process(tasks: list[WeightedTaskConfig]) -> None:
-    config = RunConfig(
-        tasks=[*tasks, WeightedTaskConfig(name="mine.py:Halves")], enable_tinkerscript_mode=False
+def test_a_task_that_asks_for_the_most_probable_token_is_known_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "tasks.py").write_text(
+        "from inspect_ai import Task, task\n"
+        "from inspect_ai.dataset import Sample\n"
+        "from inspect_ai.model import GenerateConfig\n"
+        "@task\n"
+        "def tuned(temperature=0.5):\n"
+        "    config = GenerateConfig(temperature=temperature)\n"
+        "    return Task(dataset=[Sample(id='s', input='Hi', target='x')], config=config)\n"
     )
-    with pytest.raises(
-        ConfigError, match=r"supports only Inspect tasks.*'mine.py:Halves' is not one: set it to true"
-    ):
-        _samples(config)
+    for temperature, greedy in ((0, ["tasks.py@tuned"]), (0.5, [])):
+        task = {"name": f"{tmp_path}/tasks.py@tuned", "train_args": {"temperature": temperature}}
+        config = RunConfig.model_validate({"task": task})
+        assert TaskSamples(config.all_tasks, seed=1).greedy == greedy

@@ -281,7 +281,6 @@ async def test_a_service_of_tinkers_protocol_trains_two_policies(
     [
         ({"roles": {"r": {"kind": "trained", "base_url": "http://h"}}}, "kind: trained has no base_url"),
         ({"roles": {"r": {"kind": "frozen", "learning_rate": 1}}}, "learning_rate is for kind: trained"),
-        ({"enable_tinkerscript_mode": False}, r"roles\.r: episodes reach roles through the interchange"),
         ({"engine": {"devices": 2}}, r"roles\.r: kind: trained trains on one device"),
         ({"method": "sft"}, r"roles\.r: kind: trained learns from episodes"),
         (
