@@ -31,7 +31,8 @@ async def run(config: dict[str, Any], resume: str | None) -> dict[str, Any]:
         await run_training(RunConfig.model_validate(config), reporter, path=path)
     except TinkerScriptError as raised:
         error = f"{type(raised).__name__}: {raised}"
-    return {"notes": reporter.notes, "episodes": reporter.episodes, "error": error}
+    notes = [note for note in reporter.notes if not note.startswith("interchange server at")]
+    return {"notes": notes, "episodes": reporter.episodes, "error": error}
 
 
 async def serve() -> str:

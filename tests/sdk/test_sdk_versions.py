@@ -44,6 +44,7 @@ def job(url: str, folder: Path, *, steps: int = 3, resume: bool = False) -> dict
     config = {
         "experiment_dir": str(folder),
         "enable_tinkerscript_mode": False,
+        "interchange_server": {"interchange_server_port": 0},
         "seed": 11,
         "task": {"name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic"},
         "engine": {"backend": "tinker", "base_url": url, "lora": {"rank": 8, "targets": ["attn", "mlp"]}},
