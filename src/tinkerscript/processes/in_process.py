@@ -20,6 +20,7 @@ from tinkerscript.asgi import ask
 from tinkerscript.client import AsyncTinkerScriptClient
 from tinkerscript.client.exchange import HttpRequest, Reply, Response
 from tinkerscript.config import RunConfig
+from tinkerscript.lifecycle import collect_less_often
 from tinkerscript.processes.children import remember_worker
 from tinkerscript.server.process import Gate, running_server
 from tinkerscript.trainer_link.trainer_end import TrainerLink
@@ -71,6 +72,7 @@ class ServerHere:
             allow_discard_timeout=workers.allow_discard_timeout,
         )
         remember_worker(self._folder, name)
+        collect_less_often()
         async with open_runner(options, client=client, endpoint=_Endpoint(self._gate)) as runner:
             task = asyncio.create_task(runner.run(), name="worker")
             task.add_done_callback(self._report)
