@@ -126,8 +126,11 @@ def shorten_collections() -> None:
 
 
 def collect_less_often() -> None:
-    """Let the garbage collector wait for more new objects: an episode of an Inspect task in this process makes
-    thousands, which live until it ends, and looking through them takes a sixth of its time."""
+    """Let the garbage collector wait for more new objects.
+
+    An episode of an Inspect task makes thousands, which live until it ends. Looking through them as often as
+    usual takes a sixth of its time.
+    """
     gc.set_threshold(5_000, 20, 20)
 
 
