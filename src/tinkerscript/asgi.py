@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from functools import lru_cache
@@ -41,6 +42,8 @@ from tinkerscript.limits import BODY, REASON_CHARS
 from tinkerscript.protocol import RefusalResponse
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 COMMENT_EVERY_S = 10.0
@@ -208,7 +211,11 @@ class WholeReply(NamedTuple):
 async def ask(
     app: ASGIApp, method: str, url: str, headers: Mapping[str, str], body: bytes | None
 ) -> WholeReply:
-    """What `app`, in this process, answers to one request. To cancel this is to disconnect."""
+    """What `app`, in this process, answers to one request. To cancel this is to disconnect.
+
+    A defect in the app is answered by its error handler (500) and raised again for the HTTP server to log.
+    Here it is logged, and the one who asked gets the reply.
+    """
     asked = urlsplit(url)
     named = {"host": asked.netloc, **{name.lower(): value for name, value in headers.items()}}
     if body is not None:
@@ -243,7 +250,10 @@ async def ask(
         else:
             parts.append(message.get("body", b""))
 
-    await app(scope, receive, send)
+    try:
+        await app(scope, receive, send)
+    except Exception:
+        logger.exception("request.failed path=%s", asked.path)
     replied = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in begun["headers"]}
     return WholeReply(begun["status"], replied, b"".join(parts))
 
@@ -406,7 +416,7 @@ class Refusals:
         self._bodies = bodies
 
     def install(self, app: FastAPI) -> None:
-        """WholeReply the errors of `app` as refusals."""
+        """Answer the errors of `app` as refusals."""
         for kind in (InterchangeError, RequestValidationError, HTTPException, Exception):
             app.exception_handler(kind)(self.handle)
 
