@@ -75,7 +75,7 @@ __all__ = [
 MAX_REWARD = 1e6
 """Largest magnitude of an episode's reward, after a list is summed. Beyond it training would overflow.
 
-Wherever a reward enters (over HTTP, from an episode in this process, a journal, a table), it is checked."""
+Wherever a reward enters (over HTTP, from an episode in this process, a ledger, a table), it is checked."""
 
 
 class TinkerScriptError(Exception):

@@ -40,7 +40,10 @@ def write_json(path: Path, value: object) -> None:
 
 
 RUN_ID = "run_id"
-"""File in a run's folder with its identity, which its journal, databases and checkpoints carry too."""
+"""File in a run's folder with its identity, which its databases and checkpoints carry too."""
+
+LEDGER_FILE = "ledger.sqlite"
+"""The ledger in a run's folder, unless it is in a database elsewhere."""
 
 _STAMP_AT = 68
 """Where an SQLite file has its `application_id`, of 4 bytes."""

@@ -582,10 +582,10 @@ class EpisodeCounts(Message):
     """Held by a client."""
 
     ended: int = 0
-    """Result stored but not yet acknowledged by the trainer."""
+    """Result stored but not yet used by the trainer."""
 
     accepted: int = 0
-    """Result acknowledged by the trainer."""
+    """Result that the trainer has used, or left out."""
 
     failed: int = 0
     """Ended without a result, whether acknowledged or not."""
@@ -644,7 +644,7 @@ class EpisodeStatus(_ShownEpisode):
     """Why each previous attempt ended without a result."""
 
     acknowledged: bool = False
-    """Whether the trainer has the outcome in its journal."""
+    """Whether the trainer has used the outcome, or left it out."""
 
 
 class GetEpisodeBufferRequest(Message):
@@ -795,7 +795,7 @@ class DeadLetter(_ShownEpisode):
     """Why its last attempts (at most 10) ended without a result; messages are cut at 2,000 characters."""
 
     acknowledged: bool
-    """Whether the trainer has the failure in its journal."""
+    """Whether the trainer has closed the group of the failure."""
 
     can_retry: bool
     """Whether `/failed_episodes/retry` would requeue it."""

@@ -2,11 +2,10 @@
 
 A run with `experiment_dir: s3://...` works in a folder of this machine. With each checkpoint, and at its end,
 a thread copies what is new to the URL through fsspec, and deletes the checkpoints there that are gone here.
-The layout is the run folder's, but for the journal, which object stores cannot append to: it is in pieces,
-`journal/FIRST-END.jsonl`, named by the bytes that they hold.
+The layout is the run folder's. The ledger there is a copy of the whole one, made while the run goes on.
 
 Invariants: a checkpoint at the URL is whole if it has its `manifest.json`, which is written last, with sizes
-and digests; the journal there covers every checkpoint there, since it is copied first; and a run waits for
+and digests; the ledger there covers every checkpoint there, since it is copied first; and a run waits for
 its copies only at its end. A copy that failed is made by the next one, or by `--resume`, because only the two
 folders say what is left.
 """
@@ -18,34 +17,40 @@ import hashlib
 import json
 import os
 import re
+import sqlite3
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
 
 from tinkerscript.errors import ConfigError, UploadError
+from tinkerscript.files import LEDGER_FILE, RUN_ID
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 ROLES = "roles"
 """Below it: the checkpoints of roles that train, in a folder for each."""
 
-JOURNAL = "journal.jsonl"
-BEGUN = ("config.yaml", "sft_data.json")
-"""What a run is resumed with, besides its journal and its checkpoints."""
+BEGUN = ("config.yaml", RUN_ID, "sft_data.json")
+"""What a run is resumed with, besides its ledger and its checkpoints."""
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARIES = (METRICS_FILE, "summary.json", "alignment.json", "learning_curve.png")
 FOLDERS = ("rollouts", "inspect")
 """Folders of files that do not change once they are written."""
 
-FETCHED = "fetched_journal"
-"""In a run's folder that was fetched from a URL: how many bytes of its journal were."""
+Position = tuple[int, int]
+"""How often a trainer began, and the steps of all of them."""
+
+NOWHERE: Position = (0, 0)
+
+POSITION = "position.json"
+"""At the URL: how far the ledger there has come."""
 
 ATTEMPTS = 5
 """How often a copy is tried before the run goes on without it."""
@@ -57,7 +62,6 @@ UPLOAD_STOP_S = 30.0
 """Seconds that a run which is stopped, or has failed, waits for its copies. `--resume` copies the rest."""
 
 _URL = re.compile(r"(?!tinker:)[a-z][a-z0-9+.-]*://.+")
-_PIECE = re.compile(r"(\d{15})-(\d{15})\.jsonl")
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -95,6 +99,15 @@ class RemoteFolder:
         target = self._at(name)
         self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
         self._files.pipe_file(target, data)
+
+    def put(self, path: Path, name: str) -> None:
+        """Copy a file of any size there."""
+        self._files.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
+        self._files.put_file(str(path), self._at(name))
+
+    def get(self, name: str, path: Path) -> None:
+        """Copy a file of any size here. Raises FileNotFoundError."""
+        self._files.get_file(self._at(name), str(path))
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
@@ -167,20 +180,12 @@ class RemoteFolder:
         if self._files.exists(path):
             self._files.rm(path, recursive=True)
 
-    def pieces(self) -> list[tuple[int, int, str]]:
-        """First byte, end and name of the journal's whole pieces that follow one another from its
-        beginning."""
-        found: list[tuple[int, int, str]] = []
-        end = 0
-        for name, size in self.sizes("journal").items():
-            match = _PIECE.fullmatch(name)
-            if match and int(match[1]) == end and size == int(match[2]) - end:
-                found.append((end, end := int(match[2]), name))
-        return found
-
-    def journal_size(self) -> int:
-        """Bytes of the journal that are there."""
-        return max((end for _, end, _ in self.pieces()), default=0)
+    def position(self) -> Position:
+        """How far the ledger there has come."""
+        with suppress(FileNotFoundError):
+            resumptions, steps = json.loads(self.read(POSITION))
+            return resumptions, steps
+        return NOWHERE
 
 
 def _description(path: Path) -> dict[str, object]:
@@ -209,9 +214,6 @@ class Uploads:
         self._ended: Future[None] = Future()
         self._error = ""
         """Why the last copy failed; empty if all was copied."""
-
-        self._copied = 0
-        """Bytes of the journal that are at the URL."""
 
     async def __aenter__(self) -> Uploads:
         """Raises ConfigError if the URL cannot be written, or a new run's URL holds another one."""
@@ -250,8 +252,7 @@ class Uploads:
 
     def _begin(self) -> None:
         try:
-            self._copied = self.remote.journal_size()
-            if self._copied and not _size(self._folder / JOURNAL):
+            if self.remote.position() > position_of(self._folder / LEDGER_FILE):
                 raise ConfigError(
                     f"experiment_dir: {self.remote.url} already holds a run; resume it "
                     f"(tinkerscript train --resume {self.remote.url}), or name another folder"
@@ -285,11 +286,11 @@ class Uploads:
         self._ended.set_result(None)
 
     def _copy_all(self, *, is_last: bool) -> None:
-        # Listed before the journal is read, which has to cover them. Roles come first, since a step counts as
-        # complete once the policy's checkpoint is.
+        # Listed before the ledger is copied, which has to cover them. Roles come first, since a step counts
+        # as complete once the policy's checkpoint is.
         local = [path.parent for path in (self._folder / CHECKPOINTS).rglob(MANIFEST)]
         checkpoints = sorted(local, key=lambda path: (-len(path.parts), path.name))
-        self._copy_journal()
+        self._copy_ledger()
         self._copy_files(SUMMARIES)
         for folder in FOLDERS:
             there, here = self.remote.sizes(folder), sorted((self._folder / folder).glob("*"))
@@ -323,17 +324,26 @@ class Uploads:
         there["files"] = {file: {"bytes": each["bytes"]} for file, each in there.get("files", {}).items()}
         return there == json.loads((path / MANIFEST).read_bytes())
 
-    def _copy_journal(self) -> None:
-        path = self._folder / JOURNAL
-        if _size(path) <= self._copied:
+    def _copy_ledger(self) -> None:
+        ledger = self._folder / LEDGER_FILE
+        if not ledger.exists():
             return
-        with path.open("rb") as file:
-            file.seek(self._copied)
-            data = file.read()
-        if whole := data[: data.rfind(b"\n") + 1]:
-            end = self._copied + len(whole)
-            self.remote.write(whole, f"journal/{self._copied:015d}-{end:015d}.jsonl")
-            self._copied = end
+        with tempfile.TemporaryDirectory(prefix=".copy-", dir=self._folder) as place:
+            copy = Path(place) / LEDGER_FILE
+            with closing(sqlite3.connect(ledger)) as run:  # It is written meanwhile.
+                run.execute("VACUUM INTO ?", (str(copy),))
+            self.remote.put(copy, LEDGER_FILE)
+            self.remote.write(json.dumps(position_of(copy)).encode(), POSITION)
+
+
+def position_of(ledger: Path) -> Position:
+    """How far a ledger has come: what a trainer that goes on with another copy of it is ahead by."""
+    if not ledger.exists():
+        return NOWHERE
+    query = "SELECT (SELECT count(*) FROM resumptions), (SELECT count(*) FROM steps)"
+    with closing(sqlite3.connect(ledger)) as run:
+        has_tables = run.execute("SELECT 1 FROM sqlite_schema WHERE name = 'resumptions'").fetchone()
+        return run.execute(query).fetchone() if has_tables else NOWHERE
 
 
 def _said(error: Exception) -> str:
@@ -374,15 +384,17 @@ def resumable_folder(url: str, runs: Path, *, note: Callable[[str], None] = lamb
     """
     remote, folder = RemoteFolder(url), runs / name_of(url)
     try:
-        there, size = remote.journal_size(), _size(folder / JOURNAL)
-        if not there and not size:
-            raise ConfigError(f"--resume: {url} holds no run yet (no journal)")
-        if size and there > size:
+        there, here = remote.position(), position_of(folder / LEDGER_FILE)
+        is_here = here > NOWHERE or (folder / "config.yaml").exists()
+        if there == NOWHERE and not is_here and not remote.steps():
+            raise ConfigError(f"--resume: {url} holds no run yet")
+        if is_here and there > here:
             raise ConfigError(
-                f"--resume: the run at {url} has gone on elsewhere ({there} bytes of its journal are "
-                f"there, {size} in {folder}): move {folder} away to resume what is there"
+                f"--resume: the run at {url} has gone on elsewhere (there it was started {there[0]} times "
+                f"and has {there[1]} steps, in {folder} {here[0]} and {here[1]}): move {folder} away to "
+                "resume what is there"
             )
-        if not size:
+        if not is_here:
             note(f"fetching the run at {url} into {folder}")
             _fetch_run(remote, folder)
     except ConfigError:
@@ -393,7 +405,7 @@ def resumable_folder(url: str, runs: Path, *, note: Callable[[str], None] = lamb
 
 
 def _fetch_run(remote: RemoteFolder, folder: Path) -> None:
-    """The journal comes last: with it the folder holds a run."""
+    """The ledger comes last: with it the folder holds a run."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in (*BEGUN, METRICS_FILE):
         with suppress(FileNotFoundError):
@@ -404,12 +416,7 @@ def _fetch_run(remote: RemoteFolder, folder: Path) -> None:
         for name in (f"{each}/step_{step:04d}" for each in (CHECKPOINTS, *roles)):
             if not (folder / name).exists() and remote.manifest(name):
                 remote.get_checkpoint(name, folder / name)
-    journal = b"".join(remote.read(f"journal/{name}") for _, _, name in remote.pieces())
-    (folder / FETCHED).write_text(str(len(journal)), encoding="utf-8")
-    draft = folder / f".{JOURNAL}"
-    draft.write_bytes(journal)
-    draft.rename(folder / JOURNAL)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    if remote.position() > NOWHERE:
+        draft = folder / f".{LEDGER_FILE}"
+        remote.get(LEDGER_FILE, draft)
+        draft.rename(folder / LEDGER_FILE)

@@ -2,7 +2,6 @@
 
     ScriptedSampler    a `Sampler` that replies with the ids a function returns
     MemoryClaimBook    a `ClaimBook` for a gateway without a server
-    MemoryStore        an `EpisodeStore` that a restarted server can load from
     QuietReporter      a `ProgressReporter` that records what it is told
 
 Invariant: each keeps the contract of its seam, so code that works with it works with the real one. Nothing
@@ -12,7 +11,6 @@ here opens a file or a socket.
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -28,13 +26,9 @@ from tinkerscript.sampler import (
     SampleRequest,
     SampleResult,
 )
-from tinkerscript.server.episodes.record import EpisodeRecord
-from tinkerscript.server.store.episode_store import EpisodeStore, WriteBatch
-from tinkerscript.trainer_link.messages import RecordedOutcome
 
 __all__ = [
     "MemoryClaimBook",
-    "MemoryStore",
     "QuietReporter",
     "ScriptedSampler",
     "token_by_token",
@@ -115,52 +109,6 @@ class MemoryClaimBook(ClaimBook):
     def _check(self, claim: OpenClaim) -> None:
         if claim in self._lost:
             raise GatewayError(409, "claim_lost", self._lost[claim])
-
-
-class MemoryStore(EpisodeStore):
-    """Keeps copies of episodes and calls in memory, for a restarted server to load."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._episodes: dict[int, EpisodeRecord] = {}
-        self._calls: dict[tuple[int, int], list[Call]] = {}
-        self._transcripts: dict[int, dict[int, bytes]] = {}
-
-    async def load(self) -> list[EpisodeRecord]:
-        return [copy.deepcopy(self._episodes[sequence]) for sequence in sorted(self._episodes)]
-
-    async def calls(self, claims: Sequence[tuple[EpisodeRecord, int]]) -> list[list[Call]]:
-        return [list(self._calls.get((episode.sequence, attempt), ())) for episode, attempt in claims]
-
-    async def transcribed(self, episodes: Sequence[EpisodeRecord]) -> set[str]:
-        return {episode.uuid for episode in episodes if self._transcripts.get(episode.sequence)}
-
-    async def transcripts(self, episode: EpisodeRecord) -> dict[int, bytes]:
-        return dict(self._transcripts.get(episode.sequence, {}))
-
-    async def outcomes(self, episode_uuids: Sequence[str]) -> dict[str, RecordedOutcome]:
-        wanted = set(episode_uuids)
-        return {
-            episode.uuid: RecordedOutcome(episode.state, episode.acknowledged)
-            for episode in self._episodes.values()
-            if episode.uuid in wanted
-        }
-
-    async def write(self, batch: WriteBatch) -> None:
-        for episode, attempt, call in batch.calls:
-            self._calls.setdefault((episode.sequence, attempt), []).append(call)
-        for episode, attempt, transcript in batch.transcripts:
-            self._transcripts.setdefault(episode.sequence, {})[attempt] = transcript
-        for episode, attempt in batch.dropped:
-            self._calls.pop((episode.sequence, attempt), None)
-        for episode in (*batch.added.values(), *batch.saved.values()):
-            self._episodes[episode.sequence] = copy.deepcopy(episode)
-            if episode.acknowledged:
-                self._calls.pop((episode.sequence, episode.attempt), None)
-                self._transcripts.pop(episode.sequence, None)
-
-    async def release(self) -> None:
-        """Keeps everything: a restarted server opens the same object."""
 
 
 class QuietReporter(ProgressReporter):

@@ -301,7 +301,7 @@ class AsyncTinkerScriptClient:
         return await self._run(self._operations.failed_episodes())
 
     async def retry_failed_episodes(self, episode_uuids: Sequence[str]) -> FailedEpisodesReply:
-        """Give failed episodes a fresh set of attempts, as far as their failures are not yet in a journal."""
+        """Give failed episodes a fresh set of attempts, as far as no trainer may have used their failures."""
         return await self._run(self._operations.each_failed_episode("retry", episode_uuids))
 
     async def drop_failed_episodes(self, episode_uuids: Sequence[str]) -> FailedEpisodesReply:

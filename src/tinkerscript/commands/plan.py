@@ -151,7 +151,7 @@ def _memory(config: RunConfig) -> list[str]:
     lines += [
         "disk",
         _line("checkpoints", f"{disk}, {_gib(memory.checkpoint)} each"),
-        _line("episodes", f"at most {calls} of calls for the page (recording_limit_mb), and the journal"),
+        _line("episodes", f"at most {calls} of calls for the page (recording_limit_mb), and the ledger"),
     ]
     if problem := _without_room(config, memory, config.new_folder(datetime.now())):
         lines.append(f"will not fit: {problem}")

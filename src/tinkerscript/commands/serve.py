@@ -31,6 +31,7 @@ from tinkerscript.config import (
 )
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import followed, write_atomically
+from tinkerscript.ledger import is_shared
 from tinkerscript.model_folder import context_of, model_folder, model_name, pinned_model
 from tinkerscript.processes.children import (
     ServerAddress,
@@ -41,7 +42,6 @@ from tinkerscript.processes.children import (
 from tinkerscript.processes.launcher import MAX_RESTARTS
 from tinkerscript.processes.planned import server_process
 from tinkerscript.processes.supervisor import Supervisor
-from tinkerscript.server.store import is_shared
 from tinkerscript.train.identity import check_unused, check_whole, identify
 
 READY_POLL_S = 0.2

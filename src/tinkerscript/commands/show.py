@@ -22,6 +22,7 @@ from rich.text import Text
 from tinkerscript.dashboard import one_line, plain
 from tinkerscript.dashboard.run_table import whole_time
 from tinkerscript.errors import ConfigError, NotRecordedError
+from tinkerscript.files import LEDGER_FILE
 from tinkerscript.page.episode_view import CallView, EpisodeView, SequenceLine, episode_view, find_episode
 from tinkerscript.page.lines import EpisodeLine, newest
 from tinkerscript.page.overview import RunList, RunView, overview, run_list
@@ -98,10 +99,10 @@ def runs_in(root: Path) -> dict[str, Path]:
     try:
         return find_runs(root)
     except ConfigError as error:
-        if (root / "journal.jsonl").is_file():
+        if (root / LEDGER_FILE).is_file():
             raise ConfigError(
                 f"{root} has no record (record.sqlite): an earlier version made this run, or no trainer "
-                "has begun it. Its steps are in metrics.jsonl, its episodes in journal.jsonl and rollouts/"
+                "has begun it. Its steps are in metrics.jsonl, its episodes in ledger.sqlite and rollouts/"
             ) from error
         raise
 
@@ -117,7 +118,7 @@ def _episode(record: Record, prefix: str) -> str:
         if some:
             has = f"the newest are {', '.join(some)}"
         elif record.facts().get("recording") == "off":
-            has = "it keeps none (recording: off); journal.jsonl has them"
+            has = "it keeps none (recording: off); ledger.sqlite has them"
         else:
             has = "none has ended yet"
         raise NotRecordedError(f"{error} in {record.folder}; {has}") from error
@@ -211,7 +212,7 @@ def _print_run(view: RunView, steps: Sequence[StepLine], console: Console, root:
         say(console, "\nnewest episodes")
         console.print(_episodes(view.newest))
     elif view.recording == "off":
-        say(console, "\nThis run keeps no episodes (recording: off); journal.jsonl has them.")
+        say(console, "\nThis run keeps no episodes (recording: off); ledger.sqlite has them.")
     say(console, f"\nan episode: tinkerscript show {root} EPISODE; everything else: tinkerscript view {root}")
 
 
@@ -252,7 +253,7 @@ def _print_episode(view: EpisodeView, console: Console) -> None:
     for words, style in _conversations(view.turns):
         say(console, words, style)
     if not view.recorded:
-        say(console, "\nIts calls are not recorded (recording, recording_limit_mb); journal.jsonl has them.")
+        say(console, "\nIts calls are not recorded (recording, recording_limit_mb); ledger.sqlite has them.")
     for sequence in view.sequences:
         say(console, f"\n{_sequence(sequence)}", "bold")
 

@@ -49,7 +49,7 @@ from tinkerscript.record.health import BestScore, best_score, health_rows, verdi
 from tinkerscript.record.reader import Record
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.remote_folder import Uploads, is_url, name_of, resumable_folder
-from tinkerscript.train.identity import check_unused, check_whole
+from tinkerscript.train.identity import check_unused, check_whole, holds_run
 from tinkerscript.train.run_folder import steps_finished
 from tinkerscript.workers.base_task import check_is_there
 
@@ -102,7 +102,7 @@ async def train_command(
             await _train(config, folder, progress, watchers, is_new=fresh, join=joins, again=again)
     except Exception as error:
         is_full = is_disk_full(error)
-        if _has_begun(folder) and (is_full or isinstance(error, TinkerScriptError)):
+        if holds_run(folder) and (is_full or isinstance(error, TinkerScriptError)):
             _print(console, f"once the cause is fixed, resume with: {again}")
         if is_full:
             full = min((folder, *_store_folder(config)), key=lambda place: shutil.disk_usage(place).free)
@@ -224,8 +224,8 @@ def open_run(
         if path is not None or join is not None:
             raise ConfigError("--resume uses the run's own config: give no CONFIG and no --join with it")
         resume = followed(resume)
-        if not (resume / "journal.jsonl").exists():
-            raise ConfigError(f"--resume: {resume} holds no run yet (no journal.jsonl)")
+        if not resume.is_dir() or not holds_run(resume):
+            raise ConfigError(f"--resume: {resume} holds no run yet")
         return load_config(resume / "config.yaml", overrides), resume
     if path is None:
         raise ConfigError("give a CONFIG, or --resume RUN_DIR")
@@ -294,11 +294,6 @@ def _finished(config: RunConfig, folder: Path) -> str:
     else:
         done, more = steps >= config.training.steps, f"training.steps={2 * steps}"
     return f"the run in {folder} is finished after {steps} steps; for more, add --set {more}" if done else ""
-
-
-def _has_begun(folder: Path) -> bool:
-    journal = folder / "journal.jsonl"
-    return journal.exists() and journal.stat().st_size > 0
 
 
 def _store_folder(config: RunConfig) -> list[Path]:

@@ -140,7 +140,7 @@ class RunConfig(Section):
     experiment_dir: str = "auto"
     """Folder of the run. `auto` creates a new one under `runs/`. With a URL, such as `s3://bucket/run_17`,
     the run works in `runs/run_17` and copies to the URL what it has finished: checkpoints, rollouts, Inspect
-    logs, the journal (docs/cluster.md); `pip install 'tinkerscript[remote]'`."""
+    logs, the ledger (docs/cluster.md); `pip install 'tinkerscript[remote]'`."""
 
     enable_tinkerscript_mode: bool = True
     """True: the server and the workers are processes of their own. False: the trainer's process is the server

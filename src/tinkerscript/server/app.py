@@ -1,4 +1,4 @@
-"""Assembles the server from a config and a run folder: book, store, link, gateway and routes.
+"""Assembles the server from a config and a run folder: book, ledger, link, gateway and routes.
 
 Owns the order of construction; `InterchangeServer.run` owns the background tasks.
 """
@@ -33,6 +33,7 @@ from tinkerscript.errors import StoreError
 from tinkerscript.gateway.dialects import REFUSAL_BODIES
 from tinkerscript.gateway.endpoint import gateway_of
 from tinkerscript.gateway.outside_server import OutsideServer
+from tinkerscript.ledger import Ledger
 from tinkerscript.limits import Totals
 from tinkerscript.model_folder import model_folder, model_name
 from tinkerscript.protocol import RefusalResponse
@@ -46,8 +47,7 @@ from tinkerscript.server.routes.engine import EngineRoutes
 from tinkerscript.server.routes.episodes import TRANSCRIPT_PATH, EpisodeRoutes
 from tinkerscript.server.routes.registrations import RegistrationRoutes
 from tinkerscript.server.routes.status import StatusRoutes
-from tinkerscript.server.store.episode_store import EpisodeStore
-from tinkerscript.server.trainer_messages import TrainerMessageHandler
+from tinkerscript.server.trainer_messages import TrainerMessageHandler, read_last_commit
 from tinkerscript.trainer_link.framing import LinkTimes
 from tinkerscript.trainer_link.remote_sampling import LinkSampler
 from tinkerscript.trainer_link.server_end import ServerLink
@@ -114,7 +114,7 @@ async def create_server(
     config: RunConfig,
     run_dir: Path,
     *,
-    store: EpisodeStore,
+    ledger: Ledger,
     roles: Roles,
     serve_model: bool = False,
     environ: Mapping[str, str] = MappingProxyType({}),
@@ -127,25 +127,25 @@ async def create_server(
     clock: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
 ) -> InterchangeServer:
-    """Assemble the server of a run folder, with the episodes in `store`. Binds nothing yet.
+    """Assemble the server of a run folder, with the episodes in `ledger`. Binds nothing yet.
 
     With `serve_model` the client token is the API key of the model. `environ` has the tokens of
     `interchange_server.clients`. `remote_sampler` samples instead of the trainer's engine; `outside`
     answers for roles. `listeners`: where gateway processes answer model calls; without any this process does.
-    `epoch` is what `store.lead` returned. Raises ConfigError and StoreError.
+    `epoch` is what `ledger.lead` returned. Raises ConfigError and StoreError.
     """
     section, times, totals = config.interchange_server, times or LinkTimes(), totals or Totals()
     book = EpisodeBook(
         clock=clock, max_attempts=section.max_attempts, max_claim_s=section.max_claim_s, wall=wall
     )
     metrics = ServerMetrics(book)
-    secret = await store.agree("claims", load_secret(run_dir / SECRET_FILE))
+    secret = await ledger.agree("claims", load_secret(run_dir / SECRET_FILE))
     link = ServerLink(server_id=uuid4().hex, epoch=epoch, times=times, count_drop=metrics.count_link_drop)
     sampler = LinkSampler(link, timeout_s=section.call_timeout_s, times=times)
     keys = ClaimKeys(secret, roles)
     claims = LeasedClaims(
         book,
-        store,
+        ledger,
         keys=keys,
         metrics=metrics,
         max_calls=totals.calls,
@@ -171,7 +171,7 @@ async def create_server(
         )
     interchange = Interchange(
         book=book,
-        store=store,
+        ledger=ledger,
         metrics=metrics,
         forget=[part.forget for part in (gateway, claims, gateways) if part is not None],
         clock=clock,
@@ -181,6 +181,7 @@ async def create_server(
     )
     try:
         await interchange.restore()
+        last_commit = await read_last_commit(ledger)
     except StoreError:
         link.close()
         raise
@@ -189,16 +190,17 @@ async def create_server(
         interchange.sample_without_trainer(model)
     trainer = TrainerMessageHandler(
         interchange=interchange,
-        store=store,
+        ledger=ledger,
         link=link,
         sampler=sampler,
         metrics=metrics,
         times=times,
+        last_commit=last_commit,
     )
     engine = EngineRoutes(run_dir, interchange=interchange, link=link)
     episodes = EpisodeRoutes(
         interchange=interchange,
-        store=store,
+        ledger=ledger,
         keys=keys,
         claims=claims,
         roles=roles,

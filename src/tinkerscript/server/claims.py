@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from tinkerscript.access_tokens import ClaimKeys
 from tinkerscript.errors import GatewayError, UnknownEpisodeError
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
+from tinkerscript.ledger import Ledger
 from tinkerscript.limits import KEPT_BYTES, KEPT_CALLS, KEPT_S, RECORDED_BYTES, SECTION
 from tinkerscript.logs import now_about
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.metrics import ServerMetrics
-from tinkerscript.server.store.episode_store import EpisodeStore
 
 
 def gateway_path(number: int) -> str:
@@ -127,7 +127,7 @@ class LeasedClaims(ClaimBook):
     def __init__(
         self,
         book: EpisodeBook,
-        store: EpisodeStore,
+        ledger: Ledger,
         *,
         keys: ClaimKeys,
         metrics: ServerMetrics,
@@ -139,7 +139,7 @@ class LeasedClaims(ClaimBook):
         processes that own the claims; 0: the server's own process does."""
         self._gateways = gateways
         self._book = book
-        self._store = store
+        self._ledger = ledger
         self._keys = keys
         self._metrics = metrics
         self._max_calls = max_calls
@@ -199,32 +199,32 @@ class LeasedClaims(ClaimBook):
         episode = self._held(claim.episode_uuid, claim.attempt)
         usage = self._usages[claim.episode_uuid, claim.attempt]
         for call in calls:  # Writes of one tick share a transaction.
-            self._store.add_call(episode, claim.attempt, call)
-        await self._store.durable()
+            self._ledger.put_call(episode.sequence, claim.attempt, call)
+        await self._ledger.durable()
         self._held(claim.episode_uuid, claim.attempt)
         for call in calls:
             usage.add(call)
             self._metrics.count_call(call.reply_tokens)
 
     async def calls(self, claim: OpenClaim) -> list[Call]:
-        (calls,) = await self._store.calls([(self._book.get(claim.episode_uuid), claim.attempt)])
+        (calls,) = await self._ledger.calls([(self._book.get(claim.episode_uuid).sequence, claim.attempt)])
         self._held(claim.episode_uuid, claim.attempt)
         self._usages.setdefault((claim.episode_uuid, claim.attempt), _usage_of(calls))
         return calls
 
     async def recorded(self, episode_uuid: str, attempt: int) -> list[Call]:
-        """The calls of a claim as they are stored, whether it holds its lease or not.
+        """The calls of a claim as the ledger has them, whether it holds its lease or not.
 
         Raises UnknownEpisodeError.
         """
-        (calls,) = await self._store.calls([(self._book.get(episode_uuid), attempt)])
+        (calls,) = await self._ledger.calls([(self._book.get(episode_uuid).sequence, attempt)])
         return calls
 
     async def oldest_version(self, episode: EpisodeRecord) -> int | None:
         """The policy version of the oldest call of the episode's last claim; None before the first call."""
         usage = self._usages.get((episode.uuid, episode.attempt))
         if usage is None:
-            (calls,) = await self._store.calls([(episode, episode.attempt)])
+            (calls,) = await self._ledger.calls([(episode.sequence, episode.attempt)])
             usage = _usage_of(calls)
         return usage.oldest_version
 

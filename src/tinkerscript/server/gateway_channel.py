@@ -3,7 +3,7 @@
 In the process, `RemoteClaims` asks the server for what it knows of claims; in the server, `ClaimService`
 answers. A frame is its length (4 bytes, big-endian) and a msgpack list of messages, those of one tick of the
 event loop. Invariants: messages arrive once and in order, or the channel is closed and with it the process; a
-call counts as recorded once the server's store has it; calls that a process has begun end with it, so a
+call counts as recorded once the ledger has it; calls that a process has begun end with it, so a
 claim whose process died expires like any other.
 """
 
@@ -269,7 +269,7 @@ class ClaimService:
         self._tasks = set[asyncio.Task[None]]()
 
     def take(self, message: FromGateway) -> None:
-        """Answer a message, at once if that needs no store."""
+        """Answer a message, at once if that needs no ledger."""
         match message:
             case AskRecord() | AskCalls():
                 task = asyncio.create_task(self._look_up(message))

@@ -1,8 +1,8 @@
-"""`Interchange`: hands out episodes, and puts every change of the book in order: stored, committed,
+"""`Interchange`: hands out episodes, and puts every change of the book in order: written, committed,
 announced.
 
-Invariant: memory, store and the outside world see a change in this order and no other: the book changes, the
-store commits, and only then is the change answered or the episode's outcome offered to the trainer. Code that
+Invariant: memory, ledger and the outside world see a change in this order and no other: the book changes, the
+ledger commits, and only then is the change answered or the episode's outcome sent to the trainer. Code that
 changes the book calls `settle` in the same tick, and answers after `commit`.
 """
 
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from tinkerscript.errors import NotTheOwnerError, QuotaError, UnauthorizedError
+from tinkerscript.ledger import Ledger
+from tinkerscript.ledger.rows import AttemptRow, EpisodeRow, ResultRow
 from tinkerscript.limits import CLAIMED_BYTES, POOL_BYTES, Totals
 from tinkerscript.logs import about
 from tinkerscript.protocol import (
@@ -34,10 +36,16 @@ from tinkerscript.protocol import (
 from tinkerscript.rollouts.call import FOREIGN_POLICY
 from tinkerscript.server.clients import Clients, RunEnd
 from tinkerscript.server.episodes.book import EpisodeBook
-from tinkerscript.server.episodes.indexes import DeliveryWindow, LongPollQueue, RequestKey, Wakeup
-from tinkerscript.server.episodes.record import Claim, ClosedClaim, EpisodeRecord
+from tinkerscript.server.episodes.indexes import LongPollQueue, RequestKey, Wakeup
+from tinkerscript.server.episodes.record import (
+    Claim,
+    ClosedClaim,
+    EpisodeRecord,
+    episode_row,
+    restored,
+    sample_row,
+)
 from tinkerscript.server.metrics import ServerMetrics
-from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.tracing import claim_over, is_on
 from tinkerscript.trainer_link.messages import BatchProgress, Demand, Hello, NewEpisode, check_episode
 
@@ -76,13 +84,13 @@ class EngineState:
 
 
 class Interchange:
-    """The book with its store, its waiting clients and its outcomes. `run` owns the lease timer."""
+    """The book with its ledger and its waiting clients. `run` owns the lease timer."""
 
     def __init__(
         self,
         *,
         book: EpisodeBook,
-        store: EpisodeStore,
+        ledger: Ledger,
         metrics: ServerMetrics,
         forget: Iterable[Callable[[str, int], None]],
         clock: Callable[[], float],
@@ -92,15 +100,20 @@ class Interchange:
     ) -> None:
         """Each of `forget` is called with uuid and attempt of every claim that is over.
 
-        With `keeps_failed_calls`, the calls of a claim that does not count stay in the store until the
-        trainer has acknowledged the episode's outcome.
+        With `keeps_failed_calls`, the calls of a claim that does not count stay in the ledger.
         """
         self.book = book
         self.engine = EngineState()
-        self.outcomes = DeliveryWindow(clock=clock)
-        """To be sent to the trainer."""
+        self.on_ended: Callable[[list[int]], None] = lambda numbers: None
+        """Gets the end numbers of episodes once their outcome is committed, in order."""
 
-        self._store = store
+        self.committed_end = 0
+        """The last end number that is committed."""
+
+        self._last_end = 0
+        """The last end number that was given to the ledger."""
+
+        self._ledger = ledger
         self._metrics = metrics
         self._forget = tuple(forget)
         self._clock = clock
@@ -126,17 +139,19 @@ class Interchange:
         self._closing = False
 
     async def restore(self) -> None:
-        """Fill the book from the store. Raises StoreError."""
-        self.book.restore(await self._store.load())
+        """Fill the book from the ledger. Raises StoreError."""
+        self.book.restore(await read_episodes(self._ledger))
         self.clients.restore(self.book)
-        self._offer(episode.uuid for episode in self.book)
-        logger.info("server.restored episodes=%d outcomes_to_deliver=%d", len(self.book), len(self.outcomes))
+        self.committed_end = self._last_end = max(self.book.open_ends, default=0)
+        logger.info(
+            "server.restored episodes=%d outcomes_to_deliver=%d", len(self.book), len(self.book.open_ends)
+        )
 
     async def run(self) -> None:
         """Expire leases until cancelled. Raises StoreError as soon as a commit fails."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._expire_leases())
-            tasks.create_task(self._store.failed())
+            tasks.create_task(self._ledger.failed())
 
     @property
     def waiting_clients(self) -> int:
@@ -169,20 +184,29 @@ class Interchange:
     def settle(self) -> None:
         """Pass the book's changes to the store, and notify whoever they affect."""
         changes = self.book.take_changes()
+        put = self._ledger.put
         for episode in changes.added.values():
-            self._store.add(episode)
-        for episode in changes.saved.values():
-            self._store.save(episode)
+            put(sample_row(episode))
+        changed = [*changes.added.values(), *changes.saved.values()]
+        for episode in changed:
+            put(episode_row(episode))
+            if episode.state == "ended" and episode.result:
+                put(ResultRow(episode=episode.sequence, result=episode.result))
+        for attempt in changes.attempts.values():
+            put(attempt)
         for closed in changes.closed:
             self._watch(closed)
             for forget in self._forget:
                 forget(closed.episode.uuid, closed.attempt)
             if not closed.counts and not self._keeps_failed_calls:
-                self._store.drop_calls(closed.episode, closed.attempt)
+                self._ledger.execute(
+                    "DELETE FROM {s}calls WHERE episode = ? AND attempt = ?",
+                    closed.episode.sequence,
+                    closed.attempt,
+                )
         self._metrics.count_requeues(sum(c.episode.state == "registered" for c in changes.closed))
-        changed = [*changes.added.values(), *changes.saved.values()]
         self._wake_clients(changed)
-        self._deliver(changed)
+        self._announce(changed)
         deadline = self.book.leases.next_deadline()
         if deadline is not None and (self._next_expiry is None or deadline < self._next_expiry):
             self._earlier_deadline.set()
@@ -204,30 +228,29 @@ class Interchange:
                 if episode.state == "registered":
                     self._long_polls.notify(episode.pool, episode.episode_type)
 
-    def _deliver(self, changed: list[EpisodeRecord]) -> None:
-        """Offer new outcomes once they are committed; stop offering what is acknowledged or retried."""
-        over = [e.uuid for e in changed if e.state in ("ended", "failed") and not e.acknowledged]
-        if over:
-            self._store.after_commit(partial(self._offer, over))
-        for episode in changed:
-            if episode.acknowledged or episode.state == "registered":
-                self.outcomes.remove(episode.uuid)
+    def _announce(self, changed: list[EpisodeRecord]) -> None:
+        """Say that episodes have ended, once that is committed."""
+        numbers = sorted(
+            each.end_number
+            for each in changed
+            if each.end_number is not None and each.end_number > self._last_end and not each.consumed
+        )
+        if numbers:
+            self._last_end = numbers[-1]
+            self._ledger.after_commit(partial(self._ended, numbers))
 
-    def _offer(self, uuids: Iterable[str]) -> None:
-        """Let the trainer have the outcomes of those of these episodes that are over; they are committed."""
-        for uuid in uuids:
-            episode = self.book.get(uuid)
-            if episode.state in ("ended", "failed") and not episode.acknowledged:
-                self.outcomes.add(uuid)
+    def _ended(self, numbers: list[int]) -> None:
+        self.committed_end = numbers[-1]
+        self.on_ended(numbers)
 
     async def commit(self) -> None:
         """Settle, and return once all changes so far are committed. Raises StoreError."""
         self.settle()
-        await self._store.durable()
+        await self._ledger.durable()
 
     def when_committed(self, callback: Callable[[], None]) -> None:
         """Run `callback` once all settled changes are committed; never before this call returns."""
-        self._store.after_commit(callback)
+        self._ledger.after_commit(callback)
 
     # Claims
 
@@ -294,7 +317,7 @@ class Interchange:
     ) -> list[Claim]:
         claims = [self._snapshot(episode) for episode in episodes]
         try:
-            await self._store.durable()
+            await self._ledger.durable()
         except asyncio.CancelledError:
             self.withdraw(request, claims)
             raise
@@ -429,6 +452,8 @@ class Interchange:
             new.payload,
             pool=new.pool,
             group_size=new.group_size,
+            step=new.step,
+            position=new.position,
         )
 
     def _check_pool(self, new: NewEpisode) -> None:
@@ -537,6 +562,56 @@ class Interchange:
                 logger.warning("claim.expired episode_uuid=%s attempt=%d", episode.uuid, episode.attempt)
         self._metrics.count_expired_claims(len(expired))
         self.settle()
+
+
+PAGE = 5000
+"""Episodes that are read at once. Between two pages a lease of the database can be renewed."""
+
+
+async def read_episodes(ledger: Ledger) -> list[EpisodeRecord]:
+    """The episodes of a ledger, in order of registration. What is consumed comes without payload and
+    result."""
+    found = list[EpisodeRecord]()
+    while True:
+        after = found[-1].sequence if found else 0
+        page = await ledger.rows(EpisodeRow, f"WHERE sequence > ? ORDER BY sequence LIMIT {PAGE}", (after,))
+        if page:
+            found += await _read_page(ledger, page)
+        if len(page) < PAGE:
+            return found
+
+
+async def _read_page(ledger: Ledger, page: list[EpisodeRow]) -> list[EpisodeRecord]:
+    ends = page[0].sequence, page[-1].sequence
+    attempts: dict[int, list[AttemptRow]] = {}
+    # Attempt 0 is what ended an episode while nobody held it: it comes last.
+    in_order = "WHERE episode BETWEEN ? AND ? ORDER BY episode, attempt = 0, attempt"
+    for attempt in await ledger.rows(AttemptRow, in_order, ends):
+        attempts.setdefault(attempt.episode, []).append(attempt)
+    open_ones = "WHERE e.sequence BETWEEN ? AND ? AND e.consumed = 0"
+    payloads = dict[bytes, bytes](
+        await ledger.read(
+            "SELECT DISTINCT s.digest, payload FROM {s}samples AS s "
+            f"JOIN {{s}}episodes AS e ON s.digest = e.sample {open_ones}",
+            ends,
+        )
+    )
+    results = dict[int, bytes](
+        await ledger.read(
+            "SELECT episode, result FROM {s}results AS r "
+            f"JOIN {{s}}episodes AS e ON r.episode = e.sequence {open_ones}",
+            ends,
+        )
+    )
+    return [
+        restored(
+            row,
+            attempts.get(row.sequence, ()),
+            payload=b"" if row.consumed else payloads[row.sample],
+            result=b"" if row.consumed else results.get(row.sequence, b""),
+        )
+        for row in page
+    ]
 
 
 def _export(closed: ClosedClaim) -> None:

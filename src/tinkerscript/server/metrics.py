@@ -183,7 +183,7 @@ class _BookCollector(Collector):
             labels=["pool", "state"],
         )
         accepted = CounterMetricFamily(
-            "tinkerscript_results_accepted", "Results that the trainer acknowledged.", labels=["type"]
+            "tinkerscript_results_accepted", "Results that the trainer has used or left out.", labels=["type"]
         )
         failed = CounterMetricFamily(
             "tinkerscript_episodes_failed", "How often an episode failed.", labels=["type"]

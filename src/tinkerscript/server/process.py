@@ -4,8 +4,8 @@ What a user can put right (the model, the tokens, the port) is checked before th
 seconds.
 
 Invariant: one server at a time serves a run folder (a lock that dies with the process), and `server.json`
-is written once its addresses accept connections. Where the store is shared, servers of several folders take
-turns: the process answers 503 until its store lets it serve, and again after it has lost that right.
+is written once its addresses accept connections. Where the ledger is shared, servers of several folders take
+turns: the process answers 503 until its ledger lets it serve, and again after it has lost that right.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from tinkerscript.config import InterchangeConfig, RunConfig, load_config
 from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.files import is_disk_full, write_atomically
 from tinkerscript.gateway.dialects import REFUSAL_BODIES
+from tinkerscript.ledger import Ledger, open_ledger
 from tinkerscript.lifecycle import (
     GRACE_S,
     collect_everything,
@@ -60,8 +61,6 @@ from tinkerscript.limits import Totals
 from tinkerscript.logs import now_about
 from tinkerscript.model_folder import model_folder
 from tinkerscript.protocol import HealthResponse
-from tinkerscript.server.store import open_store
-from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.trainer_link.framing import LinkTimes
 from tinkerscript.trainer_link.keys import KEYS_DIR, make_link_keys, pack_link_keys, unpack_link_keys
 
@@ -71,7 +70,7 @@ if TYPE_CHECKING:
     from tinkerscript.server.app import InterchangeServer
 
 LISTEN_RETRY_S = 0.5
-"""Seconds after which a server that has lost a shared store tries to lead again."""
+"""Seconds after which a server that has lost a shared ledger tries to lead again."""
 
 STANDBY = "another server serves this run's episodes, or none does yet; try again"
 
@@ -91,7 +90,7 @@ async def running_server(
     gate: Gate | None = None,
 ) -> AsyncGenerator[tuple[ServerInfo, asyncio.Task[None]]]:
     """Serve `run_dir` while the context is open; gives the addresses, and a task that fails if the server
-    does. With a shared store it opens when this server's first term begins. `totals`, `connections`: what it
+    does. With a shared ledger it opens when this server's first term begins. `totals`, `connections`: what it
     allows, where that is not the usual. `gate`: the app, for whoever asks it without a connection.
 
     Raises ConfigError (a port in use, a missing token, a folder that is served already, an inference server
@@ -210,7 +209,7 @@ class Gate:
 
 
 class _Terms:
-    """Serves the episodes of a store whenever it may: once, or with a store that is shared, term after term.
+    """Serves the episodes of a ledger whenever it may: once, or term after term if the ledger is shared.
 
     Invariant: a term ends with the first error, and whatever is in memory then is read again before the next.
     """
@@ -244,22 +243,22 @@ class _Terms:
         """Whether a term has begun since the last one's book was thrown away."""
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises ConfigError, and the error of a store that is not shared."""
+        """Serve until cancelled. Raises ConfigError, and the error of a ledger that is not shared."""
         said = ""
         try:
             while True:
-                store = open_store(self._section.store, self._run_dir, self._section.durability)
+                ledger = open_ledger(self._section.store, self._run_dir, self._section.durability)
                 try:
-                    await self._serve(store)
+                    await self._serve(ledger)
                 except (StoreError, BaseExceptionGroup) as error:
-                    reason = _lost_store(error)
-                    if reason is None or not store.is_shared:
+                    reason = _lost_ledger(error)
+                    if reason is None or not ledger.is_shared:
                         raise
                     if str(reason) != said:
                         logger.warning("server.stepped_down reason=%s", reason)
                     said = str(reason)
                 finally:
-                    await _close(store)
+                    await _close(ledger)
                 await asyncio.sleep(LISTEN_RETRY_S)
                 if self._served:
                     collect_everything()
@@ -280,18 +279,18 @@ class _Terms:
         if self._gate.server is not None and self._gate.server.gateways is not None:
             await self._gate.server.gateways.ended()
 
-    async def _serve(self, store: EpisodeStore) -> None:
+    async def _serve(self, ledger: Ledger) -> None:
         """One term."""
-        if store.is_shared:
+        if ledger.is_shared:
             self._start_http()  # It says that it waits.
-        epoch = await store.lead()
-        if store.is_shared and needs_link_keys(self._section):
+        epoch = await ledger.lead()
+        if ledger.is_shared and needs_link_keys(self._section):
             folder = self._run_dir / KEYS_DIR
             make_link_keys(folder)
-            unpack_link_keys(folder, await store.agree("link_keys", pack_link_keys(folder)))
+            unpack_link_keys(folder, await ledger.agree("link_keys", pack_link_keys(folder)))
         port = self._listener.getsockname()[1]
         with bind_gateways(self._section, self._gateways, port, self._previous) as listeners:
-            server = await self._create(store=store, epoch=epoch, listeners=listeners)
+            server = await self._create(ledger=ledger, epoch=epoch, listeners=listeners)
             await self._serve_book(server, epoch)
 
     async def _serve_book(self, server: InterchangeServer, epoch: int) -> None:
@@ -337,22 +336,22 @@ def _certificate(section: InterchangeConfig) -> str:
     return os.path.abspath(section.tls_certificate) if section.tls_certificate else ""
 
 
-def _lost_store(error: BaseException) -> StoreError | None:
+def _lost_ledger(error: BaseException) -> StoreError | None:
     """The StoreError in an error of a term; None if there was anything else in it."""
     if isinstance(error, BaseExceptionGroup):
-        found = [_lost_store(each) for each in error.exceptions]
+        found = [_lost_ledger(each) for each in error.exceptions]
         return found[0] if None not in found else None
     return error if isinstance(error, StoreError) else None
 
 
-async def _close(store: EpisodeStore) -> None:
+async def _close(ledger: Ledger) -> None:
     """One that is shared has been reported if it failed, and its next server goes on with what it has."""
     try:
-        await store.close()
+        await ledger.close()
     except StoreError as error:
-        if not store.is_shared:
+        if not ledger.is_shared:
             raise
-        logger.warning("store.lost reason=%s", error)
+        logger.warning("ledger.lost reason=%s", error)
 
 
 async def _first_error(*tasks: asyncio.Task[None]) -> None:
@@ -365,8 +364,8 @@ async def _first_error(*tasks: asyncio.Task[None]) -> None:
 def run_server(run_dir: Path, *, exit_with_parent: bool, serve_model: bool) -> None:
     """Run the interchange server of a folder until it is stopped: the `tinkerscript server` command.
 
-    Reads config.yaml, restores server.sqlite, and writes server.json once it listens. Raises ConfigError and
-    StoreError; ends with `DISK_FULL` where a disk has no room.
+    Reads config.yaml, restores the ledger's episodes, and writes server.json once it listens. Raises
+    ConfigError and StoreError; ends with `DISK_FULL` where a disk has no room.
     """
     config = load_config(run_dir / "config.yaml")
     now_about(run=run_dir.resolve().name, whole_process=True)

@@ -1,4 +1,4 @@
-"""What the server does for the trainer: `TrainerMessageHandler` carries out its messages, `OutcomeDelivery`
+"""What the server does for the trainer: `TrainerMessageHandler` carries out its messages, `OutcomeStream`
 sends it the outcomes of episodes.
 
 Invariant: a message that cannot be carried out is logged, counted or answered; it never stops the link.
@@ -9,38 +9,49 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections import deque
+from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 
 import msgspec
 
-from tinkerscript.errors import ConflictError, InterchangeError, StoreError, UnknownEpisodeError
+from tinkerscript.errors import ConfigError, ConflictError, InterchangeError, StoreError, UnknownEpisodeError
+from tinkerscript.ledger import Ledger
+from tinkerscript.ledger.history import PlannedRow, begin
+from tinkerscript.ledger.rows import FactRow, TrainedRow, Use
 from tinkerscript.logs import about
 from tinkerscript.rollouts.call import Call
-from tinkerscript.server.episodes.record import EpisodeRecord
+from tinkerscript.server.episodes.record import EpisodeRecord, episode_row
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import ServerMetrics
-from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.trainer_link.framing import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, LinkTimes
 from tinkerscript.trainer_link.messages import (
-    Acknowledge,
     Cancel,
     Cancelled,
+    Commit,
+    Committed,
     EpisodeAccepted,
     EpisodeFailed,
+    Fetch,
+    Fetched,
     Hello,
     Metrics,
     NotRegistered,
+    NotResumed,
     Outcome,
-    Outcomes,
-    OutcomesRequest,
+    Received,
     Register,
     Registered,
     ReleaseClient,
+    Resume,
+    Resumed,
     Sampled,
     SampleFailed,
     SampleProgress,
+    Tallied,
+    TallyRequest,
 )
 from tinkerscript.trainer_link.remote_sampling import LinkSampler
 from tinkerscript.trainer_link.server_end import LinkEvent, ServerLink, TrainerEvent
@@ -57,52 +68,71 @@ AT_ONCE = 16
 """Outcomes whose calls are read from the store together."""
 
 MAX_ON_THE_WAY = MAX_FRAME_BYTES
-"""Bytes of outcomes that were sent and not acknowledged, beyond which the next ones wait."""
+"""Bytes of outcomes that the trainer has not confirmed, beyond which the next ones wait."""
+
+LAST_COMMIT = "last_commit"
+"""Name of the fact in the ledger that holds a `LastCommit`."""
 
 OVERHEAD = 1024
 """Bytes of a message around each call, and around the rest, at most."""
 
 
+class LastCommit(msgspec.Struct, frozen=True):
+    """The newest commit of a trainer, which is in one transaction with this."""
+
+    trainer: str = ""
+    number: int = 0
+
+
+async def read_last_commit(ledger: Ledger) -> LastCommit:
+    """The newest commit in the ledger. Raises StoreError."""
+    found = await ledger.read("SELECT value FROM {s}facts WHERE name = ?", (LAST_COMMIT,))
+    return msgspec.json.decode(found[0][0], type=LastCommit) if found else LastCommit()
+
+
 class TrainerMessageHandler:
-    """Serves the link: `run` owns its tasks, and the one that delivers outcomes."""
+    """Serves the link: `run` owns its tasks, and the one that sends outcomes."""
 
     def __init__(
         self,
         *,
         interchange: Interchange,
-        store: EpisodeStore,
+        ledger: Ledger,
         link: ServerLink,
         sampler: LinkSampler,
         metrics: ServerMetrics,
         times: LinkTimes,
+        last_commit: LastCommit,
     ) -> None:
+        """`last_commit`: what the ledger has under that name."""
         self._interchange = interchange
-        self._store = store
+        self._ledger = ledger
         self._link = link
         self._sampler = sampler
-        self._delivery = OutcomeDelivery(interchange, store, link)
+        self._outcomes = OutcomeStream(interchange, ledger, link)
         self._metrics = metrics
         self._times = times
+        self._last_commit = last_commit
         self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
         """Serve the link until cancelled. Use once."""
         async with self._tasks as tasks:
             tasks.create_task(self._link.run(self.handle))
-            tasks.create_task(self._delivery.run())
+            tasks.create_task(self._outcomes.run())
             tasks.create_task(self._repeat())
 
     async def _repeat(self) -> None:
         while True:
             await asyncio.sleep(self._times.resend_s)
-            self._interchange.outcomes.requeue(after_s=self._times.resend_s)
+            self._outcomes.repeat()
             self._sampler.resend()
 
     def handle(self, event: LinkEvent) -> None:
         """Handle one event of the link."""
         try:
             self._handle(event)
-        except StoreError:  # Memory is ahead of the store: the server ends.
+        except StoreError:  # Memory is ahead of the ledger: the server ends.
             raise
         except Exception:
             logger.exception("link.drop reason=failed message=%s", type(event).__name__)
@@ -113,7 +143,7 @@ class TrainerMessageHandler:
             case Hello():
                 self._hello(event)
             case TrainerEvent.CONNECTED:
-                self._interchange.outcomes.requeue()
+                self._outcomes.follow(self._link.position)
                 self._sampler.trainer_connected()
             case TrainerEvent.SILENT:
                 self._interchange.trainer_gone()
@@ -122,22 +152,22 @@ class TrainerMessageHandler:
                 self._sampler.engine_unavailable()
             case Register():
                 self._register(event)
-            case Acknowledge():
-                self._each(event.episode_uuids, "acknowledge", self._acknowledge)
+            case Received():
+                self._outcomes.received(event.position)
+            case Commit():
+                self._commit(event)
             case Cancel():
-                self._each(
-                    event.episode_uuids,
-                    "cancel",
-                    lambda uuid: self._interchange.book.cancel(uuid, event.reason),
-                )
-                done = Cancelled(episode_uuids=event.episode_uuids)
-                self._interchange.when_committed(lambda: self._link.send(done))
+                self._cancel(event)
             case ReleaseClient():
                 released = self._interchange.book.release_client(event.client_uuid, event.reason)
                 self._interchange.settle()
                 logger.info("client.released client_uuid=%s claims=%d", event.client_uuid, len(released))
-            case OutcomesRequest():
-                self._tasks.create_task(self._send_outcomes(event))
+            case Resume():
+                self._tasks.create_task(self._resume(event))
+            case Fetch():
+                self._tasks.create_task(self._fetch(event))
+            case TallyRequest():
+                self._tasks.create_task(self._tally(event))
             case Metrics():
                 if not self._metrics.add_trainers(event.text):
                     self._metrics.count_link_drop("metrics")
@@ -146,12 +176,9 @@ class TrainerMessageHandler:
 
     def _hello(self, hello: Hello) -> None:
         self._interchange.trainer_says(hello)
-        accepted = sum(counts.accepted for counts in self._interchange.book.counts.by_type().values())
         quarantined = self._interchange.clients.quarantined()
         demand = self._interchange.demand()
-        self._interchange.when_committed(
-            partial(self._link.welcome, hello.number, accepted, quarantined, demand)
-        )
+        self._interchange.when_committed(partial(self._link.welcome, hello.number, quarantined, demand))
 
     def _register(self, message: Register) -> None:
         registered = list[str]()
@@ -168,93 +195,206 @@ class TrainerMessageHandler:
         done = Registered(episode_uuids=registered)
         self._interchange.when_committed(lambda: self._link.send(done))
 
-    def _acknowledge(self, uuid: str) -> None:
-        if not self._interchange.book.acknowledge(uuid):
-            with about(episode=uuid):
-                logger.warning("episode.early_acknowledgement episode_uuid=%s", uuid)
-
-    def _each(self, uuids: list[str], action: str, change: Callable[[str], object]) -> None:
-        """Change each episode that this server knows."""
-        for uuid in uuids:
+    def _cancel(self, message: Cancel) -> None:
+        for uuid in message.episode_uuids:
             try:
-                change(uuid)
+                self._interchange.book.cancel(uuid, message.reason)
             except UnknownEpisodeError as error:
-                logger.warning("link.drop reason=unknown_episode action=%s detail=%s", action, error)
+                logger.warning("link.drop reason=unknown_episode action=cancel detail=%s", error)
                 self._metrics.count_link_drop("unknown_episode")
         self._interchange.settle()
+        done = Cancelled(episode_uuids=message.episode_uuids)
+        self._interchange.when_committed(lambda: self._link.send(done))
 
-    async def _send_outcomes(self, request: OutcomesRequest) -> None:
-        await self._store.durable()
-        outcomes = await self._store.outcomes(request.episode_uuids)
-        self._link.send(Outcomes(request_id=request.request_id, outcomes=outcomes))
+    def _commit(self, message: Commit) -> None:
+        """Write a trainer's rows, each commit once and in order: a trainer repeats what is not confirmed."""
+        trainer, last = self._link.trainer_id, self._last_commit
+        done = last.number if last.trainer == trainer else 0
+        if message.number > done + 1:
+            logger.warning("link.drop reason=early_commit number=%d after=%d", message.number, done)
+            return
+        if message.number == done + 1:
+            self._last_commit = LastCommit(trainer=trainer, number=message.number)
+            self._ledger.put(FactRow(name=LAST_COMMIT, value=msgspec.json.encode(self._last_commit)))
+            self._ledger.note(message.rows)
+            for row in message.rows:
+                if isinstance(row, TrainedRow):
+                    self._interchange.book.consume(row.episode)
+            self._interchange.settle()
+        answer = Committed(number=message.number)
+        self._interchange.when_committed(lambda: self._link.send(answer))
+
+    async def _resume(self, request: Resume) -> None:
+        await self._ledger.durable()
+        try:
+            beginning = await begin(
+                self._ledger, request.checkpoints, time=time.time(), replay_lag=request.replay_lag
+            )
+        except ConfigError as error:
+            self._link.send(NotResumed(request_id=request.request_id, reason=str(error)))
+            return
+        history, book = beginning.history, self._interchange.book
+        for episode in book.resume(history.step, history.resumption, beginning.used):
+            given_up = TrainedRow(episode=episode.sequence, step=history.step, outcome=Use.GIVEN_UP)
+            self._ledger.put(given_up)
+        planned_groups, next_position = book.plans(history.step + 1)
+        planned = [
+            PlannedRow(
+                episode_uuid=each.uuid,
+                group_id=each.group_id,
+                position=each.position,
+                is_over=each.end_number is not None,
+            )
+            for each in book.planned(history.step + 1)
+        ]
+        history = msgspec.structs.replace(
+            history,
+            planned=planned,
+            planned_groups=planned_groups,
+            next_position=next_position,
+            open_until=max(book.open_ends, default=0),
+        )
+        await self._interchange.commit()
+        self._link.send(Resumed(request_id=request.request_id, history=history))
+        self._outcomes.follow(0)
+
+    async def _fetch(self, request: Fetch) -> None:
+        found = list[EpisodeAccepted]()
+        for sequence in request.episodes:
+            ((uuid,),) = await self._ledger.read(
+                "SELECT uuid FROM {s}episodes WHERE sequence = ?", (sequence,)
+            )
+            outcome = await self._outcomes.outcome(self._interchange.book.get(uuid))
+            if isinstance(outcome, EpisodeAccepted):
+                found.append(outcome.without_extras())
+        self._link.send(Fetched(request_id=request.request_id, outcomes=found))
+
+    async def _tally(self, request: TallyRequest) -> None:
+        await self._ledger.durable()
+        ((left_out,),) = await self._ledger.read(
+            "SELECT count(DISTINCT t.episode) FROM {s}trained AS t "
+            "JOIN {s}episodes AS e ON e.sequence = t.episode "
+            "WHERE t.undone = 0 AND e.state = 'ended' AND t.outcome IN (?, ?, ?)",
+            (Use.LEFT_OUT, Use.SET_ASIDE, Use.STALE),
+        )
+        tally = msgspec.structs.replace(self._interchange.book.tally(), left_out=left_out)
+        self._link.send(Tallied(request_id=request.request_id, tally=tally))
 
 
-class OutcomeDelivery:
-    """Sends the committed outcomes to the trainer, with their calls from the store.
+class OutcomeStream:
+    """Sends the trainer the committed outcomes that nothing has used yet, in the order of their end numbers,
+    with their calls from the ledger.
 
-    Invariants: a committed outcome is sent again and again until it is acknowledged. One that no message can
-    carry fails its episode, with the reason: it must not keep the others from the trainer.
+    Invariants: an outcome is sent again until the trainer has it. One that no message can carry fails its
+    episode, with the reason: it must not keep the others from the trainer.
     """
 
-    def __init__(self, interchange: Interchange, store: EpisodeStore, link: ServerLink) -> None:
+    def __init__(self, interchange: Interchange, ledger: Ledger, link: ServerLink) -> None:
         self._interchange = interchange
         self._book = interchange.book
-        self._outcomes = interchange.outcomes
-        self._store = store
+        self._ledger = ledger
         self._link = link
-        self._on_the_way: dict[str, int] = {}
-        """Episode uuid -> bytes of transcripts that were sent, and not acknowledged when that was looked at
-        last."""
+        self._follows = False
+        """Whether the trainer takes outcomes."""
 
-        self._sent: dict[str, int] = {}
-        """Episode uuid -> bytes of an outcome that was sent, and not acknowledged when that was looked at
-        last."""
+        self._waiting: deque[int] = deque()
+        """End numbers to send."""
+
+        self._position = self._sent = 0
+        """The last end number that the trainer has, and the last that was sent."""
+
+        self._under_way: deque[tuple[int, int]] = deque()
+        """End number and bytes of what was sent beyond the position."""
+
+        self._position_before = -1
+        """The position when `repeat` looked last."""
+
+        self._readings = 0
+        """How often the trainer has begun to read."""
+
+        self._changed = asyncio.Event()
+        interchange.on_ended = self._ended
+
+    def follow(self, position: int) -> None:
+        """Send what comes after `position`; below 0: nothing yet."""
+        self._readings += 1
+        self._follows = position >= 0
+        self._position = self._sent = position
+        self._under_way.clear()
+        until = self._interchange.committed_end
+        self._waiting = deque(sorted(each for each in self._book.open_ends if position < each <= until))
+        self._changed.set()
+
+    def received(self, position: int) -> None:
+        """The trainer has the outcomes up to `position`."""
+        self._position = max(self._position, position)
+        while self._under_way and self._under_way[0][0] <= position:
+            self._under_way.popleft()
+        self._changed.set()
+
+    def repeat(self) -> None:
+        """Send again what the trainer should have long since. To be called at intervals."""
+        if self._under_way and self._position == self._position_before:
+            self.follow(self._position)
+        self._position_before = self._position
+
+    def _ended(self, numbers: list[int]) -> None:
+        if self._follows:
+            self._waiting += numbers
+            self._changed.set()
 
     async def run(self) -> None:
-        """Send what the window has room for, until cancelled. Raises StoreError."""
+        """Send what there is room for, until cancelled. Raises StoreError."""
         while True:
-            await self._outcomes.changed.wait()
-            self._outcomes.changed.clear()
-            while self._link.connected and (uuids := self._outcomes.take(self._room())):
-                await self._send_each(uuids)
+            await self._changed.wait()
+            self._changed.clear()
+            while self._link.connected and self._follows and self._waiting and self._has_room:
+                numbers = [self._waiting.popleft() for _ in range(min(AT_ONCE, len(self._waiting)))]
+                episodes = [each for n in numbers if (each := self._book.open_ends.get(n)) is not None]
+                await self._send_each(episodes)
 
-    async def _send_each(self, uuids: list[str]) -> None:
+    @property
+    def _has_room(self) -> bool:
+        return sum(size for _, size in self._under_way) < MAX_ON_THE_WAY
+
+    async def _send_each(self, episodes: list[EpisodeRecord]) -> None:
         """Send outcomes; one that cannot be read or written fails alone."""
+        reading = self._readings
         try:
-            await self._send(uuids)
+            first_offers = [each for each in episodes if each.state == "failed" and not each.offered]
+            for episode in first_offers:
+                self._ledger.put(episode_row(self._book.offer_failure(episode.uuid)))
+            if first_offers:
+                await self._ledger.durable()
+            outcomes = [await self.outcome(each) for each in episodes]
         except StoreError:
             raise
         except Exception as error:
-            for uuid in uuids if len(uuids) > 1 else ():
-                await self._send_each([uuid])
-            if len(uuids) == 1:
-                logger.exception("outcome.failed episode_uuid=%s", uuids[0])
-                self._give_up(self._book.get(uuids[0]), f"{type(error).__name__}: {error}")
+            for episode in episodes if len(episodes) > 1 else ():
+                await self._send_each([episode])
+            if len(episodes) == 1:
+                logger.exception("outcome.failed episode_uuid=%s", episodes[0].uuid)
+                await self._give_up(episodes[0], f"{type(error).__name__}: {error}")
+            return
+        if self._readings != reading:  # The trainer began to read again meanwhile.
+            return
+        for episode, outcome in zip(episodes, outcomes, strict=True):
+            if not episode.consumed:
+                await self._send_one(episode, outcome)
 
-    def _room(self) -> int:
-        """How many outcomes may be read and sent now."""
-        self._sent = {uuid: size for uuid, size in self._sent.items() if self._outcomes.is_sent(uuid)}
-        return AT_ONCE if sum(self._sent.values()) < MAX_ON_THE_WAY else 0
+    async def outcome(self, episode: EpisodeRecord) -> Outcome:
+        """How an episode ended, with its calls."""
+        attempts = range(1 if episode.failures else max(1, episode.attempt), episode.attempt + 1)
+        found = await self._ledger.calls((episode.sequence, attempt) for attempt in attempts)
+        calls = dict(zip(attempts, found, strict=True))
+        result = episode.result
+        if episode.state == "ended" and not result:
+            query = "SELECT result FROM {s}results WHERE episode = ?"
+            ((result,),) = await self._ledger.read(query, (episode.sequence,))
+        transcripts = await self._transcripts(episode) if episode.has_transcripts else {}
+        return outcome_of(episode, calls, result=result, transcripts=transcripts)
 
-    async def _send(self, uuids: list[str]) -> None:
-        episodes = [self._book.get(uuid) for uuid in uuids]
-        first_offers = [each for each in episodes if each.state == "failed" and not each.offered]
-        for episode in first_offers:
-            self._store.save(self._book.offer_failure(episode.uuid))
-        if first_offers:
-            await self._store.durable()
-        claims = [(episode, attempt) for episode in episodes for attempt in _attempts(episode)]
-        found = await self._store.calls(claims) if claims else []
-        calls: dict[str, dict[int, list[Call]]] = {episode.uuid: {} for episode in episodes}
-        for (episode, attempt), each in zip(claims, found, strict=True):
-            calls[episode.uuid][attempt] = each
-        transcribed = await self._store.transcribed(episodes) if episodes else set[str]()
-        for episode in episodes:
-            if not episode.acknowledged:
-                transcripts = await self._transcripts(episode) if episode.uuid in transcribed else {}
-                self._send_one(episode, outcome_of(episode, calls[episode.uuid], transcripts))
-
-    def _send_one(self, episode: EpisodeRecord, outcome: Outcome) -> None:
+    async def _send_one(self, episode: EpisodeRecord, outcome: Outcome) -> None:
         """Send what a message can carry, at the least without what is for people alone."""
         size = _size_of(outcome)
         if size > MAX_MESSAGE_BYTES:
@@ -262,40 +402,35 @@ class OutcomeDelivery:
             size = _size_of(outcome)
         if size > MAX_MESSAGE_BYTES and isinstance(outcome, EpisodeAccepted):
             limit = f"a message to the trainer carries {MAX_MESSAGE_BYTES}"
-            self._give_up(episode, f"the result and its calls have {size} bytes; {limit}")
-            return
-        self._sent[episode.uuid] = size
-        self._link.send(outcome)
+            await self._give_up(episode, f"the result and its calls have {size} bytes; {limit}")
+        else:
+            self._send(outcome, size)
 
-    def _give_up(self, episode: EpisodeRecord, reason: str) -> None:
-        """A result cannot be delivered: fail its episode. A failure is sent without its calls."""
+    def _send(self, outcome: Outcome, size: int) -> None:
+        self._link.send(msgspec.structs.replace(outcome, after=self._sent))
+        self._sent = outcome.number
+        self._under_way.append((outcome.number, size))
+
+    async def _give_up(self, episode: EpisodeRecord, reason: str) -> None:
+        """A result cannot be sent: fail its episode. A failure is sent without its calls."""
         with about(episode=episode.uuid, attempt=episode.attempt, client=episode.client_uuid):
             logger.error("episode.undeliverable episode_uuid=%s reason=%s", episode.uuid, reason)
         if episode.state == "ended":
             self._book.give_up(episode.uuid, reason)
-            self._outcomes.remove(episode.uuid)  # The failure is offered once it is committed.
-            self._interchange.settle()
-        else:
-            self._link.send(outcome_of(episode, {}))
+            self._book.offer_failure(episode.uuid)
+            await self._interchange.commit()
+        self._send(outcome_of(episode, {}), OVERHEAD)
 
     async def _transcripts(self, episode: EpisodeRecord) -> dict[int, bytes]:
         """The episode's transcripts; none if there is no room for them."""
-        found = await self._store.transcripts(episode)
-        if not found:
-            return {}
+        query = "SELECT attempt, transcript FROM {s}transcripts WHERE episode = ?"
+        found = dict[int, bytes](await self._ledger.read(query, (episode.sequence,)))
         size = sum(map(len, found.values()))
-        others = {uuid: size for uuid, size in self._on_the_way.items() if not self._is_over(uuid)}
-        others.pop(episode.uuid, None)
-        self._on_the_way = others
-        if sum(others.values()) + size > MAX_TRANSCRIPT_BYTES:
+        if sum(size for _, size in self._under_way) + size > MAX_TRANSCRIPT_BYTES:
             with about(episode=episode.uuid, attempt=episode.attempt):
                 logger.warning("transcript.left_out episode_uuid=%s bytes=%d", episode.uuid, size)
             return {}
-        others[episode.uuid] = size
         return found
-
-    def _is_over(self, uuid: str) -> bool:
-        return self._book.get(uuid).acknowledged
 
 
 def _size_of(outcome: Outcome) -> int:
@@ -309,20 +444,19 @@ def _size_of(outcome: Outcome) -> int:
     return OVERHEAD + size + sum(OVERHEAD + call.size for call in calls)
 
 
-def _attempts(episode: EpisodeRecord) -> range:
-    """The attempts whose calls the trainer gets: the last one, and those that failed before it."""
-    return range(1 if episode.failures else max(1, episode.attempt), episode.attempt + 1)
-
-
 def outcome_of(
     episode: EpisodeRecord,
     calls: Mapping[int, list[Call]],
+    *,
+    result: bytes = b"",
     transcripts: Mapping[int, bytes] = MappingProxyType({}),
 ) -> Outcome:
     """The message that tells the trainer how an episode ended. `calls` and `transcripts`: by attempt."""
     failures: list[dict[str, object]] = [failure.model_dump() for failure in episode.failures]
     if episode.state == "failed":
         return EpisodeFailed(
+            number=episode.end_number or 0,
+            sequence=episode.sequence,
             episode_uuid=episode.uuid,
             episode_type=episode.episode_type,
             group_id=episode.group_id,
@@ -334,8 +468,10 @@ def outcome_of(
         )
     if episode.reward is None:
         raise InterchangeError(f"episode {episode.uuid} is {episode.state} and has no result")
-    output = _read(episode.result)
+    output = _read(result)
     return EpisodeAccepted(
+        number=episode.end_number or 0,
+        sequence=episode.sequence,
         episode_uuid=episode.uuid,
         episode_type=episode.episode_type,
         group_id=episode.group_id,

@@ -1,9 +1,9 @@
 """From outcomes to batches: `Batch` says which episodes a step waits for, `Collector` hands it their
 outcomes, and `StepBatches` opens and closes one batch for each training step.
 
-Invariants: an outcome is in the journal before it is acknowledged, and then belongs to one batch or is
-counted as discarded. Episodes are tracked by id, not counted, so an outcome that arrives twice or belongs to
-another batch changes nothing. When a batch closes, the episodes that it no longer needs are cancelled.
+Invariants: an outcome belongs to one batch, or the ledger says that it was left out. Episodes are tracked by
+id, not counted, so an outcome that belongs to another batch changes nothing. When a batch closes, the
+episodes that it no longer needs are cancelled.
 """
 
 from __future__ import annotations
@@ -14,17 +14,23 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from tinkerscript.config import TrainingConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import NoSuccessError
+from tinkerscript.ledger.history import History
+from tinkerscript.ledger.rows import TrainedRow, Use
 from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
-from tinkerscript.train.history import History
-from tinkerscript.train.journal import Discarded, EpisodeRegistered, Journal, usable
 from tinkerscript.train.recorder import RunRecorder
 from tinkerscript.train.samples import TaskSamples
-from tinkerscript.trainer_link.messages import BatchProgress, EpisodeAccepted, EpisodeFailed, Outcome
+from tinkerscript.trainer_link.messages import (
+    BatchProgress,
+    EpisodeAccepted,
+    EpisodeFailed,
+    Outcome,
+    usable,
+)
 
 BatchRule = Literal["groups", "differing_groups"]
 
@@ -89,6 +95,9 @@ class Batch:
         self._max_groups = max_groups or groups
         self._from_clients = from_clients
         self._group_of: dict[str, Group] = {}
+        self.payloads: dict[str, Mapping[str, Any]] = {}
+        """Episode uuid -> payload; without clients' own samples."""
+
         self.ended = 0
         """Episodes with an outcome."""
 
@@ -194,9 +203,9 @@ def _explain_failures(failed: Sequence[EpisodeFailed]) -> str:
     """The most common last failures, each with an example. Those that differ only in numbers count as one."""
     alike: dict[str, list[str]] = {}
     for episode in failed:
-        last = episode.failures[-1] if episode.failures else {}
-        reason = f"{last.get('kind')}: {last.get('message')}"
-        example = f"{reason} ({episode.group_id}, {last.get('client_uuid')})"
+        reason = why_failed(episode)
+        client = episode.failures[-1].get("client_uuid") if episode.failures else None
+        example = f"{reason} ({episode.group_id}, {client})"
         alike.setdefault(re.sub(r"\d+", "0", reason), []).append(example)
     common = sorted(alike.values(), key=len, reverse=True)
     lines = [f"  {len(examples)} x {examples[0]}" for examples in common[:3]]
@@ -213,7 +222,6 @@ class Collector:
     """Opens and closes batches; `run` receives outcomes until it is cancelled."""
 
     source: EpisodeSource
-    journal: Journal
     progress: ProgressReporter
     group_size: int
     """For clients' groups that do not state one."""
@@ -230,6 +238,9 @@ class Collector:
         self._waiting: dict[str, Batch] = {}
         """Episode uuid -> the open batch that it belongs to."""
 
+        self._running: dict[str, int] = {}
+        """Uuid of each planned episode that has not ended -> its step; 0: an evaluation's."""
+
         self._gathering: dict[str, list[Outcome]] = {}
         """Groups of clients' own samples that are still incomplete."""
 
@@ -238,6 +249,9 @@ class Collector:
 
         self._current: Batch | None = None
         """The batch that was told of last."""
+
+        self._received_number = 0
+        """The last end number that came."""
 
         self._received = asyncio.Event()
         self._failure: Exception | None = None
@@ -253,50 +267,44 @@ class Collector:
             raise
 
     def receive(self, outcomes: Sequence[Outcome]) -> None:
-        """Journal, acknowledge and deliver outcomes."""
-        fresh = {o.episode_uuid: o for o in outcomes if not self.journal.ended(o.episode_uuid)}
-        unplanned = [o for uuid, o in fresh.items() if uuid not in self.journal.registered]
-        self.journal.write([*map(_registration, unplanned), *fresh.values()])
-        self.source.acknowledge(outcomes)
-        fresh = {uuid: usable(outcome) for uuid, outcome in fresh.items()}
-        self._quarantine(outcomes, fresh)
-        for outcome in fresh.values():
+        """Deliver outcomes to their batches. The ledger is told of those that nobody waits for."""
+        left_out = list[TrainedRow]()
+        for result in outcomes:
+            outcome = usable(result)
+            if isinstance(result, EpisodeAccepted) and isinstance(outcome, EpisodeFailed):
+                reason = f"{why_failed(outcome)} from client {result.client_uuid!r}"
+                self.progress.note(f"episode {result.episode_uuid} is kept and does not train: {reason}")
             self.recorder.ended(outcome)
             if self.seen is not None:
                 self.seen(outcome)
-        fresh = {uuid: outcome.without_extras() for uuid, outcome in fresh.items()}
-        strays = [outcome for outcome in fresh.values() if not self._deliver(outcome)]
-        own = [o.episode_uuid for o in strays if isinstance(o, EpisodeAccepted) and not o.pool]
-        theirs = [o.episode_uuid for o in strays if isinstance(o, EpisodeAccepted) and o.pool]
-        self._discard(own, "no batch is waiting for them")
-        self._discard(theirs, "the run trains on the samples of its task, not on clients' own")
+            outcome = outcome.without_extras()
+            self._received_number = max(self._received_number, outcome.number)
+            step = self._running.pop(outcome.episode_uuid, 0)
+            if stray := self._deliver(outcome):
+                left_out.append(
+                    TrainedRow(episode=outcome.sequence, step=step, outcome=Use.LEFT_OUT, reason=stray)
+                )
+        if left_out:
+            logger.info("episodes.left_out number=%d", len(left_out))
+            self.source.note(left_out)
         self._received.set()
 
-    def _discard(self, episode_uuids: list[str], reason: str) -> None:
-        if episode_uuids:
-            logger.info("episodes.discarded number=%d reason=%s", len(episode_uuids), reason)
-            self.journal.write([Discarded(episode_uuids=episode_uuids, reason=reason)])
-
-    def _quarantine(self, outcomes: Sequence[Outcome], usable: Mapping[str, Outcome]) -> None:
-        """Name the results among `outcomes` that are failures as training may see them, and say why."""
-        for result in outcomes:
-            found = usable.get(result.episode_uuid)
-            if not isinstance(result, EpisodeAccepted) or not isinstance(found, EpisodeFailed):
-                continue
-            failure = found.failures[-1]
-            reason = f"{failure['kind']}: {failure['message']} from client {result.client_uuid!r}"
-            self.progress.note(f"episode {result.episode_uuid} is kept and does not train: {reason}")
-            self.journal.write([Discarded(episode_uuids=[result.episode_uuid], reason=reason)])
-
-    def _deliver(self, outcome: Outcome) -> bool:
+    def _deliver(self, outcome: Outcome) -> str:
+        """Give an outcome to its batch; why it has none, or empty."""
         batch = self._waiting.pop(outcome.episode_uuid, None)
         if batch is not None:
-            return batch.add(outcome)
-        if outcome.pool and outcome.episode_type == "train":
-            if not self.client_samples:
-                return False
-            self.gather(outcome)
-        return bool(outcome.pool)  # A client's own evaluation is kept, and never trained on.
+            batch.add(outcome)
+            return ""
+        if not outcome.pool:
+            return (
+                "no batch is waiting for it" if isinstance(outcome, EpisodeAccepted) else why_failed(outcome)
+            )
+        if outcome.episode_type != "train":
+            return "an evaluation of a client's own"
+        if not self.client_samples:
+            return "the run trains on the samples of its task, not on clients' own"
+        self.gather(outcome)
+        return ""
 
     def gather(self, outcome: Outcome) -> None:
         """Take an episode of a client's own sample; its group is ready once all of its episodes have
@@ -311,30 +319,17 @@ class Collector:
     async def open(self, batch: Batch, plans: Sequence[Sequence[PlannedEpisode]], *, step: int = 0) -> None:
         """Register the groups of `plans` for `batch`."""
         episodes = [episode for group in plans for episode in group]
-        self.journal.write(
-            EpisodeRegistered(
-                episode_uuid=episode.episode_uuid,
-                episode_type=episode.episode_type,
-                group_id=episode.group_id,
-                step=step,
-                position=episode.position,
-            )
-            for episode in episodes
-            if episode.episode_uuid not in self.journal.registered
-        )
         self.expect(batch, episodes, step=step)
-        await self.source.start(episodes)
+        await self.source.start(episodes, step=step)
 
     def expect(self, batch: Batch, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
         """Deliver the outcomes of these episodes to `batch`, which is for `step`."""
         self.recorder.expect(episodes, step=step)
         for episode in episodes:
             batch.plan(episode.group_id, [episode.episode_uuid])
+            batch.payloads[episode.episode_uuid] = episode.payload
             self._waiting[episode.episode_uuid] = batch
-
-    async def resume(self, episodes: Sequence[PlannedEpisode]) -> None:
-        """Start again those of a former trainer's episodes that have not ended."""
-        await self.source.start([e for e in episodes if not self.journal.ended(e.episode_uuid)])
+            self._running[episode.episode_uuid] = step
 
     async def closed(
         self, batch: Batch, more: Callable[[int], Sequence[Sequence[PlannedEpisode]]], step: int
@@ -387,9 +382,14 @@ class Collector:
             self._waiting.pop(uuid, None)
         self.source.cancel(episode_uuids, reason)
 
+    async def received_until(self, number: int) -> None:
+        """Wait until all outcomes up to this end number have come."""
+        while self._received_number < number:
+            await self._wait_for_outcomes()
+
     async def settled(self) -> None:
-        """Wait until every registered episode has its outcome in the journal."""
-        while self.journal.unfinished():
+        """Wait until every planned episode has ended."""
+        while self._running:
             await self._wait_for_outcomes()
 
     async def _wait_for_outcomes(self) -> None:
@@ -400,11 +400,10 @@ class Collector:
             raise self._failure
 
 
-def _registration(outcome: Outcome) -> EpisodeRegistered:
-    """The registration of a client's own episode, which comes with its outcome."""
-    return EpisodeRegistered(
-        episode_uuid=outcome.episode_uuid, episode_type=outcome.episode_type, group_id=outcome.group_id
-    )
+def why_failed(outcome: EpisodeFailed) -> str:
+    """Its last failure, with the kind."""
+    last = outcome.failures[-1] if outcome.failures else {}
+    return f"{last.get('kind')}: {last.get('message')}"
 
 
 @dataclass
@@ -417,13 +416,13 @@ class StepBatches:
     """None if clients register their own, in which case groups come as they do."""
 
     def __post_init__(self) -> None:
-        self._interrupted: tuple[Batch, list[PlannedEpisode]] | None = None
-        """The next step's batch, in a resumed run."""
+        self._interrupted: tuple[Batch, int] | None = None
+        """The next step's batch in a resumed run, and how many of its groups were never registered."""
 
-    def restore(self, history: History) -> list[Outcome]:
-        """Rebuild the batch that an interrupted run was collecting; returns the outcomes that it had."""
+    def restore(self, history: History) -> None:
+        """Wait again for the episodes of the batch that an interrupted run was collecting."""
         if self.samples is None or not history.planned:
-            return []
+            return
         batch = self._batch(history.step + 1)
         planned_again = self.samples.planned_again
         episodes = [
@@ -431,21 +430,17 @@ class StepBatches:
             for plan in history.planned
         ]
         self.collector.expect(batch, episodes, step=history.step + 1)
-        for outcome in history.outcomes.values():
-            batch.add(outcome)
-        self._interrupted = batch, episodes
-        return list(history.outcomes.values())
+        self._interrupted = batch, max(0, self._groups - history.planned_groups)
+
+    @property
+    def _groups(self) -> int:
+        return self.config.groups_per_step + self.config.extra_groups
 
     async def open(self, step: int) -> Batch:
         """The batch of a step, with its episodes registered; in a resumed run, the interrupted one first."""
-        if self._interrupted is not None:
-            (batch, episodes), self._interrupted = self._interrupted, None
-            await self.collector.resume(episodes)
-            return batch
-        batch = self._batch(step)
-        if self.samples is not None and step <= self.config.steps:
-            groups = self.config.groups_per_step + self.config.extra_groups
-            await self.collector.open(batch, self._plan(step, groups), step=step)
+        (batch, missing), self._interrupted = self._interrupted or (self._batch(step), self._groups), None
+        if self.samples is not None and step <= self.config.steps and missing:
+            await self.collector.open(batch, self._plan(step, missing), step=step)
         return batch
 
     async def close(self, batch: Batch, step: int) -> int:

@@ -7,13 +7,16 @@ the score, never averaged into it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
+from tinkerscript.ledger.rows import EvaluationRow, TrainedRow, Use
 from tinkerscript.rollouts.call import calls_of
 from tinkerscript.train.collector import Batch, Collector
 from tinkerscript.train.inspect_logs import write_logs
-from tinkerscript.train.journal import Evaluated
 from tinkerscript.train.open_run import OpenRun
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.samples import TaskSamples
@@ -36,7 +39,7 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self.config = self.parts.config.evaluation
-        self.finished = dict(self.parts.history.evaluations)
+        self.finished = {each.label: each for each in self.parts.history.evaluations}
         """By label."""
 
     async def before(self, step: int) -> None:
@@ -70,20 +73,26 @@ class Evaluator:
         await self.collector.closed(batch, lambda n: [], 0)
         accepted = [o for o in batch.outcomes.values() if isinstance(o, EpisodeAccepted)]
         rewards = [outcome.reward for outcome in accepted]
-        evaluated = Evaluated(
+        role_scores = _role_scores(self.roles, accepted)
+        evaluated = EvaluationRow(
             label=label,
             step=step,
+            time=time.time(),
             policy_version=self.policy.version,
             score=sum(rewards) / len(rewards) if rewards else None,
             accepted=len(rewards),
             failed=len(batch.outcomes) - len(rewards),
-            role_scores=_role_scores(self.roles, accepted),
+            role_scores=msgspec.json.encode(role_scores),
         )
         self.finished[label] = evaluated
-        self.parts.journal.write([evaluated])
+        used = [
+            TrainedRow(episode=each.sequence, step=step, outcome=Use.EVALUATED)
+            for each in batch.outcomes.values()
+        ]
+        await self.parts.ledger.commit([evaluated, *used])
         score = float("nan") if evaluated.score is None else evaluated.score
         metrics = {f"eval/{label}": score, "eval/score": score, "eval/failed": float(evaluated.failed)}
-        metrics |= {f"role/{role}/eval/score": mean for role, mean in evaluated.role_scores.items()}
+        metrics |= {f"role/{role}/eval/score": mean for role, mean in role_scores.items()}
         payloads = {plan.episode_uuid: plan.payload for plan in plans}
         if self.parts.config.training.inspect_log_every:
             path = self.parts.folder.path

@@ -2,7 +2,7 @@
 
 Group Relative Policy Optimization (Shao et al. 2024, "DeepSeekMath"): an episode's advantage is its reward
 compared with the rewards of its group (rollouts/advantages.py); a failed episode has none and is left out.
-What one step does to the weights is `Learner`. Invariant: with its journal and checkpoints, a run can be
+What one step does to the weights is `Learner`. Invariant: with its ledger and checkpoints, a run can be
 cancelled at any point and resumed.
 """
 
@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from tinkerscript.errors import AlignmentError, NoSuccessError
+from tinkerscript.ledger.rows import CheckpointRow, StepRow, TrainedRow, Use
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.tracing import is_on, span
 from tinkerscript.train.backends.backend import STEP_GRACE_S, finish_despite_cancel
-from tinkerscript.train.collector import Batch, Collector, StepBatches
+from tinkerscript.train.collector import Batch, Collector, StepBatches, why_failed
 from tinkerscript.train.episode_source import EpisodeSource
 from tinkerscript.train.evaluation import Evaluator
-from tinkerscript.train.journal import Checkpointed, Discarded, Resumed, SetAside, StepConsumed
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.off_policy import Lags, PolicyLags
 from tinkerscript.train.open_run import OpenRun
@@ -29,7 +31,7 @@ from tinkerscript.train.policy import Policy
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_log import StepLog, TrainingStep
 from tinkerscript.train.step_metrics import StepMetric
-from tinkerscript.trainer_link.messages import EpisodeAccepted
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
 
 
 @dataclass
@@ -54,7 +56,6 @@ class GRPO:
         self.train_seconds = parts.train_seconds
         self.collector = Collector(
             self.source,
-            parts.journal,
             parts.progress,
             group_size=parts.config.training.group_size,
             client_samples=self.samples is None,
@@ -65,9 +66,12 @@ class GRPO:
         self.evaluator = Evaluator(parts, self.samples, self.collector, self.policy, roles)
         self.log = StepLog(parts, self.samples, self.learners, self.extra_metrics)
         self.lags = PolicyLags(self.parts.config.training, self.parts.history.versions)
+        self._sequences: dict[str, int] = {}
+        """Uuid of each episode that may train again -> its sequence."""
+
         self.batches = StepBatches(self.collector, self.parts.config.training, self.samples)
         self._between_steps = False
-        """Whether the weights, the journal or the published version may be between two steps."""
+        """Whether the weights, the ledger or the published version may be between two steps."""
 
     @property
     def own(self) -> Learner:
@@ -125,9 +129,6 @@ class GRPO:
                 raise
             complete = batch.trainable(self.parts.config.training.min_group)
             found = self.lags.fresh(((each.group_id, each.accepted) for each in complete), step=self.step)
-            self.parts.journal.write(
-                Discarded(episode_uuids=[uuid], reason=reason) for uuid, reason in found.stale.items()
-            )
             lags.update(found.lags)
             if not found.all_stale:
                 return TrainingStep(
@@ -135,11 +136,12 @@ class GRPO:
                     batch,
                     found.groups,
                     lags,
-                    stale=frozenset(found.stale),
+                    stale=found.stale,
                     began=began,
                     policy_version=self.policy.version,
                     cancelled=cancelled,
                 )
+            self.source.note(_left_out(batch, number, stale=found.stale))
             self.parts.progress.note(
                 f"step {number}: all {len(found.stale)} results of the batch are stale and were discarded; "
                 "collecting another one"
@@ -156,16 +158,32 @@ class GRPO:
             began = time.monotonic()
             step.policy_version = await self._publish()
             step.publish_s = time.monotonic() - began
-            used = {each.role: [_uuids(group) for group in each.used] for each in self.learners}
-            consumed = StepConsumed(
-                step=step.number,
-                episode_uuids=list(step.batch.outcomes),
-                trained=used.pop(""),
-                trained_by_role=used,
-            )
-            self.parts.journal.write([consumed])
+            row = StepRow(step=step.number, time=time.time(), policy_version=step.policy_version)
+            await self.source.commit([row, *self._trained(step)])
             self._between_steps = False
         await self.log.finished(step, learned)
+
+    def _trained(self, step: TrainingStep) -> list[TrainedRow]:
+        """What the step did with each episode: those of its batch, and those that it replayed."""
+        sequences = self._sequences | {
+            uuid: outcome.sequence for uuid, outcome in step.batch.outcomes.items()
+        }
+        rows = {(row.episode, row.role): row for row in _left_out(step.batch, step.number, stale=step.stale)}
+        for learner in self.learners:
+            places = {id(group): place for place, group in enumerate(learner.used)}
+            for group in (*learner.groups, *learner.replayed):
+                for episode in group.episodes:
+                    row = TrainedRow(
+                        episode=sequences[episode.episode_uuid],
+                        step=step.number,
+                        role=learner.role,
+                        outcome=learner.outcome_of(group, episode),
+                        place=places.get(id(group), -1),
+                    )
+                    rows[row.episode, row.role] = row
+            if learner.replay is not None:
+                self._sequences = sequences
+        return list(rows.values())
 
     async def _learn(self, step: TrainingStep) -> list[dict[str, float]]:
         """Update the weights. A misaligned step leaves a journal and a checkpoint to resume from."""
@@ -211,21 +229,28 @@ class GRPO:
 
     async def _set_aside(self, batch: Batch, step: int, error: Exception) -> None:
         """The run ends here, and the resumed one gets fresh episodes for this step."""
-        self.parts.journal.write([SetAside(step=step, episode_uuids=list(batch.outcomes), reason=str(error))])
+        await self.source.commit(
+            [
+                TrainedRow(episode=each.sequence, step=step, outcome=Use.SET_ASIDE, reason=str(error))
+                for each in batch.outcomes.values()
+            ]
+        )
         if self.step and not self.parts.folder.has_checkpoint(self.step):
             await self._checkpoint()
 
     async def _checkpoint(self) -> None:
         with self.parts.progress.waiting(f"the checkpoint of step {self.step}"):
             await self.save_checkpoint(self.parts.folder.checkpoint_name(self.step))
-        checkpointed = Checkpointed(
+        roles = {each.role: each.report.as_json() for each in self.learners[1:]}
+        checkpointed = CheckpointRow(
             step=self.step,
+            time=time.time(),
             policy_version=self.policy.version,
-            report=self.own.report.as_json(),
-            role_reports={each.role: each.report.as_json() for each in self.learners[1:]},
             train_seconds=self.train_seconds,
+            report=msgspec.json.encode(self.own.report.as_json()),
+            role_reports=msgspec.json.encode(roles),
         )
-        self.parts.journal.write([checkpointed])
+        await self.source.commit([checkpointed])
         self.parts.folder.checkpointed(best=self.evaluator.best_step)
 
     async def save_checkpoint(self, name: str) -> None:
@@ -237,40 +262,48 @@ class GRPO:
     def _restore(self) -> None:
         """Rebuild what an uninterrupted run would have: the replay buffers, and the batch that was open.
 
-        Comes before anything is received: outcomes that the server redelivers must find their batch.
+        Comes before anything is received: outcomes that wait at the server must find their batch.
         """
+        outcomes = {each.sequence: each for each in self.parts.replayed}
+        groups: dict[tuple[int, str, int], list[EpisodeAccepted]] = {}
+        for row in self.parts.history.replayed:
+            groups.setdefault((row.step, row.role, row.place), []).append(outcomes[row.episode])
         for learner in self.learners:
-            for event in self.parts.history.consumed if learner.replay is not None else ():
+            of_role = {key: group for key, group in groups.items() if key[1] == learner.role}
+            for step in sorted({step for step, _, _ in of_role}) if learner.replay is not None else ():
                 assert learner.replay is not None
-                groups = event.trained_by_role.get(learner.role, []) if learner.role else event.trained
-                used = [[self.parts.history.trained[uuid] for uuid in group] for group in groups]
-                learner.replay.drop(partial(self.lags.may_train, step=event.step - 1))
+                learner.replay.drop(partial(self.lags.may_train, step=step - 1))
+                used = [group for key, group in of_role.items() if key[0] == step]
                 learner.replay.record(map(learner.group_again, used))
-        self.parts.history.consumed, self.parts.history.trained = [], {}
-        for outcome in self.parts.history.from_clients:
-            self.collector.gather(outcome)
-        for outcome in self.batches.restore(self.parts.history):
-            self.policy.note(outcome)
+        self._sequences = {each.episode_uuid: each.sequence for each in self.parts.replayed}
+        self.batches.restore(self.parts.history)
 
     async def _resume(self) -> None:
-        """Publish the weights that the run starts from; cancel episodes that it can no longer use."""
+        """Publish the weights that the run starts from."""
         self.step = self.parts.history.step
-        if self.parts.journal.registered:
-            self.parts.journal.write([Resumed(step=self.step)])
-            self.collector.receive(await self.source.lost(self.parts.journal.unfinished()))
-            wanted = {plan.episode_uuid for plan in self.parts.history.planned}
-            given_up = [
-                event for event in self.parts.journal.unfinished() if event.episode_uuid not in wanted
-            ]
-            await self.source.abandon(given_up, "the run was resumed before the step of this episode")
-            # Receive the results that the server kept before any seed is given out: theirs are taken.
-            await self.source.flush()
+        # What waited at the server comes before any seed is given out: theirs are taken.
+        await self.collector.received_until(self.parts.history.open_until)
         with self.parts.progress.waiting("the first weights to be published"):
             await self._publish()
 
 
-def _uuids(group: RolloutGroup) -> list[str]:
-    return [episode.episode_uuid for episode in group.episodes]
+def _left_out(batch: Batch, step: int, *, stale: Mapping[str, str]) -> list[TrainedRow]:
+    """The rows of a batch's episodes as if none had trained. `stale`: uuid -> why it is too old."""
+    return [
+        TrainedRow(
+            episode=outcome.sequence,
+            step=step,
+            outcome=_why_left_out(outcome, stale),
+            reason=why_failed(outcome) if isinstance(outcome, EpisodeFailed) else stale.get(uuid, ""),
+        )
+        for uuid, outcome in batch.outcomes.items()
+    ]
+
+
+def _why_left_out(outcome: Outcome, stale: Mapping[str, str]) -> str:
+    if isinstance(outcome, EpisodeFailed):
+        return Use.LEFT_OUT
+    return Use.STALE if outcome.episode_uuid in stale else Use.GROUP_TOO_SMALL
 
 
 def _claims_of(step: TrainingStep) -> list[tuple[str, int]]:

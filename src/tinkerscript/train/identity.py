@@ -1,35 +1,38 @@
 """Which run the files in a folder are of, and whether they are whole: what a start checks first.
 
 Invariants: a checkpoint is complete if its manifest.json, which is written last, is true of its files.
-Journal, databases and checkpoints carry the identity of their run (`files.RUN_ID`), and a run does not go on
-with those of another one. A checkpoint knows how long the journal was, so a shorter journal has been cut.
+Databases and checkpoints carry the identity of their run (`files.RUN_ID`), and a run does not go on with
+those of another one. A ledger that ends before a checkpoint has been cut (`ledger.history.begin`).
 """
 
 from __future__ import annotations
 
 import json
 import shlex
+import sqlite3
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from tinkerscript.errors import ConfigError
-from tinkerscript.files import RUN_ID, is_foreign, write_atomically, write_json
+from tinkerscript.files import LEDGER_FILE, RUN_ID, is_foreign, write_atomically, write_json
 from tinkerscript.record.schema import RECORD_FILE
-from tinkerscript.remote_folder import CHECKPOINTS, JOURNAL, MANIFEST
-from tinkerscript.server.store.sqlite import STORE_FILE
+from tinkerscript.remote_folder import CHECKPOINTS, MANIFEST
 
-DATABASES = (RECORD_FILE, STORE_FILE)
+DATABASES = (RECORD_FILE, LEDGER_FILE)
+
+FORMER_JOURNAL = "journal.jsonl"
+"""What runs of version 0.1 had in place of the ledger."""
 
 
 def check_unused(path: Path) -> None:
     """Raises ConfigError for a folder that a new run cannot take: it holds a run or something else, or it
     cannot be made."""
     try:
-        if size_of(path / JOURNAL):
+        if holds_run(path):
             raise ConfigError(
                 f"experiment_dir: {path} already holds a run; resume it (tinkerscript train --resume "
                 f"{shlex.quote(str(path))}), name another folder, or use 'auto'"
@@ -52,32 +55,26 @@ def check_unused(path: Path) -> None:
 
 
 def check_whole(path: Path) -> None:
-    """Raises ConfigError for a folder whose files are not of one run, or a journal that has been cut."""
-    journal = path / JOURNAL
-    if size_of(journal) and not _run_of_journal(journal):
+    """Raises ConfigError for a folder whose files are not of one run, or of another version."""
+    if (path / FORMER_JOURNAL).exists():
         raise ConfigError(
-            f"{journal} does not begin with the run that it is of: its beginning is missing, or another "
-            "version of tinkerscript wrote it; put the whole journal back, or use that version"
+            f"{path} was made by tinkerscript 0.1 ({FORMER_JOURNAL}), and this version has a ledger in its "
+            "place: go on with that version, or start a new run from one of its checkpoints "
+            "(engine.checkpoint)"
         )
-    run_id = _read(path / RUN_ID) or _run_of_journal(journal)
+    run_id = _read(path / RUN_ID)
+    if not run_id and holds_run(path):
+        raise ConfigError(f"{path} has no {RUN_ID}, which says which run {LEDGER_FILE} is of: put it back")
     if not run_id:
         return  # Nothing has begun.
     checkpoints = {folder: _manifest(folder) for folder in sorted(path.glob(f"{CHECKPOINTS}/step_*"))}
     marked = {folder: manifest for folder, manifest in checkpoints.items() if manifest}
-    foreign = [journal] if _run_of_journal(journal) not in ("", run_id) else []
-    foreign += [file for name in DATABASES if is_foreign(file := path / name, run_id)]
+    foreign = [file for name in DATABASES if is_foreign(file := path / name, run_id)]
     foreign += [folder for folder, manifest in marked.items() if manifest["run"] != run_id]
     if foreign:
         raise ConfigError(
             f"{_listed(foreign)} in {path}: of another run than the rest of the folder; put this run's own "
             "back, or start a new run in a new folder"
-        )
-    size = size_of(journal)
-    later = [folder for folder, manifest in marked.items() if manifest["journal_bytes"] > size]
-    if later:
-        raise ConfigError(
-            f"{journal} has been cut short: it ends before {_listed(later)}; put the whole journal back, or "
-            "remove these checkpoints to go on from what it has"
         )
     if marked and all(map(damage_of, checkpoints)):
         newest = max(checkpoints)
@@ -87,18 +84,33 @@ def check_whole(path: Path) -> None:
         )
 
 
+def holds_run(path: Path) -> bool:
+    """Whether a run has begun in a folder: it has episodes or steps. Raises ConfigError for a ledger that
+    cannot be read."""
+    ledger = path / LEDGER_FILE
+    if not ledger.exists():  # It may be elsewhere.
+        return any(path.glob(f"{CHECKPOINTS}/step_*")) or size_of(path / "metrics.jsonl") > 0
+    try:
+        with closing(sqlite3.connect(ledger)) as run:
+            query = "SELECT EXISTS (SELECT 1 FROM episodes) OR EXISTS (SELECT 1 FROM steps)"
+            has_tables = run.execute("SELECT 1 FROM sqlite_schema WHERE name = 'steps'").fetchone()
+            return bool(has_tables and run.execute(query).fetchone()[0])
+    except sqlite3.Error as error:
+        raise ConfigError(f"{ledger} cannot be read ({error}): put a whole ledger back") from error
+
+
 def identify(path: Path) -> str:
     """The identity of the run in a folder, made for a new one."""
-    run_id = _read(path / RUN_ID) or _run_of_journal(path / JOURNAL) or uuid4().hex
+    run_id = _read(path / RUN_ID) or uuid4().hex
     write_atomically(path / RUN_ID, run_id, durable=True)
     return run_id
 
 
-def write_manifest(checkpoint: Path, run_id: str, journal_bytes: int) -> None:
-    """Say of a checkpoint that it is complete, which run it is of, and how long its journal was."""
+def write_manifest(checkpoint: Path, run_id: str) -> None:
+    """Say of a checkpoint that it is complete, and which run it is of."""
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST)
     sizes = {str(path.relative_to(checkpoint)): {"bytes": path.stat().st_size} for path in files}
-    write_json(checkpoint / MANIFEST, {"run": run_id, "journal_bytes": journal_bytes, "files": sizes})
+    write_json(checkpoint / MANIFEST, {"run": run_id, "files": sizes})
 
 
 def damage_of(checkpoint: Path) -> str:
@@ -109,15 +121,6 @@ def damage_of(checkpoint: Path) -> str:
     for name, wanted in manifest["files"].items():
         if (size := size_of(checkpoint / name)) != wanted["bytes"]:
             return f"{size} of the {wanted['bytes']} bytes of {name}"
-    return ""
-
-
-def _run_of_journal(path: Path) -> str:
-    """From its first event, `RunBegun`; empty if there is none."""
-    if not path.exists():
-        return ""
-    with path.open("rb") as file, suppress(ValueError):
-        return str(json.loads(file.readline()).get("run", ""))
     return ""
 
 

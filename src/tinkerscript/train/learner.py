@@ -19,6 +19,7 @@ from tinker.types import LossFnType
 from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.losses import CLIP, MASK, TEMPERATURES, Loss, resolve_loss
 from tinkerscript.errors import AlignmentError, ConfigError, EngineRequestError
+from tinkerscript.ledger.rows import Use
 from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule, RolloutGroup, WeightedRollout
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.alignment.report import explain
@@ -157,6 +158,14 @@ class Learner:
         return EpisodeRollouts(
             outcome.episode_uuid, outcome.reward_of(self.role), rollouts, calls, outcome.metadata
         )
+
+    def outcome_of(self, group: RolloutGroup, episode: EpisodeRollouts) -> str:
+        """What the last step did with an episode of its groups: `TrainedRow.outcome`."""
+        if any(id(rollout) in self.advantages for rollout in episode.rollouts):
+            return Use.TRAINED
+        if any(id(rollout) in self.alignment.reasons for rollout in episode.rollouts):
+            return Use.MISALIGNED
+        return Use.NOTHING_TO_TRAIN if self.trains(group) else Use.SAME_REWARD
 
     @property
     def used(self) -> list[RolloutGroup]:

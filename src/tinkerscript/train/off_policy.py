@@ -117,7 +117,7 @@ class ReplayBuffer:
 
     A group trains in at most `uses` steps, and only if every one of its sequences passed the alignment check
     when it was new. What a step draws depends on the seed, the step and the groups that trained before, so a
-    resumed run, which records the steps of its journal again, draws what it would have drawn.
+    resumed run, which records the steps of its ledger again, draws what it would have drawn.
     """
 
     def __init__(self, config: TrainingConfig, *, seed: int, capacity: int = CAPACITY) -> None:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
+from tinkerscript.ledger.history import History, RowWriter
 from tinkerscript.logs import logged_to
 from tinkerscript.processes.run_page import run_page
 from tinkerscript.train.backends import open_backend, waited_for
 from tinkerscript.train.backends.backend import TrainerBackend
-from tinkerscript.train.history import History, read_history
-from tinkerscript.train.journal import AnyEvent, Journal
 from tinkerscript.train.recorder import RunRecorder, recorded
 from tinkerscript.train.run_folder import RunFolder
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +25,14 @@ class OpenRun:
 
     config: RunConfig
     folder: RunFolder
-    journal: Journal
+    ledger: RowWriter
     recorder: RunRecorder
     progress: ProgressReporter
     history: History
     """Where a resumed run continues; empty for a new one."""
 
-    events: Sequence[AnyEvent] = ()
-    """Of its journal so far."""
+    replayed: Sequence[EpisodeAccepted] = ()
+    """Those of `history.replayed`, with their calls."""
 
     @asynccontextmanager
     async def backend(self, model: Path) -> AsyncGenerator[TrainerBackend]:
@@ -58,21 +58,28 @@ class OpenRun:
 
 @asynccontextmanager
 async def open_run(
-    config: RunConfig, folder: RunFolder, progress: ProgressReporter, on_page: Callable[[str], object] | None
+    config: RunConfig,
+    folder: RunFolder,
+    progress: ProgressReporter,
+    on_page: Callable[[str], object] | None,
+    *,
+    ledger: RowWriter,
+    history: History,
+    replayed: Sequence[EpisodeAccepted] = (),
 ) -> AsyncGenerator[OpenRun]:
-    """Log, record and copy the run in `folder` while the context is open, and start its page."""
+    """Record and copy the run in `folder` while the context is open, and start its page."""
     async with AsyncExitStack() as stack:
-        log = folder.path / "logs" / "trainer.log"
-        stack.enter_context(logged_to(log, config.log_format, run=folder.path.name))
-        events = folder.events()
-        history = read_history(events, exists=folder.has_checkpoint)
         kept = {plan.episode_uuid for plan in history.planned}
         recording = recorded(config, folder.path, progress, step=history.step, kept=kept)
         recorder, progress = stack.enter_context(recording)
         await stack.enter_async_context(folder.copied(progress.note))
-        for damage in folder.passed_over(events, history.step):
+        for damage in folder.passed_over(history.step):
             progress.note(damage)
         await stack.enter_async_context(run_page(config, folder.path, progress.note, on_page))
-        durable = config.interchange_server.durability == "full"
-        journal = Journal(folder.path / "journal.jsonl", durable=durable, run_id=folder.run_id)
-        yield OpenRun(config, folder, stack.enter_context(journal), recorder, progress, history, events)
+        yield OpenRun(config, folder, ledger, recorder, progress, history, replayed)
+
+
+def logged(config: RunConfig, folder: RunFolder) -> AbstractContextManager[None]:
+    """Write the trainer's log while the context is open."""
+    log = folder.path / "logs" / "trainer.log"
+    return logged_to(log, config.log_format, run=folder.path.name)

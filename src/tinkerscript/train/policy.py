@@ -1,6 +1,6 @@
 """`Policy`: the newest published weights, and the policy version that names them.
 
-Invariants: versions only increase, even across restarts: each is in the journal, on disk, before it is used.
+Invariants: versions only increase, even across restarts: each is in the ledger before it is used.
 What is sampled depends on the run's seed and on what is asked, not on when: the n-th request for a prompt to
 the weights of a step has a seed of its own, so that a run gets the same tokens with any backend, network or
 number of workers, and after a restart, up to the rounding of log probabilities.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections import Counter
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -18,10 +19,11 @@ from typing import NoReturn
 from msgspec import structs
 
 from tinkerscript.errors import AlignmentError, GatewayError
+from tinkerscript.ledger.history import RowWriter
+from tinkerscript.ledger.rows import PublicationRow
 from tinkerscript.rollouts.call import IntArray, unpack_ids
 from tinkerscript.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult, fitted
 from tinkerscript.train.backends.backend import FrozenModel, Publisher
-from tinkerscript.train.journal import Journal, PolicyPublished
 from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
 
 
@@ -105,9 +107,13 @@ class Policy:
     the policy: `failed` raises it, which ends the run.
     """
 
-    def __init__(self, publisher: Publisher, journal: Journal, *, seed: int = 0) -> None:
-        """`seed`: the run's."""
-        self._journal = journal
+    def __init__(self, publisher: Publisher, ledger: RowWriter, *, seed: int = 0, version: int = -1) -> None:
+        """`seed`: the run's. `version`: the newest so far, also of an earlier process of this run; -1 before
+        the first."""
+        self._ledger = ledger
+        self.version = version
+        """The newest; -1 before the first."""
+
         self._seed = seed
         self._own = _Weights(publisher, key="")
         self._trained = {"": self._own}
@@ -143,7 +149,8 @@ class Policy:
         """
         version = self.version + 1
         samplers = [await each.publisher.publish(version) for each in self._trained.values()]
-        self._journal.write([PolicyPublished(policy_version=version, step=step)], durable=True)
+        await self._ledger.commit([PublicationRow(policy_version=version, step=step, time=time.time())])
+        self.version = version
         for weights, sampler in zip(self._trained.values(), samplers, strict=True):
             used, weights.used = weights.used, set()
             weights.sampler = SeededSampler(
@@ -174,11 +181,6 @@ class Policy:
                 if call.seed is not None and (weights := self._trained.get(call.role)) is not None:
                     used = weights.used if weights.sampler is None else weights.sampler.used
                     used.add(call.seed)
-
-    @property
-    def version(self) -> int:
-        """The newest version, also of an earlier process of this run; -1 before the first."""
-        return self._journal.policy_version
 
     @property
     def sampler(self) -> SeededSampler:

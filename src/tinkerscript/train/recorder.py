@@ -22,6 +22,7 @@ import tinker
 
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import Phase, ProgressReporter
+from tinkerscript.ledger.rows import EvaluationRow, Use
 from tinkerscript.lifecycle import ProcessId
 from tinkerscript.record.entries import (
     EpisodeDetail,
@@ -36,12 +37,10 @@ from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.record.writer import RecordWriter
 from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup
 from tinkerscript.rollouts.call import FloatArray, pack_ids, pack_logprobs
-from tinkerscript.rollouts.rollout import Rollout
+from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 from tinkerscript.train.episode_source import PlannedEpisode
-from tinkerscript.train.journal import AnyEvent, EpisodeRegistered, Evaluated, usable
 from tinkerscript.train.learner import Compared, Learner
-from tinkerscript.train.samples import TaskSamples
-from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
+from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -156,29 +155,6 @@ class RunRecorder:
         for attempt, transcript in outcome.transcripts.items() if keeps else ():
             self._writer.transcript(outcome.episode_uuid, attempt, transcript)
 
-    def catch_up(self, events: Sequence[AnyEvent], samples: TaskSamples | None) -> None:
-        """Record what is in the journal and not in the record: a kill may have come between the two."""
-        if not self._every:
-            return
-        registered = {e.episode_uuid: e for e in events if isinstance(e, EpisodeRegistered)}
-        evaluated = {e.label: e for e in events if isinstance(e, Evaluated) and e.step <= self._step}
-        known = self._writer.episode_uuids()
-        ended = [usable(e) for e in events if isinstance(e, EpisodeAccepted | EpisodeFailed)]
-        for number, outcome in enumerate((o for o in ended if o.episode_uuid not in known), 1):
-            plan = registered.get(outcome.episode_uuid)
-            payload = samples.payload_at(plan.position) if samples and plan and plan.position >= 0 else {}
-            step, label, interrupted = plan.step if plan else 0, "", False
-            if outcome.episode_type == "eval" and not outcome.pool:
-                label = outcome.group_id.partition("/")[0].removeprefix("eval-")
-                interrupted = label not in evaluated
-                step = step if interrupted else evaluated[label].step
-            self._expected[outcome.episode_uuid] = _Expected(step, label, payload)
-            self.ended(outcome)
-            if interrupted or (step > self._step and outcome.episode_uuid not in self._kept):
-                self._writer.undo(outcome.episode_uuid)
-            if number % BETWEEN_FLUSHES == 0:
-                self._writer.flush()
-
     # Steps
 
     def step(
@@ -219,7 +195,7 @@ class RunRecorder:
                         entries[entry.uuid] = _together(entries.get(entry.uuid), entry)
             for uuid, outcome in outcomes.items():
                 if uuid not in entries and isinstance(outcome, EpisodeAccepted):
-                    why = "stale" if uuid in stale else "group_too_small"
+                    why = Use.STALE if uuid in stale else Use.GROUP_TOO_SMALL
                     entries[uuid] = TrainedEpisode(uuid=uuid, outcome=why)
             self._writer.trained(step, list(entries.values()))
 
@@ -245,7 +221,7 @@ class RunRecorder:
         """A misaligned step."""
         self._writer.finding(step=step, kind="finding", name=name, detail=detail, episode="", count=1)
 
-    def evaluation(self, evaluated: Evaluated, metrics: Mapping[str, float]) -> None:
+    def evaluation(self, evaluated: EvaluationRow, metrics: Mapping[str, float]) -> None:
         self._writer.metrics(evaluated.step, metrics)
         self._writer.evaluation(
             label=evaluated.label,
@@ -350,6 +326,7 @@ class _StepView:
     """What a policy's last update did with each episode."""
 
     def __init__(self, learner: Learner, *, keeps: bool, stopped: str) -> None:
+        self._learner = learner
         self._role = learner.role
         self._stopped = stopped
         self._rule: AdvantageRule = learner.rule
@@ -365,7 +342,7 @@ class _StepView:
         return [
             TrainedEpisode(
                 uuid=episode.episode_uuid,
-                outcome=self._outcome(group, episode.rollouts),
+                outcome=self._outcome(group, episode),
                 advantage=advantage,
                 sequences=[
                     self._sequence(number, rollout, group)
@@ -376,14 +353,9 @@ class _StepView:
             for episode, advantage in zip(group.episodes, advantages, strict=True)
         ]
 
-    def _outcome(self, group: RolloutGroup, rollouts: Sequence[Rollout]) -> str:
-        if any(id(rollout) in self._advantages for rollout in rollouts):
-            return "trained"
-        if any(id(rollout) in self._reasons for rollout in rollouts):
-            return "misaligned"
-        if self._stopped and self._trains(group):
-            return "stopped"
-        return "nothing_to_train" if self._trains(group) else "same_reward"
+    def _outcome(self, group: RolloutGroup, episode: EpisodeRollouts) -> str:
+        outcome = self._learner.outcome_of(group, episode)
+        return "stopped" if self._stopped and outcome == Use.NOTHING_TO_TRAIN else outcome
 
     def _sequence(self, number: int, rollout: Rollout, group: RolloutGroup) -> TrainedSequence:
         sampled = rollout.sampled

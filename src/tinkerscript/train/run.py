@@ -21,10 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import msgspec
+
 from tinkerscript.addresses import ServerInfo, moved_to, read_server_info
 from tinkerscript.config import EvaluationConfig, RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
-from tinkerscript.errors import AlignmentError, ConfigError, EngineError, LinkError
+from tinkerscript.errors import AlignmentError, ConfigError, EngineError, GatewayError, LinkError
+from tinkerscript.ledger.history import Tally
 from tinkerscript.model_folder import model_folder
 from tinkerscript.processes.children import (
     ServerAddress,
@@ -43,16 +46,16 @@ from tinkerscript.processes.supervisor import Supervisor, run_beside
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.alignment.diagnosis import Finding
 from tinkerscript.rollouts.alignment.report import explain
+from tinkerscript.sampler import ProgressCallback, SampleFunction, SampleRequest, SampleResult
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends import backend_named
 from tinkerscript.train.backends.backend import FrozenModel, Publisher, TrainerBackend
 from tinkerscript.train.episode_source import EpisodeSource, NetworkSource
 from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.grpo import GRPO
-from tinkerscript.train.journal import lost_episodes
 from tinkerscript.train.learner import Learner, check_loss, wide_clip
 from tinkerscript.train.learning_rates import resolved
-from tinkerscript.train.open_run import OpenRun, open_run
+from tinkerscript.train.open_run import OpenRun, logged, open_run
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, FINAL_CHECKPOINT, RunFolder
 from tinkerscript.train.samples import TaskSamples
@@ -93,19 +96,26 @@ async def run_training(
     folder = RunFolder(config, model, now=datetime.now(), path=path)
     async with AsyncExitStack() as stack:
         stack.callback(folder.close)
-        run = await stack.enter_async_context(open_run(config, folder, progress, on_page))
-        progress, history = run.progress, run.history
-        children = await stack.enter_async_context(
-            _children(config, folder.path, progress, on_server, join=join)
+        stack.enter_context(logged(config, folder))
+        opening = _children(config, folder.path, progress, on_server, join=join)
+        children = await stack.enter_async_context(opening)
+        sampling = _LateSampling()
+        link = await stack.enter_async_context(_link(config, children, sampling.sample, progress.note))
+        lag = config.training.max_policy_lag + 1 if config.training.replay_uses > 1 else 0
+        with progress.waiting("the server to say where the run goes on"):
+            history = await link.resume(folder.whole_checkpoints(), replay_lag=lag)
+            replayed = await link.fetch(sorted({each.episode for each in history.replayed}))
+        recording = open_run(
+            config, folder, progress, on_page, ledger=link, history=history, replayed=replayed
         )
+        run = await stack.enter_async_context(recording)
+        progress = run.progress
         progress.begin(config.training.steps, done=history.step)
-        run.recorder.catch_up(run.events, samples)
         for line in (*about_rates, *_advice(config, samples)):
             progress.note(line)
-        if folder.holds_a_run:
-            if samples:
-                samples.next_position = history.next_position
-            folder.forget_metrics_after(history.step)
+        if samples:
+            samples.next_position = history.next_position
+        folder.forget_metrics_after(history.step)
         # What trains and samples.
         await stack.enter_async_context(
             launched_ranks(children.plan, children.launcher, folder.path, progress.note)
@@ -116,10 +126,11 @@ async def run_training(
                 f"sampling.max_tokens: {config.sampling.max_tokens} does not fit the model's context of "
                 f"{backend.max_context} tokens, prompt and reply: a reply without an end fills it"
             )
-        policy = Policy(backend, run.journal, seed=config.seed)
+        policy = Policy(backend, link, seed=config.seed, version=history.newest_version)
         learners = await _learners(run, backend, policy, model, stack)
+        sampling.policy = policy
         # What runs the episodes.
-        async with _opened(run, backend, policy, children) as opened:
+        async with _opened(run, backend, policy, children, link) as opened:
             if config.inference.has_replicas:
                 # After the server, which may be where they get their adapters.
                 with progress.waiting(f"the replicas (logs: {folder.path / 'logs'})"):
@@ -133,11 +144,23 @@ async def run_training(
                 await run_beside(opened, asyncio.create_task(grpo.run(), name="grpo"))
             with progress.waiting("the final checkpoint"):
                 await grpo.save_checkpoint(FINAL_CHECKPOINT)
-            audit = await _audit(run, opened)
-        folder.write_json("summary.json", summarize(grpo) | audit)
+            tally = await link.tally()
+        folder.write_json("summary.json", summarize(grpo, tally, restarts=opened.supervisor.restarts))
         folder.draw_curve(at_once=True)
         await folder.finish_copies(progress)
     return folder
+
+
+class _LateSampling:
+    """Samples from the policy of a run, once it has one: the server is asked first where the run goes on."""
+
+    policy: Policy | None = None
+
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        """Raises GatewayError 503 while there is no policy, and what `Policy.sample` raises."""
+        if self.policy is None:
+            raise GatewayError(503, "engine_unavailable", "the trainer is starting; retry")
+        return await self.policy.sample(request, progress)
 
 
 def _samples(config: RunConfig) -> TaskSamples | None:
@@ -204,7 +227,9 @@ async def _learners(
     distillation = await stack.enter_async_context(
         open_distillation(config, backend, folder=model, progress=progress, opened=frozen)
     )
-    reports = {"": done.report, **done.role_reports} if done else {}
+    reports = dict[str, dict[str, object]]()
+    if done:
+        reports = {"": msgspec.json.decode(done.report), **msgspec.json.decode(done.role_reports)}
 
     def learner(backend: TrainerBackend, role: str, teacher: Distillation | None) -> Learner:
         return Learner(
@@ -363,9 +388,24 @@ async def _children(
             await supervisor.stop()
 
 
+def _link(
+    config: RunConfig, children: Children, sampler: SampleFunction, note: Callable[[str], None]
+) -> TrainerLink:
+    address = children.address
+    return TrainerLink(
+        address.link_address,
+        trainer_id=uuid4().hex,
+        model=config.engine.model,
+        sampler=sampler,
+        engine_status="ENGINE.BOOTING",
+        keys=address.trainer_keys(),
+        note=note,
+    )
+
+
 @asynccontextmanager
 async def _opened(
-    run: OpenRun, backend: TrainerBackend, policy: Policy, children: Children
+    run: OpenRun, backend: TrainerBackend, policy: Policy, children: Children, link: TrainerLink
 ) -> AsyncGenerator[Opened]:
     config, folder, note, address = run.config, run.folder, run.progress.note, children.address
     supervisor, planned = children.supervisor, [p for p in children.plan if p.name.startswith("worker ")]
@@ -375,17 +415,8 @@ async def _opened(
             f"no workers on this machine (workers.count: 0); start some where their files are, with\n  "
             f"{worker_command(config, address.url)}"
         )
-    link = TrainerLink(
-        address.link_address,
-        trainer_id=uuid4().hex,
-        model=config.engine.model,
-        sampler=policy.sample,
-        engine_status="ENGINE.BOOTING",
-        keys=address.trainer_keys(),
-        note=note,
-    )
     try:
-        async with link, AsyncExitStack() as stack:
+        async with AsyncExitStack() as stack:
             release_former_workers(folder.path, link)
             url = children.url_of_server(config)
             workers = Workers(planned, config, folder.path, link=link, server_url=url, supervisor=supervisor)
@@ -457,31 +488,17 @@ def _address(info: ServerInfo) -> ServerAddress:
     return ServerAddress(info.url, info.link_address, Path(info.link_keys) if info.link_keys else None)
 
 
-async def _audit(run: OpenRun, opened: Opened) -> dict[str, Any]:
-    """What the summary says of the journal compared with the server's records: episodes lost, and the
-    server's own count."""
-    with run.progress.waiting("the server's record of the episodes"):
-        await opened.source.flush()
-        recorded = await opened.link.recorded_outcomes(list(run.journal.registered))
-    # Another server may know what ended before the run was fetched from its URL.
-    outcomes = run.folder.ended_elsewhere() | {uuid: each.state for uuid, each in recorded.items()}
-    return {
-        "episodes_lost": len(lost_episodes(run.journal, outcomes)),
-        "processes_restarted": opened.supervisor.restarts,
-        "server_results_accepted": opened.link.results_accepted,
-    }
-
-
-def summarize(grpo: GRPO) -> dict[str, Any]:
-    """The contents of summary.json but for `_audit`."""
+def summarize(grpo: GRPO, tally: Tally, *, restarts: int) -> dict[str, Any]:
+    """The contents of summary.json. `restarts`: of child processes."""
     evaluations = grpo.evaluator.finished
     before, after = evaluations.get("before"), evaluations.get("after")
-    journal, report = grpo.parts.journal, grpo.own.report
-    train_episodes = journal.count("train", "accepted", planned_only=grpo.samples is not None)
+    report = grpo.own.report
+    train_episodes = tally.train_accepted if grpo.samples is None else tally.planned_accepted
+    scores = {label: msgspec.json.decode(row.role_scores) for label, row in evaluations.items()}
     roles = {
         each.role: {
-            "eval_before": before.role_scores.get(each.role) if before else None,
-            "eval_after": after.role_scores.get(each.role) if after else None,
+            "eval_before": scores.get("before", {}).get(each.role),
+            "eval_after": scores.get("after", {}).get(each.role),
             **each.summary(),
         }
         for each in grpo.learners[1:]
@@ -492,11 +509,13 @@ def summarize(grpo: GRPO) -> dict[str, Any]:
         "eval_episodes": after.accepted if after else 0,
         "eval_failed": sum(evaluation.failed for evaluation in evaluations.values()),
         "train_episodes": train_episodes,
-        "episodes_accepted": journal.count("train", "accepted") + journal.count("eval", "accepted"),
-        "episodes_failed": sum(o == "failed" for o in journal.outcomes.values()) - journal.cancelled,
-        "episodes_cancelled": journal.cancelled,
-        "episodes_retried": journal.retries,
-        "episodes_discarded": journal.discarded,
+        "episodes_accepted": tally.train_accepted + tally.eval_accepted,
+        "episodes_failed": tally.failed,
+        "episodes_cancelled": tally.cancelled,
+        "episodes_retried": tally.retries,
+        "episodes_discarded": tally.left_out,
+        "episodes_lost": tally.lost,
+        "processes_restarted": restarts,
         "tokens_trained": report.tokens_trained,
         "episodes_per_s": train_episodes / grpo.train_seconds if grpo.train_seconds else 0.0,
         "train_seconds": grpo.train_seconds,

@@ -1,6 +1,6 @@
 """`RunFolder`: the files of one run.
 
-config.yaml  metrics.jsonl  journal.jsonl  record.sqlite  alignment.json  summary.json  learning_curve.png
+config.yaml  metrics.jsonl  ledger.sqlite  record.sqlite  alignment.json  summary.json  learning_curve.png
 rollouts/step_0001.jsonl  checkpoints/step_0005/  checkpoints/final/  checkpoints/roles/NAME/final/
 logs/  inspect/  sft_data.json  run_id
 
@@ -30,7 +30,7 @@ from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically, write_json
 from tinkerscript.lifecycle import try_lock
-from tinkerscript.remote_folder import FETCHED, JOURNAL, ROLES, Uploads, is_url
+from tinkerscript.remote_folder import ROLES, Uploads, is_url
 from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.identity import (
@@ -38,10 +38,8 @@ from tinkerscript.train.identity import (
     check_whole,
     damage_of,
     identify,
-    size_of,
     write_manifest,
 )
-from tinkerscript.train.journal import AnyEvent, Checkpointed, read_journal
 from tinkerscript.train.step_metrics import TrainerMetrics, metric_loggers
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
 
@@ -65,7 +63,6 @@ class RunFolder:
             check_unused(self.path)
         else:
             check_whole(self.path)
-        self.holds_a_run = size_of(self.path / JOURNAL) > 0
         self._url = config.experiment_dir if is_url(config.experiment_dir) else ""
         self._keep = config.training.keep_checkpoints
         self._uploads: Uploads | None = None
@@ -118,21 +115,24 @@ class RunFolder:
     def seal(self, name: str) -> None:
         """Say of a checkpoint whose files are all there that it is complete: that of the run's own last."""
         for folder in self.checkpoints_named(name):
-            write_manifest(folder, self.run_id, size_of(self.path / JOURNAL))
+            write_manifest(folder, self.run_id)
 
-    def events(self) -> list[AnyEvent]:
-        """What the journal of the folder's run has so far. Raises ConfigError for a broken one."""
-        return read_journal(self.path / JOURNAL) if self.holds_a_run else []
+    def whole_checkpoints(self) -> list[int]:
+        """The steps whose checkpoints are complete, in order."""
+        return [step for step in self._steps_with_checkpoints() if self.has_checkpoint(step)]
 
-    def passed_over(self, events: Sequence[AnyEvent], step: int) -> list[str]:
+    def _steps_with_checkpoints(self) -> list[int]:
+        found = (re.fullmatch(r"step_(\d+)", path.name) for path in self.checkpoints.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def passed_over(self, step: int) -> list[str]:
         """Why checkpoints later than the one of `step`, from which the run goes on, are not used."""
-        later = {event.step for event in events if isinstance(event, Checkpointed) and event.step > step}
-        names = [self.checkpoint_name(each) for each in sorted(later)]
+        names = [self.checkpoint_name(each) for each in self._steps_with_checkpoints() if each > step]
         return [
             f"the checkpoint {self.checkpoints / name} is not complete ({damage}): the run goes on from "
             + (f"that of step {step}" if step else "its beginning")
             for name in names
-            if (self.checkpoints / name).is_dir() and (damage := self._lacks(name))
+            if (damage := self._lacks(name))
         ]
 
     @asynccontextmanager
@@ -154,24 +154,11 @@ class RunFolder:
                 await self._uploads.finish()
 
     def checkpointed(self, *, best: int | None = None) -> None:
-        """A checkpoint is written and in the journal: delete the oldest, but not that of the step with the
+        """A checkpoint is written and in the ledger: delete the oldest, but not that of the step with the
         `best` score, and copy what is new."""
         self.keep_checkpoints(self._keep, best=best)
         if self._uploads is not None:
             self._uploads.copy()
-
-    def ended_elsewhere(self) -> dict[str, str]:
-        """What ended before the run was fetched from its URL, episode uuid -> `accepted` or `failed`: the
-        server of this folder has never heard of it."""
-        path = self.path / FETCHED
-        if not path.exists():
-            return {}
-        events = read_journal(self.path / JOURNAL, size=int(path.read_text(encoding="utf-8")))
-        return {
-            event.episode_uuid: "accepted" if isinstance(event, EpisodeAccepted) else "failed"
-            for event in events
-            if isinstance(event, EpisodeAccepted | EpisodeFailed)
-        }
 
     def keep_checkpoints(self, number: int, *, best: int | None = None) -> None:
         """Delete all but the newest `number` step checkpoints of every policy, and that of step `best`."""

@@ -21,6 +21,9 @@ from tinker_cookbook.supervised.common import compute_mean_nll
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import ConfigError
+from tinkerscript.ledger import open_ledger
+from tinkerscript.ledger.history import begin
+from tinkerscript.ledger.rows import CheckpointRow, StepRow
 from tinkerscript.model_folder import model_folder
 from tinkerscript.processes.supervisor import run_beside
 from tinkerscript.train.backends import backend_named
@@ -32,9 +35,8 @@ from tinkerscript.train.backends.backend import (
     skipped_note,
 )
 from tinkerscript.train.chats import Chats, load_chats, trained_weight
-from tinkerscript.train.journal import Checkpointed, Resumed
 from tinkerscript.train.learning_rates import learning_rate, resolved
-from tinkerscript.train.open_run import OpenRun, open_run
+from tinkerscript.train.open_run import OpenRun, logged, open_run
 from tinkerscript.train.run_folder import FINAL_CHECKPOINT, RunFolder
 
 HELD_OUT = "held_out/nll"
@@ -61,9 +63,15 @@ async def run_sft(
     folder = RunFolder(config, model, now=datetime.now(), path=path)
     async with AsyncExitStack() as stack:
         stack.callback(folder.close)
+        stack.enter_context(logged(config, folder))
         check_origin(folder, chats)
-        run = await stack.enter_async_context(open_run(config, folder, progress, on_page))
-        progress, step = run.progress, run.history.step
+        ledger = open_ledger("sqlite", folder.path, config.interchange_server.durability)
+        stack.push_async_callback(ledger.close)
+        history = (await begin(ledger, folder.whole_checkpoints(), time=time.time())).history
+        await ledger.commit()
+        recording = open_run(config, folder, progress, on_page, ledger=ledger, history=history)
+        run = await stack.enter_async_context(recording)
+        progress, step = run.progress, history.step
         progress.begin(chats.steps, done=step)
         for line in (
             f"{len(chats.train)} chats train for {chats.steps} steps, {len(chats.held_out)} sequences are "
@@ -79,7 +87,6 @@ async def run_sft(
                 f"sft.max_tokens: the longest chat has {chats.longest} tokens and the engine takes "
                 f"{backend.max_context}; set it to that or less"
             )
-        run.journal.write([Resumed(step=step)])
         sft = SupervisedRun(run, backend.client, chats, step, run.train_seconds)
         await run_beside(backend, asyncio.create_task(sft.run(), name="sft"))
         with progress.waiting("the final checkpoint"):
@@ -96,7 +103,7 @@ def check_origin(folder: RunFolder, chats: Chats) -> None:
     Otherwise a held-out chat could train, and the chats' order would change.
     """
     path = folder.path / ORIGIN_FILE
-    if folder.holds_a_run and path.exists():
+    if path.exists():
         begun: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
         changed = [name for name, value in chats.origin.items() if begun.get(name) != value]
         if changed:
@@ -152,6 +159,7 @@ class SupervisedRun:
             stepped = await optimizer_step(
                 self.client, datums, self.parts.config.training, loss_fn="cross_entropy", learning_rate=rate
             )
+        await self.parts.ledger.commit([StepRow(step=step, time=time.time(), policy_version=step)])
         self.step = step
         self._training = False
         tokens = sum(datum.model_input.length for datum in datums)
@@ -191,8 +199,13 @@ class SupervisedRun:
     async def _checkpoint(self) -> None:
         with self.parts.progress.waiting(f"the checkpoint of step {self.step}"):
             await self.save(self.parts.folder.checkpoint_name(self.step))
-        done = Checkpointed(step=self.step, policy_version=0, train_seconds=self.train_seconds)
-        self.parts.journal.write([done])
+        done = CheckpointRow(
+            step=self.step,
+            time=time.time(),
+            policy_version=self.step,
+            train_seconds=self.train_seconds,
+        )
+        await self.parts.ledger.commit([done])
         self.parts.folder.checkpointed()
 
     def held_out_curve(self) -> list[tuple[int, float]]:

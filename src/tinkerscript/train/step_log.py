@@ -54,8 +54,8 @@ class TrainingStep:
     lags: Lags
     """Of the batch's episodes, of replayed ones, and of batches before it that were stale as a whole."""
 
-    stale: frozenset[str]
-    """Uuids of episodes that were too old."""
+    stale: Mapping[str, str]
+    """Uuid of each episode that was too old -> why."""
 
     began: float
     """When its batch began to be collected, on the monotonic clock; so in the next field."""
@@ -83,7 +83,7 @@ class StepLog:
         learners: Sequence[Learner],
         extra_metrics: Sequence[StepMetric] = (),
     ) -> None:
-        self._config, self._folder, self._journal = parts.config, parts.folder, parts.journal
+        self._config, self._folder = parts.config, parts.folder
         self._progress, self._recorder = parts.progress, parts.recorder
         self._samples = samples
         self._own, *self._roles = self._learners = list(learners)
@@ -101,7 +101,7 @@ class StepLog:
         """The step trained. `learned`: the metrics of each policy's update."""
         self.tell_findings(step.number)
         self.tell_constrained(step.number)
-        payloads = self._payloads(step.batch)
+        payloads = step.batch.payloads
         facts = self._facts(step, payloads)
         metrics = dict(learned[0])
         for each, found in zip(self._roles, learned[1:], strict=True):
@@ -127,7 +127,7 @@ class StepLog:
     def stopped(self, step: TrainingStep, error: AlignmentError) -> None:
         """The step ends the run: it is in the record, where whoever looks for the cause looks."""
         self.tell_findings(step.number)
-        facts = self._facts(step, self._payloads(step.batch))
+        facts = self._facts(step, step.batch.payloads)
         metrics = step_metrics(facts) | self._own.report.step.metrics()
         self._record(step, metrics, stopped=error.name)
 
@@ -199,15 +199,8 @@ class StepLog:
             publish_s=step.publish_s,
         )
 
-    def _payloads(self, batch: Batch) -> dict[str, dict[str, Any]]:
-        """Episode uuid -> payload; without clients' own samples."""
-        samples, registered = self._samples, self._journal.registered
-        if samples is None:
-            return {}
-        return {uuid: samples.payload_at(registered[uuid].position) for uuid in batch.outcomes}
-
     async def _log_for_inspect(
-        self, step: TrainingStep, facts: StepFacts, payloads: dict[str, dict[str, Any]]
+        self, step: TrainingStep, facts: StepFacts, payloads: Mapping[str, Mapping[str, Any]]
     ) -> None:
         every = self._config.training.inspect_log_every
         if not every or step.number % every:

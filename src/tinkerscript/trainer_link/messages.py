@@ -1,22 +1,25 @@
 """Messages of the ZeroMQ link between trainer and server: msgspec structs, encoded as msgpack.
 
 A frame holds a list of messages. Invariant: delivery is at least once in both directions, and every message
-may arrive twice. Registrations are repeated until `Registered`, results until `Acknowledge`; both are
-idempotent by episode uuid.
+may arrive twice. Registrations are repeated until `Registered` and are idempotent by episode uuid; rows until
+`Committed`, in the order of their numbers. Outcomes come in the order of their end numbers, and the trainer
+says up to which it has them.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from typing import Self
 
 import msgspec
 
+from tinkerscript.ledger.history import History, Tally
+from tinkerscript.ledger.rows import TrainerRow
 from tinkerscript.limits import ID_CHARS, PAYLOAD_DEPTH, depth_is_beyond
-from tinkerscript.protocol import POLICY, TRAINER_POOL, EngineStatus, EpisodeType
-from tinkerscript.rollouts.call import Call, calls_of
+from tinkerscript.protocol import POLICY, TRAINER_POOL, EngineStatus, EpisodeType, bounded
+from tinkerscript.rollouts.call import Call, calls_of, full_prompts
 from tinkerscript.sampler import Progress, SampleRequest, SampleResult
 
-LINK_VERSION = 11
+LINK_VERSION = 12
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -65,6 +68,9 @@ class Hello(Tagged, frozen=True):
     failure: str = ""
     """Why the trainer leaves before the run's end; empty if it was stopped, or has not failed."""
 
+    position: int = -1
+    """The end number of the last outcome that the trainer has; -1: it takes none yet."""
+
     number: int = 0
     """Grows with every Hello of a trainer; the `Welcome` that answers it carries the same number."""
 
@@ -86,15 +92,54 @@ class NewEpisode(Tagged, frozen=True):
     group_size: int = 0
     """Number of episodes in the group; 0 if unknown."""
 
+    step: int = 0
+    """The training step that plans it; 0: an evaluation, or a client's own sample."""
+
+    position: int = -1
+    """Of its sample in the order of training; -1 if it has none."""
+
 
 class Register(Tagged, frozen=True):
     episodes: list[NewEpisode]
 
 
-class Acknowledge(Tagged, frozen=True):
-    """These results and failures are durable in the trainer's journal."""
+class Received(Tagged, frozen=True):
+    """The trainer has the outcomes up to this end number, so that more may follow."""
 
-    episode_uuids: list[str]
+    position: int
+
+
+class Commit(Tagged, frozen=True):
+    """Rows for the ledger, in one transaction. Answered by `Committed`."""
+
+    number: int
+    """From 1; the commits of a trainer are carried out in order, each once."""
+
+    rows: list[TrainerRow]
+
+
+class Resume(Tagged, frozen=True):
+    """A trainer begins: where does it go on? Answered by `Resumed`, or `NotResumed`."""
+
+    request_id: int
+    checkpoints: list[int]
+    """The steps whose checkpoints are whole."""
+
+    replay_lag: int = 0
+    """Of how many steps before the next one it wants to know what they trained on."""
+
+
+class Fetch(Tagged, frozen=True):
+    """What did these episodes end with, by sequence? Answered by `Fetched`."""
+
+    request_id: int
+    episodes: list[int]
+
+
+class TallyRequest(Tagged, frozen=True):
+    """How did the run's episodes end? Answered by `Tallied`, after everything sent before."""
+
+    request_id: int
 
 
 class Cancel(Tagged, frozen=True):
@@ -109,13 +154,6 @@ class ReleaseClient(Tagged, frozen=True):
 
     client_uuid: str
     reason: str
-
-
-class OutcomesRequest(Tagged, frozen=True):
-    """What does the server's store hold about these episodes? Answered by `Outcomes`."""
-
-    request_id: int
-    episode_uuids: list[str]
 
 
 class Sampled(Tagged, frozen=True):
@@ -169,9 +207,6 @@ class Welcome(Tagged, frozen=True):
     """The number of the `Hello` that this answers: everything the trainer sent before it is committed.
     0 in the first message to a trainer that has just connected, which promises nothing."""
 
-    results_accepted: int = 0
-    """Results that any trainer has acknowledged, by the server's own count; 0 in the first message."""
-
     quarantined: dict[str, str] = {}
     """Clients that get no episodes because their attempts only fail -> why."""
 
@@ -207,26 +242,44 @@ class Cancelled(Tagged, frozen=True):
     episode_uuids: list[str]
 
 
-class RecordedOutcome(NamedTuple):
-    """What the server's store holds about one episode."""
+class Committed(Tagged, frozen=True):
+    """The commits of this trainer up to this number are in the ledger."""
 
-    state: str
-    """`registered`, `claimed`, `ended`, `accepted` or `failed`."""
-
-    acknowledged: bool
-    """Whether a trainer acknowledged the outcome."""
+    number: int
 
 
-class Outcomes(Tagged, frozen=True):
-    """Answer to `OutcomesRequest`, after everything that the trainer sent before it was committed."""
+class Resumed(Tagged, frozen=True):
+    """Answer to `Resume`. The outcomes that wait for the trainer follow."""
 
     request_id: int
-    outcomes: dict[str, RecordedOutcome]
-    """By episode uuid; unknown episodes are left out."""
+    history: History
+
+
+class NotResumed(Tagged, frozen=True):
+    """Answer to `Resume` if the run cannot go on with this ledger."""
+
+    request_id: int
+    reason: str
+
+
+class Tallied(Tagged, frozen=True):
+    """Answer to `TallyRequest`."""
+
+    request_id: int
+    tally: Tally
 
 
 class _Ended(Tagged, frozen=True, kw_only=True, omit_defaults=True):
-    """How an episode ended: the server repeats it until it is acknowledged, and the journal keeps it."""
+    """How an episode ended."""
+
+    number: int = 0
+    """Its end number."""
+
+    after: int = 0
+    """The end number of the outcome that was sent before it: a trainer that lacks that one waits for both."""
+
+    sequence: int = 0
+    """Of the episode in the ledger."""
 
     episode_uuid: str
     episode_type: EpisodeType = "train"
@@ -237,10 +290,10 @@ class _Ended(Tagged, frozen=True, kw_only=True, omit_defaults=True):
 
     failed_calls: dict[int, list[Call]] = {}
     """Attempt -> the calls of an attempt that failed, for people; they never train. Those of early attempts
-    may be missing, and the journal keeps none."""
+    may be missing."""
 
     transcripts: dict[int, bytes] = {}
-    """Attempt -> what its program left for people to read. Any may be missing, and the journal keeps none."""
+    """Attempt -> what its program left for people to read. Any may be missing."""
 
     def without_extras(self) -> Self:
         """The outcome without what is only for people."""
@@ -307,6 +360,13 @@ class EpisodeFailed(_Ended, frozen=True, kw_only=True, omit_defaults=True):
 Outcome = EpisodeAccepted | EpisodeFailed
 
 
+class Fetched(Tagged, frozen=True):
+    """Answer to `Fetch`: those of the episodes that ended with a result."""
+
+    request_id: int
+    outcomes: list[EpisodeAccepted]
+
+
 class Sample(Tagged, frozen=True):
     request_id: int
     request: SampleRequest
@@ -322,10 +382,13 @@ class CancelSample(Tagged, frozen=True):
 
 FromTrainer = (
     Register
-    | Acknowledge
+    | Received
+    | Commit
+    | Resume
+    | Fetch
+    | TallyRequest
     | Cancel
     | ReleaseClient
-    | OutcomesRequest
     | Metrics
     | Sampled
     | SampleProgress
@@ -335,6 +398,9 @@ FromTrainer = (
 
 ToServer = Hello | FromTrainer
 
+Answer = Resumed | NotResumed | Fetched | Tallied
+"""What carries the `request_id` of its request."""
+
 ToTrainer = (
     Welcome
     | Refused
@@ -342,12 +408,51 @@ ToTrainer = (
     | Registered
     | NotRegistered
     | Cancelled
-    | Outcomes
+    | Committed
+    | Resumed
+    | NotResumed
+    | Fetched
+    | Tallied
     | EpisodeAccepted
     | EpisodeFailed
     | Sample
     | CancelSample
 )
+
+
+QUARANTINED = "reward_out_of_bounds"
+"""Failure kind of a recorded result whose reward would end the run (`errors.MAX_REWARD`)."""
+
+UNREADABLE = "calls_unreadable"
+"""Failure kind of a recorded result whose calls are not one after another, and cannot be merged."""
+
+
+def usable(outcome: Outcome) -> Outcome:
+    """The outcome as training may see it: a result with a reward out of bounds, or calls that cannot be
+    merged, is a failure.
+
+    The ledger keeps the result itself.
+    """
+    if isinstance(outcome, EpisodeFailed):
+        return outcome
+    kind = QUARANTINED
+    try:
+        for name, reward in {"reward": outcome.reward, **outcome.role_rewards}.items():
+            bounded(name, reward)
+        kind = UNREADABLE
+        for role in {call.role for call in outcome.all_calls}:
+            full_prompts(calls_of(outcome.all_calls, role))
+    except ValueError as error:
+        failure: dict[str, object] = {
+            "kind": kind,
+            "message": str(error),
+            "attempt": outcome.attempt,
+            "client_uuid": outcome.client_uuid,
+        }
+        fields = (name for name in EpisodeFailed.__struct_fields__ if name != "failures")
+        shared = {name: getattr(outcome, name) for name in fields}
+        return EpisodeFailed(failures=[*outcome.retries, failure], **shared)
+    return outcome
 
 
 def check_episode(episode: NewEpisode) -> None:

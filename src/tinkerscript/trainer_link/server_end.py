@@ -81,7 +81,12 @@ class ServerLink:
         self._guard: LinkGuard | None = None
         self._handshakes: FailedHandshakes | None = None
         self._outbox = Outbox()
-        self._trainer_id = ""
+        self.trainer_id = ""
+        """Of the trainer that owns this server; empty before the first."""
+
+        self.position = -1
+        """The end number of the last outcome that it has, as it said last; -1: it takes none yet."""
+
         self._started_ns = 0
         self._refused: set[str] = set()
         self._heard = asyncio.Event()
@@ -118,7 +123,6 @@ class ServerLink:
     def welcome(
         self,
         number: int,
-        results_accepted: int = 0,
         quarantined: Mapping[str, str] = MappingProxyType({}),
         demand: Demand | None = None,
     ) -> None:
@@ -128,7 +132,6 @@ class ServerLink:
                 link_version=LINK_VERSION,
                 server_id=self.server_id,
                 number=number,
-                results_accepted=results_accepted,
                 quarantined=dict(quarantined),
                 demand=demand or Demand(),
             )
@@ -172,7 +175,7 @@ class ServerLink:
                 if isinstance(message, Hello):
                     if await self._accept(identity, message):
                         self._on_hello(message, handle)
-                elif self.connected and identity == self._trainer_id.encode():
+                elif self.connected and identity == self.trainer_id.encode():
                     self._heard.set()
                     handle(message)
                     if isinstance(message, Register):
@@ -187,12 +190,13 @@ class ServerLink:
         if problem:
             self._drop("refused", problem)
             await self._send_to(identity, [Refused(reason=problem)])
-        elif hello.trainer_id != self._trainer_id:
+        elif hello.trainer_id != self.trainer_id:
             await self._take_over(hello)
         return not problem
 
     def _on_hello(self, hello: Hello, handle: LinkHandler) -> None:
         self._heard.set()
+        self.position = hello.position
         handle(hello)
         if not self.connected:
             self.connected = True
@@ -209,13 +213,13 @@ class ServerLink:
             return "the trainer's socket must have its trainer_id as its identity"
         if hello.trainer_id in self._refused:
             return "another trainer took over this server"
-        is_other = hello.trainer_id != self._trainer_id
+        is_other = hello.trainer_id != self.trainer_id
         if is_other and self.connected and hello.started_ns < self._started_ns:
             return "a trainer that started later is connected to this server"
         return ""
 
     async def _take_over(self, hello: Hello) -> None:
-        former, self._trainer_id = self._trainer_id, hello.trainer_id
+        former, self.trainer_id = self.trainer_id, hello.trainer_id
         self._started_ns = hello.started_ns
         self._outbox.clear()
         self.connected = False
@@ -227,7 +231,7 @@ class ServerLink:
     async def _send(self) -> None:
         while True:
             messages = await self._outbox.take()
-            await self._send_to(self._trainer_id.encode(), messages)
+            await self._send_to(self.trainer_id.encode(), messages)
 
     async def _send_to(self, identity: bytes, messages: list[Tagged]) -> None:
         """Never waits: a trainer that is gone or does not read must not block its successor."""
@@ -251,7 +255,7 @@ class ServerLink:
     async def _lose_trainer(self, handle: LinkHandler) -> None:
         self.connected = False
         self._outbox.clear()
-        logger.warning("link.silent trainer_id=%s silence_s=%g", self._trainer_id, self._times.silence_s)
+        logger.warning("link.silent trainer_id=%s silence_s=%g", self.trainer_id, self._times.silence_s)
         handle(TrainerEvent.SILENT)
         try:
             async with asyncio.timeout(self._times.grace_s):

@@ -1,9 +1,9 @@
 """`TrainerLink`: the trainer's end of the link.
 
-Invariant: nothing that matters depends on a single message. Registrations, cancellations and requests are
-repeated until they are confirmed, and the server repeats outcomes until they are acknowledged. The same link
-object survives a restart of the server, and its replacement by another one at the same address: messages of a
-server with a lower epoch than one heard before are dropped.
+Invariant: nothing that matters depends on a single message. Registrations, commits, cancellations and
+requests are repeated until they are confirmed, and the server repeats outcomes until the trainer has them.
+The same link object survives a restart of the server, and its replacement by another one at the same address:
+messages of a server with a lower epoch than one heard before are dropped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -21,35 +21,44 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from tinkerscript.errors import ConflictError, LinkError
+from tinkerscript.errors import ConfigError, ConflictError, LinkError
+from tinkerscript.ledger.history import History, Tally
+from tinkerscript.ledger.rows import TrainerRow
 from tinkerscript.protocol import EngineStatus, own_clients
 from tinkerscript.sampler import SampleFunction
 from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to_trainer, set_options
 from tinkerscript.trainer_link.keys import FailedHandshakes, TrainerKeys, secure_trainer
 from tinkerscript.trainer_link.messages import (
     LINK_VERSION,
-    Acknowledge,
+    Answer,
     BatchProgress,
     Cancel,
     Cancelled,
     CancelSample,
+    Commit,
+    Committed,
     Demand,
     EpisodeAccepted,
     EpisodeFailed,
+    Fetch,
+    Fetched,
     Hello,
     Metrics,
     NewEpisode,
     NotRegistered,
+    NotResumed,
     Outcome,
-    Outcomes,
-    OutcomesRequest,
-    RecordedOutcome,
+    Received,
     Refused,
     Register,
     Registered,
     ReleaseClient,
+    Resume,
+    Resumed,
     Sample,
     Stop,
+    Tallied,
+    TallyRequest,
     ToTrainer,
     Welcome,
     check_episode,
@@ -60,10 +69,13 @@ logger = logging.getLogger(__name__)
 
 
 REGISTER_CHUNK = 500
-"""Episodes in one `Register` message."""
+"""Episodes in one `Register` message, about: one holds whole groups."""
 
-OUTCOMES_CHUNK = 10_000
-"""Episodes in one `OutcomesRequest`."""
+FETCH_CHUNK = 16
+"""Episodes in one `Fetch`."""
+
+Request = Resume | Fetch | TallyRequest
+"""What has a `request_id`, and an answer with the same."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,21 +88,15 @@ class _Registration:
     confirmed: asyncio.Future[None]
 
 
-@dataclass(slots=True, eq=False)
-class _OutcomesCall:
-    """One request of `recorded_outcomes`."""
-
-    request: OutcomesRequest
-    answer: asyncio.Future[dict[str, RecordedOutcome]]
-
-
 class TrainerLink:
-    """A DEALER socket that sends heartbeats, registers episodes, serves samples and receives outcomes.
+    """A DEALER socket that sends heartbeats, registers episodes, serves samples, receives outcomes and writes
+    into the ledger.
 
         async with TrainerLink(address, trainer_id=uuid, model="tiny", sampler=engine.sample) as link:
+            history = await link.resume(checkpoints=[])
             await link.register(episodes)
             outcomes = await link.outcomes()
-            link.acknowledge([outcome.episode_uuid for outcome in outcomes])
+            await link.commit([StepRow(...), *(TrainedRow(episode=each.sequence, ...) for each in outcomes)])
 
     `trainer_id` is unique to the trainer process. The trainer that started last takes over the server.
     """
@@ -114,9 +120,6 @@ class TrainerLink:
         self.stop_requested = asyncio.Event()
         """Set when the server asks the trainer to stop."""
 
-        self.results_accepted = 0
-        """Results that the server has seen acknowledged, as of the last answer; current after `flush`."""
-
         self.refused_handshakes = 0
         """Connections that the server refused, or whose server does not have the key in `keys`."""
 
@@ -139,11 +142,19 @@ class TrainerLink:
         )
         self._outbox = Outbox()
         self._samples = SampleService(sampler, self._outbox.put)
-        self._inbox: dict[str, Outcome] = {}
-        self._handed_out: set[str] = set()
+        self._inbox: list[Outcome] = []
+        self._commits: dict[int, Commit] = {}
+        """By number: those that the server has not confirmed."""
+
+        self._commit_numbers = itertools.count(1)
+        self._committed = 0
+        """The number of the last commit that the server has confirmed."""
+
         self._registering: dict[str, _Registration] = {}
         self._cancelling: dict[str, str] = {}
-        self._asking: dict[int, _OutcomesCall] = {}
+        self._asking: dict[int, tuple[Request, asyncio.Future[Answer]]] = {}
+        """By `request_id`: requests without an answer yet."""
+
         self._request_ids = itertools.count(1)
         self._server_id = ""
         self._epoch = 0
@@ -215,26 +226,76 @@ class TrainerLink:
             for episode in episodes:
                 self._registering.pop(episode.episode_uuid, None)
 
-    async def outcomes(self) -> list[Outcome]:
-        """Wait for results and failures; returns one or more.
+    async def resume(self, checkpoints: Sequence[int], *, replay_lag: int = 0) -> History:
+        """Begin, or go on from the newest of the steps in `checkpoints`; see `ledger.history.begin`. From now
+        on outcomes come.
 
-        An outcome is returned twice only if its acknowledgement was lost: recognize it by its uuid and
-        acknowledge it again. Raises LinkError.
+        Raises ConfigError if the ledger cannot go on from them, and LinkError.
+        """
+        request = Resume(
+            request_id=next(self._request_ids), checkpoints=list(checkpoints), replay_lag=replay_lag
+        )
+        answer = await self._ask(request)
+        if isinstance(answer, NotResumed):
+            raise ConfigError(answer.reason)
+        assert isinstance(answer, Resumed)
+        return answer.history
+
+    async def fetch(self, episodes: Sequence[int]) -> list[EpisodeAccepted]:
+        """What these episodes, by sequence, ended with, but for those that failed. Raises LinkError."""
+        found = list[EpisodeAccepted]()
+        for start in range(0, len(episodes), FETCH_CHUNK):
+            chunk = list(episodes[start : start + FETCH_CHUNK])
+            answer = await self._ask(Fetch(request_id=next(self._request_ids), episodes=chunk))
+            assert isinstance(answer, Fetched)
+            found += answer.outcomes
+        return found
+
+    async def tally(self) -> Tally:
+        """How the episodes of the run ended, by what is committed. Raises LinkError."""
+        answer = await self._ask(TallyRequest(request_id=next(self._request_ids)))
+        assert isinstance(answer, Tallied)
+        return answer.tally
+
+    async def _ask(self, request: Request) -> Answer:
+        self._check()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._asking[request.request_id] = request, answer
+        self._outbox.put(request)
+        try:
+            return await answer
+        finally:
+            del self._asking[request.request_id]
+
+    async def outcomes(self) -> list[Outcome]:
+        """Wait for results and failures; returns one or more, in the order in which the episodes ended.
+
+        Each is returned once. Raises LinkError.
         """
         while not self._inbox:
             self._check()
             self._news.clear()
             await self._news.wait()
-        taken = list(self._inbox.values())
-        self._inbox.clear()
-        self._handed_out.update(outcome.episode_uuid for outcome in taken)
+        taken, self._inbox = self._inbox, []
+        self._outbox.put_latest(Received(position=self._hello.position))
         return taken
 
-    def acknowledge(self, uuids: Iterable[str]) -> None:
-        """Tell the server that these outcomes are durable in the trainer's journal and may be archived."""
-        uuids = list(uuids)
-        self._handed_out.difference_update(uuids)
-        self._outbox.put(Acknowledge(episode_uuids=uuids))
+    def note(self, rows: Collection[TrainerRow]) -> None:
+        """Write rows into the ledger, in one transaction, without waiting for it."""
+        if rows:
+            commit = Commit(number=next(self._commit_numbers), rows=list(rows))
+            self._commits[commit.number] = commit
+            self._outbox.put(commit)
+
+    async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
+        """Write rows into the ledger, in one transaction; return once they, and all before them, are
+        committed. Raises LinkError."""
+        self.note(rows)
+        wanted = max(self._commits, default=0)
+        while self._committed < wanted:
+            self._check()
+            self._news.clear()
+            await self._news.wait()
 
     def cancel(self, uuids: Iterable[str], reason: str) -> None:
         """Cancel episodes that are no longer needed. Each still gets an outcome: failed, or its result."""
@@ -280,27 +341,6 @@ class TrainerLink:
         self._hello = msgspec.structs.replace(self._hello, batch=batch)
         if at_once:
             self._say_hello()
-
-    async def recorded_outcomes(self, episode_uuids: Sequence[str]) -> dict[str, RecordedOutcome]:
-        """What the server's store holds about these episodes, by uuid; unknown episodes are left out.
-
-        Everything sent before is committed first. Raises LinkError.
-        """
-        found: dict[str, RecordedOutcome] = {}
-        for start in range(0, len(episode_uuids), OUTCOMES_CHUNK):
-            self._check()
-            request = OutcomesRequest(
-                request_id=next(self._request_ids),
-                episode_uuids=list(episode_uuids[start : start + OUTCOMES_CHUNK]),
-            )
-            call = _OutcomesCall(request, asyncio.get_running_loop().create_future())
-            self._asking[request.request_id] = call
-            self._outbox.put(request)
-            try:
-                found |= await call.answer
-            finally:
-                del self._asking[request.request_id]
-        return found
 
     async def flush(self) -> None:
         """Return when the server has committed everything sent before. Raises LinkError."""
@@ -366,13 +406,21 @@ class TrainerLink:
         )
         for uuid, reason in self._cancelling.items():
             self._outbox.put(Cancel(episode_uuids=[uuid], reason=reason))
-        for call in self._asking.values():
-            self._outbox.put(call.request)
+        for commit in self._commits.values():
+            self._outbox.put(commit)
+        for request, _ in self._asking.values():
+            self._outbox.put(request)
 
     def _send_registrations(self, episodes: Iterable[NewEpisode]) -> None:
-        episodes = list(episodes)
-        for start in range(0, len(episodes), REGISTER_CHUNK):
-            self._outbox.put(Register(episodes=episodes[start : start + REGISTER_CHUNK]))
+        chunk = list[NewEpisode]()
+        for episode in episodes:
+            # A group is registered as a whole, whenever this process or the server ends.
+            if len(chunk) >= REGISTER_CHUNK and episode.group_id != chunk[-1].group_id:
+                self._outbox.put(Register(episodes=chunk))
+                chunk = []
+            chunk.append(episode)
+        if chunk:
+            self._outbox.put(Register(episodes=chunk))
 
     def _on_message(self, message: ToTrainer) -> None:
         match message:
@@ -390,10 +438,10 @@ class TrainerLink:
                     self._on_registered(uuid)
             case NotRegistered():
                 self._on_not_registered(message)
-            case Outcomes():
-                call = self._asking.get(message.request_id)
-                if call is not None and not call.answer.done():
-                    call.answer.set_result(message.outcomes)
+            case Committed():
+                self._on_committed(message.number)
+            case Resumed() | NotResumed() | Fetched() | Tallied():
+                self._on_answer(message)
             case Welcome():
                 self._on_welcome(message)
             case Stop():
@@ -403,9 +451,25 @@ class TrainerLink:
                 self._fail(LinkError(f"the server refused this trainer: {message.reason}"))
 
     def _on_outcome(self, outcome: Outcome) -> None:
-        if outcome.episode_uuid not in self._handed_out:
-            self._inbox[outcome.episode_uuid] = outcome
+        """Take an outcome, unless it came before, or one before it is missing: the server repeats them."""
+        position = self._hello.position
+        if outcome.after <= position < outcome.number:
+            self._inbox.append(outcome)
+            self._hello = msgspec.structs.replace(self._hello, position=outcome.number)
             self._news.set()
+
+    def _on_committed(self, number: int) -> None:
+        self._committed = max(self._committed, number)
+        for each in [each for each in self._commits if each <= number]:
+            del self._commits[each]
+        self._news.set()
+
+    def _on_answer(self, answer: Answer) -> None:
+        if isinstance(answer, Resumed) and self._hello.position < 0:
+            self._hello = msgspec.structs.replace(self._hello, position=0)
+        _, waiting = self._asking.get(answer.request_id, (None, None))
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
 
     def _on_registered(self, uuid: str) -> None:
         registration = self._registering.get(uuid)
@@ -423,7 +487,6 @@ class TrainerLink:
     def _on_welcome(self, welcome: Welcome) -> None:
         self._welcomed = max(self._welcomed, welcome.number)
         if welcome.number:
-            self.results_accepted = welcome.results_accepted
             self.demand = welcome.demand
             self._name_quarantined(welcome.quarantined)
         if welcome.server_id != self._server_id:
@@ -444,7 +507,7 @@ class TrainerLink:
         self._failure = self._failure or error
         pending = [
             *(registration.confirmed for registration in self._registering.values()),
-            *(call.answer for call in self._asking.values()),
+            *(answer for _, answer in self._asking.values()),
         ]
         for future in pending:
             if not future.done():

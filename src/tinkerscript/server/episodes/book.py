@@ -1,7 +1,7 @@
 """`EpisodeBook`: every episode of a run; who may claim, renew, end, abort, cancel, retry and drop which.
 
-Invariants: an episode ends exactly once (`accepted`, or `failed` with a reason for every attempt); a result
-counts only from the claim that holds the lease; a failure that a trainer may have in its journal stands.
+Invariants: an episode ends exactly once (`ended`, or `failed` with a reason for every attempt); a result
+counts only from the claim that holds the lease; a failure that a trainer may have used stands.
 Pure: no I/O, no asyncio, injected clocks. Each operation costs O(log n), except for an operator's pages. What
 an operation changed is collected until `take_changes`.
 """
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import nlargest
 from itertools import islice
 from operator import attrgetter, itemgetter
 
 from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
+from tinkerscript.ledger.history import Tally
+from tinkerscript.ledger.rows import Use
 from tinkerscript.protocol import HANDED_BACK, TRAINER_POOL, ClaimType, EpisodeType, Failure
 from tinkerscript.server.episodes.indexes import ClaimRequests, Leases, Queues, StateCounts
 from tinkerscript.server.episodes.record import (
@@ -26,12 +28,18 @@ from tinkerscript.server.episodes.record import (
     ClosedClaim,
     EpisodeRecord,
     State,
+    attempt_row,
     content_digest,
 )
 
 MAX_HAND_BACKS = 20
 """How often an episode may be handed back by clients that are being stopped. From then on it counts as an
 attempt that failed: a client cannot keep an episode from ending."""
+
+
+LOST_TO_CLIENTS = (None, Use.SET_ASIDE, Use.LEFT_OUT)
+"""What became of a client's own sample in steps that are undone, after which it cannot train again; None: no
+such step used it."""
 
 
 class EpisodeBook:
@@ -54,7 +62,10 @@ class EpisodeBook:
         self._max_attempts = max_attempts
         self._episodes: dict[str, EpisodeRecord] = {}
         self._unfinished: dict[int, EpisodeRecord] = {}
-        """Episodes whose outcome is not acknowledged: sequence -> episode, in its order."""
+        """Episodes that are not consumed: sequence -> episode, in its order."""
+
+        self.open_ends: dict[int, EpisodeRecord] = {}
+        """Those that ended or failed and are not consumed: end number -> episode."""
 
         self._failed: dict[int, EpisodeRecord] = {}
         """Failed episodes that are not dropped: sequence -> episode, in order of failure."""
@@ -67,6 +78,7 @@ class EpisodeBook:
 
         self._changes = Changes()
         self._next_sequence = 1
+        self._next_end = 1
 
     # Queries
 
@@ -130,13 +142,32 @@ class EpisodeBook:
         return self._requests.answered((client_uuid, claim_request_id)) if claim_request_id else None
 
     def unfinished(self, *, after: int, limit: int) -> list[EpisodeRecord]:
-        """A page of episodes whose outcome is not acknowledged, by sequence, from the first past `after`."""
+        """A page of episodes that are not consumed, by sequence, from the first past `after`."""
         return _page(self._unfinished.values(), after=after, limit=limit)
 
     def failed(self, *, after: int, limit: int) -> list[EpisodeRecord]:
         """A page of failed episodes that are not dropped, by sequence, from the first past `after`."""
         failed = sorted(self._failed.values(), key=attrgetter("sequence"))
         return _page(failed, after=after, limit=limit)
+
+    def tally(self) -> Tally:
+        """How all episodes of the trainer and of clients ended so far."""
+        tally = Tally()
+        for each in self._episodes.values():
+            if each.state == "ended":
+                tally.retries += len(each.failures)
+                if each.episode_type == "eval":
+                    tally.eval_accepted += 1
+                else:
+                    tally.train_accepted += 1
+                    tally.planned_accepted += each.step > 0
+            elif each.state == "failed":
+                is_cancelled = each.failures[-1].kind == CANCELLED
+                tally.cancelled += is_cancelled
+                tally.failed += not is_cancelled
+            if not each.consumed and each.pool == TRAINER_POOL:
+                tally.lost += 1
+        return tally
 
     def take_changes(self) -> Changes:
         """The changes since the last call, each episode once."""
@@ -150,6 +181,7 @@ class EpisodeBook:
         claimed = list[EpisodeRecord]()
         for episode in episodes:
             self._next_sequence = max(self._next_sequence, episode.sequence + 1)
+            self._next_end = max(self._next_end, (episode.end_number or 0) + 1)
             self._enter(episode)
             if episode.state == "claimed":
                 claimed.append(episode)
@@ -166,6 +198,8 @@ class EpisodeBook:
         *,
         pool: str = TRAINER_POOL,
         group_size: int = 0,
+        step: int = 0,
+        position: int = -1,
     ) -> EpisodeRecord:
         """Add an episode. Idempotent for the same content.
 
@@ -186,8 +220,11 @@ class EpisodeBook:
             group_id=group_id,
             digest=digest,
             payload=payload,
+            sample=content_digest(payload),
             pool=pool,
             group_size=group_size,
+            step=step,
+            position=position,
             queued_at=self._wall(),
         )
         self._next_sequence += 1
@@ -202,10 +239,10 @@ class EpisodeBook:
         """
         episode = self.get(uuid)
         if episode.state == "registered":
-            episode.failures.append(Failure(kind=CANCELLED, message=reason))
+            self._note_failure(episode, Failure(kind=CANCELLED, message=reason))
             self._move(episode, "failed")
         elif episode.state == "claimed":
-            episode.failures.append(_failure_of(episode, CANCELLED, reason))
+            self._note_failure(episode, _failure_of(episode, CANCELLED, reason))
             self._close_claim(episode, "failed")
         else:
             return False
@@ -219,17 +256,58 @@ class EpisodeBook:
             self._touch(episode)
         return episode
 
-    def acknowledge(self, uuid: str) -> bool:
-        """The trainer has the outcome in its journal. False if there is no outcome to acknowledge.
+    def consume(self, sequence: int) -> None:
+        """The trainer used the episode's outcome or left it out. Idempotent, and nothing for an episode that
+        is unknown or has not ended."""
+        episode = self._unfinished.get(sequence)
+        if episode is not None and episode.end_number is not None:
+            self._consume(episode)
 
-        Raises UnknownEpisodeError.
+    def resume(self, step: int, resumption: int, used: Mapping[int, str]) -> list[EpisodeRecord]:
+        """A trainer goes on after `step`: keep what its next step can use, and give up the rest.
+
+        `used`: what became of episodes, by sequence, in later steps, which are undone. Returns those that are
+        given up; they are consumed. What the next step or clients' own samples can train on is open again.
         """
-        episode = self.get(uuid)
-        if episode.state not in ("ended", "failed"):
-            return episode.state == "accepted"
-        if not episode.acknowledged:
-            self._acknowledge(episode)
-        return True
+        kept, given_up = list[EpisodeRecord](), list[EpisodeRecord]()
+        groups: dict[str, list[EpisodeRecord]] = {}
+        for episode in self._episodes.values():
+            if episode.pool != TRAINER_POOL:
+                if episode.episode_type == "train" and used.get(episode.sequence) not in LOST_TO_CLIENTS:
+                    kept.append(episode)
+            elif episode.step == step + 1 and not episode.undone:
+                groups.setdefault(episode.group_id, []).append(episode)
+            else:
+                if episode.step > step and not episode.undone:
+                    episode.undone = resumption
+                    self._touch(episode)
+                if not episode.consumed:
+                    given_up.append(episode)
+        for group in groups.values():
+            (kept if _can_train(group, used) else given_up).extend(group)
+        for episode in kept:
+            if episode.consumed:
+                self._reopen(episode)
+        given_up = [episode for episode in given_up if not episode.consumed]
+        for episode in given_up:
+            if episode.end_number is None:
+                self.cancel(episode.uuid, "the run was resumed before the step of this episode")
+            self._consume(episode)
+        return given_up
+
+    def planned(self, step: int) -> list[EpisodeRecord]:
+        """The episodes that were planned for a step and may train in it, by sequence."""
+        return [
+            each
+            for each in self._unfinished.values()
+            if each.pool == TRAINER_POOL and each.step == step and not each.undone
+        ]
+
+    def plans(self, step: int) -> tuple[int, int]:
+        """How many groups were planned for a step, and the first position after those of all plans."""
+        standing = [each for each in self._episodes.values() if each.step and not each.undone]
+        groups = {each.group_id for each in standing if each.step == step}
+        return len(groups), 1 + max((each.position for each in standing), default=-1)
 
     # What clients do
 
@@ -256,6 +334,7 @@ class EpisodeBook:
         episode.policy_version = policy_version
         episode.lease_s = lease_s
         episode.claimed_at = self._wall()
+        self._touch_attempt(episode, episode.attempt)
         self._start_claim(episode)
         self._requests.claimed(episode)
         return episode
@@ -277,7 +356,7 @@ class EpisodeBook:
         """
         episode = self.get(uuid)
         digest = content_digest(result)
-        if attempt == episode.attempt and episode.state in ("ended", "accepted"):
+        if attempt == episode.attempt and episode.state == "ended":
             if episode.result_digest != digest:
                 raise ConflictError(f"episode {uuid!r} has already ended with another result")
             return episode
@@ -312,7 +391,7 @@ class EpisodeBook:
         episode = self.get(uuid)
         _check_holds(episode, attempt)
         failure = failure.model_copy(update={"attempt": attempt, "client_uuid": episode.client_uuid})
-        episode.failures.append(failure)
+        self._note_failure(episode, failure)
         self._close_claim(episode, "failed")
 
     def give_up(self, uuid: str, reason: str) -> EpisodeRecord:
@@ -321,9 +400,9 @@ class EpisodeBook:
         Raises UnknownEpisodeError, or ConflictError for an episode without such a result.
         """
         episode = self.get(uuid)
-        if episode.state != "ended":
-            raise ConflictError(f"episode {uuid!r} is {episode.state}, not ended")
-        episode.failures.append(_failure_of(episode, UNDELIVERABLE, reason))
+        if episode.status != "ended":
+            raise ConflictError(f"episode {uuid!r} is {episode.status}, not ended")
+        self._note_failure(episode, _failure_of(episode, UNDELIVERABLE, reason))
         self._move(episode, "failed")
         return episode
 
@@ -361,17 +440,17 @@ class EpisodeBook:
     def drop(self, uuid: str) -> EpisodeRecord:
         """Take a failed episode off the list of failures. Idempotent.
 
-        An unacknowledged failure can only be dropped in a client's own pool: no trainer waits for it, and the
-        drop acknowledges it. Raises UnknownEpisodeError, or ConflictError with the reason.
+        A failure that is not consumed can only be dropped in a client's own pool: no trainer waits for it,
+        and the drop consumes it. Raises UnknownEpisodeError, or ConflictError with the reason.
         """
         episode = self._get_failed(uuid)
-        if not episode.acknowledged:
+        if not episode.consumed:
             if episode.pool == TRAINER_POOL:
                 raise ConflictError(
-                    f"the trainer registered episode {uuid!r} and has not acknowledged its failure yet: its "
-                    "group waits for it"
+                    f"the trainer registered episode {uuid!r} and has not used its failure yet: its group "
+                    "waits for it"
                 )
-            self._acknowledge(episode)
+            self._consume(episode)
         if not episode.dropped:
             episode.dropped = True
             del self._failed[episode.sequence]
@@ -381,7 +460,7 @@ class EpisodeBook:
     def _get_failed(self, uuid: str) -> EpisodeRecord:
         episode = self.get(uuid)
         if episode.state != "failed":
-            raise ConflictError(f"episode {uuid!r} is {episode.state}, not failed")
+            raise ConflictError(f"episode {uuid!r} is {episode.status}, not failed")
         return episode
 
     # State changes
@@ -389,9 +468,11 @@ class EpisodeBook:
     def _enter(self, episode: EpisodeRecord) -> None:
         self._episodes[episode.uuid] = episode
         self.counts.count(episode, +1)
-        if not episode.acknowledged:
+        if not episode.consumed:
             self.counts.begun(episode)
             self._unfinished[episode.sequence] = episode
+            if episode.end_number is not None:
+                self.open_ends[episode.end_number] = episode
         if episode.state == "registered":
             self.queues.put(episode)
         elif episode.state == "failed" and not episode.dropped:
@@ -410,15 +491,34 @@ class EpisodeBook:
         self.counts.count(episode, +1)
         self._touch(episode)
         if state == "registered":
+            self._forget_end(episode)
             episode.queued_at = self._wall()
             self.queues.put(episode)
         elif state == "failed":
             self._failed[episode.sequence] = episode
+        if state in ("ended", "failed") and episode.end_number is None:
+            episode.end_number, episode.ended_at = self._next_end, self._wall()
+            self._next_end += 1
+            self.open_ends[episode.end_number] = episode
+
+    def _forget_end(self, episode: EpisodeRecord) -> None:
+        """A failed episode is tried again."""
+        if episode.end_number is not None:
+            del self.open_ends[episode.end_number]
+            episode.end_number = episode.ended_at = None
 
     def _touch(self, episode: EpisodeRecord) -> None:
         """A stored field has changed."""
         if episode.uuid not in self._changes.added:
             self._changes.saved[episode.uuid] = episode
+
+    def _note_failure(self, episode: EpisodeRecord, failure: Failure) -> None:
+        episode.failures.append(failure)
+        self._touch_attempt(episode, failure.attempt)
+
+    def _touch_attempt(self, episode: EpisodeRecord, attempt: int) -> None:
+        """The last claim of the episode was made or has failed; 0: it failed while nobody held it."""
+        self._changes.attempts[episode.sequence, attempt] = attempt_row(episode, attempt)
 
     def _start_claim(self, episode: EpisodeRecord) -> None:
         self.leases.start(episode)
@@ -437,18 +537,45 @@ class EpisodeBook:
 
     def _lose(self, episode: EpisodeRecord, failure: Failure, *, fault: str = "") -> None:
         """The claim that holds the lease failed: requeue the episode while it has attempts left."""
-        episode.failures.append(failure)
+        self._note_failure(episode, failure)
         used = episode.attempt - episode.forgiven
         self._close_claim(episode, "registered" if used < self._max_attempts else "failed", fault=fault)
 
-    def _acknowledge(self, episode: EpisodeRecord) -> None:
-        if episode.state == "ended":
-            self._move(episode, "accepted")
-        self._touch(episode)
-        episode.acknowledged = True
+    def _consume(self, episode: EpisodeRecord) -> None:
+        self._set_consumed(episode, True)
         self.counts.finished(episode)
         episode.payload = episode.result = b""
         del self._unfinished[episode.sequence]
+        assert episode.end_number is not None
+        del self.open_ends[episode.end_number]
+
+    def _reopen(self, episode: EpisodeRecord) -> None:
+        """What used the episode is undone."""
+        self._set_consumed(episode, False)
+        self.counts.begun(episode)
+        self._unfinished[episode.sequence] = episode
+        assert episode.end_number is not None
+        self.open_ends[episode.end_number] = episode
+
+    def _set_consumed(self, episode: EpisodeRecord, consumed: bool) -> None:
+        self._touch(episode)
+        changes_status = episode.state == "ended"
+        if changes_status:
+            self.counts.count(episode, -1)
+        episode.consumed = consumed
+        if changes_status:
+            self.counts.count(episode, +1)
+
+
+def _can_train(group: list[EpisodeRecord], used: Mapping[int, str]) -> bool:
+    """Whether a group that was planned for the next step may still train: no member was cancelled, set aside
+    or given up, and not every result was left out."""
+    for episode in group:
+        is_cancelled = episode.state == "failed" and episode.failures[-1].kind == CANCELLED
+        gone = episode.consumed and used.get(episode.sequence, Use.SET_ASIDE) in (Use.SET_ASIDE, Use.GIVEN_UP)
+        if is_cancelled or gone:
+            return False
+    return any(each.state != "ended" or used.get(each.sequence) != Use.LEFT_OUT for each in group)
 
 
 def _hand_backs(episode: EpisodeRecord) -> int:

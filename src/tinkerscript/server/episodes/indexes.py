@@ -4,7 +4,6 @@
     Queues           episodes that wait for a client
     LongPollQueue    clients that wait for an episode
     Leases           running claims by deadline
-    DeliveryWindow   outcomes that wait for the trainer
     StateCounts      episodes in each state
 
 Invariants: each index agrees with a scan over all episodes. A claim request is answered with new claims once;
@@ -24,7 +23,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from tinkerscript.protocol import TRAINER_POOL, ClaimType, EpisodeCounts, EpisodeType
-from tinkerscript.server.episodes.record import EPISODE_TYPES, STATES, EpisodeRecord, State
+from tinkerscript.server.episodes.record import EPISODE_TYPES, STATUSES, EpisodeRecord, Status
 
 RequestKey = tuple[str, str]
 """`client_uuid` and `claim_request_id`."""
@@ -336,67 +335,12 @@ class Leases:
         return max(episode.claimed_at, self._wall() - idle_s)
 
 
-class DeliveryWindow:
-    """Uuids of episodes whose outcome is committed and not acknowledged, oldest first.
-
-    At most `window` of them are in flight, however many have gathered while no trainer was connected.
-    """
-
-    def __init__(self, *, clock: Callable[[], float], window: int = 256) -> None:
-        self._clock = clock
-        self._window = window
-        self._waiting: OrderedDict[str, None] = OrderedDict()
-        self._sent: OrderedDict[str, float] = OrderedDict()
-        self.changed = asyncio.Event()
-        """Set when there may be something to take. For the one task that takes it."""
-
-    def __len__(self) -> int:
-        return len(self._waiting) + len(self._sent)
-
-    def add(self, uuid: str) -> None:
-        """The outcome is committed and may be sent."""
-        if uuid not in self._sent:
-            self._waiting[uuid] = None
-            self.changed.set()
-
-    def remove(self, uuid: str) -> None:
-        """The outcome is acknowledged, or no longer one."""
-        self._waiting.pop(uuid, None)
-        if uuid in self._sent:
-            del self._sent[uuid]
-            self.changed.set()
-
-    def take(self, at_most: int | None = None) -> list[str]:
-        """What to send now; `at_most` so many."""
-        taken = list[str]()
-        at_most = self._window if at_most is None else at_most
-        while self._waiting and len(self._sent) < self._window and len(taken) < at_most:
-            uuid, _ = self._waiting.popitem(last=False)
-            self._sent[uuid] = self._clock()
-            taken.append(uuid)
-        return taken
-
-    def is_sent(self, uuid: str) -> bool:
-        """Whether it was sent, and is neither acknowledged nor to be sent again."""
-        return uuid in self._sent
-
-    def requeue(self, after_s: float = 0.0) -> None:
-        """Move what was sent that many seconds ago or earlier to the front, to be sent again."""
-        sent_before = self._clock() - after_s
-        late = [uuid for uuid, at in self._sent.items() if at <= sent_before]
-        for uuid in reversed(late):
-            del self._sent[uuid]
-            self._waiting[uuid] = None
-            self._waiting.move_to_end(uuid, last=False)
-        self.changed.set()
-
-
 class StateCounts:
     """How many episodes of each type and of each pool are in each state."""
 
     def __init__(self) -> None:
-        self._types: dict[EpisodeType, dict[State, int]] = {kind: _zeros() for kind in EPISODE_TYPES}
-        self._pools: dict[str, dict[State, int]] = {TRAINER_POOL: _zeros()}
+        self._types: dict[EpisodeType, dict[Status, int]] = {kind: _zeros() for kind in EPISODE_TYPES}
+        self._pools: dict[str, dict[Status, int]] = {TRAINER_POOL: _zeros()}
         self._unfinished: dict[str, int] = {}
         self._payloads: dict[str, int] = {}
         """Pool -> bytes of the payloads of its unfinished episodes."""
@@ -405,21 +349,21 @@ class StateCounts:
 
     def count(self, episode: EpisodeRecord, step: int) -> None:
         """The episode enters (+1) or leaves (-1) the state that it has."""
-        self._types[episode.episode_type][episode.state] += step
+        self._types[episode.episode_type][episode.status] += step
         pool = self._pools.get(episode.pool)
         if pool is None:
             pool = self._pools[episode.pool] = _zeros()
-        pool[episode.state] += step
+        pool[episode.status] += step
         if step > 0 and episode.state == "failed":
             self._failures[episode.episode_type] += 1
 
     def begun(self, episode: EpisodeRecord) -> None:
-        """The episode's outcome is not acknowledged yet."""
+        """The episode is not consumed yet."""
         self._unfinished[episode.pool] = self._unfinished.get(episode.pool, 0) + 1
         self._payloads[episode.pool] = self._payloads.get(episode.pool, 0) + len(episode.payload)
 
     def finished(self, episode: EpisodeRecord) -> None:
-        """The episode's outcome is acknowledged; its payload is still there."""
+        """The episode is consumed; its payload is still there."""
         left = self._unfinished[episode.pool] - 1
         self._payloads[episode.pool] -= len(episode.payload)
         if left:
@@ -428,7 +372,7 @@ class StateCounts:
             del self._unfinished[episode.pool], self._payloads[episode.pool]
 
     def unfinished(self, pool: str) -> int:
-        """Episodes of the pool whose outcome is not acknowledged."""
+        """Episodes of the pool that are not consumed."""
         return self._unfinished.get(pool, 0)
 
     def payload_bytes(self, pool: str) -> int:
@@ -456,5 +400,5 @@ class StateCounts:
         return dict(self._failures)
 
 
-def _zeros() -> dict[State, int]:
-    return dict.fromkeys(STATES, 0)
+def _zeros() -> dict[Status, int]:
+    return dict.fromkeys(STATUSES, 0)

@@ -1,4 +1,5 @@
-"""The record of one episode, its states, and the table of legal moves between them.
+"""The record of one episode in memory, its states, the table of legal moves between them, and its rows in the
+ledger.
 
 Invariant: a state changes only along `TRANSITIONS`, and only `EpisodeBook` changes it.
 """
@@ -7,26 +8,29 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast, get_args
 
+from tinkerscript.ledger.rows import AttemptRow, EpisodeRow, SampleRow
 from tinkerscript.protocol import TRAINER_POOL, EpisodeType, Failure
 
-State = Literal["registered", "claimed", "ended", "accepted", "failed"]
+State = Literal["registered", "claimed", "ended", "failed"]
 
 TRANSITIONS: Mapping[State, frozenset[State]] = {
     "registered": frozenset({"claimed", "failed"}),
     "claimed": frozenset({"registered", "ended", "failed"}),
-    "ended": frozenset({"accepted", "failed"}),
-    "accepted": frozenset(),
+    "ended": frozenset({"failed"}),
     "failed": frozenset({"registered"}),
 }
-"""registered -> claimed -> ended -> accepted. A lost claim goes back to registered, or on to failed; an
-operator may retry a failed episode as long as no trainer can have its failure. A result that no message can
-carry to the trainer fails its episode: `ended` -> failed."""
+"""registered -> claimed -> ended. A lost claim goes back to registered, or on to failed; an operator may
+retry a failed episode as long as no trainer can have its failure. A result that no message can carry to the
+trainer fails its episode: `ended` -> failed."""
 
-STATES: tuple[State, ...] = tuple(TRANSITIONS)
+Status = Literal["registered", "claimed", "ended", "accepted", "failed"]
+"""What clients are shown: `accepted` is an `ended` episode that is consumed."""
+
+STATUSES: tuple[Status, ...] = get_args(Status)
 
 UNDELIVERABLE = "undeliverable"
 """Failure kind of an episode whose result is larger than a message to the trainer may be."""
@@ -51,11 +55,20 @@ class EpisodeRecord:
     """Digest of the registration: tells a repeated one from a different one with the same uuid."""
 
     payload: bytes
-    """JSON object; deleted once the outcome is acknowledged."""
+    """JSON object; not kept in memory once the episode is consumed."""
+
+    sample: bytes
+    """Digest of the payload, by which the ledger has it."""
 
     pool: str = TRAINER_POOL
     group_size: int = 0
     """Number of episodes in the group; 0 if unknown."""
+
+    step: int = 0
+    """The training step that planned it; 0: an evaluation, or a client's own sample."""
+
+    position: int = -1
+    """Of its sample in the order of training; -1 if it has none."""
 
     state: State = "registered"
     claimants: list[str] = field(default_factory=list[str])
@@ -86,23 +99,40 @@ class EpisodeRecord:
     calls_in_flight: int = 0
     """Model calls of the last claim in flight. Not stored."""
 
+    has_transcripts: bool = False
+    """Whether the ledger may have transcripts of it. Not stored."""
+
     policy_version: int = 0
     """The engine's policy version when the last claim was made."""
 
     reward: float | None = None
     result: bytes = b""
-    """JSON of `WorkflowOutput`; deleted once the outcome is acknowledged."""
+    """JSON of `WorkflowOutput`; not kept in memory once the episode is consumed."""
 
     result_digest: bytes = b""
     failures: list[Failure] = field(default_factory=list[Failure])
-    offered: bool = False
-    """The failure was sent to a trainer, which may have it in its journal before it acknowledges it."""
+    end_number: int | None = None
+    """In the order in which episodes ended or failed; None before."""
 
-    acknowledged: bool = False
-    """The trainer has the outcome in its journal."""
+    ended_at: float | None = None
+    """Unix time when it ended or failed."""
+
+    offered: bool = False
+    """The failure was sent to a trainer, which may have used it."""
+
+    consumed: bool = False
+    """A step or an evaluation of the trainer used the outcome or left it out, or a resumption gave it up."""
+
+    undone: int = 0
+    """The resumption that undid the step that it was planned for; 0: it stands."""
 
     dropped: bool = False
     """An operator took the episode off the list of failures."""
+
+    @property
+    def status(self) -> Status:
+        """What clients are shown."""
+        return "accepted" if self.state == "ended" and self.consumed else self.state
 
     @property
     def attempt(self) -> int:
@@ -129,7 +159,7 @@ class EpisodeRecord:
         if attempt == self.attempt and self.state == "claimed":
             return ""
         name = f"claim {attempt} of episode {self.uuid}"
-        if attempt == self.attempt and self.state in ("ended", "accepted"):
+        if attempt == self.attempt and self.state == "ended":
             return f"{name} is over: the episode has ended with its result"
         for failure in self.failures:
             if failure.attempt == attempt:
@@ -138,15 +168,15 @@ class EpisodeRecord:
 
     def why_failure_stands(self) -> str:
         """Why this failed episode cannot be retried; empty if it can."""
-        if self.acknowledged:
+        if self.consumed:
             return (
-                f"the failure of episode {self.uuid!r} is in the trainer's journal and its group is closed: "
+                f"the trainer has used the failure of episode {self.uuid!r} and its group is closed: "
                 "an episode ends exactly once"
             )
         if self.offered:
             return (
-                f"the failure of episode {self.uuid!r} was sent to the trainer, which may have it in its "
-                "journal: an episode ends exactly once"
+                f"the failure of episode {self.uuid!r} was sent to the trainer, which may have used it: "
+                "an episode ends exactly once"
             )
         last = self.failures[-1]
         return f"episode {self.uuid!r} was cancelled: {last.message}" if last.kind == CANCELLED else ""
@@ -187,7 +217,96 @@ class Changes:
     saved: dict[str, EpisodeRecord] = field(default_factory=dict[str, EpisodeRecord])
     """Changed episodes by uuid, without those in `added`."""
 
+    attempts: dict[tuple[int, int], AttemptRow] = field(default_factory=dict[tuple[int, int], AttemptRow])
+    """Claims that were made or have failed, by sequence and attempt."""
+
     closed: list[ClosedClaim] = field(default_factory=list[ClosedClaim])
+
+
+def sample_row(episode: EpisodeRecord) -> SampleRow:
+    return SampleRow(digest=episode.sample, payload=episode.payload)
+
+
+def episode_row(episode: EpisodeRecord) -> EpisodeRow:
+    return EpisodeRow(
+        sequence=episode.sequence,
+        uuid=episode.uuid,
+        episode_type=episode.episode_type,
+        group_id=episode.group_id,
+        pool=episode.pool,
+        group_size=episode.group_size,
+        step=episode.step,
+        position=episode.position,
+        sample=episode.sample,
+        digest=episode.digest,
+        state=episode.state,
+        forgiven=episode.forgiven,
+        reward=episode.reward,
+        result_digest=episode.result_digest,
+        end_number=episode.end_number,
+        ended_at=episode.ended_at,
+        offered=int(episode.offered),
+        consumed=int(episode.consumed),
+        dropped=int(episode.dropped),
+        undone=episode.undone,
+    )
+
+
+def attempt_row(episode: EpisodeRecord, attempt: int) -> AttemptRow:
+    """The last claim of an episode; attempt 0: what ended it while nobody held it."""
+    failure = next((each for each in episode.failures if each.attempt == attempt), None)
+    is_claim = attempt > 0
+    return AttemptRow(
+        episode=episode.sequence,
+        attempt=attempt,
+        client=episode.claimants[attempt - 1] if is_claim else "",
+        request_id=episode.request_ids[attempt - 1] if is_claim else "",
+        claimed_at=episode.claimed_at if is_claim else 0.0,
+        policy_version=episode.policy_version if is_claim else 0,
+        lease_s=episode.lease_s if is_claim else 0.0,
+        failure=None if failure is None else failure.model_dump_json(),
+    )
+
+
+def restored(
+    episode: EpisodeRow, attempts: Sequence[AttemptRow], payload: bytes, result: bytes
+) -> EpisodeRecord:
+    """An episode from its rows; `attempts` in order, from 1, and then 0."""
+    claims = [each for each in attempts if each.attempt]
+    failures = [Failure.model_validate_json(each.failure) for each in attempts if each.failure is not None]
+    record = EpisodeRecord(
+        uuid=episode.uuid,
+        sequence=episode.sequence,
+        episode_type=cast("EpisodeType", episode.episode_type),
+        group_id=episode.group_id,
+        digest=episode.digest,
+        payload=payload,
+        sample=episode.sample,
+        pool=episode.pool,
+        group_size=episode.group_size,
+        step=episode.step,
+        position=episode.position,
+        state=cast("State", episode.state),
+        claimants=[each.client for each in claims],
+        request_ids=[each.request_id for each in claims],
+        forgiven=episode.forgiven,
+        reward=episode.reward,
+        result=result,
+        result_digest=episode.result_digest,
+        failures=failures,
+        end_number=episode.end_number,
+        ended_at=episode.ended_at,
+        offered=bool(episode.offered),
+        consumed=bool(episode.consumed),
+        dropped=bool(episode.dropped),
+        undone=episode.undone,
+        has_transcripts=bool(claims),
+    )
+    if claims:
+        last = claims[-1]
+        record.lease_s, record.claimed_at = last.lease_s, last.claimed_at
+        record.policy_version = last.policy_version
+    return record
 
 
 def content_digest(*parts: bytes) -> bytes:

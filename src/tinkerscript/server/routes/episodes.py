@@ -23,6 +23,8 @@ from tinkerscript.access_tokens import ClaimKeys, Roles
 from tinkerscript.asgi import RETRY_AFTER_S, FastRoute
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
+from tinkerscript.ledger import Ledger
+from tinkerscript.ledger.rows import TranscriptRow
 from tinkerscript.limits import FAILURE_KIND, METADATA_DEPTH, OUTPUT_BYTES, depth_is_beyond
 from tinkerscript.logs import about
 from tinkerscript.protocol import (
@@ -47,7 +49,6 @@ from tinkerscript.server.claims import LeasedClaims, gateway_path
 from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import ServerMetrics
-from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.tracing import claim_traceparent
 
 TRANSCRIPT_PATH = "/record_transcript"
@@ -81,7 +82,7 @@ class EpisodeRoutes:
         self,
         *,
         interchange: Interchange,
-        store: EpisodeStore,
+        ledger: Ledger,
         keys: ClaimKeys,
         claims: LeasedClaims,
         roles: Roles,
@@ -93,7 +94,7 @@ class EpisodeRoutes:
         """`gateway_ports`: where gateway processes listen; `run`: the name of the run."""
         self._interchange = interchange
         self._book = interchange.book
-        self._store = store
+        self._ledger = ledger
         self._keys = keys
         self._claims = claims
         self._roles = roles
@@ -332,7 +333,11 @@ class EpisodeRoutes:
             body = await request.body()
         finally:
             self._reading -= length
-        self._store.add_transcript(self._book.held(*claim), claim.attempt, body)
+        episode = self._book.held(*claim)
+        episode.has_transcripts = True
+        self._ledger.put(
+            TranscriptRow(episode=episode.sequence, attempt=claim.attempt, transcript=bytes(body))
+        )
         await self._interchange.commit()
         return SuccessResponse(success=True)
 

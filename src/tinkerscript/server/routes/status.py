@@ -149,7 +149,7 @@ class StatusRoutes:
             return IsEpisodeClaimedResponse(success=False)
         episode = self._book.get(uuid)
         held = episode.state == "claimed" and (claim is None or claim.attempt == episode.attempt)
-        return IsEpisodeClaimedResponse(success=held, episode_status=episode.state)
+        return IsEpisodeClaimedResponse(success=held, episode_status=episode.status)
 
     async def replay_latest_llm_call(
         self, body: ReplayLatestCallRequest, request: Request
@@ -190,7 +190,7 @@ class StatusRoutes:
     async def get_episode_buffer(
         self, body: GetEpisodeBufferRequest | None = None
     ) -> GetEpisodeBufferResponse:
-        """The episodes whose outcome the trainer has not acknowledged, page by page."""
+        """The episodes whose outcome the trainer has not used yet, page by page."""
         body = body or GetEpisodeBufferRequest()
         episodes = self._book.unfinished(after=body.after, limit=body.limit + 1)
         return GetEpisodeBufferResponse(
@@ -240,14 +240,14 @@ class StatusRoutes:
         return EpisodeStatus(
             **_shown_episode(episode),
             client_uuid=episode.client_uuid,
-            episode_status=episode.state,
+            episode_status=episode.status,
             latest_activity_timestamp=self._book.leases.last_activity(episode),
             allow_discard_timeout=episode.lease_s,
             discard_episode_timeout=episode.lease_s,
             attempt=episode.attempt,
             policy_version=episode.policy_version if episode.attempt else None,
             failures=episode.failures,
-            acknowledged=episode.acknowledged,
+            acknowledged=episode.consumed,
         )
 
 
@@ -341,7 +341,7 @@ def _failed(episode: EpisodeRecord) -> DeadLetter:
     return DeadLetter(
         **_shown_episode(episode),
         failures=[_shown(failure) for failure in episode.failures[-MAX_FAILURES:]],
-        acknowledged=episode.acknowledged,
+        acknowledged=episode.consumed,
         can_retry=not stands,
         why_not=stands,
     )

@@ -74,7 +74,7 @@ class Publisher(ABC):
         """
 
     async def announce(self, policy_version: int) -> None:  # noqa: B027 (most have nothing to do)
-        """What `publish` returned may be sampled from now: the journal has the version."""
+        """What `publish` returned may be sampled from now: the ledger has the version."""
 
     def resting(self) -> AbstractAsyncContextManager[None]:
         """While the context is open nothing has to be sampled, since the weights train."""

@@ -1,22 +1,27 @@
-"""`PostgresStore`: a run's episodes in a PostgreSQL database, for servers that replace each other.
+"""`PostgresLedger`: the ledger of a run in a schema of a PostgreSQL database, for servers that replace each
+other.
 
 Each transaction is one message (PostgreSQL's simple query protocol), so a server that is stopped while it
 sends one holds no lock, and a pooler may give each transaction another session. Only batches beyond
 `MESSAGE_BYTES` take several messages. Invariants: a batch is written only if the lease's epoch is this
 server's (`database_lease`); a server that loses the lease, or the database, writes and reads nothing more. A
-commit survives a crash of the database, and of its machine where the database syncs its log.
+commit survives a crash of the database, and of its machine where the database syncs its log. Text is stored
+as it is, except for U+0000, which PostgreSQL cannot store (`escaped`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import re
 import socket
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 import msgspec
 import psycopg
@@ -24,25 +29,23 @@ from psycopg import AsyncClientCursor, AsyncConnection
 from psycopg.conninfo import conninfo_to_dict
 
 from tinkerscript.errors import ConfigError, StoreError
-from tinkerscript.lifecycle import without_garbage_collection
-from tinkerscript.rollouts.call import Call
-from tinkerscript.server.episodes.record import EpisodeRecord
-from tinkerscript.server.store.database_lease import LOST_LEASE, TIMEOUTS, Connection, DatabaseLease
-from tinkerscript.server.store.episode_store import EpisodeStore, WriteBatch
-from tinkerscript.server.store.postgres_schema import (
-    LOAD,
-    PAGE,
-    POSTGRES_VERSION,
-    READ_CALLS,
-    TABLES,
-    Statement,
-    episode_of,
-    escaped,
-    split_url,
-    statements,
-    unescaped,
+from tinkerscript.ledger.database_lease import (
+    LEASE_TABLE,
+    LOST_LEASE,
+    TIMEOUTS,
+    Connection,
+    DatabaseLease,
 )
-from tinkerscript.trainer_link.messages import RecordedOutcome
+from tinkerscript.ledger.ledger import Ledger, Statement, WriteBatch
+from tinkerscript.ledger.rows import (
+    LEDGER_VERSION,
+    TABLES,
+    Row,
+    column_types,
+    columns,
+    create_statements,
+    on_conflict,
+)
 
 MESSAGE_BYTES = 8 * 2**20
 """Approximate size of the rows in one message; PostgreSQL takes no message of 1 GiB."""
@@ -53,14 +56,19 @@ CONNECT_S = 5
 CLOSE_S = 2.0
 """Seconds for releasing the lease."""
 
+MAX_NAME_BYTES = 63
+
+VERSION = str(LEDGER_VERSION).encode()
+
 _FOR_GOOD = re.compile("authentication failed|no password supplied|does not exist|no pg_hba.conf entry")
 """In the message of a connection that will not be accepted later either."""
 
-_decode_call = msgspec.msgpack.Decoder(Call).decode
+
+_encode = msgspec.json.Encoder().encode
 
 
-class PostgresStore(EpisodeStore):
-    """One schema. `lead` before anything is written; `EpisodeStore` says what shares a transaction."""
+class PostgresLedger(Ledger):
+    """One schema. `lead` before anything is written; `Ledger` says what shares a transaction."""
 
     is_shared = True
 
@@ -88,65 +96,23 @@ class PostgresStore(EpisodeStore):
     async def agree(self, name: str, value: bytes) -> bytes:
         async with self._explained():
             reading = await self._open()
-            offer = self._text("INSERT INTO {schema}.shared_values VALUES (%s, %s) ON CONFLICT DO NOTHING")
+            offer = self._text("INSERT INTO {s}facts VALUES (%s, %s) ON CONFLICT DO NOTHING")
             await reading.execute(offer, (name, value))
-            agreed = await self._shared_value(reading, name)
+            agreed = await self._fact(reading, name)
             assert agreed is not None
             return agreed
 
-    async def load(self) -> list[EpisodeRecord]:
-        found: list[EpisodeRecord] = []
+    async def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         async with self._explained():
             reading = await self._open()
             async with reading.cursor(binary=True) as cursor:
-                while True:
-                    await cursor.execute(self._text(LOAD), (found[-1].sequence if found else -1,))
-                    rows = await cursor.fetchall()
-                    with without_garbage_collection():  # All of it stays: a third less of time.
-                        found += map(episode_of, rows)
-                    if len(rows) < PAGE:
-                        return found
-
-    async def calls(self, claims: Sequence[tuple[EpisodeRecord, int]]) -> list[list[Call]]:
-        wanted = [(episode.sequence, attempt) for episode, attempt in claims]
-        found: dict[tuple[int, int], list[Call]] = {each: [] for each in wanted}
-        async with self._explained():
-            reading = await self._open()
-            async with reading.cursor(binary=True) as cursor:
-                sequences, attempts = zip(*wanted, strict=True) if wanted else ((), ())
-                await cursor.execute(self._text(READ_CALLS), (list(sequences), list(attempts)))
-                async for sequence, attempt, call in cursor:
-                    found[sequence, attempt].append(_decode_call(call))
-        return [found[each] for each in wanted]
-
-    async def transcribed(self, episodes: Sequence[EpisodeRecord]) -> set[str]:
-        uuids = {episode.sequence: episode.uuid for episode in episodes}
-        async with self._explained():
-            reading = await self._open()
-            query = self._text("SELECT DISTINCT sequence FROM {schema}.transcripts WHERE sequence = ANY(%s)")
-            cursor = await reading.execute(query, (list(uuids),))
-            return {uuids[sequence] for (sequence,) in await cursor.fetchall()}
-
-    async def transcripts(self, episode: EpisodeRecord) -> dict[int, bytes]:
-        async with self._explained():
-            reading = await self._open()
-            async with reading.cursor(binary=True) as cursor:
-                query = "SELECT attempt, transcript FROM {schema}.transcripts WHERE sequence = %s"
-                await cursor.execute(self._text(query), (episode.sequence,))
-                return dict(await cursor.fetchall())
-
-    async def outcomes(self, episode_uuids: Sequence[str]) -> dict[str, RecordedOutcome]:
-        async with self._explained():
-            reading = await self._open()
-            query = self._text("SELECT uuid, state, acknowledged FROM {schema}.episodes WHERE uuid = ANY(%s)")
-            cursor = await reading.execute(query, ([escaped(uuid) for uuid in episode_uuids],))
-            rows = await cursor.fetchall()
-        return {unescaped(uuid): RecordedOutcome(state, done) for uuid, state, done in rows}
+                await cursor.execute(self._text(_marked(sql)), [_escaped(each) for each in parameters])
+                return [tuple(map(_unescaped, row)) for row in await cursor.fetchall()]
 
     async def write(self, batch: WriteBatch) -> None:
         if self._epoch is None:
             raise StoreError(f"{self._name}: nothing can be written before the lease is taken")
-        messages = _messages(statements(batch))
+        messages = list(_messages(batch))
         async with self._explained():
             await self._open()
             writing = self._connections[1]
@@ -158,11 +124,11 @@ class PostgresStore(EpisodeStore):
                     for number, message in enumerate(messages):
                         await cursor.execute(*self._message(message, fenced=number == 0))
 
-    def _message(self, statements: list[Statement], *, fenced: bool) -> tuple[bytes, list[str]]:
+    def _message(self, statements: list[Statement], *, fenced: bool) -> tuple[bytes, list[Any]]:
         """SQL and parameters of one message, a transaction by itself unless one is open."""
-        fence = [f"SELECT {{schema}}.fence({self._epoch})"] if fenced else []
+        fence = [f"SELECT {{s}}fence({self._epoch})"] if fenced else []
         sql = ";\n".join([*fence, *(statement.sql for statement in statements)])
-        return self._text(sql), [f"[{b','.join(each.rows).decode()}]" for each in statements]
+        return self._text(sql), [each for statement in statements for each in statement.parameters]
 
     async def release(self) -> None:
         if self._lease is not None and self._epoch is not None and not self._lost:
@@ -214,31 +180,32 @@ class PostgresStore(EpisodeStore):
             lock = b"SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))"
             await connection.execute(lock, (f"tinkerscript {self._schema}",))
             # A role without the right to create schemas can use one that is there.
-            cursor = await connection.execute(
-                self._text(
-                    "SELECT to_regnamespace('{schema}') IS NULL, to_regclass('{schema}.lease') IS NULL"
-                )
-            )
+            names = f"to_regnamespace('{self._schema}') IS NULL, to_regclass('{self._schema}.lease') IS NULL"
+            cursor = await connection.execute(f"SELECT {names}".encode())
             lacks_schema, lacks_tables = await cursor.fetchone() or (False, False)
             if lacks_schema:
-                await connection.execute(self._text("CREATE SCHEMA {schema}"))
+                await connection.execute(f"CREATE SCHEMA {self._schema}".encode())
             if lacks_tables:
-                await connection.execute(self._text(TABLES))
-        version = (await self._shared_value(connection, "schema_version") or b"unknown").decode()
-        if version != POSTGRES_VERSION:
+                await connection.execute(LEASE_TABLE.replace("{schema}", self._schema).encode())
+                for statement in create_statements(postgres=True):
+                    await connection.execute(self._text(statement))
+                version = self._text("INSERT INTO {s}facts VALUES ('version', %s)")
+                await connection.execute(version, (VERSION,))
+        version = (await self._fact(connection, "version") or b"unknown").decode()
+        if version != VERSION.decode():
             raise ConfigError(
-                f"interchange_server.store: {self._name} has schema version {version}, this server reads "
-                f"{POSTGRES_VERSION}: use the version of tinkerscript that made it, or another schema"
+                f"interchange_server.store: {self._name} has version {version}, this tinkerscript reads "
+                f"{VERSION.decode()}: use the version of tinkerscript that made it, or another schema"
             )
 
-    async def _shared_value(self, connection: Connection, name: str) -> bytes | None:
-        query = self._text("SELECT value FROM {schema}.shared_values WHERE name = %s")
+    async def _fact(self, connection: Connection, name: str) -> bytes | None:
+        query = self._text("SELECT value FROM {s}facts WHERE name = %s")
         row = await (await connection.execute(query, (name,))).fetchone()
         return None if row is None else bytes(row[0])
 
     def _text(self, sql: str) -> bytes:
         """A statement for this run's schema."""
-        return sql.format(schema=self._schema).encode()
+        return sql.replace("{s}", f"{self._schema}.").encode()
 
     async def _check_durability(self, connection: Connection) -> None:
         cursor = await connection.execute(
@@ -280,19 +247,106 @@ class PostgresStore(EpisodeStore):
             raise StoreError(f"{self._name}: {reason}") from error
 
 
-def _messages(statements: Iterable[Statement]) -> list[list[Statement]]:
-    """The same in messages of about `MESSAGE_BYTES`; a statement with many rows becomes several."""
-    messages, size = list[list[Statement]]([[]]), 0
-    for statement in statements:
-        part = Statement(statement.sql, [])
-        messages[-1].append(part)
-        for row in statement.rows:
-            if size and size + len(row) > MESSAGE_BYTES:
-                part, size = Statement(statement.sql, []), 0
-                messages.append([part])
-            part.rows.append(row)
-            size += len(row)
-    return messages
+def _messages(batch: WriteBatch) -> Iterator[list[Statement]]:
+    """The statements of a batch in messages of about `MESSAGE_BYTES`; many rows become several statements."""
+    message, size = list[Statement](), 0
+    for kind in TABLES:
+        part = list[bytes]()
+        for row in batch.rows.get(kind, {}).values():
+            part.append(_json(row))
+            size += len(part[-1])
+            if size > MESSAGE_BYTES:
+                yield [*message, _insert(kind, part)]
+                message, part, size = [], [], 0
+        if part:
+            message.append(_insert(kind, part))
+    message += [
+        Statement(_marked(each.sql), tuple(map(_escaped, each.parameters))) for each in batch.statements
+    ]
+    if message:
+        yield message
+
+
+def _insert(kind: type[Row], rows: Iterable[bytes]) -> Statement:
+    return Statement(_insert_of(kind), (f"[{b','.join(rows).decode()}]",))
+
+
+@cache
+def _insert_of(kind: type[Row]) -> str:
+    """An INSERT whose only parameter is a JSON array of rows."""
+    names = ", ".join(columns(kind))
+    rows = f"json_populate_recordset(NULL::{{s}}{kind.TABLE}, %s) WITH ORDINALITY"
+    if kind.KEY:
+        rows = f"json_populate_recordset(NULL::{{s}}{kind.TABLE}, %s)"
+        return f"INSERT INTO {{s}}{kind.TABLE} ({names}) SELECT {names} FROM {rows}{on_conflict(kind)}"
+    return f"INSERT INTO {{s}}{kind.TABLE} ({names}) SELECT {names} FROM {rows} ORDER BY ordinality"
+
+
+def _json(row: Row) -> bytes:
+    """A row as JSON: PostgreSQL reads bytes in hexadecimal."""
+    values = {name: getattr(row, name) for name in columns(type(row))}
+    for name, (kind, _) in column_types(type(row)).items():
+        if kind is bytes:
+            values[name] = "\\x" + values[name].hex()
+        elif kind is str:
+            values[name] = _escaped(values[name])
+    return _encode(values)
+
+
+def _marked(sql: str) -> str:
+    """A statement with psycopg's marks for parameters."""
+    return sql.replace("%", "%%").replace("?", "%s")
+
+
+_ESCAPES = str.maketrans({"\0": "\x010", "\x01": "\x011"})
+
+
+def escaped(text: str) -> str:
+    """`text` without U+0000, which PostgreSQL cannot store."""
+    return text.translate(_ESCAPES) if "\0" in text or "\x01" in text else text
+
+
+def unescaped(text: str) -> str:
+    """The text that was `escaped`."""
+    return text.replace("\x010", "\0").replace("\x011", "\x01") if "\x01" in text else text
+
+
+def _escaped(value: Any) -> Any:
+    return escaped(value) if isinstance(value, str) else value
+
+
+def _unescaped(value: Any) -> Any:
+    if isinstance(value, str):
+        return unescaped(value)
+    return bytes(value) if isinstance(value, memoryview) else value
+
+
+def split_url(url: str, folder: Path) -> tuple[str, str]:
+    """The connection URL without our own parameter, and the run's schema in that database.
+
+    `?schema=NAME` names the schema; without it the name of the run's folder does. Raises ConfigError.
+    """
+    parts = urlsplit(url)
+    query = parse_qsl(parts.query, keep_blank_values=True)
+    named = [value for name, value in query if name == "schema"]
+    rest = urlencode([(name, value) for name, value in query if name != "schema"], quote_via=quote)
+    if not named:
+        return parts._replace(query=rest).geturl(), _schema_of(folder)
+    if len(named) > 1 or not re.fullmatch(r"(?!pg_)[a-z_][a-z0-9_]{0,62}", named[0]):
+        raise ConfigError(
+            f"interchange_server.store: schema={named[-1]} is not the name of a schema: use one of at most "
+            f"{MAX_NAME_BYTES} lowercase letters, digits and underscores that does not begin with pg_"
+        )
+    return parts._replace(query=rest).geturl(), named[0]
+
+
+def _schema_of(folder: Path) -> str:
+    """`tinkerscript_` and the folder's name, with a digest if the name had to change."""
+    name = folder.absolute().name
+    plain = re.sub(r"[^a-z0-9_]", "_", name.lower())[:40]
+    if plain != name:
+        plain += "_" + hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"tinkerscript_{plain}"
 
 
 def _named(conninfo: str) -> str:

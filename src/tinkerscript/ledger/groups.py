@@ -1,0 +1,78 @@
+"""`recorded_groups`: the episodes of a run as groups of rollouts, for other trainers and for analysis."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tinkerscript.errors import ConfigError
+from tinkerscript.files import LEDGER_FILE
+from tinkerscript.ledger.ledger import CALLS, decoded
+from tinkerscript.ledger.rows import LEDGER_VERSION, Use
+from tinkerscript.rollouts.advantages import RolloutGroup
+from tinkerscript.rollouts.call import calls_of
+from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.rollouts.rollout import EpisodeRollouts
+
+_GROUPS = "SELECT DISTINCT group_id FROM episodes WHERE state = 'ended' AND episode_type = 'train'"
+
+_MEMBERS = """
+SELECT sequence, uuid, reward, result, (SELECT max(attempt) FROM attempts WHERE episode = sequence)
+    FROM episodes JOIN results ON episode = sequence
+    WHERE group_id = ? AND state = 'ended' AND episode_type = 'train'
+    AND NOT EXISTS (SELECT 1 FROM trained WHERE episode = sequence AND outcome = ?)
+    ORDER BY end_number
+"""
+
+
+class _Result(msgspec.Struct):
+    metadata: dict[str, Any] = {}
+
+
+def recorded_groups(run_dir: Path, *, trains_constrained: bool = False) -> Iterator[RolloutGroup]:
+    """The training episodes with a result in a run's `ledger.sqlite`, by group, in the order in which groups
+    began.
+
+    A group may be smaller than planned, and no step need have trained on it. Left out are episodes that were
+    set aside as misaligned. Rewards are on the rollouts too, whose `env_example_id` is the group's.
+    `trains_constrained`: see `merge_calls`. Raises ConfigError for a folder without such a ledger.
+    """
+    path = run_dir / LEDGER_FILE
+    if not path.is_file():
+        raise ConfigError(f"{run_dir} has no {LEDGER_FILE}: is it the folder of a run?")
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as run:
+        (version,) = run.execute("PRAGMA user_version").fetchone()
+        if version != LEDGER_VERSION:
+            raise ConfigError(f"{path} has version {version}, and this tinkerscript reads {LEDGER_VERSION}")
+        for (group_id,) in run.execute(f"{_GROUPS} ORDER BY sequence").fetchall():
+            members = run.execute(_MEMBERS, (group_id, Use.SET_ASIDE)).fetchall()
+            episodes = tuple(_episode(run, group_id, *each, trains_constrained) for each in members)
+            if episodes:
+                yield RolloutGroup(group_id, episodes)
+
+
+def _episode(
+    run: sqlite3.Connection,
+    group_id: str,
+    sequence: int,
+    uuid: str,
+    reward: float,
+    result: bytes,
+    attempt: int,
+    trains_constrained: bool,
+) -> EpisodeRollouts:
+    query = CALLS.replace("{s}", "")
+    calls = calls_of(decoded(run.execute(query, (sequence, attempt)).fetchall()))
+    rollouts = merge_calls(calls, episode_uuid=uuid, trains_constrained=trains_constrained)
+    return EpisodeRollouts(
+        uuid,
+        reward,
+        tuple(each.rewarded(reward, env_example_id=group_id) for each in rollouts),
+        tuple(calls),
+        msgspec.json.decode(result, type=_Result).metadata,
+    )

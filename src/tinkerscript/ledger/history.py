@@ -1,0 +1,163 @@
+"""Where a run goes on: from which checkpoint, and what of the past still counts.
+
+A run resumed from the checkpoint of step k builds on the policy versions published up to k. Later steps are
+undone, in one transaction with the row of the resumption. The results for step k + 1 were sampled by the
+checkpoint's own weights and are used again; results of later weights are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from tinkerscript.errors import ConfigError
+from tinkerscript.ledger.ledger import Ledger
+from tinkerscript.ledger.rows import (
+    STANDS,
+    UNDONE,
+    CheckpointRow,
+    EvaluationRow,
+    PublicationRow,
+    ResumptionRow,
+    TrainedRow,
+    TrainerRow,
+    Use,
+)
+
+T = TypeVar("T")
+
+
+class RowWriter(Protocol):
+    """What takes a trainer's rows: the ledger itself, or the link to the server that has it."""
+
+    def note(self, rows: Collection[TrainerRow]) -> None:
+        """Write rows, in one transaction, without waiting for it."""
+        ...
+
+    async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
+        """Write rows in one transaction; return once they, and all before them, are committed."""
+        ...
+
+
+class PlannedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """An episode that was planned for the next step."""
+
+    episode_uuid: str
+    group_id: str
+    position: int
+    is_over: bool
+    """Whether it has ended or failed."""
+
+
+class History(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a run that a trainer builds on."""
+
+    resumption: int = 1
+    """Its number: 1 for a new run."""
+
+    step: int = 0
+    """Step of the checkpoint to go on from; 0: the initial weights."""
+
+    checkpoint: CheckpointRow | None = None
+    evaluations: list[EvaluationRow] = []
+    versions: dict[int, int] = {}
+    """Policy version -> training steps behind it, of those that still count."""
+
+    newest_version: int = -1
+    """The highest that was ever published; -1 before the first."""
+
+    planned: list[PlannedRow] = []
+    """The next step's episodes, in groups that can still train."""
+
+    planned_groups: int = 0
+    """Groups that were planned for the next step, those that cannot train any more included."""
+
+    next_position: int = 0
+    """In the order of training samples: the first that is unused."""
+
+    replayed: list[TrainedRow] = []
+    """What the latest steps trained on, by step, role and place."""
+
+    open_until: int = 0
+    """The last end number among the outcomes that wait for this trainer; 0: none waits."""
+
+
+class Tally(msgspec.Struct, kw_only=True):
+    """How the episodes of a run ended."""
+
+    train_accepted: int = 0
+    planned_accepted: int = 0
+    """Of those: the ones that a training step planned."""
+
+    eval_accepted: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    retries: int = 0
+    """Failed attempts of episodes that ended with a result later."""
+
+    left_out: int = 0
+    """Results that no step used for a reason of their own, not their group's."""
+
+    lost: int = 0
+    """The trainer's episodes that have not ended, or whose outcome it neither used nor left out."""
+
+
+class Beginning(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ledger alone says of a run that goes on."""
+
+    history: History
+    used: dict[int, str]
+    """What became of episodes, by sequence, in the steps that are undone."""
+
+
+async def begin(
+    ledger: Ledger, checkpoints: Collection[int], *, time: float, replay_lag: int = 0
+) -> Beginning:
+    """Go on from the newest of `checkpoints`, the steps whose checkpoints are whole, and undo what is later.
+
+    What it writes is not committed yet. `replay_lag`: of how many steps before the next one to say what they
+    trained on. Raises ConfigError, and changes nothing, for a ledger that is older than a checkpoint.
+    """
+    ((last_step,),) = await ledger.read("SELECT coalesce(max(step), 0) FROM {s}steps")
+    if checkpoints and max(checkpoints) > last_step:
+        raise ConfigError(
+            f"the ledger ends with step {last_step}, before the checkpoint of step {max(checkpoints)}: it "
+            "has been cut short or replaced; put the whole ledger back, or remove the later checkpoints to "
+            "go on from what it has"
+        )
+    saved = await ledger.rows(CheckpointRow, "WHERE undone = 0 ORDER BY step")
+    checkpoint = next((each for each in reversed(saved) if each.step in checkpoints), None)
+    step = checkpoint.step if checkpoint else 0
+    ((resumption, newest),) = await ledger.read(
+        "SELECT (SELECT coalesce(max(resumption), 0) + 1 FROM {s}resumptions), "
+        "(SELECT coalesce(max(policy_version), -1) FROM {s}publications)"
+    )
+    standing = "WHERE undone = 0 AND step <= ?"
+    published = await ledger.rows(PublicationRow, standing, (step,))
+    trained = list[TrainedRow]()
+    if replay_lag:
+        rest = f"{standing} AND step > ? AND place >= 0 ORDER BY step, role, place"
+        trained = await ledger.rows(TrainedRow, rest, (step, step - replay_lag))
+    used = dict[int, str](
+        await ledger.read("SELECT episode, outcome FROM {s}trained WHERE undone = 0 AND step > ?", (step,))
+    )
+    history = History(
+        resumption=resumption,
+        step=step,
+        checkpoint=checkpoint,
+        evaluations=await ledger.rows(EvaluationRow, f"{standing} ORDER BY time", (step,)),
+        versions={each.policy_version: each.step for each in published},
+        newest_version=newest,
+        replayed=trained,
+    )
+    ledger.put(ResumptionRow(resumption=resumption, step=step, time=time))
+    for kind in UNDONE:
+        stays = f" AND outcome != '{Use.SET_ASIDE}'" if kind is TrainedRow else ""
+        ledger.execute(
+            f"UPDATE {{s}}{kind.TABLE} SET undone = ? WHERE undone = {STANDS} AND step > ?{stays}",
+            resumption,
+            step,
+        )
+    return Beginning(history=history, used=used)

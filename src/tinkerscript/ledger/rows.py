@@ -1,0 +1,425 @@
+"""The tables of a run's ledger, each as the struct of its rows.
+
+A struct's fields are the table's columns, in their order, so one definition makes the table in SQLite and in
+PostgreSQL, writes its rows, reads them, and carries those of the trainer over the link.
+
+Invariants: `KEY` and `CONSTRAINTS` hold what code alone would have to hold: an episode ends once, trains once
+in a step and role, and a policy version is published once. Rows of steps that a resumption undid stay, and
+name it in `undone`; 0 in that column means that the row stands.
+"""
+
+from __future__ import annotations
+
+import types
+from functools import cache
+from typing import Any, ClassVar, Union, get_args, get_origin
+
+import msgspec
+
+LEDGER_VERSION = 1
+
+STANDS = 0
+"""In a column `undone`: no resumption undid the row."""
+
+
+OF_EPISODE = ("FOREIGN KEY (episode) REFERENCES {s}episodes (sequence)",)
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all rows."""
+
+    TABLE: ClassVar[str]
+    KEY: ClassVar[tuple[str, ...]] = ()
+    """The primary key. A row replaces the former one with its key. Without a key rows are numbered in the
+    order in which they are written, in a column `number`."""
+
+    ONCE: ClassVar[bool] = False
+    """Whether a second row with the same key is an error instead."""
+
+    KEEPS_FIRST: ClassVar[bool] = False
+    """Whether the first row with a key stays instead."""
+
+    CONSTRAINTS: ClassVar[tuple[str, ...]] = ()
+    """Further constraints of the table, in SQL that both databases know."""
+
+    INDEXES: ClassVar[tuple[str, ...]] = ()
+    """Columns of each index, in SQL."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of what may be large, about."""
+        return 0
+
+
+# What the server writes
+
+
+class SampleRow(Row, frozen=True, kw_only=True):
+    """What a client gets to work on, which the episodes of a group share."""
+
+    TABLE = "samples"
+    KEY = ("digest",)
+    KEEPS_FIRST = True
+
+    digest: bytes
+    payload: bytes
+    """JSON object."""
+
+    @property
+    def size(self) -> int:
+        return len(self.payload)
+
+
+class EpisodeRow(Row, frozen=True, kw_only=True):
+    """One episode, as it stands now. `server.episodes.record.EpisodeRecord` says more about the columns."""
+
+    TABLE = "episodes"
+    KEY = ("sequence",)
+    CONSTRAINTS = ("UNIQUE (uuid)", "UNIQUE (end_number)")
+    INDEXES = ("step",)
+
+    sequence: int
+    """In the order of registration."""
+
+    uuid: str
+    episode_type: str
+    """`train` or `eval`."""
+
+    group_id: str
+    pool: str
+    group_size: int
+    step: int
+    """The training step that planned it; 0: an evaluation, or a client's own sample."""
+
+    position: int
+    """Of its sample in the order of training; -1 if it has none."""
+
+    sample: bytes
+    """`SampleRow.digest`."""
+
+    digest: bytes
+    """Of the registration."""
+
+    state: str
+    """`registered`, `claimed`, `ended` or `failed`."""
+
+    forgiven: int
+    reward: float | None
+    result_digest: bytes
+    end_number: int | None
+    """In the order in which episodes ended or failed; NULL before."""
+
+    ended_at: float | None
+    """Unix time in seconds."""
+
+    offered: int
+    """1: its failure was sent to a trainer."""
+
+    consumed: int
+    """1: a step or an evaluation used it or left it out, or a resumption gave it up."""
+
+    dropped: int
+    """1: an operator took it off the list of failures."""
+
+    undone: int
+    """The resumption that undid the step that it was planned for."""
+
+
+class AttemptRow(Row, frozen=True, kw_only=True):
+    """One claim of an episode; attempt 0: what ended the episode while nobody held it."""
+
+    TABLE = "attempts"
+    KEY = ("episode", "attempt")
+    CONSTRAINTS = OF_EPISODE
+    INDEXES = ("client",)
+
+    episode: int
+    attempt: int
+    client: str
+    request_id: str
+    claimed_at: float
+    """Unix time in seconds."""
+
+    policy_version: int
+    """The newest when it was claimed."""
+
+    lease_s: float
+    failure: str | None
+    """`protocol.Failure` as JSON; NULL while it has not failed."""
+
+
+class CallRow(Row, frozen=True, kw_only=True):
+    """One model call: `rollouts.call.Call` as msgpack."""
+
+    TABLE = "calls"
+    CONSTRAINTS = OF_EPISODE
+    INDEXES = ("episode, attempt",)
+
+    episode: int
+    attempt: int
+    call: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.call)
+
+
+class ResultRow(Row, frozen=True, kw_only=True):
+    """What an episode ended with."""
+
+    TABLE = "results"
+    KEY = ("episode",)
+    CONSTRAINTS = OF_EPISODE
+
+    episode: int
+    result: bytes
+    """`protocol.WorkflowOutput` as JSON."""
+
+    @property
+    def size(self) -> int:
+        return len(self.result)
+
+
+class TranscriptRow(Row, frozen=True, kw_only=True):
+    """What the program of an attempt left for people to read."""
+
+    TABLE = "transcripts"
+    KEY = ("episode", "attempt")
+    CONSTRAINTS = OF_EPISODE
+
+    episode: int
+    attempt: int
+    transcript: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.transcript)
+
+
+class FactRow(Row, frozen=True, kw_only=True):
+    """A fact about the ledger or the run, by name."""
+
+    TABLE = "facts"
+    KEY = ("name",)
+
+    name: str
+    value: bytes
+
+
+# What the trainer writes
+
+
+class ResumptionRow(Row, frozen=True, kw_only=True):
+    """A trainer began: with a new run, or after the step of a checkpoint."""
+
+    TABLE = "resumptions"
+    KEY = ("resumption",)
+    ONCE = True
+
+    resumption: int
+    """From 1."""
+
+    step: int
+    time: float
+
+
+class PublicationRow(Row, frozen=True, kw_only=True):
+    """Weights became a policy version."""
+
+    TABLE = "publications"
+    KEY = ("policy_version",)
+    ONCE = True
+
+    policy_version: int
+    step: int
+    """Training steps behind the weights."""
+
+    time: float
+    undone: int = STANDS
+
+
+class StepRow(Row, frozen=True, kw_only=True):
+    """A training step."""
+
+    TABLE = "steps"
+    KEY = ("step", "undone")
+    ONCE = True
+
+    step: int
+    time: float
+    policy_version: int
+    """What it published."""
+
+    undone: int = STANDS
+
+
+class TrainedRow(Row, frozen=True, kw_only=True):
+    """What became of an episode that ended: a step trained on it, or it was left out."""
+
+    TABLE = "trained"
+    KEY = ("episode", "step", "role", "undone")
+    CONSTRAINTS = OF_EPISODE
+    INDEXES = ("step",)
+    ONCE = True
+
+    episode: int
+    """`EpisodeRow.sequence`."""
+
+    step: int
+    role: str = ""
+    """The policy that trained on it: the run's own, or a role's by name."""
+
+    outcome: str
+    """One of `Use`."""
+
+    place: int = -1
+    """Of its group among those whose gradients the step used, from 0; -1: of none of them."""
+
+    reason: str = ""
+    undone: int = STANDS
+
+
+class CheckpointRow(Row, frozen=True, kw_only=True):
+    """The weights and the state of the optimizer after a step are on disk."""
+
+    TABLE = "checkpoints"
+    KEY = ("step", "undone")
+
+    step: int
+    time: float
+    policy_version: int
+    train_seconds: float
+    report: bytes = b"{}"
+    """The alignment report at this step as JSON."""
+
+    role_reports: bytes = b"{}"
+    """Those of the roles that train, by name."""
+
+    undone: int = STANDS
+
+
+class EvaluationRow(Row, frozen=True, kw_only=True):
+    """The score of a policy version on samples for evaluation."""
+
+    TABLE = "evaluations"
+    KEY = ("label", "step", "undone")
+    ONCE = True
+
+    label: str
+    step: int
+    time: float
+    policy_version: int
+    score: float | None
+    """Mean reward of the accepted episodes; NULL if there are none."""
+
+    accepted: int
+    failed: int
+    """Episodes without a score; not part of the mean."""
+
+    role_scores: bytes = b"{}"
+    """JSON: role that trains -> mean reward of the accepted episodes that called it."""
+
+    undone: int = STANDS
+
+
+class Use:
+    """Values of `TrainedRow.outcome`."""
+
+    TRAINED = "trained"
+    SAME_REWARD = "same_reward"
+    """As all of its group, which therefore has no gradient."""
+
+    MISALIGNED = "misaligned"
+    NOTHING_TO_TRAIN = "nothing_to_train"
+    """Every token was constrained by a grammar."""
+
+    GROUP_TOO_SMALL = "group_too_small"
+    EVALUATED = "evaluated"
+    LEFT_OUT = "left_out"
+    """Not needed: failed, cancelled, or no batch waited for it."""
+
+    STALE = "stale"
+    """Too old to train."""
+
+    SET_ASIDE = "set_aside"
+    """The run stopped before its step because of it. It never trains, also after a resumption."""
+
+    GIVEN_UP = "given_up"
+    """A resumption had no use for it. `step`: the one after which the run went on."""
+
+
+TrainerRow = PublicationRow | StepRow | TrainedRow | CheckpointRow | EvaluationRow
+"""What a trainer commits."""
+
+TABLES: tuple[type[Row], ...] = (
+    FactRow,
+    SampleRow,
+    EpisodeRow,
+    AttemptRow,
+    CallRow,
+    ResultRow,
+    TranscriptRow,
+    ResumptionRow,
+    PublicationRow,
+    StepRow,
+    TrainedRow,
+    CheckpointRow,
+    EvaluationRow,
+)
+"""In the order in which they are created, and written within a transaction."""
+
+UNDONE: tuple[type[Row], ...] = (PublicationRow, StepRow, TrainedRow, CheckpointRow, EvaluationRow)
+"""Those of whose rows a resumption undoes the ones of later steps."""
+
+_SQLITE = {int: "INTEGER", float: "REAL", str: "TEXT", bytes: "BLOB"}
+_POSTGRES = {int: "bigint", float: "double precision", str: "text", bytes: "bytea"}
+
+
+@cache
+def columns(kind: type[Row]) -> tuple[str, ...]:
+    """The names of a table's columns but for the number of one without a key."""
+    return tuple(field.name for field in msgspec.structs.fields(kind))
+
+
+@cache
+def column_types(kind: type[Row]) -> dict[str, tuple[type, bool]]:
+    """Column -> its Python type, and whether it may be NULL."""
+    return {field.name: _type_of(field.type) for field in msgspec.structs.fields(kind)}
+
+
+def _type_of(annotation: Any) -> tuple[type, bool]:
+    if get_origin(annotation) in (Union, types.UnionType):
+        (kind,) = [each for each in get_args(annotation) if each is not type(None)]
+        return kind, True
+    return annotation, False
+
+
+def create_statements(*, postgres: bool = False) -> list[str]:
+    """The statements that create all tables. `{s}` is the schema's name with a dot, or nothing."""
+    types_of = _POSTGRES if postgres else _SQLITE
+    number = "number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY"
+    if not postgres:
+        number = "number INTEGER PRIMARY KEY"
+    found: list[str] = []
+    for kind in TABLES:
+        lines = [
+            f"{name} {types_of[of]}{'' if nullable else ' NOT NULL'}"
+            for name, (of, nullable) in column_types(kind).items()
+        ]
+        lines = [*lines, f"PRIMARY KEY ({', '.join(kind.KEY)})"] if kind.KEY else [number, *lines]
+        found.append(f"CREATE TABLE {{s}}{kind.TABLE} ({', '.join([*lines, *kind.CONSTRAINTS])})")
+        for place, index in enumerate(kind.INDEXES):
+            found.append(f"CREATE INDEX {kind.TABLE}_{place} ON {{s}}{kind.TABLE} ({index})")
+    return found
+
+
+@cache
+def on_conflict(kind: type[Row]) -> str:
+    """The end of an INSERT: what a row does to the former one with its key."""
+    if not kind.KEY or kind.ONCE:
+        return ""
+    key = f" ON CONFLICT ({', '.join(kind.KEY)})"
+    others = [name for name in columns(kind) if name not in kind.KEY]
+    if kind.KEEPS_FIRST or not others:
+        return f"{key} DO NOTHING"
+    return f"{key} DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in others)}"

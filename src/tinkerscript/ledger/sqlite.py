@@ -1,0 +1,156 @@
+"""`SqliteLedger`: the ledger of a run in one SQLite file.
+
+With durability `normal` (WAL, synchronous=NORMAL) a commit survives kill -9 but not a power cut; it takes
+tens of microseconds and happens on the event loop. A thread commits more than `LONG_BATCH` writes, and syncs
+the file, which takes a disk milliseconds, whenever the log has grown to `LOG_BYTES`; the next commits wait
+for it, and nothing else does. With `full` (synchronous=FULL) each commit syncs the file, in a thread, and
+survives a power cut too. The calls of a claim are read on the event loop, in microseconds, and what may be
+long in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from msgspec.structs import astuple
+
+from tinkerscript.errors import StoreError
+from tinkerscript.files import stamp
+from tinkerscript.ledger.ledger import CALLS, Ledger, WriteBatch, decoded
+from tinkerscript.ledger.rows import LEDGER_VERSION, TABLES, Row, columns, create_statements, on_conflict
+from tinkerscript.rollouts.call import Call
+
+LOG_BYTES = 2**22
+"""Of the write-ahead log, after which it is moved into the file and begins anew."""
+
+LONG_BATCH = 1000
+"""Writes of one transaction, about 10 ms of work. A larger transaction is committed in a thread."""
+
+LONG_BYTES = 2**22
+"""Of payloads, calls and transcripts, which take as long to write or to read."""
+
+_MOVE_LOG = "PRAGMA wal_checkpoint(PASSIVE)"
+
+_CALLS_SIZE = "SELECT coalesce(sum(length(call)), 0) FROM calls WHERE episode = ? AND attempt = ?"
+
+
+class SqliteLedger(Ledger):
+    """One file. `Ledger` says what shares a transaction."""
+
+    def __init__(self, path: Path, *, durability: Literal["normal", "full"] = "normal") -> None:
+        """Opens or creates the file. Raises StoreError for a file of another version."""
+        super().__init__()
+        full = durability == "full"
+        self._path, self._log = path, f"{path.resolve()}-wal"
+        with _explained(path):
+            # The writing connection is used on the event loop, or with `full` by the writing thread alone.
+            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._set_up(full=full)
+            self._reading = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._writer = ThreadPoolExecutor(1, "ledger-writer") if full else None
+
+    async def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        return await asyncio.to_thread(self._read_all, _plain(sql), parameters)
+
+    async def calls(self, claims: Iterable[tuple[int, int]]) -> list[list[Call]]:
+        claims = list(claims)
+        with _explained(self._path):
+            size = sum(self._reading.execute(_CALLS_SIZE, claim).fetchone()[0] for claim in claims)
+            if size < LONG_BYTES:
+                return [decoded(self._reading.execute(_plain(CALLS), claim).fetchall()) for claim in claims]
+        return await super().calls(claims)
+
+    async def write(self, batch: WriteBatch) -> None:
+        if self._writer is not None:
+            await asyncio.get_running_loop().run_in_executor(self._writer, self._write, batch)
+            return
+        if batch.count > LONG_BATCH or batch.size > LONG_BYTES:
+            await asyncio.to_thread(self._write, batch)
+        else:
+            self._write(batch)
+        if self._log_bytes() > LOG_BYTES:  # All of it: nobody writes meanwhile.
+            await asyncio.to_thread(self._read_all, _MOVE_LOG, ())
+
+    async def release(self) -> None:
+        if self._writer is not None:
+            self._writer.shutdown()
+        self._reading.close()
+        self._connection.close()
+
+    def _read_all(self, query: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """What `query` finds, read with a connection of its own."""
+        with _explained(self._path), closing(sqlite3.connect(self._path)) as connection:
+            return connection.execute(query, tuple(parameters)).fetchall()
+
+    def _log_bytes(self) -> int:
+        try:
+            return os.stat(self._log).st_size
+        except FileNotFoundError:  # SQLite does without where the file system has no shared memory.
+            return 0
+
+    def _set_up(self, *, full: bool) -> None:
+        run = self._connection.execute
+        stamp(self._connection, self._path)
+        run("PRAGMA journal_mode = WAL")
+        run("PRAGMA foreign_keys = ON")
+        if full:
+            run("PRAGMA synchronous = FULL")
+        else:
+            run("PRAGMA synchronous = NORMAL")
+            run("PRAGMA wal_autocheckpoint = 0")  # `write` does it.
+            run("PRAGMA journal_size_limit = 0")  # So that the log's file is as long as the log.
+        (version,) = run("PRAGMA user_version").fetchone()
+        if version == 0:
+            run("BEGIN IMMEDIATE")
+            for statement in create_statements():
+                run(_plain(statement))
+            run(f"PRAGMA user_version = {LEDGER_VERSION}")
+            run("COMMIT")
+        elif version != LEDGER_VERSION:
+            raise StoreError(
+                f"{self._path} has version {version}, this tinkerscript reads {LEDGER_VERSION}: "
+                "use the version of tinkerscript that wrote it, or another run folder"
+            )
+
+    def _write(self, batch: WriteBatch) -> None:
+        with _explained(self._path):
+            run = self._connection
+            run.execute("BEGIN IMMEDIATE")
+            try:
+                for kind in TABLES:
+                    if rows := batch.rows.get(kind):
+                        run.executemany(_insert(kind), map(astuple, rows.values()))
+                for statement in batch.statements:
+                    run.execute(_plain(statement.sql), statement.parameters)
+                run.execute("COMMIT")
+            finally:
+                if run.in_transaction:
+                    run.execute("ROLLBACK")
+
+
+@cache
+def _insert(kind: type[Row]) -> str:
+    names = columns(kind)
+    marks = ", ".join("?" * len(names))
+    return f"INSERT INTO {kind.TABLE} ({', '.join(names)}) VALUES ({marks}){on_conflict(kind)}"
+
+
+def _plain(sql: str) -> str:
+    return sql.replace("{s}", "")
+
+
+@contextmanager
+def _explained(path: Path) -> Generator[None]:
+    """SQLite's errors as a StoreError that names the file."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise StoreError(f"ledger {path}: {error}") from error
