@@ -19,7 +19,10 @@ from tinkerscript.rollouts.call import calls_of
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 
-_GROUPS = "SELECT DISTINCT group_id FROM episodes WHERE state = 'ended' AND episode_type = 'train'"
+_GROUPS = """
+SELECT group_id FROM episodes WHERE state = 'ended' AND episode_type = 'train'
+    GROUP BY group_id ORDER BY min(sequence)
+"""
 
 _MEMBERS = """
 SELECT sequence, uuid, reward, result, (SELECT max(attempt) FROM attempts WHERE episode = sequence)
@@ -49,7 +52,7 @@ def recorded_groups(run_dir: Path, *, trains_constrained: bool = False) -> Itera
         (version,) = run.execute("PRAGMA user_version").fetchone()
         if version != LEDGER_VERSION:
             raise ConfigError(f"{path} has version {version}, and this tinkerscript reads {LEDGER_VERSION}")
-        for (group_id,) in run.execute(f"{_GROUPS} ORDER BY sequence").fetchall():
+        for (group_id,) in run.execute(_GROUPS).fetchall():
             members = run.execute(_MEMBERS, (group_id, Use.SET_ASIDE)).fetchall()
             episodes = tuple(_episode(run, group_id, *each, trains_constrained) for each in members)
             if episodes:
