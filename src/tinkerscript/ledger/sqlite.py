@@ -3,9 +3,9 @@
 With durability `normal` (WAL, synchronous=NORMAL) a commit survives kill -9 but not a power cut; it takes
 tens of microseconds and happens on the event loop. A thread commits more than `LONG_BATCH` writes, and syncs
 the file, which takes a disk milliseconds, whenever the log has grown to `LOG_BYTES`; the next commits wait
-for it, and nothing else does. Rows in `SYNCED` are synced so at once. With `full` (synchronous=FULL) each commit syncs the file, in a thread, and
-survives a power cut too. The calls of a claim are read on the event loop, in microseconds, and what may be
-long in a thread.
+for it, and nothing else does. Rows in `SYNCED` are synced so at once. With `full` (synchronous=FULL) each
+commit syncs the file, in a thread, and survives a power cut too. The calls of a claim are read on the event
+loop, in microseconds, and what may be long in a thread.
 """
 
 from __future__ import annotations
