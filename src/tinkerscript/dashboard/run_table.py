@@ -170,6 +170,8 @@ class RunTable:
         self.steps, self._step = steps, done
 
     def step(self, step: int, metrics: Metrics, now: float) -> None:
+        if not self._ends and self.batch_began > self.began:  # The first step's batch, after any evaluation.
+            self._ends.append((self._step, self.batch_began))
         self._step = step
         self._ends.append((step, now))
         self._rows.append(TableRow(step, dict(metrics)))
@@ -219,12 +221,11 @@ class RunTable:
         text = Text.assemble((f"step {self._step} of {self.steps}", "bold"), "  ")
         width = min(BAR, columns - 3 - text.cell_len - len(times))
         if width > 5:
-            done = round(width * self._step / self.steps)
-            text.append("━" * done, "green").append("─" * (width - done), "dim").append("  ")
+            _add_bar(text, width, self._step / self.steps)
         return text.append(times, "dim")
 
     def _time_left(self, now: float) -> float | None:
-        """At the pace of the last steps, evaluations included; None until there is one."""
+        """At the pace of the last steps, evaluations between them included; None until one has ended."""
         if len(self._ends) < 2 or self._step >= self.steps:
             return None
         (first, began), (last, ended) = self._ends[0], self._ends[-1]
@@ -242,7 +243,10 @@ class RunTable:
         seconds = now - self.batch_began
         rate = f"   {done / seconds:.0f} ep/s" if done and seconds > 1 else ""
         episodes = f"{done:,} of {total:,} episodes" if total else f"{done:,} episodes"
-        return Text.assemble("sampling ", one_line(label), f": {episodes}", (rate, "dim"))
+        text = Text.assemble("sampling ", one_line(label), f": {episodes}", (rate, "dim"))
+        if total:  # Last: a narrow screen cuts it off.
+            _add_bar(text.append("  "), BAR, done / total)
+        return text
 
     def _table(self, width: int) -> list[Text]:
         """The header and a line for each of the last steps, with as many columns as fit."""
@@ -335,6 +339,11 @@ def _lines(label: str, parts: list[Part], width: int) -> list[Text]:
             lines.append(Text(" " * LABEL))
         lines[-1].append(words, style)
     return lines
+
+
+def _add_bar(text: Text, width: int, share: float) -> None:
+    done = round(width * share)
+    text.append("━" * done, "green").append("─" * (width - done), "dim").append("  ")
 
 
 def _cut(lines: list[Text], columns: int) -> list[Text]:

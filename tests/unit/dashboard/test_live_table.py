@@ -73,7 +73,7 @@ def test_what_the_table_says(table: RunTable) -> None:
     lines = text(table, 140)
     assert lines[0].startswith("step 7 of 20  ━")
     assert lines[0].endswith("1:18 min, about 2:02 min left"), "13 steps of 10 s, of which 8 s have passed"
-    assert lines[1] == "sampling step 8: 64 of 256 episodes   8 ep/s"
+    assert lines[1] == f"sampling step 8: 64 of 256 episodes   8 ep/s  {'━' * 6}{'─' * 18}"
     titles = "step reward held out reply cut off lag sample train publish rate entropy"
     assert " ".join(lines[3].split()) == titles
     assert [line.split()[0] for line in lines[4:9]] == ["3", "4", "5", "6", "7"], "the last five"
@@ -89,6 +89,15 @@ def test_what_the_table_says(table: RunTable) -> None:
         "look at   7 retried, 14 of 224 groups without signal",
         "page      http://127.0.0.1:10086",
     ]
+
+
+def test_the_first_step_tells_how_long_the_rest_takes() -> None:
+    table = RunTable(0.0)
+    table.begin(5, 2)
+    table.batch, table.batch_began = ("step 3", 0, 64), 40.0
+    assert text(table, 100)[0].endswith("  1:18 min")
+    table.step(3, STEP, 70.0)
+    assert text(table, 100)[0].endswith("about 52 s left"), "two steps of 30 s, of which 8 s have passed"
 
 
 @pytest.mark.parametrize("columns", [20, 45, 60, 80, 140, 300])
