@@ -66,8 +66,8 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     if summary["eval_before"] is not None:
         rows += [
-            ("held-out score before", f"{summary['eval_before']:.3f}"),
-            ("held-out score after", f"{summary['eval_after']:.3f}"),
+            ("held-out score before", _score(summary, "eval_before")),
+            ("held-out score after", _score(summary, "eval_after")),
             ("evaluation episodes, each time", f"{summary['eval_episodes']:,}"),
         ]
     return [
@@ -81,6 +81,12 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("max |trainer - sampler logprob|", f"{summary['max_abs_dlogp']:.1e}"),
         ("sequences per episode", f"{summary['sequences_per_episode']:.2f}"),
     ]  # fmt: skip
+
+
+def _score(summary: Mapping[str, Any], name: str) -> str:
+    """With its 95% interval, if it was measured: runs of older versions did not."""
+    margin: float | None = summary.get(f"{name}_margin")
+    return f"{summary[name]:.3f}" + ("" if margin is None else f" ± {margin:.3f}")
 
 
 def _role_rows(role: Mapping[str, Any]) -> list[tuple[str, str]]:

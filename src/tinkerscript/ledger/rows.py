@@ -330,6 +330,9 @@ class EvaluationRow(Row, frozen=True, kw_only=True):
     score: float | None
     """Mean reward of the accepted episodes; NULL if there are none."""
 
+    margin: float | None = None
+    """To each side of the score: a 95% interval, from the spread of the rewards; NULL for fewer than two."""
+
     accepted: int
     failed: int
     """Episodes without a score; not part of the mean."""

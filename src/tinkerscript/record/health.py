@@ -431,6 +431,11 @@ def sample_scores(record: Record, *, step: int, label: str) -> dict[int, tuple[f
     return {number: (score, uuid) for number, score, uuid in record.rows(_SCORES, (step, label))}
 
 
+def margin_of(values: Sequence[float]) -> float:
+    """To each side of the mean of two values or more: a 95% interval, from their spread."""
+    return NORMAL_95 * statistics.stdev(values) / math.sqrt(len(values))
+
+
 def gain(
     before: dict[int, tuple[float | None, str]], after: dict[int, tuple[float | None, str]]
 ) -> Gain | None:
@@ -442,5 +447,4 @@ def gain(
             changes.append(new - old)
     if len(changes) < 2:
         return None
-    error = statistics.stdev(changes) / math.sqrt(len(changes))
-    return Gain(mean=statistics.fmean(changes), margin=NORMAL_95 * error, samples=len(changes))
+    return Gain(mean=statistics.fmean(changes), margin=margin_of(changes), samples=len(changes))

@@ -505,7 +505,9 @@ def summarize(grpo: GRPO, tally: Tally, *, restarts: int) -> dict[str, Any]:
     }
     return {
         "eval_before": before.score if before else None,
+        "eval_before_margin": before.margin if before else None,
         "eval_after": after.score if after else None,
+        "eval_after_margin": after.margin if after else None,
         "eval_episodes": after.accepted if after else 0,
         "eval_failed": sum(evaluation.failed for evaluation in evaluations.values()),
         "train_episodes": train_episodes,

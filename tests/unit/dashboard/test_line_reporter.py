@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import re
 import threading
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from tinkerscript.dashboard import terminal
-from tinkerscript.dashboard.terminal import LineReporter, shown_progress
+from tinkerscript.dashboard.terminal import LineReporter, print_summary, shown_progress
 
 
 @pytest.fixture
@@ -54,6 +55,27 @@ def test_a_batch_says_how_far_it_is(printed: io.StringIO, monkeypatch: pytest.Mo
         phase.advance(2)
         until(lambda: printed.getvalue())
     assert re.match(r"step 1: 2/\? episodes\n", printed.getvalue())
+
+
+SUMMARY = {
+    **{"eval_before": 0.25, "eval_before_margin": None, "eval_after": 0.5, "eval_after_margin": 0.0456},
+    **{
+        "eval_episodes": 40,
+        "train_episodes": 9,
+        "episodes_per_s": 1.0,
+        "tokens_trained": 9,
+        "train_seconds": 9,
+    },
+    **{"episodes_lost": 0, "episodes_failed": 0, "episodes_retried": 0, "max_abs_dlogp": 0.0},
+    **{"sequences_per_episode": 1.0, "alignment": ["clean"]},
+}
+
+
+def test_the_final_table_has_the_interval_of_a_score(printed: io.StringIO) -> None:
+    print_summary(Console(file=printed, width=200), SUMMARY, Path("run"))
+    rows = dict(re.findall(r"│ (.*?) +│ +(.*?) │", printed.getvalue()))
+    assert rows["held-out score before"] == "0.250"
+    assert rows["held-out score after"] == "0.500 ± 0.046"
 
 
 def until(condition: object) -> None:
