@@ -57,10 +57,16 @@ class DyingLedger(sqlite.SqliteLedger):
         DyingConnection.is_armed = False
 
 
+def open_dying_ledger(url: str, folder: Path, durability: str) -> DyingLedger:
+    """What the server opens in place of its ledger."""
+    assert (url, durability) == ("sqlite", "normal")
+    return DyingLedger(folder / LEDGER_FILE)
+
+
 def main(run_dir: Path, point: int) -> None:
     DyingConnection.point = point
     sqlite.sqlite3.connect = functools.partial(sqlite3.connect, factory=DyingConnection)
-    process.open_ledger = lambda url, folder, durability: DyingLedger(folder / LEDGER_FILE)
+    process.open_ledger = open_dying_ledger
     process.run_server(run_dir, exit_with_parent=False, serve_model=False)
 
 
