@@ -12,7 +12,7 @@ import msgspec
 
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import LEDGER_FILE
-from tinkerscript.ledger.ledger import CALLS, decoded
+from tinkerscript.ledger.ledger import CALLS_OF_CLAIM, decoded
 from tinkerscript.ledger.rows import LEDGER_VERSION, Use
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import calls_of
@@ -72,7 +72,7 @@ def recorded_groups(run_dir: Path, *, trains_constrained: bool = False) -> Itera
 def _episode(
     run: sqlite3.Connection, group_id: str, member: _Member, trains_constrained: bool
 ) -> EpisodeRollouts:
-    query = CALLS.replace("{s}", "")
+    query = CALLS_OF_CLAIM.replace("{s}", "")
     calls = calls_of(decoded(run.execute(query, (member.sequence, member.attempt)).fetchall()))
     rollouts = merge_calls(calls, episode_uuid=member.uuid, trains_constrained=trains_constrained)
     return EpisodeRollouts(

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import msgspec
 
 from tinkerscript.errors import StoreError
-from tinkerscript.ledger.packing import packed, unpacked
+from tinkerscript.ledger.compression import packed, unpacked
 from tinkerscript.ledger.rows import CallRow, Row, columns
 from tinkerscript.rollouts.call import Call
 
@@ -34,7 +34,7 @@ GATHERED_BYTES = 2**18
 
 R = TypeVar("R", bound=Row)
 
-CALLS = "SELECT call FROM {s}calls WHERE episode = ? AND attempt = ? ORDER BY number"
+CALLS_OF_CLAIM = "SELECT call FROM {s}calls WHERE episode = ? AND attempt = ? ORDER BY number"
 
 _encode_call = msgspec.msgpack.Encoder().encode
 _decode_call = msgspec.msgpack.Decoder(Call).decode
@@ -123,7 +123,7 @@ class Ledger(ABC):
 
     async def calls(self, claims: Iterable[tuple[int, int]]) -> list[list[Call]]:
         """The calls of each claim (an episode's sequence, and an attempt), oldest first."""
-        return [decoded(await self.read(CALLS, claim)) for claim in claims]
+        return [decoded(await self.read(CALLS_OF_CLAIM, claim)) for claim in claims]
 
     # Writing
 

@@ -24,7 +24,7 @@ from msgspec.structs import astuple
 
 from tinkerscript.errors import StoreError
 from tinkerscript.files import stamp
-from tinkerscript.ledger.ledger import CALLS, Ledger, WriteBatch, decoded
+from tinkerscript.ledger.ledger import CALLS_OF_CLAIM, Ledger, WriteBatch, decoded
 from tinkerscript.ledger.rows import (
     LEDGER_VERSION,
     TABLES,
@@ -78,7 +78,10 @@ class SqliteLedger(Ledger):
         with _explained(self._path):
             size = sum(self._reading.execute(_CALLS_SIZE, claim).fetchone()[0] for claim in claims)
             if size < LONG_BYTES:
-                return [decoded(self._reading.execute(_plain(CALLS), claim).fetchall()) for claim in claims]
+                return [
+                    decoded(self._reading.execute(_plain(CALLS_OF_CLAIM), claim).fetchall())
+                    for claim in claims
+                ]
         return await super().calls(claims)
 
     async def write(self, batch: WriteBatch) -> None:

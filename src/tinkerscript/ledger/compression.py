@@ -7,13 +7,13 @@ import zstandard
 PAYS_FROM = 1024
 """Bytes. A smaller call is mostly ids and logprobs, and stays as it is."""
 
-LEVEL = 1
+ZSTD_LEVEL = 1
 """Of zstd: logprobs barely compress at any level."""
 
-MAX_UNPACKED_BYTES = 256 * 2**20
+MAX_CALL_BYTES = 256 * 2**20
 """Of one call. A ledger may be from elsewhere, where a few bytes can stand for gigabytes."""
 
-_compressor = zstandard.ZstdCompressor(level=LEVEL)
+_compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
 
 
 def packed(data: bytes) -> bytes:
@@ -27,9 +27,9 @@ def unpacked(data: bytes) -> bytes:
         return data
     try:
         size = zstandard.frame_content_size(data)
-        if not 0 <= size <= MAX_UNPACKED_BYTES:
+        if not 0 <= size <= MAX_CALL_BYTES:
             raise ValueError(
-                f"{size} bytes are packed, and at most {MAX_UNPACKED_BYTES} are taken (-1: it does not say)"
+                f"{size} bytes are packed, and at most {MAX_CALL_BYTES} are taken (-1: it does not say)"
             )
         return zstandard.ZstdDecompressor().decompress(data)
     except zstandard.ZstdError as error:
