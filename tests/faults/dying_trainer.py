@@ -46,30 +46,33 @@ class Dying:
 
     def install(self) -> None:
         """Pass every point on the way of the second step."""
+        dying = self
         commit, save, seal = TrainerLink.commit, Learner.save_checkpoint, RunFolder.seal
-        names = {PublicationRow: "publication", StepRow: "step", CheckpointRow: "checkpoint"}
+        names: dict[type[TrainerRow], str] = {
+            PublicationRow: "publication",
+            StepRow: "step",
+            CheckpointRow: "checkpoint",
+        }
 
-        async def dying_commit(link: TrainerLink, rows: Collection[TrainerRow] = ()) -> None:
-            passed = [
-                names[type(row)] for row in rows if type(row) in names and getattr(row, "step", 0) == STEP
-            ]
+        async def dying_commit(self: TrainerLink, rows: Collection[TrainerRow] = ()) -> None:
+            passed = [names[type(row)] for row in rows if type(row) in names and row.step == STEP]
             for name in passed:
-                self.at(f"before {name}")
-            await commit(link, rows)
+                dying.at(f"before {name}")
+            await commit(self, rows)
             for name in passed:
-                self.at(f"after {name}")
+                dying.at(f"after {name}")
 
-        async def dying_save(learner: Learner, name: str) -> None:
+        async def dying_save(self: Learner, name: str) -> None:
             if name == f"step_{STEP:04d}":
-                self.at("before weights")
-            await save(learner, name)
+                dying.at("before weights")
+            await save(self, name)
 
-        def dying_seal(folder: RunFolder, name: str) -> None:
+        def dying_seal(self: RunFolder, name: str) -> None:
             if name == f"step_{STEP:04d}":
-                self.at("before manifest")
-            seal(folder, name)
+                dying.at("before manifest")
+            seal(self, name)
             if name == f"step_{STEP:04d}":
-                self.at("after manifest")
+                dying.at("after manifest")
 
         TrainerLink.commit, Learner.save_checkpoint, RunFolder.seal = dying_commit, dying_save, dying_seal
 

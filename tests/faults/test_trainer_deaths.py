@@ -16,6 +16,14 @@ from dying_trainer import DEAD, POINTS
 from short_runs import curve
 from tinkerscript.files import LEDGER_FILE
 
+TRAINED_TWICE = """
+SELECT episode FROM trained JOIN episodes ON episode = sequence
+    WHERE trained.undone = 0 AND outcome != 'given_up' AND episode_type = 'train'
+    GROUP BY episode HAVING count(*) > 1
+"""
+IN_SHORT = ("after publication", "after step", "after manifest")
+"""The others take as long and are tried with LONG=1."""
+
 TESTS = Path(__file__).parents[1]
 
 
@@ -27,7 +35,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    "point",
+    [each if each in IN_SHORT else pytest.param(each, marks=pytest.mark.long) for each in POINTS],
+)
 def test_a_run_goes_on_its_curve_wherever_the_trainer_dies(
     tmp_path: Path, whole: list[float], point: str
 ) -> None:
@@ -38,29 +49,17 @@ def test_a_run_goes_on_its_curve_wherever_the_trainer_dies(
     with closing(sqlite3.connect(folder / LEDGER_FILE)) as run:
         standing = run.execute("SELECT step FROM steps WHERE undone = 0 ORDER BY step").fetchall()
         assert standing == [(1,), (2,), (3,)]
-        doubled = (
-            "SELECT 1 FROM trained WHERE undone = 0 AND role = '' AND outcome != 'given_up' AND episode IN"
-        )
-        query = (
-            f"{doubled} (SELECT sequence FROM episodes WHERE step > 0) GROUP BY episode HAVING count(*) > 1"
-        )
-        assert not run.execute(query).fetchall()
-        versions = [
-            version for (version,) in run.execute("SELECT policy_version FROM publications ORDER BY time")
-        ]
+        assert not run.execute(TRAINED_TWICE).fetchall()
+        published = run.execute("SELECT policy_version FROM publications ORDER BY time").fetchall()
+        versions = [version for (version,) in published]
         assert versions == sorted(set(versions))
 
 
 def _train(folder: Path, point: str) -> int:
     script = Path(__file__).with_name("dying_trainer.py")
     environ = os.environ | {"PYTHONPATH": str(TESTS)}
-    run = subprocess.run(
-        [sys.executable, str(script), str(folder), point],
-        env=environ,
-        cwd=folder.parent,
-        capture_output=True,
-        check=False,
-    )
+    command = [sys.executable, str(script), str(folder), point]
+    run = subprocess.run(command, env=environ, cwd=folder.parent, capture_output=True, check=False)
     assert run.returncode in (0, DEAD), run.stderr.decode()
     return run.returncode
 
