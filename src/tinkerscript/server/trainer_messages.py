@@ -259,15 +259,11 @@ class TrainerMessageHandler:
         self._outcomes.follow(0)
 
     async def _fetch(self, request: Fetch) -> None:
-        found = list[EpisodeAccepted]()
-        for sequence in request.episodes:
-            ((uuid,),) = await self._ledger.read(
-                "SELECT uuid FROM {s}episodes WHERE sequence = ?", (sequence,)
-            )
-            outcome = await self._outcomes.outcome(self._interchange.book.get(uuid))
-            if isinstance(outcome, EpisodeAccepted):
-                found.append(outcome.without_extras())
-        self._link.send(Fetched(request_id=request.request_id, outcomes=found))
+        query = "SELECT uuid FROM {s}episodes WHERE sequence = ?"
+        ((uuid,),) = await self._ledger.read(query, (request.episode,))
+        outcome = await self._outcomes.outcome(self._interchange.book.get(uuid))
+        found = outcome.without_extras() if isinstance(outcome, EpisodeAccepted) else None
+        self._link.send(Fetched(request_id=request.request_id, outcome=found))
 
     async def _tally(self, request: TallyRequest) -> None:
         await self._ledger.durable()

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tinkerscript.server.store.sqlite import SqliteStore
 
 from clock import Clock
 from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
 from tinkerscript.protocol import HANDED_BACK, Failure
 from tinkerscript.server.episodes.book import MAX_HAND_BACKS, EpisodeBook
 from tinkerscript.server.episodes.record import TRANSITIONS, EpisodeRecord
-from tinkerscript.server.store.sqlite import SqliteStore
 
 
 @pytest.fixture

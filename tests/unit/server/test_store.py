@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-
-from interchange_helpers import stored_outcomes
-from store_contract import Reopen, StoreContract, episode
-from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.server.store import open_store
 from tinkerscript.server.store.episode_store import (
     EpisodeStore,
     WriteBatch,
 )
 from tinkerscript.server.store.sqlite import SqliteStore
+
+from interchange_helpers import stored_outcomes
+from store_contract import Reopen, StoreContract, episode
+from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.testing import MemoryStore
 
 Durability = Literal["normal", "full"]

@@ -17,6 +17,7 @@ import zmq
 import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
+from tinkerscript.server.store.episode_store import WriteBatch
 
 from gateway_bench import WaitingSampler
 from interchange_helpers import FAST, collect, new_episode, new_episodes, scripted, trainer, until
@@ -28,7 +29,6 @@ from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import ServerMetrics
-from tinkerscript.server.store.episode_store import WriteBatch
 from tinkerscript.server.trainer_messages import TrainerMessageHandler
 from tinkerscript.testing import MemoryStore
 from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to_server, read_to_trainer
