@@ -92,9 +92,7 @@ async def collect(link: TrainerLink, number: int) -> dict[str, Outcome]:
 
 def consumed(outcomes: Mapping[str, Outcome], step: int = 1) -> list[TrainedRow]:
     """The rows of a trainer that uses these in a step."""
-    return [
-        TrainedRow(episode=each.sequence, step=step, outcome=Use.TRAINED) for each in outcomes.values()
-    ]
+    return [TrainedRow(episode=each.sequence, step=step, outcome=Use.TRAINED) for each in outcomes.values()]
 
 
 def stored_outcomes(path: Path) -> dict[str, str]:

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from tinkerscript.server.store.episode_store import EpisodeStore, WriteBatch
 
 from tinkerscript.protocol import Failure
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 from tinkerscript.server.episodes.record import EpisodeRecord
-from tinkerscript.server.store.episode_store import EpisodeStore, WriteBatch
 from tinkerscript.trainer_link.messages import RecordedOutcome
 
 Reopen = Callable[[], EpisodeStore]

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from functools import partial
 from types import MappingProxyType
 
@@ -113,6 +113,13 @@ class TrainerMessageHandler:
         self._metrics = metrics
         self._times = times
         self._last_commit = last_commit
+        self._resuming = ("", 0)
+        """The trainer that begins or has begun, and the number of its request."""
+
+        self._resumed: Resumed | NotResumed | None = None
+        """The answer to that request, once there is one."""
+
+        self._beginning = asyncio.Lock()
         self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
@@ -163,11 +170,11 @@ class TrainerMessageHandler:
                 self._interchange.settle()
                 logger.info("client.released client_uuid=%s claims=%d", event.client_uuid, len(released))
             case Resume():
-                self._tasks.create_task(self._resume(event))
+                self._resume(event)
             case Fetch():
-                self._tasks.create_task(self._fetch(event))
+                self._tasks.create_task(self._carried_out(self._fetch(event)))
             case TallyRequest():
-                self._tasks.create_task(self._tally(event))
+                self._tasks.create_task(self._carried_out(self._tally(event)))
             case Metrics():
                 if not self._metrics.add_trainers(event.text):
                     self._metrics.count_link_drop("metrics")
@@ -224,15 +231,45 @@ class TrainerMessageHandler:
         answer = Committed(number=message.number)
         self._interchange.when_committed(lambda: self._link.send(answer))
 
-    async def _resume(self, request: Resume) -> None:
+    async def _carried_out(self, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except StoreError:
+            raise
+        except Exception:
+            logger.exception("link.drop reason=failed")
+            self._metrics.count_link_drop("failed")
+
+    def _resume(self, request: Resume) -> None:
+        """Begin once, however often the trainer repeats its request."""
+        key = self._link.trainer_id, request.request_id
+        if key != self._resuming:
+            self._resuming, self._resumed = key, None
+            self._tasks.create_task(self._carried_out(self._begin(request)))
+        elif self._resumed is not None:
+            self._say_resumed(self._resumed)
+
+    async def _begin(self, request: Resume) -> None:
+        key = self._resuming
+        async with self._beginning:
+            answer = await self._begun(request)
+        if key == self._resuming:  # No other trainer took over meanwhile.
+            self._resumed = answer
+            self._say_resumed(answer)
+
+    def _say_resumed(self, answer: Resumed | NotResumed) -> None:
+        self._link.send(answer)
+        if isinstance(answer, Resumed):
+            self._outcomes.follow(max(0, self._link.position))
+
+    async def _begun(self, request: Resume) -> Resumed | NotResumed:
         await self._ledger.durable()
         try:
             beginning = await begin(
                 self._ledger, request.checkpoints, time=time.time(), replay_lag=request.replay_lag
             )
         except ConfigError as error:
-            self._link.send(NotResumed(request_id=request.request_id, reason=str(error)))
-            return
+            return NotResumed(request_id=request.request_id, reason=str(error))
         history, book = beginning.history, self._interchange.book
         for episode in book.resume(history.step, history.resumption, beginning.used):
             given_up = TrainedRow(episode=episode.sequence, step=history.step, outcome=Use.GIVEN_UP)
@@ -255,8 +292,7 @@ class TrainerMessageHandler:
             open_until=max(book.open_ends, default=0),
         )
         await self._interchange.commit()
-        self._link.send(Resumed(request_id=request.request_id, history=history))
-        self._outcomes.follow(0)
+        return Resumed(request_id=request.request_id, history=history)
 
     async def _fetch(self, request: Fetch) -> None:
         found = list[EpisodeAccepted]()

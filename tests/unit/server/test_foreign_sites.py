@@ -65,7 +65,9 @@ async def test_without_tokens_no_route_answers_to_a_foreign_name(server: Interch
 
 
 @pytest.mark.parametrize("where", ["open", "with tokens"])
-async def test_no_route_answers_to_another_sites_page(tmp_path: Path, byte_model: Path, where: str) -> None:
+async def test_no_route_answers_to_another_sites_page(
+    tmp_path: Path, byte_model: Path, ledger: Ledger, where: str
+) -> None:
     server = await server_of(tmp_path, byte_model, ledger, Roles() if where == "open" else TOKENS)
     said_by_browsers = (
         {"origin": "https://evil.example"},
