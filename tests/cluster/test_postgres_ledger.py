@@ -239,7 +239,7 @@ async def test_another_version_of_the_tables_is_refused(opened: Open, database: 
     assert database.query("SELECT epoch FROM tried.lease") == [(1,)], "it has not taken the lease"
 
 
-@pytest.mark.parametrize(("setting", "durability"), [("synchronous_commit"), ("fsync", "full")])
+@pytest.mark.parametrize(("setting", "durability"), [("synchronous_commit", "normal"), ("fsync", "full")])
 async def test_a_database_that_would_lose_commits_is_refused(
     database: PostgresServer, schema: str, setting: str, durability: Any
 ) -> None:
