@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from chat_families import FAMILIES
+from run_ledger import results
 from tinkerscript.config import RunConfig
 from tinkerscript.gateway.rendering import ChatRenderer
-from tinkerscript.ledger.groups import recorded_groups
 from tinkerscript.rollouts.call import unpack_ids
 from tinkerscript.testing import QuietReporter
 from tinkerscript.tokenizer import LightTokenizer
@@ -101,7 +101,7 @@ async def train(name: str, tmp_path: Path, **config: Any) -> None:
     report = json.loads((folder.path / "alignment.json").read_text())
     assert (report["errors"], report["findings"]) == ({}, [])
     assert report["max_abs_dlogp"] <= 1e-4
-    episodes = [episode for group in recorded_groups(folder.path) for episode in group.episodes]
+    episodes = results(folder.path)
     calls = [call for episode in episodes for call in episode.calls]
     assert (len(episodes), len(calls)) == (32, 64)
     assert {call.fork_reason for call in calls} == {None}

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from functools import partial
 from types import MappingProxyType
 
@@ -19,7 +19,7 @@ import msgspec
 
 from tinkerscript.errors import ConfigError, ConflictError, InterchangeError, StoreError, UnknownEpisodeError
 from tinkerscript.ledger import Ledger
-from tinkerscript.ledger.history import PlannedRow, begin
+from tinkerscript.ledger.history import History, PlannedRow, begin
 from tinkerscript.ledger.rows import FactRow, TrainedRow, Use
 from tinkerscript.logs import about
 from tinkerscript.rollouts.call import Call
@@ -88,6 +88,38 @@ async def read_last_commit(ledger: Ledger) -> LastCommit:
     """The newest commit in the ledger. Raises StoreError."""
     found = await ledger.read("SELECT value FROM {s}facts WHERE name = ?", (LAST_COMMIT,))
     return msgspec.json.decode(found[0][0], type=LastCommit) if found else LastCommit()
+
+
+async def resume_run(
+    interchange: Interchange, ledger: Ledger, checkpoints: Collection[int], *, replay_lag: int = 0
+) -> History:
+    """Let a trainer go on from the newest of `checkpoints`, in the book and in the ledger; see `begin`.
+
+    Raises ConfigError, and changes nothing, if the ledger cannot go on from them.
+    """
+    await ledger.durable()
+    beginning = await begin(ledger, checkpoints, time=time.time(), replay_lag=replay_lag)
+    history, book = beginning.history, interchange.book
+    for episode in book.resume(history.step, history.resumption, beginning.used):
+        ledger.put(TrainedRow(episode=episode.sequence, step=history.step, outcome=Use.GIVEN_UP))
+    planned_groups, next_position = book.plans(history.step + 1)
+    planned = [
+        PlannedRow(
+            episode_uuid=each.uuid,
+            group_id=each.group_id,
+            position=each.position,
+            is_over=each.end_number is not None,
+        )
+        for each in book.planned(history.step + 1)
+    ]
+    await interchange.commit()
+    return msgspec.structs.replace(
+        history,
+        planned=planned,
+        planned_groups=planned_groups,
+        next_position=next_position,
+        open_until=max(book.open_ends, default=0),
+    )
 
 
 class TrainerMessageHandler:
@@ -263,47 +295,20 @@ class TrainerMessageHandler:
             self._outcomes.follow(max(0, self._link.position))
 
     async def _begun(self, request: Resume) -> Resumed | NotResumed:
-        await self._ledger.durable()
         try:
-            beginning = await begin(
-                self._ledger, request.checkpoints, time=time.time(), replay_lag=request.replay_lag
+            history = await resume_run(
+                self._interchange, self._ledger, request.checkpoints, replay_lag=request.replay_lag
             )
         except ConfigError as error:
             return NotResumed(request_id=request.request_id, reason=str(error))
-        history, book = beginning.history, self._interchange.book
-        for episode in book.resume(history.step, history.resumption, beginning.used):
-            given_up = TrainedRow(episode=episode.sequence, step=history.step, outcome=Use.GIVEN_UP)
-            self._ledger.put(given_up)
-        planned_groups, next_position = book.plans(history.step + 1)
-        planned = [
-            PlannedRow(
-                episode_uuid=each.uuid,
-                group_id=each.group_id,
-                position=each.position,
-                is_over=each.end_number is not None,
-            )
-            for each in book.planned(history.step + 1)
-        ]
-        history = msgspec.structs.replace(
-            history,
-            planned=planned,
-            planned_groups=planned_groups,
-            next_position=next_position,
-            open_until=max(book.open_ends, default=0),
-        )
-        await self._interchange.commit()
         return Resumed(request_id=request.request_id, history=history)
 
     async def _fetch(self, request: Fetch) -> None:
-        found = list[EpisodeAccepted]()
-        for sequence in request.episodes:
-            ((uuid,),) = await self._ledger.read(
-                "SELECT uuid FROM {s}episodes WHERE sequence = ?", (sequence,)
-            )
-            outcome = await self._outcomes.outcome(self._interchange.book.get(uuid))
-            if isinstance(outcome, EpisodeAccepted):
-                found.append(outcome.without_extras())
-        self._link.send(Fetched(request_id=request.request_id, outcomes=found))
+        query = "SELECT uuid FROM {s}episodes WHERE sequence = ?"
+        ((uuid,),) = await self._ledger.read(query, (request.episode,))
+        outcome = await self._outcomes.outcome(self._interchange.book.get(uuid))
+        found = outcome.without_extras() if isinstance(outcome, EpisodeAccepted) else None
+        self._link.send(Fetched(request_id=request.request_id, outcome=found))
 
     async def _tally(self, request: TallyRequest) -> None:
         await self._ledger.durable()

@@ -72,7 +72,7 @@ REGISTER_CHUNK = 500
 """Episodes in one `Register` message, about: one holds whole groups."""
 
 FETCHED_AT_ONCE = 16
-"""Episodes that are asked for at once, each in a message of its own: several may be too large for one."""
+"""Episodes that are asked for before an answer comes. Each has a message of its own, which may be large."""
 
 Request = Resume | Fetch | TallyRequest
 """What has a `request_id`, and an answer with the same."""
@@ -245,15 +245,14 @@ class TrainerLink:
         """What these episodes, by sequence, ended with, but for those that failed. Raises LinkError."""
         found = list[EpisodeAccepted]()
         for start in range(0, len(episodes), FETCHED_AT_ONCE):
-            asked = episodes[start : start + FETCHED_AT_ONCE]
-            for answer in await asyncio.gather(*map(self._fetch, asked)):
-                found += answer.outcomes
+            chunk = episodes[start : start + FETCHED_AT_ONCE]
+            found += [each for each in await asyncio.gather(*map(self._fetch, chunk)) if each is not None]
         return found
 
-    async def _fetch(self, episode: int) -> Fetched:
-        answer = await self._ask(Fetch(request_id=next(self._request_ids), episodes=[episode]))
+    async def _fetch(self, episode: int) -> EpisodeAccepted | None:
+        answer = await self._ask(Fetch(request_id=next(self._request_ids), episode=episode))
         assert isinstance(answer, Fetched)
-        return answer
+        return answer.outcome
 
     async def tally(self) -> Tally:
         """How the episodes of the run ended, by what is committed. Raises LinkError."""
