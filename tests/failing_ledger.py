@@ -31,6 +31,7 @@ class FailingLedger(SqliteLedger):
 
     stage: ClassVar[str] = ""
     victim: EpisodeRow | None = None
+    """As it was written last."""
 
     def put(self, row: Row) -> None:
         if isinstance(row, EpisodeRow) and row.uuid == VICTIM:
@@ -43,10 +44,10 @@ class FailingLedger(SqliteLedger):
         super().put_call(episode, attempt, call)
 
     async def calls(self, claims: Iterable[tuple[int, int]]) -> list[list[Call]]:
-        claims, victim = list(claims), self.victim
-        if self.stage == "delivery" and victim is not None and victim.state == "ended":
-            if victim.sequence in (episode for episode, _ in claims):
-                raise RuntimeError("planted: delivery")
+        claims = list(claims)
+        ended = self.victim is not None and self.victim.state == "ended"
+        if self.stage == "delivery" and ended and self.victim.sequence in dict(claims):
+            raise RuntimeError("planted: delivery")
         return await super().calls(claims)
 
 
