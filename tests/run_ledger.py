@@ -1,0 +1,81 @@
+"""What the ledger in a run's folder says, for tests that look at a whole run."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from tinkerscript.files import LEDGER_FILE
+from tinkerscript.ledger.ledger import decoded
+from tinkerscript.ledger.rows import TrainedRow, Use
+from tinkerscript.rollouts.call import Call
+from tinkerscript.trainer_link.messages import Outcome
+
+
+def ask(run: Path, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
+    """The rows that a query finds, also while the run goes on; none before the ledger has its tables."""
+    path = run / LEDGER_FILE
+    if not path.exists():
+        return []
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30)) as ledger:
+        has_tables = ledger.execute("SELECT 1 FROM sqlite_schema WHERE name = 'steps'").fetchone()
+        return ledger.execute(sql, parameters).fetchall() if has_tables else []
+
+
+def standing_steps(run: Path) -> list[int]:
+    """The training steps that no resumption has undone."""
+    return [step for (step,) in ask(run, "SELECT step FROM steps WHERE undone = 0 ORDER BY step")]
+
+
+def results(run: Path, kind: str = "train") -> list[str]:
+    """The episodes of a kind that ended with a result, by uuid, in the order in which they ended."""
+    query = "SELECT uuid FROM episodes WHERE state = 'ended' AND episode_type = ? ORDER BY end_number"
+    return [uuid for (uuid,) in ask(run, query, kind)]
+
+
+def counted_calls(run: Path) -> dict[str, list[Call]]:
+    """Episode -> the calls of the claim that counts."""
+    query = (
+        "SELECT uuid, call FROM calls AS c JOIN episodes ON sequence = episode WHERE state = 'ended' "
+        "AND attempt = (SELECT max(attempt) FROM attempts AS a WHERE a.episode = c.episode) ORDER BY number"
+    )
+    found: dict[str, list[Call]] = {}
+    for uuid, call in ask(run, query):
+        found.setdefault(uuid, []).extend(decoded([(call,)]))
+    return found
+
+
+def check_books(run: Path, *, states: Iterable[str] = ("ended", "failed")) -> None:
+    """Nothing of a run that is over is lost or doubled: each episode of the trainer has ended, in one of
+    `states`, and was used or left out; the steps that stand are without a gap, and policy versions increase.
+    """
+    own = ask(run, "SELECT uuid, state, consumed FROM episodes WHERE pool = ''")
+    assert own
+    assert [each for each in own if each[1] not in states or not each[2]] == []
+    (ended,), (with_result,) = ask(
+        run,
+        "SELECT count(*) FROM episodes WHERE state = 'ended' UNION ALL "
+        "SELECT count(*) FROM results JOIN episodes ON sequence = episode WHERE state = 'ended'",
+    )
+    assert ended == with_result
+    unexplained = (
+        "SELECT uuid FROM episodes WHERE consumed AND NOT dropped "
+        "AND NOT EXISTS (SELECT 1 FROM trained WHERE episode = sequence)"
+    )
+    assert ask(run, unexplained) == []
+    twice = "SELECT episode, role FROM trained WHERE undone = 0 GROUP BY episode, role HAVING count(*) > 1"
+    assert ask(run, twice) == []
+    steps = standing_steps(run)
+    assert steps == list(range(1, len(steps) + 1))
+    versions = [version for (version,) in ask(run, "SELECT policy_version FROM publications ORDER BY time")]
+    assert versions == sorted(set(versions))
+    calls = [call for each in counted_calls(run).values() for call in each if not call.is_foreign]
+    assert {version for call in calls for version in call.policy_versions} <= set(versions)
+
+
+def used(outcomes: Iterable[Outcome]) -> list[TrainedRow]:
+    """What a trainer commits that has used these outcomes."""
+    return [TrainedRow(episode=each.sequence, step=0, outcome=Use.EVALUATED) for each in outcomes]
