@@ -48,13 +48,16 @@ def counted_calls(run: Path) -> dict[str, list[Call]]:
     return found
 
 
-def check_books(run: Path, *, states: Iterable[str] = ("ended", "failed")) -> None:
-    """Nothing of a run that is over is lost or doubled: each episode of the trainer has ended, in one of
-    `states`, and was used or left out; the steps that stand are without a gap, and policy versions increase.
+def check_books(run: Path, *, may_fail: bool = False) -> None:
+    """Nothing of a run that is over is lost or doubled: each episode of the trainer has ended with a result,
+    or was cancelled, and was used or left out; the steps that stand are without a gap; policy versions
+    increase. `may_fail`: an episode may have failed too.
     """
-    own = ask(run, "SELECT uuid, state, consumed FROM episodes WHERE pool = ''")
+    cancelled = "EXISTS (SELECT 1 FROM attempts WHERE episode = sequence AND failure LIKE '%\"cancelled\"%')"
+    own = ask(run, f"SELECT uuid, state, consumed, {cancelled} FROM episodes WHERE pool = ''")
     assert own
-    assert [each for each in own if each[1] not in states or not each[2]] == []
+    is_over = {"ended": lambda cancelled: True, "failed": lambda cancelled: may_fail or cancelled}
+    assert [each for each in own if not each[2] or not is_over.get(each[1], bool)(each[3])] == []
     (ended,), (with_result,) = ask(
         run,
         "SELECT count(*) FROM episodes WHERE state = 'ended' UNION ALL "
