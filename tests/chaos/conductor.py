@@ -56,7 +56,7 @@ STOP_S = (3.5, 6.0)
 AIM_S = 2.0
 """Seconds to wait for the state that a kill aims at."""
 
-COMMIT_S = 30.0
+COMMIT_S = 60.0
 """For that of a commit: there is one a step."""
 
 PROCESSES = (
@@ -102,7 +102,7 @@ class Plan:
     @property
     def groups(self) -> int:
         """That train in each step."""
-        return max(2, self.episodes // GROUP_SIZE // 12)
+        return max(2, self.episodes // GROUP_SIZE // 16)
 
     @property
     def steps(self) -> int:
@@ -312,6 +312,8 @@ class Conductor:
         worker = victim.name if kind == "worker" else ""
         deadline = time.monotonic() + (COMMIT_S if aim == STATES[-1] else AIM_S)
         while not self._watch.states(worker)[aim] and time.monotonic() < deadline:
+            if self._watch.is_finished:
+                break
             time.sleep(0.001)
         if kind == "database":  # It says nothing once it is dead.
             hit = self._watch.states()
