@@ -190,6 +190,7 @@ bench: $(VENV)/.installed $(VLLM)/.installed $(TESTS)/.installed chromium postgr
 	$(BIN)/python bench/asynchronous.py
 	$(BIN)/python bench/episodes.py
 	$(BIN)/python bench/interchange.py
+	$(BIN)/python bench/ledger.py
 	$(BIN)/python bench/failover.py
 	$(BIN)/python bench/agents.py
 	$(BIN)/python bench/gateway.py

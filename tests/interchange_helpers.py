@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 
 from tinkerscript.config import RunConfig
+from tinkerscript.ledger.rows import TrainedRow, Use
 from tinkerscript.sampler import SampleFunction
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.framing import LinkTimes
@@ -43,11 +44,13 @@ async def until(condition: Callable[[], bool], what: str = "the condition") -> N
 
 
 def new_episode(name: str = "", kind: str = "train", payload: bytes = b'{"input": "1+1"}') -> NewEpisode:
+    """One of an evaluation, or one that is planned for step 1."""
     return NewEpisode(
         episode_uuid=name or uuid.uuid4().hex,
         episode_type="eval" if kind == "eval" else "train",
         group_id="g",
         payload=payload,
+        step=0 if kind == "eval" else 1,
     )
 
 
@@ -79,7 +82,7 @@ def trainer(
 
 
 async def collect(link: TrainerLink, number: int) -> dict[str, Outcome]:
-    """The outcomes of `number` different episodes, by uuid; not acknowledged."""
+    """The outcomes of `number` different episodes, by uuid, as a trainer gets them that has resumed."""
     found: dict[str, Outcome] = {}
     async with asyncio.timeout(DEADLINE_S):
         while len(found) < number:
@@ -87,10 +90,16 @@ async def collect(link: TrainerLink, number: int) -> dict[str, Outcome]:
     return found
 
 
+def consumed(outcomes: Mapping[str, Outcome], step: int = 1) -> list[TrainedRow]:
+    """The rows of a trainer that uses these in a step."""
+    return [TrainedRow(episode=each.sequence, step=step, outcome=Use.TRAINED) for each in outcomes.values()]
+
+
 def stored_outcomes(path: Path) -> dict[str, str]:
-    """The state of every episode in a server's file, by uuid; also while it is served."""
+    """The status of every episode in a server's file, by uuid; also while it is served."""
+    query = "SELECT uuid, iif(state = 'ended' AND consumed, 'accepted', state) FROM episodes"
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-        return dict(connection.execute("SELECT uuid, state FROM episodes"))
+        return dict(connection.execute(query))
 
 
 def run_config(model: Path, **interchange: object) -> RunConfig:

@@ -108,7 +108,7 @@ async def serving(
             trainer(info.link_address, sampler.sample, note=notes.append) as link,
             httpx.AsyncClient(base_url=info.url, timeout=30, verify=verify) as http,
         ):
-            await link.flush()
+            await link.resume([])
             token = (environ or {}).get(ADMIN_TOKEN)
             member = {"Authorization": f"Bearer {token}"} if token else {}
             yield Setup(http, link, info.url, tmp_path, sampler, member, notes)

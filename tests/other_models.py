@@ -10,14 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from chat_families import FAMILIES
+from run_ledger import results
 from tinkerscript.config import RunConfig
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.rollouts.call import unpack_ids
 from tinkerscript.testing import QuietReporter
 from tinkerscript.tokenizer import LightTokenizer
-from tinkerscript.train.journal import read_journal
 from tinkerscript.train.run import run_training
-from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 SHAPES = {"llama3.2": LlamaConfig, "qwen2.5": Qwen2Config}
 """Chat family -> the architecture of its models."""
@@ -102,7 +101,7 @@ async def train(name: str, tmp_path: Path, **config: Any) -> None:
     report = json.loads((folder.path / "alignment.json").read_text())
     assert (report["errors"], report["findings"]) == ({}, [])
     assert report["max_abs_dlogp"] <= 1e-4
-    episodes = [e for e in read_journal(folder.path / "journal.jsonl") if isinstance(e, EpisodeAccepted)]
+    episodes = results(folder.path)
     calls = [call for episode in episodes for call in episode.calls]
     assert (len(episodes), len(calls)) == (32, 64)
     assert {call.fork_reason for call in calls} == {None}

@@ -29,14 +29,15 @@ from types import TracebackType
 from typing import Any
 
 from tinkerscript.errors import ConfigError, UploadError
-from tinkerscript.files import LEDGER_FILE, RUN_ID
+from tinkerscript.files import LEDGER_FILE, RUN_ID, write_atomically
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 ROLES = "roles"
 """Below it: the checkpoints of roles that train, in a folder for each."""
 
-BEGUN = ("config.yaml", RUN_ID, "sft_data.json")
+CONFIG_FILE = "config.yaml"
+BEGUN = (CONFIG_FILE, RUN_ID, "sft_data.json")
 """What a run is resumed with, besides its ledger and its checkpoints."""
 
 METRICS_FILE = "metrics.jsonl"
@@ -385,7 +386,7 @@ def resumable_folder(url: str, runs: Path, *, note: Callable[[str], None] = lamb
     remote, folder = RemoteFolder(url), runs / name_of(url)
     try:
         there, here = remote.position(), position_of(folder / LEDGER_FILE)
-        is_here = here > NOWHERE or (folder / "config.yaml").exists()
+        is_here = (folder / CONFIG_FILE).exists()
         if there == NOWHERE and not is_here and not remote.steps():
             raise ConfigError(f"--resume: {url} holds no run yet")
         if is_here and there > here:
@@ -405,9 +406,9 @@ def resumable_folder(url: str, runs: Path, *, note: Callable[[str], None] = lamb
 
 
 def _fetch_run(remote: RemoteFolder, folder: Path) -> None:
-    """The ledger comes last: with it the folder holds a run."""
+    """The config comes last: with it the run is here."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name in (*BEGUN, METRICS_FILE):
+    for name in (*BEGUN[1:], METRICS_FILE):
         with suppress(FileNotFoundError):
             (folder / name).write_bytes(remote.read(name))
     # All that are there, since what is not here is deleted there: the best one is among the older ones.
@@ -420,3 +421,4 @@ def _fetch_run(remote: RemoteFolder, folder: Path) -> None:
         draft = folder / f".{LEDGER_FILE}"
         remote.get(LEDGER_FILE, draft)
         draft.rename(folder / LEDGER_FILE)
+    write_atomically(folder / CONFIG_FILE, remote.read(CONFIG_FILE).decode())

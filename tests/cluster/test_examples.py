@@ -158,7 +158,7 @@ def test_a_slurm_trainer_waits_for_its_replicas(run: Path, tmp_path: Path, resum
     for number, url in enumerate(urls):
         (run / "replicas" / f"{number}.url").write_text(f"{url}\n")
     if resumes:
-        (run / "journal.jsonl").touch()
+        (run / "config.yaml").touch()
     ran = run_script("trainer.sbatch", tmp_path, CONFIG=str(CONFIG))
     assert ran.argv[:2] == ["tinkerscript", "train"]
     assert ran.argv[2:4] == (["--resume", str(run)] if resumes else [str(CONFIG), "--set"])
@@ -296,7 +296,7 @@ def test_the_unit_of_a_run_starts_or_resumes_it(tmp_path: Path, resumes: bool) -
     (line,) = unit("tinkerscript-run.service")["ExecStart"]
     shell, option, script = shlex.split(line)
     if resumes:
-        (tmp_path / "journal.jsonl").touch()
+        (tmp_path / "config.yaml").touch()
     script = script.replace("exec /opt/tinkerscript/bin/tinkerscript", "printf '%s\\n'")
     output = subprocess.check_output([shell, option, script], env={"RUN": str(tmp_path)}, text=True)
     words = output.splitlines()

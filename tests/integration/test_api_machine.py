@@ -1,7 +1,7 @@
 """The whole server against a naive model: random requests over its HTTP, with its trainer on the link.
 
 What `test_episodes.py` does to the book alone, this does to the server as clients, trainer and operator meet
-it: routes, keys, store, gateway and link. The server's clock is the test's, and it restarts from its files.
+it: routes, keys, ledger, gateway and link. The server's clock is the test's, and it restarts from its files.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from interchange_helpers import DEADLINE_S, run_config
+from interchange_helpers import DEADLINE_S, consumed, run_config
 from tinkerscript.access_tokens import Roles
+from tinkerscript.files import LEDGER_FILE
+from tinkerscript.ledger import SqliteLedger
 from tinkerscript.server.app import InterchangeServer, create_server
-from tinkerscript.server.store.sqlite import SqliteStore
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.framing import LinkTimes
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
@@ -68,7 +69,7 @@ class Modelled:
     holder: Held | None = None
     attempts: int = 0
     answer: str = ""
-    acknowledged: bool = False
+    consumed: bool = False
     failures: list[str] = field(default_factory=list[str])
 
     def holds(self, claim: Held) -> bool:
@@ -104,7 +105,7 @@ class ServerLikeTheModel(RuleBasedStateMachine):
         self.link = await self.trainer_up.enter_async_context(
             TrainerLink(self.address, trainer_id="t", model="m", sampler=sampler.sample, times=PATIENT)
         )
-        await self.link.flush()
+        await self.link.resume([])
 
     @property
     def address(self) -> str:
@@ -112,12 +113,12 @@ class ServerLikeTheModel(RuleBasedStateMachine):
 
     async def start_server(self) -> None:
         run_dir = Path(self.folder.name)
-        store = SqliteStore(run_dir / "server.sqlite")
-        self.server_up.push_async_callback(store.close)
+        ledger = SqliteLedger(run_dir / LEDGER_FILE)
+        self.server_up.push_async_callback(ledger.close)
         self.server: InterchangeServer = await create_server(
             run_config(MODEL, max_attempts=MAX_ATTEMPTS, max_claim_s=1e6),
             run_dir,
-            store=store,
+            ledger=ledger,
             roles=Roles(),
             times=PATIENT,
             clock=lambda: self.now,
@@ -290,11 +291,10 @@ class ServerLikeTheModel(RuleBasedStateMachine):
             each.state = "failed"
             each.failures.append("cancelled")
 
-    @precondition(lambda self: any(each.state in ("ended", "failed") for each in self.model.values()))
+    @precondition(lambda self: self.waits_for_the_trainer)
     @rule(data=st.data())
-    def acknowledge(self, data: st.DataObject) -> None:
-        over = [uuid for uuid, each in self.model.items() if each.state in ("ended", "failed")]
-        uuid = data.draw(st.sampled_from(over))
+    def consume(self, data: st.DataObject) -> None:
+        uuid = data.draw(st.sampled_from(self.waits_for_the_trainer))
         outcome = self.runner.run(self.outcome_of(uuid))
         each = self.model[uuid]
         if each.state == "ended":
@@ -306,9 +306,16 @@ class ServerLikeTheModel(RuleBasedStateMachine):
             each.state = "accepted"
         else:
             assert isinstance(outcome, EpisodeFailed)
-        each.acknowledged = True
-        self.link.acknowledge([uuid])
-        self.runner.run(self.link.flush())
+        each.consumed = True
+        self.runner.run(self.link.commit(consumed({uuid: outcome})))
+
+    @property
+    def waits_for_the_trainer(self) -> list[str]:
+        return [
+            uuid
+            for uuid, each in self.model.items()
+            if each.state in ("ended", "failed") and not each.consumed
+        ]
 
     async def outcome_of(self, uuid: str) -> Outcome:
         async with asyncio.timeout(DEADLINE_S):
@@ -371,7 +378,7 @@ class ServerLikeTheModel(RuleBasedStateMachine):
     @invariant()
     def the_buffer_equals_the_model(self) -> None:
         shown = {each["episode_uuid"]: each for each in self.post("/get_episode_buffer")["buffer"]}
-        assert shown.keys() == {uuid for uuid, each in self.model.items() if not each.acknowledged}
+        assert shown.keys() == {uuid for uuid, each in self.model.items() if not each.consumed}
         for uuid, status in shown.items():
             each = self.model[uuid]
             assert (status["episode_status"], status["attempt"]) == (each.state, each.attempts)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from interchange_helpers import collect, new_episodes
+from interchange_helpers import collect, consumed, new_episodes
 from interchange_setup import Setup, serving
 from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.cli import app
@@ -113,7 +113,7 @@ async def test_a_client_registers_in_bulk_within_its_quota_and_looks_at_its_own(
         for each in (episode, await client.begin_episode(pool="me", wait_s=20)):
             await client.end_episode(each, 1.0)
         assert not registering.done(), "two episodes are beyond the quota"
-        setup.link.acknowledge(await collect(setup.link, 2))
+        await setup.link.commit(consumed(await collect(setup.link, 2)))
         made = await registering
         assert [len(uuids) for uuids in made.values()] == [2, 2, 2, 2]
         assert not await client.is_episode_claimed(made["t3"][1])

@@ -14,6 +14,7 @@ import pytest
 from interchange_helpers import (
     FAST,
     collect,
+    consumed,
     eventually,
     new_episode,
     new_episodes,
@@ -196,12 +197,12 @@ async def test_a_client_registers_into_its_own_pool_and_nowhere_else(
         assert await setup.metric('tinkerscript_pool_episodes{pool="me",state="claimed"}') == 2
         end, key = {"workflow_output": OUTPUT}, {"Authorization": f"Bearer {first['openai_api_key']}"}
         assert (await setup.http.post("/end_episode", json=end, headers=key)).status_code == 200
-        outcome = (await collect(setup.link, 1))["a"]
+        outcomes = await collect(setup.link, 1)
+        outcome = outcomes["a"]
         assert isinstance(outcome, EpisodeAccepted)
         assert (outcome.pool, outcome.group_id, outcome.group_size) == ("me", "me/one", 4)
         await register(429, episode_uuid="c", **mine)
-        setup.link.acknowledge(["a"])
-        await setup.link.flush()
+        await setup.link.commit(consumed(outcomes))
         await register(200, episode_uuid="c", **mine)
 
 
@@ -209,9 +210,8 @@ async def test_a_client_registers_into_its_own_pool_and_nowhere_else(
 
 
 async def fail(http: httpx.AsyncClient, *names: str, pool: str = "") -> None:
-    """Register episodes and use up the one attempt of each."""
+    """Use up the one attempt of each of these episodes."""
     for name in names:
-        await http.post("/register_episode", json={"episode_uuid": name, "client_uuid": pool})
         asked = await http.post("/claim_episode", json={"client_uuid": "c", "sends_key": True, "pool": pool})
         claim = asked.json()
         assert claim["episode_uuid"] == name
@@ -247,7 +247,9 @@ async def test_dead_letters_are_read_retried_and_dropped(tmp_path: Path, byte_mo
     config = run_config(byte_model, max_attempts=1)
     async with running_server(config, tmp_path, environ={}, times=FAST) as (info, _):  # noqa: SIM117
         async with httpx.AsyncClient(base_url=info.url) as http:
-            await http.post("/update_engine_status", json={"engine_status": "ENGINE.ROLLING"})
+            async with trainer(info.link_address) as link:
+                await link.register(new_episodes("a", "b"))
+            await http.post("/register_episode", json={"episode_uuid": "p", "client_uuid": "mine"})
             await fail(http, "a", "b")
             await fail(http, "p", pool="mine")
             letters = (await http.get("/failed_episodes", params={"limit": 2})).json()
@@ -270,6 +272,7 @@ async def test_dead_letters_are_read_retried_and_dropped(tmp_path: Path, byte_mo
             assert (await http.post("/end_episode", json=end)).status_code == 200
     async with running_server(config, tmp_path, environ={}, times=FAST) as (info, _):  # noqa: SIM117
         async with httpx.AsyncClient(base_url=info.url) as http, trainer(info.link_address) as link:
+            await link.resume([])
             found = await collect(link, 2)
             assert isinstance(found["a"], EpisodeAccepted)
             assert found["a"].retries[0]["kind"] == "boom", "failures are kept over a retry"
@@ -279,10 +282,11 @@ async def test_dead_letters_are_read_retried_and_dropped(tmp_path: Path, byte_mo
                 retry = {"episode_uuids": ["b"]}
                 return (await http.post("/failed_episodes/retry", json=retry)).json()["refused"]["b"]
 
-            assert "may have it in its journal" in await reason(), "it is on its way to a trainer"
-            link.acknowledge(["a", "b"])
-            await link.flush()
-            assert "is in the trainer's journal" in await reason()
+            assert "was sent to the trainer, which may have used it" in await reason(), (
+                "it is on its way to a trainer"
+            )
+            await link.commit(consumed(found))
+            assert "has used the failure" in await reason()
             for _ in range(2):
                 drop = await http.post("/failed_episodes/drop", json={"episode_uuids": ["b"]})
                 assert drop.json()["success"]

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from interchange_helpers import collect, new_episodes, run_config, until
+from interchange_helpers import collect, consumed, new_episodes, run_config, until
 from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.addresses import bind_gateways
 from tinkerscript.errors import ConfigError
@@ -107,9 +107,9 @@ class Agents:
 
     async def results(self) -> dict[str, EpisodeAccepted]:
         found: dict[str, EpisodeAccepted] = {}
-        while len(found) < len(self.claims):  # Those of the test before may come again.
+        while len(found) < len(self.claims):
             outcomes = await collect(self.setup.link, 1)
-            self.setup.link.acknowledge(outcomes)
+            await self.setup.link.commit(consumed(outcomes))
             for claim in self.claims:
                 if isinstance(outcome := outcomes.get(claim.episode_uuid), EpisodeAccepted):
                     found[claim.episode_uuid] = outcome
@@ -138,8 +138,7 @@ async def agents(setup: Setup, request: pytest.FixtureRequest) -> AsyncGenerator
     yield agents
     if not agents.over:
         setup.link.cancel([claim.episode_uuid for claim in agents.claims], "the test is over")
-        setup.link.acknowledge(await collect(setup.link, EPISODES))
-        await setup.link.flush()
+        await setup.link.commit(consumed(await collect(setup.link, EPISODES)))
 
 
 def pid_at(url: str) -> int | None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from interchange_helpers import collect, new_episodes
+import poisoned_ledger
+from interchange_helpers import collect, consumed, new_episodes
 from interchange_setup import Setup, serving
 from tinkerscript.limits import FAILED_CALLS, RECORDED_BYTES
 from tinkerscript.protocol import ClaimEpisodeResponse
@@ -111,11 +112,11 @@ async def test_failed_calls_are_counted_and_then_refused(
 
 
 async def test_a_result_that_no_message_carries_fails_its_episode_alone(
-    tmp_path: Path, byte_model: Path
+    tmp_path: Path, byte_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer stays connected, and the others' results arrive, also those that end afterwards."""
-    store = "poisoned_store:opened"
-    async with serving(tmp_path, byte_model, store=store) as server:
+    monkeypatch.setattr("tinkerscript.server.process.open_ledger", poisoned_ledger.opened)
+    async with serving(tmp_path, byte_model) as server:
         await server.link.register(new_episodes("poisoned", "b", "c"))
         hostile, honest = await server.claim("hostile"), await server.claim("honest")
         await end(server, hostile)
@@ -125,7 +126,7 @@ async def test_a_result_that_no_message_carries_fails_its_episode_alone(
         assert isinstance(failed, EpisodeFailed)
         assert "undeliverable" in str(failed.failures)
         assert f"carries {MAX_MESSAGE_BYTES}" in str(failed.failures)
-        server.link.acknowledge(outcomes)
+        await server.link.commit(consumed(outcomes))
         await neighbor_works(server, await server.claim("honest"))
         assert isinstance((await collect(server.link, 1))["c"], EpisodeAccepted)
         assert (await server.status()).trainer_connected

@@ -1,78 +1,80 @@
-"""What a resumed trainer does about the episodes of the one before it, against a real server."""
+"""What becomes of a trainer's episodes when the next trainer resumes the run, against a real server."""
 
 from __future__ import annotations
 
-from interchange_helpers import eventually, new_episodes
-from interchange_setup import OUTPUT, Setup
-from tinkerscript.train.episode_source import NetworkSource
-from tinkerscript.train.journal import EpisodeRegistered
-from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome, RecordedOutcome
+from collections.abc import AsyncIterator
+
+import pytest
+
+from interchange_helpers import collect, consumed, trainer
+from interchange_setup import Setup
+from tinkerscript.addresses import read_server_info
+from tinkerscript.ledger.rows import StepRow, TrainedRow, Use
+from tinkerscript.train.episode_source import NetworkSource, PlannedEpisode
+from tinkerscript.trainer_link.messages import EpisodeAccepted
+from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 
-def source_of(setup: Setup) -> NetworkSource:
-    return NetworkSource(setup.link, group_size=2)
+def planned(*names: str, group: str = "g") -> list[PlannedEpisode]:
+    return [
+        PlannedEpisode("train", group, {"sample": {"input": name}}, position=place, episode_uuid=name)
+        for place, name in enumerate(names)
+    ]
 
 
-def registered(*names: str) -> list[EpisodeRegistered]:
-    return [EpisodeRegistered(episode_uuid=name, group_id="g", episode_type="train") for name in names]
+def address_of(setup: Setup) -> str:
+    info = read_server_info(setup.run_dir)
+    assert info is not None
+    return info.link_address
 
 
-async def outcomes(source: NetworkSource, *names: str) -> dict[str, Outcome]:
-    found = dict[str, Outcome]()
-
-    async def all_there() -> bool:
-        found.update({outcome.episode_uuid: outcome for outcome in await source.outcomes()})
-        return found.keys() >= set(names)
-
-    await eventually(all_there)
-    return found
-
-
-def kinds(outcome: Outcome) -> list[object]:
-    assert isinstance(outcome, EpisodeFailed)
-    return [failure["kind"] for failure in outcome.failures]
+@pytest.fixture
+async def successor(setup: Setup) -> AsyncIterator[TrainerLink]:
+    """The next trainer, once the first one is gone."""
+    source = NetworkSource(setup.link, group_size=2)
+    await source.start(planned("a", "b"), step=1)
+    await source.start(planned("c", "d", group="h"), step=2)
+    await source.start([PlannedEpisode("eval", "v", {}, episode_uuid="v")], step=0)
+    async with trainer(address_of(setup)) as link:
+        yield link
 
 
-async def test_what_was_given_up_ends_in_both_books_even_if_the_server_never_heard_of_it(
-    setup: Setup,
+async def test_what_no_step_can_use_is_given_up_also_while_it_is_claimed(
+    setup: Setup, successor: TrainerLink
 ) -> None:
-    source = source_of(setup)
-    await setup.link.register(new_episodes("claimed", "waiting"))
-    claim = await setup.claim()
-    await source.abandon(registered("claimed", "waiting", "unheard"), "the run was resumed")
-    ended = await outcomes(source, "claimed", "waiting", "unheard")
-    assert {name: kinds(outcome) for name, outcome in ended.items()} == {
-        name: ["cancelled"] for name in ("claimed", "waiting", "unheard")
-    }
-    refused = await setup.call(claim.openai_api_key)
-    assert refused.status_code == 409
-    assert "the run was resumed" in refused.text
+    claims = [await setup.claim() for _ in "abcdv"]
+    await setup.end(claims[2])
+    history = await successor.resume([])
+    assert [(each.episode_uuid, each.group_id, each.position) for each in history.planned] == [
+        ("a", "g", 0),
+        ("b", "g", 1),
+    ]
+    assert (history.planned_groups, history.next_position) == (1, 2)
+    for claim in claims[3:]:
+        refused = await setup.call(claim.openai_api_key)
+        assert refused.status_code == 409
+        assert "the run was resumed" in refused.text
+    for claim in claims[:2]:
+        assert (await setup.call(claim.openai_api_key)).status_code == 200
+        await setup.end(claim)
+    found = await collect(successor, 2)
+    assert [*found] == ["a", "b"]
+    assert all(isinstance(each, EpisodeAccepted) for each in found.values())
+    assert (await successor.tally()).cancelled == 2
 
 
-async def test_a_result_that_was_there_before_it_was_given_up_is_delivered(setup: Setup) -> None:
-    source = source_of(setup)
-    await setup.link.register(new_episodes("done"))
-    claim = await setup.claim()
-    body = {"client_uuid": "c", "episode_uuid": "done", "attempt": claim.attempt, "workflow_output": OUTPUT}
-    await setup.post("/end_episode", **body)
-    await source.abandon(registered("done"), "the run was resumed")
-    done = (await outcomes(source, "done"))["done"]
-    assert isinstance(done, EpisodeAccepted)
-    assert (done.reward, done.client_uuid, done.attempt) == (OUTPUT["reward"], "c", 1)
-    assert done.metadata == OUTPUT["metadata"]
-    source.acknowledge([done])
-    assert await setup.link.recorded_outcomes(["done"]) == {"done": RecordedOutcome("accepted", True)}
-
-
-async def test_an_outcome_that_the_journal_lost_after_it_was_acknowledged_is_a_failure(setup: Setup) -> None:
-    source = source_of(setup)
-    await setup.link.register(new_episodes("archived", "open"))
-    claim = await setup.claim()
-    body = {"client_uuid": "c", "episode_uuid": "archived", "attempt": claim.attempt}
-    await setup.post("/end_episode", **body, workflow_output=OUTPUT)
-    source.acknowledge([(await outcomes(source, "archived"))["archived"]])
-    await source.flush()
-    (lost,) = await source.lost(registered("archived", "open", "unheard"))
-    assert lost.episode_uuid == "archived"
-    assert kinds(lost) == ["outcome_lost"]
-    assert not await source.lost(registered("open"))
+async def test_what_an_undone_step_trained_on_comes_again(setup: Setup, successor: TrainerLink) -> None:
+    for _ in "ab":
+        await setup.end(await setup.claim())
+    await successor.resume([])
+    found = await collect(successor, 2)
+    step = StepRow(step=1, time=1.0, policy_version=1)
+    judged = TrainedRow(episode=1, step=1, role="judge", outcome=Use.TRAINED)
+    await successor.commit([step, *consumed(found), judged])
+    async with trainer(address_of(setup)) as third:
+        history = await third.resume([])
+        assert [each.episode_uuid for each in history.planned] == ["a", "b"]
+        again = await collect(third, 2)
+        assert [*again] == ["a", "b"]
+        await third.commit([step, *consumed(again)])
+        assert (await third.tally()).lost == 0

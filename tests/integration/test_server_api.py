@@ -15,6 +15,7 @@ import pytest
 from interchange_helpers import (
     FAST,
     collect,
+    consumed,
     eventually,
     new_episode,
     new_episodes,
@@ -26,6 +27,7 @@ from interchange_helpers import (
 from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.errors import ConfigError
+from tinkerscript.files import LEDGER_FILE
 from tinkerscript.protocol import NO_EPISODES, RUN_FINISHED, WEIGHT_SYNCING
 from tinkerscript.server.process import running_server
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
@@ -42,21 +44,21 @@ async def test_the_path_of_one_episode(setup: Setup) -> None:
     assert reply.json()["choices"][0]["finish_reason"] == "stop"
     assert (await setup.status()).episodes["eval"].claimed == 1
     await setup.post("/end_episode", client_uuid="c", episode_uuid="e", attempt=1, workflow_output=OUTPUT)
-    outcome = (await collect(setup.link, 1))["e"]
+    outcomes = await collect(setup.link, 1)
+    outcome = outcomes["e"]
     assert isinstance(outcome, EpisodeAccepted)
     assert (outcome.reward, outcome.client_uuid, len(outcome.calls)) == (1.0, "c", 1)
     assert outcome.calls[0].policy_version == 4
     assert outcome.calls[0].sampled_ids[:2].tolist() == [72, 105]
     assert outcome.metadata == {"answer": "2"}
     assert (await setup.status()).episodes["eval"].ended == 1
-    setup.link.acknowledge(["e"])
-    await setup.link.flush()
+    await setup.link.commit(consumed(outcomes, step=0))
     assert (await setup.status()).episodes["eval"].accepted == 1
     assert await setup.metric('tinkerscript_results_accepted_total{type="eval"}') == 1
     assert await setup.metric("tinkerscript_model_calls_total") == 1
     assert await setup.metric("tinkerscript_sampled_tokens_total") == 3
     assert await setup.metric("tinkerscript_claims_total") == 1
-    assert stored_outcomes(setup.run_dir / "server.sqlite") == {"e": "accepted"}
+    assert stored_outcomes(setup.run_dir / LEDGER_FILE) == {"e": "accepted"}
 
 
 async def test_only_the_key_of_a_claim_ends_aborts_and_renews_it(tmp_path: Path, byte_model: Path) -> None:
@@ -373,9 +375,10 @@ async def test_an_episode_that_no_reply_can_hold_fails_by_itself(tmp_path: Path,
     """As a server without a limit on nesting may have stored it."""
     deep = b'{"a": ' + b"[" * 250 + b"]" * 250 + b"}"
     async with serving(tmp_path, byte_model) as setup:
-        await setup.link.register(new_episodes("poisoned", "whole"))
-    with closing(sqlite3.connect(tmp_path / "server.sqlite")) as connection, connection:
-        connection.execute("UPDATE payloads SET payload = ? WHERE sequence = 1", (deep,))
+        await setup.link.register([new_episode("poisoned"), new_episode("whole", payload=b'{"input": 2}')])
+    with closing(sqlite3.connect(tmp_path / LEDGER_FILE)) as connection, connection:
+        poisoned = "(SELECT sample FROM episodes WHERE uuid = 'poisoned')"
+        connection.execute(f"UPDATE samples SET payload = ? WHERE digest = {poisoned}", (deep,))
     async with serving(tmp_path, byte_model) as setup:
         nothing = await setup.claim(wait_s=20)
         assert "has failed; ask again" in nothing.fail_cause
@@ -416,10 +419,9 @@ async def test_many_clients_at_once(setup: Setup) -> None:
     assert all(
         isinstance(outcome, EpisodeAccepted) and len(outcome.calls) == 1 for outcome in outcomes.values()
     )
-    setup.link.acknowledge(outcomes)
-    await setup.link.flush()
+    await setup.link.commit(consumed(outcomes))
     assert await setup.metric('tinkerscript_results_accepted_total{type="train"}') == len(names)
-    assert set(stored_outcomes(setup.run_dir / "server.sqlite").values()) == {"accepted"}
+    assert set(stored_outcomes(setup.run_dir / LEDGER_FILE).values()) == {"accepted"}
 
 
 async def test_no_key_is_in_the_log(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from interchange_helpers import collect, new_episodes
+from interchange_helpers import collect, consumed, new_episodes
 from interchange_setup import OUTPUT, Setup, serving
+from tinkerscript.files import LEDGER_FILE
 from tinkerscript.server import trainer_messages
 from tinkerscript.server.routes import episodes as route
-from tinkerscript.server.store.sqlite import STORE_FILE
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
 
@@ -35,7 +35,7 @@ async def send(setup: Setup, key: str, body: bytes = b"told", status: int = 200)
 
 def stored(run_dir: Path) -> list[tuple[int, bytes]]:
     """(attempt, transcript) in the server's file."""
-    with closing(sqlite3.connect(run_dir / STORE_FILE)) as connection:
+    with closing(sqlite3.connect(run_dir / LEDGER_FILE)) as connection:
         return connection.execute("SELECT attempt, transcript FROM transcripts ORDER BY 1").fetchall()
 
 
@@ -63,9 +63,8 @@ async def test_the_transcripts_of_all_attempts_come_with_the_outcome(setup: Setu
     assert isinstance(failed, EpisodeFailed)
     assert result.transcripts == {1: b"\x00why it failed\xff", 2: b"how it went"}
     assert failed.transcripts == {2: b"the last one"}
-    setup.link.acknowledge(["a", "b"])
-    await setup.link.flush()
-    assert stored(setup.run_dir) == []
+    await setup.link.commit(consumed(found))
+    assert [attempt for attempt, _ in stored(setup.run_dir)] == [1, 2, 2], "they stay"
 
 
 async def test_only_the_claim_that_holds_the_lease_leaves_one(setup: Setup) -> None:
@@ -131,7 +130,7 @@ async def test_no_more_is_received_at_once_than_there_is_room_for(
 async def test_outcomes_go_without_what_the_way_has_no_room_for(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server's memory stays bounded while a trainer does not acknowledge."""
+    """The server's memory stays bounded while a trainer does not take them."""
     monkeypatch.setattr(trainer_messages, "MAX_TRANSCRIPT_BYTES", 250)
     await setup.link.register(new_episodes("a", "b", "c"))
     for _ in range(3):

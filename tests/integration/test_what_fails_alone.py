@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from failing_store import VICTIM, FailingStore, planted
+from failing_ledger import VICTIM, FailingLedger, opened, planted
 from interchange_helpers import collect, new_episodes
 from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.gateway.dialects import ChatCompletions
@@ -36,16 +36,17 @@ SEAMS: dict[str, tuple[type[Any], str]] = {
 
 
 @pytest.fixture
-async def server(tmp_path: Path, byte_model: Path) -> AsyncIterator[Setup]:
+async def server(tmp_path: Path, byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Setup]:
+    monkeypatch.setattr("tinkerscript.server.process.open_ledger", opened)
     tokenizer = LightTokenizer(byte_model)
 
     def script(prompt: list[int]) -> list[int]:
-        if FailingStore.stage == "sample" and MARK in tokenizer.decode(prompt):
+        if FailingLedger.stage == "sample" and MARK in tokenizer.decode(prompt):
             raise RuntimeError("planted: sample")
         return [72, 105, prompt[-1]]
 
     sampler = ScriptedSampler(script, policy_version=4)
-    async with serving(tmp_path, byte_model, sampler=sampler, store="failing_store:opened") as setup:
+    async with serving(tmp_path, byte_model, sampler=sampler) as setup:
         yield setup
 
 
@@ -61,7 +62,7 @@ async def test_a_defect_at_one_stage_is_its_own_request_alone(
     await server.link.register(new_episodes(VICTIM, "neighbor", "later"))
     claim, other = await server.claim("hostile"), await server.claim("honest")
     assert claim.episode_uuid == VICTIM
-    monkeypatch.setattr(FailingStore, "stage", stage)
+    monkeypatch.setattr(FailingLedger, "stage", stage)
     if stage in SEAMS:
         owner, name = SEAMS[stage]
         monkeypatch.setattr(owner, name, planted(getattr(owner, name), stage, MARK))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from failing_store import VICTIM, planted
+from failing_ledger import VICTIM, planted
 from interchange_helpers import collect, new_episode
 from interchange_setup import Setup, serving
 from tinkerscript.client import AsyncTinkerScriptClient, Episode, Runner

@@ -6,6 +6,9 @@ Under tinker_cookbook's loop it is raised by the victim's group, and in a run by
 from __future__ import annotations
 
 import asyncio
+import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +22,21 @@ from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import TrajectoryGroup
 
 from bridge_parts import END, Says, bytes_renderer
-from failing_store import VICTIM, FailingStore, planted
+from failing_ledger import VICTIM, FailingLedger, planted
 from inspect_tinker_bridge import env as bridge_env
 from inspect_tinker_bridge import load_environment
 from inspect_tinker_bridge.conversion import ChatConverter
 from inspect_tinker_bridge.env import InspectEnv, TokenBuffer
 from inspect_tinker_bridge.episodes import EpisodeOutcome, PendingCalls
 from tinkerscript.config import RunConfig
+from tinkerscript.files import LEDGER_FILE
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import unpack_ids
 from tinkerscript.sampler import SampleRequest
 from tinkerscript.testing import QuietReporter
 from tinkerscript.tokenizer import LightTokenizer
-from tinkerscript.train.journal import read_journal
 from tinkerscript.train.policy import SeededSampler
 from tinkerscript.train.run import run_training
-from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 from tinkerscript.workers import inspect_task
 
 pytestmark = pytest.mark.timeout(60)
@@ -68,7 +70,7 @@ ERRORS: dict[str, tuple[type[BaseException], str]] = {
 
 
 def check(where: str, state: TaskState) -> None:
-    who, _, what = FailingStore.stage.partition(" ")
+    who, _, what = FailingLedger.stage.partition(" ")
     if who == where and state.sample_id == VICTIM:
         kind, words = ERRORS[what]
         raise kind(words)
@@ -114,7 +116,7 @@ OWN = [f"{who} {what}" for who in ("solver", "scorer") for what in ERRORS]
 
 
 def plant(stage: str, seams: dict[str, tuple[Any, str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FailingStore, "stage", stage)
+    monkeypatch.setattr(FailingLedger, "stage", stage)
     if stage in seams:
         owner, name = seams[stage]
         failing = planted(getattr(owner, name), stage, MARK)
@@ -124,7 +126,7 @@ def plant(stage: str, seams: dict[str, tuple[Any, str]], monkeypatch: pytest.Mon
 class Replies(Says):
     async def __call__(self, model_input: Any, stop: Any, **more: Any) -> Any:
         asked = str(self.renderer.tokenizer.decode(model_input.to_ints()))
-        if FailingStore.stage == "sample" and MARK in asked:
+        if FailingLedger.stage == "sample" and MARK in asked:
             raise RuntimeError("planted: sample")
         return await super().__call__(model_input, stop, **more)
 
@@ -186,9 +188,10 @@ async def test_an_episode_of_a_run(tmp_path: Path, stage: str, monkeypatch: pyte
     monkeypatch.setattr(SeededSampler, "sample", sampled)
     plant(stage, OURS, monkeypatch)
     folder = await run_training(config, QuietReporter())
-    events = read_journal(folder.path / "journal.jsonl")
-    ended = [event for event in events if isinstance(event, EpisodeAccepted | EpisodeFailed)]
-    failed = [str(event.failures[-1]["message"]) for event in ended if isinstance(event, EpisodeFailed)]
+    with closing(sqlite3.connect(folder.path / LEDGER_FILE)) as run:
+        query = "SELECT failure FROM episodes LEFT JOIN attempts ON episode = sequence WHERE end_number > 0"
+        failures = [failure for (failure,) in run.execute(query)]
+    failed = [json.loads(failure)["message"] for failure in failures if failure is not None]
     planted_words = "the engine raised RuntimeError" if stage == "sample" else "planted: "
     assert [planted_words in words for words in failed] == [True, True], "in each evaluation"
-    assert len(ended) == 2 * len(NAMES)
+    assert len(failures) == 2 * len(NAMES)

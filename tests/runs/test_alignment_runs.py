@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from run_ledger import rows
 from short_runs import short_run
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import AlignmentError
+from tinkerscript.ledger.rows import PublicationRow, StepRow, TrainedRow, Use
 from tinkerscript.page.curves import found_in
 from tinkerscript.record.health import health_rows
 from tinkerscript.record.reader import Record
@@ -27,7 +29,6 @@ from tinkerscript.sampler import (
 )
 from tinkerscript.testing import QuietReporter
 from tinkerscript.tokenizer import LightTokenizer
-from tinkerscript.train.journal import PolicyPublished, StepConsumed, read_journal
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run import run_training
 from tiny_tokenizer import write_model_folder
@@ -183,9 +184,9 @@ async def test_a_corrupted_sampler_stops_the_run_and_is_named(
     report = json.loads((tmp_path / "run" / "alignment.json").read_text())
     assert [(f["step"], f["name"]) for f in report["findings"]] == [(1, name)]
     assert report["tokens_trained"] == 0
-    events = read_journal(tmp_path / "run" / "journal.jsonl")
-    assert [e.policy_version for e in events if isinstance(e, PolicyPublished)] == [0]
-    assert not any(isinstance(e, StepConsumed) for e in events)
+    assert [row.policy_version for row in rows(tmp_path / "run", PublicationRow)] == [0]
+    assert rows(tmp_path / "run", StepRow) == []
+    assert {row.outcome for row in rows(tmp_path / "run", TrainedRow)} <= {Use.SET_ASIDE}
     (finding,) = found_in(Record(tmp_path / "run"), "finding", name).found
     assert (finding.step, bool(finding.detail)) == (1, True)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from run_ledger import results
 from short_runs import short_run
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.testing import QuietReporter
-from tinkerscript.train.journal import read_journal
 from tinkerscript.train.run import run_training
 from tinkerscript.train.run_folder import ALIGNMENT_FILE
-from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 COMPACTS = """
 import httpx
@@ -53,8 +52,7 @@ async def test_a_compaction_is_reported_and_each_token_trains_once(tmp_path: Pat
     report = json.loads((folder.path / ALIGNMENT_FILE).read_text())
     assert report["forks"] == {"new_conversation": 4}
     assert report["errors"] == {}
-    accepted = [e for e in read_journal(folder.path / "journal.jsonl") if isinstance(e, EpisodeAccepted)]
-    for episode in accepted:
+    for episode in results(folder.path):
         before, after = merge_calls(episode.calls, episode_uuid=episode.episode_uuid)
         assert [len(each.segments) for each in (before, after)] == [3, 2]
         trained = [segment.call.call_id for each in (before, after) for segment in each.segments]

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from run_ledger import results, rows
 from tinkerscript.commands import train as command
 from tinkerscript.commands.show import show_command
 from tinkerscript.config import RunConfig
+from tinkerscript.ledger.rows import TrainedRow, Use
 from tinkerscript.page.overview import overview
 from tinkerscript.page.steps import step_view
 from tinkerscript.record.health import HealthRow, best_score, health_rows
 from tinkerscript.record.reader import Record
 from tinkerscript.testing import QuietReporter
-from tinkerscript.train.journal import StepConsumed, read_journal
 from tinkerscript.train.run import run_training
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
@@ -171,11 +172,10 @@ def test_the_page_has_the_shares_that_the_calls_of_a_run_have(started: Started, 
     }
     task["eval_args"] = {"split": "test"}
     run = started("short", task=task, sampling={"max_tokens": 3}, training={"steps": 2})
-    events = read_journal(run.folder / "journal.jsonl")
-    accepted = {e.episode_uuid: e for e in events if isinstance(e, EpisodeAccepted)}
-    steps = {
-        e.step: [accepted[uuid] for uuid in e.episode_uuids] for e in events if isinstance(e, StepConsumed)
-    }
+    accepted = {each.sequence: each for each in results(run.folder)}
+    steps: dict[int, list[EpisodeAccepted]] = {}
+    for row in rows(run.folder, TrainedRow, "WHERE step > 0 AND outcome != ?", Use.EVALUATED):
+        steps.setdefault(row.step, []).append(accepted[row.episode])
     calls = {step: [call for each in own for call in each.calls] for step, own in steps.items()}
     cut = {step: [call.stop_reason == "length" for call in own] for step, own in calls.items()}
     share = sum(map(sum, cut.values())) / sum(map(len, cut.values()))

@@ -12,12 +12,13 @@ import pytest
 from inspect_ai._util.entrypoints import clear_entry_points_state
 from inspect_ai.log import list_eval_logs, read_eval_log_async
 
+from run_ledger import outcomes, rows
 from tinkerscript.config import EvaluationConfig, RunConfig, SamplingConfig
 from tinkerscript.errors import ConfigError, NoSuccessError
+from tinkerscript.ledger.rows import EpisodeRow
 from tinkerscript.record.health import health_rows
 from tinkerscript.record.reader import Record
 from tinkerscript.testing import QuietReporter
-from tinkerscript.train.journal import EpisodeRegistered, read_journal
 from tinkerscript.train.run import run_training
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
@@ -133,6 +134,7 @@ async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> 
     assert watcher.drawn == [True, True], "after each step, while the run goes on"
     assert watcher.waits == [
         "the interchange server",
+        "the server to say where the run goes on",
         "the engine to load tiny",
         "the engine to try the loss",
         "the first weights to be published",
@@ -141,10 +143,9 @@ async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> 
         "the checkpoint of step 2",
         "the last episodes to end",
         "the final checkpoint",
-        "the server's record of the episodes",
     ]
     summary = json.loads((folder.path / "summary.json").read_text())
-    events = read_journal(folder.path / "journal.jsonl")
+    events = outcomes(folder.path)
     accepted = [e for e in events if isinstance(e, EpisodeAccepted)]
     failed = [e for e in events if isinstance(e, EpisodeFailed)]
     # One sample of six has a scorer that raises: 2 steps x 4 episodes, and one of each evaluation.
@@ -240,7 +241,7 @@ async def test_a_run_with_every_setting_of_the_update(tmp_path: Path) -> None:
 
 async def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "journal.jsonl").write_text("{}\n")
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match="already holds a run; resume it"):
         await run_training(config(tmp_path), QuietReporter())
 
@@ -269,8 +270,8 @@ async def test_tasks_share_a_run_by_weight_and_come_from_installed_packages(
     assert metrics["failure/task_error"] == metrics["episodes/failed"]
     assert 0 <= metrics["episode/score/even_answer"] <= 1
     tasks = {"tasks.py@words": 2, "tinkerscript_test_tasks/packaged": 4}
-    registered = [e for e in read_journal(run / "journal.jsonl") if isinstance(e, EpisodeRegistered)]
-    assert sum(event.episode_type == "train" for event in registered) == sum(tasks.values()) * 4
+    registered = rows(run, EpisodeRow, "WHERE episode_type = 'train'")
+    assert len(registered) == sum(tasks.values()) * 4
     assert inspect_labels(run) == sorted(2 * ["eval-after", "eval-before", "step-0001"])
     written = list_eval_logs(str(run / "inspect"))
     logs = [await read_eval_log_async(info) for info in written if "step-0001" in info.name]

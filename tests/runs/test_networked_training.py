@@ -1,9 +1,8 @@
-"""A whole run over the network: real server, real worker, the trainer's books against the server's."""
+"""A whole run over the network: real server, real worker, and what its ledger says at the end."""
 
 from __future__ import annotations
 
 import json
-import sqlite3
 import threading
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from interchange_helpers import stored_outcomes
+from run_ledger import ask, results
 from short_runs import short_run
 from tinkerscript.cli import app
 from tinkerscript.client import Episode, TinkerScriptClient, run
@@ -23,13 +22,11 @@ from tinkerscript.sampler import ProgressCallback, Sampler, SampleRequest, Sampl
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.backends import BACKENDS
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.journal import Journal, lost_episodes, read_journal
 from tinkerscript.train.run import run_training
-from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_both_books_agree_and_a_missing_row_is_one_lost_episode(
+async def test_every_episode_of_a_run_is_in_its_ledger_and_none_is_lost(
     processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -45,11 +42,12 @@ async def test_both_books_agree_and_a_missing_row_is_one_lost_episode(
     summary = json.loads((folder.path / "summary.json").read_text())
     episodes = 2 * 4 * 3 + 2 * 6
     assert summary["train_episodes"] == 2 * 4 * 3
-    assert summary["episodes_accepted"] == summary["server_results_accepted"] == episodes
+    assert summary["episodes_accepted"] == episodes
     assert (summary["episodes_lost"], summary["sequences_per_episode"]) == (0, 1.0)
     assert summary["max_abs_dlogp"] <= 1e-4
 
-    accepted = [e for e in read_journal(folder.path / "journal.jsonl") if isinstance(e, EpisodeAccepted)]
+    accepted = results(folder.path)
+    assert len(accepted) == episodes
     assert {call.policy_version for episode in accepted for call in episode.calls} == {0, 1, 2}
     assert all(json.loads(call.reply)["role"] == "assistant" for e in accepted for call in e.calls)
 
@@ -62,19 +60,11 @@ async def test_both_books_agree_and_a_missing_row_is_one_lost_episode(
         assert data is not None
         kinds = {json.loads(bytes(event))["event"] for event in parsed(unpacked_text(data)).events}
         assert {"model", "score"} <= kinds
-    with sqlite3.connect(folder.path / "server.sqlite") as connection:
-        assert connection.execute("SELECT count(*) FROM transcripts").fetchone() == (0,)
-    connection.close()
-
-    with Journal(tmp_path / "again.jsonl") as journal:
-        journal.write(read_journal(folder.path / "journal.jsonl"))
-        database = folder.path / "server.sqlite"
-        assert lost_episodes(journal, stored_outcomes(database)) == []
-        removed = accepted[3].episode_uuid
-        with sqlite3.connect(database) as connection:
-            connection.execute("DELETE FROM episodes WHERE uuid = ?", (removed,))
-        connection.close()
-        assert lost_episodes(journal, stored_outcomes(database)) == [removed]
+    assert ask(folder.path, "SELECT count(*) FROM transcripts") == [(0,)]
+    used = ask(folder.path, "SELECT episode, step FROM trained ORDER BY episode")
+    assert [episode for episode, _ in used] == sorted(each.sequence for each in accepted)
+    assert {step for _, step in used} == {0, 1, 2}
+    assert ask(folder.path, "SELECT count(*) FROM episodes WHERE NOT consumed") == [(0,)]
 
 
 async def test_a_broken_client_is_named_and_the_run_goes_on(

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from run_ledger import ask, rows
 from short_runs import Cut, CutError, curve, short_run
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import Phase
+from tinkerscript.ledger.rows import EvaluationRow, ResumptionRow, StepRow, TrainedRow, Use
 from tinkerscript.testing import QuietReporter
-from tinkerscript.train.history import read_history
-from tinkerscript.train.journal import EpisodeRegistered, Evaluated, Resumed, StepConsumed, read_journal
 from tinkerscript.train.run import run_training
 
 STEPS, GROUPS, SIZE = 6, 4, 4
@@ -59,24 +59,20 @@ async def test_a_run_that_is_cut_three_times_has_the_same_curve(tmp_path: Path) 
             assert one.get(name, 0) == pytest.approx(other.get(name, 0), abs=1e-4, rel=1e-4), name
         assert episodes(whole, int(one["step"])) == episodes(cut, int(one["step"]))
 
-    events = read_journal(cut / "journal.jsonl")
-    assert sum(isinstance(event, Resumed) for event in events) == 3
-    consumed: dict[int, StepConsumed] = {}
-    for event in events:
-        if isinstance(event, StepConsumed):
-            consumed[event.step] = event
-        elif isinstance(event, Resumed):
-            consumed = {step: done for step, done in consumed.items() if step <= event.step}
-    new = [uuid for done in consumed.values() for uuid in done.episode_uuids]
-    assert sorted(consumed) == list(range(1, STEPS + 1))
-    assert len(new) == len(set(new)) == STEPS * GROUPS * SIZE
-    uses = Counter(uuid for done in consumed.values() for group in done.trained for uuid in group)
+    resumptions = rows(cut, ResumptionRow, "ORDER BY resumption")
+    assert [row.resumption for row in resumptions] == [1, 2, 3, 4]
+    assert [row.step for row in rows(cut, StepRow, "WHERE undone = 0 ORDER BY step")] == [
+        *range(1, STEPS + 1)
+    ]
+    for row in rows(cut, StepRow, "WHERE undone != 0"):
+        assert row.step > resumptions[row.undone - 1].step, "those after the checkpoint alone are undone"
+    used = rows(cut, TrainedRow, "WHERE undone = 0 AND outcome != ?", Use.GIVEN_UP)
+    assert len({row.episode for row in used}) == STEPS * GROUPS * SIZE
+    uses = Counter(row.episode for row in used if row.place >= 0)
     assert set(uses.values()) == {1, 2}, "some episodes were replayed, none twice"
     assert sum(line["replay/groups"] for line in curve(cut)) == list(uses.values()).count(2) / SIZE
     assert all(line["alignment/lag_1/tokens_compared"] > 0 for line in curve(cut) if line["replay/groups"])
-    registered = [event.episode_uuid for event in events if isinstance(event, EpisodeRegistered)]
-    assert len(registered) == len(set(registered))
-    assert read_history(events, exists=lambda _: True).step == STEPS
+    assert ask(cut, "SELECT count(*) FROM episodes WHERE end_number IS NULL OR NOT consumed") == [(0,)]
 
 
 class CutIn(QuietReporter):
@@ -106,6 +102,6 @@ async def test_an_evaluation_that_was_cut_is_made_and_a_finished_one_is_not_made
     with pytest.raises(CutError):
         await run_training(made, CutIn("evaluation step-1"))
     await run_training(made, QuietReporter(), path=path)
-    labels = [e.label for e in read_journal(path / "journal.jsonl") if isinstance(e, Evaluated)]
+    labels = [row.label for row in rows(path, EvaluationRow, "ORDER BY time")]
     assert labels == ["before", "step-1", "after"]
     assert [line["step"] for line in curve(path) if "eval/step-1" in line] == [1]

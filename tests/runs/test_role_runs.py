@@ -11,15 +11,14 @@ import psutil
 import pytest
 
 from interchange_helpers import until
+from run_ledger import results
 from short_runs import short_run
 from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.page.episode_view import episode_view
 from tinkerscript.record.reader import Record
 from tinkerscript.rollouts.call import unpack_ids
 from tinkerscript.testing import QuietReporter
-from tinkerscript.train.journal import read_journal
 from tinkerscript.train.run import run_training
-from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 SCRIPT = """
 import httpx
@@ -56,7 +55,7 @@ async def test_a_frozen_role_samples_the_same_weights_in_every_step_and_never_tr
         workers={"script": str(tmp_path / "play.py")},
     )
     folder = await run_training(config, QuietReporter())
-    accepted = [e for e in read_journal(folder.path / "journal.jsonl") if isinstance(e, EpisodeAccepted)]
+    accepted = results(folder.path)
     assert len(accepted) == 12
     for episode in accepted:
         assert [call.role for call in episode.all_calls] == ["", "rival", ""]

@@ -19,6 +19,7 @@ import pytest
 
 from interchange_helpers import DEADLINE_S, collect, eventually, new_episodes, run_config, trainer, until
 from tinkerscript.config import dump_config
+from tinkerscript.ledger.rows import TrainedRow, Use
 from tinkerscript.trainer_link.keys import load_trainer_keys
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
@@ -98,6 +99,7 @@ async def test_a_run_goes_on_over_a_kill_of_the_server(tmp_path: Path, byte_mode
             trainer(info["link_address"], keys=keys) as link,
             httpx.AsyncClient(base_url=info["url"]) as http,
         ):
+            await link.resume([])
             await link.register(new_episodes("ended", "running", "waiting"))
             done, running = await claim(http, "c"), await claim(http, "d")
             assert (await call(http, done, "1+1")).status_code == 200
@@ -114,8 +116,10 @@ async def test_a_run_goes_on_over_a_kill_of_the_server(tmp_path: Path, byte_mode
                 assert (await end(http, running)).status_code == 200
                 assert (await claim(http, "e"))["episode_uuid"] == "waiting"
                 outcomes = await collect(link, 2)
-                link.acknowledge(outcomes)
-                await link.flush()
+                used = (
+                    TrainedRow(episode=e.sequence, step=1, outcome=Use.TRAINED) for e in outcomes.values()
+                )
+                await link.commit(list(used))
                 metrics = (await http.get("/metrics")).text
                 assert 'tinkerscript_results_accepted_total{type="train"} 2.0' in metrics
                 second.terminate()

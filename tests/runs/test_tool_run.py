@@ -11,12 +11,12 @@ import pytest
 import tinker
 
 import tool_agent
+from run_ledger import results
 from short_runs import curve, short_run
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.rollouts.call import full_prompts, unpack_ids
 from tinkerscript.testing import QuietReporter
 from tinkerscript.tokenizer import LightTokenizer
-from tinkerscript.train.journal import read_journal
 from tinkerscript.train.run import run_training
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 from tool_model import teach_tools
@@ -35,8 +35,7 @@ async def test_every_token_of_a_run_with_many_turns_and_tools_is_what_was_sample
         workers={"concurrency": 16, "script": tool_agent.__file__},
     )
     folder = await run_training(config, QuietReporter())
-    events = read_journal(folder.path / "journal.jsonl")
-    accepted = [e for e in events if isinstance(e, EpisodeAccepted)]
+    accepted = results(folder.path)
     calls = [call for e in accepted for call in e.calls]
     tools = Counter(
         made["function"]["name"] for call in calls for made in json.loads(call.reply).get("tool_calls", [])

@@ -14,19 +14,19 @@ import tinker
 from safetensors.numpy import load_file
 
 from interchange_helpers import eventually
+from run_ledger import results, rows
 from short_runs import curve, short_run
 from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.engine.training import EmbeddedTrainingClient
 from tinkerscript.errors import ConfigError
+from tinkerscript.ledger.rows import ResumptionRow, TrainedRow, Use
 from tinkerscript.model_folder import model_folder
 from tinkerscript.page.episode_view import episode_view
 from tinkerscript.page.token_view import token_view
 from tinkerscript.record.reader import Record
 from tinkerscript.testing import QuietReporter
 from tinkerscript.tokenizer import LightTokenizer
-from tinkerscript.train.journal import Resumed, StepConsumed, read_journal
 from tinkerscript.train.run import run_training
-from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 3
@@ -111,7 +111,7 @@ async def test_two_policies_train_each_on_its_own_tokens_also_after_a_kill(
     # Each client's data are of one role, and every one of its calls is there once.
     kinds = sorted({text.partition("user\n")[2][:4] for text in found} for found in texts.values())
     assert kinds == [{"Pick"}, {"What"}] or kinds == [{"What"}, {"Pick"}]
-    accepted = [e for e in read_journal(whole / "journal.jsonl") if isinstance(e, EpisodeAccepted)]
+    accepted = results(whole)
     trained = [e for e in accepted if e.episode_type == "train"]
     assert len(trained) == 4 * 4 * STEPS
     assert {tuple(call.role for call in e.all_calls) for e in accepted} == {(ROLE, "")}
@@ -158,10 +158,12 @@ async def test_two_policies_train_each_on_its_own_tokens_also_after_a_kill(
         )
         for name in one:
             np.testing.assert_allclose(one[name], other[name], atol=1e-4)
-    events = read_journal(cut / "journal.jsonl")
-    assert sum(isinstance(event, Resumed) for event in events) == 1
-    consumed = {event.step: event for event in events if isinstance(event, StepConsumed)}
-    assert all(event.trained_by_role.keys() == {ROLE} for event in consumed.values())
+    assert [row.step for row in rows(cut, ResumptionRow)] == [0, 1]
+    for run in (whole, cut):
+        used = rows(run, TrainedRow, "WHERE undone = 0 AND outcome = ?", Use.TRAINED)
+        assert {(row.step, row.role) for row in used} == {
+            (step, role) for step in range(1, STEPS + 1) for role in ("", ROLE)
+        }
 
     # A role that the checkpoint knows nothing of is not begun anew in silence.
     more = config(cut, roles={ROLE: {"kind": "trained"}, "critic": {"kind": "trained"}})

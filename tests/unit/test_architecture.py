@@ -20,7 +20,7 @@ ALLOWED = {
     "logs": "limits",
     "tracing": "",
     "files": "errors",
-    "remote_folder": "errors",
+    "remote_folder": "errors files",
     "config": "errors files limits logs remote_folder",
     "model_folder": "errors remote_folder",
     "rollouts": "errors",
@@ -40,12 +40,13 @@ ALLOWED = {
     "workers": "client errors inspect_tinker_bridge isolation lifecycle protocol tracing",
     "access_tokens": "asgi config errors files logs",
     "sampler": "errors rollouts",
-    "trainer_link": "errors files limits protocol rollouts sampler tracing",
+    "ledger": "errors files rollouts",
+    "trainer_link": "errors files ledger limits protocol rollouts sampler tracing",
     "addresses": "config errors trainer_link",
     "tokenizer": "errors model_folder rollouts",
     "gateway": "asgi config errors limits model_folder protocol rollouts sampler tokenizer tracing",
     "server": (
-        "access_tokens addresses asgi config errors files gateway http_server lifecycle limits logs "
+        "access_tokens addresses asgi config errors files gateway http_server ledger lifecycle limits logs "
         "model_folder protocol rollouts sampler tracing trainer_link"
     ),
     "processes": (
@@ -55,15 +56,15 @@ ALLOWED = {
     "page": "addresses asgi config errors files lifecycle model_folder record rollouts tokenizer",
     "train": (
         "access_tokens addresses config dashboard engine errors files gateway inspect_tinker_bridge "
-        "lifecycle logs model_folder processes protocol record remote_folder rollouts sampler "
-        "server tokenizer tracing trainer_link vllm_plugin workers"
+        "ledger lifecycle logs model_folder processes protocol record remote_folder rollouts sampler "
+        "tokenizer tracing trainer_link vllm_plugin workers"
     ),
     "commands": (
         "access_tokens addresses asgi client config dashboard engine errors files http_server "
-        "inspect_tinker_bridge lifecycle model_folder page processes protocol record remote_folder "
-        "server tinker_api train trainer_link workers"
+        "inspect_tinker_bridge ledger lifecycle model_folder page processes protocol record remote_folder "
+        "tinker_api train trainer_link workers"
     ),
-    "testing": "dashboard errors gateway rollouts sampler server trainer_link",
+    "testing": "dashboard errors gateway rollouts sampler",
     "cli": (
         "client commands dashboard engine errors files lifecycle logs model_folder page protocol "
         "record server tracing workers"

@@ -15,8 +15,6 @@ SEAMS = [
     "tinkerscript.gateway.dialects.dialect",
     "tinkerscript.sampler",
     "tinkerscript.gateway.claim_book",
-    "tinkerscript.server.store",
-    "tinkerscript.server.store.episode_store",
     "tinkerscript.train.backends",
     "tinkerscript.train.backends.backend",
     "tinkerscript.train.step_metrics",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,11 @@ from typing import Any
 import pytest
 
 from interchange_helpers import until
+from run_ledger import rows
 from tinkerscript.errors import ConfigError, UploadError
+from tinkerscript.files import LEDGER_FILE
+from tinkerscript.ledger import SqliteLedger
+from tinkerscript.ledger.rows import ResumptionRow, StepRow
 from tinkerscript.remote_folder import (
     RemoteFolder,
     Uploads,
@@ -62,16 +68,21 @@ class Run:
         path.write_text(text)
         return path
 
-    def journal(self, text: str) -> None:
-        with (self.path / "journal.jsonl").open("a") as file:
-            file.write(text)
+    async def step(self, step: int, *, resumption: int = 1) -> None:
+        """A step in the ledger, and before the first one that a trainer began."""
+        ledger = SqliteLedger(self.path / LEDGER_FILE)
+        if step == 1:
+            ledger.put(ResumptionRow(resumption=resumption, step=0, time=0.0))
+        ledger.put(StepRow(step=step, time=0.0, policy_version=step, undone=resumption - 1))
+        await ledger.commit()
+        await ledger.close()
 
     def checkpoint(self, name: str, text: str = "weights") -> Path:
         folder = self.path / "checkpoints" / name
         (folder / "parts").mkdir(parents=True)
         (folder / "model.safetensors").write_text(text)
         (folder / "parts" / "optimizer.pt").write_text(f"optimizer of {text}")
-        write_manifest(folder, "run", 0)
+        write_manifest(folder, "run")
         return folder
 
 
@@ -112,44 +123,50 @@ def test_a_url_is_told_from_a_folder(text: str, expected: bool) -> None:
 async def test_what_is_finished_is_at_the_url_under_the_names_of_the_run_folder(run: Run) -> None:
     run.write("rollouts/step_0001.jsonl", "{}\n")
     run.write("record.sqlite", "what stays here")
-    run.journal("one\n")
+    await run.step(1)
     run.write("metrics.jsonl", "step 1\n")
     run.checkpoint("step_0001")
     (run.path / "checkpoints" / "step_0002").mkdir()  # Still being written: it has no manifest.
     await run.copied()
     remote = RemoteFolder(URL)
-    assert remote.names("") == ["checkpoints", "config.yaml", "journal", "metrics.jsonl", "rollouts"]
+    assert remote.names("") == [
+        *("checkpoints", "config.yaml", "ledger.sqlite", "metrics.jsonl", "position.json", "rollouts"),
+    ]
     assert remote.read("rollouts/step_0001.jsonl") == b"{}\n"
     assert remote.names("checkpoints") == ["step_0001"]
     assert remote.names("checkpoints/step_0001") == ["manifest.json", "model.safetensors", "parts"]
     assert run.notes == []
 
 
-async def test_the_journal_is_copied_in_pieces_of_whole_lines(run: Run) -> None:
-    run.journal("one\ntw")
+def steps_there(tmp_path: Path) -> list[int]:
+    """Those of the ledger at the URL."""
+    copy = tmp_path / "there"
+    copy.mkdir(exist_ok=True)
+    RemoteFolder(URL).get(LEDGER_FILE, copy / LEDGER_FILE)
+    return [row.step for row in rows(copy, StepRow, "ORDER BY step")]
+
+
+async def test_the_ledger_is_copied_whole_while_it_is_written(run: Run, tmp_path: Path) -> None:
+    await run.step(1)
     remote = RemoteFolder(URL)
     async with run.uploads() as uploads:
-        uploads.copy()
-        await until(lambda: bool(remote.pieces()), "the first piece")
-        assert remote.pieces() == [(0, 4, "000000000000000-000000000000004.jsonl")]
-        run.journal("o\nthree\n")
+        with closing(sqlite3.connect(run.path / LEDGER_FILE)) as writer:
+            writer.execute("BEGIN IMMEDIATE")
+            writer.execute("INSERT INTO steps VALUES (2, 0.0, 2, 0)")
+            uploads.copy()
+            await until(lambda: remote.position() == (1, 1), "the first copy")
+            assert steps_there(tmp_path) == [1], "what is committed"
+            writer.commit()
         await uploads.finish()
-    assert _journal(remote) == b"one\ntwo\nthree\n"
-    run.journal("four\n")
-    await run.copied()
-    assert _journal(remote) == b"one\ntwo\nthree\nfour\n"
-    assert len(remote.pieces()) == 3
-
-
-def _journal(remote: RemoteFolder) -> bytes:
-    return b"".join(remote.read(f"journal/{name}") for _, _, name in remote.pieces())
+    assert (remote.position(), steps_there(tmp_path)) == ((1, 2), [1, 2])
+    assert not list(run.path.glob(".copy-*"))
 
 
 async def test_what_could_not_be_copied_is_copied_by_the_next_run(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.checkpoint("step_0001")
-    run.journal("one\n")
+    await run.step(1)
     with monkeypatch.context() as patch:
         async with run.uploads() as uploads:
             Broken(patch, float("inf"))
@@ -157,7 +174,7 @@ async def test_what_could_not_be_copied_is_copied_by_the_next_run(
                 await uploads.finish()
     await run.copied()
     assert RemoteFolder(URL).steps() == [1]
-    assert _journal(RemoteFolder(URL)) == b"one\n"
+    assert RemoteFolder(URL).position() == (1, 1)
 
 
 async def test_a_checkpoint_is_whole_or_not_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +190,7 @@ async def test_a_checkpoint_is_whole_or_not_there(run: Run, monkeypatch: pytest.
 
 async def test_the_url_has_the_checkpoints_that_are_here_also_the_best_one(run: Run, tmp_path: Path) -> None:
     """Step 3 is the best one, and older than the newest two. A run resumed from there keeps it, too."""
-    run.journal("one\n")
+    await run.step(1)
     async with run.uploads() as uploads:
         for step in (3, 9, 10):
             run.checkpoint(f"step_{step:04d}")
@@ -192,7 +209,7 @@ async def test_the_url_has_the_checkpoints_that_are_here_also_the_best_one(run: 
 
 
 async def test_a_new_run_is_refused_where_there_is_one(run: Run, tmp_path: Path) -> None:
-    run.journal("one\n")
+    await run.step(1)
     await run.copied()
     other = Run(tmp_path / "other")
     with pytest.raises(ConfigError, match=f"{URL} already holds a run; resume it .*--resume {URL}"):
@@ -214,7 +231,7 @@ async def test_a_url_that_cannot_be_written_is_refused_before_anything_trains(
 @pytest.fixture
 async def copied(run: Run) -> Run:
     """A run at the URL, with a step's checkpoint and the last one."""
-    run.journal("one\ntwo\n")
+    await run.step(1)
     run.write("metrics.jsonl", "step 1\n")
     for name in ("step_0002", "final"):
         run.checkpoint(name, text=f"weights of {name}")
@@ -229,19 +246,40 @@ async def test_a_run_is_resumed_on_another_machine(copied: Run, tmp_path: Path) 
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     step = "checkpoints/step_0002"
     assert files == {
-        *("config.yaml", "fetched_journal", "journal.jsonl", "metrics.jsonl"),
+        *("config.yaml", "ledger.sqlite", "metrics.jsonl"),
         *(f"{step}/manifest.json", f"{step}/model.safetensors", f"{step}/parts/optimizer.pt"),
     }
-    assert (folder / "journal.jsonl").read_text() == "one\ntwo\n"
+    assert [row.step for row in rows(folder, StepRow)] == [1]
     assert (folder / step / "model.safetensors").read_text() == "weights of step_0002"
     assert notes == [f"fetching the run at {URL} into {folder}"]
     assert resumable_folder(URL, tmp_path / "elsewhere") == folder, "what is here is used"
 
 
-async def test_a_run_that_has_gone_on_elsewhere_is_not_resumed_from_what_is_here(copied: Run) -> None:
-    (copied.path / "journal.jsonl").write_text("one\n")
-    with pytest.raises(ConfigError, match=r"has gone on elsewhere \(8 bytes of its journal are there, 4 in"):
+@pytest.mark.parametrize(("resumption", "steps"), [(1, 2), (2, 1)])
+async def test_a_run_that_has_gone_on_elsewhere_is_not_resumed_from_what_is_here(
+    copied: Run, tmp_path: Path, resumption: int, steps: int
+) -> None:
+    """It has more steps there, or as many that another trainer made."""
+    elsewhere = Run(resumable_folder(URL, tmp_path / "elsewhere"))
+    for step in range(1, steps + 1) if resumption > 1 else [steps]:
+        await elsewhere.step(step, resumption=resumption)
+    await elsewhere.copied()
+    told = (
+        rf"has gone on elsewhere \(there it was started {resumption} times and has 2 steps, in .* 1 and 1\)"
+    )
+    with pytest.raises(ConfigError, match=told):
         resumable_folder(URL, copied.path.parent)
+
+
+async def test_a_fetch_that_was_cut_is_made_again(
+    copied: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteFolder, "get", lambda *_: (_ for _ in ()).throw(OSError("the network is down")))
+        with pytest.raises(ConfigError, match="cannot be read: OSError: the network is down"):
+            resumable_folder(URL, tmp_path / "elsewhere")
+    folder = resumable_folder(URL, tmp_path / "elsewhere")
+    assert [row.step for row in rows(folder, StepRow)] == [1]
 
 
 async def test_a_checkpoint_is_fetched_once_and_again_when_it_is_another(

@@ -1,4 +1,4 @@
-"""The shipped fakes keep what their seams promise. (The tests of the stores run on `MemoryStore` too.)"""
+"""The shipped fakes keep what their seams promise."""
 
 from __future__ import annotations
 

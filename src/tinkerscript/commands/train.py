@@ -224,7 +224,7 @@ def open_run(
         if path is not None or join is not None:
             raise ConfigError("--resume uses the run's own config: give no CONFIG and no --join with it")
         resume = followed(resume)
-        if not resume.is_dir() or not holds_run(resume):
+        if not (resume / "config.yaml").exists():
             raise ConfigError(f"--resume: {resume} holds no run yet")
         return load_config(resume / "config.yaml", overrides), resume
     if path is None:

@@ -81,9 +81,8 @@ class InterchangeConfig(Section):
     (docs/cluster.md)."""
 
     store: str = "sqlite"
-    """Where episodes are stored: `sqlite` (in the run's folder), `sqlite:///PATH`,
-    `postgresql://USER@HOST/DATABASE` (docs/failover.md), or `module:name` of a function that opens a store of
-    your own."""
+    """Where the run's ledger is: `sqlite` (in the run's folder), `sqlite:///PATH`, or
+    `postgresql://USER@HOST/DATABASE` (docs/failover.md)."""
 
     durability: Literal["normal", "full"] = "normal"
     """What a commit survives: `normal`, a killed process; `full`, also a power failure (one disk sync per

@@ -52,7 +52,8 @@ class WriteBatch:
     """The writes of one transaction: rows, and then statements."""
 
     rows: dict[type[Row], dict[Any, Row]] = field(default_factory=dict[type[Row], dict[Any, Row]])
-    """By table and key, the last row of each; in a table without a key by their place."""
+    """By table and key, the row that stays; in a table without keys, or whose rows are written `ONCE`, by
+    their place."""
 
     statements: list[Statement] = field(default_factory=list[Statement])
     count: int = 0
@@ -134,8 +135,11 @@ class Ledger(ABC):
         found = batch.rows.get(kind)
         if found is None:
             found = batch.rows[kind] = {}
-        key = tuple(getattr(row, name) for name in kind.KEY) if kind.KEY else len(found)
-        found[key] = row
+        # The database refuses the second of two rows that are written `ONCE`, also within a transaction.
+        has_key = kind.KEY and not kind.ONCE
+        key = tuple(getattr(row, name) for name in kind.KEY) if has_key else len(found)
+        if not (kind.KEEPS_FIRST and key in found):
+            found[key] = row
         batch.count += 1
         batch.size += row.size
 

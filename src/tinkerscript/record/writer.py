@@ -206,15 +206,6 @@ class RecordWriter:
 
         self._put(begin)
 
-    def undo(self, uuid: str) -> None:
-        """An episode is of what the last resume took back."""
-
-        def mark(run: sqlite3.Connection) -> None:
-            found = run.execute("SELECT number FROM episodes WHERE uuid = ?", (uuid,)).fetchall()
-            _undo(run, [number for (number,) in found])
-
-        self._put(mark)
-
     def _row(self, table: str, **columns: object) -> None:
         names, marks = ", ".join(columns), ", ".join("?" * len(columns))
         statement = f"INSERT OR REPLACE INTO {table} ({names}) VALUES ({marks})"
@@ -242,16 +233,6 @@ class RecordWriter:
             self._changed.notify_all()
             self._changed.wait_for(lambda: bool(self.failure) or self._written >= given, timeout_s)
             return not self.failure and self._written >= given
-
-    def episode_uuids(self) -> set[str]:
-        """The episodes that are in the file. Reads all of it; for a run that begins."""
-        if self.failure:
-            return set()
-        try:
-            with closing(sqlite3.connect(self._path)) as connection:
-                return {uuid for (uuid,) in connection.execute("SELECT uuid FROM episodes")}
-        except sqlite3.Error:
-            return set()
 
     def __enter__(self) -> RecordWriter:
         return self

@@ -19,7 +19,7 @@ from functools import partial
 
 from tinkerscript.errors import NotTheOwnerError, QuotaError, UnauthorizedError
 from tinkerscript.ledger import Ledger
-from tinkerscript.ledger.rows import AttemptRow, EpisodeRow, ResultRow
+from tinkerscript.ledger.rows import AttemptRow, EpisodeRow
 from tinkerscript.limits import CLAIMED_BYTES, POOL_BYTES, Totals
 from tinkerscript.logs import about
 from tinkerscript.protocol import (
@@ -41,9 +41,8 @@ from tinkerscript.server.episodes.record import (
     Claim,
     ClosedClaim,
     EpisodeRecord,
-    episode_row,
     restored,
-    sample_row,
+    rows_of,
 )
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.tracing import claim_over, is_on
@@ -182,18 +181,10 @@ class Interchange:
     # Commit ordering
 
     def settle(self) -> None:
-        """Pass the book's changes to the store, and notify whoever they affect."""
+        """Pass the book's changes to the ledger, and notify whoever they affect."""
         changes = self.book.take_changes()
-        put = self._ledger.put
-        for episode in changes.added.values():
-            put(sample_row(episode))
         changed = [*changes.added.values(), *changes.saved.values()]
-        for episode in changed:
-            put(episode_row(episode))
-            if episode.state == "ended" and episode.result:
-                put(ResultRow(episode=episode.sequence, result=episode.result))
-        for attempt in changes.attempts.values():
-            put(attempt)
+        self._ledger.note(rows_of(changes))
         for closed in changes.closed:
             self._watch(closed)
             for forget in self._forget:

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from functools import partial
 from types import MappingProxyType
 
@@ -19,7 +19,7 @@ import msgspec
 
 from tinkerscript.errors import ConfigError, ConflictError, InterchangeError, StoreError, UnknownEpisodeError
 from tinkerscript.ledger import Ledger
-from tinkerscript.ledger.history import PlannedRow, begin
+from tinkerscript.ledger.history import History, PlannedRow, begin
 from tinkerscript.ledger.rows import FactRow, TrainedRow, Use
 from tinkerscript.logs import about
 from tinkerscript.rollouts.call import Call
@@ -90,6 +90,38 @@ async def read_last_commit(ledger: Ledger) -> LastCommit:
     return msgspec.json.decode(found[0][0], type=LastCommit) if found else LastCommit()
 
 
+async def resume_run(
+    interchange: Interchange, ledger: Ledger, checkpoints: Collection[int], *, replay_lag: int = 0
+) -> History:
+    """Let a trainer go on from the newest of `checkpoints`, in the book and in the ledger; see `begin`.
+
+    Raises ConfigError, and changes nothing, if the ledger cannot go on from them.
+    """
+    await ledger.durable()
+    beginning = await begin(ledger, checkpoints, time=time.time(), replay_lag=replay_lag)
+    history, book = beginning.history, interchange.book
+    for episode in book.resume(history.step, history.resumption, beginning.used):
+        ledger.put(TrainedRow(episode=episode.sequence, step=history.step, outcome=Use.GIVEN_UP))
+    planned_groups, next_position = book.plans(history.step + 1)
+    planned = [
+        PlannedRow(
+            episode_uuid=each.uuid,
+            group_id=each.group_id,
+            position=each.position,
+            is_over=each.end_number is not None,
+        )
+        for each in book.planned(history.step + 1)
+    ]
+    await interchange.commit()
+    return msgspec.structs.replace(
+        history,
+        planned=planned,
+        planned_groups=planned_groups,
+        next_position=next_position,
+        open_until=max(book.open_ends, default=0),
+    )
+
+
 class TrainerMessageHandler:
     """Serves the link: `run` owns its tasks, and the one that sends outcomes."""
 
@@ -113,6 +145,13 @@ class TrainerMessageHandler:
         self._metrics = metrics
         self._times = times
         self._last_commit = last_commit
+        self._resuming = ("", 0)
+        """The trainer that begins or has begun, and the number of its request."""
+
+        self._resumed: Resumed | NotResumed | None = None
+        """The answer to that request, once there is one."""
+
+        self._beginning = asyncio.Lock()
         self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
@@ -163,11 +202,11 @@ class TrainerMessageHandler:
                 self._interchange.settle()
                 logger.info("client.released client_uuid=%s claims=%d", event.client_uuid, len(released))
             case Resume():
-                self._tasks.create_task(self._resume(event))
+                self._resume(event)
             case Fetch():
-                self._tasks.create_task(self._fetch(event))
+                self._tasks.create_task(self._carried_out(self._fetch(event)))
             case TallyRequest():
-                self._tasks.create_task(self._tally(event))
+                self._tasks.create_task(self._carried_out(self._tally(event)))
             case Metrics():
                 if not self._metrics.add_trainers(event.text):
                     self._metrics.count_link_drop("metrics")
@@ -224,50 +263,52 @@ class TrainerMessageHandler:
         answer = Committed(number=message.number)
         self._interchange.when_committed(lambda: self._link.send(answer))
 
-    async def _resume(self, request: Resume) -> None:
-        await self._ledger.durable()
+    async def _carried_out(self, work: Awaitable[None]) -> None:
         try:
-            beginning = await begin(
-                self._ledger, request.checkpoints, time=time.time(), replay_lag=request.replay_lag
+            await work
+        except StoreError:
+            raise
+        except Exception:
+            logger.exception("link.drop reason=failed")
+            self._metrics.count_link_drop("failed")
+
+    def _resume(self, request: Resume) -> None:
+        """Begin once, however often the trainer repeats its request."""
+        key = self._link.trainer_id, request.request_id
+        if key != self._resuming:
+            self._resuming, self._resumed = key, None
+            self._tasks.create_task(self._carried_out(self._begin(request)))
+        elif self._resumed is not None:
+            self._say_resumed(self._resumed)
+
+    async def _begin(self, request: Resume) -> None:
+        key = self._resuming
+        async with self._beginning:
+            answer = await self._begun(request)
+        if key == self._resuming:  # No other trainer took over meanwhile.
+            self._resumed = answer
+            self._say_resumed(answer)
+
+    def _say_resumed(self, answer: Resumed | NotResumed) -> None:
+        self._link.send(answer)
+        if isinstance(answer, Resumed):
+            self._outcomes.follow(max(0, self._link.position))
+
+    async def _begun(self, request: Resume) -> Resumed | NotResumed:
+        try:
+            history = await resume_run(
+                self._interchange, self._ledger, request.checkpoints, replay_lag=request.replay_lag
             )
         except ConfigError as error:
-            self._link.send(NotResumed(request_id=request.request_id, reason=str(error)))
-            return
-        history, book = beginning.history, self._interchange.book
-        for episode in book.resume(history.step, history.resumption, beginning.used):
-            given_up = TrainedRow(episode=episode.sequence, step=history.step, outcome=Use.GIVEN_UP)
-            self._ledger.put(given_up)
-        planned_groups, next_position = book.plans(history.step + 1)
-        planned = [
-            PlannedRow(
-                episode_uuid=each.uuid,
-                group_id=each.group_id,
-                position=each.position,
-                is_over=each.end_number is not None,
-            )
-            for each in book.planned(history.step + 1)
-        ]
-        history = msgspec.structs.replace(
-            history,
-            planned=planned,
-            planned_groups=planned_groups,
-            next_position=next_position,
-            open_until=max(book.open_ends, default=0),
-        )
-        await self._interchange.commit()
-        self._link.send(Resumed(request_id=request.request_id, history=history))
-        self._outcomes.follow(0)
+            return NotResumed(request_id=request.request_id, reason=str(error))
+        return Resumed(request_id=request.request_id, history=history)
 
     async def _fetch(self, request: Fetch) -> None:
-        found = list[EpisodeAccepted]()
-        for sequence in request.episodes:
-            ((uuid,),) = await self._ledger.read(
-                "SELECT uuid FROM {s}episodes WHERE sequence = ?", (sequence,)
-            )
-            outcome = await self._outcomes.outcome(self._interchange.book.get(uuid))
-            if isinstance(outcome, EpisodeAccepted):
-                found.append(outcome.without_extras())
-        self._link.send(Fetched(request_id=request.request_id, outcomes=found))
+        query = "SELECT uuid FROM {s}episodes WHERE sequence = ?"
+        ((uuid,),) = await self._ledger.read(query, (request.episode,))
+        outcome = await self._outcomes.outcome(self._interchange.book.get(uuid))
+        found = outcome.without_extras() if isinstance(outcome, EpisodeAccepted) else None
+        self._link.send(Fetched(request_id=request.request_id, outcome=found))
 
     async def _tally(self, request: TallyRequest) -> None:
         await self._ledger.durable()

@@ -192,7 +192,7 @@ class GRPO:
         return list(rows.values())
 
     async def _learn(self, step: TrainingStep) -> list[dict[str, float]]:
-        """Update the weights. A misaligned step leaves a journal and a checkpoint to resume from."""
+        """Update the weights. A misaligned step leaves a ledger and a checkpoint to resume from."""
         by_version = self.lags.by_version(self.step)
         links = _claims_of(step) if is_on() else ()
         try:

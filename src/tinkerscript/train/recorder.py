@@ -47,9 +47,6 @@ logger = logging.getLogger(__name__)
 MAX_FINDINGS = 200
 """Findings with their episodes that a step records."""
 
-BETWEEN_FLUSHES = 1000
-"""Entries that catching up gives the writer before it waits for the disk."""
-
 
 @contextmanager
 def recorded(
@@ -80,7 +77,7 @@ def recorded(
             step=step,
             began=time.time(),
         )
-        recorder = RunRecorder(writer, config.recording, step=step, kept=kept)
+        recorder = RunRecorder(writer, config.recording, step=step)
         with recorder.saying_how_it_ends():
             yield recorder, RecordedProgress(progress, writer)
     if writer.dropped and not writer.failure:
@@ -97,14 +94,10 @@ class _Expected:
 class RunRecorder:
     """Everything that a run says of itself, as entries of its record."""
 
-    def __init__(
-        self, writer: RecordWriter, recording: str, *, step: int = 0, kept: Container[str] = ()
-    ) -> None:
-        """`recording`: the config's. `step`: the last one, after which the run goes on. `kept`: uuids of the
-        episodes of later steps that still count."""
+    def __init__(self, writer: RecordWriter, recording: str, *, step: int = 0) -> None:
+        """`recording`: the config's. `step`: the last one, after which the run goes on."""
         self._writer = writer
         self._step = step
-        self._kept = kept
         self._every = 0 if recording == "off" else int(recording.removeprefix("every ").replace("all", "1"))
         self._expected: dict[str, _Expected] = {}
         """By uuid, of the episodes that have not ended."""

@@ -130,10 +130,10 @@ class Resume(Tagged, frozen=True):
 
 
 class Fetch(Tagged, frozen=True):
-    """What did these episodes end with, by sequence? Answered by `Fetched`."""
+    """What did this episode end with, by sequence? Answered by `Fetched`."""
 
     request_id: int
-    episodes: list[int]
+    episode: int
 
 
 class TallyRequest(Tagged, frozen=True):
@@ -361,10 +361,10 @@ Outcome = EpisodeAccepted | EpisodeFailed
 
 
 class Fetched(Tagged, frozen=True):
-    """Answer to `Fetch`: those of the episodes that ended with a result."""
+    """Answer to `Fetch`; None: the episode did not end with a result."""
 
     request_id: int
-    outcomes: list[EpisodeAccepted]
+    outcome: EpisodeAccepted | None
 
 
 class Sample(Tagged, frozen=True):

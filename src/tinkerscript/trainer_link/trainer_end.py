@@ -71,8 +71,8 @@ logger = logging.getLogger(__name__)
 REGISTER_CHUNK = 500
 """Episodes in one `Register` message, about: one holds whole groups."""
 
-FETCH_CHUNK = 16
-"""Episodes in one `Fetch`."""
+FETCHED_AT_ONCE = 16
+"""Episodes that are asked for before an answer comes. Each has a message of its own, which may be large."""
 
 Request = Resume | Fetch | TallyRequest
 """What has a `request_id`, and an answer with the same."""
@@ -244,12 +244,15 @@ class TrainerLink:
     async def fetch(self, episodes: Sequence[int]) -> list[EpisodeAccepted]:
         """What these episodes, by sequence, ended with, but for those that failed. Raises LinkError."""
         found = list[EpisodeAccepted]()
-        for start in range(0, len(episodes), FETCH_CHUNK):
-            chunk = list(episodes[start : start + FETCH_CHUNK])
-            answer = await self._ask(Fetch(request_id=next(self._request_ids), episodes=chunk))
-            assert isinstance(answer, Fetched)
-            found += answer.outcomes
+        for start in range(0, len(episodes), FETCHED_AT_ONCE):
+            chunk = episodes[start : start + FETCHED_AT_ONCE]
+            found += [each for each in await asyncio.gather(*map(self._fetch, chunk)) if each is not None]
         return found
+
+    async def _fetch(self, episode: int) -> EpisodeAccepted | None:
+        answer = await self._ask(Fetch(request_id=next(self._request_ids), episode=episode))
+        assert isinstance(answer, Fetched)
+        return answer.outcome
 
     async def tally(self) -> Tally:
         """How the episodes of the run ended, by what is committed. Raises LinkError."""

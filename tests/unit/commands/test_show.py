@@ -144,8 +144,8 @@ def test_runs_that_are_not_there(tmp_path: Path, made: Path) -> None:
         shown(made.parent / "nowhere")
     with pytest.raises(ConfigError, match="not the folder of a recorded run"):
         shown(tmp_path)
-    (tmp_path / "journal.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"no record \(record.sqlite\).* episodes in journal.jsonl"):
+    (tmp_path / "ledger.sqlite").touch()
+    with pytest.raises(ConfigError, match=r"no record \(record.sqlite\).* episodes in ledger.sqlite"):
         shown(tmp_path)
 
 
@@ -156,7 +156,7 @@ def test_a_run_that_keeps_no_episodes_says_so(tmp_path: Path) -> None:
         )
         writer.step(1, policy_version=1, reward=0.5, accepted=2, failed=1, trained=1, max_lag=0)
         assert writer.flush()
-    assert "This run keeps no episodes (recording: off); journal.jsonl has them." in shown(tmp_path)
+    assert "This run keeps no episodes (recording: off); ledger.sqlite has them." in shown(tmp_path)
     with pytest.raises(NotRecordedError, match=r"keeps none \(recording: off\)"):
         shown(tmp_path, "a")
 

@@ -84,7 +84,6 @@ def test_a_run_is_resumed_by_the_link_to_it(tmp_path: Path, monkeypatch: pytest.
     folder = tmp_path / "runs" / "first"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("task: {name: a.py@a}\n")
-    (folder / "journal.jsonl").touch()
     (tmp_path / "runs" / "latest").symlink_to("first")
     _, found = train.open_run(None, [], resume=Path("runs/latest"), join=None)
     assert found == Path("runs/first")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from importlib import util
@@ -26,8 +25,6 @@ from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import pack_ids
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.sampler import SampleRequest
-from tinkerscript.server.episodes.book import EpisodeBook
-from tinkerscript.server.store import open_store
 from tinkerscript.train import backends
 from tinkerscript.train.learner import check_loss
 from tinkerscript.train.step_metrics import extra_metrics
@@ -65,7 +62,7 @@ def loaded(folder: Path, name: str) -> ModuleType:
 
 def test_every_addition_has_an_example() -> None:
     assert list(FILES) == [
-        *("frozen_lake.py", "my_losses.py", "my_metrics.py", "my_store.py", "plain_text.py", "announcing.py"),
+        *("frozen_lake.py", "my_losses.py", "my_metrics.py", "plain_text.py", "announcing.py"),
     ]
 
 
@@ -104,26 +101,6 @@ def test_a_metric() -> None:
     assert metric(facts) == {"reward/solved": 0.5}
     nothing: Any = Facts([])
     assert metric(nothing) == {}
-
-
-async def test_a_store(folder: Path) -> None:
-    section = config_with("interchange_server").interchange_server
-    store = open_store(section.store, folder, "normal")
-    book = EpisodeBook(clock=lambda: 0.0, max_attempts=1, max_claim_s=60.0, wall=lambda: 0.0)
-    book.register("e1", "train", "g", b"{}", pool="", group_size=1)
-    for episode in book.take_changes().added.values():
-        store.add(episode)
-    await store.durable()
-    assert not (folder / "ended.jsonl").exists()
-    claimed = book.claim("client", "any", 60.0, pool="", policy_version=0, claim_request_id="")
-    assert claimed is not None
-    book.end("e1", 1, reward=1.0, result=b"{}")
-    for episode in book.take_changes().saved.values():
-        store.save(episode)
-    await store.durable()
-    assert json.loads((folder / "ended.jsonl").read_text()) == ["e1"]
-    assert [episode.state for episode in await store.load()] == ["ended"]
-    await store.close()
 
 
 async def test_a_wire_format(folder: Path, byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

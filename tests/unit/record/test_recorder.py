@@ -29,7 +29,6 @@ from tinkerscript.rollouts.rollout import Rollout
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.episode_source import PlannedEpisode
-from tinkerscript.train.journal import AnyEvent, EpisodeRegistered, Evaluated
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.recorder import RunRecorder, recorded
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
@@ -360,46 +359,24 @@ def test_transcripts_are_kept_where_calls_are(writer: RecordWriter, tmp_path: Pa
     assert record.number("SELECT count(*) FROM transcripts") == 3
 
 
-def test_a_resumed_run_records_what_a_kill_kept_from_the_record(
-    writer: RecordWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tinkerscript.train.recorder.BETWEEN_FLUSHES", 2)
-    first = RunRecorder(writer, "all")
-    first.ended(accepted("known", [], 1.0))
-    assert writer.flush()
-    events: list[AnyEvent] = [
-        EpisodeRegistered(episode_uuid="lost", episode_type="train", group_id="g", step=2),
-        accepted("known", [], 0.0),
-        accepted("lost", [], 0.25, group_id="g"),
-        accepted("huge", [], 1.7e308),
-        accepted("before", [], 1.0, group_id="eval-before/sample-0", episode_type="eval"),
-        Evaluated(label="before", step=0, policy_version=0, score=1.0, accepted=1, failed=0),
-        accepted("after", [], 1.0, group_id="eval-step-2/sample-0", episode_type="eval"),
-        Evaluated(label="step-2", step=2, policy_version=2, score=1.0, accepted=1, failed=0),
-        accepted("cut off", [], 1.0, group_id="eval-step-5/sample-0", episode_type="eval"),
-        *(
-            EpisodeRegistered(episode_uuid=uuid, episode_type="train", group_id="g", step=4)
-            for uuid in ("used again", "later")
-        ),
-        *(accepted(uuid, [], 1.0, group_id="g") for uuid in ("used again", "later")),
-    ]
-    writer.resume(3)
-    RunRecorder(writer, "all", step=3, kept={"used again"}).catch_up(events, None)
-    RunRecorder(writer, "all", step=3, kept={"used again"}).catch_up(events, None)
+def test_a_resumed_run_records_once_what_its_ledger_sends_again(writer: RecordWriter, tmp_path: Path) -> None:
+    """Before the kill one of the episodes of step 4 was recorded, and one that no step waits for any more."""
+    recorder = RunRecorder(writer, "all")
+    plans = [PlannedEpisode("train", "g", {}, episode_uuid=uuid) for uuid in ("again", "new", "later")]
+    recorder.expect(plans, step=4)
+    for uuid in ("again", "later"):
+        recorder.ended(accepted(uuid, [], 0.5))
+    writer.resume(3, kept={"again", "new"})
+    resumed = RunRecorder(writer, "all", step=3)
+    resumed.expect(plans[:2], step=4)
+    for uuid in ("again", "new"):
+        resumed.ended(accepted(uuid, [], 0.5))
     writer.flush()
+    record = Record(tmp_path)
+    query = "SELECT uuid, step, status, reward FROM episodes ORDER BY number"
+    assert columns(record, query) == [(uuid, 4, "accepted", 0.5) for uuid in ("again", "later", "new")]
     undone = "SELECT uuid FROM undone JOIN episodes ON episodes.number = undone.episode ORDER BY 1"
-    assert columns(Record(tmp_path), undone) == [("cut off",), ("later",)]
-    query = "SELECT uuid, step, label, status, reward FROM episodes ORDER BY number"
-    assert columns(Record(tmp_path), query) == [
-        ("known", 0, "", "accepted", 1.0),
-        ("lost", 2, "", "accepted", 0.25),
-        ("huge", 0, "", "failed", None),
-        ("before", 0, "before", "accepted", 1.0),
-        ("after", 2, "step-2", "accepted", 1.0),
-        ("cut off", 0, "step-5", "accepted", 1.0),
-        ("used again", 4, "", "accepted", 1.0),
-        ("later", 4, "", "accepted", 1.0),
-    ]
+    assert columns(record, undone) == [("later",)]
 
 
 # The run

@@ -15,13 +15,14 @@ import pytest
 
 from interchange_helpers import FAST, trainer, until
 from tinkerscript.errors import ConflictError
+from tinkerscript.files import LEDGER_FILE
+from tinkerscript.ledger import SqliteLedger
 from tinkerscript.protocol import StartEngineRequest
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.routes.engine import SYNCED_CONFIG, EngineRoutes
-from tinkerscript.server.trainer_messages import TrainerMessageHandler
-from tinkerscript.testing import MemoryStore
+from tinkerscript.server.trainer_messages import LastCommit, TrainerMessageHandler
 from tinkerscript.trainer_link.remote_sampling import LinkSampler
 from tinkerscript.trainer_link.server_end import ServerLink, TrainerEvent
 
@@ -50,18 +51,19 @@ class Engine:
 async def engine(tmp_path: Path, program: str) -> AsyncGenerator[Engine]:
     """The routes of the engine whose trainer is the Python program `program`."""
     book = EpisodeBook(clock=asyncio.get_running_loop().time, max_attempts=2)
-    metrics, store = ServerMetrics(book), MemoryStore()
+    metrics, ledger = ServerMetrics(book), SqliteLedger(tmp_path / LEDGER_FILE)
     link = ServerLink(server_id=uuid.uuid4().hex, times=FAST, count_drop=metrics.count_link_drop)
     interchange = Interchange(
-        book=book, store=store, metrics=metrics, forget=(), clock=asyncio.get_running_loop().time
+        book=book, ledger=ledger, metrics=metrics, forget=(), clock=asyncio.get_running_loop().time
     )
     handler = TrainerMessageHandler(
         interchange=interchange,
-        store=store,
+        ledger=ledger,
         link=link,
         sampler=LinkSampler(link, timeout_s=5, times=FAST),
         metrics=metrics,
         times=FAST,
+        last_commit=LastCommit(),
     )
     command = (sys.executable, "-S", "-c", program)
     routes = EngineRoutes(tmp_path, interchange=interchange, link=link, trainer=command, ending_s=0.3)
@@ -73,6 +75,7 @@ async def engine(tmp_path: Path, program: str) -> AsyncGenerator[Engine]:
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
+    await ledger.close()
     for left in psutil.Process().children():
         left.kill()
     await until(lambda: not psutil.Process().children(), "the end of what ran")

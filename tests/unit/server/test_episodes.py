@@ -14,10 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from clock import Clock
 from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
+from tinkerscript.files import LEDGER_FILE
+from tinkerscript.ledger import SqliteLedger
+from tinkerscript.ledger.rows import Use
 from tinkerscript.protocol import HANDED_BACK, Failure
 from tinkerscript.server.episodes.book import MAX_HAND_BACKS, EpisodeBook
-from tinkerscript.server.episodes.record import TRANSITIONS, EpisodeRecord
-from tinkerscript.server.store.sqlite import SqliteStore
+from tinkerscript.server.episodes.record import TRANSITIONS, EpisodeRecord, rows_of
+from tinkerscript.server.interchange import read_episodes
 
 
 @pytest.fixture
@@ -36,11 +39,10 @@ def claimed(book: EpisodeBook, client: str = "c", lease_s: float = 10.0) -> Epis
     return episode
 
 
-def test_the_table_ends_in_states_that_nothing_leaves() -> None:
-    assert {state for state, after in TRANSITIONS.items() if not after} == {"accepted"}
+def test_the_table_has_two_states_that_end_an_episode() -> None:
     assert set().union(*TRANSITIONS.values()) == set(TRANSITIONS)
     assert TRANSITIONS["failed"] == {"registered"}, "a retry"
-    assert TRANSITIONS["ended"] == {"accepted", "failed"}, "failed: only if it can never be delivered"
+    assert TRANSITIONS["ended"] == {"failed"}, "only if it can never be delivered"
 
 
 def test_a_whole_life(book: EpisodeBook) -> None:
@@ -49,8 +51,8 @@ def test_a_whole_life(book: EpisodeBook) -> None:
     assert (episode.state, episode.attempt, episode.client_uuid) == ("claimed", 1, "c")
     book.end("e", 1, reward=0.5, result=b"r")
     assert (episode.state, episode.reward, episode.result) == ("ended", 0.5, b"r")
-    assert book.acknowledge("e")
-    assert (episode.state, episode.result, episode.payload) == ("accepted", b"", b"")
+    book.consume(episode.sequence)
+    assert (episode.status, episode.result, episode.payload) == ("accepted", b"", b"")
     assert book.counts.by_type()["train"].model_dump() == {
         "registered": 0,
         "claimed": 0,
@@ -58,6 +60,28 @@ def test_a_whole_life(book: EpisodeBook) -> None:
         "accepted": 1,
         "failed": 0,
     }
+
+
+@pytest.mark.parametrize("why", [Use.STALE, Use.LEFT_OUT])
+@pytest.mark.parametrize("left", [("a", "b"), ("a",)])
+def test_a_group_that_was_left_out_as_a_whole_is_not_waited_for_again(
+    book: EpisodeBook, why: str, left: tuple[str, ...]
+) -> None:
+    """By a trainer that goes on, whose step collected other groups in its place."""
+    for uuid, pool in (("a", ""), ("b", ""), ("mine", "p")):
+        book.register(uuid, "train", f"g{pool}", b"{}", pool=pool, step=0 if pool else 1)
+        episode = book.claim("c", "any", 10.0, pool=pool)
+        assert episode is not None
+        book.end(uuid, 1, reward=0.5, result=b"r")
+        book.consume(episode.sequence)
+    used = {
+        book.get(uuid).sequence: why if uuid in (*left, "mine") else Use.TRAINED
+        for uuid in ("a", "b", "mine")
+    }
+    assert book.resume(0, 2, used) == []
+    again = [] if left == ("a", "b") else ["a", "b"]
+    assert [each.uuid for each in book.planned(1)] == again
+    assert [each.uuid for each in book.open_ends.values()] == again, "nor is a client's own"
 
 
 def test_a_hand_back_is_no_failed_attempt(book: EpisodeBook) -> None:
@@ -157,8 +181,8 @@ def test_attempts_run_out_and_every_failure_is_kept(book: EpisodeBook, clock: Cl
     kinds = [(failure.kind, failure.attempt, failure.client_uuid) for failure in episode.failures]
     assert kinds == [("task_error", 1, "one"), ("lease_expired", 2, "two")]
     assert book.claim("three", "any", 10) is None
-    assert book.acknowledge("e")
-    assert episode.acknowledged
+    book.consume(episode.sequence)
+    assert episode.consumed
 
 
 def test_changes_name_each_changed_episode_once(book: EpisodeBook) -> None:
@@ -201,19 +225,23 @@ def test_who_looks_on_sees_the_oldest_claims_the_busiest_clients_and_the_latest_
 
 
 @pytest.mark.parametrize("outcome", ["ended", "failed"])
-def test_an_acknowledgment_is_a_change_and_leaves_no_payload(book: EpisodeBook, outcome: str) -> None:
+def test_what_is_consumed_has_changed_and_keeps_no_payload(book: EpisodeBook, outcome: str) -> None:
     registered(book, "e")
     episode = claimed(book)
+    book.consume(episode.sequence)
+    assert not episode.consumed, "it has not ended"
     if outcome == "ended":
         book.end("e", 1, reward=1, result=b"r")
     else:
         book.cancel("e", "not needed")
     book.take_changes()
-    assert book.acknowledge("e")
+    assert [*book.open_ends] == [1]
+    book.consume(episode.sequence)
     assert book.take_changes().saved == {"e": episode}
-    assert (episode.acknowledged, episode.payload, episode.result) == (True, b"", b"")
-    assert book.acknowledge("e")
-    assert not book.take_changes().saved, "it is one already"
+    assert (episode.consumed, episode.payload, episode.result) == (True, b"", b"")
+    assert not book.open_ends
+    book.consume(episode.sequence)
+    assert not book.take_changes().saved, "it is consumed already"
 
 
 CLIENTS = st.sampled_from(["ann", "bob", "cy"])
@@ -242,7 +270,7 @@ class Modelled:
     failures: list[str] = field(default_factory=list)
     forgiven: int = 0
     offered: bool = False
-    acknowledged: bool = False
+    consumed: bool = False
     dropped: bool = False
 
     def holds(self, attempt: int) -> bool:
@@ -262,12 +290,12 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
         self.requests: dict[tuple[str, str], list[tuple[str, int]]] = {}
         self.calls: list[tuple[str, int]] = []
         self.folder = tempfile.TemporaryDirectory()
-        self.store = SqliteStore(Path(self.folder.name) / "server.sqlite")
+        self.ledger = SqliteLedger(Path(self.folder.name) / LEDGER_FILE)
         self.runner = asyncio.Runner()
         self.book = self.new_book()
 
     def teardown(self) -> None:
-        self.runner.run(self.store.close())
+        self.runner.run(self.ledger.close())
         self.runner.close()
         self.folder.cleanup()
 
@@ -467,12 +495,11 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
             assert not self.book.cancel(uuid, "enough")
 
     @rule(uuid=UUIDS)
-    def acknowledge(self, uuid: str) -> None:
+    def consume(self, uuid: str) -> None:
         each = self.model.get(uuid)
         if each:
-            over = each.state in ("ended", "accepted", "failed")
-            assert self.book.acknowledge(uuid) == over
-            each.acknowledged |= over
+            self.book.consume(self.book.get(uuid).sequence)
+            each.consumed |= each.state in ("ended", "accepted", "failed")
             if each.state == "ended":
                 each.state = "accepted"
 
@@ -490,7 +517,7 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
             self.pick(data, "failed") if self.any_in("failed") else data.draw(st.sampled_from([*self.model]))
         )
         each = self.model[uuid]
-        stands = each.acknowledged or each.offered or each.failures[-1:] == ["cancelled"]
+        stands = each.consumed or each.offered or each.failures[-1:] == ["cancelled"]
         if each.state != "failed" or stands:
             with pytest.raises(ConflictError):
                 self.book.retry(uuid)
@@ -505,9 +532,9 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
     def drop(self, data: st.DataObject) -> None:
         uuid = self.pick(data, "failed")
         each = self.model[uuid]
-        if each.acknowledged or each.pool:
+        if each.consumed or each.pool:
             self.book.drop(uuid)
-            each.acknowledged = each.dropped = True
+            each.consumed = each.dropped = True
         else:
             with pytest.raises(ConflictError, match="its group waits"):
                 self.book.drop(uuid)
@@ -517,7 +544,7 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
         self.wall.now += down_s
         self.clock = Clock()
         self.book = self.new_book()
-        self.book.restore(self.runner.run(self.store.load()))
+        self.book.restore(self.runner.run(read_episodes(self.ledger)))
         self.calls.clear()
         for each in self.model.values():
             each.renewed, each.calls = self.clock.now, 0
@@ -534,25 +561,18 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
     def commit(self) -> None:
         """Every step is in the file before the next."""
 
-        async def write() -> None:
-            changes = self.book.take_changes()
-            for episode in changes.added.values():
-                self.store.add(episode)
-            for episode in changes.saved.values():
-                self.store.save(episode)
-            await self.store.durable()
-
-        self.runner.run(write())
+        rows = rows_of(self.book.take_changes())
+        self.runner.run(self.ledger.commit(rows))
 
     @invariant()
     def equals_the_model(self) -> None:
         for uuid, each in self.model.items():
             episode = self.book.get(uuid)
-            assert (episode.state, episode.claimants, episode.pool) == (each.state, each.claims, each.pool)
+            assert (episode.status, episode.claimants, episode.pool) == (each.state, each.claims, each.pool)
             assert [failure.kind for failure in episode.failures] == each.failures
-            assert (episode.acknowledged, episode.dropped) == (each.acknowledged, each.dropped)
+            assert (episode.consumed, episode.dropped) == (each.consumed, each.dropped)
         in_order = sorted(self.model.items(), key=lambda item: item[1].order)
-        unfinished = [uuid for uuid, each in in_order if not each.acknowledged]
+        unfinished = [uuid for uuid, each in in_order if not each.consumed]
         assert [episode.uuid for episode in self.book.unfinished(after=0, limit=100)] == unfinished
         dead = [uuid for uuid, each in in_order if each.state == "failed" and not each.dropped]
         assert [episode.uuid for episode in self.book.failed(after=0, limit=100)] == dead
@@ -576,7 +596,7 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
                 pools = counts.by_pool()[pool].model_dump()
                 assert pools == {state: sum(each.state == state for each in mine) for state in pools}
             assert self.book.queues.claimable(pool, "any") == sum(each.state == "registered" for each in mine)
-            assert counts.unfinished(pool) == sum(not each.acknowledged for each in mine)
+            assert counts.unfinished(pool) == sum(not each.consumed for each in mine)
 
 
 CHAOS = settings.get_current_profile_name() == "chaos"

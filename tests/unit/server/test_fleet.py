@@ -13,11 +13,11 @@ from fastapi import FastAPI
 from clock import Clock
 from interchange_helpers import run_config
 from tinkerscript.access_tokens import Roles
+from tinkerscript.ledger import Ledger
 from tinkerscript.protocol import Failure, FleetResponse
 from tinkerscript.server.app import create_server
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.routes import status
-from tinkerscript.testing import MemoryStore
 
 
 @dataclass
@@ -40,11 +40,11 @@ class Fleet:
 
 
 @pytest.fixture
-async def seen(tmp_path: Path, byte_model: Path, clock: Clock) -> AsyncIterator[Fleet]:
+async def seen(tmp_path: Path, byte_model: Path, clock: Clock, ledger: Ledger) -> AsyncIterator[Fleet]:
     server = await create_server(
         run_config(byte_model),
         tmp_path,
-        store=MemoryStore(),
+        ledger=ledger,
         roles=Roles(),
         clock=clock,
         wall=lambda: 1000.0 + clock(),

@@ -11,31 +11,32 @@ import pytest
 
 from interchange_helpers import run_config
 from tinkerscript.access_tokens import Roles
+from tinkerscript.ledger import Ledger
 from tinkerscript.server.app import InterchangeServer, create_server
-from tinkerscript.testing import MemoryStore
 from tinkerscript.tinker_api.wire_server import PREFIX, WIRE_ENDPOINTS, wire_app
 
 TOKENS = Roles("the-client-token-of-this-test", "the-admin-token-of-this-test")
 BINARY = {"/record_transcript"}
 
 
-async def server_of(tmp_path: Path, model: Path, roles: Roles, *, serves: bool = False) -> InterchangeServer:
-    config, store = run_config(model), MemoryStore()
-    return await create_server(config, tmp_path, store=store, roles=roles, serve_model=serves)
+async def server_of(
+    tmp_path: Path, model: Path, ledger: Ledger, roles: Roles, *, serves: bool = False
+) -> InterchangeServer:
+    return await create_server(run_config(model), tmp_path, ledger=ledger, roles=roles, serve_model=serves)
 
 
 @pytest.fixture(params=["a run", "a model that is served"])
 async def server(
-    tmp_path: Path, byte_model: Path, request: pytest.FixtureRequest
+    tmp_path: Path, byte_model: Path, ledger: Ledger, request: pytest.FixtureRequest
 ) -> AsyncIterator[InterchangeServer]:
-    server = await server_of(tmp_path, byte_model, Roles(), serves=request.param != "a run")
+    server = await server_of(tmp_path, byte_model, ledger, Roles(), serves=request.param != "a run")
     yield server
     server.link.close()
 
 
 @pytest.fixture
-async def closed_server(tmp_path: Path, byte_model: Path) -> AsyncIterator[InterchangeServer]:
-    server = await server_of(tmp_path, byte_model, TOKENS)
+async def closed_server(tmp_path: Path, byte_model: Path, ledger: Ledger) -> AsyncIterator[InterchangeServer]:
+    server = await server_of(tmp_path, byte_model, ledger, TOKENS)
     yield server
     server.link.close()
 
@@ -64,8 +65,10 @@ async def test_without_tokens_no_route_answers_to_a_foreign_name(server: Interch
 
 
 @pytest.mark.parametrize("where", ["open", "with tokens"])
-async def test_no_route_answers_to_another_sites_page(tmp_path: Path, byte_model: Path, where: str) -> None:
-    server = await server_of(tmp_path, byte_model, Roles() if where == "open" else TOKENS)
+async def test_no_route_answers_to_another_sites_page(
+    tmp_path: Path, byte_model: Path, ledger: Ledger, where: str
+) -> None:
+    server = await server_of(tmp_path, byte_model, ledger, Roles() if where == "open" else TOKENS)
     said_by_browsers = (
         {"origin": "https://evil.example"},
         {"origin": "null"},

@@ -27,6 +27,7 @@ class Clocks:
             group_id="g",
             digest=b"",
             payload=b"",
+            sample=b"",
             state="claimed",
             claimants=["c"],
             lease_s=lease_s,

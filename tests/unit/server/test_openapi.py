@@ -10,8 +10,8 @@ import pytest
 
 from interchange_helpers import run_config
 from tinkerscript.access_tokens import Roles
+from tinkerscript.ledger import Ledger
 from tinkerscript.server.app import create_server
-from tinkerscript.testing import MemoryStore
 
 ENDPOINTS = {
     *("/abort_episode", "/can_continue_episode", "/claim_episode", "/end_episode", "/heartbeat_episode"),
@@ -24,8 +24,8 @@ ENDPOINTS = {
 
 
 @pytest.fixture
-async def schema(tmp_path: Path, byte_model: Path) -> AsyncIterator[dict[str, Any]]:
-    server = await create_server(run_config(byte_model), tmp_path, store=MemoryStore(), roles=Roles())
+async def schema(tmp_path: Path, byte_model: Path, ledger: Ledger) -> AsyncIterator[dict[str, Any]]:
+    server = await create_server(run_config(byte_model), tmp_path, ledger=ledger, roles=Roles())
     yield server.api.openapi()
     server.link.close()
 

@@ -18,7 +18,6 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.train.chats import Chats, load_chats
-from tinkerscript.train.journal import Journal
 from tinkerscript.train.run_folder import RunFolder
 from tinkerscript.train.sft import check_origin
 
@@ -173,8 +172,6 @@ def test_a_run_goes_on_with_the_chats_that_it_began_with_alone(tmp_path: Path) -
         folder = RunFolder(made, TINY_MODEL, now=datetime.now(), path=tmp_path / "run")
         try:
             check_origin(folder, chats)
-            with Journal(folder.path / "journal.jsonl", run_id=folder.run_id) as journal:
-                journal.write([])
         finally:
             folder.close()
 

@@ -1,49 +1,52 @@
-"""Outcomes find their batch; what nobody waits for is journalled, acknowledged and counted."""
+"""Outcomes find their batch; of those that nobody waits for, the ledger is told why."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from failing_store import VICTIM, planted
+from failing_ledger import VICTIM, planted
 from interchange_helpers import until
 from rollout_helpers import make_accepted, make_call
+from run_ledger import KeptRows
 from tinkerscript.config import TrainingConfig
+from tinkerscript.errors import LinkError
+from tinkerscript.ledger.history import History, PlannedRow
+from tinkerscript.ledger.rows import TrainedRow, TrainerRow, Use
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.record.writer import RecordWriter
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.collector import MAX_TRIES, Batch, Collector, StepBatches
 from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
-from tinkerscript.train.history import History
-from tinkerscript.train.journal import Discarded, EpisodeRegistered, Journal, read_journal
 from tinkerscript.train.recorder import RunRecorder
-from tinkerscript.trainer_link.messages import BatchProgress, EpisodeAccepted, EpisodeFailed, Outcome
+from tinkerscript.trainer_link.messages import BatchProgress, EpisodeAccepted, EpisodeFailed, Outcome, usable
 
 
-class ScriptedSource(EpisodeSource):
+class ScriptedSource(KeptRows, EpisodeSource):
     """Delivers what the test puts into it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.queue: asyncio.Queue[list[Outcome] | Exception] = asyncio.Queue()
         self.started: list[str] = []
         self.positions: list[int] = []
-        self.acknowledged: list[str] = []
+        self.steps: list[int] = []
         self.cancelled: list[str] = []
         self.reasons: list[str] = []
         """One for each call of `cancel`."""
-        self.journal: Path | None = None
-        """What is acknowledged must be in this file."""
         self.batches: list[BatchProgress | None] = []
         self.at_once: list[bool] = []
 
-    async def start(self, episodes: Sequence[PlannedEpisode]) -> None:
+    async def start(self, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
         self.started += [episode.episode_uuid for episode in episodes]
         self.positions += [episode.position for episode in episodes]
+        self.steps.append(step)
 
     async def outcomes(self) -> list[Outcome]:
         delivered = await self.queue.get()
@@ -51,26 +54,23 @@ class ScriptedSource(EpisodeSource):
             raise delivered
         return delivered
 
-    def acknowledge(self, outcomes: Sequence[Outcome]) -> None:
-        if self.journal is not None:
-            written = [event for event in read_journal(self.journal) if isinstance(event, EpisodeAccepted)]
-            assert {each.episode_uuid for each in outcomes} <= {event.episode_uuid for event in written}
-        self.acknowledged += [outcome.episode_uuid for outcome in outcomes]
-
     def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
         self.cancelled += episode_uuids
         self.reasons.append(reason)
-
-    async def abandon(self, registered: Sequence[EpisodeRegistered], reason: str) -> None:
-        raise AssertionError("not used here")
 
     def collecting(self, batch: BatchProgress | None, *, at_once: bool = False) -> None:
         self.batches.append(batch)
         self.at_once.append(at_once)
 
+    @property
+    def left_out(self) -> list[tuple[int, int, str]]:
+        """Sequence, step and reason of each episode that the ledger was told is left out."""
+        assert {row.outcome for row in self.of(TrainedRow)} <= {Use.LEFT_OUT}
+        return [(row.episode, row.step, row.reason) for row in self.of(TrainedRow)]
 
-def accepted(uuid: str, *, group: str = "g", pool: str = "", size: int = 0) -> EpisodeAccepted:
-    return make_accepted(uuid, float(len(uuid)), group_id=group, group_size=size, pool=pool)
+
+def accepted(uuid: str, *, group: str = "g", pool: str = "", size: int = 0, **more: int) -> EpisodeAccepted:
+    return make_accepted(uuid, float(len(uuid)), group_id=group, group_size=size, pool=pool, **more)
 
 
 def plans(*uuids: str, group: str = "g") -> list[PlannedEpisode]:
@@ -80,12 +80,11 @@ def plans(*uuids: str, group: str = "g") -> list[PlannedEpisode]:
 @asynccontextmanager
 async def collecting(
     tmp_path: Path, *, client_samples: bool = True
-) -> AsyncGenerator[tuple[Collector, ScriptedSource, Journal]]:
+) -> AsyncGenerator[tuple[Collector, ScriptedSource]]:
     source = ScriptedSource()
-    with Journal(tmp_path / "journal.jsonl") as journal, RecordWriter(tmp_path / RECORD_FILE) as record:
+    with RecordWriter(tmp_path / RECORD_FILE) as record:
         collector = Collector(
             source,
-            journal,
             QuietReporter(),
             group_size=2,
             client_samples=client_samples,
@@ -93,41 +92,39 @@ async def collecting(
         )
         running = asyncio.create_task(collector.run())
         async with asyncio.timeout(10):
-            yield collector, source, journal
+            yield collector, source
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_an_outcome_is_journalled_before_it_is_acknowledged(tmp_path: Path) -> None:
-    async with collecting(tmp_path) as (collector, source, journal):
+async def test_the_episodes_of_a_batch_are_started_for_its_step_and_none_is_left_out(tmp_path: Path) -> None:
+    async with collecting(tmp_path) as (collector, source):
         batch = Batch("step 1", rule="groups", groups=1, group_size=2)
-        source.journal = tmp_path / "journal.jsonl"
         await collector.open(batch, [plans("a", "b")], step=1)
-        source.queue.put_nowait([accepted("a"), accepted("b")])
+        assert (source.started, source.steps) == (["a", "b"], [1])
+        source.queue.put_nowait([accepted("a", number=4), accepted("b", number=7)])
         assert await collector.closed(batch, lambda n: [], 1) == 0
-        assert source.acknowledged == ["a", "b"]
         await collector.settled()
-        events = read_journal(tmp_path / "journal.jsonl")
-        assert [isinstance(event, EpisodeRegistered) for event in events] == [True, True, False, False]
-        # Delivered again, as after an acknowledgement that got lost: acknowledged again, and nothing else.
-        source.queue.put_nowait([accepted("a")])
-        await until(lambda: source.acknowledged == ["a", "b", "a"])
-        assert len(read_journal(tmp_path / "journal.jsonl")) == 4
-        assert journal.discarded == 0
+        await collector.received_until(7)
+        waiting = asyncio.create_task(collector.received_until(8))
+        source.queue.put_nowait([accepted("late", sequence=3, number=8)])
+        await waiting
+        assert source.left_out == [(3, 0, "no batch is waiting for it")]
 
 
-async def test_what_a_batch_does_not_need_is_cancelled_and_still_counted(tmp_path: Path) -> None:
-    async with collecting(tmp_path) as (collector, source, journal):
+async def test_what_a_batch_does_not_need_is_cancelled_and_the_ledger_is_told(tmp_path: Path) -> None:
+    async with collecting(tmp_path) as (collector, source):
         batch = Batch("step 1", rule="groups", groups=1, group_size=2)
         await collector.open(batch, [plans("a", "b"), plans("c", "d", group="h")], step=1)
         source.queue.put_nowait([accepted("a"), accepted("b")])
         assert await collector.closed(batch, lambda n: [], 1) == 2
         assert source.cancelled == ["c", "d"]
         assert source.reasons == ["step 1 has enough without this episode"]
-        cancelled = EpisodeFailed(episode_uuid="c", failures=[{"kind": "cancelled"}])
-        source.queue.put_nowait([cancelled, accepted("d", group="h")])
+        failure = {"kind": "cancelled", "message": "enough"}
+        cancelled = EpisodeFailed(episode_uuid="c", sequence=3, failures=[failure])
+        source.queue.put_nowait([cancelled, accepted("d", group="h", sequence=4)])
         await collector.settled()
-        assert (journal.cancelled, journal.discarded) == (1, 1)
+        assert source.left_out == [(3, 1, "cancelled: enough"), (4, 1, "no batch is waiting for it")]
         assert batch.outcomes.keys() == {"a", "b"}
 
 
@@ -144,32 +141,46 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("kind", UNUSABLE)
-async def test_a_result_that_cannot_train_is_kept_and_named_and_is_a_failure_to_its_batch(
+async def test_a_result_that_cannot_train_is_named_and_is_a_failure_to_its_batch(
     tmp_path: Path, kind: str
 ) -> None:
     result, reason = UNUSABLE[kind]
-    async with collecting(tmp_path) as (collector, source, journal):
+    async with collecting(tmp_path) as (collector, source):
         batch = Batch("step 1", rule="groups", groups=1, group_size=2)
         await collector.open(batch, [plans("a", "b")], step=1)
         source.queue.put_nowait([result, accepted("b")])
         await collector.closed(batch, lambda n: [], 1)
-        assert source.acknowledged == ["a", "b"]
         assert [outcome.episode_uuid for outcome in batch.groups["g"].accepted] == ["b"]
         failed = batch.outcomes["a"]
         assert isinstance(failed, EpisodeFailed)
         assert failed.failures[-1]["kind"] == kind
-        assert (journal.outcomes["a"], journal.discarded) == ("accepted", 1)
-        kept = read_journal(tmp_path / "journal.jsonl")
-        rewards = [event.reward for event in kept if isinstance(event, EpisodeAccepted)]
-        assert rewards == [result.reward, 1.0]
-        assert f"{reason} from client 'w'" in next(e.reason for e in kept if isinstance(e, Discarded))
+        assert source.kept == [], "the step says what became of it"
+        (note,) = collector.progress.notes  # type: ignore[attr-defined]
+        assert note.startswith("episode a is kept and does not train")
+        assert note.endswith(f"{reason} from client 'w'")
+
+
+def test_a_reward_out_of_bounds_is_a_failure_with_every_earlier_one() -> None:
+    earlier: list[dict[str, object]] = [{"kind": "lease_expired"}]
+    fields: dict[str, Any] = {"episode_type": "eval", "pool": "p", "group_id": "g", "group_size": 4}
+    fields |= {"sequence": 6, "number": 8, "after": 7}
+    failed = usable(make_accepted("a", 1e30, attempt=2, retries=earlier, **fields))
+    assert isinstance(failed, EpisodeFailed)
+    assert {name: getattr(failed, name) for name in fields} == fields
+    assert failed.failures[:-1] == earlier
+    last = failed.failures[-1]
+    assert (last["kind"], last["attempt"], last["client_uuid"]) == ("reward_out_of_bounds", 2, "w")
+    assert "1e+30" in str(last["message"])
+    assert not failed.is_cancelled
+    for outcome in (failed, accepted("a")):
+        assert usable(outcome) is outcome
 
 
 async def test_an_episode_that_cannot_be_recorded_trains_all_the_same_and_so_do_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(RecordWriter, "episode", planted(RecordWriter.episode, "record"))
-    async with collecting(tmp_path) as (collector, source, _):
+    async with collecting(tmp_path) as (collector, source):
         batch = Batch("step 1", rule="groups", groups=1, group_size=2)
         await collector.open(batch, [plans(VICTIM, "b")], step=1)
         source.queue.put_nowait([accepted(VICTIM), accepted("b")])
@@ -179,19 +190,18 @@ async def test_an_episode_that_cannot_be_recorded_trains_all_the_same_and_so_do_
 
 
 async def test_groups_of_clients_that_end_in_turns_are_kept_whole(tmp_path: Path) -> None:
-    async with collecting(tmp_path) as (collector, source, journal):
+    async with collecting(tmp_path) as (collector, source):
         for uuid, group in (("a", "A"), ("b", "B"), ("aa", "A"), ("bb", "B")):
             source.queue.put_nowait([accepted(uuid, group=group, pool="w")])
         for expected in ({"a", "aa"}, {"b", "bb"}):
             batch = Batch("step", rule="groups", groups=1, group_size=2, from_clients=True)
             await collector.filled(batch)
             assert batch.outcomes.keys() == expected
-        assert journal.discarded == 0
-        assert journal.registered.keys() == {"a", "b", "aa", "bb"}
+        assert source.kept == []
 
 
 async def test_the_batch_that_is_filled_and_who_is_ahead_of_it_is_told(tmp_path: Path) -> None:
-    async with collecting(tmp_path) as (collector, source, _):
+    async with collecting(tmp_path) as (collector, source):
         batch = Batch("step 1", rule="groups", groups=1, group_size=2, from_clients=True)
         filling = asyncio.create_task(collector.filled(batch))
         await until(lambda: bool(source.batches))
@@ -219,22 +229,20 @@ def told(batch: BatchProgress | None) -> tuple[int, int, dict[str, int]]:
     return batch.have, batch.needed, batch.groups_ahead
 
 
-async def test_clients_own_samples_are_discarded_by_name_where_a_task_trains(tmp_path: Path) -> None:
-    async with collecting(tmp_path, client_samples=False) as (collector, source, journal):
+async def test_clients_own_samples_are_left_out_by_name_where_a_task_trains(tmp_path: Path) -> None:
+    async with collecting(tmp_path, client_samples=False) as (collector, source):
         batch = Batch("step 1", rule="groups", groups=1, group_size=2)
         await collector.open(batch, [plans("a", "b")], step=1)
-        theirs = [accepted(uuid, group="w/g", pool="w", size=2) for uuid in ("c", "d")]
+        theirs = [accepted(f"c{n}", group="w/g", pool="w", size=2, sequence=n) for n in (5, 6)]
         source.queue.put_nowait([*theirs, accepted("a"), accepted("b")])
         await collector.closed(batch, lambda n: [], 1)
-        assert (batch.outcomes.keys(), journal.discarded) == ({"a", "b"}, 2)
-        assert journal.count("train", "accepted") == 4
-        assert journal.count("train", "accepted", planned_only=True) == 2, "what could train"
-        (discarded,) = [e for e in read_journal(tmp_path / "journal.jsonl") if isinstance(e, Discarded)]
-        assert "not on clients' own" in discarded.reason
+        assert batch.outcomes.keys() == {"a", "b"}
+        reason = "the run trains on the samples of its task, not on clients' own"
+        assert source.left_out == [(5, 0, reason), (6, 0, reason)]
 
 
 async def test_an_error_of_the_source_reaches_who_waits(tmp_path: Path) -> None:
-    async with collecting(tmp_path) as (collector, source, _):
+    async with collecting(tmp_path) as (collector, source):
         batch = Batch("step 1", rule="groups", groups=1, group_size=2)
         await collector.open(batch, [plans("a", "b")], step=1)
         source.queue.put_nowait(RuntimeError("the link broke"))
@@ -242,20 +250,19 @@ async def test_an_error_of_the_source_reaches_who_waits(tmp_path: Path) -> None:
             await collector.closed(batch, lambda n: [], 1)
 
 
-async def test_what_cannot_be_journalled_is_not_acknowledged(
+async def test_a_ledger_that_cannot_be_told_reaches_who_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full_disk(events: object) -> None:
-        raise OSError("no space left on device")
+    def gone(rows: Collection[TrainerRow]) -> None:
+        raise LinkError("the server refused this trainer")
 
-    async with collecting(tmp_path) as (collector, source, journal):
+    async with collecting(tmp_path) as (collector, source):
         batch = Batch("step 1", rule="groups", groups=1, group_size=2)
         await collector.open(batch, [plans("a", "b")], step=1)
-        monkeypatch.setattr(journal, "write", full_disk)
-        source.queue.put_nowait([accepted("a"), accepted("b")])
-        with pytest.raises(OSError, match="no space left"):
+        monkeypatch.setattr(source, "note", gone)
+        source.queue.put_nowait([accepted("nobody's")])
+        with pytest.raises(LinkError, match="refused this trainer"):
             await collector.closed(batch, lambda n: [], 1)
-        assert (source.acknowledged, batch.ended) == ([], 0)
 
 
 class Samples:
@@ -276,16 +283,16 @@ class Samples:
         ]
 
     def planned_again(self, group_id: str, position: int, **more: str) -> PlannedEpisode:
-        return PlannedEpisode("train", group_id, {}, position=position, **more)
+        return PlannedEpisode("train", group_id, {"position": position}, position=position, **more)
 
 
 async def test_a_step_opens_its_groups_and_the_extra_ones_and_cancels_what_is_left(tmp_path: Path) -> None:
     config = TrainingConfig(steps=2, groups_per_step=2, extra_groups=1, group_size=2)
-    async with collecting(tmp_path) as (collector, source, journal):
+    async with collecting(tmp_path) as (collector, source):
         batches = StepBatches(collector, config, Samples())
         batch = await batches.open(2)
         assert source.started == [f"2.{group}.{number}" for group in range(3) for number in range(2)]
-        assert {plan.step for plan in journal.registered.values()} == {2}
+        assert source.steps == [2]
         source.queue.put_nowait([accepted(uuid) for uuid in source.started[:4]])
         assert await batches.close(batch, 2) == 2
         assert source.cancelled == ["2.2.0", "2.2.1"]
@@ -295,7 +302,7 @@ async def test_a_step_opens_its_groups_and_the_extra_ones_and_cancels_what_is_le
 
 async def test_groups_without_a_difference_are_replaced_up_to_the_limit(tmp_path: Path) -> None:
     config = TrainingConfig(steps=1, groups_per_step=1, group_size=2, batch_rule="differing_groups")
-    async with collecting(tmp_path) as (collector, source, journal):
+    async with collecting(tmp_path) as (collector, source):
         batches = StepBatches(collector, config, Samples())
         batch = await batches.open(1)
         closing = asyncio.create_task(batches.close(batch, 1))
@@ -303,41 +310,46 @@ async def test_groups_without_a_difference_are_replaced_up_to_the_limit(tmp_path
             await until(lambda group=group: len(source.started) == 2 * (group + 1))
             source.queue.put_nowait([accepted(uuid) for uuid in source.started[-2:]])
         await closing
-        assert {plan.step for plan in journal.registered.values()} == {1}, "the replacements too"
+        assert set(source.steps) == {1}, "the replacements too"
         assert len(batch.groups) == MAX_TRIES
 
 
-async def test_an_interrupted_step_goes_on_with_what_it_had(tmp_path: Path) -> None:
-    config = TrainingConfig(steps=2, groups_per_step=1, group_size=2)
-    planned = [
-        EpisodeRegistered(episode_uuid=uuid, episode_type="train", group_id="g", step=2, position=5)
-        for uuid in "ab"
-    ]
-    async with collecting(tmp_path) as (collector, source, journal):
-        journal.write([*planned, accepted("a")])
+def planned(uuid: str, position: int, *, is_over: bool = False) -> PlannedRow:
+    return PlannedRow(episode_uuid=uuid, group_id="g", position=position, is_over=is_over)
+
+
+@pytest.mark.parametrize(("groups", "missing"), [(1, 0), (2, 1)])
+async def test_an_interrupted_step_goes_on_with_what_it_had_and_registers_the_rest(
+    tmp_path: Path, groups: int, missing: int
+) -> None:
+    """What has ended comes again, as what has not."""
+    config = TrainingConfig(steps=2, groups_per_step=groups, group_size=2)
+    async with collecting(tmp_path) as (collector, source):
         batches = StepBatches(collector, config, Samples())
-        assert batches.restore(History(step=1)) == []
-        outcome = accepted("a")
-        assert batches.restore(History(step=1, planned=planned, outcomes={"a": outcome})) == [outcome]
+        batches.restore(History(step=1))
+        known = [planned("a", 5, is_over=True), planned("b", 5)]
+        batches.restore(History(step=1, planned=known, planned_groups=1))
+        source.queue.put_nowait([accepted("a", number=1)])
+        await collector.received_until(1)
         batch = await batches.open(2)
-        assert (batch.label, source.started, batch.leftovers) == ("step 2", ["b"], ["b"])
-        assert source.positions == [5]
-        source.queue.put_nowait([accepted("b")])
+        new = [f"2.0.{number}" for number in range(2)] * missing
+        assert (batch.label, source.started) == ("step 2", new)
+        assert {uuid: payload for uuid, payload in batch.payloads.items() if payload} == {
+            uuid: {"position": 5} for uuid in "ab"
+        }
+        source.queue.put_nowait([accepted(uuid) for uuid in ("b", *new)])
         await batches.close(batch, 2)
-        assert batch.outcomes.keys() == {"a", "b"}
+        assert batch.outcomes.keys() == {"a", "b", *new}
+        assert source.kept == []
         assert (await batches.open(2)) is not batch
 
 
 async def test_without_samples_of_its_own_a_step_takes_those_of_clients(tmp_path: Path) -> None:
-    async with collecting(tmp_path) as (collector, source, _):
+    async with collecting(tmp_path) as (collector, source):
         batches = StepBatches(collector, TrainingConfig(steps=1, groups_per_step=1, group_size=2), None)
-        assert (
-            batches.restore(
-                History(planned=[EpisodeRegistered(episode_uuid="x", episode_type="train", group_id="g")])
-            )
-            == []
-        )
+        batches.restore(History(planned=[planned("x", 0)], planned_groups=1))
         batch = await batches.open(1)
+        assert batch.leftovers == []
         source.queue.put_nowait([accepted(uuid, group="G", pool="w") for uuid in ("a", "b")])
         assert await batches.close(batch, 1) == 0
         assert (batch.outcomes.keys(), source.started) == ({"a", "b"}, [])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tinker
 
+from run_ledger import KeptRows
 from tinkerscript.errors import AlignmentError, GatewayError
+from tinkerscript.ledger.rows import PublicationRow
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs
 from tinkerscript.sampler import (
     ProgressCallback,
@@ -20,7 +21,6 @@ from tinkerscript.sampler import (
     SampleResult,
 )
 from tinkerscript.train.backends.backend import FrozenSampler, Publisher, finish_despite_cancel
-from tinkerscript.train.journal import Journal, PolicyPublished, read_journal
 from tinkerscript.train.policy import Policy, SeededSampler
 
 
@@ -98,25 +98,24 @@ class OneSampler(Publisher):
         return self.sampler
 
 
-async def test_a_misaligned_sampler_breaks_the_policy(tmp_path: Path) -> None:
+async def test_a_misaligned_sampler_breaks_the_policy() -> None:
     request = SampleRequest(prompt=pack_ids([5]), max_tokens=3)
-    with Journal(tmp_path / "journal.jsonl") as journal:
-        backend = OneSampler(Recorder(tokens=3, logprobs=2))
-        policy = Policy(backend, journal)
-        with pytest.raises(GatewayError, match="no weights have been published") as error:
-            await policy.sample(request)
-        assert error.value.status == 503
-        assert [await policy.publish(), await policy.publish(4)] == backend.published == [0, 1]
-        failing = asyncio.create_task(policy.failed())
-        await asyncio.sleep(0)
-        assert not failing.done()
-        with pytest.raises(AlignmentError) as fault:
-            await policy.sample(request)
-        with pytest.raises(AlignmentError) as failed:
-            await failing
-        assert failed.value is fault.value
-    events = read_journal(tmp_path / "journal.jsonl")
-    assert events == [PolicyPublished(policy_version=0), PolicyPublished(policy_version=1, step=4)]
+    ledger = KeptRows()
+    backend = OneSampler(Recorder(tokens=3, logprobs=2))
+    policy = Policy(backend, ledger)
+    with pytest.raises(GatewayError, match="no weights have been published") as error:
+        await policy.sample(request)
+    assert error.value.status == 503
+    assert [await policy.publish(), await policy.publish(4)] == backend.published == [0, 1]
+    failing = asyncio.create_task(policy.failed())
+    await asyncio.sleep(0)
+    assert not failing.done()
+    with pytest.raises(AlignmentError) as fault:
+        await policy.sample(request)
+    with pytest.raises(AlignmentError) as failed:
+        await failing
+    assert failed.value is fault.value
+    assert [(row.policy_version, row.step) for row in ledger.of(PublicationRow)] == [(0, 0), (1, 4)]
 
 
 class Asked(FrozenSampler):

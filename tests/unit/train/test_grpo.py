@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import tinker
 
 from rollout_helpers import make_accepted, make_call
+from run_ledger import KeptRows
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import AlignmentError
+from tinkerscript.ledger.history import History, PlannedRow
+from tinkerscript.ledger.rows import CheckpointRow, PublicationRow, StepRow, TrainedRow, Use
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.record.writer import RecordWriter
@@ -27,23 +31,13 @@ from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends.backend import Publisher
 from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
 from tinkerscript.train.grpo import GRPO
-from tinkerscript.train.history import read_history
-from tinkerscript.train.journal import (
-    Checkpointed,
-    Discarded,
-    EpisodeRegistered,
-    Journal,
-    SetAside,
-    StepConsumed,
-    read_journal,
-)
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.open_run import OpenRun
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.recorder import RunRecorder
 from tinkerscript.train.run_folder import RunFolder
 from tinkerscript.train.samples import TaskSamples
-from tinkerscript.trainer_link.messages import Outcome
+from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
 
 ARITHMETIC = Path(__file__).parents[3] / "examples" / "arithmetic.py"
 
@@ -86,29 +80,31 @@ class Published(Publisher):
         return ScriptedSampler(lambda prompt: prompt)
 
 
-@dataclass
-class Answering(EpisodeSource):
+class Answering(KeptRows, EpisodeSource):
     """Every episode ends at once, sampled by the newest version or by `version`."""
 
-    version: int | None = None
-    statuses: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    starts: int = 0
-
-    def __post_init__(self) -> None:
+    def __init__(self, version: int | None = None) -> None:
+        super().__init__()
+        self.version = version
+        self.statuses: list[dict[str, Any]] = []
+        self.starts: list[tuple[int, int]] = []
+        """Step and episodes of each call of `start`."""
+        self.all: list[EpisodeAccepted] = []
         self.ended: asyncio.Queue[Outcome] = asyncio.Queue()
 
-    async def start(self, episodes: Sequence[PlannedEpisode]) -> None:
-        self.starts += 1
+    async def start(self, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
+        self.starts.append((step, len(episodes)))
         newest = max(status.get("policy_version", -1) for status in self.statuses)
         version, self.version = newest if self.version is None else self.version, None
         for number, episode in enumerate(episodes):
-            call = make_call(None, [5, 6], [7, 8], policy_version=version, logprobs=[-0.5] * 2)
-            ended = make_accepted(
-                *(episode.episode_uuid, float(number % 2), [call]),
-                group_id=episode.group_id,
-                policy_version_at_claim=version,
-            )
-            self.ended.put_nowait(ended)
+            self.end(episode.episode_uuid, episode.group_id, version, reward=float(number % 2))
+
+    def end(self, uuid: str, group_id: str, version: int, *, reward: float) -> None:
+        number = len(self.all) + 1
+        call = make_call(None, [5, 6], [7, 8], policy_version=version, logprobs=[-0.5] * 2, seed=number)
+        more = {"policy_version_at_claim": version, "sequence": number, "number": number}
+        self.all.append(make_accepted(uuid, reward, [call], group_id=group_id, **more))
+        self.ended.put_nowait(self.all[-1])
 
     async def outcomes(self) -> list[Outcome]:
         return [await self.ended.get()]
@@ -119,9 +115,6 @@ class Answering(EpisodeSource):
     def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
         assert not episode_uuids, "nothing is left over"
 
-    async def abandon(self, registered: Sequence[EpisodeRegistered], reason: str) -> None:
-        assert not registered
-
 
 @dataclass
 class Run:
@@ -130,16 +123,27 @@ class Run:
     source: Answering
     shown: QuietReporter
 
-    @property
-    def events(self) -> list[Any]:
-        return read_journal(self.grpo.parts.folder.path / "journal.jsonl")
+    def trained(self, step: int) -> list[TrainedRow]:
+        return [row for row in self.source.of(TrainedRow) if row.step == step]
 
-    def of(self, kind: type) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
+    @property
+    def steps(self) -> list[int]:
+        return [row.step for row in self.source.of(StepRow)]
+
+    @property
+    def checkpoints(self) -> list[int]:
+        return [row.step for row in self.source.of(CheckpointRow)]
 
 
 @asynccontextmanager
-async def running(tmp_path: Path, source: Answering | None = None, **training: Any) -> AsyncGenerator[Run]:
+async def running(
+    tmp_path: Path,
+    source: Answering | None = None,
+    *,
+    history: History | None = None,
+    replayed: Sequence[EpisodeAccepted] = (),
+    **training: Any,
+) -> AsyncGenerator[Run]:
     settings = {"steps": 3, "groups_per_step": 2, "group_size": 2, "learning_rate": 0.1, **training}
     path = tmp_path / "run"
     config = RunConfig.model_validate(
@@ -151,20 +155,17 @@ async def running(tmp_path: Path, source: Answering | None = None, **training: A
         }
     )
     folder = RunFolder(config, TINY_MODEL, now=datetime.now(), path=path if path.exists() else None)
-    history = read_history(folder.events(), exists=folder.has_checkpoint)
+    history = history or History()
     shown = QuietReporter()
-    with (
-        RecordWriter(path / RECORD_FILE) as record,
-        Journal(path / "journal.jsonl", run_id=folder.run_id) as journal,
-    ):
+    with RecordWriter(path / RECORD_FILE) as record:
         client: Any = Client(folder.checkpoints)
         learner = Learner(client, config.training, model=TrainedModel(64), report=AlignmentReport(), seed=1)
         made = source or Answering()
         samples = TaskSamples(config.all_tasks, seed=1)
         samples.next_position = history.next_position
-        policy = Policy(Published(), journal)
+        policy = Policy(Published(), made, version=history.newest_version)
         recorder = RunRecorder(record, "off")
-        parts = OpenRun(config, folder, journal, recorder, shown, history)
+        parts = OpenRun(config, folder, made, recorder, shown, history, replayed)
         grpo = GRPO(parts, samples, made, policy, [learner])
         async with asyncio.timeout(60):
             yield Run(grpo, client, made, shown)
@@ -175,13 +176,16 @@ async def test_each_step_trains_on_its_groups_and_publishes_a_version(tmp_path: 
     async with running(tmp_path, max_policy_lag=1) as run:
         await run.grpo.run()
     assert run.client.steps == 3
-    consumed = run.of(StepConsumed)
-    assert [(event.step, len(event.episode_uuids), len(event.trained)) for event in consumed] == [
-        (1, 4, 2),
-        (2, 4, 2),
-        (3, 4, 2),
-    ]
-    assert [event.step for event in run.of(Checkpointed)] == [2, 3]
+    assert [(row.step, row.policy_version) for row in run.source.of(StepRow)] == [(1, 1), (2, 2), (3, 3)]
+    for step in (1, 2, 3):
+        rows = run.trained(step)
+        assert len({row.episode for row in rows}) == 4
+        assert {row.outcome for row in rows} == {Use.TRAINED}
+        assert sorted(row.place for row in rows) == [0, 0, 1, 1]
+    assert run.source.starts == [(1, 4), (2, 4), (3, 4)]
+    assert run.checkpoints == [2, 3]
+    in_order = [row.step for row in run.source.kept if isinstance(row, PublicationRow | StepRow)]
+    assert in_order == [0, 1, 1, 2, 2, 3, 3], "a version is published before its step is over"
     assert run.source.statuses[:4] == [
         {"engine_status": "ENGINE.WEIGHT_SYNCING"},
         {"engine_status": "ENGINE.ROLLING", "policy_version": 0, "global_step": 0, "usable_versions": [0]},
@@ -195,10 +199,11 @@ async def test_each_step_trains_on_its_groups_and_publishes_a_version(tmp_path: 
 async def test_a_step_whose_results_are_all_stale_collects_others(tmp_path: Path) -> None:
     async with running(tmp_path, Answering(version=-7), steps=1) as run:
         await run.grpo.run()
-    assert run.source.starts == 2
-    assert {event.reason for event in run.of(Discarded)} == {
-        "stale: sampled by weights that this run does not build on"
-    }
+    assert run.source.starts == [(1, 4), (1, 4)]
+    stale = [row for row in run.trained(1) if row.outcome == Use.STALE]
+    assert [row.episode for row in stale] == [1, 2, 3, 4]
+    assert {row.reason for row in stale} == {"stale: sampled by weights that this run does not build on"}
+    assert [row.episode for row in run.trained(1) if row.outcome == Use.TRAINED] == [5, 6, 7, 8]
     assert [note for note in run.shown.notes if "all 4 results of the batch are stale" in note]
     (step,) = run.shown.steps
     assert (step["lag/gone"], step["lag/0"], step["groups/trained"]) == (4, 4, 2)
@@ -217,15 +222,73 @@ async def test_a_misaligned_step_changes_nothing_and_can_be_resumed(tmp_path: Pa
         with pytest.raises(AlignmentError, match="step 2: the trainer does not reproduce"):
             await run.grpo.run()
     assert run.client.steps == 1
-    (aside,) = run.of(SetAside)
-    assert (aside.step, len(aside.episode_uuids)) == (2, 4)
-    assert [event.step for event in run.of(Checkpointed)] == [1], "of the last good step"
-    async with running(tmp_path) as again:
+    aside = run.trained(2)
+    assert {(row.episode, row.outcome) for row in aside} == {(n, Use.SET_ASIDE) for n in (5, 6, 7, 8)}
+    assert all("the trainer does not reproduce" in row.reason for row in aside)
+    assert (run.steps, run.checkpoints) == ([1], [1]), "of the last good step"
+    (checkpoint,) = run.source.of(CheckpointRow)
+    history = History(step=1, checkpoint=checkpoint, versions={0: 0, 1: 1}, newest_version=1, next_position=4)
+    async with running(tmp_path, history=history) as again:
         await again.grpo.run()
     assert again.client.steps == 2
-    fresh = {uuid for event in again.of(StepConsumed) for uuid in event.episode_uuids}
-    assert not fresh & set(aside.episode_uuids)
-    assert [event.step for event in again.of(StepConsumed)] == [1, 2, 3]
+    assert again.steps == [2, 3]
+    assert [row.policy_version for row in again.source.of(PublicationRow)] == [2, 3, 4]
+    assert again.grpo.train_seconds > checkpoint.train_seconds
+
+
+async def test_a_resumed_run_waits_for_what_ended_before_it_gives_out_seeds(tmp_path: Path) -> None:
+    """Episodes of the interrupted step that ended come again: they train, and their seeds are taken."""
+
+    class Noting(Answering):
+        taken: frozenset[int] = frozenset()
+
+        async def start(self, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
+            self.taken = frozenset(run.grpo.policy.sampler.used)
+            await super().start(episodes, step=step)
+
+    source = Noting()
+    for number in range(2):
+        source.end(f"known-{number}", "step-1/sample-0", 0, reward=float(number))
+    planned = [
+        PlannedRow(episode_uuid=f"known-{number}", group_id="step-1/sample-0", position=0, is_over=True)
+        for number in range(2)
+    ]
+    history = History(planned=planned, planned_groups=1, next_position=1, open_until=2, versions={0: 0})
+    history = msgspec.structs.replace(history, newest_version=0)
+    async with running(tmp_path, source, history=history, steps=1) as run:
+        await run.grpo.run()
+    assert source.starts == [(1, 2)], "the group that was never registered"
+    assert source.taken == {1, 2}
+    assert {row.episode for row in run.trained(1)} == {1, 2, 3, 4}
+    assert {row.outcome for row in run.trained(1)} == {Use.TRAINED}
+
+
+async def test_groups_of_earlier_steps_train_again_also_in_a_resumed_run(tmp_path: Path) -> None:
+    replay = {"replay_uses": 2, "max_policy_lag": 3}
+    async with running(tmp_path / "whole", **replay) as run:
+        await run.grpo.run()
+    assert [len(run.trained(step)) for step in (1, 2, 3)] == [4, 8, 8]
+    rows = [row for row in run.source.of(TrainedRow) if row.step <= 2 and row.place >= 0]
+    checkpoint = run.source.of(CheckpointRow)[0]
+    assert checkpoint.step == 2
+    history = History(
+        step=2,
+        checkpoint=checkpoint,
+        versions={0: 0, 1: 1, 2: 2},
+        newest_version=2,
+        replayed=sorted(rows, key=lambda row: (row.step, row.role, row.place)),
+        next_position=4,
+    )
+    source = Answering()
+    source.all = run.source.all[:8]
+    async with running(tmp_path / "cut", source, history=history, replayed=source.all[:8], **replay) as again:
+        await again.grpo.run()
+
+    def replayed(of: Run) -> set[int]:
+        return {row.episode for row in of.trained(3) if row.episode <= 8}
+
+    assert replayed(again) == replayed(run)
+    assert len(replayed(run)) == 4
 
 
 async def test_a_run_that_is_stopped_saves_its_last_finished_step(tmp_path: Path) -> None:
@@ -242,4 +305,4 @@ async def test_a_run_that_is_stopped_saves_its_last_finished_step(tmp_path: Path
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert [event.step for event in run.of(Checkpointed)] == [1]
+    assert run.checkpoints == [1]

@@ -79,7 +79,7 @@ def names(groups: list[RolloutGroup]) -> list[str]:
 
 
 Recorded = tuple[int, list[RolloutGroup]]
-"""A step, and the groups that trained: what the journal keeps of it."""
+"""A step, and the groups that trained: what the ledger keeps of it."""
 
 
 def one_step(buffer: ReplayBuffer, step: int, fresh: list[RolloutGroup], max_lag: int) -> Recorded:
@@ -94,7 +94,7 @@ def born(group: RolloutGroup) -> int:
 
 
 def restored(made: TrainingConfig, recorded: list[Recorded], max_lag: int, capacity: int) -> ReplayBuffer:
-    """As a resumed run makes it, from the steps in its journal."""
+    """As a resumed run makes it, from the steps in its ledger."""
     buffer = ReplayBuffer(made, seed=3, capacity=capacity)
     for step, trained in recorded:
         buffer.drop(lambda group, step=step: step - born(group) <= max_lag)

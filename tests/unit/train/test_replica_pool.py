@@ -254,7 +254,7 @@ async def test_a_version_that_is_not_confirmed_yet_is_not_sampled_from(tmp_path:
     async with bench(tmp_path) as made:
         await made.publish(0)
         await made.publish(1)
-        assert await made.ask(0) == 0, "version 1 is not in the journal yet"
+        assert await made.ask(0) == 0, "version 1 is not in the ledger yet"
         assert await made.ask(1) == 1
         assert await made.ask(0) == 1, "an older sampler gets what the newest one got"
 

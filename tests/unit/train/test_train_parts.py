@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,11 @@ import pytest
 
 from interchange_helpers import until
 from rollout_helpers import update
+from run_ledger import KeptRows
 from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.errors import GatewayError
+from tinkerscript.ledger.rows import PublicationRow, TrainerRow
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.processes.launcher import Child
 from tinkerscript.processes.supervisor import ChildFailedError, Supervisor, run_beside
@@ -28,39 +31,42 @@ from tinkerscript.rollouts.call import Call, pack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.sampler import SampleRequest
-from tinkerscript.testing import QuietReporter
-from tinkerscript.train import open_run, run
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.journal import Journal
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import RunFolder
 
 
-@pytest.fixture
-def journal(tmp_path: Path) -> Generator[Journal]:
-    with Journal(tmp_path / "journal.jsonl") as journal:
-        yield journal
+async def test_policy_versions_only_grow_also_over_restarts(engine: EmbeddedEngine) -> None:
+    ledger = KeptRows()
+    first = Policy(EmbeddedBackend(engine), ledger)
+    assert [await first.publish(), await first.publish()] == [0, 1]
+    again = Policy(EmbeddedBackend(engine), ledger, version=1)
+    assert again.version == 1
+    assert await again.publish() == 2
+    assert [row.policy_version for row in ledger.of(PublicationRow)] == [0, 1, 2]
 
 
-async def test_policy_versions_only_grow_also_over_restarts(engine: EmbeddedEngine, tmp_path: Path) -> None:
-    with Journal(tmp_path / "journal.jsonl") as journal:
-        first = Policy(EmbeddedBackend(engine), journal)
-        assert [await first.publish(), await first.publish()] == [0, 1]
-    with Journal(tmp_path / "journal.jsonl") as journal:
-        again = Policy(EmbeddedBackend(engine), journal)
-        assert again.version == 1
-        assert await again.publish() == 2
+async def test_a_policy_version_is_in_the_ledger_before_it_samples(engine: EmbeddedEngine) -> None:
+    class Slow(KeptRows):
+        asked, committed = asyncio.Event(), asyncio.Event()
 
+        async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
+            self.note(rows)
+            self.asked.set()
+            await self.committed.wait()
 
-async def test_a_policy_version_is_on_disk_before_it_samples(
-    engine: EmbeddedEngine, journal: Journal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy, synced = Policy(EmbeddedBackend(engine), journal), list[int]()
-    monkeypatch.setattr("tinkerscript.train.journal.os.fsync", synced.append)
-    await policy.publish()
-    assert len(synced) == 1
+    ledger = Slow()
+    policy = Policy(EmbeddedBackend(engine), ledger)
+    publishing = asyncio.create_task(policy.publish())
+    await ledger.asked.wait()
+    assert policy.version == -1
+    with pytest.raises(GatewayError, match="no weights have been published"):
+        await policy.sample(SampleRequest(prompt=pack_ids([5]), max_tokens=1))
+    ledger.committed.set()
+    assert await publishing == policy.version == 0
+    await policy.sample(SampleRequest(prompt=pack_ids([5]), max_tokens=1))
 
 
 async def sampled_group(policy: Policy, rewards: list[float]) -> RolloutGroup:
@@ -88,10 +94,8 @@ def make_learner(engine: EmbeddedEngine, report: AlignmentReport, **settings: ob
     return Learner(client, config, model=TrainedModel(engine.vocabulary), report=report, seed=1)
 
 
-async def test_an_update_raises_what_was_rewarded_and_measures_no_gap(
-    engine: EmbeddedEngine, journal: Journal
-) -> None:
-    policy = Policy(EmbeddedBackend(engine), journal)
+async def test_an_update_raises_what_was_rewarded_and_measures_no_gap(engine: EmbeddedEngine) -> None:
+    policy = Policy(EmbeddedBackend(engine), KeptRows())
     await policy.publish()
     group = await sampled_group(policy, [1.0, 0.0, 0.0, 0.0])
     report = AlignmentReport()
@@ -120,8 +124,8 @@ async def score(engine: EmbeddedEngine, group: RolloutGroup) -> list[float]:
     return totals
 
 
-async def test_a_group_without_a_difference_changes_nothing(engine: EmbeddedEngine, journal: Journal) -> None:
-    policy = Policy(EmbeddedBackend(engine), journal)
+async def test_a_group_without_a_difference_changes_nothing(engine: EmbeddedEngine) -> None:
+    policy = Policy(EmbeddedBackend(engine), KeptRows())
     await policy.publish()
     group = await sampled_group(policy, [1.0, 1.0])
     before = await score(engine, group)
@@ -262,22 +266,3 @@ def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path: Path) -> None:
     folder.close()
     left = sorted(path.name for path in folder.checkpoints.iterdir())
     assert left == ["final", "step_10000", "step_9997", "step_9999", "step_by_hand"]
-
-
-@pytest.mark.parametrize(("durability", "durable"), [("normal", False), ("full", True)])
-async def test_full_durability_is_the_journals_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str, durable: bool
-) -> None:
-    opened: list[bool] = []
-
-    def open_journal(path: Path, *, durable: bool, run_id: str) -> Journal:
-        assert run_id
-        opened.append(durable)
-        raise InterruptedError("far enough")
-
-    monkeypatch.setattr(open_run, "Journal", open_journal)
-    settings = {"interchange_server": {"durability": durability}, "workers": {"count": 0}}
-    config = RunConfig.model_validate(settings | {"evaluation": {"episodes": 0}})
-    with pytest.raises(InterruptedError, match="far enough"):
-        await run.run_training(config, QuietReporter(), path=tmp_path)
-    assert opened == [durable]

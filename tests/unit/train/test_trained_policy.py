@@ -13,6 +13,7 @@ import tinker
 from fastapi import HTTPException
 
 from rollout_helpers import make_accepted, make_call
+from run_ledger import KeptRows
 from small_models import sft_datum
 from tinkerscript.config import EngineConfig, RunConfig, TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
@@ -27,10 +28,9 @@ from tinkerscript.server.routes.episodes import _checked_reward  # pyright: igno
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends import open_backend
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.journal import Journal, usable
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.policy import Policy
-from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, usable
 from wire_setup import KEY, SDK_LEAVES_SOCKETS, wire_server
 
 pytestmark = SDK_LEAVES_SOCKETS
@@ -130,10 +130,10 @@ async def test_each_policy_samples_from_its_own_weights_with_its_own_seeds(
     random_model: Path, tmp_path: Path
 ) -> None:
     request = SampleRequest(prompt=pack_ids([5, 9]), max_tokens=4)
-    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path) as engine, Journal(tmp_path / "j") as journal:
+    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path) as engine:
         backend = EmbeddedBackend(engine)
         rival = await backend.open_policy("rival", "", checkpoint_dir=tmp_path / "rival", restore=None)
-        made = Policy(backend, journal, seed=7)
+        made = Policy(backend, KeptRows(), seed=7)
         made.add_trained("rival", rival)
         with pytest.raises(GatewayError, match="no weights have been published yet"):
             await made.sample(replaced(request, "rival"))
@@ -156,11 +156,11 @@ async def test_the_seeds_of_a_result_that_is_kept_are_not_given_out_again(
     random_model: Path, tmp_path: Path
 ) -> None:
     request = SampleRequest(prompt=pack_ids([5, 9]), max_tokens=1, role="rival")
-    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path) as engine, Journal(tmp_path / "j") as journal:
+    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path) as engine:
         backend = EmbeddedBackend(engine)
 
         async def first_seeds(*taken: Call) -> list[int | None]:
-            made = Policy(backend, journal, seed=7)
+            made = Policy(backend, KeptRows(), seed=7)
             made.add_trained("rival", backend)
             if taken:
                 made.note(

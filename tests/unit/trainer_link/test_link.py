@@ -19,32 +19,48 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway_bench import WaitingSampler
-from interchange_helpers import FAST, collect, new_episode, new_episodes, scripted, trainer, until
-from tinkerscript.errors import ConflictError, EngineError, GatewayError, LinkError
+from interchange_helpers import (
+    FAST,
+    collect,
+    consumed,
+    eventually,
+    new_episode,
+    new_episodes,
+    scripted,
+    trainer,
+    until,
+)
+from tinkerscript.errors import ConfigError, ConflictError, EngineError, GatewayError, LinkError
+from tinkerscript.files import LEDGER_FILE
+from tinkerscript.ledger import SqliteLedger
+from tinkerscript.ledger.history import History, Tally
+from tinkerscript.ledger.ledger import WriteBatch
+from tinkerscript.ledger.rows import PublicationRow, ResumptionRow
 from tinkerscript.protocol import ClaimEpisodeRequest, Failure
 from tinkerscript.rollouts.call import pack_ids
 from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.record import Claim
-from tinkerscript.server.interchange import Interchange
+from tinkerscript.server.interchange import Interchange, read_episodes
 from tinkerscript.server.metrics import ServerMetrics
-from tinkerscript.server.store.episode_store import WriteBatch
-from tinkerscript.server.trainer_messages import TrainerMessageHandler
-from tinkerscript.testing import MemoryStore
+from tinkerscript.server.trainer_messages import TrainerMessageHandler, read_last_commit
 from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to_server, read_to_trainer
 from tinkerscript.trainer_link.messages import (
     LINK_VERSION,
-    Acknowledge,
     Cancel,
     CancelSample,
+    Commit,
+    Committed,
     Demand,
     EpisodeAccepted,
     EpisodeFailed,
     Hello,
     NewEpisode,
-    RecordedOutcome,
+    Received,
     Refused,
     Register,
+    Resume,
+    Resumed,
     Sample,
     Stop,
     Tagged,
@@ -66,7 +82,7 @@ class Server:
     sampler: LinkSampler
     book: EpisodeBook
     metrics: ServerMetrics
-    window: int = 256
+    ledger: SqliteLedger
 
     async def claim(self, client: str = "c", request_id: str = "") -> Claim:
         claimed = await self.interchange.claim(
@@ -86,29 +102,32 @@ class Server:
 
 @asynccontextmanager
 async def serving(
-    address: str, store: MemoryStore, *, timeout_s: float = 20, times: LinkTimes = FAST, epoch: int = 0
+    address: str,
+    folder: Path,
+    *,
+    timeout_s: float = 20,
+    times: LinkTimes = FAST,
+    epoch: int = 0,
+    kind: type[SqliteLedger] = SqliteLedger,
 ) -> AsyncGenerator[Server]:
+    """With the ledger in `folder`, new or as a server before left it."""
+    ledger = kind(folder / LEDGER_FILE)
     clock = asyncio.get_running_loop().time
     book = EpisodeBook(clock=clock, max_attempts=2)
     metrics = ServerMetrics(book)
     server_id, drop = uuid.uuid4().hex, metrics.count_link_drop
     link = ServerLink(server_id=server_id, epoch=epoch, times=times, count_drop=drop)
     sampler = LinkSampler(link, timeout_s=timeout_s, times=times)
-    interchange = Interchange(
-        book=book,
-        store=store,
-        metrics=metrics,
-        forget=(),
-        clock=clock,
-    )
+    interchange = Interchange(book=book, ledger=ledger, metrics=metrics, forget=(), clock=clock)
     await interchange.restore()
     handler = TrainerMessageHandler(
         interchange=interchange,
-        store=store,
+        ledger=ledger,
         link=link,
         sampler=sampler,
         metrics=metrics,
         times=times,
+        last_commit=await read_last_commit(ledger),
     )
     address = link.bind(address)
 
@@ -119,11 +138,12 @@ async def serving(
 
     running = asyncio.create_task(run())
     try:
-        yield Server(address, link, interchange, sampler, book, metrics)
+        yield Server(address, link, interchange, sampler, book, metrics, ledger)
     finally:
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
+        await ledger.close()
 
 
 @pytest.fixture(params=["ipc", "tcp"])
@@ -136,30 +156,33 @@ def ipc(tmp_path: Path) -> str:
     return f"ipc://{tmp_path}/link.ipc"
 
 
-async def test_an_episode_goes_there_and_back(address: str) -> None:
-    store = MemoryStore()
-    async with serving(address, store) as server, trainer(server.address) as link:
+async def test_an_episode_goes_there_and_back(address: str, tmp_path: Path) -> None:
+    async with serving(address, tmp_path) as server, trainer(server.address) as link:
+        assert await link.resume([]) == History()
         await link.register([new_episode("e", "eval", b'{"a": 1}')])
-        assert (await store.load())[0].payload == b'{"a": 1}', "confirmed means stored"
+        stored = await read_episodes(server.ledger)
+        assert [each.payload for each in stored] == [b'{"a": 1}'], "confirmed means stored"
         link.set_status(policy_version=3, global_step=2)
-        assert link.results_accepted == 0
         await link.flush()
-        assert link.results_accepted == 0
+        assert await link.tally() == Tally(lost=1)
         episode = await server.claim()
         assert episode.policy_version == 3
         await server.end(episode, reward=0.5)
-        outcome = (await collect(link, 1))["e"]
+        outcomes = await collect(link, 1)
+        outcome = outcomes["e"]
         assert isinstance(outcome, EpisodeAccepted)
         assert (outcome.episode_type, outcome.reward, outcome.attempt) == ("eval", 0.5, 1)
         assert outcome.policy_version_at_claim == 3
-        link.acknowledge(["e"])
-        await link.flush()
-        assert (await store.load())[0].state == "accepted"
-        assert link.results_accepted == 1
+        await link.commit(consumed(outcomes, step=0))
+        (stored,) = await read_episodes(server.ledger)
+        assert stored.status == "accepted"
+        assert await link.tally() == Tally(eval_accepted=1)
 
 
-async def test_the_trainer_knows_what_waits_and_what_its_own_workers_hold(address: str) -> None:
-    async with serving(address, MemoryStore()) as server, trainer(server.address) as link:
+async def test_the_trainer_knows_what_waits_and_what_its_own_workers_hold(
+    address: str, tmp_path: Path
+) -> None:
+    async with serving(address, tmp_path) as server, trainer(server.address) as link:
         assert link.demand == Demand()
         await link.register([new_episode(name) for name in "abcd"])
         own = f"{link.own_clients}0-0"
@@ -169,16 +192,16 @@ async def test_the_trainer_knows_what_waits_and_what_its_own_workers_hold(addres
         assert link.demand == Demand(waiting=1, own_claims={own: 2})
 
 
-async def test_many_episodes_are_registered_in_order(address: str) -> None:
+async def test_many_episodes_are_registered_in_order(address: str, tmp_path: Path) -> None:
     names = [f"e{number}" for number in range(1300)]
-    async with serving(address, MemoryStore()) as server, trainer(server.address) as link:
+    async with serving(address, tmp_path) as server, trainer(server.address) as link:
         await link.register(new_episodes(*names))
         await link.register(new_episodes(*names))
         assert [episode.uuid for episode in server.book] == names
 
 
-async def test_registering_what_cannot_be_is_refused(ipc: str) -> None:
-    async with serving(ipc, MemoryStore()) as server, trainer(server.address) as link:
+async def test_registering_what_cannot_be_is_refused(ipc: str, tmp_path: Path) -> None:
+    async with serving(ipc, tmp_path) as server, trainer(server.address) as link:
         await link.register([new_episode("e")])
         with pytest.raises(ConflictError, match="other content"):
             await link.register([new_episode("e", payload=b"{}"), new_episode("f")])
@@ -192,31 +215,168 @@ async def test_registering_what_cannot_be_is_refused(ipc: str) -> None:
         assert {episode.uuid for episode in server.book} == {"e", "f"}
 
 
-async def test_a_registration_that_gets_lost_is_repeated(ipc: str) -> None:
+async def test_a_registration_that_gets_lost_is_repeated(ipc: str, tmp_path: Path) -> None:
     """No server listens when the trainer registers; one that starts later gets it."""
     async with trainer(ipc) as link:
         registering = asyncio.create_task(link.register(new_episodes("e")))
-        async with serving(ipc, MemoryStore()) as server:
+        async with serving(ipc, tmp_path) as server:
             await registering
             assert len(server.book) == 1
 
 
-async def test_an_outcome_comes_again_until_it_is_acknowledged(address: str) -> None:
-    store = MemoryStore()
-    async with serving(address, store) as server:
+async def test_a_trainer_gets_outcomes_once_it_has_resumed_and_again_until_it_uses_them(
+    address: str, tmp_path: Path
+) -> None:
+    async with serving(address, tmp_path) as server:
         async with trainer(server.address) as link:
             await link.register(new_episodes("e"))
             await server.end(await server.claim())
-            assert set(await collect(link, 1)) == {"e"}
-        async with trainer(server.address) as link:
-            assert set(await collect(link, 1)) == {"e"}, "a new trainer has it from the server"
-            link.acknowledge(["e"])
+            waiting = asyncio.create_task(link.outcomes())
             await link.flush()
-        assert server.book.get("e").state == "accepted"
+            done, _ = await asyncio.wait({waiting}, timeout=4 * FAST.resend_s)
+            assert not done, "it has not said where it goes on"
+            await link.resume([])
+            assert [each.episode_uuid for each in await waiting] == ["e"]
+        async with trainer(server.address) as link:
+            history = await link.resume([])
+            assert (history.resumption, history.open_until) == (2, 1)
+            assert [(each.episode_uuid, each.is_over) for each in history.planned] == [("e", True)]
+            outcomes = await collect(link, 1)
+            assert set(outcomes) == {"e"}, "a new trainer has it from the server"
+            await link.commit(consumed(outcomes))
+        assert server.book.get("e").status == "accepted"
+        assert not server.book.open_ends
 
 
-async def test_one_trainer_gets_an_outcome_once_while_it_holds_it(ipc: str) -> None:
-    async with serving(ipc, MemoryStore()) as server, trainer(server.address) as link:
+async def test_outcomes_come_in_their_order_and_few_at_a_time(
+    ipc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next ones wait until the trainer has taken those that are on their way, also if one gets lost."""
+    monkeypatch.setattr("tinkerscript.server.trainer_messages.AT_ONCE", 1)
+    monkeypatch.setattr("tinkerscript.server.trainer_messages.MAX_ON_THE_WAY", 1)
+    sent, send = list[int](), ServerLink.send
+
+    def lose_the_first(link: ServerLink, message: Tagged) -> None:
+        if isinstance(message, EpisodeAccepted):
+            sent.append(message.number)
+            if len(sent) == 1:
+                return
+        send(link, message)
+
+    monkeypatch.setattr(ServerLink, "send", lose_the_first)
+    names = [f"e{number}" for number in range(5)]
+    async with serving(ipc, tmp_path) as server, trainer(server.address) as link:
+        await link.register(new_episodes(*names))
+        claims = [await server.claim() for _ in names]
+        for claim in reversed(claims):
+            await server.end(claim)
+        await link.resume([])
+        await until(lambda: len(sent) > 1, "the first one is repeated")
+        await link.flush()
+        assert set(sent) == {1}
+        assert [*await collect(link, 5)] == names[::-1]
+        assert [*dict.fromkeys(sent)] == [1, 2, 3, 4, 5]
+
+
+async def test_an_outcome_is_not_taken_before_one_that_got_lost(
+    ipc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, send = list[int](), ServerLink.send
+
+    def lose_the_first(link: ServerLink, message: Tagged) -> None:
+        if isinstance(message, EpisodeAccepted):
+            sent.append(message.number)
+            if len(sent) == 1:
+                return
+        send(link, message)
+
+    monkeypatch.setattr(ServerLink, "send", lose_the_first)
+    async with serving(ipc, tmp_path) as server, trainer(server.address) as link:
+        await link.resume([])
+        await link.register(new_episodes("a", "b"))
+        for _ in range(2):
+            await server.end(await server.claim())
+        assert [*await collect(link, 2)] == ["a", "b"]
+        assert sent[:3] == [1, 2, 1]
+
+
+async def test_a_trainer_that_repeats_its_request_begins_once(
+    ipc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer comes again, and nothing is given up that it has registered since."""
+    handle = TrainerMessageHandler.handle
+    requests = list[tuple[TrainerMessageHandler, Resume]]()
+
+    def twice(handler: TrainerMessageHandler, event: LinkEvent) -> None:
+        handle(handler, event)
+        if isinstance(event, Resume):
+            requests.append((handler, event))
+            handle(handler, event)
+
+    monkeypatch.setattr(TrainerMessageHandler, "handle", twice)
+    async with serving(ipc, tmp_path) as server, trainer(server.address) as link:
+        assert (await link.resume([])).resumption == 1
+        await link.register([new_episode("e", "eval")])
+        handle(*requests[0])
+        await server.end(await server.claim())
+        assert [*await collect(link, 1)] == ["e"]
+        assert [each.resumption for each in await server.ledger.rows(ResumptionRow)] == [1]
+
+
+async def test_a_resumption_that_the_ledger_does_not_allow_is_refused(ipc: str, tmp_path: Path) -> None:
+    async with serving(ipc, tmp_path) as server, trainer(server.address) as link:
+        with pytest.raises(ConfigError, match="ends with step 0, before the checkpoint of step 5"):
+            await link.resume([5])
+        assert not await server.ledger.rows(ResumptionRow)
+
+
+async def test_each_commit_is_carried_out_once_and_in_its_order(
+    ipc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the first does not arrive, and the server ends before it has confirmed the others."""
+    handle, send, lost = TrainerMessageHandler.handle, ServerLink.send, list[LinkEvent]()
+
+    def lose_the_first(handler: TrainerMessageHandler, event: LinkEvent) -> None:
+        if isinstance(event, Commit) and not lost:
+            lost.append(event)
+        else:
+            handle(handler, event)
+
+    def unconfirmed(link: ServerLink, message: Tagged) -> None:
+        if not isinstance(message, Committed):
+            send(link, message)
+
+    monkeypatch.setattr(TrainerMessageHandler, "handle", lose_the_first)
+    async with trainer(ipc) as link:
+        async with serving(ipc, tmp_path) as server:
+            with monkeypatch.context() as patched:
+                patched.setattr(ServerLink, "send", unconfirmed)
+                for version in range(3):
+                    link.note([PublicationRow(policy_version=version, step=0, time=float(version))])
+
+                async def all_written() -> bool:
+                    return len(await server.ledger.rows(PublicationRow)) == 3
+
+                await eventually(all_written)
+        async with serving(ipc, tmp_path) as server:
+            await link.commit([PublicationRow(policy_version=3, step=0, time=3.0)])
+            await link.commit()
+            published = await server.ledger.rows(PublicationRow, "ORDER BY rowid")
+            assert [each.policy_version for each in published] == [0, 1, 2, 3]
+        assert len(lost) == 1
+
+
+async def test_a_request_that_cannot_be_carried_out_harms_no_other(ipc: str, tmp_path: Path) -> None:
+    async with serving(ipc, tmp_path) as server, trainer(server.address) as link:
+        asking = asyncio.create_task(link.fetch([99]))
+        await until(lambda: server.drops("failed"))
+        assert await link.tally() == Tally()
+        asking.cancel()
+
+
+async def test_one_trainer_gets_an_outcome_once_while_it_holds_it(ipc: str, tmp_path: Path) -> None:
+    async with serving(ipc, tmp_path) as server, trainer(server.address) as link:
+        await link.resume([])
         await link.register(new_episodes("e", "f"))
         await server.end(await server.claim())
         assert set(await collect(link, 1)) == {"e"}
@@ -229,23 +389,24 @@ async def test_one_trainer_gets_an_outcome_once_while_it_holds_it(ipc: str) -> N
 
 
 async def test_the_trainer_goes_on_over_a_restart_of_the_server(address: str, tmp_path: Path) -> None:
-    store = MemoryStore()
-    async with serving(address, store) as server:
+    async with serving(address, tmp_path) as server:
         address = server.address
         link = trainer(address)
         await link.__aenter__()
+        await link.resume([])
         await link.register(new_episodes("a", "b"))
         ended = await server.claim()
         await server.end(ended)
-    async with serving(address, store) as server:
+    async with serving(address, tmp_path) as server:
         await link.register(new_episodes("c"))
         assert set(await collect(link, 1)) == {"a"}
         assert (await server.claim()).episode_uuid == "b"
         await link.__aexit__(None, None, None)
 
 
-async def test_failures_are_outcomes_with_every_reason(ipc: str) -> None:
-    async with serving(ipc, MemoryStore()) as server, trainer(server.address) as link:
+async def test_failures_are_outcomes_with_every_reason(ipc: str, tmp_path: Path) -> None:
+    async with serving(ipc, tmp_path) as server, trainer(server.address) as link:
+        await link.resume([])
         await link.register(new_episodes("e", "f"))
         for kind in ("task_error", "worker_died"):
             claim = await server.claim()
@@ -268,35 +429,37 @@ async def test_failures_are_outcomes_with_every_reason(ipc: str) -> None:
             "f": [("cancelled", "enough groups")],
         }
         assert server.drops("unknown_episode")
-        link.acknowledge(["e", "f"])
-        await link.flush()
 
 
-async def test_the_trainer_asks_what_the_store_holds(ipc: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinkerscript.trainer_link.trainer_end.OUTCOMES_CHUNK", 2)
+async def test_the_trainer_asks_what_the_ledger_has(
+    ipc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinkerscript.trainer_link.trainer_end.FETCHED_AT_ONCE", 2)
     async with trainer(ipc) as link:
-        asking = asyncio.create_task(link.recorded_outcomes(["ended", "failed", "open", "unknown"]))
+        asking = asyncio.create_task(link.tally())
         await asyncio.sleep(0.01)
-        async with serving(ipc, MemoryStore()) as server:
-            assert await asking == {}, "asked before the server was there, and answered by it"
-            await link.register(new_episodes("ended", "failed", "open"))
-            await server.end(await server.claim())
+        async with serving(ipc, tmp_path) as server:
+            assert await asking == Tally(), "asked before the server was there, and answered by it"
+            await link.resume([])
+            await link.register(new_episodes("a", "failed", "b", "c", "open"))
             link.cancel(["failed"], "enough groups")
-            await collect(link, 2)
-            link.acknowledge(["ended", "failed"])
-            assert await link.recorded_outcomes(["ended", "failed", "open", "unknown"]) == {
-                "ended": RecordedOutcome("accepted", True),
-                "failed": RecordedOutcome("failed", True),
-                "open": RecordedOutcome("registered", False),
-            }
+            await link.flush()
+            for _ in range(3):
+                await server.end(await server.claim())
+            outcomes = await collect(link, 4)
+            await link.commit(consumed(outcomes))
+            fetched = await link.fetch([outcomes[name].sequence for name in ("c", "failed", "a", "b")])
+            assert [each.episode_uuid for each in fetched] == ["c", "a", "b"]
+            assert [each.reward for each in fetched] == [1.0] * 3
+            assert await link.tally() == Tally(train_accepted=3, planned_accepted=3, cancelled=1, lost=1)
             async with trainer(ipc) as successor:
                 await successor.flush()
                 with pytest.raises(LinkError, match="took over"):
-                    await link.recorded_outcomes(["ended"])
+                    await link.tally()
 
 
-async def test_a_claim_that_its_client_never_learned_of_is_handed_back(ipc: str) -> None:
-    async with serving(ipc, MemoryStore()) as server, trainer(server.address) as link:
+async def test_a_claim_that_its_client_never_learned_of_is_handed_back(ipc: str, tmp_path: Path) -> None:
+    async with serving(ipc, tmp_path) as server, trainer(server.address) as link:
         await link.register(new_episodes("e"))
         claiming = asyncio.create_task(server.claim("gone"))
         while server.book.get("e").state != "claimed":  # noqa: ASYNC110
@@ -307,14 +470,14 @@ async def test_a_claim_that_its_client_never_learned_of_is_handed_back(ipc: str)
         assert server.book.get((await server.claim("next")).episode_uuid).failures[0].kind == "client_gone"
 
 
-async def test_samples_are_answered_at_the_same_time(address: str) -> None:
+async def test_samples_are_answered_at_the_same_time(address: str, tmp_path: Path) -> None:
     both = asyncio.Barrier(2)
 
     async def sampler(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         await both.wait()
         return await scripted((7,)).sample(request)
 
-    async with serving(address, MemoryStore()) as server, trainer(server.address, sampler):
+    async with serving(address, tmp_path) as server, trainer(server.address, sampler):
         answers = await asyncio.gather(server.sampler.sample(REQUEST), server.sampler.sample(REQUEST))
     assert [answer.sequences[0].sampled for answer in answers] == [pack_ids([7])] * 2
 
@@ -334,20 +497,20 @@ async def test_samples_are_answered_at_the_same_time(address: str) -> None:
     ],
 )
 async def test_what_the_engine_raises_reaches_the_caller(
-    ipc: str, error: Exception, status: int, code: str, text: str
+    ipc: str, tmp_path: Path, error: Exception, status: int, code: str, text: str
 ) -> None:
     async def sampler(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         raise error
 
-    async with serving(ipc, MemoryStore()) as server, trainer(server.address, sampler):
+    async with serving(ipc, tmp_path) as server, trainer(server.address, sampler):
         with pytest.raises(GatewayError) as caught:
             await server.sampler.sample(REQUEST)
     assert (caught.value.status, caught.value.code, caught.value.message) == (status, code, text)
 
 
-async def test_a_sample_that_nobody_waits_for_is_cancelled(ipc: str) -> None:
+async def test_a_sample_that_nobody_waits_for_is_cancelled(ipc: str, tmp_path: Path) -> None:
     hangs = WaitingSampler()
-    async with serving(ipc, MemoryStore()) as server, trainer(server.address, hangs.sample):
+    async with serving(ipc, tmp_path) as server, trainer(server.address, hangs.sample):
         sampling = asyncio.create_task(server.sampler.sample(REQUEST))
         await hangs.started.wait()
         sampling.cancel()
@@ -357,10 +520,10 @@ async def test_a_sample_that_nobody_waits_for_is_cancelled(ipc: str) -> None:
             await sampling
 
 
-async def test_an_engine_that_does_not_answer_in_time(ipc: str) -> None:
+async def test_an_engine_that_does_not_answer_in_time(ipc: str, tmp_path: Path) -> None:
     hangs = WaitingSampler()
     async with (
-        serving(ipc, MemoryStore(), timeout_s=0.2) as server,
+        serving(ipc, tmp_path, timeout_s=0.2) as server,
         trainer(server.address, hangs.sample),
     ):
         await until(lambda: server.link.connected)
@@ -369,16 +532,16 @@ async def test_an_engine_that_does_not_answer_in_time(ipc: str) -> None:
     assert caught.value.status == 504
 
 
-async def test_without_a_trainer_a_sample_is_refused_after_the_grace(ipc: str) -> None:
-    async with serving(ipc, MemoryStore()) as server:
+async def test_without_a_trainer_a_sample_is_refused_after_the_grace(ipc: str, tmp_path: Path) -> None:
+    async with serving(ipc, tmp_path) as server:
         with pytest.raises(GatewayError, match="no trainer") as caught:
             await server.sampler.sample(REQUEST)
         assert (caught.value.status, caught.value.code) == (503, "engine_unavailable")
 
 
-async def test_a_sample_survives_the_death_of_its_trainer(ipc: str) -> None:
+async def test_a_sample_survives_the_death_of_its_trainer(ipc: str, tmp_path: Path) -> None:
     hangs = WaitingSampler()
-    async with serving(ipc, MemoryStore()) as server:
+    async with serving(ipc, tmp_path) as server:
         async with trainer(server.address, hangs.sample):
             sampling = asyncio.create_task(server.sampler.sample(REQUEST))
             await hangs.started.wait()
@@ -386,7 +549,7 @@ async def test_a_sample_survives_the_death_of_its_trainer(ipc: str) -> None:
             assert (await sampling).sequences[0].sampled == pack_ids([9])
 
 
-async def test_a_sample_that_waits_for_the_trainer_of_a_former_server(ipc: str) -> None:
+async def test_a_sample_that_waits_for_the_trainer_of_a_former_server(ipc: str, tmp_path: Path) -> None:
     """The trainer drops what the former server asked for, and not what the new one asks for at once."""
     never_again = LinkTimes(heartbeat_s=0.05, silence_s=5, grace_s=5, resend_s=60)
     started = asyncio.Event()
@@ -398,10 +561,10 @@ async def test_a_sample_that_waits_for_the_trainer_of_a_former_server(ipc: str) 
 
     both_are_there = asyncio.Event()
     async with trainer(ipc, sampler) as link:
-        async with serving(ipc, MemoryStore()):
+        async with serving(ipc, tmp_path):
             await link.flush()
             first = link.server_id
-        async with serving(ipc, MemoryStore(), times=never_again) as server:
+        async with serving(ipc, tmp_path, times=never_again) as server:
             sampling = asyncio.create_task(server.sampler.sample(REQUEST))
             await until(lambda: link.server_id != first and started.is_set())
             await link.flush()
@@ -409,9 +572,9 @@ async def test_a_sample_that_waits_for_the_trainer_of_a_former_server(ipc: str) 
             assert (await sampling).sequences[0].sampled == pack_ids([9])
 
 
-async def test_samples_are_refused_when_the_trainer_does_not_come_back(ipc: str) -> None:
+async def test_samples_are_refused_when_the_trainer_does_not_come_back(ipc: str, tmp_path: Path) -> None:
     hangs = WaitingSampler()
-    async with serving(ipc, MemoryStore()) as server:
+    async with serving(ipc, tmp_path) as server:
         async with trainer(server.address, hangs.sample):
             sampling = asyncio.create_task(server.sampler.sample(REQUEST))
             await hangs.started.wait()
@@ -420,9 +583,9 @@ async def test_samples_are_refused_when_the_trainer_does_not_come_back(ipc: str)
         assert server.interchange.engine.status == "ENGINE.OFFLINE"
 
 
-async def test_a_trainer_that_started_earlier_does_not_take_over(ipc: str) -> None:
+async def test_a_trainer_that_started_earlier_does_not_take_over(ipc: str, tmp_path: Path) -> None:
     """Such as a frame of a dead trainer that arrives after its successor's."""
-    async with serving(ipc, MemoryStore()) as server:
+    async with serving(ipc, tmp_path) as server:
         old, new = trainer(server.address), trainer(server.address)
         async with new:
             await new.flush()
@@ -432,8 +595,8 @@ async def test_a_trainer_that_started_earlier_does_not_take_over(ipc: str) -> No
             await new.register(new_episodes("e"))
 
 
-async def test_the_newest_trainer_takes_over_and_the_old_one_learns_it(ipc: str) -> None:
-    async with serving(ipc, MemoryStore()) as server, trainer(server.address) as old:
+async def test_the_newest_trainer_takes_over_and_the_old_one_learns_it(ipc: str, tmp_path: Path) -> None:
+    async with serving(ipc, tmp_path) as server, trainer(server.address) as old:
         await old.register(new_episodes("e"))
         async with trainer(server.address) as new:
             await new.flush()
@@ -442,11 +605,12 @@ async def test_the_newest_trainer_takes_over_and_the_old_one_learns_it(ipc: str)
             with pytest.raises(LinkError, match="took over"):
                 await old.register(new_episodes("f"))
             await server.end(await server.claim())
+            await new.resume([])
             assert set(await collect(new, 1)) == {"e"}
 
 
-async def test_another_link_version_is_refused(ipc: str) -> None:
-    async with serving(ipc, MemoryStore()) as server, raw_trainer(server.address, "t") as socket:
+async def test_another_link_version_is_refused(ipc: str, tmp_path: Path) -> None:
+    async with serving(ipc, tmp_path) as server, raw_trainer(server.address, "t") as socket:
         await socket.send(hello("t", link_version=LINK_VERSION + 1))
         answers = read_to_trainer((await socket.recv_multipart())[-1])
         assert isinstance(answers[0], Refused)
@@ -485,15 +649,15 @@ MALFORMED = [
     msgspec.msgpack.encode({"type": "Hello"}),
     msgspec.msgpack.encode([{"type": "Nobody"}]),
     msgspec.msgpack.encode([{"type": "Register", "episodes": [{"episode_uuid": 1}]}]),
-    msgspec.msgpack.encode([{"type": "Acknowledge", "episode_uuids": [b"\xff"]}]),
+    msgspec.msgpack.encode([{"type": "Cancel", "episode_uuids": [b"\xff"], "reason": ""}]),
     b"\x91" * 100_000,
 ]
 
 
-async def test_malformed_frames_are_counted_and_harm_nothing(address: str) -> None:
-    async with serving(address, MemoryStore()) as server:
+async def test_malformed_frames_are_counted_and_harm_nothing(address: str, tmp_path: Path) -> None:
+    async with serving(address, tmp_path) as server:
         async with raw_trainer(server.address, "fuzzer") as socket:
-            await socket.send(next(frames([Acknowledge(episode_uuids=["e"])])))
+            await socket.send(next(frames([Received(position=1)])))
             await until(lambda: server.drops("not_the_trainer"))
             for frame in MALFORMED:
                 await socket.send(frame)
@@ -516,16 +680,20 @@ async def test_malformed_frames_do_not_stop_the_trainer(ipc: str) -> None:
             assert isinstance(read_to_server(first)[0], Hello)
             for frame in MALFORMED:
                 await socket.send_multipart([identity, frame])
-            message = EpisodeFailed(episode_uuid="e", episode_type="train", group_id="", failures=[])
-            await socket.send_multipart([identity, next(frames([message]))])
+            messages = [Resumed(request_id=1, history=History()), failed("e", number=1)]
+            await socket.send_multipart([identity, next(frames(messages))])
             assert set(await collect(link, 1)) == {"e"}
         socket.close(linger=0)
+
+
+def failed(uuid: str, number: int) -> EpisodeFailed:
+    return EpisodeFailed(number=number, episode_uuid=uuid, failures=[])
 
 
 def test_a_message_that_cannot_be_read_takes_no_other_of_its_frame_along(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    result = EpisodeFailed(episode_uuid="neighbor", episode_type="train", group_id="", failures=[])
+    result = failed("neighbor", number=1)
     call = {"call_id": "c", "new_prompt": b"\0" * 4, "sampled": b"\0" * 8, "logprobs": b"\0" * 4}
     broken = {"type": "EpisodeAccepted", "episode_uuid": "victim", "calls": [call]}
     frame = msgspec.msgpack.encode([broken, result, {"type": "Nobody"}, result])
@@ -603,7 +771,9 @@ def test_an_episode_of_an_unknown_type_cannot_be_registered() -> None:
         read_to_server(frame)
 
 
-async def test_a_cancellation_that_gets_lost_is_repeated(ipc: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancellation_that_gets_lost_is_repeated(
+    ipc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lost: list[LinkEvent] = []
     handle = TrainerMessageHandler.handle
 
@@ -614,7 +784,7 @@ async def test_a_cancellation_that_gets_lost_is_repeated(ipc: str, monkeypatch: 
             handle(handler, event)
 
     monkeypatch.setattr(TrainerMessageHandler, "handle", lose_the_first)
-    async with serving(ipc, MemoryStore()) as server, trainer(server.address) as link:
+    async with serving(ipc, tmp_path) as server, trainer(server.address) as link:
         await link.register(new_episodes("e"))
         link.cancel(["e"], "enough groups")
         async with asyncio.timeout(10):
@@ -622,13 +792,14 @@ async def test_a_cancellation_that_gets_lost_is_repeated(ipc: str, monkeypatch: 
     assert len(lost) == 1
 
 
-class HeldStore(MemoryStore):
+class HeldLedger(SqliteLedger):
     """Commits as many batches as it is allowed to."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    free = True
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
         self.allowed = asyncio.Semaphore(0)
-        self.free = True
 
     async def write(self, batch: WriteBatch) -> None:
         if not self.free:
@@ -641,16 +812,20 @@ class HeldStore(MemoryStore):
 
 
 @pytest.mark.parametrize(("outcome", "commits"), [("ended", 0), ("failed", 0), ("failed", 1)])
-async def test_an_outcome_is_sent_only_once_it_is_committed(ipc: str, outcome: str, commits: int) -> None:
+async def test_an_outcome_is_sent_only_once_it_is_committed(
+    ipc: str, tmp_path: Path, outcome: str, commits: int
+) -> None:
     """A failure takes two commits: that it happened, and that it was offered and stands from now on."""
-    store = HeldStore()
-    async with serving(ipc, store) as server, trainer(server.address) as link:
+    async with serving(ipc, tmp_path, kind=HeldLedger) as server, trainer(server.address) as link:
+        ledger = server.ledger
+        assert isinstance(ledger, HeldLedger)
+        await link.resume([])
         await link.register(new_episodes("e"))
         claim = await server.claim()
         await link.flush()
-        store.free = False
+        ledger.free = False
         for _ in range(commits):
-            store.allowed.release()
+            ledger.allowed.release()
         if outcome == "failed":
             server.interchange.book.cancel("e", "enough groups")
         else:
@@ -663,7 +838,7 @@ async def test_an_outcome_is_sent_only_once_it_is_committed(ipc: str, outcome: s
         waiting = asyncio.create_task(link.outcomes())
         await asyncio.sleep(0)
         assert not waiting.done()
-        store.let_go()
+        ledger.let_go()
         await committing
         assert [each.episode_uuid for each in await waiting] == ["e"]
 
@@ -671,10 +846,12 @@ async def test_an_outcome_is_sent_only_once_it_is_committed(ipc: str, outcome: s
 async def test_what_a_former_server_says_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A balancer that is late may lead the trainer back to it."""
     address = f"ipc://{tmp_path}/link.ipc"
+    for name in "456":
+        (tmp_path / name).mkdir()
     async with trainer(address) as link:
-        async with serving(address, MemoryStore(), epoch=5) as server:
+        async with serving(address, tmp_path / "5", epoch=5) as server:
             await link.flush()
-        async with serving(address, MemoryStore(), epoch=4) as former:
+        async with serving(address, tmp_path / "4", epoch=4) as former:
             await until(lambda: former.link.connected, "it hears the trainer")
             registering = asyncio.create_task(link.register(new_episodes("a")))
             with caplog.at_level(logging.WARNING):
@@ -683,6 +860,6 @@ async def test_what_a_former_server_says_is_dropped(tmp_path: Path, caplog: pyte
             assert not registering.done()
             assert not link.stop_requested.is_set()
             assert link.server_id == server.link.server_id
-        async with serving(address, MemoryStore(), epoch=6) as server:
+        async with serving(address, tmp_path / "6", epoch=6) as server:
             await registering
             assert "a" in server.book

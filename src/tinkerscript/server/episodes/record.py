@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, cast, get_args
 
-from tinkerscript.ledger.rows import AttemptRow, EpisodeRow, SampleRow
+from tinkerscript.ledger.rows import AttemptRow, EpisodeRow, ResultRow, Row, SampleRow
 from tinkerscript.protocol import TRAINER_POOL, EpisodeType, Failure
 
 State = Literal["registered", "claimed", "ended", "failed"]
@@ -223,8 +223,15 @@ class Changes:
     closed: list[ClosedClaim] = field(default_factory=list[ClosedClaim])
 
 
-def sample_row(episode: EpisodeRecord) -> SampleRow:
-    return SampleRow(digest=episode.sample, payload=episode.payload)
+def rows_of(changes: Changes) -> Iterator[Row]:
+    """What the ledger has to have of the changes."""
+    for episode in changes.added.values():
+        yield SampleRow(digest=episode.sample, payload=episode.payload)
+    for episode in (*changes.added.values(), *changes.saved.values()):
+        yield episode_row(episode)
+        if episode.state == "ended" and episode.result:
+            yield ResultRow(episode=episode.sequence, result=episode.result)
+    yield from changes.attempts.values()
 
 
 def episode_row(episode: EpisodeRecord) -> EpisodeRow:

@@ -1,22 +1,22 @@
-"""PostgreSQL as a store: the contract of all stores, directly and through a pooler, and its lease."""
+"""The ledger in PostgreSQL: the contract of all ledgers, directly and through a pooler, and its lease."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from interchange_helpers import eventually
+from ledger_contract import LedgerContract, Reopen, episode, made, rows_in
 from postgres_server import PostgresServer, running_pooler, running_postgres
-from store_contract import Reopen, StoreContract, episode, fields
 from tinkerscript.errors import ConfigError, StoreError
-from tinkerscript.server.store import open_store, postgres
-from tinkerscript.server.store.database_lease import DATABASE_LEASE_S
-from tinkerscript.server.store.postgres import PostgresStore
+from tinkerscript.ledger import open_ledger, postgres
+from tinkerscript.ledger.database_lease import DATABASE_LEASE_S
+from tinkerscript.ledger.postgres import PostgresLedger
+from tinkerscript.ledger.rows import LEDGER_VERSION, AttemptRow, EpisodeRow, ResultRow
 
 
 @pytest.fixture(scope="module")
@@ -38,21 +38,21 @@ def schema(database: PostgresServer) -> Iterator[str]:
     database.query("DROP SCHEMA IF EXISTS tried CASCADE")
 
 
-Open = Callable[[], PostgresStore]
+Open = Callable[[], PostgresLedger]
 
 
 @pytest.fixture
 async def opened(database: PostgresServer, schema: str) -> AsyncIterator[Open]:
-    """Opens a store of the same episodes each time."""
-    stores: list[PostgresStore] = []
+    """Opens a ledger of the same run each time."""
+    ledgers: list[PostgresLedger] = []
 
-    def open_one() -> PostgresStore:
-        stores.append(PostgresStore(f"{database.url}?schema={schema}", Path("run")))
-        return stores[-1]
+    def open_one() -> PostgresLedger:
+        ledgers.append(PostgresLedger(f"{database.url}?schema={schema}", Path("run")))
+        return ledgers[-1]
 
     yield open_one
-    for store in stores:
-        await store.close()
+    for ledger in ledgers:
+        await ledger.close()
 
 
 @pytest.fixture(params=["direct", "pooler"])
@@ -60,18 +60,18 @@ async def reopen(
     request: pytest.FixtureRequest, database: PostgresServer, pooler: str, schema: str
 ) -> AsyncIterator[Reopen]:
     url = pooler if request.param == "pooler" else database.url
-    stores: list[PostgresStore] = []
+    ledgers: list[PostgresLedger] = []
 
-    def open_one() -> PostgresStore:
-        stores.append(PostgresStore(f"{url}?schema={schema}", Path("run")))
-        return stores[-1]
+    def open_one() -> PostgresLedger:
+        ledgers.append(PostgresLedger(f"{url}?schema={schema}", Path("run")))
+        return ledgers[-1]
 
     yield open_one
-    for store in stores:
-        await store.close()
+    for ledger in ledgers:
+        await ledger.close()
 
 
-class TestContract(StoreContract):
+class TestContract(LedgerContract):
     """With the database, and with a pooler that gives each transaction another session."""
 
 
@@ -79,30 +79,28 @@ async def test_a_batch_of_several_messages_is_one_transaction(
     opened: Open, database: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(postgres, "MESSAGE_BYTES", 2000)
-    store, stored = opened(), [replace(episode(f"e{n}", n), payload=b"x" * 500) for n in range(20)]
-    await store.lead()
-    for each in stored:
-        store.add(each)
-    await store.durable()
-    assert [fields(each) for each in await store.load()] == [fields(each) for each in stored]
-    assert len(database.query("SELECT DISTINCT xmin::text FROM tried.payloads")) == 1
-    for number in range(30, 40):
-        store.add(episode(f"e{number}", number))
-    store.add(episode("of another uuid, same sequence", 39))
+    ledger, written = opened(), [episode(number, digest=b"x" * 500) for number in range(20)]
+    await ledger.lead()
+    await ledger.commit(written)
+    assert await rows_in(ledger, EpisodeRow) == written
+    assert len(database.query("SELECT DISTINCT xmin::text FROM tried.episodes")) == 1
+    ledger.note(episode(number) for number in range(30, 40))
     with pytest.raises(StoreError, match="duplicate key"):
-        await store.durable()
-    assert len(await opened().load()) == 20, "all of a transaction or nothing"
+        await ledger.commit([episode(41, uuid=episode(39).uuid)])
+    assert len(await rows_in(opened(), EpisodeRow)) == 20, "all of a transaction or nothing"
 
 
 async def test_episodes_are_read_with_sql(opened: Open, database: PostgresServer) -> None:
-    store, each = opened(), episode()
-    await store.lead()
-    store.add(each)
-    each.state, each.claimants = "ended", ["ann", "bob"]
-    each.reward, each.result = 0.5, b'{"metadata": {"k": 1}}'
-    await store.durable()
-    episodes = "SELECT uuid, state, claimants ->> -1, reward FROM tried.episodes"
-    assert database.query(episodes) == [("e", "ended", "bob", 0.5)]
+    ledger = opened()
+    await ledger.lead()
+    result = made(ResultRow, 1, result=b'{"metadata": {"k": 1}}')
+    attempts = [made(AttemptRow, 1, attempt=number, client=f"c{number}") for number in (1, 2)]
+    await ledger.commit([episode(uuid="e", state="ended", reward=0.5), *attempts, result])
+    episodes = (
+        "SELECT uuid, state, reward, (SELECT client FROM tried.attempts WHERE episode = sequence "
+        "ORDER BY attempt DESC LIMIT 1) FROM tried.episodes"
+    )
+    assert database.query(episodes) == [("e", "ended", 0.5, "c2")]
     results = "SELECT convert_from(result, 'UTF8')::json #>> '{metadata,k}' FROM tried.results"
     assert database.query(results) == [("1",)]
 
@@ -114,19 +112,17 @@ async def test_the_next_leader_waits_until_the_lease_runs_out(opened: Open, data
     taking = asyncio.create_task(second.lead())
     await asyncio.to_thread(database.query, "SELECT pg_sleep_until(%s)", expiry)
     assert not taking.done(), "the first renews its lease"
-    first.add(episode())
-    await first.durable()
+    await first.commit([episode()])
     await first.close()
     async with asyncio.timeout(DATABASE_LEASE_S / 2):
         assert await taking == 2, "a server that ends gives its lease back"
-    assert [each.uuid for each in await second.load()] == ["e"]
+    assert await rows_in(second, EpisodeRow) == [episode()]
 
 
 async def test_who_lost_the_lease_writes_nothing(opened: Open, database: PostgresServer) -> None:
     first, second = opened(), opened()
     await first.lead()
-    first.add(episode())
-    await first.durable()
+    await first.commit([episode()])
     taking = asyncio.create_task(second.lead())
 
     async def taken() -> bool:
@@ -138,12 +134,11 @@ async def test_who_lost_the_lease_writes_nothing(opened: Open, database: Postgre
 
     await eventually(taken, "the second one's lease")
     assert await taking == 2
-    first.add(episode("late", 2))
     with pytest.raises(StoreError, match="another server serves"):
-        await first.durable()
+        await first.commit([episode(2)])
     with pytest.raises(StoreError, match="another server serves"):
-        await first.load()
-    assert [each.uuid for each in await second.load()] == ["e"]
+        await rows_in(first, EpisodeRow)
+    assert await rows_in(second, EpisodeRow) == [episode()]
 
 
 async def test_an_idle_leader_learns_that_it_lost_the_lease(opened: Open, database: PostgresServer) -> None:
@@ -194,39 +189,38 @@ def _connected(database: PostgresServer) -> Any:
 
 
 async def test_a_database_that_does_not_answer_is_given_up(opened: Open, database: PostgresServer) -> None:
-    store = opened()
-    await store.lead()
+    ledger = opened()
+    await ledger.lead()
     database.pause()
     try:
-        store.add(episode())
-        writing = asyncio.create_task(store.durable())
+        ledger.put(episode())
+        writing = asyncio.create_task(ledger.durable())
         async with asyncio.timeout(DATABASE_LEASE_S + 2):
             with pytest.raises(StoreError, match="has not renewed the lease within"):
-                await store.failed()
+                await ledger.failed()
             with pytest.raises(StoreError):
                 await writing
             with pytest.raises(StoreError):
-                await store.load()
-            await store.close()
+                await rows_in(ledger, EpisodeRow)
+            await ledger.close()
     finally:
         database.go_on()
 
 
 async def test_a_database_that_is_killed_is_lost_at_once(schema: str) -> None:
     with running_postgres() as database:
-        store = PostgresStore(f"{database.url}?schema={schema}", Path("run"))
-        await store.lead()
-        store.add(episode())
-        await store.durable()
+        ledger = PostgresLedger(f"{database.url}?schema={schema}", Path("run"))
+        await ledger.lead()
+        await ledger.commit([episode()])
         await asyncio.to_thread(database.kill)
         async with asyncio.timeout(DATABASE_LEASE_S):
             with pytest.raises(StoreError, match="the lease cannot be renewed"):
-                await store.failed()
-        await store.close()
+                await ledger.failed()
+        await ledger.close()
         await asyncio.to_thread(database.start)
-        again = PostgresStore(f"{database.url}?schema={schema}", Path("run"))
+        again = PostgresLedger(f"{database.url}?schema={schema}", Path("run"))
         assert await again.lead() == 2
-        assert [each.uuid for each in await again.load()] == ["e"]
+        assert await rows_in(again, EpisodeRow) == [episode()]
         await again.close()
 
 
@@ -239,8 +233,8 @@ async def test_servers_agree_on_the_first_value(opened: Open) -> None:
 
 async def test_another_version_of_the_tables_is_refused(opened: Open, database: PostgresServer) -> None:
     await opened().lead()
-    database.query("UPDATE tried.shared_values SET value = '99' WHERE name = 'schema_version'")
-    with pytest.raises(ConfigError, match="has schema version 99, this server reads 1"):
+    database.query("UPDATE tried.facts SET value = '99' WHERE name = 'version'")
+    with pytest.raises(ConfigError, match=f"has version 99, this tinkerscript reads {LEDGER_VERSION}"):
         await opened().lead()
     assert database.query("SELECT epoch FROM tried.lease") == [(1,)], "it has not taken the lease"
 
@@ -251,18 +245,18 @@ async def test_a_database_that_would_lose_commits_is_refused(
 ) -> None:
     """`fsync` is off for all of these tests, which `normal` allows."""
     options = "&options=-c%20synchronous_commit%3Doff" if setting == "synchronous_commit" else ""
-    store = PostgresStore(f"{database.url}?schema={schema}{options}", Path("run"), durability=durability)
+    ledger = PostgresLedger(f"{database.url}?schema={schema}{options}", Path("run"), durability=durability)
     with pytest.raises(ConfigError, match=f"{setting} is off"):
-        await store.lead()
-    await store.close()
+        await ledger.lead()
+    await ledger.close()
 
 
 async def test_a_database_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
-    store = open_store("postgresql://me:pass%40word@127.0.0.1:1/db", tmp_path, "normal")
+    ledger = open_ledger("postgresql://me:pass%40word@127.0.0.1:1/db", tmp_path)
     with pytest.raises(StoreError, match=r"database db at 127\.0\.0\.1:1") as raised:
-        await store.lead()
+        await ledger.lead()
     assert "pass@word" not in str(raised.value)
-    await store.close()
+    await ledger.close()
 
 
 @pytest.mark.parametrize(
@@ -270,4 +264,4 @@ async def test_a_database_that_cannot_be_reached_is_named(tmp_path: Path) -> Non
 )
 def test_a_url_that_is_none_is_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"interchange_server\.store"):
-        open_store(url, tmp_path, "normal")
+        open_ledger(url, tmp_path)

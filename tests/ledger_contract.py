@@ -1,0 +1,295 @@
+"""What every `Ledger` does: the tests that each database has to pass.
+
+A module with a fixture `reopen` makes a class of `LedgerContract`: the first call gives a ledger, the next
+ones what a process finds that starts after the first was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from tinkerscript.errors import StoreError
+from tinkerscript.ledger import Ledger
+from tinkerscript.ledger.ledger import WriteBatch
+from tinkerscript.ledger.rows import (
+    TABLES,
+    EpisodeRow,
+    EvaluationRow,
+    FactRow,
+    PublicationRow,
+    ResumptionRow,
+    Row,
+    SampleRow,
+    StepRow,
+    TrainedRow,
+    column_types,
+)
+from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
+
+Reopen = Callable[[], Ledger]
+
+TEXTS = ["", "a\0b", "\x01", "\x010\x011", "\0\x01\0", "'\"\\\n\r\t%s?", "\u2028 \U0001f600 \x7f", "\\u0000"]
+"""PostgreSQL's text has no U+0000; a client may send it."""
+
+ANY_BYTES = bytes(range(256))
+
+
+async def leading(reopen: Reopen) -> Ledger:
+    """A ledger that may be written."""
+    ledger = reopen()
+    await ledger.lead()
+    return ledger
+
+
+def made(kind: type[Row], number: int, text: str = "text", **values: Any) -> Any:
+    """A row that differs from those with other numbers, and belongs to the episode of its own."""
+    by_type: dict[type, object] = {
+        int: number,
+        float: number + 0.25,
+        str: f"{text}{number}",
+        bytes: ANY_BYTES + b"%d" % number,
+    }
+    found: dict[str, Any] = {
+        name: None if may_be_null and number % 2 else by_type[of]
+        for name, (of, may_be_null) in column_types(kind).items()
+    }
+    return kind(**found | values)
+
+
+def episode(number: int = 1, **values: Any) -> EpisodeRow:
+    return made(EpisodeRow, number, **values)
+
+
+def call(name: str, parent: str | None = None, tokens: int = 1) -> Call:
+    return Call(
+        call_id=name,
+        parent_id=parent,
+        new_prompt=pack_ids([1, 2]),
+        sampled=pack_ids([3] * tokens),
+        logprobs=pack_logprobs([-0.5] * tokens),
+        stop_reason="stop",
+        policy_version=4,
+    )
+
+
+async def rows_in(ledger: Ledger, kind: type[Row]) -> list[Row]:
+    """All but the ledger's own, in the order of their key or of their writing."""
+    rest = "WHERE name != 'version' " if kind is FactRow else ""
+    return await ledger.rows(kind, f"{rest}ORDER BY {', '.join(kind.KEY) or 'number'}")
+
+
+async def names_of(ledger: Ledger, *claims: tuple[int, int]) -> list[list[str]]:
+    return [[each.call_id for each in calls] for calls in await ledger.calls(claims)]
+
+
+TWICE: list[tuple[Row, Row]] = [
+    (made(PublicationRow, 7), made(PublicationRow, 7, step=9)),
+    (made(StepRow, 7), made(StepRow, 7, policy_version=9)),
+    (made(TrainedRow, 1), made(TrainedRow, 1, outcome="stale", place=9)),
+    (made(EvaluationRow, 7), made(EvaluationRow, 7, accepted=9)),
+    (made(ResumptionRow, 7), made(ResumptionRow, 7, step=9)),
+    (episode(7, end_number=3), episode(8, end_number=3)),
+    (episode(7, uuid="u"), episode(8, uuid="u")),
+]
+"""What happens once, and another row that says that it happened again."""
+
+
+class LedgerContract:
+    """One test for each promise."""
+
+    @pytest.mark.parametrize("text", TEXTS, ids=ascii)
+    async def test_rows_of_every_kind_survive(self, reopen: Reopen, text: str) -> None:
+        ledger = await leading(reopen)
+        written = {kind: [made(kind, number, text) for number in (1, 2)] for kind in TABLES}
+        await ledger.commit(row for kind in reversed(TABLES) for row in written[kind])
+        again = reopen()
+        assert {kind: await rows_in(again, kind) for kind in TABLES} == written
+        query = "SELECT sequence FROM {s}episodes WHERE uuid = ? AND group_id = ? AND digest = ?"
+        row = written[EpisodeRow][1]
+        assert await again.read(query, (row.uuid, row.group_id, row.digest)) == [(2,)]
+
+    async def test_the_last_row_with_a_key_replaces_the_others(self, reopen: Reopen) -> None:
+        ledger = await leading(reopen)
+        rows = [episode(1, state=state, pool="p") for state in ("registered", "claimed", "ended", "failed")]
+        ledger.put(rows[0])
+        await ledger.commit(rows[:2])
+        assert await rows_in(ledger, EpisodeRow) == [rows[1]]
+        ledger.put(rows[2])
+        await ledger.commit([rows[3]])
+        assert await rows_in(ledger, EpisodeRow) == [rows[3]]
+
+    async def test_the_first_sample_with_a_digest_stays(self, reopen: Reopen) -> None:
+        ledger, first = await leading(reopen), made(SampleRow, 1)
+        for _ in range(2):
+            await ledger.commit([first, made(SampleRow, 1, payload=b"other")])
+            assert await rows_in(ledger, SampleRow) == [first]
+
+    @pytest.mark.parametrize("at_once", [False, True])
+    @pytest.mark.parametrize(("first", "second"), TWICE, ids=lambda row: type(row).__name__)
+    async def test_what_happens_once_cannot_happen_twice(
+        self, reopen: Reopen, first: Row, second: Row, at_once: bool
+    ) -> None:
+        ledger = await leading(reopen)
+        await ledger.commit([episode(1), *([] if at_once else [first])])
+        before = await rows_in(ledger, type(first))
+        ledger.put(made(SampleRow, 1))
+        with pytest.raises(StoreError):
+            await ledger.commit([first, second] if at_once else [second])
+        with pytest.raises(StoreError):
+            ledger.put(made(SampleRow, 2))
+        again = reopen()
+        assert await rows_in(again, type(first)) == before
+        assert await rows_in(again, SampleRow) == [], "all of a transaction or nothing"
+
+    async def test_what_was_undone_may_happen_again(self, reopen: Reopen) -> None:
+        ledger = await leading(reopen)
+        kinds: tuple[type[Row], ...] = (StepRow, TrainedRow, EvaluationRow)
+        for undone in (1, 2, 0):
+            await ledger.commit([episode(1), *(made(kind, 1, undone=undone) for kind in kinds)])
+        assert [len(await rows_in(ledger, kind)) for kind in kinds] == [3, 3, 3]
+
+    async def test_a_row_of_an_unknown_episode_is_refused(self, reopen: Reopen) -> None:
+        ledger = await leading(reopen)
+        with pytest.raises(StoreError):
+            await ledger.commit([made(TrainedRow, 1)])
+
+    async def test_what_is_not_committed_is_not_visible(
+        self, reopen: Reopen, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ledger = await leading(reopen)
+        write = ledger.write
+        before: list[object] = []
+
+        async def look_and_write(batch: WriteBatch) -> None:
+            before.extend([await rows_in(reopen(), EpisodeRow), await names_of(ledger, (1, 1))])
+            await write(batch)
+
+        monkeypatch.setattr(ledger, "write", look_and_write)
+        ledger.put(episode())
+        ledger.put_call(1, 1, call("a"))
+        await ledger.durable()
+        assert before == [[], [[]]]
+        assert await rows_in(reopen(), EpisodeRow) == [episode()]
+        assert await names_of(ledger, (1, 1)) == [["a"]]
+
+    async def test_calls_keep_their_order_and_their_claim(self, reopen: Reopen) -> None:
+        ledger = await leading(reopen)
+        ledger.note([episode(1), episode(2)])
+        for number in range(3):
+            ledger.put_call(1, 1, call(f"one-{number}"))
+        ledger.put_call(1, 2, call("two", parent="x"))
+        ledger.put_call(2, 1, call("other"))
+        await ledger.durable()
+        ledger.put_call(1, 1, call("one-3"))
+        await ledger.close()
+        again = await leading(reopen)
+        assert await again.calls([(1, 2)]) == [[call("two", parent="x")]]
+        assert await names_of(again, (2, 1), (1, 1), (1, 3)) == [
+            ["other"],
+            [f"one-{number}" for number in range(4)],
+            [],
+        ]
+
+    async def test_statements_run_after_the_rows_of_their_transaction(self, reopen: Reopen) -> None:
+        """So calls that are dropped at once are never there."""
+        ledger = await leading(reopen)
+        ledger.put(episode())
+        ledger.execute("DELETE FROM {s}calls WHERE episode = ? AND attempt = ?", 1, 1)
+        ledger.put_call(1, 1, call("a"))
+        ledger.put_call(1, 2, call("b"))
+        ledger.execute("UPDATE {s}episodes SET pool = ? WHERE uuid = ?", "a\0\x01%s", episode().uuid)
+        await ledger.durable()
+        assert await names_of(ledger, (1, 1), (1, 2)) == [[], ["b"]]
+        assert await rows_in(ledger, EpisodeRow) == [episode(pool="a\0\x01%s")]
+
+    async def test_much_at_once_survives(self, reopen: Reopen) -> None:
+        """More rows, and more bytes, than are written on the event loop or in one message."""
+        ledger, long = await leading(reopen), call("long", tokens=200_000)
+        episodes = [episode(number) for number in range(1, 3001)]
+        sample = made(SampleRow, 1, payload=ANY_BYTES * 40_000)
+        ledger.note([sample, *episodes])
+        for _ in range(5):
+            ledger.put_call(1, 1, long)
+        await ledger.durable()
+        again = reopen()
+        assert await rows_in(again, EpisodeRow) == episodes
+        assert await rows_in(again, SampleRow) == [sample]
+        assert await again.calls([(1, 1)]) == [[long] * 5]
+
+    async def test_what_comes_together_shares_a_transaction(
+        self, reopen: Reopen, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ledger = await leading(reopen)
+        write, written = ledger.write, list[list[int]]()
+
+        async def noted(batch: WriteBatch) -> None:
+            written.append([row.sequence for row in batch.rows[EpisodeRow].values()])  # type: ignore[attr-defined]
+            if len(written) == 1:
+                ledger.put(episode(4))
+                await asyncio.sleep(0)
+                ledger.put(episode(5))
+            await write(batch)
+
+        monkeypatch.setattr(ledger, "write", noted)
+        ledger.note([episode(1), episode(2)])
+        await asyncio.sleep(0)
+        ledger.put(episode(3))
+        await ledger.durable()
+        await ledger.durable()
+        assert written == [[1, 2, 3], [4, 5]]
+
+    async def test_callbacks_run_in_order_after_their_commit_and_before_its_waiters(
+        self, reopen: Reopen
+    ) -> None:
+        ledger, ran = await leading(reopen), list[str]()
+        ledger.after_commit(lambda: ran.append("before any row"))
+        ledger.put(episode(1))
+        ledger.after_commit(lambda: ran.append("one"))
+        ledger.put(episode(2))
+        ledger.after_commit(lambda: ran.append("two"))
+        assert not ran, "never before it returns"
+        await ledger.durable()
+        assert ran == ["before any row", "one", "two"]
+        await ledger.durable()
+
+    async def test_a_commit_that_fails_fails_everything_after_it(self, reopen: Reopen) -> None:
+        ledger, ran = await leading(reopen), list[str]()
+        await ledger.commit([episode(1)])
+        watching = asyncio.ensure_future(ledger.failed())
+        ledger.note([episode(2, uuid=episode(1).uuid), episode(3)])
+        ledger.after_commit(lambda: ran.append("never"))
+        with pytest.raises(StoreError) as failed:
+            await ledger.durable()
+        for late in (lambda: ledger.put(episode(4)), lambda: ledger.after_commit(lambda: None)):
+            with pytest.raises(StoreError):
+                late()
+        with pytest.raises(StoreError) as seen:
+            await watching
+        assert seen.value is failed.value
+        assert ran == []
+        assert await rows_in(reopen(), EpisodeRow) == [episode(1)]
+
+    async def test_a_waiter_that_is_cancelled_harms_nobody(self, reopen: Reopen) -> None:
+        ledger = await leading(reopen)
+        ledger.put(episode())
+        impatient = asyncio.ensure_future(ledger.durable())
+        patient = asyncio.ensure_future(ledger.durable())
+        await asyncio.sleep(0)
+        impatient.cancel()
+        await patient
+        assert await rows_in(reopen(), EpisodeRow) == [episode()]
+
+    async def test_rows_are_copies(self, reopen: Reopen) -> None:
+        """What a table gives is equal to what was written, and a row does not change."""
+        ledger = await leading(reopen)
+        await ledger.commit([episode()])
+        (found,) = await rows_in(ledger, EpisodeRow)
+        assert found == episode()
+        with pytest.raises(AttributeError):
+            found.state = "failed"  # type: ignore[attr-defined]
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=EpisodeRow) == found

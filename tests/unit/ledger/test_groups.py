@@ -1,0 +1,136 @@
+"""A run's episodes, read from its ledger as groups of rollouts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_helpers import make_call
+from tinkerscript.errors import ConfigError
+from tinkerscript.files import LEDGER_FILE
+from tinkerscript.ledger import SqliteLedger
+from tinkerscript.ledger.groups import recorded_groups
+from tinkerscript.ledger.rows import AttemptRow, EpisodeRow, ResultRow, Row, SampleRow, TrainedRow, Use
+from tinkerscript.rollouts.call import Call
+from tinkerscript.rollouts.parquet import read_parquet
+
+SAMPLE = SampleRow(digest=b"s", payload=b"{}")
+
+
+def ended(sequence: int, uuid: str, group: str, reward: float | None, **result: Any) -> list[Row]:
+    """The rows of an episode; one without a reward failed. Its first claim always did."""
+    failed = reward is None
+    episode = EpisodeRow(
+        sequence=sequence,
+        uuid=uuid,
+        episode_type="eval" if group == "eval" else "train",
+        group_id=group,
+        pool="",
+        group_size=2,
+        step=1,
+        position=0,
+        sample=SAMPLE.digest,
+        digest=b"d",
+        state="failed" if failed else "ended",
+        forgiven=0,
+        reward=reward,
+        result_digest=b"",
+        end_number=sequence,
+        ended_at=1.0,
+        offered=0,
+        consumed=1,
+        dropped=0,
+        undone=0,
+    )
+    claims = [
+        AttemptRow(
+            episode=sequence,
+            attempt=attempt,
+            client="w",
+            request_id="",
+            claimed_at=1.0,
+            policy_version=0,
+            lease_s=1.0,
+            failure=None,
+        )
+        for attempt in (1, 2)
+    ]
+    results = [] if failed else [ResultRow(episode=sequence, result=json.dumps(result).encode())]
+    return [SAMPLE, episode, *claims, *results]
+
+
+async def write(folder: Path, rows: list[Row], calls: dict[int, list[Call]]) -> None:
+    """A ledger with these rows. The calls, by episode, are of the second claim; the first had others."""
+    ledger = SqliteLedger(folder / LEDGER_FILE)
+    await ledger.commit(rows)
+    for episode, own in calls.items():
+        ledger.put_call(episode, 1, make_call(None, [9], [9]))
+        for call in own:
+            ledger.put_call(episode, 2, call)
+    await ledger.durable()
+    await ledger.close()
+
+
+async def run_folder(folder: Path) -> None:
+    """Two groups and an evaluation: one episode has two sequences, one failed, one is misaligned."""
+    first = make_call(None, [1, 2], [3, 4])
+    calls = {
+        1: [first],
+        2: [first, make_call(None, [1, 9], [5, 6])],
+        3: [first, make_call(first, [7], [8, 9])],
+        4: [first],
+        5: [first],
+    }
+    rows = [
+        *ended(1, "a", "g1", 1.0),
+        *ended(2, "c", "g2", 0.5),
+        *ended(3, "b", "g1", 0.0),
+        *ended(4, "d", "eval", 1.0),
+        *ended(5, "e", "g3", 1.0),
+        *ended(6, "f", "g2", None),
+        TrainedRow(episode=5, step=2, outcome=Use.SET_ASIDE, reason="shifted"),
+    ]
+    await write(folder, rows, calls)
+
+
+async def test_a_runs_groups_are_read_from_its_ledger(tmp_path: Path) -> None:
+    await run_folder(tmp_path)
+    one, two = recorded_groups(tmp_path)
+    assert [(e.episode_uuid, e.reward) for e in one.episodes] == [("a", 1.0), ("b", 0.0)]
+    assert [rollout.tokens.tolist() for rollout in one.episodes[1].rollouts] == [[1, 2, 3, 4, 7, 8, 9]]
+    assert [len(each.rollouts) for each in two.episodes] == [2]
+    assert {(r.episode_reward, r.env_example_id) for r in two.episodes[0].rollouts} == {(0.5, "g2")}
+    with pytest.raises(ConfigError, match=r"has no ledger\.sqlite: is it the folder of a run"):
+        list(recorded_groups(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("trains", [None, False, True])
+async def test_a_recorded_episode_keeps_its_metadata_and_its_constrained_tokens_train_on_request(
+    tmp_path: Path, trains: bool | None
+) -> None:
+    call = make_call(None, [1], [2, 3], constrained=bytes([0, 1]))
+    await write(tmp_path, ended(1, "a", "g", 1.0, metadata={"answer": "7"}), {1: [call]})
+    options = {} if trains is None else {"trains_constrained": trains}
+    (group,) = recorded_groups(tmp_path, **options)
+    (episode,) = group.episodes
+    assert (group.group_id, episode.metadata, episode.calls) == ("g", {"answer": "7"}, (call,))
+    assert episode.rollouts[0].loss_mask.tolist() == [False, True, bool(trains)]
+
+
+async def test_the_pages_way_to_another_trainer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "rollouts.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(from pathlib.*?)```", page, re.DOTALL)
+    run = re.search(r'Path\("(runs/[^"]+)"\)', code)
+    assert run is not None
+    monkeypatch.chdir(tmp_path)
+    Path(run[1]).mkdir(parents=True)
+    await run_folder(Path(run[1]))
+    found: dict[str, Any] = {}
+    exec(code, found)
+    assert found["rolled"]["reward"] == [1.0, 0.0]
+    again = list(read_parquet(Path(run[1]) / "rollouts.parquet"))
+    assert [group.rewards for group in again] == [[1.0, 0.0], [0.5]]
