@@ -54,7 +54,7 @@ def recorded_groups(run_dir: Path, *, trains_constrained: bool = False) -> Itera
             raise ConfigError(f"{path} has version {version}, and this tinkerscript reads {LEDGER_VERSION}")
         for (group_id,) in run.execute(_GROUPS).fetchall():
             members = run.execute(_MEMBERS, (group_id, Use.SET_ASIDE)).fetchall()
-            episodes = tuple(_episode(run, group_id, *each, trains_constrained) for each in members)
+            episodes = tuple(_episode(run, group_id, trains_constrained, *each) for each in members)
             if episodes:
                 yield RolloutGroup(group_id, episodes)
 
@@ -62,12 +62,12 @@ def recorded_groups(run_dir: Path, *, trains_constrained: bool = False) -> Itera
 def _episode(
     run: sqlite3.Connection,
     group_id: str,
+    trains_constrained: bool,
     sequence: int,
     uuid: str,
     reward: float,
     result: bytes,
     attempt: int,
-    trains_constrained: bool,
 ) -> EpisodeRollouts:
     query = CALLS.replace("{s}", "")
     calls = calls_of(decoded(run.execute(query, (sequence, attempt)).fetchall()))
