@@ -44,9 +44,9 @@ class FailingLedger(SqliteLedger):
         super().put_call(episode, attempt, call)
 
     async def calls(self, claims: Iterable[tuple[int, int]]) -> list[list[Call]]:
-        claims = list(claims)
-        ended = self.victim is not None and self.victim.state == "ended"
-        if self.stage == "delivery" and ended and self.victim.sequence in dict(claims):
+        claims, victim = list(claims), self.victim
+        ended = {victim.sequence} if victim is not None and victim.state == "ended" else set[int]()
+        if self.stage == "delivery" and ended & dict(claims).keys():
             raise RuntimeError("planted: delivery")
         return await super().calls(claims)
 

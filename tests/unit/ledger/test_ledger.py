@@ -13,12 +13,12 @@ from typing import Literal
 import pytest
 
 from interchange_helpers import stored_outcomes
-from ledger_contract import LedgerContract, Reopen, episode
+from ledger_contract import LedgerContract, Reopen, episode, made
 from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.files import LEDGER_FILE, RUN_ID, is_foreign
 from tinkerscript.ledger import Ledger, SqliteLedger, open_ledger
 from tinkerscript.ledger.ledger import WriteBatch
-from tinkerscript.ledger.rows import LEDGER_VERSION
+from tinkerscript.ledger.rows import LEDGER_VERSION, SampleRow
 
 Durability = Literal["normal", "full"]
 
@@ -123,13 +123,14 @@ async def test_full_durability_syncs_the_file_at_each_commit(
 ) -> None:
     """SQLite's numbers: 1 is NORMAL, 2 is FULL. The pragma belongs to the connection that writes."""
     ledger = SqliteLedger(tmp_path / LEDGER_FILE, durability=durability)
-    assert ledger._connection.execute("PRAGMA synchronous").fetchone() == (synchronous,)
+    written = ledger._connection.execute("PRAGMA synchronous")  # pyright: ignore[reportPrivateUsage]
+    assert written.fetchone() == (synchronous,)
     await ledger.close()
 
 
-@pytest.mark.parametrize(("number", "digest"), [(5, b""), (1200, b""), (5, bytes(2**20))])
+@pytest.mark.parametrize(("number", "size", "is_long"), [(5, 1, False), (1200, 1, True), (5, 2**20, True)])
 async def test_a_long_transaction_does_not_stop_the_event_loop(
-    tmp_path: Path, number: int, digest: bytes
+    tmp_path: Path, number: int, size: int, is_long: bool
 ) -> None:
     threads = list[int]()
 
@@ -139,13 +140,9 @@ async def test_a_long_transaction_does_not_stop_the_event_loop(
             super()._write(batch)
 
     ledger = Watched(tmp_path / LEDGER_FILE)
-    for each in range(number):
-        ledger.put(episode(each + 1))
-        ledger._batch.size += len(digest)
-    await ledger.durable()
+    await ledger.commit(made(SampleRow, each, payload=bytes(size)) for each in range(number))
     await ledger.close()
-    on_the_loop = threading.get_ident() in threads
-    assert on_the_loop == (number == 5 and not digest)
+    assert [thread != threading.get_ident() for thread in threads] == [is_long]
 
 
 async def test_the_log_is_moved_into_the_file_whenever_it_is_long(
@@ -157,7 +154,8 @@ async def test_the_log_is_moved_into_the_file_whenever_it_is_long(
     for number in range(100):
         await ledger.commit([episode(number)])
         assert Path(f"{path}-wal").stat().st_size < 2**17 + 2**15
-    without_log = shutil.copy(path, tmp_path / "copy.sqlite")
+    without_log = tmp_path / "copy.sqlite"
+    shutil.copy(path, without_log)
     assert len(stored_outcomes(without_log)) > 20
     await ledger.close()
 
