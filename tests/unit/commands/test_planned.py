@@ -119,6 +119,19 @@ def test_the_plan_prints_the_commands_that_are_executed() -> None:
             "tasks: [{name: verifiers:gsm8k}, {name: mine.py@a b}]",
             "--task verifiers:gsm8k --task 'mine.py@a b'",
         ),
+        (
+            "task: {name: /home/me/t.py@sums, train_args: {split: train}, eval_args: {split: test}}",
+            """--task t.py@sums --task-args '{"split": "train"}' --eval-args '{"split": "test"}'""",
+        ),
+        (
+            "tasks: [{name: one}, {name: two, eval_args: {n: 2}}]",
+            "--task one --task-args '{}' --eval-args '{}' "
+            """--task two --task-args '{}' --eval-args '{"n": 2}'""",
+        ),
+        (
+            "task: {name: t.py@sums, sandbox_type: docker, sandbox_config: /home/me/compose.yaml}",
+            "--task t.py@sums --sandbox docker:compose.yaml",
+        ),
         ("{}", "SCRIPT"),
     ],
 )
