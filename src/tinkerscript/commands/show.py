@@ -166,7 +166,8 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table
 def _print_runs(view: RunList, console: Console) -> None:
     rows: list[Sequence[str | Text]] = []
     for run in view.runs:
-        score = f"{_number(run.score_before)} → {_number(run.score)}" if run.score is not None else ""
+        before = "" if run.score_before is None else f"{_number(run.score_before)} → "
+        score = f"{before}{_number(run.score)}" if run.score is not None else ""
         what = f"{run.model}: {', '.join(Path(task).name for task in run.tasks) or run.method}"
         what += f"  ({', '.join(run.tags)})" if run.tags else ""
         state = Text(run.state, STATE_STYLES[run.state])

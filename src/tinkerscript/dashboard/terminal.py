@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tinkerscript.dashboard.progress import Phase, ProgressReporter, role_rewards
+from tinkerscript.dashboard.progress import Phase, ProgressReporter, rate_text, role_rewards
 from tinkerscript.dashboard.run_table import RunTable, WorkersNow
 
 
@@ -73,7 +73,7 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         *rows,
         ("training episodes", f"{summary['train_episodes']:,}"),
-        ("episodes per second", f"{summary['episodes_per_s']:.0f}"),
+        ("episodes per second", rate_text(summary["episodes_per_s"])),
         ("tokens trained", f"{summary['tokens_trained']:,}"),
         ("training time", f"{summary['train_seconds']:.0f} s"),
         ("lost / failed / retried", f"{summary['episodes_lost']} / {summary['episodes_failed']} / "
@@ -106,12 +106,12 @@ SAY_PROGRESS_AFTER_S = 10.0
 SAY_AGAIN_AFTER_S = 60.0
 """Then both again. Also the first wait of all: the address of the page is to be the first line."""
 
-SHOWN_METRICS = {
-    "reward/mean": "reward {:.3f}",
-    "train/nll": "nll {:.4f}",
-    "policy_version": "policy {:.0f}",
-    "episodes_per_s": "{:.0f} episodes/s",
-    "tokens_per_s": "{:.0f} tokens/s",
+SHOWN_METRICS: dict[str, Callable[[float], str]] = {
+    "reward/mean": "reward {:.3f}".format,
+    "train/nll": "nll {:.4f}".format,
+    "policy_version": "policy {:.0f}".format,
+    "episodes_per_s": lambda rate: f"{rate_text(rate)} episodes/s",
+    "tokens_per_s": "{:.0f} tokens/s".format,
 }
 """Metrics of a step that are shown, if the step has them."""
 
@@ -166,7 +166,7 @@ class LineReporter(ProgressReporter):
             thread.join()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        shown = [text.format(metrics[name]) for name, text in SHOWN_METRICS.items() if name in metrics]
+        shown = [text(metrics[name]) for name, text in SHOWN_METRICS.items() if name in metrics]
         roles = [f"{role} {reward:.3f}" for role, reward in role_rewards(metrics).items()]
         self._print("  ".join([f"step {step}/{self._steps}", *shown, *roles]))
 

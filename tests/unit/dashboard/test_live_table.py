@@ -91,6 +91,35 @@ def test_what_the_table_says(table: RunTable) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("now", "says"),
+    [
+        (72.0, "about 2:08 min left"),
+        (83.0, "about 2:00 min left"),  # The step takes longer than the others: 12 are left after it.
+        (91.0, ""),  # More than twice as long.
+    ],
+)
+def test_a_long_step_does_not_run_the_time_left_down(table: RunTable, now: float, says: str) -> None:
+    heading = table.frame(140, 40, now)[0].plain
+    assert heading.partition(", ")[2] == says
+
+
+def test_no_time_is_left_after_the_last_step(table: RunTable) -> None:
+    table.begin(8, 7)
+    assert table.frame(140, 40, 75.0)[0].plain.endswith("about 5 s left")
+    assert "left" not in table.frame(140, 40, 81.0)[0].plain
+    table.step(8, STEP, 82.0)
+    assert "left" not in table.frame(140, 40, 83.0)[0].plain
+
+
+def test_a_rate_below_one_is_not_nothing(table: RunTable) -> None:
+    table.batch, table.batch_began = ("step 8", 3, 256), 68.0
+    table.step(8, STEP | {"episodes_per_s": 0.34}, 80.0)
+    lines = text(table, 140)
+    assert lines[1] == "sampling step 8: 3 of 256 episodes   0.3 ep/s"
+    assert "  0.34 ep/s  " in lines[8]
+
+
 @pytest.mark.parametrize("columns", [20, 45, 60, 80, 140, 300])
 @pytest.mark.parametrize("rows", [3, 6, 12, 50])
 def test_it_fits_any_screen(table: RunTable, columns: int, rows: int) -> None:
