@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from rich.text import Text
 
-from tinkerscript.dashboard import one_line
+from tinkerscript.dashboard import counted, one_line
 from tinkerscript.dashboard.progress import rate_text, role_rewards, time_left_s
 
 STEPS_SHOWN = 5
@@ -285,12 +285,12 @@ class RunTable:
         if workers is None:
             return []
         parts: list[Part] = [
-            (f"{one_line(name)}: {count} claims", "") for name, count in workers.claims.items()
+            (f"{one_line(name)}: {counted(count, 'claim')}", "") for name, count in workers.claims.items()
         ]
         more = workers.clients - len(workers.claims)
         counts = {
-            f"{more:,} more: {workers.claimed - sum(workers.claims.values()):,} claims": more,
-            f"{workers.waiting:,} episodes wait": workers.waiting,
+            f"{more:,} more: {counted(workers.claimed - sum(workers.claims.values()), 'claim')}": more,
+            counted(workers.waiting, "episode waits", "episodes wait"): workers.waiting,
             f"{workers.idle:,} idle": workers.idle,
         }
         parts += [(words, "") for words, number in counts.items() if number > 0]

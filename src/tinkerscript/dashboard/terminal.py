@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from tinkerscript.dashboard import counted, wrapped
 from tinkerscript.dashboard.progress import Phase, ProgressReporter, rate_text, role_rewards
 from tinkerscript.dashboard.run_table import RunTable, WorkersNow
 
@@ -42,6 +43,12 @@ def open_in_browser(url: str, note: Callable[[str], object]) -> None:
     threading.Thread(target=work, name="browser", daemon=True).start()
 
 
+def print_wrapped(console: Console, text: str, style: str = "") -> None:
+    """Print `text` as it is; on a terminal, broken between words (see `wrapped`)."""
+    shown = wrapped(text, console.width) if console.is_terminal else text
+    console.print(shown, style=style, highlight=False, soft_wrap=True, markup=False)
+
+
 def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
     """The table of a finished run's summary.json, and its alignment report."""
     table = Table(show_header=False, title=f"Run {folder.name}", title_justify="left")
@@ -59,7 +66,7 @@ def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) ->
     for whose, lines in reports.items():
         console.print(f"\nToken alignment{whose}", style="bold")
         for line in lines:
-            console.print(f"  {line}", highlight=False, soft_wrap=True)
+            print_wrapped(console, f"  {line}")
 
 
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -193,7 +200,7 @@ class _Batch(Phase):
 
 def evaluation_line(label: str, score: float, episodes: int, failed: int) -> str:
     failures = f", {failed} failed" if failed else ""
-    return f"evaluation {label}: {score:.3f}  ({episodes} episodes{failures})"
+    return f"evaluation {label}: {score:.3f}  ({counted(episodes, 'episode')}{failures})"
 
 
 ASCII = str.maketrans("━─±→…▁▂▃▄▅▆▇█", "=-~>~..:-=+*#")
@@ -276,10 +283,10 @@ class TableReporter(ProgressReporter, Phase):
     def evaluation(self, label: str, score: float, episodes: int, failed: int) -> None:
         with self._lock:
             self._table.evaluation(label, score, failed)
-        self._console.print(evaluation_line(label, score, episodes, failed), highlight=False, soft_wrap=True)
+        print_wrapped(self._console, evaluation_line(label, score, episodes, failed))
 
     def note(self, message: str) -> None:
-        self._console.print(message, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        print_wrapped(self._console, message, "yellow")
 
     # What else there is to show
 

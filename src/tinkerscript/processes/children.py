@@ -135,7 +135,7 @@ def worker_command(config: RunConfig, url: str) -> str:
     remote = interchange.public_base_url or remote_url(url, interchange.interchange_server_host)
     what = shlex.join(worker_arguments(config, elsewhere=True)) or "SCRIPT"
     text = f"tinkerscript worker {what} --server {remote}"
-    return f"{text}   (with {CLIENT_TOKEN} in its environment)" if reached_through(interchange) else text
+    return f"{text}\n  (with {CLIENT_TOKEN} in its environment)" if reached_through(interchange) else text
 
 
 def remember_worker(folder: Path, name: str) -> None:
