@@ -186,7 +186,9 @@ def _print_run(view: RunView, steps: Sequence[StepLine], console: Console, root:
     tasks = ", ".join(Path(task).name for task in view.tasks)
     say(console, Text(one_line(view.folder), "bold"))
     say(console, f"{view.method} of {view.model}" + (f" on {tasks}" if tasks else ""))
-    at = f"after {counted(view.step, 'step')}" if view.step == view.steps else f"at step {view.step} of {view.steps}"
+    at = f"at step {view.step} of {view.steps}"
+    if view.step == view.steps:
+        at = f"after {counted(view.step, 'step')}"
     left = "" if view.time_left_s is None else f", about {whole_time(view.time_left_s)} left"
     say(console, Text(f"{view.state} {at}{left}", STATE_STYLES[view.state]))
     if view.failure:
