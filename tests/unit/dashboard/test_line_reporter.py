@@ -24,12 +24,12 @@ def test_each_step_is_a_line_whatever_the_width(printed: io.StringIO) -> None:
         progress.note("watch the run at http://127.0.0.1:10086")
         progress.begin(3, done=1)
         progress.step(2, {"reward/mean": 0.5, "policy_version": 7.0, "episodes_per_s": 2.0, "other": 1.0})
-        progress.step(3, {"train/nll": 0.25, "tokens_per_s": 99.0})
+        progress.step(3, {"train/nll": 0.25, "tokens_per_s": 99.0, "episodes_per_s": 0.25})
         progress.evaluation("after", 0.75, 40, 2)
     assert printed.getvalue().splitlines() == [
         "watch the run at http://127.0.0.1:10086",
         "step 2/3  reward 0.500  policy 7  2 episodes/s",
-        "step 3/3  nll 0.2500  99 tokens/s",
+        "step 3/3  nll 0.2500  0.25 episodes/s  99 tokens/s",
         "evaluation after: 0.750  (40 episodes, 2 failed)",
     ]
 
