@@ -109,7 +109,7 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
 
     history: History
     used: dict[int, str]
-    """What became of episodes, by sequence, in the steps that are undone."""
+    """What became of episodes, by sequence, in the steps that are undone, and in no step before."""
 
 
 LAST_STEP = "SELECT coalesce(max(step), 0) FROM {s}steps"
@@ -150,7 +150,11 @@ async def begin(
         rest = f"{standing} AND step > ? AND place >= 0 ORDER BY step, role, place"
         trained = await ledger.rows(TrainedRow, rest, (step, step - replay_lag))
     used = dict[int, str](
-        await ledger.read("SELECT episode, outcome FROM {s}trained WHERE undone = 0 AND step > ?", (step,))
+        await ledger.read(
+            "SELECT episode, outcome FROM {s}trained WHERE undone = 0 AND step > ? AND episode NOT IN "
+            "(SELECT episode FROM {s}trained WHERE undone = 0 AND step <= ?)",
+            (step, step),
+        )
     )
     history = History(
         resumption=resumption,

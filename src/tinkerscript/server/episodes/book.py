@@ -266,8 +266,9 @@ class EpisodeBook:
     def resume(self, step: int, resumption: int, used: Mapping[int, str]) -> list[EpisodeRecord]:
         """A trainer goes on after `step`: keep what its next step can use, and give up the rest.
 
-        `used`: what became of episodes, by sequence, in later steps, which are undone. Returns those that are
-        given up; they are consumed. What the next step or clients' own samples can train on is open again.
+        `used`: what became of episodes, by sequence, in later steps, which are undone, and in none before.
+        Returns those that are given up; they are consumed. What the next step or clients' own samples can
+        train on is open again.
         """
         kept, given_up = list[EpisodeRecord](), list[EpisodeRecord]()
         groups: dict[str, list[EpisodeRecord]] = {}
