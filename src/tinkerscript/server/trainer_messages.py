@@ -344,8 +344,8 @@ class OutcomeStream:
         self._position = self._sent = 0
         """The last end number that the trainer has taken, and the last that was sent."""
 
-        self._under_way: deque[tuple[int, int]] = deque()
-        """End number and bytes of what was sent beyond the position."""
+        self._under_way: deque[tuple[int, int, int]] = deque()
+        """End number, bytes, and bytes of transcripts of what was sent beyond the position."""
 
         self._arrived_before = -1
         """The last end number that the trainer had when `repeat` looked last."""
@@ -397,7 +397,7 @@ class OutcomeStream:
 
     @property
     def _has_room(self) -> bool:
-        return sum(size for _, size in self._under_way) < MAX_ON_THE_WAY
+        return sum(size for _, size, _ in self._under_way) < MAX_ON_THE_WAY
 
     async def _send_each(self, episodes: list[EpisodeRecord]) -> None:
         """Send outcomes; one that cannot be read or written fails alone."""
@@ -451,7 +451,8 @@ class OutcomeStream:
     def _send(self, outcome: Outcome, size: int) -> None:
         self._link.send(msgspec.structs.replace(outcome, after=self._sent))
         self._sent = outcome.number
-        self._under_way.append((outcome.number, size))
+        of_transcripts = sum(map(len, outcome.transcripts.values()))
+        self._under_way.append((outcome.number, size, of_transcripts))
 
     async def _give_up(self, episode: EpisodeRecord, reason: str) -> None:
         """A result cannot be sent: fail its episode. A failure is sent without its calls."""
@@ -468,7 +469,7 @@ class OutcomeStream:
         query = "SELECT attempt, transcript FROM {s}transcripts WHERE episode = ?"
         found = dict[int, bytes](await self._ledger.read(query, (episode.sequence,)))
         size = sum(map(len, found.values()))
-        if sum(size for _, size in self._under_way) + size > MAX_TRANSCRIPT_BYTES:
+        if sum(sent for _, _, sent in self._under_way) + size > MAX_TRANSCRIPT_BYTES:
             with about(episode=episode.uuid, attempt=episode.attempt):
                 logger.warning("transcript.left_out episode_uuid=%s bytes=%d", episode.uuid, size)
             return {}
