@@ -62,7 +62,7 @@ async def judged(
         trainer(info.link_address, sampler.sample) as link,
         httpx.AsyncClient(base_url=info.url, timeout=30) as http,
     ):
-        await link.flush()
+        await link.resume([])
         yield Setup(http, link, info.url, folder, sampler)
 
 

@@ -114,7 +114,7 @@ async def test_every_example_runs_as_it_is_written(tmp_path: Path, byte_model: P
     ):
         link.set_status(policy_version=3, global_step=3, engine_status="ENGINE.ROLLING")
         link.set_batch(BATCH, at_once=True)
-        await link.flush()
+        await link.resume([])
         for example in examples:
             headers = {"Content-Type": "application/json"}
             headers |= {name: filled(value, known) for name, value in example.headers.items()}

@@ -136,6 +136,7 @@ async def test_a_model_call_of_a_claim_that_is_lost_meanwhile_is_not_recorded(
 
         setup.sampler.sample = slow  # type: ignore[method-assign]
         async with trainer(json.loads((tmp_path / "server.json").read_text())["link_address"], slow) as link:
+            await link.resume([])
             await link.register(new_episodes("e"))
             claim = await setup.claim()
             calling = asyncio.create_task(setup.call(claim.openai_api_key))

@@ -49,6 +49,7 @@ async def test_tokens_arrive_while_the_engine_samples(tmp_path: Path, stop: list
             trainer(info.link_address, sample) as link,
             httpx.AsyncClient(base_url=info.url, timeout=30) as http,
         ):
+            await link.resume([])
             await link.register(new_episodes("e"))
             claim = (
                 await http.post("/claim_episode", json={"client_uuid": "c", "episode_type": "train"})
