@@ -146,7 +146,7 @@ ACCEPTANCE := $(VENV)/.acceptance $(addsuffix /.installed,$(TESTS) $(EVALS) $(OL
 acceptance: $(ACCEPTANCE)  ## Whole runs, the command line, a published model, clients, evals, a browser (Chromium); LONG=1 for more
 	CONVERSATIONS=2000 $(BIN)/$(PYTEST) \
 		-n $(if $(LONG),2,3) --dist loadgroup --no-loadscope-reorder $(MARKED) \
-		tests/acceptance tests/published tests/runs tests/sdk \
+		tests/acceptance tests/faults tests/published tests/runs tests/sdk \
 		tests/unit/gateway/test_gateway_conversations.py tests/unit/train/test_metric_loggers.py
 	PYTHONPATH=$(CURDIR)/$(EVALS) $(BIN)/$(PYTEST) $(MARKED) tests/evals
 	$(if $(LONG),PYTHONPATH=$(CURDIR)/$(COOKBOOK) $(BIN)/$(PYTEST) -m long tests/acceptance/test_tinker_wire.py)
@@ -190,6 +190,7 @@ bench: $(VENV)/.installed $(VLLM)/.installed $(TESTS)/.installed chromium postgr
 	$(BIN)/python bench/asynchronous.py
 	$(BIN)/python bench/episodes.py
 	$(BIN)/python bench/interchange.py
+	$(BIN)/python bench/ledger.py
 	$(BIN)/python bench/failover.py
 	$(BIN)/python bench/agents.py
 	$(BIN)/python bench/gateway.py

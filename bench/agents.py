@@ -53,7 +53,6 @@ from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.tokenizer import LightTokenizer
-from tinkerscript.train.journal import Journal
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 CONTEXT = 2_000_000
@@ -89,13 +88,12 @@ def serve_trainer(run_dir: Path, episodes: int) -> None:
             await asyncio.sleep(FIRST_TOKEN_S + TOKEN_S * request.max_tokens)
             return await instant.sample(request)
 
-        with Journal(run_dir / "journal.jsonl") as journal:
-            async with TrainerLink(
-                info.link_address, trainer_id=uuid4().hex, model="none", sampler=sample
-            ) as link:
-                (run_dir / REGISTERING).write_text(str(time.time()))
-                await Trainer(link, journal).register(episodes)
-                await asyncio.to_thread(sys.stdin.read)
+        async with TrainerLink(
+            info.link_address, trainer_id=uuid4().hex, model="none", sampler=sample
+        ) as link:
+            (run_dir / REGISTERING).write_text(str(time.time()))
+            await Trainer(link).register(episodes)
+            await asyncio.to_thread(sys.stdin.read)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())

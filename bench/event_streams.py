@@ -165,7 +165,7 @@ async def streams_part(rounds: int, requests: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         run_dir = Path(name)
         with interchange_server(run_dir) as (server, info):
-            async with trainer_of(info, run_dir) as trainer, recorded(run_dir):
+            async with trainer_of(info) as trainer, recorded(run_dir):
                 with viewed(run_dir) as (url, _):
                     page = port_of(url), run_dir.name
                     async with streams(*page, 1):
@@ -240,7 +240,7 @@ async def server_stalls(claims: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name, noted(Path(name)) as notes:
         run_dir = Path(name)
         with interchange_server(run_dir) as (server, info):
-            async with trainer_of(info, run_dir) as trainer, recorded(run_dir):
+            async with trainer_of(info) as trainer, recorded(run_dir):
                 since = time.time()
                 for _ in range(claims // BATCH):
                     await trainer.register(BATCH)

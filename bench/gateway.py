@@ -36,8 +36,10 @@ from interchange import Server, empty_server, running, serve_empty, until_listen
 from load import Load, connect, send_all
 from tinkerscript.access_tokens import Roles
 from tinkerscript.config import RunConfig
+from tinkerscript.files import LEDGER_FILE
 from tinkerscript.gateway.dialects import ChatCompletions
 from tinkerscript.http_server import http_server
+from tinkerscript.ledger import SqliteLedger
 from tinkerscript.lifecycle import shorten_collections
 from tinkerscript.limits import Totals
 from tinkerscript.model_folder import TINY_MODEL
@@ -50,7 +52,6 @@ from tinkerscript.sampler import (
     SampleResult,
 )
 from tinkerscript.server.app import create_server
-from tinkerscript.server.store.sqlite import SqliteStore
 from tinkerscript.tokenizer import LightTokenizer
 
 CHAT = "/v1/chat/completions"
@@ -100,14 +101,14 @@ def serve_gateway(run_dir: Path, port: int) -> None:
     folder = model_folder_with_room(run_dir)
     unlimited = {"max_tokens_per_claim": 10**9}
     config = RunConfig.model_validate({"engine": {"model": str(folder)}, "interchange_server": unlimited})
-    store = SqliteStore(run_dir / "server.sqlite", durability=config.interchange_server.durability)
+    ledger = SqliteLedger(run_dir / LEDGER_FILE, durability=config.interchange_server.durability)
     sampler: Any = InstantSampler(LightTokenizer(folder))
 
     async def serve() -> None:
         server = await create_server(
             config,
             run_dir,
-            store=store,
+            ledger=ledger,
             roles=Roles(),
             remote_sampler=sampler,
             totals=Totals(calls=10**6),

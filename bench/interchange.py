@@ -2,8 +2,8 @@
 
     python bench/interchange.py [--rounds N] [--requests N] [--registered N] [--store URL]
 
-A real server process, durable, with a trainer on its link that acknowledges every result after writing it to
-its journal; 64 connections. Processor time is the operating system's own account of the server process, so
+A real server process, durable, with a trainer on its link that commits what became of every result; 64
+connections. Processor time is the operating system's own account of the server process, so
 that load generator and trainer, which share the machine, do not count. The reference is a FastAPI endpoint
 that returns `{}`, in a process of its own with the same uvicorn settings, under the same load each round.
 `--store postgresql://...` measures it over a database, and leaves a schema `tinkerscript_tmp...` there.
@@ -35,8 +35,8 @@ from fastapi import FastAPI
 from load import Body, Keyed, Load, connect, cycle, send_all
 from tinkerscript.addresses import ServerInfo, read_server_info
 from tinkerscript.config import RunConfig, dump_config
+from tinkerscript.ledger.rows import TrainedRow, Use
 from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
-from tinkerscript.train.journal import Journal
 from tinkerscript.trainer_link.messages import NewEpisode
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
@@ -112,12 +112,11 @@ async def until_listening(port: int) -> None:
 
 
 class Trainer:
-    """Registers episodes; journals and acknowledges every outcome."""
+    """Registers episodes; commits of every outcome that it was used."""
 
-    def __init__(self, link: TrainerLink, journal: Journal) -> None:
+    def __init__(self, link: TrainerLink) -> None:
         self.link = link
-        self._journal = journal
-        self.acknowledged = 0
+        self.used = 0
         self._more = asyncio.Condition()
 
     async def register(self, count: int) -> None:
@@ -127,39 +126,38 @@ class Trainer:
         ]
         await self.link.register(episodes)
 
-    async def acknowledge(self) -> None:
+    async def use(self) -> None:
         """Until cancelled."""
         while True:
-            events = await self.link.outcomes()
-            self._journal.write(events)
-            self.link.acknowledge([event.episode_uuid for event in events])
+            outcomes = await self.link.outcomes()
+            self.link.note(
+                [TrainedRow(episode=each.sequence, step=0, outcome=Use.EVALUATED) for each in outcomes]
+            )
             async with self._more:
-                self.acknowledged += len(events)
+                self.used += len(outcomes)
                 self._more.notify_all()
 
-    async def until_acknowledged(self, count: int) -> None:
-        """Return when the server has committed the acknowledgement of `count` outcomes in all."""
+    async def until_used(self, count: int) -> None:
+        """Return when the server has committed that `count` outcomes in all were used."""
         async with self._more:
-            await self._more.wait_for(lambda: self.acknowledged >= count)
-        await self.link.flush()
+            await self._more.wait_for(lambda: self.used >= count)
+        await self.link.commit()
 
 
 @asynccontextmanager
-async def trainer_of(info: ServerInfo, run_dir: Path) -> AsyncGenerator[Trainer]:
+async def trainer_of(info: ServerInfo) -> AsyncGenerator[Trainer]:
     async def sample(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         raise RuntimeError("no episode of this benchmark calls the model")
 
-    with Journal(run_dir / "journal.jsonl") as journal:
-        async with TrainerLink(
-            info.link_address, trainer_id=uuid4().hex, model="none", sampler=sample
-        ) as link:
-            trainer = Trainer(link, journal)
-            acknowledging = asyncio.create_task(trainer.acknowledge())
-            try:
-                yield trainer
-            finally:
-                acknowledging.cancel()
-                await asyncio.gather(acknowledging, return_exceptions=True)
+    async with TrainerLink(info.link_address, trainer_id=uuid4().hex, model="none", sampler=sample) as link:
+        await link.resume([])
+        trainer = Trainer(link)
+        using = asyncio.create_task(trainer.use())
+        try:
+            yield trainer
+        finally:
+            using.cancel()
+            await asyncio.gather(using, return_exceptions=True)
 
 
 def claim_bodies(count: int, **more: Any) -> Iterator[bytes]:
@@ -200,11 +198,11 @@ class Cost:
 
 
 async def measured(server: Server, path: str, bodies: Sequence[Body], trainer: Trainer | None = None) -> Cost:
-    """The cost of each request; with a trainer, of its acknowledgement too."""
-    before, cpu = (trainer.acknowledged if trainer else 0), server.cpu_s()
+    """The cost of each request; with a trainer, of the commit that uses it too."""
+    before, cpu = (trainer.used if trainer else 0), server.cpu_s()
     load = await send_all(server.port, path, bodies, connections=CONNECTIONS)
     if trainer:
-        await trainer.until_acknowledged(before + len(bodies))
+        await trainer.until_used(before + len(bodies))
     return Cost(1e6 * (server.cpu_s() - cpu) / len(bodies), load)
 
 
@@ -215,14 +213,14 @@ async def one_round(server: Server, empty: Server, trainer: Trainer, requests: i
     ends = [end_body(reply) for reply in claim.load.replies]
     end = await measured(server, "/end_episode", ends, trainer)
     await trainer.register(requests)
-    done = trainer.acknowledged + requests
+    done = trainer.used + requests
     cycles = await cycle(
         server.port,
         ("/claim_episode", claim_bodies(requests)),
         ("/end_episode", end_body),
         CONNECTIONS,
     )
-    await trainer.until_acknowledged(done)
+    await trainer.until_used(done)
     return {
         "empty_us": reference.cpu_us,
         "claim_us": claim.cpu_us,
@@ -286,7 +284,7 @@ async def bench(options: argparse.Namespace) -> None:
         run_dir = Path(folder)
         with interchange_server(run_dir, options.store) as (server, info):
             await until_listening(empty.port)
-            async with trainer_of(info, run_dir) as trainer:
+            async with trainer_of(info) as trainer:
                 await one_round(server, empty, trainer, options.requests // 4)  # Warm-up.
                 rounds = [
                     await one_round(server, empty, trainer, options.requests) for _ in range(options.rounds)

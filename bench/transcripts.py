@@ -3,7 +3,7 @@
     python bench/transcripts.py [--episodes 20]
 
 Packing is compared with the processor time of the episode itself, whose policy replies at once; sending with
-the `/end_episode` that follows it, over one connection to a real server whose trainer acknowledges; recording
+the `/end_episode` that follows it, over one connection to a real server whose trainer commits; recording
 with the rest of the episode's record.
 """
 
@@ -26,6 +26,7 @@ from bridge import SAMPLE, Says, with_tools
 from inspect_tinker_bridge import TaskRunner, load_inspect_task
 from inspect_tinker_bridge.records import pack_transcript
 from tinkerscript.config import RunConfig
+from tinkerscript.ledger.rows import TrainedRow, Use
 from tinkerscript.page.transcript_view import parsed, transcript_view, unpacked_text
 from tinkerscript.record.entries import EpisodeDetail, RecordedEpisode
 from tinkerscript.record.reader import Record
@@ -71,9 +72,10 @@ async def sending(transcript: bytes, number: int) -> tuple[float, float]:
     async def sample(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         raise RuntimeError("no episode of this benchmark calls the model")
 
-    async def acknowledge(link: TrainerLink) -> None:
+    async def use(link: TrainerLink) -> None:
         while True:
-            link.acknowledge([each.episode_uuid for each in await link.outcomes()])
+            outcomes = await link.outcomes()
+            link.note([TrainedRow(episode=each.sequence, step=0, outcome=Use.EVALUATED) for each in outcomes])
 
     took: dict[str, list[float]] = {"/record_transcript": [], "/end_episode": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -82,11 +84,12 @@ async def sending(transcript: bytes, number: int) -> tuple[float, float]:
             TrainerLink(info.link_address, trainer_id=uuid4().hex, model="none", sampler=sample) as link,
             httpx.AsyncClient(base_url=info.url) as http,
         ):
+            await link.resume([])
             names = [uuid4().hex for _ in range(number)]
             await link.register(
                 [NewEpisode(episode_uuid=n, episode_type="train", group_id="g", payload=b"{}") for n in names]
             )
-            acknowledging = asyncio.create_task(acknowledge(link))
+            using = asyncio.create_task(use(link))
             for _ in names:
                 claim = (
                     await http.post("/claim_episode", json={"client_uuid": "c", "sends_key": True})
@@ -100,9 +103,9 @@ async def sending(transcript: bytes, number: int) -> tuple[float, float]:
                     reply = await http.post(path, headers=headers, **body)
                     took[path].append(1000 * (time.perf_counter() - start))
                     reply.raise_for_status()
-            acknowledging.cancel()
+            using.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await acknowledging
+                await using
     return statistics.median(took["/record_transcript"]), statistics.median(took["/end_episode"])
 
 

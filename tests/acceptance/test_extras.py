@@ -36,41 +36,46 @@ class Without:
 sys.meta_path[:] = map(Without, sys.meta_path)
 """
 
-JOURNAL = """
+LEDGER = """
+import asyncio
 from pathlib import Path
 
+from tinkerscript.ledger.rows import AttemptRow, EpisodeRow, ResultRow
+from tinkerscript.ledger.sqlite import SqliteLedger
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 from datasets import Dataset
 
 from tinkerscript.rollouts.parquet import from_table, read_parquet
-from tinkerscript.train.journal import Journal
-from tinkerscript.trainer_link.messages import (EpisodeAccepted)
 
-calls = [
-    Call(
-        call_id=name,
-        parent_id=None,
-        new_prompt=pack_ids([1, 2]),
-        sampled=pack_ids([3, 4]),
-        logprobs=pack_logprobs([-0.5, -1.0]),
-        stop_reason="stop",
-        policy_version=0,
-    )
-    for name in ("a", "b")
-]
-with Journal(Path("run/journal.jsonl")) as journal:
-    journal.write(
-        EpisodeAccepted(
-            episode_uuid=call.call_id,
-            attempt=1,
-            client_uuid="c",
-            reward=1.0,
-            policy_version_at_claim=0,
-            all_calls=[call],
-            group_id="g",
+UNUSED = {"episode_type": "train", "pool": "", "group_size": 2, "step": 1, "position": 0, "forgiven": 0}
+UNUSED |= {"sample": b"", "digest": b"", "result_digest": b"", "ended_at": 0.0}
+UNUSED |= {"offered": 0, "consumed": 0, "dropped": 0, "undone": 0}
+
+async def write():
+    ledger = SqliteLedger(Path("run/ledger.sqlite"))
+    for number, name in enumerate(("a", "b"), 1):
+        episode = EpisodeRow(
+            sequence=number, uuid=name, group_id="g", state="ended", reward=1.0, end_number=number, **UNUSED
         )
-        for call in calls
-    )
+        attempt = AttemptRow(
+            episode=number, attempt=1, client="c", request_id="", claimed_at=0.0, policy_version=0,
+            lease_s=1.0, failure=None
+        )
+        call = Call(
+            call_id=name,
+            parent_id=None,
+            new_prompt=pack_ids([1, 2]),
+            sampled=pack_ids([3, 4]),
+            logprobs=pack_logprobs([-0.5, -1.0]),
+            stop_reason="stop",
+            policy_version=0,
+        )
+        ledger.note([episode, attempt, ResultRow(episode=number, result=b"{}")])
+        ledger.put_call(number, 1, call)
+    await ledger.durable()
+    await ledger.close()
+
+asyncio.run(write())
 """
 
 READ_BACK = """
@@ -142,4 +147,4 @@ def test_the_engine_needs_its_own_extra_alone(tmp_path: Path, extras: list[str],
 def test_rollouts_become_files_with_their_extra_alone(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     program = printed("rollouts.md", "recorded_groups(").replace("runs/2026-01-01_12-00-00", "run")
-    alone(tmp_path, JOURNAL + program + READ_BACK, "datasets")
+    alone(tmp_path, LEDGER + program + READ_BACK, "datasets")

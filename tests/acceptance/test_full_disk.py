@@ -67,7 +67,7 @@ def test_a_full_disk_is_named_and_the_run_resumes_on_its_curve(
         run, full, more = small_disk / "run", "small disk/run", {"experiment_dir": "small disk/run"}
     else:
         run, full = tmp_path / "run", str(small_disk)
-        more = {"interchange_server.store": f"sqlite://{small_disk / 'server.sqlite'}"}
+        more = {"interchange_server.store": f"sqlite://{small_disk / 'ledger.sqlite'}"}
     command = start(tmp_path, "train", str(DEMO), *as_options(SETTINGS | more))
     command.until(lambda: (run / "checkpoints" / "step_0001" / "manifest.json").exists(), seconds=300)
     ballast = fill(small_disk)

@@ -16,6 +16,7 @@ import pytest
 from command_line import DEMO, ROOT, SHORT, as_options, start
 from newcomer import TASKS
 from tinkerscript.cli import app
+from tinkerscript.files import LEDGER_FILE
 
 pytestmark = [pytest.mark.timeout(700), pytest.mark.xdist_group("starts")]  # All start from two runs.
 
@@ -75,9 +76,16 @@ def all_halved(folder: Path) -> None:
         os.truncate(path, 1000)
 
 
-def headless(folder: Path) -> None:
-    journal = folder / "one" / "journal.jsonl"
-    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[5:]))
+def behind(folder: Path) -> None:
+    """The ledger is an older copy, from before the last step."""
+    with closing(sqlite3.connect(folder / "one" / LEDGER_FILE)) as ledger, ledger:
+        for table in ("steps", "checkpoints", "trained"):
+            ledger.execute(f"DELETE FROM {table} WHERE step = 3")
+
+
+def of_version_0_1(folder: Path) -> None:
+    (folder / "one" / LEDGER_FILE).unlink()
+    (folder / "one" / "journal.jsonl").write_text("{}\n")
 
 
 def of_another(name: str) -> Callable[[Path], None]:
@@ -114,14 +122,12 @@ STARTS = {
     ),
     "a folder without a model": new("another' has no config.json", **{"engine.model": "another"}),
     "no GPU": new("engine.device: 'cuda'", "cpu", **{"engine.device": "cuda"}),
-    "no run to resume": Start(["--resume", "nowhere"], ["nowhere", "no journal.jsonl"]),
-    "half a journal": resumed(
-        half_of("journal.jsonl"), "has been cut short", "step_0003", "whole journal back"
-    ),
-    "a journal without its beginning": resumed(headless, "its beginning is missing", "whole journal back"),
-    "another run's journal": resumed(of_another("journal.jsonl"), "journal.jsonl", "of another run"),
+    "no run to resume": Start(["--resume", "nowhere"], ["nowhere holds no run yet"]),
+    "half a ledger": resumed(half_of(LEDGER_FILE), f"one/{LEDGER_FILE} cannot be read", "whole ledger back"),
+    "an older ledger": resumed(behind, "ends with step 2", "checkpoint of step 3", "whole ledger back"),
+    "a run of version 0.1": resumed(of_version_0_1, "made by tinkerscript 0.1", "engine.checkpoint"),
     "another run's record": resumed(of_another("record.sqlite"), "record.sqlite", "of another run"),
-    "another run's store": resumed(of_another("server.sqlite"), "server.sqlite", "of another run"),
+    "another run's ledger": resumed(of_another(LEDGER_FILE), LEDGER_FILE, "of another run"),
     "another run's checkpoint": resumed(of_another("checkpoints/step_0003"), "step_0003", "of another run"),
     "no whole checkpoint": resumed(all_halved, "no checkpoint in one is complete", "1000 of the ", "step 1"),
     "no such key": new("unknown key 'training.step'", "did you mean steps?", **{"training.step": 3}),

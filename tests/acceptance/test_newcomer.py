@@ -101,13 +101,15 @@ def test_any_chat_model_of_the_hub_trains(shell: Shell) -> None:
 
 
 def test_bare_machines_run_the_episodes_of_a_server(shell: Shell, installation: Installation) -> None:
-    """A rollout machine needs what its agent imports (the README's), and no extra; one for Inspect tasks and
-    the server's machine need only their own."""
+    """A rollout machine, installed as the README says, runs the README's agent and has no extra; one for
+    Inspect tasks and the server's machine need only their own."""
     (shell.folder / "run.yaml").write_text(CONFIG.replace("workers: {count: 1}", "workers: {count: 0}"))
-    _, agent = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    readme = (ROOT / "README.md").read_text()
+    _, agent = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    (beside,) = re.findall(r"^pip install \.(.*)# a rollout machine", readme, flags=re.MULTILINE)
     (shell.folder / "agent.py").write_text(agent)
     server, inspect = (Shell(shell.folder, installation.program(each)) for each in ("[server]", "[inspect]"))
-    bare = Shell(shell.folder, installation.program("", "openai"))
+    bare = Shell(shell.folder, installation.program("", *beside.split()))
     heavy = "('torch', 'fastapi', 'zmq', 'numpy')"
     found = f"import importlib.util as u; print([n for n in {heavy} if u.find_spec(n)])"
     assert subprocess.check_output([bare.program.parent / "python", "-c", found], text=True) == "[]\n"

@@ -16,10 +16,9 @@ import pytest
 import yaml
 
 from command_line import Command, start
+from run_ledger import ask, counted_calls
 from tinkerscript.client import Episode, TinkerScriptClient
 from tinkerscript.protocol import EngineStatusResponse
-from tinkerscript.train.journal import AnyEvent, StepConsumed, read_journal
-from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 GROUP_SIZE = 4
 CONFIG: dict[str, Any] = {
@@ -93,7 +92,7 @@ class Served:
         self.command.until(lambda: self.status().engine_status == "ENGINE.OFFLINE")
 
     def steps(self) -> int:
-        return sum(isinstance(event, StepConsumed) for event in journal(self))
+        return len(ask(self.run, "SELECT step FROM steps"))
 
 
 @pytest.fixture
@@ -192,10 +191,9 @@ def test_a_server_fed_by_clients_trains_stops_dies_and_goes_on(served: Served) -
             teacher.register_episode({"a": number}, task_id=task, group_size=GROUP_SIZE, round="second")
         served.command.until(lambda: served.status().global_step >= before + 1)
     served.stop_engine()
-    accepted = [event.episode_uuid for event in journal(served) if isinstance(event, EpisodeAccepted)]
-    assert len(set(accepted)) == len(accepted)
-    (result,) = (e for e in journal(served) if isinstance(e, EpisodeAccepted) and e.episode_uuid == spoken)
-    first, second = result.calls
+    twice = "SELECT episode FROM trained WHERE undone = 0 GROUP BY episode HAVING count(*) > 1"
+    assert ask(served.run, twice) == []
+    first, second = counted_calls(served.run)[spoken]
     assert second.parent_id == first.call_id, "one sequence"
     served.stop()
 
@@ -213,7 +211,3 @@ def a_conversation_goes_on_when_the_server_comes_back(served: Served) -> str:
         asked(episode, question, says("assistant", answer), says("user", "What is 3+3?"))
         client.end_episode(episode, reward=1.0)
     return episode.episode_uuid
-
-
-def journal(served: Served) -> list[AnyEvent]:
-    return read_journal(served.run / "journal.jsonl")

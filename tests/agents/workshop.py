@@ -22,6 +22,7 @@ from stage import Stage, open_stage
 from inspect_tinker_bridge import load_inspect_task
 from inspect_tinker_bridge.conversion import sample_summary
 from interchange_helpers import eventually, new_episode
+from run_ledger import used
 from tinkerscript.rollouts.call import Call, full_prompts
 from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
 
@@ -87,7 +88,7 @@ class Workshop:
         await eventually(worker.left_nothing, "the end of the worker's processes and files")
 
     async def outcomes(self, uuids: list[str], worker: Worker, within_s: float) -> dict[str, Outcome]:
-        """The outcomes of these episodes, acknowledged."""
+        """The outcomes of these episodes, which a commit has used."""
         found: dict[str, Outcome] = {}
         async with asyncio.timeout(within_s):
             while not found.keys() >= set(uuids):
@@ -97,7 +98,7 @@ class Workshop:
                 except TimeoutError:
                     assert worker.process.returncode is None, worker.said()
                     continue
-                self.stage.link.acknowledge([outcome.episode_uuid for outcome in news])
+                await self.stage.link.commit(used(news))
                 found |= {outcome.episode_uuid: outcome for outcome in news}
         return found
 

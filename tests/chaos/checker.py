@@ -1,11 +1,15 @@
-"""Whether a chaos run lost, doubled or mixed up anything: a pure function over the files that it left."""
+"""Whether a chaos run lost, doubled or mixed up anything: a pure function over its ledger and the logs that
+its processes left.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from evidence import LedgerLines
 
 Line = Mapping[str, Any]
 
@@ -14,12 +18,14 @@ Line = Mapping[str, Any]
 class Evidence:
     """What the processes of one run wrote."""
 
-    episodes: Sequence[str]
-    """Uuids of the episodes that had to end."""
+    steps: int
+    per_step: int
+    """Episodes that train in each step."""
 
     turns: int
-    journal: Sequence[Line] = ()
-    """The trainer's outcomes."""
+    ledger: LedgerLines
+    trainer: Sequence[Line] = ()
+    """The trainer's own log."""
 
     oracle: Sequence[Line] = ()
     """The sampler's own log."""
@@ -30,22 +36,24 @@ class Evidence:
     hostile: Sequence[Line] = ()
     """What the hostile clients did, and how they were answered."""
 
-    states: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Episode -> its state in the server's file, at the end."""
+    @property
+    def ended(self) -> list[Line]:
+        """The results in the ledger."""
+        return [line for line in self.ledger.episodes if line["state"] == "ended"]
 
 
 def find_faults(evidence: Evidence) -> list[str]:
-    """Everything that is wrong; empty for a run in which nothing was lost."""
-    ended = [line for line in evidence.journal if line["event"] == "ended"]
+    """Everything that is wrong; empty for a run in which nothing was lost, doubled or mixed up."""
+    ended = evidence.ended
     samples = {line["nonce"]: line for line in evidence.oracle if line["event"] == "end"}
-    faults = [*_once_each(evidence), *_states(evidence), *_confirmed(evidence, ended)]
-    faults += ["somebody has stopped the trainer" for line in evidence.journal if line["event"] == "stopped"]
-    theirs = claims_of(evidence.hostile)
+    faults = [*_all_over(evidence), *_trained_once(evidence), *_received(evidence), *_confirmed(evidence)]
+    faults += ["somebody has stopped the trainer" for line in evidence.trainer if line["event"] == "stopped"]
+    theirs, claims = claims_of(evidence.hostile), [*ended, *evidence.ledger.other_claims]
     for line in ended:
         if _claim(line) not in theirs:
             faults += _joined(line, evidence.turns, samples)
     return [
-        *(*faults, *_no_call_twice(ended), *_crossed(evidence, ended)),
+        *(*faults, *_no_call_twice(claims), *_crossed(evidence, claims), *_versions(evidence, ended)),
         *find_hostile_faults(evidence.hostile, ended),
     ]
 
@@ -64,41 +72,122 @@ def _claim(line: Line) -> tuple[str, int]:
     return line["episode"], line["attempt"]
 
 
-def _once_each(evidence: Evidence) -> Iterable[str]:
-    outcomes = Counter(line["episode"] for line in evidence.journal if line["event"] in ("ended", "failed"))
-    for name in evidence.episodes:
-        if outcomes[name] != 1:
-            yield f"{name}: {outcomes[name]} outcomes in the trainer's journal, not 1"
-    own = {(line["who"], line["episode"]) for line in evidence.hostile if line["event"] == "registered"}
-    others = {line["episode"]: line for line in evidence.journal if "pool" in line}
-    for name in outcomes.keys() - set(evidence.episodes):
-        # A copy is named after its original.
-        if (others[name]["pool"], name.partition("#")[0]) not in own:
-            yield f"{name}: an outcome of an episode that nobody registered"
-        elif outcomes[name] != 1:
-            yield f"{name}: {outcomes[name]} outcomes in the trainer's journal, not 1"
-    for line in evidence.journal:
-        if line["event"] == "failed" and not line["pool"]:
-            yield f"{line['episode']}: failed: {line['failures']}"
+def _all_over(evidence: Evidence) -> Iterable[str]:
+    """Whatever was registered has ended, and was used or left out; only what the trainer cancelled failed."""
+    named: dict[str, set[str]] = defaultdict(set)
+    for line in evidence.trainer:
+        if line["event"] in ("plans", "registered", "cancels"):
+            named[line["event"]].update(line["episodes"])
+    found = {line["episode"] for line in evidence.ledger.episodes}
+    for name in sorted(named["registered"] - found):
+        yield f"{name}: registered, and not in the ledger"
+    outcomes = {line["episode"]: line["outcome"] for line in evidence.ledger.trained}
+    theirs = {(line["who"], line["episode"]) for line in evidence.hostile if line["event"] == "registered"}
+    for line in evidence.ledger.episodes:
+        name = line["episode"]
+        if line["pool"]:
+            # A copy is named after its original.
+            if (line["pool"], name.partition("#")[0]) not in theirs:
+                yield f"{name}: an episode that nobody registered"
+            continue
+        if name not in named["plans"]:
+            yield f"{name}: an episode that nobody registered"
+        if line["state"] not in ("ended", "failed"):
+            yield f"{name}: {line['state']} in the ledger, not over"
+        elif not line["consumed"] or name not in outcomes:
+            yield f"{name}: {line['state']}, and nothing has used it or left it out"
+        if line["state"] == "failed" and line["failures"][-1:] != ["cancelled"]:
+            yield f"{name}: failed: {line['failures']}"
+        elif line["state"] == "failed" and not (name in named["cancels"] or outcomes.get(name) == "given_up"):
+            yield f"{name}: cancelled, and nobody asked for that"
 
 
-def _states(evidence: Evidence) -> Iterable[str]:
-    for name in evidence.episodes:
-        state = evidence.states.get(name, "missing")
-        if state != "accepted":
-            yield f"{name}: {state} in the server's file, not accepted"
+def _trained_once(evidence: Evidence) -> Iterable[str]:
+    """Each step that stands trained on whole groups of its own; nothing has two outcomes that stand."""
+    steps = Counter(line["step"] for line in evidence.ledger.steps if not line["undone"])
+    for step in range(1, evidence.steps + 1):
+        if steps[step] != 1:
+            yield f"step {step}: {steps[step]} in the ledger that stand, not 1"
+    episodes = {line["episode"]: line for line in evidence.ledger.episodes}
+    standing = [line for line in evidence.ledger.trained if not line["undone"]]
+    for (name, role), times in Counter((line["episode"], line["role"]) for line in standing).items():
+        if times > 1:
+            yield f"{name}: {times} rows of training that stand for role {role!r}, not 1"
+    trained: dict[str, int] = {}
+    for line in standing:
+        episode = episodes[line["episode"]]
+        if line["outcome"] == "trained":
+            trained[line["episode"]] = line["step"]
+            if episode["state"] != "ended" or episode["step"] != line["step"] or episode["undone"]:
+                yield f"{line['episode']}: step {line['step']} trained on it, and it was not planned so"
+    for step, number in Counter(trained.values()).items():
+        if number != evidence.per_step:
+            yield f"step {step}: trained on {number} episodes, not {evidence.per_step}"
+    committed = _committed(evidence.trainer)
+    for name in sorted(trained.keys() | committed.keys()):
+        if trained.get(name) != committed.get(name):
+            yield (
+                f"{name}: committed for step {committed.get(name)} by the trainer's log, for "
+                f"{trained.get(name)} by the ledger"
+            )
 
 
-def _confirmed(evidence: Evidence, ended: Sequence[Line]) -> Iterable[str]:
-    """A result that a worker was told is stored must be the one in the journal."""
-    journal = {line["episode"]: line for line in ended}
+def _committed(trainer: Sequence[Line]) -> dict[str, int]:
+    """What the trainer was told is committed, and no resumption undid: episode -> step."""
+    standing: dict[str, int] = {}
+    for line in trainer:
+        if line["event"] == "resumed":
+            standing = {name: step for name, step in standing.items() if step <= line["step"]}
+        elif line["event"] == "committed":
+            standing |= dict.fromkeys(line["episodes"], line["step"])
+    return standing
+
+
+def _received(evidence: Evidence) -> Iterable[str]:
+    """Each outcome reaches a process of the trainer once, in order, as the ledger has it; and none again
+    after a step that stands has used it."""
+    episodes = {line["episode"]: line for line in evidence.ledger.episodes}
+    seen, used, last, resumption = set[str](), dict[str, int](), 0, 0
+    for place, line in enumerate(evidence.trainer):
+        if line["event"] == "resumed":
+            seen, last = set(), 0
+            used = _committed(evidence.trainer[: place + 1])
+            if line["resumption"] <= resumption:
+                yield f"resumption {line['resumption']} comes after {resumption}"
+            resumption = line["resumption"]
+        elif line["event"] == "received":
+            name = line["episode"]
+            if name in seen:
+                yield f"{name}: reached the trainer twice"
+            if name in used:
+                yield f"{name}: reached the trainer again, after step {used[name]} had trained on it"
+            if line["number"] <= last:
+                yield f"{name}: number {line['number']} came after {last}"
+            seen.add(name)
+            last = line["number"]
+            if (ledger := _outcome_of(episodes.get(name))) != {key: line.get(key) for key in ledger}:
+                yield f"{name}: reached the trainer otherwise than it is in the ledger"
+
+
+def _outcome_of(episode: Line | None) -> dict[str, Any]:
+    """What the trainer gets of an outcome."""
+    if episode is None or episode["state"] != "ended":
+        return {"kind": None if episode is None else episode["state"]}
+    calls = [call["call"] for call in episode["calls"]]
+    same = {key: episode[key] for key in ("attempt", "client", "reward", "metadata")}
+    return same | {"kind": "ended", "calls": calls}
+
+
+def _confirmed(evidence: Evidence) -> Iterable[str]:
+    """A result that a worker was told is stored must be the one in the ledger."""
+    ended = {line["episode"]: line for line in evidence.ended}
     for told in evidence.confirmed:
-        name, line = told["episode"], journal.get(told["episode"])
+        name, line = told["episode"], ended.get(told["episode"])
         if line is None:
-            yield f"{name}: confirmed to {told['client']} and not in the journal"
+            yield f"{name}: confirmed to {told['client']} and not in the ledger"
         elif any(line[key] != told[key] for key in ("attempt", "client", "reward")):
             yield (
-                f"{name}: confirmed to {told['client']} claim {told['attempt']}, but the journal has claim "
+                f"{name}: confirmed to {told['client']} claim {told['attempt']}, but the ledger has claim "
                 f"{line['attempt']} of {line['client']}"
             )
     told_twice = Counter(told["episode"] for told in evidence.confirmed)
@@ -137,11 +226,11 @@ def _joined(line: Line, turns: int, samples: Mapping[str, Line]) -> Iterable[str
         parent = found[0]["call"]
 
 
-def _crossed(evidence: Evidence, ended: Sequence[Line]) -> Iterable[str]:
+def _crossed(evidence: Evidence, claims: Sequence[Line]) -> Iterable[str]:
     """Every recorded call was made by the owner of its claim, for its episode."""
     marks = {line["sample"]: line for line in evidence.oracle if line["event"] == "begin"}
     samples = {line["sampled"]: line["sample"] for line in evidence.oracle if line["event"] == "end"}
-    for line in ended:
+    for line in claims:
         for call in line["calls"]:
             mark = marks.get(samples.get(call["sampled"], ""))
             if mark is None:
@@ -151,6 +240,19 @@ def _crossed(evidence: Evidence, ended: Sequence[Line]) -> Iterable[str]:
                     f"{line['episode']}: claim {line['attempt']} of {line['client']} has a call that "
                     f"{mark['worker']} made for {mark['episode']}"
                 )
+
+
+def _versions(evidence: Evidence, ended: Sequence[Line]) -> Iterable[str]:
+    """Policy versions increase: as they are published, and from a claim to its calls, one after the other."""
+    published = [line["policy_version"] for line in evidence.ledger.publications]
+    if published != list(range(len(published))):
+        yield f"policy versions were published in the order {published}"
+    for line in ended:
+        before: dict[str | None, int] = {None: line["claimed_version"]}
+        for call in line["calls"]:
+            if not before.get(call["parent"], 0) <= call["version"] < len(published):
+                yield f"{line['episode']}: call {call['call']} has policy version {call['version']}"
+            before[call["call"]] = call["version"]
 
 
 def _not_theirs(hostile: Sequence[Line], ended: Sequence[Line]) -> Iterable[str]:
@@ -199,9 +301,9 @@ def reward_of(nonces: Sequence[str]) -> float:
     return float(int("".join(nonces), 16) % 1_000_003)
 
 
-def _no_call_twice(ended: Sequence[Line]) -> Iterable[str]:
+def _no_call_twice(claims: Sequence[Line]) -> Iterable[str]:
     where: dict[str, list[str]] = defaultdict(list)
-    for line in ended:
+    for line in claims:
         for call in line["calls"]:
             where[call["sampled"]].append(line["episode"])
     for episodes in where.values():

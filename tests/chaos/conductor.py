@@ -20,28 +20,32 @@ import processes
 from checker import Evidence
 from evidence import (
     HOSTILE,
-    JOURNAL,
     KILLS,
     ORACLE,
     SCHEMA,
+    TRAINER,
     WORKERS,
     Lines,
-    RowReader,
+    Query,
     Tail,
+    open_episodes,
+    query_database,
+    query_file,
+    read_ledger,
     read_lines,
-    read_rows,
-    rows_in_database,
+    unsettled,
 )
 from hostile import WAYS, token_variable
 from processes import ChaosError, Victim
+from trainer import GROUP_SIZE
 
 from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
-from tinkerscript.server.store.sqlite import STORE_FILE
+from tinkerscript.files import LEDGER_FILE
 
 if TYPE_CHECKING:
     from postgres_server import PostgresServer
 
-STATES = ("claimed", "mid-call", "ended, unacknowledged", "acknowledgement in flight")
+STATES = ("claimed", "mid-call", "ended, not received", "received, not used", "commit in flight")
 KINDS = ("server", "trainer", "worker")
 FAILOVER_KINDS = (*KINDS, "database", "stopped server")
 """With two servers on one database."""
@@ -51,6 +55,9 @@ STOP_S = (3.5, 6.0)
 
 AIM_S = 2.0
 """Seconds to wait for the state that a kill aims at."""
+
+COMMIT_S = 60.0
+"""For that of a commit: there is one a step."""
 
 PROCESSES = (
     ("slow", "silent", "endless"),
@@ -92,19 +99,34 @@ class Plan:
     max_claim_s: float = 20.0
     limit_s: float = 1500.0
 
+    @property
+    def groups(self) -> int:
+        """That train in each step."""
+        return max(2, self.episodes // GROUP_SIZE // 16)
+
+    @property
+    def steps(self) -> int:
+        return -(-self.episodes // (self.groups * GROUP_SIZE))
+
 
 class Watch:
     """What is in which state now, from the files."""
 
-    def __init__(self, run_dir: Path, rows: RowReader) -> None:
-        self._rows = rows
+    def __init__(self, run_dir: Path, query: Query) -> None:
+        self._query = query
         self._oracle = Tail(run_dir / ORACLE)
-        self._journal = Tail(run_dir / JOURNAL)
+        self._trainer = Tail(run_dir / TRAINER)
         self._samples: dict[str, str] = {}
         """Samples in flight -> the worker that waits for them."""
 
-        self.journalled: set[str] = set()
-        """The trainer's own episodes that have ended."""
+        self._committing: set[str] = set()
+        self._held: set[str] = set()
+        """What has reached this process of the trainer."""
+
+        self.received: set[str] = set()
+        """The trainer's own episodes whose outcome has reached it."""
+
+        self.is_finished = False
 
     def update(self) -> None:
         for line in self._oracle.new():
@@ -112,10 +134,21 @@ class Watch:
                 self._samples[line["sample"]] = line["worker"]
             else:  # `end`, or `cancelled`
                 self._samples.pop(line["sample"], None)
-        outcomes = (
-            line for line in self._journal.new() if line["event"] in ("ended", "failed") and not line["pool"]
-        )
-        self.journalled.update(line["episode"] for line in outcomes)
+        for line in self._trainer.new():
+            match line["event"]:
+                case "resumed":
+                    self._held, self._committing = set(), set()
+                case "received" if not line["pool"]:
+                    self._held.add(line["episode"])
+                    self.received.add(line["episode"])
+                case "commits":
+                    self._committing = set(line["episodes"])
+                case "committed":
+                    self._committing = set()
+                case "finished":
+                    self.is_finished = True
+                case _:
+                    pass
 
     def forget_samples(self) -> None:
         """The trainer is dead: what it was sampling will never end."""
@@ -124,15 +157,16 @@ class Watch:
     def states(self, worker: str = "") -> Counter[str]:
         """How many episodes (of one worker, if it is named) are in each state of `STATES`."""
         self.update()
-        rows = self._rows("claimed", "ended")
-        mine = {name: row for name, row in rows.items() if not worker or _is(row.clients[-1], worker)}
-        ended = {name for name, row in mine.items() if row.state == "ended"}
+        found = open_episodes(self._query)
+        mine = {name: each for name, each in found.items() if not worker or _is(each.client, worker)}
+        ended = {name for name, each in mine.items() if each.state == "ended"}
         return Counter(
             {
                 "claimed": len(mine) - len(ended),
                 "mid-call": sum(not worker or _is(name, worker) for name in self._samples.values()),
-                "ended, unacknowledged": len(ended - self.journalled),
-                "acknowledgement in flight": len(ended & self.journalled),
+                "ended, not received": len(ended - self._held),
+                "received, not used": len((ended & self._held) - self._committing),
+                "commit in flight": len(ended & self._committing),
             }
         )
 
@@ -156,11 +190,11 @@ class Conductor:
         self._victims: list[Victim] = []
         if self.database is None:
             self.kinds, self.folders = KINDS, [self.run_dir]
-            self._rows: RowReader = partial(read_rows, self.run_dir / STORE_FILE)
+            self._query: Query = partial(query_file, self.run_dir / LEDGER_FILE)
         else:
             self.kinds, self.folders = FAILOVER_KINDS, [self.run_dir / "one", self.run_dir / "two"]
-            self._rows = partial(rows_in_database, self.database)
-        self._watch = Watch(self.run_dir, self._rows)
+            self._query = partial(query_database, self.database)
+        self._watch = Watch(self.run_dir, self._query)
         self._began = time.monotonic()
 
     def run(self) -> Evidence:
@@ -176,10 +210,10 @@ class Conductor:
         with TemporaryDirectory(prefix="chaos-") as sockets, processes.ended_at_last(self._victims):
             self._start(Path(sockets))
             for number, (kind, state) in enumerate(self._schedule()):
-                self._until_ended(self._share(number))
+                self._until_received(self._share(number))
                 self._strike(kind, state)
-            self._until_ended(self.plan.episodes)
-            self._until_settled()
+            self._until(lambda: self._watch.is_finished, "the last step")
+            self._until(lambda: not unsettled(self._query), "every episode ended, and used or left out")
         self.seconds = time.monotonic() - self._began
         return self.evidence()
 
@@ -188,15 +222,15 @@ class Conductor:
         return {} if self.database is None else {"store": f"{self.database.url}?schema={SCHEMA}"}
 
     def evidence(self) -> Evidence:
-        registered = [f"e{number:05d}" for number in range(self.plan.episodes)]
         return Evidence(
-            episodes=registered,
+            steps=self.plan.steps,
+            per_step=self.plan.groups * GROUP_SIZE,
             turns=self.plan.turns,
-            journal=read_lines(self.run_dir / JOURNAL),
+            ledger=read_ledger(self._query),
+            trainer=read_lines(self.run_dir / TRAINER),
             oracle=read_lines(self.run_dir / ORACLE),
             confirmed=read_lines(self.run_dir / WORKERS),
             hostile=[line for line in read_lines(self.run_dir / HOSTILE) if self._counts(line)],
-            states={name: row.state for name, row in self._rows().items()},
         )
 
     def _counts(self, line: dict[str, Any]) -> bool:
@@ -209,7 +243,7 @@ class Conductor:
         processes.until(lambda: processes.serving_info(self.run_dir) is not None, "a server's start")
         proxy_options = ("--http-port", port, "--link", link, "--seed", self.plan.seed)
         self._proxy = self._add(processes.script("proxy", self.run_dir, *proxy_options))
-        trainer_options = ("--link", link, "--episodes", self.plan.episodes)
+        trainer_options = ("--link", link, "--steps", self.plan.steps, "--groups", self.plan.groups)
         delay = ("--delay-s", self.plan.sample_delay_s)
         self.trainer = self._add(processes.script("trainer", self.run_dir, *trainer_options, *delay))
         self.workers = [self._add(self._worker(number, port)) for number in range(self.plan.workers)]
@@ -268,7 +302,7 @@ class Conductor:
         return aims
 
     def _share(self, number: int) -> int:
-        """Episodes that have ended before this kill: the kills are spread over the run."""
+        """Outcomes that the trainer has before this kill: the kills are spread over the run."""
         kills = len(self.kinds) * self.plan.kills_of_each_kind
         return 1 + number * int(self.plan.episodes * 0.9) // kills
 
@@ -276,8 +310,10 @@ class Conductor:
         """Kill one process when it is in the state aimed at, if that comes soon; then start it again."""
         victim = self._victim(kind)
         worker = victim.name if kind == "worker" else ""
-        deadline = time.monotonic() + AIM_S
+        deadline = time.monotonic() + (COMMIT_S if aim == STATES[-1] else AIM_S)
         while not self._watch.states(worker)[aim] and time.monotonic() < deadline:
+            if self._watch.is_finished:
+                break
             time.sleep(0.001)
         if kind == "database":  # It says nothing once it is dead.
             hit = self._watch.states()
@@ -323,12 +359,8 @@ class Conductor:
         else:
             victim.start()
 
-    def _until_ended(self, episodes: int) -> None:
-        self._until(lambda: len(self._watch.journalled) >= episodes, f"{episodes} episodes ended")
-
-    def _until_settled(self) -> None:
-        """Until the server knows that the trainer has everything."""
-        self._until(lambda: not self._rows("registered", "claimed", "ended"), "every outcome acknowledged")
+    def _until_received(self, episodes: int) -> None:
+        self._until(lambda: len(self._watch.received) >= episodes, f"{episodes} outcomes")
 
     def _until(self, condition: object, what: str) -> None:
         assert callable(condition)
@@ -343,12 +375,10 @@ class Conductor:
             time.sleep(0.01)
 
     def _diagnosis(self, what: str) -> str:
-        rows = self._rows()
-        open_rows = {name: row for name, row in rows.items() if row.state not in ("accepted", "failed")}
         return (
             f"waited for: {what}; not within {self.plan.limit_s:g} s. "
             f"In states: {dict(self._watch.states())}; "
-            f"open episodes: {dict(list(open_rows.items())[:5])}; logs in {self.run_dir}"
+            f"open episodes: {unsettled(self._query)[:5]}; logs in {self.run_dir}"
         )
 
     def report(self) -> str:

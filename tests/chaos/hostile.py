@@ -64,7 +64,7 @@ class Hostile:
         self._log = log
         self.token = os.environ[token_variable(who)]
         self._http = httpx.AsyncClient(timeout=REPLY_S)
-        self.seen = deque(["e00000"], maxlen=50)
+        self.seen = deque(["e1-1-0"], maxlen=50)
         """Episodes that it has held: others hold them by now."""
 
         self.lies = 0

@@ -25,10 +25,11 @@ from hostile import malformed_bodies
 
 from interchange_helpers import FAST, collect, eventually, new_episode, run_config, trainer
 from tinkerscript.access_tokens import claim_key
+from tinkerscript.ledger.rows import TrainedRow, Use
 from tinkerscript.server.process import running_server
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.framing import frames
-from tinkerscript.trainer_link.messages import Acknowledge, Cancel, Register, ReleaseClient
+from tinkerscript.trainer_link.messages import Cancel, Commit, Outcome, Register, ReleaseClient
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
@@ -38,6 +39,10 @@ ENGINE = ("/stop_engine", "/start_engine")
 
 def amount(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
+
+
+def used(sequence: int) -> TrainedRow:
+    return TrainedRow(episode=sequence, step=0, outcome=Use.EVALUATED)
 
 
 @dataclass
@@ -74,7 +79,7 @@ class Target:
         return (await self.http.get("/v1/models", headers=headers)).status_code
 
     async def still_works(self, name: str) -> None:
-        """A whole episode, from its registration to its acknowledgement."""
+        """A whole episode, from its registration to the commit that uses it."""
         claim = await self.claim(name, client_uuid=f"client of {name}")
         reply = await self.http.post(
             "/v1/chat/completions",
@@ -83,10 +88,10 @@ class Target:
         )
         assert reply.status_code == 200, reply.text
         await self.end(claim)
-        while name not in (outcomes := await collect(self.link, 1)):
-            self.link.acknowledge(outcomes)
-        self.link.acknowledge([name])
-        await self.link.flush()
+        found = dict[str, Outcome]()
+        while name not in found:
+            found |= await collect(self.link, 1)
+        await self.link.commit([used(each.sequence) for each in found.values()])
 
     async def drops(self) -> float:
         """Frames and messages of the link that the server dropped, by its own count."""
@@ -106,7 +111,7 @@ async def target(tmp_path: Path, model: Path) -> AsyncGenerator[Target]:
         trainer(info.link_address, sampler.sample) as link,
         httpx.AsyncClient(base_url=info.url, timeout=60) as http,
     ):
-        await link.flush()
+        await link.resume([])
         yield Target(http, link, info.url, info.link_address, tmp_path)
         assert not task.done()
 
@@ -224,7 +229,7 @@ def malformed_frames(rng: random.Random, count: int) -> Iterator[list[bytes]]:
     (good,) = frames(
         [
             Register(episodes=[new_episode(f"never-{number}") for number in range(3)]),
-            Acknowledge(episode_uuids=["held", "x"]),
+            Commit(number=1, rows=[used(1), used(10**6)]),
             Cancel(episode_uuids=["held"], reason="?"),
             ReleaseClient(client_uuid="c", reason="?"),
         ]

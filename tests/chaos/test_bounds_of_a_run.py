@@ -12,18 +12,19 @@ import os
 import random
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import httpx
 import processes
 import pytest
 import yaml
+from evidence import query_file, read_ledger
 from processes import Victim
 
 from bound_drivers import SETTINGS, SUMS, TOKENS, Holder, combinations, drive_sum
 from tinkerscript.addresses import read_server_info
-from tinkerscript.train.journal import StepConsumed, read_journal
-from tinkerscript.trainer_link.messages import EpisodeAccepted
+from tinkerscript.files import LEDGER_FILE
 
 DEMO = Path(__file__).parents[2] / "examples" / "arithmetic.yaml"
 COMBINATIONS = int(os.environ.get("BOUND_COMBINATIONS", "2000"))
@@ -71,11 +72,13 @@ def test_no_bound_ends_a_run_or_fails_a_neighbor(tmp_path: Path, capfd: pytest.C
     assert during > 0, "the run trained meanwhile"
     assert status["engine_status"] == "ENGINE.ROLLING"
     assert not [each for each in status["failed"] if each["pool"] == ""], "no episode of the run has failed"
-    accepted = [each for each in read_journal(run_dir / "journal.jsonl") if isinstance(each, EpisodeAccepted)]
-    honest = [each for each in accepted if each.pool == ""]
+    ledger = read_ledger(partial(query_file, run_dir / LEDGER_FILE))
+    accepted = [each for each in ledger.episodes if each["state"] == "ended"]
+    honest = [each for each in accepted if each["pool"] == ""]
     assert honest
-    assert not [each.retries for each in honest if each.retries], "no attempt of a neighbor has failed"
-    assert len([each for each in accepted if each.client_uuid == "neighbor"]) == finished
+    failures = [each["failures"] for each in honest if each["failures"]]
+    assert not failures, "no attempt of a neighbor has failed"
+    assert len([each for each in accepted if each["client"] == "neighbor"]) == finished
 
 
 async def _drive(run_dir: Path, run: Victim) -> tuple[int, int, int]:
@@ -131,10 +134,9 @@ async def _work(neighbor: Holder) -> int:
 def _steps(run_dir: Path, run: Victim) -> int:
     """Steps that the run has trained."""
     run.check()
-    journal = run_dir / "journal.jsonl"
-    if not journal.exists():
+    if read_server_info(run_dir) is None:
         return 0
-    return sum(isinstance(each, StepConsumed) for each in read_journal(journal))
+    return len(query_file(run_dir / LEDGER_FILE, "SELECT step FROM {s}steps"))
 
 
 def _url(run_dir: Path) -> str:

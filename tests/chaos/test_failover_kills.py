@@ -38,7 +38,7 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path, capfd: pytest.Captur
         )
         print(conductor.report())
         print(hostilities(tmp_path))
-        claims = sum(line["attempt"] for line in evidence.journal if line["event"] == "ended")
+        claims = sum(line["attempt"] for line in evidence.ended)
         print(f"claims {claims}, terms {epoch}, faults {len(faults)}")
     assert not faults, "\n".join(faults[:20])
     # Each server that served and was killed or stopped began a term that another one ended.

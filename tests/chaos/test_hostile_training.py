@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import processes
@@ -11,12 +12,11 @@ import pytest
 import yaml
 from checker import claims_of, find_hostile_faults
 from conductor import PROCESSES, hostile_accounts, hostile_tokens, hostilities
-from evidence import HOSTILE, read_lines
+from evidence import HOSTILE, query_file, read_ledger, read_lines
 from hostile import WAYS
 from processes import Victim
 
-from tinkerscript.train.journal import read_journal
-from tinkerscript.trainer_link.messages import EpisodeAccepted
+from tinkerscript.files import LEDGER_FILE
 
 DEMO = Path(__file__).parents[2] / "examples" / "arithmetic.yaml"
 HELD_OUT = 0.9
@@ -67,11 +67,11 @@ def test_the_demo_learns_among_hostile_clients(tmp_path: Path, capfd: pytest.Cap
             hostile.check()
     assert code == 0, trainer.log.read_text()[-4000:]
     summary = json.loads((run_dir / "summary.json").read_text())
-    events = read_journal(run_dir / "journal.jsonl")
-    accepted = [event for event in events if isinstance(event, EpisodeAccepted)]
+    ledger = read_ledger(partial(query_file, run_dir / LEDGER_FILE))
+    accepted = [line for line in ledger.episodes if line["state"] == "ended"]
     done = read_lines(run_dir / HOSTILE)
     theirs = claims_of(done)
-    honest = [event for event in accepted if (event.episode_uuid, event.attempt) not in theirs]
+    honest = [line for line in accepted if (line["episode"], line["attempt"]) not in theirs]
     with capfd.disabled():
         print(
             f"\nheld-out score {summary['eval_before']:.3f} -> {summary['eval_after']:.3f} in "
@@ -80,22 +80,13 @@ def test_the_demo_learns_among_hostile_clients(tmp_path: Path, capfd: pytest.Cap
             f"{len(accepted) - len(honest)} of {len(accepted)} results are hostile clients' own"
         )
         print(hostilities(run_dir))
-    faults = find_hostile_faults(done, [_as_line(event) for event in accepted])
+    faults = find_hostile_faults(done, accepted)
     assert not faults, "\n".join(faults[:20])
     # What a hostile client asks the model, it marks.
-    assert not [event for event in honest for call in event.calls if "turn 0]" in str(call.messages)]
+    assert not [line for line in honest for call in line["calls"] if "turn 0]" in call["messages"]]
     assert {line["who"] for line in done} == set(WAYS)
     assert summary["episodes_lost"] == 0
     assert summary["eval_after"] >= HELD_OUT
-
-
-def _as_line(event: EpisodeAccepted) -> dict[str, object]:
-    return {
-        "episode": event.episode_uuid,
-        "attempt": event.attempt,
-        "client": event.client_uuid,
-        "reward": event.reward,
-    }
 
 
 def _serves(run_dir: Path, trainer: Victim) -> bool:

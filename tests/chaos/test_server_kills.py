@@ -11,18 +11,20 @@ import os
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import processes
 import pytest
-from evidence import read_rows
+from evidence import open_episodes, query_file
 from processes import Victim
 
 from tinkerscript.addresses import ServerInfo
 from tinkerscript.client import AsyncTinkerScriptClient
 from tinkerscript.errors import ClaimLostError, NoEpisodeError
-from tinkerscript.server.store.sqlite import STORE_FILE
+from tinkerscript.files import LEDGER_FILE
+from tinkerscript.ledger.rows import TrainedRow, Use
 from tinkerscript.trainer_link.keys import TrainerKeys, load_trainer_keys
 from tinkerscript.trainer_link.messages import EpisodeAccepted, NewEpisode
 from tinkerscript.trainer_link.trainer_end import TrainerLink
@@ -88,8 +90,7 @@ async def test_a_killed_server_is_back_with_all_that_it_confirmed(
         for loop in loops:
             loop.start()
         info = _started(tmp_path, server, starts_s)
-        # The trainer and the clients outlive the server. The trainer acknowledges nothing: the server alone
-        # keeps the results.
+        # The trainer and the clients outlive the server. The trainer takes no outcomes yet.
         trial = Trial(server)
         async with _link(info, "t") as link, asyncio.TaskGroup() as tasks:
             clients = [tasks.create_task(trial.work(info.url, number)) for number in range(CLIENTS)]
@@ -97,7 +98,7 @@ async def test_a_killed_server_is_back_with_all_that_it_confirmed(
                 names = [f"e{number}-{each}" for each in range(FRESH + 2 * CLIENTS)]
                 await link.register([_new_episode(name) for name in names])
                 await trial.one_kill()
-                rows = read_rows(tmp_path / STORE_FILE)
+                rows = open_episodes(partial(query_file, tmp_path / LEDGER_FILE))
                 missing = [name for name in trial.confirmed if rows[name].state != "ended"]
                 assert not missing, f"kill {number}: {missing}"
                 again = await asyncio.to_thread(_started, tmp_path, server, starts_s)
@@ -124,7 +125,7 @@ def _started(run_dir: Path, server: Victim, starts_s: list[float]) -> ServerInfo
 
 
 def _new_episode(name: str) -> NewEpisode:
-    return NewEpisode(episode_uuid=name, episode_type="train", group_id="g", payload=b"{}")
+    return NewEpisode(episode_uuid=name, episode_type="train", group_id=name, payload=b"{}", step=1)
 
 
 def _link(info: ServerInfo, trainer_id: str) -> TrainerLink:
@@ -137,10 +138,13 @@ async def _deliver_all(info: ServerInfo, count: int) -> dict[str, float]:
     rewards: dict[str, float] = {}
     async with _link(info, "last") as link:
         async with asyncio.timeout(60):
+            await link.resume([])
             while len(rewards) < count:
                 outcomes = await link.outcomes()
                 results = [outcome for outcome in outcomes if isinstance(outcome, EpisodeAccepted)]
                 rewards.update({result.episode_uuid: result.reward for result in results})
-                link.acknowledge([outcome.episode_uuid for outcome in outcomes])
-        await link.flush()
+                link.note(
+                    [TrainedRow(episode=each.sequence, step=1, outcome=Use.TRAINED) for each in outcomes]
+                )
+            await link.commit()
     return rewards

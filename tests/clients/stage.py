@@ -21,6 +21,7 @@ from scripted_model import ScriptedModel
 from wiretap import Wiretap
 
 from interchange_helpers import FAST, collect, eventually, new_episode, run_config
+from run_ledger import used
 from tinkerscript.addresses import ServerInfo, read_server_info
 from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.model_folder import TINY_MODEL
@@ -60,7 +61,7 @@ class Stage:
         reply = await self.http.post("/end_episode", json=body, headers=headers)
         assert reply.raise_for_status().json()["success"], reply.text
         outcome = (await collect(self.link, 1))[claim.episode_uuid]
-        self.link.acknowledge([outcome.episode_uuid])
+        await self.link.commit(used([outcome]))
         assert isinstance(outcome, EpisodeAccepted)
         return outcome.calls
 
@@ -98,7 +99,7 @@ async def open_stage(folder: Path, *, seed: int, context: int = 65536) -> AsyncG
             info.link_address, trainer_id=uuid4().hex, model="scripted", sampler=model.sample, times=FAST
         )
         async with link, Wiretap(info.url) as tap, httpx.AsyncClient(base_url=info.url) as http:
-            await link.flush()
+            await link.resume([])
             yield Stage(model, link, tap, http)
 
 

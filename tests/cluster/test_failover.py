@@ -19,6 +19,7 @@ import pytest
 
 from interchange_helpers import FAST, collect, eventually, new_episodes, run_config, until
 from postgres_server import PostgresServer, running_postgres
+from run_ledger import used
 from stable_address import StableAddress, stable_address
 from tinkerscript.addresses import listen
 from tinkerscript.client import AsyncTinkerScriptClient
@@ -175,7 +176,7 @@ async def called(episode: Any) -> None:
 
 async def accepted(link: TrainerLink, number: int) -> dict[str, Any]:
     outcomes = await collect(link, number)
-    link.acknowledge(outcomes)
+    await link.commit(used(outcomes.values()))
     assert all(isinstance(outcome, EpisodeAccepted) for outcome in outcomes.values())
     return outcomes
 
@@ -192,7 +193,7 @@ async def test_another_server_takes_over(
             trainer_of(pair) as link,
             AsyncTinkerScriptClient(pair.address.url, client_uuid="c", timeout_s=60) as client,
         ):
-            link.set_status(engine_status="ENGINE.ROLLING")
+            await link.resume([])
             await link.register(new_episodes("a", "b", "c"))
             assert await played(client) == "a"
             assert set(await accepted(link, 1)) == {"a"}
@@ -206,14 +207,13 @@ async def test_another_server_takes_over(
             outcomes = await accepted(link, 2)
             assert set(outcomes) == {"b", "c"}
             assert [len(outcomes[name].calls) for name in "bc"] == [2, 1]
-            await link.flush()
             if way == "stopped":
                 leader.signal(signal.SIGCONT)
                 await eventually(lambda: leader.answers(503), "the former leader's retreat")
                 assert await pair.other(leader).answers(200)
                 assert "server.stepped_down" in leader.log()
-        states = database.query("SELECT uuid, state, acknowledged FROM tried.episodes ORDER BY uuid")
-        assert states == [(name, "accepted", True) for name in "abc"]
+        states = database.query("SELECT uuid, state, consumed FROM tried.episodes ORDER BY uuid")
+        assert states == [(name, "ended", 1) for name in "abc"]
 
 
 async def test_a_server_that_goes_on_after_15_s_harms_nothing(
@@ -228,7 +228,7 @@ async def test_a_server_that_goes_on_after_15_s_harms_nothing(
             AsyncTinkerScriptClient(pair.address.url, client_uuid="c", timeout_s=90) as client,
             AsyncTinkerScriptClient(leader.url, client_uuid="stubborn", timeout_s=90) as stubborn,
         ):
-            link.set_status(engine_status="ENGINE.ROLLING")
+            await link.resume([])
             await link.register(new_episodes(*names))
             held = await stubborn.begin_episode(wait_s=20)
             leader.signal(signal.SIGSTOP)
@@ -255,11 +255,9 @@ async def test_a_server_that_goes_on_after_15_s_harms_nothing(
             outcomes = await accepted(link, len(names))
             assert set(outcomes) == set(names)
             assert outcomes[held.episode_uuid].reward == 7.0
-            await link.flush()
-        counts = database.query(
-            "SELECT state, count(*), max(json_array_length(claimants)) FROM tried.episodes GROUP BY 1"
-        )
-        assert counts == [("accepted", len(names), 1)]
+        counts = database.query("SELECT state, consumed, count(*) FROM tried.episodes GROUP BY 1, 2")
+        assert counts == [("ended", 1, len(names))]
+        assert database.query("SELECT count(*) FROM tried.attempts") == [(len(names),)]
         assert database.query("SELECT epoch FROM tried.lease")[0][0] >= 2
 
 
@@ -280,7 +278,7 @@ async def test_a_lost_database_is_waited_for(url: str, tmp_path: Path, byte_mode
                 trainer_of(pair) as link,
                 AsyncTinkerScriptClient(pair.address.url, client_uuid="c", timeout_s=90) as client,
             ):
-                link.set_status(engine_status="ENGINE.ROLLING")
+                await link.resume([])
                 await link.register(new_episodes("a", "b"))
                 episode = await client.begin_episode(wait_s=20)
                 await called(episode)

@@ -14,9 +14,7 @@ import pytest
 from virtual_cluster import VirtualCluster, left_of
 
 from command_line import DEMO, ROOT, SHORT, Command, as_options, metrics_lines, named, start
-from interchange_helpers import stored_outcomes
-from tinkerscript.train.journal import EpisodeRegistered, read_journal
-from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
+from run_ledger import ask, check_books, with_result
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -42,16 +40,6 @@ def train(folder: Path, config: Path = DEMO, **settings: Any) -> Command:
 def log_of(run: Path, number: int) -> str:
     path = run / "logs" / f"worker-{number}.log"
     return path.read_text() if path.exists() else ""
-
-
-def check_books(run: Path) -> None:
-    journal = read_journal(run / "journal.jsonl")
-    registered = [e.episode_uuid for e in journal if isinstance(e, EpisodeRegistered)]
-    ended = [e.episode_uuid for e in journal if isinstance(e, EpisodeAccepted | EpisodeFailed)]
-    assert sorted(ended) == sorted(registered)
-    assert not [e for e in journal if isinstance(e, EpisodeFailed)]
-    outcomes = stored_outcomes(run / "server.sqlite")
-    assert all(outcomes[uuid] == "accepted" for uuid in registered)
 
 
 def check_secrets(run: Path, rays: Path, commands: list[str]) -> None:
@@ -110,7 +98,8 @@ def resume(folder: Path, *settings: str) -> Command:
 
 def names_of(run: Path) -> set[str]:
     """The workers that have ended an episode: number and incarnation of each."""
-    return {e.client_uuid.split("-", 2)[2] for e in accepted(run)}
+    ended = "SELECT client FROM attempts JOIN episodes ON sequence = episode WHERE state = 'ended'"
+    return {client.split("-", 2)[2] for (client,) in ask(run, f"{ended} AND failure IS NULL")}
 
 
 VLLM = ROOT / "examples" / "arithmetic_vllm.yaml"
@@ -146,7 +135,7 @@ def test_a_replica_whose_node_goes_starts_on_another_one(
             **vllm,
         },
     )
-    command.until(lambda: len(accepted(run)) > 20, seconds=LONG_S)
+    command.until(lambda: len(with_result(run)) > 20, seconds=LONG_S)
     commands = left_of(tmp_path, "tinkerscript", within_s=0)
     assert sum("with_parent" not in each and "vllm.entrypoints" in each for each in commands) == 2, commands
     cluster.remove(nodes[0])
@@ -168,11 +157,6 @@ def test_a_replica_whose_node_goes_starts_on_another_one(
     assert summary["max_abs_dlogp"] < 1e-3
     check_books(run)
     check_secrets(run, cluster.logs, commands)
-
-
-def accepted(run: Path) -> list[EpisodeAccepted]:
-    path = run / "journal.jsonl"
-    return [e for e in read_journal(path) if isinstance(e, EpisodeAccepted)] if path.exists() else []
 
 
 def test_a_worker_that_cannot_start_shows_its_reason(tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ from moto.server import ThreadedMotoServer
 from virtual_cluster import left_of
 
 from command_line import DEMO, SHORT, Command, as_options, metrics_lines, start
+from run_ledger import ask
+from tinkerscript.files import LEDGER_FILE
+from tinkerscript.ledger.rows import TABLES
 from tinkerscript.remote_folder import RemoteFolder
 
 LONG_S = 400
@@ -143,8 +146,11 @@ def test_a_run_is_resumed_from_its_url_alone(tmp_path: Path) -> None:
     rollouts = [f"step_{number:04d}.jsonl" for number in range(1, step + 3)]
     assert [name for name in remote.names("rollouts") if name.startswith("step")] == rollouts
     assert len([name for name in remote.names("inspect") if name.endswith(".eval")]) >= step + 2
-    journal = b"".join(remote.read(f"journal/{name}") for _, _, name in remote.pieces())
-    assert journal == (run / "journal.jsonl").read_bytes()
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / LEDGER_FILE).write_bytes(remote.read(LEDGER_FILE))
+    for table in TABLES:
+        assert ask(there, f"SELECT * FROM {table.TABLE}") == ask(run, f"SELECT * FROM {table.TABLE}")
     assert len(metrics_lines(tmp_path / "runs")) == len(remote.read("metrics.jsonl").splitlines())
 
     shutil.rmtree(tmp_path / "runs")

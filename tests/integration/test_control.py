@@ -44,12 +44,13 @@ async def test_dead_letters_from_the_command_line(setup: Setup) -> None:
     failure = {"kind": "task_error", "message": "boom\x1b[2J\r\nq  1 failures"}
     await setup.post("/abort_episode", episode_uuid="p", attempt=1, failure=failure)
     listed = await control(setup, "control", "failed")
-    assert listed.stdout == r"p  1 failures  task_error: boom\x1b[2J q 1 failures" + "\n"
+    assert listed.stdout == r"p  1 failure  task_error: boom\x1b[2J q 1 failures" + "\n"
     retried = await control(setup, "control", "retry", "p", "nobody")
     assert (retried.exit_code, "nobody  refused: " in retried.stdout) == (1, True)
     dropped = await control(setup, "control", "drop", "p")
     assert (dropped.exit_code, dropped.stdout) == (0, "p  done\n"), dropped.stdout
-    assert (await control(setup, "control", "failed")).stdout == ""
+    none = await control(setup, "control", "failed")
+    assert (none.stdout, none.stderr) == ("", "no failed episodes\n")
 
 
 async def test_the_engine_from_the_command_line(

@@ -174,7 +174,7 @@ def test_the_page_has_the_shares_that_the_calls_of_a_run_have(started: Started, 
     run = started("short", task=task, sampling={"max_tokens": 3}, training={"steps": 2})
     accepted = {each.sequence: each for each in results(run.folder)}
     steps: dict[int, list[EpisodeAccepted]] = {}
-    for row in rows(run.folder, TrainedRow, "WHERE step > 0 AND outcome != ?", (Use.EVALUATED,)):
+    for row in rows(run.folder, TrainedRow, "WHERE step > 0 AND outcome != ?", Use.EVALUATED):
         steps.setdefault(row.step, []).append(accepted[row.episode])
     calls = {step: [call for each in own for call in each.calls] for step, own in steps.items()}
     cut = {step: [call.stop_reason == "length" for call in own] for step, own in calls.items()}

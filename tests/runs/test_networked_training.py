@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from run_ledger import read, results
+from run_ledger import ask, results
 from short_runs import short_run
 from tinkerscript.cli import app
 from tinkerscript.client import Episode, TinkerScriptClient, run
@@ -51,7 +51,7 @@ async def test_every_episode_of_a_run_is_in_its_ledger_and_none_is_lost(
     assert {call.policy_version for episode in accepted for call in episode.calls} == {0, 1, 2}
     assert all(json.loads(call.reply)["role"] == "assistant" for e in accepted for call in e.calls)
 
-    # Each episode's transcript came with it, and left the server.
+    # Each episode's transcript came with it.
     record = Record(folder.path)
     numbers = [number for (number,) in record.rows("SELECT number FROM episodes")]
     assert len(numbers) == episodes
@@ -60,11 +60,11 @@ async def test_every_episode_of_a_run_is_in_its_ledger_and_none_is_lost(
         assert data is not None
         kinds = {json.loads(bytes(event))["event"] for event in parsed(unpacked_text(data)).events}
         assert {"model", "score"} <= kinds
-    assert read(folder.path, "SELECT count(*) FROM transcripts") == [(0,)]
-    used = read(folder.path, "SELECT episode, step FROM trained ORDER BY episode")
+    assert ask(folder.path, "SELECT count(*) FROM transcripts") == [(episodes,)]
+    used = ask(folder.path, "SELECT episode, step FROM trained ORDER BY episode")
     assert [episode for episode, _ in used] == sorted(each.sequence for each in accepted)
     assert {step for _, step in used} == {0, 1, 2}
-    assert read(folder.path, "SELECT count(*) FROM episodes WHERE NOT consumed") == [(0,)]
+    assert ask(folder.path, "SELECT count(*) FROM episodes WHERE NOT consumed") == [(0,)]
 
 
 async def test_a_broken_client_is_named_and_the_run_goes_on(

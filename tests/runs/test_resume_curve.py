@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from run_ledger import read, rows
+from run_ledger import ask, rows
 from short_runs import Cut, CutError, curve, short_run
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import Phase
@@ -66,13 +66,13 @@ async def test_a_run_that_is_cut_three_times_has_the_same_curve(tmp_path: Path) 
     ]
     for row in rows(cut, StepRow, "WHERE undone != 0"):
         assert row.step > resumptions[row.undone - 1].step, "those after the checkpoint alone are undone"
-    used = rows(cut, TrainedRow, "WHERE undone = 0 AND outcome != ?", (Use.GIVEN_UP,))
+    used = rows(cut, TrainedRow, "WHERE undone = 0 AND outcome != ?", Use.GIVEN_UP)
     assert len({row.episode for row in used}) == STEPS * GROUPS * SIZE
     uses = Counter(row.episode for row in used if row.place >= 0)
     assert set(uses.values()) == {1, 2}, "some episodes were replayed, none twice"
     assert sum(line["replay/groups"] for line in curve(cut)) == list(uses.values()).count(2) / SIZE
     assert all(line["alignment/lag_1/tokens_compared"] > 0 for line in curve(cut) if line["replay/groups"])
-    assert read(cut, "SELECT count(*) FROM episodes WHERE end_number IS NULL OR NOT consumed") == [(0,)]
+    assert ask(cut, "SELECT count(*) FROM episodes WHERE end_number IS NULL OR NOT consumed") == [(0,)]
 
 
 class CutIn(QuietReporter):

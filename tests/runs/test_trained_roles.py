@@ -160,7 +160,7 @@ async def test_two_policies_train_each_on_its_own_tokens_also_after_a_kill(
             np.testing.assert_allclose(one[name], other[name], atol=1e-4)
     assert [row.step for row in rows(cut, ResumptionRow)] == [0, 1]
     for run in (whole, cut):
-        used = rows(run, TrainedRow, "WHERE undone = 0 AND outcome = ?", (Use.TRAINED,))
+        used = rows(run, TrainedRow, "WHERE undone = 0 AND outcome = ?", Use.TRAINED)
         assert {(row.step, row.role) for row in used} == {
             (step, role) for step in range(1, STEPS + 1) for role in ("", ROLE)
         }

@@ -53,7 +53,7 @@ ALLOWED = {
         "access_tokens addresses asgi client config errors lifecycle logs protocol server trainer_link "
         "vllm_plugin workers"
     ),
-    "page": "addresses asgi config errors files lifecycle model_folder record rollouts tokenizer",
+    "page": "addresses asgi config dashboard errors files lifecycle model_folder record rollouts tokenizer",
     "train": (
         "access_tokens addresses config dashboard engine errors files gateway inspect_tinker_bridge "
         "ledger lifecycle logs model_folder processes protocol record remote_folder rollouts sampler "

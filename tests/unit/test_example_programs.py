@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import ast
+import re
+import runpy
+import sys
 from pathlib import Path
 
-MINIMAL_GRPO = Path(__file__).parents[2] / "examples" / "minimal_grpo.py"
+import pytest
+from inspect_ai.model import ModelName, ModelOutput
+from inspect_ai.scorer import Target
+from inspect_ai.solver import TaskState
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MINIMAL_GRPO = EXAMPLES / "minimal_grpo.py"
 
 
 def test_minimal_grpo_has_at_most_150_lines() -> None:
@@ -20,3 +29,41 @@ def test_minimal_grpo_shows_the_whole_algorithm() -> None:
     assert not {name for name in modules if name.startswith("tinker_cookbook")}
     ours = {name for name in modules if name.startswith("tinkerscript.")}
     assert {name.split(".")[1] for name in ours} <= {"engine", "model_folder"}
+
+
+def test_fetching_a_model_names_the_package_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(SystemExit, match=r"^error: .*pip install gguf$"):
+        runpy.run_path(str(EXAMPLES / "smollm2" / "fetch.py"))
+
+
+START = EXAMPLES.parent / "docs" / "start.md"
+STARTER_TASK = EXAMPLES.parent / "src" / "tinkerscript" / "starter" / "task.py"
+
+
+def task_of_start() -> str:
+    (code,) = re.findall(
+        r"A task in `my_eval.py`:\n\n```python\n(.*?)```", START.read_text(), flags=re.DOTALL
+    )
+    return code
+
+
+@pytest.mark.parametrize("code", [task_of_start(), STARTER_TASK.read_text()], ids=["start.md", "init"])
+async def test_the_first_task_finds_the_answer_in_what_a_chat_model_says(code: str, tmp_path: Path) -> None:
+    """With `exact()` every reward was 0: nothing trained."""
+    (tmp_path / "first.py").write_text(code)
+    task = runpy.run_path(str(tmp_path / "first.py"))["sums"]("test")
+    sample = task.dataset[0]
+    asked = re.findall(r"\d+", str(sample.input))
+    said = {
+        f"{asked[0]} + {asked[1]} = {sample.target}.": "C",
+        f"The sum of {asked[0]} and {asked[1]} is **{sample.target}**.": "C",
+        str(sample.target): "C",
+        f"{sample.target} or {int(str(sample.target)) + 1}": "I",
+        "I do not know.": "I",
+    }
+    (scorer,) = task.scorer
+    for reply, value in said.items():
+        state = TaskState(ModelName("mockllm/model"), 1, 1, sample.input, [])
+        state.output = ModelOutput.from_content("mockllm/model", reply)
+        assert (await scorer(state, Target(sample.target))).value == value, reply

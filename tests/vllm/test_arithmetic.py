@@ -13,12 +13,8 @@ import psutil
 import pytest
 
 from command_line import ROOT, Command, as_options, named, start
-from interchange_helpers import stored_outcomes
+from run_ledger import ask, check_books, standing_steps
 from tinkerscript.processes.launcher import free_port
-from tinkerscript.train.journal import EpisodeRegistered, PolicyPublished, StepConsumed, read_journal
-from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
-
-CONSUMED, ACCEPTED = (f'{{"type":"{kind}"'.encode() for kind in ("StepConsumed", "EpisodeAccepted"))
 
 SETTINGS: dict[str, Any] = {"experiment_dir": "run", "training.checkpoint_every": 1}
 
@@ -33,33 +29,15 @@ def over_http(port: int) -> dict[str, Any]:
 
 def in_step(run: Path, step: int) -> bool:
     """Whether the run is in the middle of `step`, counted from 1, or beyond it."""
-    path = run / "journal.jsonl"
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    consumed = [number for number, line in enumerate(lines) if line.startswith(CONSUMED)]
-    if len(consumed) >= step:
-        return True
-    since = lines[consumed[-1] :] if consumed else lines
-    return len(consumed) == step - 1 and sum(line.startswith(ACCEPTED) for line in since) > 20
+    done = len(standing_steps(run))
+    ended = "SELECT count(*) FROM episodes WHERE state = 'ended' AND step = ?"
+    return done >= step or (done == step - 1 and ask(run, ended, step) > [(20,)])
 
 
 def replicas(command: Command) -> list[psutil.Process]:
     """Their outermost processes."""
     wrappers = named(command.family(), "tinkerscript.processes.with_parent")
     return [each for each in wrappers if each.parent() not in wrappers]
-
-
-def check_books(run: Path) -> None:
-    journal = read_journal(run / "journal.jsonl")
-    registered = [e.episode_uuid for e in journal if isinstance(e, EpisodeRegistered)]
-    ended = [e.episode_uuid for e in journal if isinstance(e, EpisodeAccepted | EpisodeFailed)]
-    assert sorted(ended) == sorted(registered)
-    outcomes = stored_outcomes(run / "server.sqlite")
-    assert all(outcomes[uuid] in ("accepted", "failed") for uuid in registered)
-    trained = [uuid for e in journal if isinstance(e, StepConsumed) for uuid in e.episode_uuids]
-    assert len(set(trained)) == len(trained)
-    published = {e.policy_version for e in journal if isinstance(e, PolicyPublished)}
-    calls = [call for e in journal if isinstance(e, EpisodeAccepted) for call in e.calls]
-    assert {call.policy_version for call in calls} <= published
 
 
 def check_proofs(run: Path) -> None:
@@ -72,9 +50,7 @@ def check_proofs(run: Path) -> None:
         else:
             verdicts[line["version"]].add(line["verdict"])
             assert line["gap"] < 1e-3
-    versions = {
-        e.policy_version for e in read_journal(run / "journal.jsonl") if isinstance(e, PolicyPublished)
-    }
+    versions = {version for (version,) in ask(run, "SELECT policy_version FROM publications")}
     assert versions <= verdicts.keys()
     assert verdicts.pop(0) == {"unchanged"}, "a new adapter changes nothing"
     assert set().union(*verdicts.values()) == {"proved"}
@@ -114,5 +90,5 @@ def test_the_demo_learns_through_two_replicas_and_loses_nothing(tmp_path: Path) 
     assert summary["eval_after"] >= 0.85
     assert summary["episodes_lost"] == 0
     assert summary["max_abs_dlogp"] < 1e-3
-    check_books(run)
+    check_books(run, may_fail=True)
     check_proofs(run)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tinkerscript.cli.conventions import Server, fail
-from tinkerscript.dashboard import one_line
+from tinkerscript.dashboard import counted, one_line
 
 if TYPE_CHECKING:
     from tinkerscript.client import TinkerScriptClient
@@ -58,10 +58,14 @@ def stop(server: Server = "") -> None:
 def failed(server: Server = "") -> None:
     """List the failed episodes, each with its last failure."""
     with _client(server, ADMIN) as client:
-        for episode in client.failed_episodes():
+        episodes = list(client.failed_episodes())
+        if not episodes:
+            typer.echo("no failed episodes", err=True)
+        for episode in episodes:
             last = episode.failures[-1]
             reason = one_line(f"{last.kind}: {last.message}")
-            typer.echo(f"{one_line(episode.episode_uuid)}  {len(episode.failures)} failures  {reason}")
+            failures = counted(len(episode.failures), "failure")
+            typer.echo(f"{one_line(episode.episode_uuid)}  {failures}  {reason}")
 
 
 @app.command()

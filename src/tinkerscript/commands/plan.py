@@ -6,6 +6,7 @@ import shlex
 import shutil
 from collections.abc import Callable
 from datetime import datetime
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from tinkerscript.engine.memory import Memory, Workload
+    from tinkerscript.train.samples import TaskSamples
 
 ASSUMED_PROMPT_TOKENS = 1024
 """Of the prompts that the memory is computed for where samples do not say: those that clients register."""
@@ -44,12 +46,19 @@ def print_plan(path: Path | None, overrides: list[str], console: Console) -> Non
 
 def plan(config: RunConfig) -> list[str]:
     """Lines for the terminal."""
+
+    @cache
+    def samples() -> TaskSamples:
+        from tinkerscript.train.samples import TaskSamples
+
+        return TaskSamples(config.all_tasks, seed=config.seed)
+
     return [
         *_processes(config),
-        *_memory(config),
+        *_memory(config, samples),
         *_calls(config),
         *_learning_rate(config),
-        *_numbers(config),
+        *_numbers(config, samples),
     ]
 
 
@@ -61,7 +70,7 @@ def _processes(config: RunConfig) -> list[str]:
     """What the launcher starts: the same, on one machine or on many."""
     cluster, ray = config.cluster, "a Ray of its own on this machine"
     where = "this machine" if cluster.launcher == "local" else cluster.address or ray
-    lines = [f"processes, on {where}", _line("to train", _trainer(config.engine))]
+    lines = [f"processes that the run starts, on {where}", _line("to train", _trainer(config.engine))]
     for _, group in groupby(plan_of(config, config.new_folder(datetime.now())), key=_alike):
         first, *more = group
         name = f"{first.name}-{more[-1].name.split()[-1]}" if more else first.name
@@ -106,13 +115,13 @@ def _trainer(engine: EngineConfig) -> str:
     return f"{devices}{engine.device}, {engine.dtype}: {trains} of {engine.model}"
 
 
-def _memory(config: RunConfig) -> list[str]:
+def _memory(config: RunConfig, samples: Callable[[], TaskSamples]) -> list[str]:
     """What the devices of the trainer and of the replicas hold, and the disk."""
     engine, launch = config.engine, config.inference.launch
     if engine.backend == "tinker":
         return []
     try:
-        prompt = _prompt_tokens(config)
+        prompt = _prompt_tokens(config, samples)
         memory, work = _formula(config, prompt)
         frozen = _frozen(config)
     except ModuleNotFoundError as error:
@@ -232,17 +241,14 @@ def _formula(config: RunConfig, prompt: int) -> tuple[Memory, Workload]:
     return peak_memory(model, settings, _dtype(engine), work), work
 
 
-def _prompt_tokens(config: RunConfig) -> int:
+def _prompt_tokens(config: RunConfig, samples: Callable[[], TaskSamples]) -> int:
     """Of the longest among the first samples, by the model's tokenizer."""
     if not config.all_tasks or config.method == "sft":
         return ASSUMED_PROMPT_TOKENS
     from tokenizers import Tokenizer
 
-    from tinkerscript.train.samples import TaskSamples
-
     tokenizer: Any = Tokenizer.from_file(str(model_folder(config.engine.model) / "tokenizer.json"))
-    samples = TaskSamples(config.all_tasks, seed=config.seed)
-    inputs = [str(samples.payload_at(place)["sample"]["input"]) for place in range(MEASURED_SAMPLES)]
+    inputs = [str(samples().payload_at(place)["sample"]["input"]) for place in range(MEASURED_SAMPLES)]
     return TEMPLATE_TOKENS + max(len(encoding.ids) for encoding in tokenizer.encode_batch(inputs))
 
 
@@ -350,7 +356,7 @@ def _learning_rate(config: RunConfig) -> list[str]:
     return ["learning rate", rate, *(f"  {note}" for note in said)]
 
 
-def _numbers(config: RunConfig) -> list[str]:
+def _numbers(config: RunConfig, samples: Callable[[], TaskSamples]) -> list[str]:
     training = config.training
     if config.method == "sft":
         return []
@@ -360,5 +366,19 @@ def _numbers(config: RunConfig) -> list[str]:
     steps = f"{training.steps} steps of {training.groups_per_step} groups of {training.group_size}"
     lines = ["episodes", f"  {steps}: {training.groups_per_step * training.group_size} a step{limit}"]
     if config.evaluation.episodes:
-        lines.append(f"  {config.evaluation.episodes} held out, before and after training")
+        lines.append(f"  {_evaluation(config, samples)}")
     return lines
+
+
+def _evaluation(config: RunConfig, samples: Callable[[], TaskSamples]) -> str:
+    episodes = config.evaluation.episodes
+    often = f"{episodes:,} to evaluate, before and after training"
+    if not config.all_tasks:
+        return often
+    try:
+        shared, number = samples().trained_too(episodes)
+    except (ConfigError, ModuleNotFoundError):  # The memory says so.
+        return often
+    if not shared:
+        return f"{episodes:,} held out, before and after training"
+    return f"{often}; not held out: {shared:,} of their {number:,} samples are trained on too"

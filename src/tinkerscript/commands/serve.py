@@ -29,6 +29,7 @@ from tinkerscript.config import (
     dump_config,
     load_config,
 )
+from tinkerscript.dashboard.terminal import print_wrapped
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import followed, write_atomically
 from tinkerscript.ledger import is_shared
@@ -160,7 +161,7 @@ async def serve_run(
             log = folder / "logs" / "server.log"
             console.print(f"serving {folder} once no other server does (log: {log})", soft_wrap=True)
         address = await server_address(folder, server, supervisor, patience_s=patience_s)
-        console.print(_greeting(config, folder, address), highlight=False, soft_wrap=True)
+        print_wrapped(console, _greeting(config, folder, address))
         await supervisor.failed()
     return 0
 

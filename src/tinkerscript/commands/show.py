@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tinkerscript.dashboard import one_line, plain
+from tinkerscript.dashboard import counted, one_line, plain
 from tinkerscript.dashboard.run_table import whole_time
+from tinkerscript.dashboard.terminal import print_wrapped
 from tinkerscript.errors import ConfigError, NotRecordedError
 from tinkerscript.files import LEDGER_FILE
 from tinkerscript.page.episode_view import CallView, EpisodeView, SequenceLine, episode_view, find_episode
@@ -94,8 +95,9 @@ def runs_in(root: Path) -> dict[str, Path]:
     """Name -> folder. Raises ConfigError that names what is there instead."""
     if not root.exists():
         there = sorted(path.name for path in root.parent.glob("*") if path.is_dir())[-5:]
-        has = f"; {root.parent} has {', '.join(there)}" if there else ""
-        raise ConfigError(f"there is no {root}{has}")
+        where = "this folder" if root.parent == Path() else root.parent
+        has = f"; {where} has {', '.join(there)}" if there else ""
+        raise ConfigError(f"there is no folder {root}{has}; `tinkerscript train` makes one for each run")
     try:
         return find_runs(root)
     except ConfigError as error:
@@ -128,9 +130,10 @@ def _episode(record: Record, prefix: str) -> str:
 
 
 def say(console: Console, text: str | Text, style: str = "") -> None:
-    """Print a line, or lines, as they are."""
-    shown = plain(text) if isinstance(text, str) else text
-    console.print(shown, style=style, highlight=False, soft_wrap=True, markup=False)
+    """Print a line, or lines, broken between words."""
+    if isinstance(text, Text):
+        text, style = text.plain, str(text.style)
+    print_wrapped(console, plain(text), style)
 
 
 def health_lines(rows: Sequence[HealthRow]) -> list[Text]:
@@ -166,7 +169,8 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table
 def _print_runs(view: RunList, console: Console) -> None:
     rows: list[Sequence[str | Text]] = []
     for run in view.runs:
-        score = f"{_number(run.score_before)} → {_number(run.score)}" if run.score is not None else ""
+        before = "" if run.score_before is None else f"{_number(run.score_before)} → "
+        score = f"{before}{_number(run.score)}" if run.score is not None else ""
         what = f"{run.model}: {', '.join(Path(task).name for task in run.tasks) or run.method}"
         what += f"  ({', '.join(run.tags)})" if run.tags else ""
         state = Text(run.state, STATE_STYLES[run.state])
@@ -182,7 +186,9 @@ def _print_run(view: RunView, steps: Sequence[StepLine], console: Console, root:
     tasks = ", ".join(Path(task).name for task in view.tasks)
     say(console, Text(one_line(view.folder), "bold"))
     say(console, f"{view.method} of {view.model}" + (f" on {tasks}" if tasks else ""))
-    at = f"after {view.step} steps" if view.step == view.steps else f"at step {view.step} of {view.steps}"
+    at = f"at step {view.step} of {view.steps}"
+    if view.step == view.steps:
+        at = f"after {counted(view.step, 'step')}"
     left = "" if view.time_left_s is None else f", about {whole_time(view.time_left_s)} left"
     say(console, Text(f"{view.state} {at}{left}", STATE_STYLES[view.state]))
     if view.failure:
@@ -207,7 +213,7 @@ def _print_run(view: RunView, steps: Sequence[StepLine], console: Console, root:
     for each in view.evaluations:
         failed = f", {each.failed} failed" if each.failed else ""
         score = _number(each.score)
-        say(console, f"evaluation {each.label}: {score}  ({each.accepted} episodes{failed})")
+        say(console, f"evaluation {each.label}: {score}  ({counted(each.accepted, 'episode')}{failed})")
     if view.newest:
         say(console, "\nnewest episodes")
         console.print(_episodes(view.newest))
@@ -250,12 +256,12 @@ def _episodes(lines: Iterable[EpisodeLine]) -> Table:
 def _print_episode(view: EpisodeView, console: Console) -> None:
     for line in _facts(view):
         say(console, line)
-    for words, style in _conversations(view.turns):
-        say(console, words, style)
+    for words, style in _conversations(view.turns):  # As the model wrote them.
+        console.print(plain(words), style=style, highlight=False, soft_wrap=True, markup=False)
     if not view.recorded:
         say(console, "\nIts calls are not recorded (recording, recording_limit_mb); ledger.sqlite has them.")
     for sequence in view.sequences:
-        say(console, f"\n{_sequence(sequence)}", "bold")
+        say(console, f"\n{_sequence(sequence, trains=view.line.type != 'eval')}", "bold")
 
 
 def _facts(view: EpisodeView) -> list[str]:
@@ -301,7 +307,8 @@ def _conversations(turns: Sequence[CallView]) -> list[tuple[str, str]]:
                 lines += _message(message)
             lines.append((_call(turn), "dim"))
     sampled = sum(turn.sampled_tokens for turn in turns)
-    return [*lines, (f"\n{len(turns)} calls, {sampled} tokens sampled", "dim")] if turns else []
+    counts = f"\n{counted(len(turns), 'call')}, {counted(sampled, 'token')} sampled"
+    return [*lines, (counts, "dim")] if turns else []
 
 
 def _call(turn: CallView) -> str:
@@ -310,7 +317,7 @@ def _call(turn: CallView) -> str:
     side = ", a side call" if turn.side else ""
     ignored = f", without effect: {', '.join(turn.ignored)}" if turn.ignored else ""
     version = f"policy version {turn.policy_version}"
-    return f"({turn.sampled_tokens} tokens, {version}{logprob}{stopped}{side}{ignored})"
+    return f"({counted(turn.sampled_tokens, 'token')}, {version}{logprob}{stopped}{side}{ignored})"
 
 
 def _message(message: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -327,9 +334,11 @@ def _message(message: Mapping[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
-def _sequence(line: SequenceLine) -> str:
-    fork = f", shares {line.fork} tokens with sequence {line.parent}" if line.parent is not None else ""
+def _sequence(line: SequenceLine, *, trains: bool) -> str:
+    shared = counted(line.fork, "token")
+    fork = f", shares {shared} with sequence {line.parent}" if line.parent is not None else ""
     reason = f"; did not train: {line.reason.replace('_', ' ')}" if line.reason else ""
-    counts = f"{line.tokens:,} tokens, {line.sampled:,} sampled, {line.trained:,} that train"
+    counts = f"{counted(line.tokens, 'token')}, {line.sampled:,} sampled"
+    counts += f", {line.trained:,} that train" if trains else ""
     role = f" of role {line.role}" if line.role else ""
     return f"training sequence {line.number}{role}: {counts}{fork}{reason}"

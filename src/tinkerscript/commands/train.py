@@ -38,6 +38,7 @@ from tinkerscript.dashboard.terminal import (
     TableReporter,
     open_in_browser,
     print_summary,
+    print_wrapped,
     shown_progress,
 )
 from tinkerscript.errors import ConfigError, TinkerScriptError
@@ -363,7 +364,7 @@ def _report_sft(console: Console, folder: Path) -> None:
 
 
 def _print(console: Console, text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True)
+    print_wrapped(console, text)
 
 
 POLL_EVERY_S = 2.0
@@ -371,6 +372,9 @@ POLL_TIMEOUT_S = 2.0
 NAMED = 4
 """Clients that are named, those with the most claims first."""
 
+
+CLIENT_ID = re.compile(r"[0-9a-f]{32}")
+"""A name that a client has made up."""
 
 LOCAL_WORKER = re.compile(r"worker-[0-9a-f]{8}-(\d+)-\d+")
 """The name that the trainer gives to a worker of its own: its number, and how often it was started before."""
@@ -417,10 +421,11 @@ def _uuid(client: FleetClient) -> str:
     return client.client_uuid
 
 
-def _name(client_uuid: str) -> str:
-    """Of a worker that a run started, its number."""
-    found = LOCAL_WORKER.fullmatch(client_uuid)
-    return f"worker {found[1]}" if found else client_uuid
+def client_name(client_uuid: str) -> str:
+    """Of a worker that a run started, its number; of a uuid, its beginning."""
+    if found := LOCAL_WORKER.fullmatch(client_uuid):
+        return f"worker {found[1]}"
+    return f"client {client_uuid[:8]}" if CLIENT_ID.fullmatch(client_uuid) else client_uuid
 
 
 def _workers(client: httpx.Client, url: str) -> WorkersNow | None:
@@ -432,7 +437,7 @@ def _workers(client: httpx.Client, url: str) -> WorkersNow | None:
         return None
     holding = [each for each in fleet.clients if each.claims]
     return WorkersNow(
-        claims={_name(each.client_uuid): each.claims for each in sorted(holding[:NAMED], key=_uuid)},
+        claims={client_name(each.client_uuid): each.claims for each in sorted(holding[:NAMED], key=_uuid)},
         clients=fleet.totals.clients,
         claimed=fleet.totals.claims,
         waiting=sum(counts.registered for counts in fleet.episodes.values()),

@@ -43,6 +43,23 @@ class ProgressReporter(ABC):
         """A message for the user, such as that a worker was restarted."""
 
 
+def time_left_s(steps: int, first: tuple[int, float], last: tuple[int, float], now: float) -> float | None:
+    """Seconds until the end of the last of `steps` steps, at the pace between two that ended.
+
+    `first` and `last` are a step and when it ended. None where nothing is known: after the last step, and
+    while a step takes more than twice as long as those before it.
+    """
+    pace = (last[1] - first[1]) / (last[0] - first[0])
+    passed, later = now - last[1], steps - last[0] - 1
+    is_unknown = later < 0 or passed > 2 * pace or (later == 0 and passed > pace)
+    return None if is_unknown else later * pace + max(0.0, pace - passed)
+
+
+def rate_text(per_s: float) -> str:
+    """Such as 0.3, 1.4 or 84."""
+    return f"{per_s:.2g}" if per_s < 9.95 else f"{per_s:.0f}"
+
+
 def role_rewards(metrics: Mapping[str, float]) -> dict[str, float]:
     """By role that trains: the mean reward in a step's metrics."""
     names = (name.split("/", 2) for name in metrics if name.startswith("role/"))

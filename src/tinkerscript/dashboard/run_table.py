@@ -13,8 +13,8 @@ from itertools import pairwise
 
 from rich.text import Text
 
-from tinkerscript.dashboard import one_line
-from tinkerscript.dashboard.progress import role_rewards
+from tinkerscript.dashboard import counted, one_line
+from tinkerscript.dashboard.progress import rate_text, role_rewards, time_left_s
 
 STEPS_SHOWN = 5
 PACE_STEPS = 20
@@ -120,7 +120,7 @@ RUN_COLUMNS = (
     Column("sample", "time/rollout_s", lambda m: short_time(m["time/rollout_s"]), 1),
     Column("train", "time/train_s", _train, 2),
     Column("publish", "time/publish_s", lambda m: short_time(m["time/publish_s"]), 7),
-    Column("rate", "episodes_per_s", lambda m: f"{m['episodes_per_s']:.0f} ep/s", 8),
+    Column("rate", "episodes_per_s", lambda m: f"{rate_text(m['episodes_per_s'])} ep/s", 8),
     Column("speed", "tokens_per_s", lambda m: f"{m['tokens_per_s']:,.0f} tok/s", 4),
     Column("entropy", "train/entropy", lambda m: f"{m['train/entropy']:.3f}", 9),
     Column("grad norm", "train/grad_norm", lambda m: f"{m['train/grad_norm']:.2g}", 10),
@@ -170,6 +170,8 @@ class RunTable:
         self.steps, self._step = steps, done
 
     def step(self, step: int, metrics: Metrics, now: float) -> None:
+        if not self._ends and self.batch_began > self.began:  # The first step's batch, after any evaluation.
+            self._ends.append((self._step, self.batch_began))
         self._step = step
         self._ends.append((step, now))
         self._rows.append(TableRow(step, dict(metrics)))
@@ -219,17 +221,14 @@ class RunTable:
         text = Text.assemble((f"step {self._step} of {self.steps}", "bold"), "  ")
         width = min(BAR, columns - 3 - text.cell_len - len(times))
         if width > 5:
-            done = round(width * self._step / self.steps)
-            text.append("━" * done, "green").append("─" * (width - done), "dim").append("  ")
+            _add_bar(text, width, self._step / self.steps)
         return text.append(times, "dim")
 
     def _time_left(self, now: float) -> float | None:
-        """At the pace of the last steps, evaluations included; None until there is one."""
-        if len(self._ends) < 2 or self._step >= self.steps:
+        """At the pace of the last steps, evaluations included; None until there is one, see `time_left_s`."""
+        if len(self._ends) < 2:
             return None
-        (first, began), (last, ended) = self._ends[0], self._ends[-1]
-        pace = (ended - began) / (last - first)
-        return max(0.0, (self.steps - last) * pace - (now - ended))
+        return time_left_s(self.steps, self._ends[0], self._ends[-1], now)
 
     def _doing(self, now: float) -> Text:
         if self.waits:
@@ -240,9 +239,12 @@ class RunTable:
             return Text()
         label, done, total = self.batch
         seconds = now - self.batch_began
-        rate = f"   {done / seconds:.0f} ep/s" if done and seconds > 1 else ""
+        rate = f"   {rate_text(done / seconds)} ep/s" if done and seconds > 1 else ""
         episodes = f"{done:,} of {total:,} episodes" if total else f"{done:,} episodes"
-        return Text.assemble("sampling ", one_line(label), f": {episodes}", (rate, "dim"))
+        text = Text.assemble("sampling ", one_line(label), f": {episodes}", (rate, "dim"))
+        if total:  # Last: a narrow screen cuts it off.
+            _add_bar(text.append("  "), BAR, done / total)
+        return text
 
     def _table(self, width: int) -> list[Text]:
         """The header and a line for each of the last steps, with as many columns as fit."""
@@ -287,12 +289,12 @@ class RunTable:
         if workers is None:
             return []
         parts: list[Part] = [
-            (f"{one_line(name)}: {count} claims", "") for name, count in workers.claims.items()
+            (f"{one_line(name)}: {counted(count, 'claim')}", "") for name, count in workers.claims.items()
         ]
         more = workers.clients - len(workers.claims)
         counts = {
-            f"{more:,} more: {workers.claimed - sum(workers.claims.values()):,} claims": more,
-            f"{workers.waiting:,} episodes wait": workers.waiting,
+            f"{more:,} more: {counted(workers.claimed - sum(workers.claims.values()), 'claim')}": more,
+            counted(workers.waiting, "episode waits", "episodes wait"): workers.waiting,
             f"{workers.idle:,} idle": workers.idle,
         }
         parts += [(words, "") for words, number in counts.items() if number > 0]
@@ -335,6 +337,11 @@ def _lines(label: str, parts: list[Part], width: int) -> list[Text]:
             lines.append(Text(" " * LABEL))
         lines[-1].append(words, style)
     return lines
+
+
+def _add_bar(text: Text, width: int, share: float) -> None:
+    done = round(width * share)
+    text.append("━" * done, "green").append("─" * (width - done), "dim").append("  ")
 
 
 def _cut(lines: list[Text], columns: int) -> list[Text]:

@@ -15,7 +15,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tinkerscript.dashboard.progress import Phase, ProgressReporter, role_rewards
+from tinkerscript.dashboard import counted, wrapped
+from tinkerscript.dashboard.progress import Phase, ProgressReporter, rate_text, role_rewards
 from tinkerscript.dashboard.run_table import RunTable, WorkersNow
 
 
@@ -42,6 +43,12 @@ def open_in_browser(url: str, note: Callable[[str], object]) -> None:
     threading.Thread(target=work, name="browser", daemon=True).start()
 
 
+def print_wrapped(console: Console, text: str, style: str = "") -> None:
+    """Print `text` as it is; on a terminal, broken between words (see `wrapped`)."""
+    shown = wrapped(text, console.width) if console.is_terminal else text
+    console.print(shown, style=style, highlight=False, soft_wrap=True, markup=False)
+
+
 def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
     """The table of a finished run's summary.json, and its alignment report."""
     table = Table(show_header=False, title=f"Run {folder.name}", title_justify="left")
@@ -59,21 +66,21 @@ def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) ->
     for whose, lines in reports.items():
         console.print(f"\nToken alignment{whose}", style="bold")
         for line in lines:
-            console.print(f"  {line}", highlight=False, soft_wrap=True)
+            print_wrapped(console, f"  {line}")
 
 
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     if summary["eval_before"] is not None:
         rows += [
-            ("held-out score before", f"{summary['eval_before']:.3f}"),
-            ("held-out score after", f"{summary['eval_after']:.3f}"),
+            ("held-out score before", _score(summary, "eval_before")),
+            ("held-out score after", _score(summary, "eval_after")),
             ("evaluation episodes, each time", f"{summary['eval_episodes']:,}"),
         ]
     return [
         *rows,
         ("training episodes", f"{summary['train_episodes']:,}"),
-        ("episodes per second", f"{summary['episodes_per_s']:.0f}"),
+        ("episodes per second", rate_text(summary["episodes_per_s"])),
         ("tokens trained", f"{summary['tokens_trained']:,}"),
         ("training time", f"{summary['train_seconds']:.0f} s"),
         ("lost / failed / retried", f"{summary['episodes_lost']} / {summary['episodes_failed']} / "
@@ -81,6 +88,12 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("max |trainer - sampler logprob|", f"{summary['max_abs_dlogp']:.1e}"),
         ("sequences per episode", f"{summary['sequences_per_episode']:.2f}"),
     ]  # fmt: skip
+
+
+def _score(summary: Mapping[str, Any], name: str) -> str:
+    """With its 95% interval, if it was measured: runs of older versions did not."""
+    margin: float | None = summary.get(f"{name}_margin")
+    return f"{summary[name]:.3f}" + ("" if margin is None else f" ± {margin:.3f}")
 
 
 def _role_rows(role: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -106,12 +119,12 @@ SAY_PROGRESS_AFTER_S = 10.0
 SAY_AGAIN_AFTER_S = 60.0
 """Then both again. Also the first wait of all: the address of the page is to be the first line."""
 
-SHOWN_METRICS = {
-    "reward/mean": "reward {:.3f}",
-    "train/nll": "nll {:.4f}",
-    "policy_version": "policy {:.0f}",
-    "episodes_per_s": "{:.0f} episodes/s",
-    "tokens_per_s": "{:.0f} tokens/s",
+SHOWN_METRICS: dict[str, Callable[[float], str]] = {
+    "reward/mean": "reward {:.3f}".format,
+    "train/nll": "nll {:.4f}".format,
+    "policy_version": "policy {:.0f}".format,
+    "episodes_per_s": lambda rate: f"{rate_text(rate)} episodes/s",
+    "tokens_per_s": "{:.0f} tokens/s".format,
 }
 """Metrics of a step that are shown, if the step has them."""
 
@@ -166,7 +179,7 @@ class LineReporter(ProgressReporter):
             thread.join()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        shown = [text.format(metrics[name]) for name, text in SHOWN_METRICS.items() if name in metrics]
+        shown = [text(metrics[name]) for name, text in SHOWN_METRICS.items() if name in metrics]
         roles = [f"{role} {reward:.3f}" for role, reward in role_rewards(metrics).items()]
         self._print("  ".join([f"step {step}/{self._steps}", *shown, *roles]))
 
@@ -193,7 +206,7 @@ class _Batch(Phase):
 
 def evaluation_line(label: str, score: float, episodes: int, failed: int) -> str:
     failures = f", {failed} failed" if failed else ""
-    return f"evaluation {label}: {score:.3f}  ({episodes} episodes{failures})"
+    return f"evaluation {label}: {score:.3f}  ({counted(episodes, 'episode')}{failures})"
 
 
 ASCII = str.maketrans("━─±→…▁▂▃▄▅▆▇█", "=-~>~..:-=+*#")
@@ -276,10 +289,10 @@ class TableReporter(ProgressReporter, Phase):
     def evaluation(self, label: str, score: float, episodes: int, failed: int) -> None:
         with self._lock:
             self._table.evaluation(label, score, failed)
-        self._console.print(evaluation_line(label, score, episodes, failed), highlight=False, soft_wrap=True)
+        print_wrapped(self._console, evaluation_line(label, score, episodes, failed))
 
     def note(self, message: str) -> None:
-        self._console.print(message, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        print_wrapped(self._console, message, "yellow")
 
     # What else there is to show
 

@@ -131,7 +131,7 @@ class Request:
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class RunningRow:
     """One sequence that is being decoded."""
 
     request: Request
@@ -207,7 +207,7 @@ class RunningBatch:
         self._cache = KVCache()
         self._prompts = PromptCache(prompt_cache_tokens)
         self._waiting: deque[tuple[Request, int]] = deque()
-        self._rows: list[Row] = []
+        self._rows: list[RunningRow] = []
         self._lengths: list[int] = []
         """Positions already in the cache, by row."""
 
@@ -292,7 +292,7 @@ class RunningBatch:
     def _run(self, request: Request, index: int) -> None:
         found = self._prompts.get(request.prompt)
         assert found is not None
-        row = Row(request, index, self._generator(request, index), found.logits)
+        row = RunningRow(request, index, self._generator(request, index), found.logits)
         self._settings_of([row])  # One that torch does not take must not meet the rows that run.
         self._cache.reserve(len(self._rows) + 1, len(request.prompt), found.keys, found.values)
         self._cache.put(len(self._rows), found.keys, found.values)
@@ -368,7 +368,7 @@ class RunningBatch:
         self._remove(finished)
         self._drop_done()
 
-    def _allowed(self, rows: list[Row], vocabulary: int) -> Tensor | None:
+    def _allowed(self, rows: list[RunningRow], vocabulary: int) -> Tensor | None:
         """The ids that grammars allow next, bool (n, V); None if no row has a grammar. A grammar that allows
         none fails its request, whose row is free to sample what nobody takes."""
         if all(row.matcher is None for row in rows):
@@ -382,7 +382,7 @@ class RunningBatch:
                     _fail(row.request, error)
         return torch.from_numpy(allowed).to(self._device)
 
-    def _stop_reason(self, row: Row, token: int, length: int) -> str | None:
+    def _stop_reason(self, row: RunningRow, token: int, length: int) -> str | None:
         request = row.request
         if token in request.stop_ids or (request.stop_strings and self._ends_with_stop_string(row)):
             return "stop"
@@ -390,7 +390,7 @@ class RunningBatch:
             return "length"
         return None
 
-    def _ends_with_stop_string(self, row: Row) -> bool:
+    def _ends_with_stop_string(self, row: RunningRow) -> bool:
         """Whether the newest token completed a stop string; an earlier one would have ended the row."""
         window = max(len(s.encode()) for s in row.request.stop_strings) + 8
         text = self._decode(row.ids[-window:])
@@ -412,7 +412,7 @@ class RunningBatch:
         if rows:
             self._settings = None
 
-    def _settings_of(self, rows: list[Row]) -> RowSettings:
+    def _settings_of(self, rows: list[RunningRow]) -> RowSettings:
         requests = [row.request for row in rows]
         return RowSettings(
             temperature=torch.tensor([r.temperature for r in requests], device=self._device),
@@ -436,7 +436,7 @@ def _is_truncated(request: Request) -> bool:
     return request.top_p < 1 or request.top_k > 0 or request.min_p > 0
 
 
-def _alternatives(rows: list[Row], chosen: Chosen) -> list[Alternatives]:
+def _alternatives(rows: list[RunningRow], chosen: Chosen) -> list[Alternatives]:
     """Per row, as many as its request asked for."""
     if chosen.top_ids is None or chosen.top_logprobs is None:
         return [()] * len(rows)

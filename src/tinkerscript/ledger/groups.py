@@ -6,13 +6,13 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import LEDGER_FILE
-from tinkerscript.ledger.ledger import CALLS, decoded
+from tinkerscript.ledger.ledger import CALLS_OF_CLAIM, decoded
 from tinkerscript.ledger.rows import LEDGER_VERSION, Use
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import calls_of
@@ -31,6 +31,16 @@ SELECT sequence, uuid, reward, result, (SELECT max(attempt) FROM attempts WHERE 
     AND NOT EXISTS (SELECT 1 FROM trained WHERE episode = sequence AND outcome = ?)
     ORDER BY end_number
 """
+
+
+class _Member(NamedTuple):
+    """A row of `_MEMBERS`."""
+
+    sequence: int
+    uuid: str
+    reward: float
+    result: bytes
+    attempt: int
 
 
 class _Result(msgspec.Struct):
@@ -54,28 +64,21 @@ def recorded_groups(run_dir: Path, *, trains_constrained: bool = False) -> Itera
             raise ConfigError(f"{path} has version {version}, and this tinkerscript reads {LEDGER_VERSION}")
         for (group_id,) in run.execute(_GROUPS).fetchall():
             members = run.execute(_MEMBERS, (group_id, Use.SET_ASIDE)).fetchall()
-            episodes = tuple(_episode(run, group_id, trains_constrained, *each) for each in members)
+            episodes = tuple(_episode(run, group_id, _Member(*each), trains_constrained) for each in members)
             if episodes:
                 yield RolloutGroup(group_id, episodes)
 
 
 def _episode(
-    run: sqlite3.Connection,
-    group_id: str,
-    trains_constrained: bool,
-    sequence: int,
-    uuid: str,
-    reward: float,
-    result: bytes,
-    attempt: int,
+    run: sqlite3.Connection, group_id: str, member: _Member, trains_constrained: bool
 ) -> EpisodeRollouts:
-    query = CALLS.replace("{s}", "")
-    calls = calls_of(decoded(run.execute(query, (sequence, attempt)).fetchall()))
-    rollouts = merge_calls(calls, episode_uuid=uuid, trains_constrained=trains_constrained)
+    query = CALLS_OF_CLAIM.replace("{s}", "")
+    calls = calls_of(decoded(run.execute(query, (member.sequence, member.attempt)).fetchall()))
+    rollouts = merge_calls(calls, episode_uuid=member.uuid, trains_constrained=trains_constrained)
     return EpisodeRollouts(
-        uuid,
-        reward,
-        tuple(each.rewarded(reward, env_example_id=group_id) for each in rollouts),
+        member.uuid,
+        member.reward,
+        tuple(each.rewarded(member.reward, env_example_id=group_id) for each in rollouts),
         tuple(calls),
-        msgspec.json.decode(result, type=_Result).metadata,
+        msgspec.json.decode(member.result, type=_Result).metadata,
     )

@@ -112,6 +112,20 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
     """What became of episodes, by sequence, in the steps that are undone, and in no step before."""
 
 
+LAST_STEP = "SELECT coalesce(max(step), 0) FROM {s}steps"
+
+
+def check_covers(last_step: int, checkpoints: Collection[int]) -> None:
+    """Raises ConfigError if a ledger ends before one of the `checkpoints`, the steps of those that are
+    whole."""
+    if checkpoints and max(checkpoints) > last_step:
+        raise ConfigError(
+            f"the ledger ends with step {last_step}, before the checkpoint of step {max(checkpoints)}: it "
+            "has been cut short or replaced; put the whole ledger back, or remove the later checkpoints to "
+            "go on from what it has"
+        )
+
+
 async def begin(
     ledger: Ledger, checkpoints: Collection[int], *, time: float, replay_lag: int = 0
 ) -> Beginning:
@@ -120,13 +134,8 @@ async def begin(
     What it writes is not committed yet. `replay_lag`: of how many steps before the next one to say what they
     trained on. Raises ConfigError, and changes nothing, for a ledger that is older than a checkpoint.
     """
-    ((last_step,),) = await ledger.read("SELECT coalesce(max(step), 0) FROM {s}steps")
-    if checkpoints and max(checkpoints) > last_step:
-        raise ConfigError(
-            f"the ledger ends with step {last_step}, before the checkpoint of step {max(checkpoints)}: it "
-            "has been cut short or replaced; put the whole ledger back, or remove the later checkpoints to "
-            "go on from what it has"
-        )
+    ((last_step,),) = await ledger.read(LAST_STEP)
+    check_covers(last_step, checkpoints)
     saved = await ledger.rows(CheckpointRow, "WHERE undone = 0 ORDER BY step")
     checkpoint = next((each for each in reversed(saved) if each.step in checkpoints), None)
     step = checkpoint.step if checkpoint else 0

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import msgspec
 
 from tinkerscript.errors import StoreError
+from tinkerscript.ledger.compression import packed, unpacked
 from tinkerscript.ledger.rows import CallRow, Row, columns
 from tinkerscript.rollouts.call import Call
 
@@ -33,7 +34,7 @@ GATHERED_BYTES = 2**18
 
 R = TypeVar("R", bound=Row)
 
-CALLS = "SELECT call FROM {s}calls WHERE episode = ? AND attempt = ? ORDER BY number"
+CALLS_OF_CLAIM = "SELECT call FROM {s}calls WHERE episode = ? AND attempt = ? ORDER BY number"
 
 _encode_call = msgspec.msgpack.Encoder().encode
 _decode_call = msgspec.msgpack.Decoder(Call).decode
@@ -123,7 +124,7 @@ class Ledger(ABC):
 
     async def calls(self, claims: Iterable[tuple[int, int]]) -> list[list[Call]]:
         """The calls of each claim (an episode's sequence, and an attempt), oldest first."""
-        return [decoded(await self.read(CALLS, claim)) for claim in claims]
+        return [decoded(await self.read(CALLS_OF_CLAIM, claim)) for claim in claims]
 
     # Writing
 
@@ -155,7 +156,20 @@ class Ledger(ABC):
 
     def put_call(self, episode: int, attempt: int, call: Call) -> None:
         """Write one call of one claim."""
-        self.put(CallRow(episode=episode, attempt=attempt, call=_encode_call(call)))
+        last = call.policy_version_end
+        row = CallRow(
+            episode=episode,
+            attempt=attempt,
+            role=call.role,
+            created=call.created,
+            policy_version=call.policy_version,
+            last_version=call.policy_version if last is None else last,
+            prompt_tokens=len(call.new_prompt) // 4,
+            sampled_tokens=len(call.sampled) // 4,
+            stop_reason=call.stop_reason,
+            call=packed(_encode_call(call)),
+        )
+        self.put(row)
 
     def execute(self, sql: str, *parameters: Any) -> None:
         """Run a statement after the rows of its transaction."""
@@ -242,7 +256,7 @@ def row_of(kind: type[R], values: Sequence[Any]) -> R:
 
 def decoded(rows: Iterable[tuple[bytes]]) -> list[Call]:
     """The calls in rows of one column."""
-    return [_decode_call(call) for (call,) in rows]
+    return [_decode_call(unpacked(call)) for (call,) in rows]
 
 
 async def _gathered(batch: WriteBatch) -> None:

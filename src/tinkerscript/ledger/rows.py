@@ -149,7 +149,7 @@ class AttemptRow(Row, frozen=True, kw_only=True):
 
 
 class CallRow(Row, frozen=True, kw_only=True):
-    """One model call: `rollouts.call.Call` as msgpack."""
+    """One model call, and what queries ask of it."""
 
     TABLE = "calls"
     CONSTRAINTS = OF_EPISODE
@@ -157,7 +157,25 @@ class CallRow(Row, frozen=True, kw_only=True):
 
     episode: int
     attempt: int
+    role: str
+    """The role of the run that was called; empty: the policy."""
+
+    created: int
+    """Unix time in seconds; 0: unknown."""
+
+    policy_version: int
+    """Of the first sampled token."""
+
+    last_version: int
+    """Of the last one."""
+
+    prompt_tokens: int
+    """New ones."""
+
+    sampled_tokens: int
+    stop_reason: str
     call: bytes
+    """`rollouts.call.Call` as msgpack, `packed`."""
 
     @property
     def size(self) -> int:
@@ -311,6 +329,9 @@ class EvaluationRow(Row, frozen=True, kw_only=True):
     policy_version: int
     score: float | None
     """Mean reward of the accepted episodes; NULL if there are none."""
+
+    margin: float | None = None
+    """To each side of the score: a 95% interval, from the spread of the rewards; NULL for fewer than two."""
 
     accepted: int
     failed: int

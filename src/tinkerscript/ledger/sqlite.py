@@ -3,9 +3,9 @@
 With durability `normal` (WAL, synchronous=NORMAL) a commit survives kill -9 but not a power cut; it takes
 tens of microseconds and happens on the event loop. A thread commits more than `LONG_BATCH` writes, and syncs
 the file, which takes a disk milliseconds, whenever the log has grown to `LOG_BYTES`; the next commits wait
-for it, and nothing else does. With `full` (synchronous=FULL) each commit syncs the file, in a thread, and
-survives a power cut too. The calls of a claim are read on the event loop, in microseconds, and what may be
-long in a thread.
+for it, and nothing else does. Rows in `SYNCED` are synced so at once. With `full` (synchronous=FULL) each
+commit syncs the file, in a thread, and survives a power cut too. The calls of a claim are read on the event
+loop, in microseconds, and what may be long in a thread.
 """
 
 from __future__ import annotations
@@ -24,8 +24,17 @@ from msgspec.structs import astuple
 
 from tinkerscript.errors import StoreError
 from tinkerscript.files import stamp
-from tinkerscript.ledger.ledger import CALLS, Ledger, WriteBatch, decoded
-from tinkerscript.ledger.rows import LEDGER_VERSION, TABLES, Row, columns, create_statements, on_conflict
+from tinkerscript.ledger.ledger import CALLS_OF_CLAIM, Ledger, WriteBatch, decoded
+from tinkerscript.ledger.rows import (
+    LEDGER_VERSION,
+    TABLES,
+    PublicationRow,
+    Row,
+    StepRow,
+    columns,
+    create_statements,
+    on_conflict,
+)
 from tinkerscript.rollouts.call import Call
 
 LOG_BYTES = 2**22
@@ -36,6 +45,10 @@ LONG_BATCH = 1000
 
 LONG_BYTES = 2**22
 """Of payloads, calls and transcripts, which take as long to write or to read."""
+
+SYNCED = (PublicationRow, StepRow)
+"""Rows that survive a power cut too: a policy version is not used twice, and no checkpoint is ahead of the
+ledger."""
 
 _MOVE_LOG = "PRAGMA wal_checkpoint(PASSIVE)"
 
@@ -65,7 +78,10 @@ class SqliteLedger(Ledger):
         with _explained(self._path):
             size = sum(self._reading.execute(_CALLS_SIZE, claim).fetchone()[0] for claim in claims)
             if size < LONG_BYTES:
-                return [decoded(self._reading.execute(_plain(CALLS), claim).fetchall()) for claim in claims]
+                return [
+                    decoded(self._reading.execute(_plain(CALLS_OF_CLAIM), claim).fetchall())
+                    for claim in claims
+                ]
         return await super().calls(claims)
 
     async def write(self, batch: WriteBatch) -> None:
@@ -76,7 +92,8 @@ class SqliteLedger(Ledger):
             await asyncio.to_thread(self._write, batch)
         else:
             self._write(batch)
-        if self._log_bytes() > LOG_BYTES:  # All of it: nobody writes meanwhile.
+        is_synced = any(kind in batch.rows for kind in SYNCED)
+        if is_synced or self._log_bytes() > LOG_BYTES:  # All of it: nobody writes meanwhile.
             await asyncio.to_thread(self._read_all, _MOVE_LOG, ())
 
     async def release(self) -> None:

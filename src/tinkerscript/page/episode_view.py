@@ -83,7 +83,7 @@ class SequenceLine(BaseModel):
     reason: str | None = Field(description="Why it did not train; null: it did, or no step has used it.")
 
 
-class Use(BaseModel):
+class EpisodeUse(BaseModel):
     """What a step did with the episode."""
 
     step: int
@@ -110,7 +110,7 @@ class EpisodeView(BaseModel):
     metadata: dict[str, Any]
     attempts: list[FailedAttempt]
     sequences: list[SequenceLine]
-    uses: list[Use] = Field(description="More than one if it was replayed.")
+    uses: list[EpisodeUse] = Field(description="More than one if it was replayed.")
     siblings: list[EpisodeLine] = Field(description="The episodes of its group, itself included.")
     previous: str | None = Field(description="The uuid of the episode that ended before it.")
     next: str | None
@@ -157,7 +157,7 @@ def episode_view(run: str, record: Record, uuid: str) -> EpisodeView:
         metadata=detail.metadata,
         attempts=[_attempt(failure, detail.failed_calls) for failure in detail.failures],
         sequences=_sequences(record, number, sequences),
-        uses=[Use.model_validate(dict(use)) for use in uses],
+        uses=[EpisodeUse.model_validate(dict(use)) for use in uses],
         siblings=siblings(record, own),
         previous=_neighbor(record, "number < ? ORDER BY number DESC", number),
         next=_neighbor(record, "number > ? ORDER BY number", number),

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from tinkerscript import __version__
+from tinkerscript.dashboard.progress import time_left_s
 from tinkerscript.errors import TinkerScriptError
 from tinkerscript.lifecycle import ProcessId
 from tinkerscript.page.annotation import Annotation, read_annotation
@@ -97,8 +98,8 @@ class RunLine(Annotation):
     steps: int
     began: float
     updated: float
-    score_before: float | None
-    score: float | None
+    score_before: float | None = Field(description="Of the first evaluation, once there is a later one.")
+    score: float | None = Field(description="Of the newest evaluation.")
     reward: float | None
 
 
@@ -138,8 +139,8 @@ def run_list(records: Mapping[str, Record]) -> RunList:
 
 
 def _line(name: str, record: Record, facts: dict[str, Any]) -> dict[str, Any]:
-    first = record.row("SELECT score FROM evaluations ORDER BY step, time LIMIT 1")
-    last = record.row("SELECT score FROM evaluations ORDER BY step DESC, time DESC LIMIT 1")
+    first = record.row("SELECT label, score FROM evaluations ORDER BY step, time LIMIT 1")
+    last = record.row("SELECT label, score FROM evaluations ORDER BY step DESC, time DESC LIMIT 1")
     return {
         **read_annotation(record.folder).model_dump(),
         "name": name,
@@ -153,8 +154,8 @@ def _line(name: str, record: Record, facts: dict[str, Any]) -> dict[str, Any]:
         "steps": facts.get("steps", 0),
         "began": facts.get("began", 0.0),
         "updated": _updated(record, facts),
-        "score_before": first and first[0],
-        "score": last and last[0],
+        "score_before": first["score"] if first and last and first["label"] != last["label"] else None,
+        "score": last and last["score"],
         "reward": newest_value(record, "reward/mean"),
     }
 
@@ -276,13 +277,13 @@ def _updated(record: Record, facts: dict[str, Any]) -> float:
 
 
 def _time_left_s(record: Record, facts: dict[str, Any]) -> float | None:
-    """Until the last step, at the pace of the last ones."""
+    """Until the last step, at the pace of the last ones; see `time_left_s`."""
     query = f"SELECT step, time FROM steps ORDER BY step DESC LIMIT {RECENT_STEPS}"
     rows = [row for row in record.rows(query) if row["time"] >= facts.get("began", 0.0)]
     if len(rows) < 2:
         return None
-    pace = (rows[0]["time"] - rows[-1]["time"]) / (rows[0]["step"] - rows[-1]["step"])
-    return max(0.0, (facts.get("steps", 0) - rows[0]["step"]) * pace - (time.time() - rows[0]["time"]))
+    first, last = ((row["step"], row["time"]) for row in (rows[-1], rows[0]))
+    return time_left_s(facts.get("steps", 0), first, last, time.time())
 
 
 def _int(value: float | None) -> int | None:

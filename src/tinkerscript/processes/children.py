@@ -23,7 +23,7 @@ from tinkerscript.config import InterchangeConfig, RunConfig
 from tinkerscript.errors import EngineError, LinkError, WorkerError
 from tinkerscript.lifecycle import own_command, try_lock
 from tinkerscript.processes.launcher import Child, Launcher, LocalProcess, Slot, free_port
-from tinkerscript.processes.planned import TRAINER_PROCESS, PlannedProcess
+from tinkerscript.processes.planned import TRAINER_PROCESS, PlannedProcess, worker_arguments
 from tinkerscript.processes.supervisor import Supervisor
 from tinkerscript.trainer_link.keys import TrainerKeys, load_trainer_keys
 from tinkerscript.trainer_link.trainer_end import TrainerLink
@@ -133,16 +133,9 @@ def worker_command(config: RunConfig, url: str) -> str:
     folder that has the script or the task's file there."""
     interchange = config.interchange_server
     remote = interchange.public_base_url or remote_url(url, interchange.interchange_server_host)
-    tasks = " ".join(f"--task {shlex.quote(_of_user(task.name))}" for task in config.all_tasks)
-    script = shlex.quote(Path(config.workers.script).name)
-    text = f"tinkerscript worker {script if config.workers.script else tasks or 'SCRIPT'} --server {remote}"
-    return f"{text}   (with {CLIENT_TOKEN} in its environment)" if reached_through(interchange) else text
-
-
-def _of_user(task: str) -> str:
-    """The name of a task without this machine's folder: an episode's task is found with or without it."""
-    file, separator, name = task.rpartition(".py@")
-    return f"{Path(file).name}{separator}{name}" if separator else task
+    what = shlex.join(worker_arguments(config, elsewhere=True)) or "SCRIPT"
+    text = f"tinkerscript worker {what} --server {remote}"
+    return f"{text}\n  (with {CLIENT_TOKEN} in its environment)" if reached_through(interchange) else text
 
 
 def remember_worker(folder: Path, name: str) -> None:

@@ -294,13 +294,27 @@ def _workers(config: RunConfig) -> list[PlannedProcess]:
     ]
 
 
-def worker_arguments(config: RunConfig) -> list[str]:
-    """What a worker of this run works on: a script, or tasks."""
+def worker_arguments(config: RunConfig, *, elsewhere: bool = False) -> list[str]:
+    """What a worker of this run works on: a script, or tasks with their arguments.
+
+    `elsewhere`: without this machine's folders, for a worker that has the files where it starts. A server
+    finds an episode's task with or without its folder.
+    """
     if config.workers.script:
-        return [config.workers.script]
+        return [Path(config.workers.script).name if elsewhere else config.workers.script]
+    tasks = config.all_tasks
+    with_arguments = not elsewhere or any(task.train_args or task.eval_args for task in tasks)
     words: list[str] = []
-    for task in config.all_tasks:
-        words += ["--task", task.name, "--task-args", json.dumps(task.train_args)]
-        words += ["--eval-args", json.dumps(task.eval_args)]
-        words += ["--sandbox", task.sandbox] if any(each.sandbox for each in config.all_tasks) else []
+    for task in tasks:
+        words += ["--task", _without_folder(task.name) if elsewhere else task.name]
+        if with_arguments:  # Of each task, in turn.
+            words += ["--task-args", json.dumps(task.train_args), "--eval-args", json.dumps(task.eval_args)]
+        if any(each.sandbox for each in tasks):
+            names = [task.sandbox_type, Path(task.sandbox_config).name]
+            words += ["--sandbox", ":".join(filter(None, names)) if elsewhere else task.sandbox]
     return words
+
+
+def _without_folder(task: str) -> str:
+    file, separator, name = task.rpartition(".py@")
+    return f"{Path(file).name}{separator}{name}" if separator else task

@@ -185,7 +185,7 @@ def health_rows(record: Record) -> list[HealthRow]:
         _rewards(reward),
         _trained(steps),
         _equal(steps, reward),
-        _cut_off(steps),
+        _cut_off(record, steps),
         _reply_length(steps, reward),
         _failed(record),
         _stale(steps),
@@ -320,7 +320,7 @@ def _share(part: float, whole: float) -> str:
     return f"{part:,.0f} of {whole:,.0f} ({part / whole:.0%})" if whole else "–"
 
 
-def _cut_off(steps: _Steps) -> HealthRow | None:
+def _cut_off(record: Record, steps: _Steps) -> HealthRow | None:
     share = steps.recent_mean("response_tokens/cut_off", "alignment/calls")
     if share is None:
         return None
@@ -331,7 +331,21 @@ def _cut_off(steps: _Steps) -> HealthRow | None:
         meaning="by the token limit, in the last steps; bad above half, worth a look above 10%",
         value=f"{share:.1%}" if 0 < share < 0.1 else f"{share:.0%}",
         kind=kind,
-        words="" if kind == "good" else "raise sampling.max_tokens, or ask for shorter replies",
+        words="" if kind == "good" else _what_cuts(record, steps),
+    )
+
+
+def _what_cuts(record: Record, steps: _Steps) -> str:
+    """Which limit ends the replies: the config's, or one that the task or the agent sets for its calls."""
+    limit = record.facts().get("config", {}).get("sampling", {}).get("max_tokens")
+    longest = max(steps.recent("response_tokens/max"), default=None)
+    if limit is None or longest is None:
+        return "raise sampling.max_tokens, or the task's own max_tokens, or ask for shorter replies"
+    if longest == limit:
+        return f"raise sampling.max_tokens ({limit:,}), or ask for shorter replies"
+    return (
+        f"at {longest:,.0f} tokens, not by sampling.max_tokens ({limit:,}): raise the task's or agent's own "
+        "max_tokens, or ask for shorter replies"
     )
 
 
@@ -431,6 +445,11 @@ def sample_scores(record: Record, *, step: int, label: str) -> dict[int, tuple[f
     return {number: (score, uuid) for number, score, uuid in record.rows(_SCORES, (step, label))}
 
 
+def margin_of(values: Sequence[float]) -> float:
+    """To each side of the mean of two values or more: a 95% interval, from their spread."""
+    return NORMAL_95 * statistics.stdev(values) / math.sqrt(len(values))
+
+
 def gain(
     before: dict[int, tuple[float | None, str]], after: dict[int, tuple[float | None, str]]
 ) -> Gain | None:
@@ -442,5 +461,4 @@ def gain(
             changes.append(new - old)
     if len(changes) < 2:
         return None
-    error = statistics.stdev(changes) / math.sqrt(len(changes))
-    return Gain(mean=statistics.fmean(changes), margin=NORMAL_95 * error, samples=len(changes))
+    return Gain(mean=statistics.fmean(changes), margin=margin_of(changes), samples=len(changes))

@@ -80,8 +80,8 @@ def unpack_logprobs(data: bytes) -> FloatArray:
     return np.frombuffer(data, dtype="<f4")
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call, exactly as it was sampled."""
+class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One model call, exactly as it was sampled. Encoded without the names of its fields."""
 
     call_id: str
     parent_id: str | None

@@ -342,13 +342,13 @@ class OutcomeStream:
         """End numbers to send."""
 
         self._position = self._sent = 0
-        """The last end number that the trainer has, and the last that was sent."""
+        """The last end number that the trainer has taken, and the last that was sent."""
 
         self._under_way: deque[tuple[int, int]] = deque()
         """End number and bytes of what was sent beyond the position."""
 
-        self._position_before = -1
-        """The position when `repeat` looked last."""
+        self._arrived_before = -1
+        """The last end number that the trainer had when `repeat` looked last."""
 
         self._readings = 0
         """How often the trainer has begun to read."""
@@ -367,7 +367,7 @@ class OutcomeStream:
         self._changed.set()
 
     def received(self, position: int) -> None:
-        """The trainer has the outcomes up to `position`."""
+        """The trainer has taken the outcomes up to `position`."""
         self._position = max(self._position, position)
         while self._under_way and self._under_way[0][0] <= position:
             self._under_way.popleft()
@@ -375,9 +375,10 @@ class OutcomeStream:
 
     def repeat(self) -> None:
         """Send again what the trainer should have long since. To be called at intervals."""
-        if self._under_way and self._position == self._position_before:
-            self.follow(self._position)
-        self._position_before = self._position
+        arrived = max(self._position, self._link.position)
+        if self._under_way and arrived < self._sent and arrived == self._arrived_before:
+            self.follow(arrived)
+        self._arrived_before = arrived
 
     def _ended(self, numbers: list[int]) -> None:
         if self._follows:

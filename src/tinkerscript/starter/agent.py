@@ -5,6 +5,8 @@ tinkerscript train train.yaml --set workers.script=agent.py
 A machine that only runs it needs `pip install tinkerscript openai`: the client, and what is imported here.
 """
 
+import re
+
 from openai import OpenAI
 
 from tinkerscript.client import Episode
@@ -18,4 +20,5 @@ def rollout(episode: Episode) -> float:
         completion = client.chat.completions.create(
             model="policy", messages=[{"role": "user", "content": str(sample["input"])}]
         )
-    return 1.0 if completion.choices[0].message.content == sample["target"] else 0.0
+    numbers = re.findall(r"\d+", completion.choices[0].message.content or "")
+    return 1.0 if numbers[-1:] == [sample["target"]] else 0.0

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tinkerscript.ledger.rows import EvaluationRow, TrainedRow, Use
+from tinkerscript.record.health import margin_of
 from tinkerscript.rollouts.call import calls_of
 from tinkerscript.train.collector import Batch, Collector
 from tinkerscript.train.inspect_logs import write_logs
@@ -80,6 +81,7 @@ class Evaluator:
             time=time.time(),
             policy_version=self.policy.version,
             score=sum(rewards) / len(rewards) if rewards else None,
+            margin=margin_of(rewards) if len(rewards) > 1 else None,
             accepted=len(rewards),
             failed=len(batch.outcomes) - len(rewards),
             role_scores=msgspec.json.encode(role_scores),

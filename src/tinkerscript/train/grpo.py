@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,6 +33,9 @@ from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_log import StepLog, TrainingStep
 from tinkerscript.train.step_metrics import StepMetric
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
+
+LAST_COMMIT_S = 10.0
+"""How long a run that is ended waits for the ledger to know its last checkpoint."""
 
 
 @dataclass
@@ -89,7 +93,9 @@ class GRPO:
                 await self.collector.settled()
         except asyncio.CancelledError:
             if self.step and not self._between_steps and not self.parts.folder.has_checkpoint(self.step):
-                await self._checkpoint()  # Of the last finished step.
+                # Of the last finished step. The server may be what ended the run.
+                with suppress(TimeoutError):
+                    await self._checkpoint(within_s=LAST_COMMIT_S)
             raise
         finally:
             receiving.cancel()
@@ -238,7 +244,8 @@ class GRPO:
         if self.step and not self.parts.folder.has_checkpoint(self.step):
             await self._checkpoint()
 
-    async def _checkpoint(self) -> None:
+    async def _checkpoint(self, *, within_s: float | None = None) -> None:
+        """Save the weights, and tell the ledger. Raises TimeoutError if it does not answer in `within_s`."""
         with self.parts.progress.waiting(f"the checkpoint of step {self.step}"):
             await self.save_checkpoint(self.parts.folder.checkpoint_name(self.step))
         roles = {each.role: each.report.as_json() for each in self.learners[1:]}
@@ -250,7 +257,8 @@ class GRPO:
             report=msgspec.json.encode(self.own.report.as_json()),
             role_reports=msgspec.json.encode(roles),
         )
-        await self.source.commit([checkpointed])
+        async with asyncio.timeout(within_s):
+            await self.source.commit([checkpointed])
         self.parts.folder.checkpointed(best=self.evaluator.best_step)
 
     async def save_checkpoint(self, name: str) -> None:

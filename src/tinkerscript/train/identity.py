@@ -2,7 +2,7 @@
 
 Invariants: a checkpoint is complete if its manifest.json, which is written last, is true of its files.
 Databases and checkpoints carry the identity of their run (`files.RUN_ID`), and a run does not go on with
-those of another one. A ledger that ends before a checkpoint has been cut (`ledger.history.begin`).
+those of another one. A ledger that ends before a checkpoint has been cut (`ledger.history.check_covers`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from uuid import uuid4
 
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import LEDGER_FILE, RUN_ID, is_foreign, write_atomically, write_json
+from tinkerscript.ledger.history import LAST_STEP, check_covers
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.remote_folder import CHECKPOINTS, MANIFEST
 
@@ -82,6 +83,9 @@ def check_whole(path: Path) -> None:
             f"no checkpoint in {path} is complete ({newest.name} has {damage_of(newest)}): put one back, or "
             f"remove {path / CHECKPOINTS} to begin again at step 1"
         )
+    if (path / LEDGER_FILE).exists():  # It may be elsewhere: then `begin` finds it.
+        whole = [int(folder.name.removeprefix("step_")) for folder in checkpoints if not damage_of(folder)]
+        check_covers(_asked(path / LEDGER_FILE, LAST_STEP.replace("{s}", "")), whole)
 
 
 def holds_run(path: Path) -> bool:
@@ -90,11 +94,16 @@ def holds_run(path: Path) -> bool:
     ledger = path / LEDGER_FILE
     if not ledger.exists():  # It may be elsewhere.
         return any(path.glob(f"{CHECKPOINTS}/step_*")) or size_of(path / "metrics.jsonl") > 0
+    return bool(_asked(ledger, "SELECT EXISTS (SELECT 1 FROM episodes) OR EXISTS (SELECT 1 FROM steps)"))
+
+
+def _asked(ledger: Path, query: str) -> int:
+    """The number that a query finds; 0 in a ledger without tables. Raises ConfigError for one that cannot be
+    read."""
     try:
         with closing(sqlite3.connect(ledger)) as run:
-            query = "SELECT EXISTS (SELECT 1 FROM episodes) OR EXISTS (SELECT 1 FROM steps)"
             has_tables = run.execute("SELECT 1 FROM sqlite_schema WHERE name = 'steps'").fetchone()
-            return bool(has_tables and run.execute(query).fetchone()[0])
+            return run.execute(query).fetchone()[0] if has_tables else 0
     except sqlite3.Error as error:
         raise ConfigError(f"{ledger} cannot be read ({error}): put a whole ledger back") from error
 

@@ -27,7 +27,7 @@ from tinkerscript.addresses import ServerInfo, moved_to, read_server_info
 from tinkerscript.config import EvaluationConfig, RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import AlignmentError, ConfigError, EngineError, GatewayError, LinkError
-from tinkerscript.ledger.history import Tally
+from tinkerscript.ledger.history import History, Tally
 from tinkerscript.model_folder import model_folder
 from tinkerscript.processes.children import (
     ServerAddress,
@@ -61,6 +61,7 @@ from tinkerscript.train.run_folder import ALIGNMENT_FILE, FINAL_CHECKPOINT, RunF
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_metrics import extra_metrics
 from tinkerscript.train.token_advantages import Distillation, open_distillation
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 if TYPE_CHECKING:
@@ -103,8 +104,8 @@ async def run_training(
         link = await stack.enter_async_context(_link(config, children, sampling.sample, progress.note))
         lag = config.training.max_policy_lag + 1 if config.training.replay_uses > 1 else 0
         with progress.waiting("the server to say where the run goes on"):
-            history = await link.resume(folder.whole_checkpoints(), replay_lag=lag)
-            replayed = await link.fetch(sorted({each.episode for each in history.replayed}))
+            asking = asyncio.create_task(_past(link, folder, replay_lag=lag), name="ask for the past")
+            history, replayed = await run_beside(children.supervisor, asking)
         recording = open_run(
             config, folder, progress, on_page, ledger=link, history=history, replayed=replayed
         )
@@ -149,6 +150,14 @@ async def run_training(
         folder.draw_curve(at_once=True)
         await folder.finish_copies(progress)
     return folder
+
+
+async def _past(
+    link: TrainerLink, folder: RunFolder, *, replay_lag: int
+) -> tuple[History, list[EpisodeAccepted]]:
+    """Where the run goes on, and the episodes that it may train on again."""
+    history = await link.resume(folder.whole_checkpoints(), replay_lag=replay_lag)
+    return history, await link.fetch(sorted({each.episode for each in history.replayed}))
 
 
 class _LateSampling:
@@ -505,7 +514,9 @@ def summarize(grpo: GRPO, tally: Tally, *, restarts: int) -> dict[str, Any]:
     }
     return {
         "eval_before": before.score if before else None,
+        "eval_before_margin": before.margin if before else None,
         "eval_after": after.score if after else None,
+        "eval_after_margin": after.margin if after else None,
         "eval_episodes": after.accepted if after else 0,
         "eval_failed": sum(evaluation.failed for evaluation in evaluations.values()),
         "train_episodes": train_episodes,

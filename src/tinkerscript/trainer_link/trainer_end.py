@@ -143,6 +143,9 @@ class TrainerLink:
         self._outbox = Outbox()
         self._samples = SampleService(sampler, self._outbox.put)
         self._inbox: list[Outcome] = []
+        self._taken = 0
+        """The end number of the last outcome that left the inbox."""
+
         self._commits: dict[int, Commit] = {}
         """By number: those that the server has not confirmed."""
 
@@ -280,7 +283,8 @@ class TrainerLink:
             self._news.clear()
             await self._news.wait()
         taken, self._inbox = self._inbox, []
-        self._outbox.put_latest(Received(position=self._hello.position))
+        self._taken = self._hello.position
+        self._outbox.put_latest(Received(position=self._taken))
         return taken
 
     def note(self, rows: Collection[TrainerRow]) -> None:
@@ -409,6 +413,8 @@ class TrainerLink:
         )
         for uuid, reason in self._cancelling.items():
             self._outbox.put(Cancel(episode_uuids=[uuid], reason=reason))
+        if self._taken:
+            self._outbox.put_latest(Received(position=self._taken))
         for commit in self._commits.values():
             self._outbox.put(commit)
         for request, _ in self._asking.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,22 @@ def test_scorers_are_averaged_and_so_are_the_values_of_one() -> None:
     assert scored.values == {"a": 1.0, "b/x": 0.5, "b/z": 1.0, "c/0": 0.0, "c/1": 0.5}
     assert scored.reward == pytest.approx((1.0 + 0.75 + 0.25) / 3)
     assert not scored.correct
+
+
+@pytest.mark.parametrize(
+    ("frames", "place"),
+    [
+        ([], ""),
+        (["/a/task.py", json.__file__], " (/a/task.py, line 1)"),
+        (["/site-packages/anyio/run.py", "/site-packages/e/t.py"], " (/site-packages/e/t.py, line 2)"),
+    ],
+)
+def test_an_error_of_the_task_is_named_with_its_file_and_line(frames: list[str], place: str) -> None:
+    lines = [f'  File "{path}", line {number}, in solve' for number, path in enumerate(frames, start=1)]
+    failed = replace(outcome(), error="KeyError('gold')", traceback="\n".join(lines))
+    with pytest.raises(TaskFailedError) as raised:
+        score_episode(failed)
+    assert raised.value.cause == f"KeyError('gold'){place}"
 
 
 @pytest.mark.parametrize(("value", "correct"), [(1.0, True), (1.5, True), (0.999, False)])

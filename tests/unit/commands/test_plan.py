@@ -33,7 +33,7 @@ CONFIGS = sorted(
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_example_has_a_plan(path: Path) -> None:
     lines = plan(load_config(path))
-    assert lines[0].startswith("processes, on ")
+    assert lines[0].startswith("processes that the run starts, on ")
     assert any(line.startswith("  trainer ") for line in lines)
 
 
@@ -184,6 +184,16 @@ def test_a_checkpoint_takes_what_the_plan_says() -> None:
     lines = plan(load_config(EXAMPLES / "arithmetic.yaml"))
     (checkpoints,) = [line for line in lines if line.startswith("  checkpoints ")]
     assert checkpoints.endswith("24 MiB: 2 that are kept and one that is written, 8 MiB each"), checkpoints
+
+
+def test_the_plan_says_what_is_not_held_out() -> None:
+    apart = plan(load_config(EXAMPLES / "arithmetic.yaml"))
+    assert apart[-1] == "  1,000 held out, before and after training"
+    same = plan(load_config(EXAMPLES / "arithmetic.yaml", ["task.eval_args={split: train}"]))
+    assert same[-1] == (
+        "  1,000 to evaluate, before and after training; not held out: "
+        "1,000 of their 1,000 samples are trained on too"
+    )
 
 
 def test_a_service_and_a_run_in_one_process() -> None:

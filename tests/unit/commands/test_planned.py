@@ -101,7 +101,7 @@ def test_what_a_launcher_cannot_place_is_refused(text: str, message: str) -> Non
 def test_the_plan_prints_the_commands_that_are_executed() -> None:
     config = load_config(VLLM, ["workers.count=2", "workers.max_count=8", "cluster.launcher=ray"])
     lines = plan(config)
-    assert lines[0] == "processes, on a Ray of its own on this machine"
+    assert lines[0] == "processes that the run starts, on a Ray of its own on this machine"
     for process in plan_of(config, Path("run")):
         program = [word for word in process.command if not word.startswith("run")][:3]
         assert any(all(word in line for word in program) for line in lines), process.name
@@ -118,6 +118,19 @@ def test_the_plan_prints_the_commands_that_are_executed() -> None:
         (
             "tasks: [{name: verifiers:gsm8k}, {name: mine.py@a b}]",
             "--task verifiers:gsm8k --task 'mine.py@a b'",
+        ),
+        (
+            "task: {name: /home/me/t.py@sums, train_args: {split: train}, eval_args: {split: test}}",
+            """--task t.py@sums --task-args '{"split": "train"}' --eval-args '{"split": "test"}'""",
+        ),
+        (
+            "tasks: [{name: one}, {name: two, eval_args: {n: 2}}]",
+            "--task one --task-args '{}' --eval-args '{}' "
+            """--task two --task-args '{}' --eval-args '{"n": 2}'""",
+        ),
+        (
+            "task: {name: t.py@sums, sandbox_type: docker, sandbox_config: /home/me/compose.yaml}",
+            "--task t.py@sums --sandbox docker:compose.yaml",
         ),
         ("{}", "SCRIPT"),
     ],

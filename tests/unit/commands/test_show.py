@@ -18,6 +18,7 @@ from tinkerscript.cli import CANNOT_RUN, app
 from tinkerscript.commands.show import show_command
 from tinkerscript.dashboard import one_line, plain
 from tinkerscript.errors import ConfigError, NotRecordedError
+from tinkerscript.lifecycle import ProcessId
 from tinkerscript.page.annotation import Annotation, write_annotation
 from tinkerscript.page.web_app import create_page
 from tinkerscript.record.entries import TrainedEpisode
@@ -127,6 +128,22 @@ def test_an_episode_shows_every_sequence_score_and_attempt(told: Path) -> None:
     assert "training sequence 1: 2 tokens, 1 sampled, 1 that train" in second
 
 
+def test_an_evaluation_does_not_train(tmp_path: Path) -> None:
+    call = said(None, [1], [2], "1+1?", "2")
+    with RecordWriter(tmp_path / RECORD_FILE) as writer:
+        writer.status(state="running", process=ProcessId.own(), step=0, steps=9)
+        writer.episode(episode("e1", episode_type="eval", label="before", step=0, detail={"calls": [call]}))
+        writer.evaluation(label="before", step=0, policy_version=0, score=0.5, accepted=1, failed=0)
+        assert writer.flush()
+    text = shown(tmp_path, "e1")
+    assert "1 call, 1 token sampled\n" in text
+    assert "training sequence 0: 2 tokens, 1 sampled\n" in text
+    (row,) = (line for line in shown(tmp_path.parent).splitlines() if "running" in line)
+    assert "0.500" in row
+    assert "→" not in row, "one evaluation is no gain"
+    assert "evaluation before: 0.500  (1 episode)\n" in shown(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -137,6 +154,13 @@ def test_an_episode_shows_every_sequence_score_and_attempt(told: Path) -> None:
 def test_what_is_not_there_is_named_with_what_is(told: Path, what: str, message: str) -> None:
     with pytest.raises(NotRecordedError, match=message):
         shown(told, what)
+
+
+def test_before_the_first_run_it_says_what_makes_one(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(made.parent)
+    message = "there is no folder runs; this folder has made; `tinkerscript train` makes one for each run"
+    with pytest.raises(ConfigError, match=message):
+        shown(Path("runs"))
 
 
 def test_runs_that_are_not_there(tmp_path: Path, made: Path) -> None:

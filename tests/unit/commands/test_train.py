@@ -38,6 +38,18 @@ async def refused(config: Path, *overrides: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("client_uuid", "name"),
+    [
+        ("worker-0123abcd-3-2", "worker 3"),
+        ("6fdbc25b5fe543c3aa12a4e76d62c496", "client 6fdbc25b"),
+        ("rollouts-17", "rollouts-17"),
+    ],
+)
+def test_a_client_has_a_short_name_on_the_screen(client_uuid: str, name: str) -> None:
+    assert train.client_name(client_uuid) == name
+
+
 async def test_a_missing_model_is_named(config: Path) -> None:
     assert "no-such-model" in await refused(config, "engine.model=no-such-model")
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import shlex
 import time
 
 import pyte
 import pytest
 from rich.console import Console
 
+from tinkerscript.dashboard import wrapped
 from tinkerscript.dashboard.run_table import RunTable, WorkersNow
 from tinkerscript.dashboard.terminal import TableReporter, shown_progress
 
@@ -73,7 +75,7 @@ def test_what_the_table_says(table: RunTable) -> None:
     lines = text(table, 140)
     assert lines[0].startswith("step 7 of 20  ━")
     assert lines[0].endswith("1:18 min, about 2:02 min left"), "13 steps of 10 s, of which 8 s have passed"
-    assert lines[1] == "sampling step 8: 64 of 256 episodes   8 ep/s"
+    assert lines[1] == f"sampling step 8: 64 of 256 episodes   8 ep/s  {'━' * 6}{'─' * 18}"
     titles = "step reward held out reply cut off lag sample train publish rate entropy"
     assert " ".join(lines[3].split()) == titles
     assert [line.split()[0] for line in lines[4:9]] == ["3", "4", "5", "6", "7"], "the last five"
@@ -89,6 +91,78 @@ def test_what_the_table_says(table: RunTable) -> None:
         "look at   7 retried, 14 of 224 groups without signal",
         "page      http://127.0.0.1:10086",
     ]
+
+
+def test_the_first_step_tells_how_long_the_rest_takes() -> None:
+    table = RunTable(0.0)
+    table.begin(5, 2)
+    table.batch, table.batch_began = ("step 3", 0, 64), 40.0
+    assert text(table, 100)[0].endswith("  1:18 min")
+    table.step(3, STEP, 70.0)
+    assert text(table, 100)[0].endswith("about 52 s left"), "two steps of 30 s, of which 8 s have passed"
+
+
+@pytest.mark.parametrize(
+    ("now", "says"),
+    [
+        (72.0, "about 2:08 min left"),
+        (83.0, "about 2:00 min left"),  # The step takes longer than the others: 12 are left after it.
+        (91.0, ""),  # More than twice as long.
+    ],
+)
+def test_a_long_step_does_not_run_the_time_left_down(table: RunTable, now: float, says: str) -> None:
+    heading = table.frame(140, 40, now)[0].plain
+    assert heading.partition(", ")[2] == says
+
+
+def test_no_time_is_left_after_the_last_step(table: RunTable) -> None:
+    table.begin(8, 7)
+    assert table.frame(140, 40, 75.0)[0].plain.endswith("about 5 s left")
+    assert "left" not in table.frame(140, 40, 81.0)[0].plain
+    table.step(8, STEP, 82.0)
+    assert "left" not in table.frame(140, 40, 83.0)[0].plain
+
+
+def test_a_rate_below_one_is_not_nothing(table: RunTable) -> None:
+    table.batch, table.batch_began = ("step 8", 3, 256), 68.0
+    table.step(8, STEP | {"episodes_per_s": 0.34}, 80.0)
+    lines = text(table, 140)
+    assert lines[1].startswith("sampling step 8: 3 of 256 episodes   0.3 ep/s  ")
+    assert "  0.34 ep/s  " in lines[8]
+
+
+def test_one_of_a_thing_is_no_plural(table: RunTable) -> None:
+    table.workers = WorkersNow({"worker 0": 1}, 2, 2, 1, 0, 0)
+    (line,) = (line for line in text(table, 140) if line.startswith("workers"))
+    assert line == "workers   worker 0: 1 claim, 1 more: 1 claim, 1 episode waits"
+
+
+NOTE = (
+    "no workers on this machine (workers.count: 0); start some where their files are, and a long note, "
+    "with\n"
+    """  tinkerscript worker --task my_eval.py@sums --task-args '{"split": "train", "of": "pairs"}' """
+    """--eval-args '{"split": "test"}' --server http://training.example.com:10086"""
+)
+
+
+def test_a_note_is_broken_between_words_and_its_command_can_be_pasted() -> None:
+    screen = console()
+    assert isinstance(screen.file, Terminal)
+    TableReporter(screen).note(NOTE)
+    lines = [line for line in screen.file.screen() if line]
+    prose, command = lines[:2], lines[2:]
+    assert " ".join(prose) == NOTE.splitlines()[0]
+    assert len(command) > 1
+    assert all(line.endswith(" \\") for line in command[:-1])
+    assert shlex.split("\n".join(command).replace("\\\n", "")) == shlex.split(NOTE.splitlines()[1])
+
+
+@pytest.mark.parametrize("width", [20, 45, 60, 79])
+def test_no_line_is_broken_within_a_word(width: int) -> None:
+    text = f"{NOTE}\nserve the model    tinkerscript serve --checkpoint runs/2026-11-25/checkpoints/final"
+    lines = wrapped(text, width).split("\n")
+    words = " ".join(line.removesuffix("\\") for line in lines).split()
+    assert words == text.split()
 
 
 @pytest.mark.parametrize("columns", [20, 45, 60, 80, 140, 300])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+import time
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -22,7 +24,7 @@ from tinkerscript.page.runs import Runs
 from tinkerscript.page.steps import step_view
 from tinkerscript.page.token_view import pieces, token_view
 from tinkerscript.record.entries import TokenUse, TrainedEpisode
-from tinkerscript.record.health import Gain
+from tinkerscript.record.health import Gain, health_rows
 from tinkerscript.record.reader import Record
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.record.writer import RecordWriter
@@ -195,6 +197,59 @@ def test_the_first_screen_of_a_run_that_goes_on(writer: RecordWriter, tmp_path: 
     assert run_line("run", Record(tmp_path)) == run_line("run", Record(tmp_path)).model_validate(
         {name: getattr(view, name) for name in type(run_line("run", Record(tmp_path))).model_fields}
     )
+
+
+def test_one_evaluation_is_no_gain(writer: RecordWriter, tmp_path: Path) -> None:
+    write_evaluation(writer, "before", 0, {0: [0.0], 1: [1.0]})
+    line = run_line("run", flushed(writer, tmp_path))
+    assert (line.score_before, line.score) == (None, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("steps", "ended", "about"),
+    [
+        (10, [80.0, 30.0], 370.0),
+        (10, [140.0, 90.0], 350.0),
+        (10, [200.0, 150.0], None),
+        (2, [60.0, 10.0], None),
+    ],
+)
+def test_the_time_left_is_known_between_steps_of_a_usual_length(
+    writer: RecordWriter, tmp_path: Path, steps: int, ended: list[float], about: float | None
+) -> None:
+    """Steps of 50 s; `ended`: seconds ago."""
+    writer.status(state="running", process=ProcessId.own(), step=2, steps=steps, began=100.0)
+    for step in (1, 2):
+        write_step(writer, step)
+    record = flushed(writer, tmp_path)
+    with sqlite3.connect(tmp_path / RECORD_FILE) as database:
+        for step, ago in enumerate(ended, 1):
+            database.execute("UPDATE steps SET time = ? WHERE step = ?", (time.time() - ago, step))
+    left = overview("run", record).time_left_s
+    assert left == (None if about is None else pytest.approx(about, abs=20))
+
+
+@pytest.mark.parametrize(
+    ("config", "longest", "advice"),
+    [
+        ({"sampling": {"max_tokens": 16}}, 16.0, "raise sampling.max_tokens (16), or"),
+        (
+            {"sampling": {"max_tokens": 16}},
+            8.0,
+            "at 8 tokens, not by sampling.max_tokens (16): raise the task's",
+        ),
+        ({}, 8.0, "raise sampling.max_tokens, or the task's own max_tokens, or"),
+    ],
+)
+def test_what_cuts_replies_off_is_named(
+    writer: RecordWriter, tmp_path: Path, config: dict[str, Any], longest: float, advice: str
+) -> None:
+    writer.status(config=config)
+    write_step(writer, 1)
+    cut = {"alignment/calls": 10.0, "response_tokens/cut_off": 0.6, "response_tokens/max": longest}
+    writer.metrics(1, cut)
+    (row,) = (row for row in health_rows(flushed(writer, tmp_path)) if row.name == "cut_off")
+    assert row.words.startswith(advice)
 
 
 def test_a_trainer_that_is_gone_without_a_word_was_stopped() -> None:

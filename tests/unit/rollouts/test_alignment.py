@@ -402,6 +402,9 @@ def test_a_report_is_read_back() -> None:
 def test_a_report_is_said_in_words() -> None:
     report = filled()
     assert explain(report)[0].startswith("clean:")
+    alone = AlignmentReport()
+    alone.add_episode(make_episode([make_call(None, [1], [2, 3])]))
+    assert not any("fewer tokens" in line for line in explain(alone)), "one call is not merged with another"
     report.add_errors(["logprobs_shifted", "logprobs_shifted"])
     report.add_warnings({"top_p": 4})
     report.add_finding(Finding("logprobs_shifted", "they come 1 token too late"), step=3)

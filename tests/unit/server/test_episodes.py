@@ -16,6 +16,7 @@ from clock import Clock
 from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
 from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger import SqliteLedger
+from tinkerscript.ledger.rows import Use
 from tinkerscript.protocol import HANDED_BACK, Failure
 from tinkerscript.server.episodes.book import MAX_HAND_BACKS, EpisodeBook
 from tinkerscript.server.episodes.record import TRANSITIONS, EpisodeRecord, rows_of
@@ -59,6 +60,28 @@ def test_a_whole_life(book: EpisodeBook) -> None:
         "accepted": 1,
         "failed": 0,
     }
+
+
+@pytest.mark.parametrize("why", [Use.STALE, Use.LEFT_OUT])
+@pytest.mark.parametrize("left", [("a", "b"), ("a",)])
+def test_a_group_that_was_left_out_as_a_whole_is_not_waited_for_again(
+    book: EpisodeBook, why: str, left: tuple[str, ...]
+) -> None:
+    """By a trainer that goes on, whose step collected other groups in its place."""
+    for uuid, pool in (("a", ""), ("b", ""), ("mine", "p")):
+        book.register(uuid, "train", f"g{pool}", b"{}", pool=pool, step=0 if pool else 1)
+        episode = book.claim("c", "any", 10.0, pool=pool)
+        assert episode is not None
+        book.end(uuid, 1, reward=0.5, result=b"r")
+        book.consume(episode.sequence)
+    used = {
+        book.get(uuid).sequence: why if uuid in (*left, "mine") else Use.TRAINED
+        for uuid in ("a", "b", "mine")
+    }
+    assert book.resume(0, 2, used) == []
+    again = [] if left == ("a", "b") else ["a", "b"]
+    assert [each.uuid for each in book.planned(1)] == again
+    assert [each.uuid for each in book.open_ends.values()] == again, "nor is a client's own"
 
 
 def test_a_hand_back_is_no_failed_attempt(book: EpisodeBook) -> None:

@@ -13,7 +13,7 @@ from rollout_helpers import make_accepted, make_call, make_episode, make_group
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.train.collector import Batch
-from tinkerscript.train.step_metrics import StepFacts, extra_metrics, step_metrics
+from tinkerscript.train.step_metrics import StepFacts, extra_metrics, step_metrics, why_groups_do_not_train
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
 OWN = """
@@ -48,6 +48,14 @@ def facts() -> StepFacts:
         rollout_s=1.5,
         train_s=0.5,
     )
+
+
+def test_why_nothing_trained_says_what_was_missing() -> None:
+    called = make_group([make_episode([make_call(None, [1], [2])], reward) for reward in (1.0, 0.0)])
+    silent = make_group([make_episode([], reward) for reward in (1.0, 0.0)])
+    assert "has called the model: there is nothing to train" in why_groups_do_not_train([silent])
+    left_out = why_groups_do_not_train([called, silent], errors={"greedy": 2})
+    assert left_out == "the alignment check left out every sequence: 2 greedy"
 
 
 def no_package() -> int:

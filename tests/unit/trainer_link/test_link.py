@@ -43,7 +43,7 @@ from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange, read_episodes
 from tinkerscript.server.metrics import ServerMetrics
-from tinkerscript.server.trainer_messages import TrainerMessageHandler, read_last_commit
+from tinkerscript.server.trainer_messages import OutcomeStream, TrainerMessageHandler, read_last_commit
 from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to_server, read_to_trainer
 from tinkerscript.trainer_link.messages import (
     LINK_VERSION,
@@ -276,6 +276,44 @@ async def test_outcomes_come_in_their_order_and_few_at_a_time(
         assert set(sent) == {1}
         assert [*await collect(link, 5)] == names[::-1]
         assert [*dict.fromkeys(sent)] == [1, 2, 3, 4, 5]
+
+
+async def test_what_a_trainer_has_and_does_not_take_yet_is_not_sent_again(
+    ipc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while its engine loads. Then it takes them, and says so again if that gets lost."""
+    monkeypatch.setattr("tinkerscript.server.trainer_messages.AT_ONCE", 1)
+    monkeypatch.setattr("tinkerscript.server.trainer_messages.MAX_ON_THE_WAY", 1)
+    sent, send, looked = list[int](), ServerLink.send, list[int]()
+    received, repeat, confirmed = OutcomeStream.received, OutcomeStream.repeat, list[int]()
+
+    def noted(link: ServerLink, message: Tagged) -> None:
+        if isinstance(message, EpisodeAccepted):
+            sent.append(message.number)
+        send(link, message)
+
+    def looking(stream: OutcomeStream) -> None:
+        looked.append(len(sent))
+        repeat(stream)
+
+    def lose_the_first(stream: OutcomeStream, position: int) -> None:
+        confirmed.append(position)
+        if len(confirmed) > 1:
+            received(stream, position)
+
+    monkeypatch.setattr(ServerLink, "send", noted)
+    monkeypatch.setattr(OutcomeStream, "repeat", looking)
+    monkeypatch.setattr(OutcomeStream, "received", lose_the_first)
+    async with serving(ipc, tmp_path) as server, trainer(server.address) as link:
+        await link.resume([])
+        await link.register(new_episodes("a", "b"))
+        for _ in range(2):
+            await server.end(await server.claim())
+        await until(lambda: looked.count(1) > 4, "several looks at what is under way")
+        assert sent == [1]
+        assert [*await collect(link, 2)] == ["a", "b"]
+        assert sent == [1, 2]
+        assert confirmed[:2] == [1, 1]
 
 
 async def test_an_outcome_is_not_taken_before_one_that_got_lost(

@@ -39,7 +39,7 @@ function Progress({ data }) {
       <div class="big">${data.step.toLocaleString("en-US")} <span class="unit">of ${data.steps.toLocaleString("en-US")} steps</span></div>
       <${Meter} done=${data.step} total=${data.steps} label="Steps done" />
       <dl class="facts">
-        ${data.state === "running" && html`<dt>time left</dt><dd>${data.time_left_s === null ? "is known after two steps" : `about ${duration(data.time_left_s)}`}</dd>`}
+        ${data.state === "running" && data.step < data.steps && html`<dt>time left</dt><dd>${data.time_left_s !== null ? `about ${duration(data.time_left_s)}` : data.step < 2 ? "is known after two steps" : "not known now"}</dd>`}
         <dt>${data.state === "running" ? "now" : data.state === "finished" ? "finished" : "last sign of life"}</dt>
         <dd>${data.state === "running"
           ? data.waiting ? html`waiting for ${data.waiting.what} (${duration(Date.now() / 1000 - data.waiting.since)})` : doing || "between two steps"

@@ -228,13 +228,18 @@ def _counted(kind: str, counts: Mapping[str, int], meanings: Mapping[str, str]) 
         yield f"{kind}, {number:,}x {name}: {meanings.get(name, name)}"
 
 
+MERGED = 1.05
+"""How many times fewer tokens there are at least where the report says so: with one call an episode, none."""
+
+
 def _figures(report: AlignmentReport) -> Iterator[str]:
     whole = report.whole
     if whole.sequences:
+        fewer = f"{whole.merge_ratio:.1f} times fewer tokens than separate calls"
         yield (
             f"{whole.tokens_sampled:,} tokens sampled, {whole.tokens_trained:,} trained, in "
-            f"{whole.sequences_per_episode:.2f} sequences per episode; {whole.merge_ratio:.1f} times fewer "
-            "tokens than separate calls"
+            f"{whole.sequences_per_episode:.2f} sequences per episode"
+            + (f"; {fewer}" if whole.merge_ratio >= MERGED else "")
         )
     if whole.constrained:
         yield constrained_share(whole)

@@ -37,7 +37,7 @@ MAX_HAND_BACKS = 20
 attempt that failed: a client cannot keep an episode from ending."""
 
 
-LOST_TO_CLIENTS = (None, Use.SET_ASIDE, Use.LEFT_OUT)
+LOST_TO_CLIENTS = (None, Use.SET_ASIDE, Use.LEFT_OUT, Use.STALE)
 """What became of a client's own sample in steps that are undone, after which it cannot train again; None: no
 such step used it."""
 
@@ -570,13 +570,15 @@ class EpisodeBook:
 
 def _can_train(group: list[EpisodeRecord], used: Mapping[int, str]) -> bool:
     """Whether a group that was planned for the next step may still train: no member was cancelled, set aside
-    or given up, and not every result was left out."""
+    or given up, and not every result was left out or too old."""
     for episode in group:
         is_cancelled = episode.state == "failed" and episode.failures[-1].kind == CANCELLED
         gone = episode.consumed and used.get(episode.sequence, Use.SET_ASIDE) in (Use.SET_ASIDE, Use.GIVEN_UP)
         if is_cancelled or gone:
             return False
-    return any(each.state != "ended" or used.get(each.sequence) != Use.LEFT_OUT for each in group)
+    return any(
+        each.state != "ended" or used.get(each.sequence) not in (Use.LEFT_OUT, Use.STALE) for each in group
+    )
 
 
 def _hand_backs(episode: EpisodeRecord) -> int:

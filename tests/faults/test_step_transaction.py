@@ -1,0 +1,160 @@
+"""The server is killed between any two statements of a step's transaction, and before and after its commit:
+the step is in the ledger once, whole, and so is what it trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from dying_server import DEAD
+
+from tinkerscript.addresses import ServerInfo, read_server_info
+from tinkerscript.client import AsyncTinkerScriptClient
+from tinkerscript.config import RunConfig, dump_config
+from tinkerscript.files import LEDGER_FILE
+from tinkerscript.ledger.rows import PublicationRow, StepRow, TrainedRow, TrainerRow, Use
+from tinkerscript.trainer_link.framing import LinkTimes
+from tinkerscript.trainer_link.messages import NewEpisode, Outcome
+from tinkerscript.trainer_link.trainer_end import TrainerLink
+
+EPISODES = 4
+TIMES = LinkTimes(heartbeat_s=0.1, resend_s=0.2)
+
+
+@pytest.mark.timeout(300)
+async def test_a_step_is_written_once_wherever_the_server_dies(tmp_path: Path) -> None:
+    deaths = 0
+    for point in itertools.count(1):
+        died = await _step_with_a_death_at(tmp_path / str(point), point)
+        if not died:
+            break
+        deaths += 1
+    # BEGIN, an INSERT for each of facts, episodes, publications, steps and trained, COMMIT, and after it.
+    assert deaths >= 8
+
+
+async def _step_with_a_death_at(run_dir: Path, point: int) -> bool:
+    """Train a step with a server that dies at the point; whether it got that far."""
+    run_dir.mkdir()
+    config = RunConfig.model_validate({"interchange_server": {"interchange_server_port": 0}})
+    (run_dir / "config.yaml").write_text(dump_config(config))
+    with _server(run_dir, point) as server:
+        info = await asyncio.to_thread(_listening, run_dir, server)
+        async with _link(info) as link:
+            assert (await link.resume([])).step == 0
+            outcomes = await _ended_episodes(info, link)
+            committing = asyncio.create_task(link.commit(_rows(outcomes)))
+            ended = asyncio.create_task(asyncio.to_thread(server.wait))
+            await asyncio.wait((committing, ended), return_when=asyncio.FIRST_COMPLETED)
+            if died := not committing.done():
+                assert await ended == DEAD
+                assert _counts(run_dir) in ((0, 0, 0), (1, EPISODES, EPISODES))  # None of it, or all.
+                with _server(run_dir, 0) as again:
+                    await asyncio.to_thread(_listening, run_dir, again)
+                    await asyncio.wait_for(committing, 30)
+                    await _nothing_is_open(run_dir)
+            else:
+                server.kill()
+                await ended
+    assert _counts(run_dir) == (1, EPISODES, EPISODES)
+    return died
+
+
+async def _ended_episodes(info: ServerInfo, link: TrainerLink) -> list[Outcome]:
+    names = [f"e{number}" for number in range(EPISODES)]
+    await link.register(
+        [
+            NewEpisode(
+                episode_uuid=name, episode_type="train", group_id="g", payload=b"{}", step=1, position=0
+            )
+            for name in names
+        ]
+    )
+    link.set_status(engine_status="ENGINE.ROLLING")
+    async with AsyncTinkerScriptClient(info.url, client_uuid="c") as client:
+        for _ in names:
+            await client.end_episode(await client.begin_episode(wait_s=10), 1.0)
+    found = list[Outcome]()
+    while len(found) < EPISODES:
+        found += await link.outcomes()
+    return found
+
+
+def _rows(outcomes: list[Outcome]) -> list[TrainerRow]:
+    now = time.time()
+    trained = [TrainedRow(episode=each.sequence, step=1, outcome=Use.TRAINED, place=0) for each in outcomes]
+    return [
+        PublicationRow(policy_version=1, step=1, time=now),
+        StepRow(step=1, time=now, policy_version=1),
+        *trained,
+    ]
+
+
+async def _nothing_is_open(run_dir: Path) -> None:
+    """A trainer that begins now gets no outcome again."""
+    info = read_server_info(run_dir)
+    assert info is not None
+    async with _link(info) as link:
+        history = await link.resume([])
+        tally = await link.tally()
+    # Without a checkpoint the step is undone, and its episodes are its own again: once each.
+    assert history.step == 0
+    assert [plan.episode_uuid for plan in history.planned] == [f"e{number}" for number in range(EPISODES)]
+    assert tally.planned_accepted == EPISODES
+
+
+def _counts(run_dir: Path) -> tuple[int, int, int]:
+    """The rows of steps, of what they trained on, and of consumed episodes: undone or not, each once."""
+    queries = (
+        "SELECT count(*) FROM steps",
+        "SELECT count(DISTINCT episode) FROM trained",
+        "SELECT count(*) FROM episodes WHERE EXISTS (SELECT 1 FROM trained WHERE episode = sequence)",
+    )
+    with closing(sqlite3.connect(run_dir / LEDGER_FILE)) as run:
+        ((doubled,),) = run.execute(
+            "SELECT count(*) FROM (SELECT 1 FROM trained GROUP BY episode HAVING count(*) > 1)"
+        ).fetchall()
+        assert not doubled
+        found = [run.execute(query).fetchone()[0] for query in queries]
+    return found[0], found[1], found[2]
+
+
+@contextmanager
+def _server(run_dir: Path, point: int) -> Generator[subprocess.Popen[bytes]]:
+    script = Path(__file__).with_name("dying_server.py")
+    with (run_dir / "server.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(run_dir), str(point)], stdout=log, stderr=log
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _listening(run_dir: Path, process: subprocess.Popen[bytes]) -> ServerInfo:
+    while (info := read_server_info(run_dir)) is None or info.pid != process.pid:
+        assert process.poll() is None, (run_dir / "server.log").read_text()
+        time.sleep(0.02)
+    return info
+
+
+def _link(info: ServerInfo) -> TrainerLink:
+    return TrainerLink(
+        info.link_address, trainer_id=uuid4().hex, model="none", sampler=_no_samples, times=TIMES
+    )
+
+
+async def _no_samples(request: object, progress: object = None) -> Any:
+    raise RuntimeError("nobody calls the model here")

@@ -1,0 +1,57 @@
+"""Whether a folder holds a run, and whether its files are of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tinkerscript.errors import ConfigError
+from tinkerscript.files import LEDGER_FILE, RUN_ID
+from tinkerscript.ledger import SqliteLedger
+from tinkerscript.ledger.rows import StepRow
+from tinkerscript.train.identity import check_unused, check_whole, holds_run, identify
+
+
+async def ledger(folder: Path, *steps: int) -> None:
+    ledger = SqliteLedger(folder / LEDGER_FILE)
+    await ledger.commit([StepRow(step=step, time=0.0, policy_version=step) for step in steps])
+    await ledger.close()
+
+
+async def test_a_folder_holds_a_run_once_its_ledger_has_a_step_or_an_episode(tmp_path: Path) -> None:
+    identify(tmp_path)
+    await ledger(tmp_path)
+    assert not holds_run(tmp_path)
+    check_unused(tmp_path)
+    await ledger(tmp_path, 1)
+    assert holds_run(tmp_path)
+    check_whole(tmp_path)
+    with pytest.raises(ConfigError, match="already holds a run; resume it"):
+        check_unused(tmp_path)
+    (tmp_path / RUN_ID).unlink()
+    with pytest.raises(ConfigError, match=r"has no run_id, which says which run ledger\.sqlite is of"):
+        check_whole(tmp_path)
+
+
+async def test_a_ledger_of_another_run_is_refused(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        identify(tmp_path / name)
+        await ledger(tmp_path / name, 1)
+    (tmp_path / "one" / LEDGER_FILE).replace(tmp_path / "other" / LEDGER_FILE)
+    with pytest.raises(ConfigError, match=r"ledger\.sqlite in .*: of another run than the rest"):
+        check_whole(tmp_path / "other")
+
+
+def test_a_run_of_the_first_version_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "journal.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"made by tinkerscript 0\.1 .*engine\.checkpoint"):
+        check_whole(tmp_path)
+
+
+def test_a_ledger_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    identify(tmp_path)
+    (tmp_path / LEDGER_FILE).write_bytes(b"no database" * 100)
+    with pytest.raises(ConfigError, match=r"cannot be read .*put a whole ledger back"):
+        holds_run(tmp_path)
