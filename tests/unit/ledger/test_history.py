@@ -37,6 +37,7 @@ from tinkerscript.server.trainer_messages import resume_run
 
 LEASE_S = 10.0
 USES = (Use.TRAINED, Use.TRAINED, Use.SAME_REWARD, Use.STALE, Use.LEFT_OUT)
+HOPELESS = (Use.LEFT_OUT, Use.STALE)
 LAG = 2
 
 
@@ -329,7 +330,7 @@ class Histories(RuleBasedStateMachine):
         groups = {each.group for each in planned.values()}
         for group in groups - lost:
             members = [each for each in planned.values() if each.group == group]
-            if all(each.state == "ended" and each.used_after(step) == Use.LEFT_OUT for each in members):
+            if all(each.state == "ended" and each.used_after(step) in HOPELESS for each in members):
                 lost.add(group)
         back = {uuid: each for uuid, each in planned.items() if each.group not in lost}
         for uuid, each in self.model.items():
