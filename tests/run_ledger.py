@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tinkerscript.files import LEDGER_FILE
-from tinkerscript.ledger.ledger import CALLS, decoded, row_of
+from tinkerscript.ledger.ledger import CALLS_OF_CLAIM, decoded, row_of
 from tinkerscript.ledger.rows import AttemptRow, EpisodeRow, Row, TrainedRow, TrainerRow, Use, columns
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.episodes.record import restored
@@ -44,7 +44,7 @@ def outcomes(run: Path) -> list[Outcome]:
         found = ask(run, "SELECT result FROM results WHERE episode = ?", own)
         result = found[0][0] if found else b""
         record = restored(episode, attempts, b"{}", result)
-        calls = decoded(ask(run, CALLS.replace("{s}", ""), own, record.attempt))
+        calls = decoded(ask(run, CALLS_OF_CLAIM.replace("{s}", ""), own, record.attempt))
         ended.append(outcome_of(record, {record.attempt: calls}, result=result))
     return ended
 

@@ -88,8 +88,8 @@ def read(url: str) -> dict[str, Any]:
 
 
 def page_of(training: Command) -> str:
-    """Where the trainer says that its page is, once it knows where the run goes on."""
-    found = re.search(r"^watch the run at (http://127\.0\.0\.1:\d+)$", training.text(), re.MULTILINE)
+    """Where the trainer says first that its page is."""
+    found = re.match(r"watch the run at (http://127\.0\.0\.1:\d+)", training.text())
     assert found, training.text()
     return found[1]
 
