@@ -1,4 +1,4 @@
-"""`open_run`: what every kind of run opens first, and what its parts work with (`OpenRun`)."""
+"""What every kind of run opens first (`open_record`), and what its parts work with (`OpenRun`)."""
 
 from __future__ import annotations
 
@@ -57,26 +57,37 @@ class OpenRun:
 
 
 @asynccontextmanager
-async def open_run(
+async def open_record(
     config: RunConfig,
     folder: RunFolder,
     progress: ProgressReporter,
     on_page: Callable[[str], object] | None,
+) -> AsyncGenerator[tuple[RunRecorder, ProgressReporter]]:
+    """Record and copy the run in `folder` while the context is open, and start its page: before anything
+    that may have to be waited for, or fail."""
+    async with AsyncExitStack() as stack:
+        recorder, progress = stack.enter_context(recorded(config, folder.path, progress))
+        await stack.enter_async_context(folder.copied(progress.note))
+        await stack.enter_async_context(run_page(config, folder.path, progress.note, on_page))
+        yield recorder, progress
+
+
+def begin_run(
+    config: RunConfig,
+    folder: RunFolder,
+    recorder: RunRecorder,
+    progress: ProgressReporter,
     *,
     ledger: RowWriter,
     history: History,
     replayed: Sequence[EpisodeAccepted] = (),
-) -> AsyncGenerator[OpenRun]:
-    """Record and copy the run in `folder` while the context is open, and start its page."""
-    async with AsyncExitStack() as stack:
-        kept = {plan.episode_uuid for plan in history.planned}
-        recording = recorded(config, folder.path, progress, step=history.step, kept=kept)
-        recorder, progress = stack.enter_context(recording)
-        await stack.enter_async_context(folder.copied(progress.note))
-        for damage in folder.passed_over(history.step):
-            progress.note(damage)
-        await stack.enter_async_context(run_page(config, folder.path, progress.note, on_page))
-        yield OpenRun(config, folder, ledger, recorder, progress, history, replayed)
+) -> OpenRun:
+    """The run goes on where `history` says."""
+    recorder.resume(history.step, kept={plan.episode_uuid for plan in history.planned})
+    folder.forget_metrics_after(history.step)
+    for damage in folder.passed_over(history.step):
+        progress.note(damage)
+    return OpenRun(config, folder, ledger, recorder, progress, history, replayed)
 
 
 def logged(config: RunConfig, folder: RunFolder) -> AbstractContextManager[None]:

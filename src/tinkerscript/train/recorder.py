@@ -50,10 +50,10 @@ MAX_FINDINGS = 200
 
 @contextmanager
 def recorded(
-    config: RunConfig, folder: Path, progress: ProgressReporter, *, step: int, kept: Container[str] = ()
+    config: RunConfig, folder: Path, progress: ProgressReporter
 ) -> Generator[tuple[RunRecorder, ProgressReporter]]:
-    """Record the run in `folder`, which continues after `step`, while the context is open: what it does, how
-    it ends, and what `progress` shows. `kept`: uuids of the episodes of later steps that still count."""
+    """Record the run in `folder` while the context is open: what it does, how it ends, and what `progress`
+    shows. `RunRecorder.resume` has to be called before its first episode."""
 
     def failed(reason: str) -> None:
         progress.note(f"{RECORD_FILE} is not written any more, and the run goes on without it: {reason}")
@@ -61,7 +61,6 @@ def recorded(
     with RecordWriter(
         folder / RECORD_FILE, limit_mb=config.recording_limit_mb, failed=failed, note=progress.note
     ) as writer:
-        writer.resume(step, kept=kept)
         writer.status(
             state="running",
             process=ProcessId.own(),
@@ -74,10 +73,9 @@ def recorded(
             tasks=[task.name for task in config.all_tasks],
             recording=config.recording,
             config=config.model_dump(mode="json"),
-            step=step,
             began=time.time(),
         )
-        recorder = RunRecorder(writer, config.recording, step=step)
+        recorder = RunRecorder(writer, config.recording)
         with recorder.saying_how_it_ends():
             yield recorder, RecordedProgress(progress, writer)
     if writer.dropped and not writer.failure:
@@ -94,13 +92,22 @@ class _Expected:
 class RunRecorder:
     """Everything that a run says of itself, as entries of its record."""
 
-    def __init__(self, writer: RecordWriter, recording: str, *, step: int = 0) -> None:
-        """`recording`: the config's. `step`: the last one, after which the run goes on."""
+    def __init__(self, writer: RecordWriter, recording: str) -> None:
+        """`recording`: the config's."""
         self._writer = writer
-        self._step = step
+        self._step = 0
+        """The last one."""
+
         self._every = 0 if recording == "off" else int(recording.removeprefix("every ").replace("all", "1"))
         self._expected: dict[str, _Expected] = {}
         """By uuid, of the episodes that have not ended."""
+
+    def resume(self, step: int, *, kept: Container[str] = ()) -> None:
+        """The run begins, or goes on after `step`. `kept`: uuids of the episodes of later steps that still
+        count."""
+        self._writer.resume(step, kept=kept)
+        self._writer.status(step=step)
+        self._step = step
 
     def keeps(self, step: int) -> bool:
         """Whether the calls and tokens of the step's episodes are kept."""

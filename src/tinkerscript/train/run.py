@@ -55,7 +55,7 @@ from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.grpo import GRPO
 from tinkerscript.train.learner import Learner, check_loss, wide_clip
 from tinkerscript.train.learning_rates import resolved
-from tinkerscript.train.open_run import OpenRun, logged, open_run
+from tinkerscript.train.open_run import OpenRun, begin_run, logged, open_record
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, FINAL_CHECKPOINT, RunFolder
 from tinkerscript.train.samples import TaskSamples
@@ -98,6 +98,8 @@ async def run_training(
     async with AsyncExitStack() as stack:
         stack.callback(folder.close)
         stack.enter_context(logged(config, folder))
+        recording = open_record(config, folder, progress, on_page)
+        recorder, progress = await stack.enter_async_context(recording)
         opening = _children(config, folder.path, progress, on_server, join=join)
         children = await stack.enter_async_context(opening)
         sampling = _LateSampling()
@@ -106,17 +108,12 @@ async def run_training(
         with progress.waiting("the server to say where the run goes on"):
             asking = asyncio.create_task(_past(link, folder, replay_lag=lag), name="ask for the past")
             history, replayed = await run_beside(children.supervisor, asking)
-        recording = open_run(
-            config, folder, progress, on_page, ledger=link, history=history, replayed=replayed
-        )
-        run = await stack.enter_async_context(recording)
-        progress = run.progress
+        run = begin_run(config, folder, recorder, progress, ledger=link, history=history, replayed=replayed)
         progress.begin(config.training.steps, done=history.step)
         for line in (*about_rates, *_advice(config, samples)):
             progress.note(line)
         if samples:
             samples.next_position = history.next_position
-        folder.forget_metrics_after(history.step)
         # What trains and samples.
         await stack.enter_async_context(
             launched_ranks(children.plan, children.launcher, folder.path, progress.note)

@@ -36,7 +36,7 @@ from tinkerscript.train.backends.backend import (
 )
 from tinkerscript.train.chats import Chats, load_chats, trained_weight
 from tinkerscript.train.learning_rates import learning_rate, resolved
-from tinkerscript.train.open_run import OpenRun, logged, open_run
+from tinkerscript.train.open_run import OpenRun, begin_run, logged, open_record
 from tinkerscript.train.run_folder import FINAL_CHECKPOINT, RunFolder
 
 HELD_OUT = "held_out/nll"
@@ -65,13 +65,14 @@ async def run_sft(
         stack.callback(folder.close)
         stack.enter_context(logged(config, folder))
         check_origin(folder, chats)
+        recording = open_record(config, folder, progress, on_page)
+        recorder, progress = await stack.enter_async_context(recording)
         ledger = open_ledger("sqlite", folder.path, config.interchange_server.durability)
         stack.push_async_callback(ledger.close)
         history = (await begin(ledger, folder.whole_checkpoints(), time=time.time())).history
         await ledger.commit()
-        recording = open_run(config, folder, progress, on_page, ledger=ledger, history=history)
-        run = await stack.enter_async_context(recording)
-        progress, step = run.progress, history.step
+        run = begin_run(config, folder, recorder, progress, ledger=ledger, history=history)
+        step = history.step
         progress.begin(chats.steps, done=step)
         for line in (
             f"{len(chats.train)} chats train for {chats.steps} steps, {len(chats.held_out)} sequences are "
@@ -79,7 +80,6 @@ async def run_sft(
             *about_rates,
         ):
             progress.note(line)
-        folder.forget_metrics_after(step)
         backend = await stack.enter_async_context(run.backend(model))
         await backend.check_loss("cross_entropy", None)
         if chats.longest > backend.max_context:

@@ -366,8 +366,8 @@ def test_a_resumed_run_records_once_what_its_ledger_sends_again(writer: RecordWr
     recorder.expect(plans, step=4)
     for uuid in ("again", "later"):
         recorder.ended(accepted(uuid, [], 0.5))
-    writer.resume(3, kept={"again", "new"})
-    resumed = RunRecorder(writer, "all", step=3)
+    resumed = RunRecorder(writer, "all")
+    resumed.resume(3, kept={"again", "new"})
     resumed.expect(plans[:2], step=4)
     for uuid in ("again", "new"):
         resumed.ended(accepted(uuid, [], 0.5))
@@ -388,23 +388,23 @@ def test_how_a_run_ends_is_recorded(tmp_path: Path) -> None:
     def state() -> dict[str, Any]:
         return Record(tmp_path).facts()
 
-    with recorded(config, tmp_path, QuietReporter(), step=0) as (_, progress):
+    with recorded(config, tmp_path, QuietReporter()) as (_, progress):
         progress.begin(7)
         with progress.waiting("outer"), progress.waiting("inner"):
             pass
     assert (state()["state"], state()["steps"], state()["waiting_for"]) == ("finished", 7, "")
     assert ProcessId(*state()["process"]) == ProcessId.own()
-    with pytest.raises(ValueError, match="no"), recorded(config, tmp_path, QuietReporter(), step=0):
+    with pytest.raises(ValueError, match="no"), recorded(config, tmp_path, QuietReporter()):
         raise ValueError("no")
     assert (state()["state"], state()["failure"]) == ("failed", "ValueError: no")
-    with pytest.raises(asyncio.CancelledError), recorded(config, tmp_path, QuietReporter(), step=0):
+    with pytest.raises(asyncio.CancelledError), recorded(config, tmp_path, QuietReporter()):
         raise asyncio.CancelledError
     assert (state()["state"], state()["failure"]) == ("stopped", "")
 
 
 def test_what_a_run_shows_it_also_records(tmp_path: Path) -> None:
     shown = QuietReporter()
-    with recorded(RunConfig(), tmp_path, shown, step=2) as (_, progress):
+    with recorded(RunConfig(), tmp_path, shown) as (_, progress):
         record = Record(tmp_path)
 
         def becomes(name: str, value: Any) -> None:
@@ -432,7 +432,7 @@ def test_what_a_run_shows_it_also_records(tmp_path: Path) -> None:
 def test_a_record_that_cannot_be_written_is_noted(tmp_path: Path) -> None:
     (tmp_path / RECORD_FILE).write_bytes(b"no database" * 100)
     shown = QuietReporter()
-    with recorded(RunConfig(), tmp_path, shown, step=0) as (recorder, progress):
+    with recorded(RunConfig(), tmp_path, shown) as (recorder, progress):
         recorder.ended(accepted("a", [], 1.0))
         progress.note("goes on")
     (told, went_on) = shown.notes
