@@ -336,7 +336,7 @@ class Histories(RuleBasedStateMachine):
         for uuid, each in self.model.items():
             used = each.used_after(step)
             if uuid in back or (
-                each.pool and each.kind == "train" and used not in ("", Use.SET_ASIDE, Use.LEFT_OUT)
+                each.pool and each.kind == "train" and used not in ("", Use.SET_ASIDE, *HOPELESS)
             ):
                 each.consumed = False
             each.undone |= not each.pool and each.step > step + 1
@@ -437,5 +437,5 @@ def stored(episode: EpisodeRecord) -> tuple[object, ...]:
 CHAOS = settings.get_current_profile_name() == "chaos"
 TestHistories = Histories.TestCase
 TestHistories.settings = (
-    settings() if CHAOS else settings(max_examples=40, stateful_step_count=40, deadline=None)
+    settings() if CHAOS else settings(max_examples=25, stateful_step_count=30, deadline=None)
 )
