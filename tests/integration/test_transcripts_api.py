@@ -128,7 +128,7 @@ async def test_no_more_is_received_at_once_than_there_is_room_for(
 
 
 async def test_outcomes_go_without_what_the_way_has_no_room_for(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The server's memory stays bounded while a trainer does not take them."""
     monkeypatch.setattr(trainer_messages, "MAX_TRANSCRIPT_BYTES", 250)
@@ -137,6 +137,9 @@ async def test_outcomes_go_without_what_the_way_has_no_room_for(
         claim = await setup.claim()
         await send(setup, claim.openai_api_key, b"x" * 100)
         await setup.post("/end_episode", episode_uuid=claim.episode_uuid, attempt=1, workflow_output=OUTPUT)
+    async with asyncio.timeout(30):
+        while "transcript.left_out" not in caplog.text:
+            await asyncio.sleep(0.01)
     found = await collect(setup.link, 3)
     assert sorted(len(each.transcripts) for each in found.values()) == [0, 1, 1]
 

@@ -418,14 +418,15 @@ class OutcomeStream:
                 logger.exception("outcome.failed episode_uuid=%s", episodes[0].uuid)
                 await self._give_up(episodes[0], f"{type(error).__name__}: {error}")
             return
-        if self._readings != reading:  # The trainer began to read again meanwhile.
-            return
         for episode, outcome in zip(episodes, outcomes, strict=True):
+            transcripts = await self._transcripts(episode) if episode.has_transcripts else {}
+            if self._readings != reading:  # The trainer began to read again meanwhile.
+                return
             if not episode.consumed:
-                await self._send_one(episode, outcome)
+                await self._send_one(episode, msgspec.structs.replace(outcome, transcripts=transcripts))
 
     async def outcome(self, episode: EpisodeRecord) -> Outcome:
-        """How an episode ended, with its calls."""
+        """How an episode ended, with its calls, without its transcripts."""
         attempts = range(1 if episode.failures else max(1, episode.attempt), episode.attempt + 1)
         found = await self._ledger.calls((episode.sequence, attempt) for attempt in attempts)
         calls = dict(zip(attempts, found, strict=True))
@@ -433,8 +434,7 @@ class OutcomeStream:
         if episode.state == "ended" and not result:
             query = "SELECT result FROM {s}results WHERE episode = ?"
             ((result,),) = await self._ledger.read(query, (episode.sequence,))
-        transcripts = await self._transcripts(episode) if episode.has_transcripts else {}
-        return outcome_of(episode, calls, result=result, transcripts=transcripts)
+        return outcome_of(episode, calls, result=result)
 
     async def _send_one(self, episode: EpisodeRecord, outcome: Outcome) -> None:
         """Send what a message can carry, at the least without what is for people alone."""
