@@ -109,6 +109,7 @@ async def test_what_is_recorded_is_the_servers_own_log(
                 assert (status["engine_status"], status["policy_version"]) == ("ENGINE.ROLLING", -1)
                 await run_episode(http)
                 async with trainer(info.link_address) as link:
+                    await link.resume([])
                     outcome = (await collect(link, 1))["e"]
                 await http.post(
                     "/register_episode", json={"episode_uuid": "later", "client_uuid": "c", "payload": {}}

@@ -19,7 +19,7 @@ from short_runs import curve, short_run
 from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.engine.training import EmbeddedTrainingClient
 from tinkerscript.errors import ConfigError
-from tinkerscript.ledger.rows import ResumptionRow, TrainedRow, Use
+from tinkerscript.ledger.rows import CheckpointRow, ResumptionRow, TrainedRow, Use
 from tinkerscript.model_folder import model_folder
 from tinkerscript.page.episode_view import episode_view
 from tinkerscript.page.token_view import token_view
@@ -65,7 +65,8 @@ async def killed_after(step: int, made: RunConfig, folder: Path) -> None:
     """Run a trainer of its own and kill it when `step` has its checkpoints."""
 
     async def reached() -> bool:
-        return (folder / "checkpoints" / f"step_{step:04d}").exists()
+        is_there = (folder / "checkpoints" / f"step_{step:04d}").exists()
+        return is_there and any(row.step == step for row in rows(folder, CheckpointRow))
 
     path = folder.with_suffix(".yaml")
     path.write_text(dump_config(made), encoding="utf-8")

@@ -278,7 +278,7 @@ class EpisodeBook:
                     kept.append(episode)
             elif episode.step == step + 1 and not episode.undone:
                 groups.setdefault(episode.group_id, []).append(episode)
-            else:
+            elif episode.episode_type == "eval" or episode.step:  # What no trainer planned is not its own.
                 if episode.step > step and not episode.undone:
                     episode.undone = resumption
                     self._touch(episode)
