@@ -1,7 +1,7 @@
 """What open pages cost the interchange server beside them: event streams, and the longest turns of the loops.
 
-A real server process, the page of its run beside it, and a record that is written meanwhile: every stream
-has an event each second. The cost of a claim is the server process's own processor time, with streams and
+A real server process, the page of its run beside it, and a trainer that says what it does: every stream has
+an event each second. The cost of a claim is the server process's own processor time, with streams and
 without in turns, under the load of `interchange.py`.
 """
 
@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import psutil
 
@@ -33,16 +34,17 @@ from interchange import (
     trainer_of,
 )
 from load import send_all
-from tinkerscript.record.entries import EpisodeDetail, RecordedEpisode
-from tinkerscript.record.schema import RECORD_FILE
-from tinkerscript.record.writer import RecordWriter
+from tinkerscript.files import RUN_ID
+from tinkerscript.ledger.reader import STATUS
+from tinkerscript.ledger.rows import FactRow
+from tinkerscript.train.step_rows import metric_rows
 
 STREAMS = 50
 FLEETS = 200
 BATCH = 500
 """Episodes that are registered at once, as a trainer does for a step."""
 
-RECORD_EVERY_S = 0.25
+TOLD_EVERY_S = 0.25
 START_S = 60.0
 WATCHED = Path(__file__).parent / "watched"
 
@@ -121,35 +123,24 @@ async def streams(port: int, run: str, count: int) -> AsyncGenerator[Streams]:
 
 
 @asynccontextmanager
-async def recorded(run_dir: Path) -> AsyncGenerator[None]:
-    """A record that grows."""
+async def told(trainer: Trainer, run_dir: Path) -> AsyncGenerator[None]:
+    """The trainer says all the time what it does."""
 
-    async def grow(writer: RecordWriter) -> None:
+    async def tell() -> None:
+        status: dict[str, Any] = {"state": "running", "began": time.time(), "steps": 10**6}
         for number in range(10**9):
-            writer.status(step=number, phase={"label": f"step {number}", "done": number % 64, "total": 64})
-            writer.metrics(number, {"reward/mean": 0.5, "episodes/accepted": 64.0})
-            writer.episode(
-                RecordedEpisode(
-                    uuid=f"recorded-{number}",
-                    episode_type="train",
-                    step=number,
-                    group_id="g",
-                    status="accepted",
-                    reward=0.5,
-                    ended=time.time(),
-                    detail=EpisodeDetail(),
-                )
-            )
-            await asyncio.sleep(RECORD_EVERY_S)
+            status |= {"step": number, "phase": {"label": "a step", "done": number % 64, "total": 64}}
+            said = FactRow(name=STATUS, value=json.dumps(status).encode())
+            await trainer.link.commit([said, *metric_rows(number, {"reward/mean": 0.5})])
+            await asyncio.sleep(TOLD_EVERY_S)
 
-    with RecordWriter(run_dir / RECORD_FILE) as writer:
-        writer.status(state="running", method="grpo", model="tiny", tasks=[], began=time.time(), steps=10**6)
-        growing = asyncio.create_task(grow(writer))
-        try:
-            yield
-        finally:
-            growing.cancel()
-            await asyncio.gather(growing, return_exceptions=True)
+    (run_dir / RUN_ID).write_text(uuid4().hex)
+    telling = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
 
 
 async def claim_cost(server: Server, trainer: Trainer, requests: int) -> float:
@@ -165,7 +156,7 @@ async def streams_part(rounds: int, requests: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         run_dir = Path(name)
         with interchange_server(run_dir) as (server, info):
-            async with trainer_of(info) as trainer, recorded(run_dir):
+            async with trainer_of(info) as trainer, told(trainer, run_dir):
                 with viewed(run_dir) as (url, _):
                     page = port_of(url), run_dir.name
                     async with streams(*page, 1):
@@ -240,7 +231,7 @@ async def server_stalls(claims: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name, noted(Path(name)) as notes:
         run_dir = Path(name)
         with interchange_server(run_dir) as (server, info):
-            async with trainer_of(info) as trainer, recorded(run_dir):
+            async with trainer_of(info) as trainer, told(trainer, run_dir):
                 since = time.time()
                 for _ in range(claims // BATCH):
                     await trainer.register(BATCH)

@@ -31,9 +31,9 @@ from msgspec.structs import astuple
 from interchange import PAYLOAD, interchange_server
 from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger import SqliteLedger
+from tinkerscript.ledger.ledger import call_row
 from tinkerscript.ledger.rows import (
     AttemptRow,
-    CallRow,
     CheckpointRow,
     EpisodeRow,
     PublicationRow,
@@ -46,6 +46,7 @@ from tinkerscript.ledger.rows import (
     Use,
     columns,
 )
+from tinkerscript.ledger.storage import StorageLimit
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.server.episodes.book import EpisodeBook
@@ -97,6 +98,7 @@ async def committed(folder: Path, episodes: int) -> tuple[float, float]:
         metrics=metrics,
         times=LinkTimes(),
         last_commit=LastCommit(),
+        storage=StorageLimit(ledger, 0),
     )
     rows: list[Any] = [
         StepRow(step=1, time=0.0, policy_version=1),
@@ -143,7 +145,7 @@ async def commits(calls: int) -> dict[str, Any]:
 def a_long_past(episodes: int) -> Iterator[Row]:
     """The rows of a run that trained on so many episodes."""
     sample, steps = b"s" * 16, -(-episodes // STEP_EPISODES)
-    call = msgspec.msgpack.encode(CALL)
+    call = call_row(1, 1, CALL)
     yield SampleRow(digest=sample, payload=PAYLOAD)
     yield ResumptionRow(resumption=1, step=0, time=0.0)
     yield PublicationRow(policy_version=0, step=0, time=0.0)
@@ -161,15 +163,11 @@ def a_long_past(episodes: int) -> Iterator[Row]:
             sample=sample,
             digest=sample,
             state="ended",
-            forgiven=0,
             reward=1.0,
             result_digest=sample,
             end_number=number,
             ended_at=float(number),
-            offered=0,
             consumed=1,
-            dropped=0,
-            undone=0,
         )
         yield AttemptRow(
             episode=number,
@@ -179,9 +177,8 @@ def a_long_past(episodes: int) -> Iterator[Row]:
             claimed_at=float(number),
             policy_version=step - 1,
             lease_s=600.0,
-            failure=None,
         )
-        yield CallRow(episode=number, attempt=1, call=call)
+        yield msgspec.structs.replace(call, episode=number)
         yield ResultRow(episode=number, result=RESULT)
         yield TrainedRow(
             episode=number, step=step, outcome=Use.TRAINED, place=group % (STEP_EPISODES // GROUP_SIZE)

@@ -31,12 +31,14 @@ from recording_cost import long_episode, recording_part, written
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
+
 from made_run import MadeRun  # noqa: E402
-from tinkerscript.record.reader import Record  # noqa: E402
+from tinkerscript.files import LEDGER_FILE  # noqa: E402
+from tinkerscript.ledger.reader import LedgerReader  # noqa: E402
 
 STEPS, GROUPS, GROUP_SIZE = 10_000, 10, 10
 TOKENS_EVERY = 10
-"""Of the large run's episodes, one in so many has its calls and tokens; evaluations' all have."""
+"""Of the large run's episodes of training, one in so many has its calls and tokens; evaluations' all have."""
 
 SCROLLED = ("steps", "episodes", "search, a word", "evaluations", "alignment")
 PAGE = 50
@@ -83,16 +85,25 @@ def made_runs(folder: Path, scale: float) -> Made:
     facts: dict[str, Any] = {
         "steps": steps,
         "long_episode": large.long_episode(turns=TURNS, tokens=TOKENS),
-        "episodes": Record(folder / LARGE).number("SELECT count(*) FROM episodes"),
+        "episodes": LedgerReader(folder / LARGE).number("SELECT count(*) FROM episodes"),
         "made_cpu_s": round(time.process_time() - began),
-        "record_mb": round((folder / LARGE / "record.sqlite").stat().st_size / 1e6),
+        "ledger_mb": round((folder / LARGE / LEDGER_FILE).stat().st_size / 1e6),
     }
     MadeRun(folder / SMALL).write()
     note.write_text(json.dumps(facts))
     return Made(folder, steps, facts)
 
 
-def screens(step: int) -> list[Screen]:
+def evaluated_sample(folder: Path) -> str:
+    """The digest of a sample of every evaluation."""
+    found = LedgerReader(folder).row(
+        "SELECT sample FROM episodes WHERE step = 0 AND label = 'before' LIMIT 1"
+    )
+    assert found is not None
+    return found[0].hex()
+
+
+def screens(step: int, sample: str) -> list[Screen]:
     """What is opened in every run, with a step in its middle."""
     rows = "document.querySelectorAll('tbody tr').length"
     charts = "document.querySelectorAll('.chart canvas').length"
@@ -108,7 +119,7 @@ def screens(step: int) -> list[Screen]:
         Screen("all curves", "curves", f"{charts} >= 20"),
         Screen("evaluations", "evaluations", f"{charts} && {rows} > 20"),
         Screen("alignment", "alignment", f"{charts} >= 3"),
-        Screen("sample", "samples/3", f"{charts} && {rows} >= 3"),
+        Screen("sample", f"samples/{sample}", f"{charts} && {rows} >= 3"),
     ]
 
 
@@ -146,9 +157,9 @@ class Costs:
 class Rounds:
     """What the rounds of one run found."""
 
-    def __init__(self, run: str, step: int) -> None:
+    def __init__(self, folder: Path, run: str, step: int) -> None:
         self.run = run
-        self.screens = screens(step)
+        self.screens = screens(step, evaluated_sample(folder / run))
         self.times = Figures()
         self.cpu = Figures()
         """Of tab and page process together."""
@@ -202,7 +213,8 @@ def reader_part(made: Made, rounds: int) -> dict[str, Any]:
     with viewed(made.folder) as (url, process), chromium() as browser:
         for number in range(rounds + 1 if rounds > 1 else 1):
             if number < 2:  # The first of several rounds warms up.
-                large, small = Rounds(LARGE, made.steps // 2 + 1), Rounds(SMALL, 15)
+                large = Rounds(made.folder, LARGE, made.steps // 2 + 1)
+                small = Rounds(made.folder, SMALL, 15)
             for each in (large, small)[:: 1 if number % 2 else -1]:
                 with reader(browser, url) as tab:
                     each.read(tab, process)
@@ -237,12 +249,16 @@ def loops_part(made: Made, claims: int) -> dict[str, Any]:
             noted(Path(name)) as notes,
             viewed(made.folder) as (url, _),
         ):
-            run = f"/api/runs/{LARGE}"
+            run, sample = f"/api/runs/{LARGE}", evaluated_sample(made.folder / LARGE)
             names = "&".join(f"name={each}" for each in CURVES)
             paths = [
                 *(run, "/api/runs", f"{run}/metrics", f"{run}/curves?points=300&{names}", f"{run}/steps"),
                 *(f"{run}/steps/{made.steps // 2 + 1}", f"{run}/evaluations", f"{run}/comparison"),
-                *(f"{run}/samples/3", f"{run}/episodes", f"{run}/episodes?show=truncated"),
+                *(
+                    f"{run}/samples/{sample}",
+                    f"{run}/episodes",
+                    f"{run}/episodes?show=truncated",
+                ),
                 *(f"{run}/search?q=calculator", f"{run}/alignment", f"/api/episodes/{made.long_episode}"),
                 *(f"/api/episodes/{made.long_episode}/tokens?start=0&end=8192", "/page/vendor/uplot.js"),
             ]

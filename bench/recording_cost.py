@@ -1,32 +1,35 @@
-"""What recording costs an episode: the trainer's processor time, and bytes in the run's record.
+"""What `recording: all` costs an episode: processor time of trainer and server, and bytes in the ledger.
 
-`written`: what the record's writer takes of an episode, its tokens and its part of a step, by itself.
 `recording_part`: the demo's training over the network with `recording: all` and with `recording: off`, in
 alternating pairs. The trainer samples and trains in the same process, so its time holds all of that; the
-difference is the recording. Bytes are those of the whole file, and of one long episode alone.
+difference is what is kept for each token. `written`: what packing and storing that takes by itself. Bytes are
+those of the whole file, and of one long episode alone.
 """
 
 from __future__ import annotations
 
-import sqlite3
+import asyncio
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from episodes import cpu_seconds, wait_for_lines
-from tinkerscript.record.entries import RecordedEpisode, TrainedEpisode
-from tinkerscript.record.reader import Record
-from tinkerscript.record.schema import RECORD_FILE
-from tinkerscript.record.writer import RecordWriter
+from tinkerscript.files import LEDGER_FILE
+from tinkerscript.ledger import SqliteLedger
+from tinkerscript.ledger.ledger import row_of
+from tinkerscript.ledger.reader import LedgerReader
+from tinkerscript.ledger.rows import EpisodeRow, TokensRow, columns
+from tinkerscript.ledger.tokens import TrainedSequence, packed_sequences
 
-MOST_AHEAD = 500
 CONFIG = Path(__file__).parents[1] / "examples" / "arithmetic.yaml"
+PROCESSES = ("trainer", "server")
 
 
 def trained(recording: str, steps: int) -> dict[str, float]:
@@ -46,24 +49,22 @@ def trained(recording: str, steps: int) -> dict[str, float]:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         trainer = psutil.Process(process.pid)
         wait_for_lines(run_dir / "metrics.jsonl", 1, process)
-        before = cpu_seconds(trainer)["trainer"]
+        before = cpu_seconds(trainer)
         wait_for_lines(run_dir / "metrics.jsonl", steps, process)
-        used = cpu_seconds(trainer)["trainer"] - before
+        after = cpu_seconds(trainer)
         if process.wait():
             raise SystemExit(f"the run failed with exit code {process.returncode}")
-        record = Record(run_dir)
-        accepted = record.number("SELECT sum(accepted + failed) FROM steps WHERE step > 1") or 0
-        return {"cpu_ms": 1000 * used / accepted, **_sizes(record)}
+        ledger = LedgerReader(run_dir)
+        ended = ledger.number("SELECT sum(accepted + failed) FROM steps WHERE step > 1") or 0
+        return {name: 1000 * (after[name] - before[name]) / ended for name in PROCESSES} | _sizes(ledger)
 
 
-def _sizes(record: Record) -> dict[str, float]:
-    """Bytes of the file; tokens, and those sampled, of what it has."""
-    tokens, sampled, episodes = record.rows(
-        "SELECT coalesce(sum(prompt_tokens + sampled_tokens), 0), coalesce(sum(sampled_tokens), 0), count(*) "
-        "FROM episodes"
-    )[0]
-    size = (record.folder / RECORD_FILE).stat().st_size
-    return {"bytes": size, "tokens": tokens, "sampled": sampled, "episodes": episodes}
+def _sizes(ledger: LedgerReader) -> dict[str, float]:
+    """Bytes of the file, and tokens and episodes in it."""
+    tokens = ledger.number("SELECT coalesce(sum(prompt_tokens + sampled_tokens), 0) FROM calls") or 0
+    episodes = ledger.number("SELECT count(*) FROM episodes WHERE end_number IS NOT NULL") or 0
+    size = (ledger.folder / LEDGER_FILE).stat().st_size
+    return {"bytes": size, "tokens": tokens, "episodes": episodes}
 
 
 def recording_part(rounds: int, steps: int) -> dict[str, Any]:
@@ -72,82 +73,82 @@ def recording_part(rounds: int, steps: int) -> dict[str, Any]:
     for number in range(rounds):
         order = ("all", "off")[:: 1 if number % 2 else -1]
         pairs.append({recording: trained(recording, steps) for recording in order})
-    one = pairs[0]["all"]
-    return {
-        "trainer, ms an episode": {
-            kind: round(statistics.median(pair[kind]["cpu_ms"] for pair in pairs), 2)
-            for kind in ("all", "off")
-        },
-        "recording, ms an episode": [round(p["all"]["cpu_ms"] - p["off"]["cpu_ms"], 2) for p in pairs],
-        "ratio": round(statistics.median(p["all"]["cpu_ms"] / p["off"]["cpu_ms"] for p in pairs), 3),
-        "the demo: tokens an episode": round(one["tokens"] / one["episodes"], 1),
-        "the demo: bytes an episode": round(one["bytes"] / one["episodes"]),
-        "the demo: bytes a token": round(one["bytes"] / one["tokens"], 1),
-    }
+    found: dict[str, Any] = {}
+    for name in PROCESSES:
+        found |= {
+            f"{name}, ms an episode": {
+                kind: round(statistics.median(pair[kind][name] for pair in pairs), 2)
+                for kind in ("all", "off")
+            },
+            f"{name}, ms an episode more": [
+                round(pair["all"][name] - pair["off"][name], 2) for pair in pairs
+            ],
+        }
+    for kind in ("all", "off"):
+        one = pairs[0][kind]
+        found |= {
+            f"{kind}: tokens an episode": round(one["tokens"] / one["episodes"], 1),
+            f"{kind}: bytes an episode": round(one["bytes"] / one["episodes"]),
+            f"{kind}: bytes a token": round(one["bytes"] / one["tokens"], 1),
+        }
+    return found
+
+
+Trained = Sequence[tuple[int, dict[int, list[TrainedSequence]]]]
+"""Episodes, and what each step did with their sequences."""
 
 
 def written(folder: Path, rounds: int) -> dict[str, Any]:
-    """What the writer alone takes of an episode and its step: the record in `folder` written once more."""
-    record = Record(folder)
-    episodes = [_entries(record, row) for row in record.rows(_RECORDED)]
-    costs: list[float] = []
-    sizes: dict[str, float] = {}
-    for _ in range(rounds):
-        with tempfile.TemporaryDirectory() as name:
-            began = time.process_time()
-            with RecordWriter(Path(name) / RECORD_FILE) as writer:
-                for number, (episode, trained_episode) in enumerate(episodes):
-                    writer.episode(episode)
-                    writer.trained(episode.step, [trained_episode])
-                    if number % MOST_AHEAD == 0:
-                        writer.flush()
-            costs.append(1000 * (time.process_time() - began) / len(episodes))
-            assert not writer.dropped
-            sizes = _sizes(Record(Path(name)))
+    """What packing and storing what a step computed for each token takes: that of a run once more."""
+    ledger = LedgerReader(folder)
+    query = f"SELECT {', '.join(columns(EpisodeRow))} FROM episodes"
+    episodes = [row_of(EpisodeRow, values) for values in ledger.rows(query)]
+    trained = [
+        (number, ledger.sequences(number)) for (number,) in ledger.rows("SELECT DISTINCT episode FROM tokens")
+    ]
+    costs, sizes = zip(*(asyncio.run(_store(episodes, trained)) for _ in range(rounds)), strict=True)
+    every = [each for _, steps in trained for sequences in steps.values() for each in sequences]
+    sampled = sum(len(each.uses) for each in every)
     return {
-        "ms an episode": round(statistics.median(costs), 3),
-        "tokens an episode": round(sizes["tokens"] / sizes["episodes"]),
-        "bytes an episode": round(sizes["bytes"] / sizes["episodes"]),
-        "bytes a token": round(sizes["bytes"] / sizes["tokens"], 1),
+        "ms an episode": round(1000 * statistics.median(costs) / len(trained), 3),
+        "sampled tokens an episode": round(sampled / len(trained)),
+        "bytes a sampled token": round(sizes[0] / sampled, 1),
     }
 
 
-def _entries(record: Record, row: sqlite3.Row) -> tuple[RecordedEpisode, TrainedEpisode]:
-    detail = record.detail(row["number"])
-    assert detail is not None
-    episode = RecordedEpisode(
-        uuid=row["uuid"],
-        episode_type=row["type"],
-        step=row["step"],
-        group_id=row["group_id"],
-        status=row["status"],
-        reward=row["reward"],
-        ended=row["ended"],
-        detail=detail,
-    )
-    sequences = record.sequences(row["number"])[row["step"]]
-    return episode, TrainedEpisode(uuid=row["uuid"], outcome="trained", sequences=sequences)
-
-
-_RECORDED = "SELECT * FROM episodes WHERE number IN (SELECT episode FROM trained WHERE sequences IS NOT NULL)"
+async def _store(episodes: Sequence[EpisodeRow], trained: Trained) -> tuple[float, int]:
+    """Seconds of processor time, and bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        ledger = SqliteLedger(Path(folder) / LEDGER_FILE)
+        await ledger.commit(episodes)
+        began = time.process_time()
+        by_step: dict[int, list[TokensRow]] = {}
+        for number, steps in trained:
+            for step, sequences in steps.items():
+                row = TokensRow(episode=number, step=step, sequences=packed_sequences(sequences))
+                by_step.setdefault(step, []).append(row)
+        for rows in by_step.values():
+            await ledger.commit(rows)
+        spent = time.process_time() - began
+        await ledger.close()
+        return spent, ledger.bytes_put
 
 
 def long_episode(folder: Path, uuid: str) -> dict[str, Any]:
-    """Bytes a token of one long episode's calls and of what training left of them."""
-    record = Record(folder)
-    row = record.row(
-        "SELECT number, prompt_tokens + sampled_tokens AS tokens, sampled_tokens FROM episodes "
-        "WHERE uuid = ?",
+    """Bytes a token of one long episode's calls, and of what training left of them."""
+    ledger = LedgerReader(folder)
+    row = ledger.row(
+        "SELECT sequence, sum(prompt_tokens + sampled_tokens) AS tokens, sum(sampled_tokens) AS sampled, "
+        "sum(length(call)) AS bytes FROM calls JOIN episodes ON sequence = episode WHERE uuid = ? "
+        "GROUP BY sequence",
         (uuid,),
     )
     assert row is not None
-    details = record.number("SELECT length(detail) FROM details WHERE episode = ?", (row["number"],)) or 0
-    trained_bytes = record.number(
-        "SELECT sum(length(sequences)) FROM trained WHERE episode = ?", (row["number"],)
-    )
+    query = "SELECT coalesce(sum(length(sequences)), 0) FROM tokens WHERE episode = ?"
+    of_tokens = ledger.number(query, (row["sequence"],)) or 0
     return {
         "tokens": row["tokens"],
-        "sampled": row["sampled_tokens"],
-        "bytes a token": round((details + (trained_bytes or 0)) / row["tokens"], 2),
-        "of calls": round(details / row["tokens"], 2),
+        "sampled": row["sampled"],
+        "bytes a token": round((row["bytes"] + of_tokens) / row["tokens"], 2),
+        "of calls": round(row["bytes"] / row["tokens"], 2),
     }

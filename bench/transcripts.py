@@ -3,8 +3,7 @@
     python bench/transcripts.py [--episodes 20]
 
 Packing is compared with the processor time of the episode itself, whose policy replies at once; sending with
-the `/end_episode` that follows it, over one connection to a real server whose trainer commits; recording
-with the rest of the episode's record.
+the `/end_episode` that follows it, over one connection to a real server whose trainer commits.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,16 +26,17 @@ from bridge import SAMPLE, Says, with_tools
 from inspect_tinker_bridge import TaskRunner, load_inspect_task
 from inspect_tinker_bridge.records import pack_transcript
 from tinkerscript.config import RunConfig
-from tinkerscript.ledger.rows import TrainedRow, Use
+from tinkerscript.ledger.reader import LedgerReader
+from tinkerscript.ledger.rows import TrainedRow, TranscriptRow, Use
 from tinkerscript.page.transcript_view import parsed, transcript_view, unpacked_text
-from tinkerscript.record.entries import EpisodeDetail, RecordedEpisode
-from tinkerscript.record.reader import Record
-from tinkerscript.record.schema import RECORD_FILE
-from tinkerscript.record.writer import RecordWriter
 from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.server.process import running_server
 from tinkerscript.trainer_link.messages import NewEpisode
 from tinkerscript.trainer_link.trainer_end import TrainerLink
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from written_run import WrittenRun
 
 TURNS = (3, 30, 100)
 LIMIT = 2**20
@@ -112,22 +113,11 @@ async def sending(transcript: bytes, number: int) -> tuple[float, float]:
 def showing(transcript: bytes) -> tuple[float, float]:
     """Milliseconds of processor time: to read it for Inspect's viewer, and the first page of its events."""
     with tempfile.TemporaryDirectory() as folder:
-        with RecordWriter(Path(folder) / RECORD_FILE) as writer:
-            writer.episode(
-                RecordedEpisode(
-                    uuid="e",
-                    episode_type="train",
-                    step=1,
-                    group_id="g",
-                    status="accepted",
-                    ended=0.0,
-                    detail=EpisodeDetail(),
-                )
-            )
-            writer.transcript("e", 1, transcript)
-        record = Record(Path(folder))
+        with WrittenRun(Path(folder)) as run:
+            run.put(TranscriptRow(episode=run.episode("e"), attempt=1, transcript=transcript))
+        ledger = LedgerReader(Path(folder))
         read = median_ms(lambda: parsed(unpacked_text(transcript)), 9)
-        return read, median_ms(lambda: transcript_view(record, "e"), 9)
+        return read, median_ms(lambda: transcript_view(ledger, "e"), 9)
 
 
 async def main() -> None:

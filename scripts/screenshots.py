@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -53,9 +53,9 @@ def places(url: str) -> dict[str, str]:
     """Name of the picture -> place."""
     run = "run/shop-agent"
 
-    def first(query: str) -> str:
+    def first(query: str) -> dict[str, Any]:
         with urllib.request.urlopen(f"{url}/api/runs/shop-agent/search?limit=1&q={query}") as reply:
-            return json.load(reply)["episodes"][0]["uuid"]
+            return json.load(reply)["episodes"][0]
 
     episode = first("calculator+reward%3D1+step%3D12+outcome%3Atrained")
     failed = first("status%3Afailed+type%3Atrain")
@@ -66,10 +66,10 @@ def places(url: str) -> dict[str, str]:
         "steps": f"{run}/steps",
         "step": f"{run}/steps/12",
         "evaluations": f"{run}/evaluations",
-        "sample": f"{run}/samples/3",
+        "sample": f"{run}/samples/{episode['sample']}",
         "episodes": f"{run}/episodes",
-        "episode": f"episode/{episode}",
-        "episode-failed": f"episode/{failed}",
+        "episode": f"episode/{episode['uuid']}",
+        "episode-failed": f"episode/{failed['uuid']}",
         "alignment": f"{run}/alignment",
         "runs": "",
     }

@@ -44,13 +44,14 @@ async def until(condition: Callable[[], bool], what: str = "the condition") -> N
 
 
 def new_episode(name: str = "", kind: str = "train", payload: bytes = b'{"input": "1+1"}') -> NewEpisode:
-    """One of an evaluation, or one that is planned for step 1."""
+    """One of the evaluation before training, or one that is planned for step 1."""
     return NewEpisode(
         episode_uuid=name or uuid.uuid4().hex,
         episode_type="eval" if kind == "eval" else "train",
         group_id="g",
         payload=payload,
         step=0 if kind == "eval" else 1,
+        label="before" if kind == "eval" else "",
     )
 
 

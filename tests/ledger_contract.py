@@ -13,11 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from run_ledger import ended_episode
 from tinkerscript.errors import StoreError
 from tinkerscript.ledger import Ledger
+from tinkerscript.ledger.history import begin
 from tinkerscript.ledger.ledger import WriteBatch
 from tinkerscript.ledger.rows import (
     TABLES,
+    UNDONE,
+    CallRow,
+    CheckpointRow,
     EpisodeRow,
     EvaluationRow,
     FactRow,
@@ -26,9 +31,13 @@ from tinkerscript.ledger.rows import (
     Row,
     SampleRow,
     StepRow,
+    TokensRow,
     TrainedRow,
+    TranscriptRow,
+    Use,
     column_types,
 )
+from tinkerscript.ledger.storage import StorageLimit
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 
 Reopen = Callable[[], Ledger]
@@ -81,6 +90,42 @@ async def rows_in(ledger: Ledger, kind: type[Row]) -> list[Row]:
     """All but the ledger's own, in the order of their key or of their writing."""
     rest = "WHERE name != 'version' " if kind is FactRow else ""
     return await ledger.rows(kind, f"{rest}ORDER BY {', '.join(kind.KEY) or 'number'}")
+
+
+LARGE_BYTES = 300 * 2**10
+"""Of an episode that `put_large` makes, a third in each table."""
+
+
+async def put_large(
+    ledger: Ledger,
+    *numbers: int,
+    step: Callable[[int], int] = lambda number: 1,
+    size: int = LARGE_BYTES,
+    with_episode: bool = True,
+    **values: Any,
+) -> None:
+    """Commit consumed episodes, each of which trained in its step, with so many bytes."""
+    for number in numbers:
+        if with_episode:
+            ledger.put(ended_episode(number, **values))
+        part = bytes(size // 3)
+        ledger.put(TrainedRow(episode=number, step=step(number), outcome=Use.TRAINED))
+        ledger.put(made(CallRow, 1, episode=number, attempt=1, call=part))
+        ledger.put(TokensRow(episode=number, step=step(number), sequences=part))
+        ledger.put(TranscriptRow(episode=number, attempt=1, transcript=part))
+    await ledger.durable()
+
+
+async def full(ledger: Ledger) -> list[int]:
+    """The episodes that have all of their bytes; the others have none."""
+    query = (
+        "SELECT sequence, emptied, length(call), length(sequences), length(transcript) FROM {s}episodes "
+        "JOIN {s}calls AS c ON c.episode = sequence JOIN {s}tokens AS t ON t.episode = sequence "
+        "JOIN {s}transcripts AS s ON s.episode = sequence ORDER BY sequence"
+    )
+    found = await ledger.read(query)
+    assert all(bool(emptied) == (sum(sizes) == 0) == (0 in sizes) for _, emptied, *sizes in found)
+    return [number for number, emptied, *_ in found if not emptied]
 
 
 async def names_of(ledger: Ledger, *claims: tuple[int, int]) -> list[list[str]]:
@@ -148,10 +193,45 @@ class LedgerContract:
 
     async def test_what_was_undone_may_happen_again(self, reopen: Reopen) -> None:
         ledger = await leading(reopen)
-        kinds: tuple[type[Row], ...] = (StepRow, TrainedRow, EvaluationRow)
+        kinds = [kind for kind in UNDONE if kind is not PublicationRow]
         for undone in (1, 2, 0):
             await ledger.commit([episode(1), *(made(kind, 1, undone=undone) for kind in kinds)])
-        assert [len(await rows_in(ledger, kind)) for kind in kinds] == [3, 3, 3]
+        assert [len(await rows_in(ledger, kind)) for kind in kinds] == [3] * len(kinds)
+
+    async def test_a_resumption_undoes_the_rows_of_later_steps(self, reopen: Reopen) -> None:
+        ledger = await leading(reopen)
+        await ledger.commit(map(episode, (1, 2, 3)))
+        await ledger.commit(
+            made(kind, number, step=number, undone=0) for kind in UNDONE for number in (1, 2, 3)
+        )
+        aside = made(TrainedRow, 1, step=3, role="", outcome=Use.SET_ASIDE, undone=0)
+        await ledger.commit([aside])
+        found = (await begin(ledger, [1, 2], time=1.0)).history
+        await ledger.durable()
+        assert (found.step, found.resumption) == (2, 1)
+        for kind in UNDONE:
+            rows = await ledger.read(f"SELECT step FROM {{s}}{kind.TABLE} WHERE undone = 1")
+            assert rows == [(3,)], kind
+        assert aside in await rows_in(ledger, TrainedRow), "what is misaligned stays so"
+
+    async def test_over_the_limit_the_oldest_lose_their_bytes_and_the_rows_stay(self, reopen: Reopen) -> None:
+        ledger = await leading(reopen)
+        await put_large(ledger, 2, end_number=3)
+        await put_large(ledger, 3, end_number=2)
+        await put_large(ledger, 1, end_number=1, consumed=0)
+        await put_large(ledger, 4, 5, step=lambda number: 2)
+        await ledger.commit(made(CheckpointRow, step, undone=0) for step in (1, 2))
+        before = {kind: len(await rows_in(ledger, kind)) for kind in TABLES}
+        storage = StorageLimit(ledger, 1)
+        await storage.keep()
+        again = reopen()
+        assert await full(again) == [1, 4, 5]
+        assert {kind: len(await rows_in(again, kind)) for kind in TABLES} == before
+        assert await ledger.calls([(2, 1)]) == [[]]
+        await put_large(ledger, 6, end_number=9)
+        await ledger.commit([made(CheckpointRow, 3, undone=0)])
+        await storage.keep()
+        assert await full(ledger) == [1, 5, 6], "no more than had to go"
 
     async def test_a_row_of_an_unknown_episode_is_refused(self, reopen: Reopen) -> None:
         ledger = await leading(reopen)

@@ -1,4 +1,4 @@
-"""The record of a run that never ran, of any size: for the page's tests, its bench and its pictures.
+"""The ledger of a run that never ran, of any size: for the page's tests, its bench and its pictures.
 
 Everything follows from the seed. The tokens are those of the tiny model.
 """
@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import math
 import random
-import sqlite3
 import time
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,24 +18,48 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from tinkerscript.config import RunConfig, dump_config
-from tinkerscript.model_folder import model_folder
-from tinkerscript.record.entries import (
-    EpisodeDetail,
-    RecordedEpisode,
-    TokenUse,
-    TrainedEpisode,
-    TrainedSequence,
+from run_ledger import LedgerWriter
+from tinkerscript.ledger.rows import (
+    EvaluationRow,
+    FindingRow,
+    NoteRow,
+    Row,
+    StepRow,
+    TokensRow,
+    TrainedRow,
+    TranscriptRow,
+    Use,
 )
-from tinkerscript.record.schema import RECORD_FILE
-from tinkerscript.record.writer import RecordWriter
+from tinkerscript.ledger.tokens import TokenUse, TrainedSequence, packed_sequences
+from tinkerscript.model_folder import model_folder
+from tinkerscript.protocol import Failure
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.tokenizer import LightTokenizer
+from written_run import Written, metric_rows
 
 TOOLS = [{"type": "function", "function": {"name": "calculator", "description": "Evaluates an expression."}}]
-WRITES_AHEAD = 4000
-"""Entries that are given to the writer before it has written them."""
+WRITTEN_AT_ONCE = 20_000
+"""Rows."""
+
+LATE = Failure(
+    kind="task_error",
+    message="the shop's sandbox did not answer within 30 s",
+    attempt=1,
+    client_uuid="worker-2",
+)
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """An episode that is made, and its number."""
+
+    number: int
+    episode: Written
+
+    @property
+    def has_tokens(self) -> bool:
+        return not self.episode.emptied and self.episode.reward is not None
 
 
 @dataclass
@@ -51,7 +74,7 @@ class MadeRun:
     evaluation_every: int = 10
     evaluation_samples: int = 40
     tokens_every: int = 1
-    """Episodes whose calls are recorded: one in so many."""
+    """Episodes of training that have their calls and tokens: one in so many. The others were emptied."""
 
     state: str = "finished"
     texts: list[str] = field(default_factory=list[str])
@@ -61,101 +84,108 @@ class MadeRun:
         self._random = random.Random(self.seed)
         self._numbers = np.random.default_rng(self.seed)
         self._tokenizer = LightTokenizer(model_folder("tiny"))
-        self._given = self._version = 0
+        self._rows: list[Row] = []
+        self._number = self._version = 0
         self._ended = 0.0
         self._now = time.time() - 60.0 * self.steps
+        self._gone = self.calls(0, 1.0)
 
     def write(self) -> Path:
-        """Write the record and the config; returns the folder."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        config = RunConfig.model_validate(
-            {"task": {"name": "agents.py@shop"}, "training": {"steps": self.steps}}
-        )
-        (self.folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        with RecordWriter(self.folder / RECORD_FILE) as writer:
+        """Write the ledger and the config; returns the folder."""
+        config = {"task": {"name": "agents.py@shop"}, "training": {"steps": self.steps}}
+        with LedgerWriter(self.folder, **config) as writer:
             self._writer = writer
             writer.status(
                 state=self.state,
                 failure="",
-                method="grpo",
-                name=self.folder.name,
-                model="tiny",
-                tasks=["agents.py@shop"],
-                recording="all",
-                config=config.model_dump(mode="json"),
                 step=self.steps,
                 steps=self.steps,
                 began=self._now,
                 last_step=self._now + 60.0 * self.steps,
             )
-            writer.note("watch the run at http://127.0.0.1:10086")
-            writer.note("worker 1 ended with code -9 and was started again (1 of 10)")
+            notes = (
+                "watch the run at http://127.0.0.1:10086",
+                "worker 1 ended with code -9 and was started again (1 of 10)",
+            )
+            for number, text in enumerate(notes):
+                self._rows.append(NoteRow(time=self._now + 720.0 * number, text=text))
             self._evaluate("before", 0)
             for step in range(1, self.steps + 1):
                 self._now += 60.0
                 self._step(step)
                 if step % self.evaluation_every == 0 and step < self.steps:
                     self._evaluate(f"step-{step}", step)
+                if len(self._rows) >= WRITTEN_AT_ONCE:
+                    self._put()
             self._evaluate("after", self.steps)
-            assert writer.flush(600)
-            assert not writer.dropped, writer.failure
-        self._spread_notes()
+            self._put()
         return self.folder
 
-    def _spread_notes(self) -> None:
-        """The writer takes the time of day: put the notes where they would be in the run."""
-        began = self._now - 60.0 * self.steps
-        with closing(sqlite3.connect(self.folder / RECORD_FILE)) as database, database:
-            database.execute("UPDATE notes SET time = ? + (number - 1) * 720", (began,))
+    def _put(self) -> None:
+        self._writer.put(*self._rows)
+        self._rows = []
 
     def _skill(self, step: int) -> float:
         return 0.25 + 0.65 * (1 - math.exp(-2.5 * step / self.steps))
 
-    def _pace(self, entries: int = 1) -> None:
-        self._given += entries
-        if self._given >= WRITES_AHEAD:
-            self._given = 0
-            assert self._writer.flush(600)
-
     def _step(self, step: int) -> None:
-        trained: list[TrainedEpisode] = []
-        rewards: list[float] = []
-        failed = equal = 0
         self._version = step - 1
-        for group in range(self.groups):
-            number = (step * self.groups + group) % 500
-            made = [self._episode(step, number) for _ in range(self.group_size)]
-            own = [episode.reward for episode, _ in made if episode.reward is not None]
-            failed += self.group_size - len(own)
-            rewards += own
-            equal += len(set(own)) == 1
-            for episode, sequences in made:
-                with_tokens = bool(episode.detail.calls or episode.detail.failed_calls)
-                self._writer.episode(episode, with_tokens=with_tokens)
-                if sequences and group == 0:
-                    self._writer.transcript(episode.uuid, episode.attempt, self.transcript(number, episode))
-                self._pace()
-                if episode.reward is not None:
-                    trained.append(self._trained(episode, own, sequences))
-        self._writer.trained(step, trained)
-        mean = sum(rewards) / len(rewards)
-        metrics = self._metrics(step, mean, failed, equal)
-        self._writer.metrics(step, metrics)
-        self._writer.step(
-            step,
-            policy_version=step,
-            reward=mean,
-            accepted=len(rewards),
-            failed=failed,
-            trained=sum(each.outcome == "trained" for each in trained),
-            max_lag=step % 2,
+        groups = [
+            [self._episode(step, (step * self.groups + group) % 500) for _ in range(self.group_size)]
+            for group in range(self.groups)
+        ]
+        rewards = [each.episode.reward for group in groups for each in group]
+        own = [reward for reward in rewards if reward is not None]
+        for each in groups[0]:
+            if each.has_tokens and each.episode.reward is not None:
+                transcript = self.transcript(each.number, each.episode.reward)
+                row = TranscriptRow(episode=each.number, attempt=each.episode.attempt, transcript=transcript)
+                self._rows.append(row)
+        equal = trained = 0
+        for group in groups:
+            if self._train(step, group, trained):
+                trained += 1
+            else:
+                equal += 1
+        mean, failed = sum(own) / len(own), len(rewards) - len(own)
+        self._rows += metric_rows(step, self._metrics(step, mean, failed, equal))
+        self._rows.append(
+            StepRow(
+                step=step,
+                time=self._now,
+                policy_version=step,
+                reward=mean,
+                accepted=len(own),
+                failed=failed,
+                trained=trained * self.group_size,
+                max_lag=step % 2,
+            )
         )
         if step % 7 == 3:
-            uuid = trained[0].uuid
-            self._writer.finding(
-                step=step, kind="warning", name="no_stop_token", detail="", episode=uuid, count=2
+            uuid = groups[0][0].episode.uuid
+            self._rows.append(
+                FindingRow(step=step, kind="warning", name="no_stop_token", episode=uuid, count=2)
             )
-        self._pace(3)
+
+    def _train(self, step: int, group: Sequence[_Ended], place: int) -> bool:
+        """What became of a group. Returns whether it has a gradient, and with it the `place`."""
+        rewards = [each.episode.reward for each in group if each.episode.reward is not None]
+        has_gradient = len(set(rewards)) > 1
+        for each in group:
+            reward = each.episode.reward
+            if reward is None:
+                why = each.episode.failures[-1].message
+                row = TrainedRow(episode=each.number, step=step, outcome=Use.LEFT_OUT, reason=why)
+                self._rows.append(row)
+                continue
+            advantage = reward - sum(rewards) / len(rewards)
+            outcome, at = (Use.TRAINED, place) if has_gradient else (Use.SAME_REWARD, -1)
+            self._rows.append(
+                TrainedRow(episode=each.number, step=step, outcome=outcome, place=at, advantage=advantage)
+            )
+            if each.has_tokens:
+                self._rows.append(self._tokens(step, each, advantage if has_gradient else None))
+        return has_gradient
 
     def _metrics(self, step: int, mean: float, failed: int, equal: int) -> dict[str, float]:
         noise = self._numbers.normal(0, 0.02, 8).tolist()
@@ -194,67 +224,36 @@ class MadeRun:
         }
 
     def _evaluate(self, label: str, step: int) -> None:
-        rewards: list[float] = []
         self._version = step
-        for number in range(self.evaluation_samples):
-            episode, _ = self._episode(step, 1000 + number, label=label)
-            self._writer.episode(episode)
-            self._pace()
-            if episode.reward is not None:
-                rewards.append(episode.reward)
-        score = sum(rewards) / len(rewards)
-        self._writer.metrics(
-            step, {"eval/score": score, "eval/failed": float(self.evaluation_samples - len(rewards))}
-        )
-        self._writer.evaluation(
-            label=label,
-            step=step,
-            policy_version=step,
-            score=score,
-            accepted=len(rewards),
-            failed=self.evaluation_samples - len(rewards),
+        ended = [self._episode(step, 1000 + n, label=label) for n in range(self.evaluation_samples)]
+        self._rows += [TrainedRow(episode=each.number, step=step, outcome=Use.EVALUATED) for each in ended]
+        rewards = [each.episode.reward for each in ended if each.episode.reward is not None]
+        score, failed = sum(rewards) / len(rewards), len(ended) - len(rewards)
+        self._rows += metric_rows(step, {"eval/score": score, "eval/failed": float(failed)})
+        self._rows.append(
+            EvaluationRow(
+                label=label,
+                step=step,
+                time=self._now,
+                policy_version=step,
+                score=score,
+                accepted=len(rewards),
+                failed=failed,
+            )
         )
 
     # Episodes
 
-    def _episode(
-        self, step: int, number: int, *, label: str = ""
-    ) -> tuple[RecordedEpisode, list[TrainedSequence]]:
+    def _episode(self, step: int, number: int, *, label: str = "") -> _Ended:
         roll = self._random.random()
-        fails = roll < 0.02
+        fails, retried = roll < 0.02, 0.02 <= roll < 0.04
         reward = None if fails else float(self._random.random() < self._skill(step) - 0.2 * (number % 3 - 1))
-        with_tokens = bool(label) or self._random.randrange(self.tokens_every) == 0
-        calls = self.calls(number, reward, forks=roll > 0.97) if with_tokens else []
-        failure: dict[str, Any] = {
-            "kind": "task_error",
-            "message": "the shop's sandbox did not answer within 30 s",
-            "attempt": 1,
-            "client_uuid": "worker-2",
-        }
-        retried = 0.02 <= roll < 0.04
+        emptied = not label and self._random.randrange(self.tokens_every) != 0
+        calls = self._gone if emptied else self.calls(number, reward, forks=roll > 0.97)
         self._ended = max(self._now, self._ended + 0.4)
-        detail = EpisodeDetail(
-            calls=[] if fails else calls,
-            failed_calls={1: calls[:1]} if fails or retried else {},
-            failures=[failure] if fails or retried else [],
-            metadata={}
-            if fails
-            else {
-                "scores": {"solved": reward},
-                "explanations": {
-                    "solved": {
-                        "answer": str(number * 3),
-                        "explanation": self._text("The order's total must match."),
-                    }
-                },
-            },
-            log_metrics={}
-            if fails
-            else {"score/solved": reward or 0.0, "model_calls": float(len(calls) or 2)},
-        )
-        episode = RecordedEpisode(
+        explained = {"answer": str(number * 3), "explanation": self._text("The order's total must match.")}
+        episode = Written(
             uuid=f"{self._random.getrandbits(128):032x}",
-            episode_type="eval" if label else "train",
             step=step,
             label=label,
             group_id=f"eval-{label}/sample-{number}" if label else f"step-{step}/sample-{number}",
@@ -264,18 +263,24 @@ class MadeRun:
                 "input": f"A customer buys {number} pens at 3 each. What is due?",
                 "target": str(number * 3),
             },
-            status="failed" if fails else "accepted",
             reward=reward,
             is_success=None if reward is None else bool(reward),
             attempt=2 if retried else 1,
-            client_uuid=f"worker-{self._random.randrange(4)}",
+            client=f"worker-{self._random.randrange(4)}",
             queued_s=None if fails else 0.5 * (number % 64),
+            policy_version=self._version,
             ended=self._ended,
-            detail=detail,
+            calls={1: calls[:1]} if fails else {1: calls[:1], 2: calls} if retried else {1: calls},
+            failures=[LATE] if fails or retried else [],
+            metadata={"scores": {"solved": reward}, "explanations": {"solved": explained}},
+            log_metrics={"score/solved": reward or 0.0, "model_calls": float(len(calls))},
+            emptied=emptied,
         )
-        return episode, self._sequences(episode, reward) if with_tokens and not label and not fails else []
+        self._number += 1
+        self._rows += episode.rows(self._number)
+        return _Ended(self._number, episode)
 
-    def transcript(self, number: int, episode: RecordedEpisode) -> bytes:
+    def transcript(self, number: int, reward: float) -> bytes:
         """As the bridge packs what Inspect recorded of the episode."""
         at = datetime.fromtimestamp(self._now, UTC)
         spans = [("solvers", "s1", None), ("agent", "s2", "s1"), ("scorers", "s3", None)]
@@ -307,7 +312,7 @@ class MadeRun:
             }
             for turn, reply in enumerate(replies)
         ]
-        score = {"value": episode.reward or 0.0, "answer": str(number * 3)}
+        score = {"value": reward, "answer": str(number * 3)}
         score |= {"explanation": self._text("The order's total must match.")}
         events: list[dict[str, Any]] = [
             *(begun["s1"], begun["s2"], models[0]),
@@ -396,51 +401,30 @@ class MadeRun:
             created=int(self._now),
         )
 
-    def _sequences(self, episode: RecordedEpisode, reward: float | None) -> list[TrainedSequence]:
-        del reward
+    def _tokens(self, step: int, ended: _Ended, advantage: float | None) -> TokensRow:
+        """What the step computed for each token. `advantage`: None if it had no gradient."""
         found: list[TrainedSequence] = []
-        rollouts = merge_calls(episode.detail.calls, episode_uuid=episode.uuid, trains_constrained=False)
-        for number, rollout in enumerate(rollouts):
+        calls = ended.episode.calls[ended.episode.attempt]
+        merged = merge_calls(calls, episode_uuid=ended.episode.uuid, trains_constrained=False)
+        for number, rollout in enumerate(merged):
+            if advantage is None:
+                left_out = bytes([TokenUse.LEFT_OUT])
+                found.append(TrainedSequence(number=number, uses=left_out, reason=Use.SAME_REWARD))
+                continue
             sampler = rollout.logprobs[rollout.sampled]
             uses = np.full(len(sampler), TokenUse.TRAINED, np.uint8)
             uses[2:5] = TokenUse.CONSTRAINED
+            trainer = sampler + self._numbers.normal(0, 2e-6, len(sampler))
             found.append(
                 TrainedSequence(
                     number=number,
-                    trainer_logprobs=pack_logprobs(
-                        (sampler + self._numbers.normal(0, 2e-6, len(sampler))).astype(np.float32)
-                    ),
+                    trainer_logprobs=pack_logprobs(trainer.astype(np.float32)),
                     entropies=self._numbers.exponential(0.5, len(sampler)).astype("<f2").tobytes(),
-                    advantages=b"",
+                    advantages=pack_logprobs([advantage]),
                     uses=uses.tobytes(),
                 )
             )
-        return found
-
-    def _trained(
-        self, episode: RecordedEpisode, rewards: list[float], sequences: list[TrainedSequence]
-    ) -> TrainedEpisode:
-        assert episode.reward is not None
-        advantage = episode.reward - sum(rewards) / len(rewards)
-        data = np.array([advantage], "<f4").tobytes()
-        equal = len(set(rewards)) == 1
-        fields = [
-            TrainedSequence(
-                number=each.number,
-                trainer_logprobs=b"" if equal else each.trainer_logprobs,
-                entropies=b"" if equal else each.entropies,
-                advantages=b"" if equal else data,
-                uses=bytes([TokenUse.LEFT_OUT]) if equal else each.uses,
-                reason="same_reward" if equal else "",
-            )
-            for each in sequences
-        ]
-        return TrainedEpisode(
-            uuid=episode.uuid,
-            outcome="same_reward" if equal else "trained",
-            advantage=advantage,
-            sequences=fields,
-        )
+        return TokensRow(episode=ended.number, step=step, sequences=packed_sequences(found))
 
     # What is larger than a run has
 
@@ -449,28 +433,23 @@ class MadeRun:
         each = -(-tokens // turns)
         calls: list[Call] = []
         words = "The quick brown fox counts pens, 12 at a time, and writes every sum down. "
-        with RecordWriter(self.folder / RECORD_FILE) as writer:
-            for turn in range(turns):
-                said = self._tokenizer.encode(words * (each // 12 + 2))[:each]
-                text = self._tokenizer.decode(said)
-                messages = [{"role": "user", "content": f"Go on, part {turn}."}]
-                reply = {"role": "assistant", "content": text}
-                call = self._call(calls[-1] if calls else None, messages, reply, restarts=False)
-                calls.append(call)
-            uuid = f"{self._random.getrandbits(128):032x}"
-            episode = RecordedEpisode(
-                uuid=uuid,
-                episode_type="train",
-                step=self.steps,
-                group_id=f"step-{self.steps}/long",
-                status="accepted",
-                reward=1.0,
-                attempt=1,
-                client_uuid="worker-0",
-                ended=time.time(),
-                detail=EpisodeDetail(calls=calls),
-            )
-            writer.episode(episode)
-            writer.trained(self.steps, [self._trained(episode, [0.0, 1.0], self._sequences(episode, 1.0))])
-            assert writer.flush(60)
+        for turn in range(turns):
+            sampled = self._tokenizer.encode(words * (each // 12 + 2))[:each]
+            messages = [{"role": "user", "content": f"Go on, part {turn}."}]
+            reply = {"role": "assistant", "content": self._tokenizer.decode(sampled)}
+            calls.append(self._call(calls[-1] if calls else None, messages, reply, restarts=False))
+        self._number += 1
+        uuid = f"{self._random.getrandbits(128):032x}"
+        episode = Written(
+            uuid=uuid,
+            step=self.steps,
+            group_id=f"step-{self.steps}/long",
+            client="worker-0",
+            ended=time.time(),
+            calls={1: calls},
+        )
+        row = TrainedRow(episode=self._number, step=self.steps, outcome=Use.TRAINED, advantage=0.5)
+        tokens_row = self._tokens(self.steps, _Ended(self._number, episode), 0.5)
+        with LedgerWriter(self.folder) as writer:
+            writer.put(*episode.rows(self._number), row, tokens_row)
         return uuid

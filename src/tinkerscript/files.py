@@ -42,6 +42,9 @@ def write_json(path: Path, value: object) -> None:
 RUN_ID = "run_id"
 """File in a run's folder with its identity, which its databases and checkpoints carry too."""
 
+CONFIG_FILE = "config.yaml"
+"""The config in a run's folder."""
+
 LEDGER_FILE = "ledger.sqlite"
 """The ledger in a run's folder, unless it is in a database elsewhere."""
 

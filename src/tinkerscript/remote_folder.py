@@ -29,14 +29,13 @@ from types import TracebackType
 from typing import Any
 
 from tinkerscript.errors import ConfigError, UploadError
-from tinkerscript.files import LEDGER_FILE, RUN_ID, write_atomically
+from tinkerscript.files import CONFIG_FILE, LEDGER_FILE, RUN_ID, write_atomically
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 ROLES = "roles"
 """Below it: the checkpoints of roles that train, in a folder for each."""
 
-CONFIG_FILE = "config.yaml"
 BEGUN = (CONFIG_FILE, RUN_ID, "sft_data.json")
 """What a run is resumed with, besides its ledger and its checkpoints."""
 

@@ -48,8 +48,8 @@ from datasets import Dataset
 from tinkerscript.rollouts.parquet import from_table, read_parquet
 
 UNUSED = {"episode_type": "train", "pool": "", "group_size": 2, "step": 1, "position": 0, "forgiven": 0}
-UNUSED |= {"sample": b"", "digest": b"", "result_digest": b"", "ended_at": 0.0}
-UNUSED |= {"offered": 0, "consumed": 0, "dropped": 0, "undone": 0}
+UNUSED |= {"sample": b"", "digest": b"", "result_digest": b"", "ended_at": 0.0, "label": "", "failure": ""}
+UNUSED |= {"is_success": None, "offered": 0, "consumed": 0, "dropped": 0, "emptied": 0, "undone": 0}
 
 async def write():
     ledger = SqliteLedger(Path("run/ledger.sqlite"))
@@ -58,8 +58,8 @@ async def write():
             sequence=number, uuid=name, group_id="g", state="ended", reward=1.0, end_number=number, **UNUSED
         )
         attempt = AttemptRow(
-            episode=number, attempt=1, client="c", request_id="", claimed_at=0.0, policy_version=0,
-            lease_s=1.0, failure=None
+            episode=number, attempt=1, client="c", request_id="", claimed_at=0.0, queued_s=None,
+            policy_version=0, lease_s=1.0, failure=None
         )
         call = Call(
             call_id=name,

@@ -15,6 +15,7 @@ import pytest
 
 from command_line import DEMO, ROOT, SHORT, as_options, start
 from newcomer import TASKS
+from run_ledger import ask
 from tinkerscript.cli import app
 from tinkerscript.files import LEDGER_FILE
 
@@ -126,7 +127,6 @@ STARTS = {
     "half a ledger": resumed(half_of(LEDGER_FILE), f"one/{LEDGER_FILE} cannot be read", "whole ledger back"),
     "an older ledger": resumed(behind, "ends with step 2", "checkpoint of step 3", "whole ledger back"),
     "a run of version 0.1": resumed(of_version_0_1, "made by tinkerscript 0.1", "engine.checkpoint"),
-    "another run's record": resumed(of_another("record.sqlite"), "record.sqlite", "of another run"),
     "another run's ledger": resumed(of_another(LEDGER_FILE), LEDGER_FILE, "of another run"),
     "another run's checkpoint": resumed(of_another("checkpoints/step_0003"), "step_0003", "of another run"),
     "no whole checkpoint": resumed(all_halved, "no checkpoint in one is complete", "1000 of the ", "step 1"),
@@ -205,7 +205,6 @@ def test_a_truncated_newest_checkpoint_is_named_and_the_one_before_it_used(
     assert "the run goes on from that of step 2" in command.text()
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == [1, 2, 3, 4]
-    with closing(sqlite3.connect(run / "record.sqlite")) as record:
-        assert record.execute("SELECT step FROM resumes ORDER BY number").fetchall() == [(0,), (2,)]
+    assert ask(run, "SELECT step FROM resumptions ORDER BY resumption") == [(0,), (2,)]
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["episodes_lost"]) == (4, 0)

@@ -16,7 +16,16 @@ from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.ledger import open_ledger, postgres
 from tinkerscript.ledger.database_lease import DATABASE_LEASE_S
 from tinkerscript.ledger.postgres import PostgresLedger
-from tinkerscript.ledger.rows import LEDGER_VERSION, AttemptRow, EpisodeRow, ResultRow
+from tinkerscript.ledger.rows import (
+    LEDGER_VERSION,
+    AttemptRow,
+    CheckpointRow,
+    EpisodeRow,
+    ResultRow,
+    TrainedRow,
+    TranscriptRow,
+)
+from tinkerscript.ledger.storage import StorageLimit
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +112,21 @@ async def test_episodes_are_read_with_sql(opened: Open, database: PostgresServer
     assert database.query(episodes) == [("e", "ended", 0.5, "c2")]
     results = "SELECT convert_from(result, 'UTF8')::json #>> '{metadata,k}' FROM tried.results"
     assert database.query(results) == [("1",)]
+
+
+async def test_over_the_limit_the_oldest_episodes_lose_what_is_large(opened: Open) -> None:
+    ledger = opened()
+    await ledger.lead()
+    for number, step in ((1, 1), (2, 9)):  # The second one's step may be undone.
+        trained = made(TrainedRow, number, step=step, undone=0)
+        left = TranscriptRow(episode=number, attempt=1, transcript=bytes(600_000))
+        saved = made(CheckpointRow, number, step=step - 1, undone=0)
+        await ledger.commit([episode(number, end_number=number, consumed=1, emptied=0), trained, left, saved])
+    await ledger.commit([made(CheckpointRow, 3, step=9, undone=0)])
+    await StorageLimit(ledger, 1).keep()
+    assert [row.emptied for row in await ledger.rows(EpisodeRow, "ORDER BY sequence")] == [1, 0]
+    left = await ledger.rows(TranscriptRow, "ORDER BY episode")
+    assert [len(row.transcript) for row in left] == [0, 600_000]
 
 
 async def test_the_next_leader_waits_until_the_lease_runs_out(opened: Open, database: PostgresServer) -> None:

@@ -22,7 +22,15 @@ from tinkerscript.addresses import ServerInfo, read_server_info
 from tinkerscript.client import AsyncTinkerScriptClient
 from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.files import LEDGER_FILE
-from tinkerscript.ledger.rows import PublicationRow, StepRow, TrainedRow, TrainerRow, Use
+from tinkerscript.ledger.rows import (
+    FindingRow,
+    MetricRow,
+    PublicationRow,
+    StepRow,
+    TrainedRow,
+    TrainerRow,
+    Use,
+)
 from tinkerscript.trainer_link.framing import LinkTimes
 from tinkerscript.trainer_link.messages import NewEpisode, Outcome
 from tinkerscript.trainer_link.trainer_end import TrainerLink
@@ -39,8 +47,8 @@ async def test_a_step_is_written_once_wherever_the_server_dies(tmp_path: Path) -
         if not died:
             break
         deaths += 1
-    # BEGIN, an INSERT for each of facts, episodes, publications, steps and trained, COMMIT, and after it.
-    assert deaths >= 8
+    # BEGIN, an INSERT for each of seven tables, COMMIT, and after it.
+    assert deaths >= 10
 
 
 async def _step_with_a_death_at(run_dir: Path, point: int) -> bool:
@@ -58,7 +66,7 @@ async def _step_with_a_death_at(run_dir: Path, point: int) -> bool:
             await asyncio.wait((committing, ended), return_when=asyncio.FIRST_COMPLETED)
             if died := not committing.done():
                 assert await ended == DEAD
-                assert _counts(run_dir) in ((0, 0, 0), (1, EPISODES, EPISODES))  # None of it, or all.
+                assert _counts(run_dir) in ([0] * len(WHOLE), WHOLE)  # None of it, or all.
                 with _server(run_dir, 0) as again:
                     await asyncio.to_thread(_listening, run_dir, again)
                     await asyncio.wait_for(committing, 30)
@@ -66,7 +74,7 @@ async def _step_with_a_death_at(run_dir: Path, point: int) -> bool:
             else:
                 server.kill()
                 await ended
-    assert _counts(run_dir) == (1, EPISODES, EPISODES)
+    assert _counts(run_dir) == WHOLE
     return died
 
 
@@ -96,6 +104,8 @@ def _rows(outcomes: list[Outcome]) -> list[TrainerRow]:
     return [
         PublicationRow(policy_version=1, step=1, time=now),
         StepRow(step=1, time=now, policy_version=1),
+        MetricRow(name="reward/mean", step=1, value=1.0),
+        FindingRow(step=1, kind="warning", name="retokenised"),
         *trained,
     ]
 
@@ -113,10 +123,17 @@ async def _nothing_is_open(run_dir: Path) -> None:
     assert tally.planned_accepted == EPISODES
 
 
-def _counts(run_dir: Path) -> tuple[int, int, int]:
-    """The rows of steps, of what they trained on, and of consumed episodes: undone or not, each once."""
+WHOLE = [1, 1, 1, EPISODES, EPISODES]
+"""The `_counts` after one step."""
+
+
+def _counts(run_dir: Path) -> list[int]:
+    """The rows of steps, of what was measured and found, of what they trained on, and of consumed episodes:
+    undone or not, each once."""
     queries = (
         "SELECT count(*) FROM steps",
+        "SELECT count(*) FROM metrics",
+        "SELECT count(*) FROM findings",
         "SELECT count(DISTINCT episode) FROM trained",
         "SELECT count(*) FROM episodes WHERE EXISTS (SELECT 1 FROM trained WHERE episode = sequence)",
     )
@@ -125,8 +142,7 @@ def _counts(run_dir: Path) -> tuple[int, int, int]:
             "SELECT count(*) FROM (SELECT 1 FROM trained GROUP BY episode HAVING count(*) > 1)"
         ).fetchall()
         assert not doubled
-        found = [run.execute(query).fetchone()[0] for query in queries]
-    return found[0], found[1], found[2]
+        return [run.execute(query).fetchone()[0] for query in queries]
 
 
 @contextmanager

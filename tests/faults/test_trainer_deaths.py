@@ -21,6 +21,10 @@ SELECT episode FROM trained JOIN episodes ON episode = sequence
     WHERE trained.undone = 0 AND outcome != 'given_up' AND episode_type = 'train'
     GROUP BY episode HAVING count(*) > 1
 """
+WITHOUT_TOKENS = """
+SELECT episode FROM trained AS t WHERE undone = 0 AND outcome = 'trained' AND NOT EXISTS
+    (SELECT 1 FROM tokens AS k WHERE k.episode = t.episode AND k.step = t.step AND undone = 0)
+"""
 IN_SHORT = ("after publication", "after step", "after manifest")
 """The others take as long and are tried with LONG=1."""
 
@@ -50,6 +54,7 @@ def test_a_run_goes_on_its_curve_wherever_the_trainer_dies(
         standing = run.execute("SELECT step FROM steps WHERE undone = 0 ORDER BY step").fetchall()
         assert standing == [(1,), (2,), (3,)]
         assert not run.execute(TRAINED_TWICE).fetchall()
+        assert not run.execute(WITHOUT_TOKENS).fetchall()
         published = run.execute("SELECT policy_version FROM publications ORDER BY time").fetchall()
         versions = [version for (version,) in published]
         assert versions == sorted(set(versions))

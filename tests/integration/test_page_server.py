@@ -18,14 +18,12 @@ from certificates import write_certificate
 from command_line import end_all, start
 from interchange_helpers import new_episodes, until
 from interchange_setup import Setup, serving
-from record_helpers import episode
 from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.config import InterchangeConfig, RunConfig
 from tinkerscript.processes.launcher import MAX_RESTARTS
 from tinkerscript.processes.run_page import run_page
 from tinkerscript.protocol import FleetResponse
-from tinkerscript.record.schema import RECORD_FILE
-from tinkerscript.record.writer import RecordWriter
+from written_run import WrittenRun
 
 TOKENS = {CLIENT_TOKEN: "shared-token-of-tests", ADMIN_TOKEN: "admin-token-of-tests"}
 
@@ -49,18 +47,18 @@ def bearer(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
-def write_record(folder: Path, **status: Any) -> None:
+def write_run(folder: Path) -> None:
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    with RecordWriter(folder / RECORD_FILE) as record:
-        record.status(model="tiny", began=1000.0, steps=3, step=0, **status)
-        record.episode(episode("e-1"))
+    with WrittenRun(folder) as run:
+        run.status(began=1000.0, steps=3, step=0)
+        run.episode(f"e-{run.last + 1}")
 
 
 class Page:
     """A run's page: what the run is told, and the process."""
 
     def __init__(self, folder: Path, *, max_restarts: int = MAX_RESTARTS, **config: Any) -> None:
-        write_record(folder)
+        write_run(folder)
         self.config = RunConfig.model_validate({"page_port": 0} | config)
         self.folder = folder
         self.max_restarts = max_restarts
@@ -220,7 +218,7 @@ async def test_the_page_is_beyond_this_machine_only_under_a_token(
 async def test_view_shows_the_runs_of_a_folder(tmp_path: Path, commands: None) -> None:
     for name in ("one", "two"):
         (tmp_path / "runs" / name).mkdir(parents=True)
-        write_record(tmp_path / "runs" / name)
+        write_run(tmp_path / "runs" / name)
     command = start(tmp_path, "view", "--port", "0")
     command.until(lambda: "\n" in command.text())
     url = command.text().splitlines()[0]

@@ -1,11 +1,9 @@
-"""`/record_transcript` over a real server: what a claim leaves reaches the trainer, and nothing else does."""
+"""`/record_transcript` over a real server: what a claim leaves is in the ledger, and nothing else is."""
 
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import AsyncGenerator
-from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -13,10 +11,8 @@ import pytest
 
 from interchange_helpers import collect, consumed, new_episodes
 from interchange_setup import OUTPUT, Setup, serving
-from tinkerscript.files import LEDGER_FILE
-from tinkerscript.server import trainer_messages
+from run_ledger import ask
 from tinkerscript.server.routes import episodes as route
-from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
 
 @pytest.fixture
@@ -33,13 +29,15 @@ async def send(setup: Setup, key: str, body: bytes = b"told", status: int = 200)
     return reply
 
 
-def stored(run_dir: Path) -> list[tuple[int, bytes]]:
-    """(attempt, transcript) in the server's file."""
-    with closing(sqlite3.connect(run_dir / LEDGER_FILE)) as connection:
-        return connection.execute("SELECT attempt, transcript FROM transcripts ORDER BY 1").fetchall()
+def stored(run_dir: Path) -> list[tuple[str, int, bytes]]:
+    """(episode, attempt, transcript), in that order."""
+    query = (
+        "SELECT uuid, attempt, transcript FROM transcripts JOIN episodes ON sequence = episode ORDER BY 1, 2"
+    )
+    return ask(run_dir, query)
 
 
-async def test_the_transcripts_of_all_attempts_come_with_the_outcome(setup: Setup) -> None:
+async def test_the_transcripts_of_all_attempts_are_kept(setup: Setup) -> None:
     await setup.link.register(new_episodes("a", "b"))
     first = await setup.claim()
     assert (first.episode_uuid, first.max_transcript_bytes) == ("a", 2**20)
@@ -57,14 +55,10 @@ async def test_the_transcripts_of_all_attempts_come_with_the_outcome(setup: Setu
             await send(setup, claim.openai_api_key, b"the last one")
         failure = {"kind": "k", "message": "m"}
         await setup.post("/abort_episode", episode_uuid="b", attempt=attempt, failure=failure)
-    found = await collect(setup.link, 2)
-    result, failed = found["a"], found["b"]
-    assert isinstance(result, EpisodeAccepted)
-    assert isinstance(failed, EpisodeFailed)
-    assert result.transcripts == {1: b"\x00why it failed\xff", 2: b"how it went"}
-    assert failed.transcripts == {2: b"the last one"}
-    await setup.link.commit(consumed(found))
-    assert [attempt for attempt, _ in stored(setup.run_dir)] == [1, 2, 2], "they stay"
+    left = [("a", 1, b"\x00why it failed\xff"), ("a", 2, b"how it went"), ("b", 2, b"the last one")]
+    assert stored(setup.run_dir) == left
+    await setup.link.commit(consumed(await collect(setup.link, 2)))
+    assert stored(setup.run_dir) == left, "they stay"
 
 
 async def test_only_the_claim_that_holds_the_lease_leaves_one(setup: Setup) -> None:
@@ -75,8 +69,7 @@ async def test_only_the_claim_that_holds_the_lease_leaves_one(setup: Setup) -> N
     await setup.post("/end_episode", episode_uuid="a", attempt=1, workflow_output=OUTPUT)
     late = await send(setup, claim.openai_api_key, status=409)
     assert "has ended with its result" in late.json()["failure_reason"]
-    (result,) = (await collect(setup.link, 1)).values()
-    assert result.transcripts == {}
+    assert stored(setup.run_dir) == []
 
 
 async def test_what_is_too_long_is_refused_unread(setup: Setup) -> None:
@@ -93,7 +86,7 @@ async def test_what_is_too_long_is_refused_unread(setup: Setup) -> None:
     reply = await setup.http.post("/record_transcript", content=endless(), headers=headers)
     assert reply.status_code == 411
     await send(setup, key, b"x" * 2**20)
-    assert [len(data) for _, data in stored(setup.run_dir)] == [2**20]
+    assert [len(data) for *_, data in stored(setup.run_dir)] == [2**20]
 
 
 async def test_no_more_is_received_at_once_than_there_is_room_for(
@@ -127,26 +120,6 @@ async def test_no_more_is_received_at_once_than_there_is_room_for(
     await send(setup, second.openai_api_key, b"y" * 100)
 
 
-async def test_outcomes_go_without_what_the_way_has_no_room_for(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The server's memory stays bounded while a trainer does not take them."""
-    monkeypatch.setattr(trainer_messages, "MAX_TRANSCRIPT_BYTES", 250)
-    await setup.link.register(new_episodes("a", "b", "c"))
-    for _ in range(3):
-        claim = await setup.claim()
-        await send(setup, claim.openai_api_key, b"x" * 100)
-        await setup.post("/end_episode", episode_uuid=claim.episode_uuid, attempt=1, workflow_output=OUTPUT)
-    for _ in range(3000):
-        if "transcript.left_out" in caplog.text:
-            break
-        await asyncio.sleep(0.01)
-    else:
-        raise AssertionError("all transcripts went, though the trainer took none")
-    found = await collect(setup.link, 3)
-    assert sorted(len(each.transcripts) for each in found.values()) == [0, 1, 1]
-
-
 async def test_a_transcript_survives_a_restart_of_the_server(tmp_path: Path, byte_model: Path) -> None:
     async with serving(tmp_path, byte_model) as setup:
         setup.link.set_status(engine_status="ENGINE.ROLLING")
@@ -156,5 +129,4 @@ async def test_a_transcript_survives_a_restart_of_the_server(tmp_path: Path, byt
     async with serving(tmp_path, byte_model) as setup:
         setup.keys["a", 1] = key
         await setup.post("/end_episode", episode_uuid="a", attempt=1, workflow_output=OUTPUT)
-        (result,) = (await collect(setup.link, 1)).values()
-    assert result.transcripts == {1: b"before"}
+        assert stored(setup.run_dir) == [("a", 1, b"before")]

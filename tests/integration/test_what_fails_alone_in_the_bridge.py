@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +26,8 @@ from inspect_tinker_bridge import load_environment
 from inspect_tinker_bridge.conversion import ChatConverter
 from inspect_tinker_bridge.env import InspectEnv, TokenBuffer
 from inspect_tinker_bridge.episodes import EpisodeOutcome, PendingCalls
+from run_ledger import ask
 from tinkerscript.config import RunConfig
-from tinkerscript.files import LEDGER_FILE
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import unpack_ids
 from tinkerscript.sampler import SampleRequest
@@ -188,9 +186,8 @@ async def test_an_episode_of_a_run(tmp_path: Path, stage: str, monkeypatch: pyte
     monkeypatch.setattr(SeededSampler, "sample", sampled)
     plant(stage, OURS, monkeypatch)
     folder = await run_training(config, QuietReporter())
-    with closing(sqlite3.connect(folder.path / LEDGER_FILE)) as run:
-        query = "SELECT failure FROM episodes LEFT JOIN attempts ON episode = sequence WHERE end_number > 0"
-        failures = [failure for (failure,) in run.execute(query)]
+    query = "SELECT a.failure FROM episodes LEFT JOIN attempts AS a ON episode = sequence"
+    failures = [failure for (failure,) in ask(folder.path, query)]
     failed = [json.loads(failure)["message"] for failure in failures if failure is not None]
     planted_words = "the engine raised RuntimeError" if stage == "sample" else "planted: "
     assert [planted_words in words for words in failed] == [True, True], "in each evaluation"

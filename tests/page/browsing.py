@@ -46,6 +46,8 @@ class Viewed:
     url: str
     folder: Path
     long_episode: str
+    sample: str
+    """The digest of one."""
 
 
 def url_of(command: Command) -> str:

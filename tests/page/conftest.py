@@ -11,6 +11,7 @@ from playwright.sync_api import Browser, BrowserContext, sync_playwright
 
 from command_line import end_all, start
 from made_run import MadeRun
+from run_ledger import ask
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 VIEWPORT = {"width": 1280, "height": 900}
@@ -56,6 +57,7 @@ def viewed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewed]:
     uuid = first.long_episode(turns=100, tokens=50_000)
     MadeRun(folder / "runs" / "shop-agent-2", seed=2, steps=24).write()
     command = start(folder, "view", "runs", "--port", "0", lasts=True)
-    yield Viewed(url_of(command), folder, uuid)
+    ((sample,),) = ask(first.folder, "SELECT sample FROM episodes WHERE label = 'after' LIMIT 1")
+    yield Viewed(url_of(command), folder, uuid, sample.hex())
     command.process.terminate()
     command.wait()

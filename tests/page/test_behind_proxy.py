@@ -11,10 +11,9 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from made_run import MadeRun
+from run_ledger import LedgerWriter
 from serving import serving
 from tinkerscript.page.web_app import create_page
-from tinkerscript.record.schema import RECORD_FILE
-from tinkerscript.record.writer import RecordWriter
 
 TOKENS = {"run1": "the-admin-token-of-run-1", "run2": "the-admin-token-of-run-2"}
 
@@ -63,8 +62,8 @@ def test_two_pages_behind_one_proxy(tab: Tab, tmp_path: Path) -> None:
         # Events come through while the reply goes on.
         expect(page.get_by_text("running").first).to_be_visible()
         page.evaluate("window.sameDocument = true")
-        with RecordWriter(tmp_path / "run1" / RECORD_FILE) as record:
-            record.status(state="finished")
+        with LedgerWriter(tmp_path / "run1") as run:
+            run.status(state="finished")
         expect(page.get_by_text("finished").first).to_be_visible()
         assert page.evaluate("window.sameDocument") is True
         # A link opens the same place.

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from browsing import Tab, Viewed, url_of
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from command_line import COMMAND, ROOT, start
 from made_run import MadeRun
-from tinkerscript.record.reader import Record
+from run_ledger import ask
 
 
 def place(page: Page, name: str) -> None:
@@ -78,6 +78,23 @@ def test_every_view_is_opened_from_the_one_before(tab: Tab, viewed: Viewed) -> N
     expect(page.locator(".message.assistant").first).to_be_visible()
     place(page, "Fleet")
     expect(page.get_by_text("this run has no server")).to_be_visible()
+
+
+def test_a_search_goes_on_by_itself_until_it_finds_something(tab: Tab, viewed: Viewed) -> None:
+    page = tab.page
+    asked: list[str] = []
+
+    def partly(route: Route) -> None:
+        asked.append(route.request.url.partition("q=calculator")[2])
+        if len(asked) < 3:
+            route.fulfill(json={"episodes": [], "next": 1000 - len(asked)})
+        else:
+            route.continue_()
+
+    page.route("**/search?**", partly)
+    page.goto(f"{viewed.url}/#/run/shop-agent/episodes?q=calculator")
+    expect(page.locator("tbody a.mono").first).to_be_visible()
+    assert asked == ["", "&before=999", "&before=998"]
 
 
 def test_runs_are_found_and_sorted_and_a_curve_is_taken_away(tab: Tab, viewed: Viewed) -> None:
@@ -166,7 +183,7 @@ def test_a_page_that_may_not_write_says_so(tab: Tab, tmp_path: Path) -> None:
         reason = page.get_by_role("alert").filter(has_text="cannot change runs/second: Permission denied")
         expect(reason.last).to_be_visible()
     assert "Traceback" not in command.text()
-    assert len(list((tmp_path / "runs").glob("*/record.sqlite"))) == 2
+    assert len(list((tmp_path / "runs").glob("*/ledger.sqlite"))) == 2
 
 
 def test_a_link_to_tokens_marks_them(tab: Tab, viewed: Viewed) -> None:
@@ -183,7 +200,7 @@ def test_axe_finds_nothing_serious(browser: Browser, viewed: Viewed, theme: str)
     for path in (
         *("", "run/shop-agent", "run/shop-agent/curves", "run/shop-agent/steps", "run/shop-agent/steps/20"),
         *("run/shop-agent/evaluations", "run/shop-agent/episodes", "run/shop-agent/alignment"),
-        *("run/shop-agent/samples/3", f"episode/{viewed.long_episode}"),
+        *(f"run/shop-agent/samples/{viewed.sample}", f"episode/{viewed.long_episode}"),
     ):
         page.goto(f"{viewed.url}/#/{path}")
         page.wait_for_load_state("networkidle") if not path.startswith(("run", "episode")) else None
@@ -292,10 +309,8 @@ def test_what_others_wrote_is_shown_as_text(browser: Browser, tmp_path: Path) ->
 
 def transcribed(folder: Path) -> str:
     """The uuid of an episode with a transcript."""
-    query = "SELECT uuid FROM episodes WHERE number IN (SELECT episode FROM transcripts) ORDER BY number DESC"
-    row = Record(folder).row(query)
-    assert row is not None
-    return row[0]
+    query = "SELECT uuid FROM transcripts JOIN episodes ON sequence = episode ORDER BY sequence DESC"
+    return ask(folder, query)[0][0]
 
 
 def test_an_episode_is_read_event_by_event(tab: Tab, viewed: Viewed) -> None:

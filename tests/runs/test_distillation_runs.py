@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from run_ledger import ask
 from short_runs import Cut, CutError, curve, short_run
 from taught_model import taught_sums
 from tinkerscript.config import RunConfig
 from tinkerscript.model_folder import TINY_MODEL
-from tinkerscript.record.reader import Record
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
 from wire_setup import KEY, SDK_LEAVES_SOCKETS, wire_server
@@ -62,14 +62,9 @@ async def test_groups_of_one_learn_from_a_teacher_and_a_cut_changes_nothing(
     for one, other in zip(lines, curve(cut), strict=True):
         for name in ("reward/mean", "train/loss", "distillation/teacher_kl"):
             assert one[name] == pytest.approx(other[name], abs=1e-5), name
-    record = Record(whole)
-    rows = record.rows(
-        "SELECT value FROM metrics JOIN names ON names.number = metrics.name "
-        "WHERE names.name = 'distillation/teacher_kl' ORDER BY step"
-    )
-    assert [row[0] for row in rows] == pytest.approx(kl)
-    assert [row[0] for row in record.rows("SELECT DISTINCT outcome FROM trained")] == ["trained"]
-    record.close()
+    kept = ask(whole, "SELECT value FROM metrics WHERE name = 'distillation/teacher_kl' ORDER BY step")
+    assert [value for (value,) in kept] == pytest.approx(kl)
+    assert ask(whole, "SELECT DISTINCT outcome FROM trained") == [("trained",)]
 
 
 async def test_an_adapter_learns_from_the_base_that_it_shares(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from run_ledger import results, rows
 from tinkerscript.commands import train as command
 from tinkerscript.commands.show import show_command
 from tinkerscript.config import RunConfig
+from tinkerscript.ledger.health import HealthRow, best_score, health_rows
+from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.ledger.rows import TrainedRow, Use
 from tinkerscript.page.overview import overview
 from tinkerscript.page.steps import step_view
-from tinkerscript.record.health import HealthRow, best_score, health_rows
-from tinkerscript.record.reader import Record
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
 from tinkerscript.trainer_link.messages import EpisodeAccepted
@@ -99,11 +99,11 @@ class Run:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)  # It makes runs/latest there.
             self.folder = asyncio.run(run_training(self.config, self.watcher)).path
-        self.record = Record(self.folder)
+        self.ledger = LedgerReader(self.folder)
 
     @property
     def rows(self) -> dict[str, HealthRow]:
-        return {row.name: row for row in health_rows(self.record)}
+        return {row.name: row for row in health_rows(self.ledger)}
 
     def red(self) -> dict[str, str]:
         """Name -> kind of the rows that are not good."""
@@ -142,7 +142,7 @@ def test_a_run_that_destroys_its_model_is_no_success(started: Started) -> None:
     assert before.startswith("training.learning_rate: 0.01 is too high for all weights of a small model")
     told = [note for note in run.watcher.notes if note.startswith("step ") and "trained nothing" not in note]
     assert any("it fell from" in note for note in told), "while the run goes on"
-    best = best_score(run.record)
+    best = best_score(run.ledger)
     assert best is not None
     assert (best.label, best.step, best.last) == ("before", 0, 0.0)
     code, text = run.reported()
@@ -155,7 +155,7 @@ def test_a_run_that_destroys_its_model_is_no_success(started: Started) -> None:
 def test_a_run_that_learns_is_well_and_ends_with_its_model(started: Started) -> None:
     run = started("well", training={"steps": 4})
     assert run.red() == {}
-    assert overview("r", run.record).health.verdict == "all well"
+    assert overview("r", run.ledger).health.verdict == "all well"
     code, text = run.reported()
     assert code == 0
     assert f"serve the model    tinkerscript serve --checkpoint {run.folder}/checkpoints/final" in text
@@ -183,7 +183,7 @@ def test_the_page_has_the_shares_that_the_calls_of_a_run_have(started: Started, 
     cut_off = run.rows["cut_off"]
     assert (cut_off.value, cut_off.kind) == (f"{share:.0%}", "bad" if share > 0.5 else "warn")
     for step, own in calls.items():
-        m = step_view(run.record, step).metrics
+        m = step_view(run.ledger, step).metrics
         groups = {
             each.group_id: {e.reward for e in steps[step] if e.group_id == each.group_id}
             for each in steps[step]

@@ -12,12 +12,12 @@ import pytest
 from inspect_ai._util.entrypoints import clear_entry_points_state
 from inspect_ai.log import list_eval_logs, read_eval_log_async
 
-from run_ledger import outcomes, rows
+from run_ledger import ask, outcomes, rows
 from tinkerscript.config import EvaluationConfig, RunConfig, SamplingConfig
 from tinkerscript.errors import ConfigError, NoSuccessError
+from tinkerscript.ledger.health import health_rows
+from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.ledger.rows import EpisodeRow
-from tinkerscript.record.health import health_rows
-from tinkerscript.record.reader import Record
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
@@ -164,9 +164,8 @@ async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> 
         assert (folder.path / name).stat().st_size
     for name in ("config.json", "model.safetensors", "tokenizer.json", "optimizer.pt"):
         assert (folder.path / "checkpoints" / "final" / name).stat().st_size
-    record = Record(folder.path)
     # The scorer that raises leaves a transcript too, in each of three attempts.
-    assert record.number("SELECT count(*) FROM transcripts") == len(accepted) + 3 * len(failed)
+    assert ask(folder.path, "SELECT count(*) FROM transcripts") == [(len(accepted) + 3 * len(failed),)]
     lines = (folder.path / "rollouts" / "step_0001.jsonl").read_text().splitlines()
     rollouts = [json.loads(line) for line in lines]
     assert len(rollouts) == 24
@@ -204,7 +203,7 @@ async def test_what_is_older_than_the_limit_does_not_train(tmp_path: Path, limit
     else:
         assert summary["episodes_discarded"] > 0
         assert all(step["episodes/used"] > 0 for step in watcher.steps), "a stale batch is no step"
-        (row,) = [row for row in health_rows(Record(folder.path)) if row.name == "stale"]
+        (row,) = [row for row in health_rows(LedgerReader(folder.path)) if row.name == "stale"]
         assert (row.kind, row.value) == ("warn", f"{summary['episodes_discarded']}"), "whole batches too"
 
 

@@ -17,7 +17,6 @@ from tinkerscript.client import Episode, TinkerScriptClient, run
 from tinkerscript.config import dump_config
 from tinkerscript.errors import EngineError, RequestRefusedError
 from tinkerscript.page.transcript_view import parsed, unpacked_text
-from tinkerscript.record.reader import Record
 from tinkerscript.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.backends import BACKENDS
@@ -51,16 +50,11 @@ async def test_every_episode_of_a_run_is_in_its_ledger_and_none_is_lost(
     assert {call.policy_version for episode in accepted for call in episode.calls} == {0, 1, 2}
     assert all(json.loads(call.reply)["role"] == "assistant" for e in accepted for call in e.calls)
 
-    # Each episode's transcript came with it.
-    record = Record(folder.path)
-    numbers = [number for (number,) in record.rows("SELECT number FROM episodes")]
-    assert len(numbers) == episodes
-    for number in numbers:
-        data = record.transcript(number, 1)
-        assert data is not None
+    transcripts = ask(folder.path, "SELECT transcript FROM transcripts")
+    assert len(transcripts) == episodes
+    for (data,) in transcripts:
         kinds = {json.loads(bytes(event))["event"] for event in parsed(unpacked_text(data)).events}
         assert {"model", "score"} <= kinds
-    assert ask(folder.path, "SELECT count(*) FROM transcripts") == [(episodes,)]
     used = ask(folder.path, "SELECT episode, step FROM trained ORDER BY episode")
     assert [episode for episode, _ in used] == sorted(each.sequence for each in accepted)
     assert {step for _, step in used} == {0, 1, 2}

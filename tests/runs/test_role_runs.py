@@ -14,8 +14,8 @@ from interchange_helpers import until
 from run_ledger import results
 from short_runs import short_run
 from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
+from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.page.episode_view import episode_view
-from tinkerscript.record.reader import Record
 from tinkerscript.rollouts.call import unpack_ids
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
@@ -75,8 +75,7 @@ async def test_a_frozen_role_samples_the_same_weights_in_every_step_and_never_tr
     known = dict(first)
     assert len(known) < len(first)
     assert all(np.isclose(known[token], logprob, atol=1e-4) for token, logprob in first)
-    record = Record(folder.path)
-    view = episode_view("run", record, accepted[0].episode_uuid)
+    view = episode_view("run", LedgerReader(folder.path), accepted[0].episode_uuid)
     assert [(turn.role, turn.sequence is None) for turn in view.turns] == [
         ("", False),
         ("rival", True),

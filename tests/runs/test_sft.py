@@ -12,10 +12,10 @@ import pytest
 from short_runs import curve, short_run
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import EngineError
+from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.page.steps import step_page, step_view
 from tinkerscript.page.token_view import token_view
-from tinkerscript.record.reader import Record
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
 from tinkerscript.train.sft import run_sft
@@ -62,17 +62,17 @@ def reinforcement(tmp_path: Path, engine: dict[str, Any]) -> RunConfig:
     return short_run(tmp_path / "rl", engine=engine, training=training | {"batch_rule": "differing_groups"})
 
 
-def check_record(folder: Path, nll_before: float) -> None:
-    """Every chat of every step is in the record, with the trainer's logprobs of the tokens that train."""
-    record = Record(folder)
-    assert record.facts()["state"] == "finished"
-    assert [line.trained for line in step_page(record).steps] == [16] * 8
-    first = step_view(record, 1)
+def check_ledger(folder: Path, nll_before: float) -> None:
+    """Every chat of every step is in the ledger, with the trainer's logprobs of the tokens that train."""
+    ledger = LedgerReader(folder)
+    assert ledger.status()["state"] == "finished"
+    assert [line.trained for line in step_page(ledger).steps] == [16] * 8
+    first = step_view(ledger, 1)
     assert logged(folder, "train/nll")[0] == pytest.approx(first.metrics["train/nll"])
     (group,) = first.groups
     logprobs: list[float] = []
     for line in group.episodes:
-        tokens = token_view(record, line.uuid, 0)
+        tokens = token_view(ledger, line.uuid, 0)
         said = "".join(text for text, trains in zip(tokens.texts, tokens.sampled, strict=True) if trains)
         asked = re.search(r"What is (\d+)\+", "".join(tokens.texts))
         assert asked
@@ -80,7 +80,6 @@ def check_record(folder: Path, nll_before: float) -> None:
         assert tokens.trainer_logprobs is not None
         logprobs += [value for value in tokens.trainer_logprobs if value is not None]
     assert -sum(logprobs) / len(logprobs) == pytest.approx(nll_before, abs=0.5)
-    record.close()
 
 
 async def check_both(tmp_path: Path, engine: dict[str, Any]) -> list[float]:
@@ -99,7 +98,7 @@ async def check_both(tmp_path: Path, engine: dict[str, Any]) -> list[float]:
     assert {"step 1 to train", "the held-out nll", "the checkpoint of step 3"} <= set(watcher.waits)
     assert watcher.waits[-1] == "the final checkpoint"
     assert (folder.path / "learning_curve.png").stat().st_size
-    check_record(folder.path, summary["nll_before"])
+    check_ledger(folder.path, summary["nll_before"])
     final = str(folder.path / "checkpoints" / "final")
     steps = QuietReporter()
     await run_training(reinforcement(tmp_path, engine | {"checkpoint": final}), steps)

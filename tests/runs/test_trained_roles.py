@@ -19,11 +19,11 @@ from short_runs import curve, short_run
 from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.engine.training import EmbeddedTrainingClient
 from tinkerscript.errors import ConfigError
+from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.ledger.rows import CheckpointRow, ResumptionRow, TrainedRow, Use
 from tinkerscript.model_folder import model_folder
 from tinkerscript.page.episode_view import episode_view
 from tinkerscript.page.token_view import token_view
-from tinkerscript.record.reader import Record
 from tinkerscript.testing import QuietReporter
 from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.train.run import run_training
@@ -174,12 +174,12 @@ async def test_two_policies_train_each_on_its_own_tokens_also_after_a_kill(
 
 def check_page(folder: Path, uuid: str) -> None:
     """The episode's page shows whose sequences trained."""
-    record = Record(folder)
-    view = episode_view("run", record, uuid)
+    ledger = LedgerReader(folder)
+    view = episode_view("run", ledger, uuid)
     assert [(turn.role, turn.sequence) for turn in view.turns] == [(ROLE, 1), ("", 0)]
     assert [(line.role, line.number) for line in view.sequences] == [("", 0), (ROLE, 1)]
     for line in view.sequences:
-        tokens = token_view(record, uuid, line.number)
+        tokens = token_view(ledger, uuid, line.number)
         assert tokens.trainer_logprobs is None or tokens.step == STEPS
         text = "".join(tokens.texts)
         assert ("Pick a number" in text) == (line.role == ROLE)

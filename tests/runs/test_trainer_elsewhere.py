@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,9 @@ import pytest
 import yaml
 
 from command_line import ROOT, Command, end_all, start
-from tinkerscript.errors import ConfigError
-from tinkerscript.page.overview import overview
-from tinkerscript.record.reader import Record
-from tinkerscript.record.schema import RECORD_FILE
+from run_ledger import rows, standing_steps
+from tinkerscript.files import LEDGER_FILE
+from tinkerscript.ledger.rows import ResumptionRow
 
 CONFIG: dict[str, Any] = {
     "experiment_dir": "run",
@@ -73,12 +71,8 @@ class TwoMachines:
         return json.loads((self.server / "run" / "server.json").read_text())["pid"]
 
     def step(self) -> int:
-        """The last one that the trainer has recorded; -1: it has not begun."""
-        try:
-            with closing(Record(self.trainer / "run")) as record:
-                return record.facts().get("step", -1)
-        except ConfigError:
-            return -1
+        """The last one that stands; 0: none has ended."""
+        return max(standing_steps(self.server / "run"), default=0)
 
 
 def read(url: str) -> dict[str, Any]:
@@ -87,11 +81,12 @@ def read(url: str) -> dict[str, Any]:
     return reply.json()
 
 
-def page_of(training: Command) -> str:
-    """Where the trainer says first that its page is."""
-    found = re.match(r"watch the run at (http://127\.0\.0\.1:\d+)", training.text())
-    assert found, training.text()
-    return found[1]
+def page_at(command: Command) -> str:
+    """Where `tinkerscript view` says that the page is."""
+    command.until(lambda: "\n" in command.text())
+    found = re.match(r"http://127\.0\.0\.1:\d+", command.text())
+    assert found, command.text()
+    return found[0]
 
 
 @pytest.fixture
@@ -104,26 +99,30 @@ def machines(tmp_path: Path) -> Iterator[TwoMachines]:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_run_outlives_kills_of_both_and_has_its_page_with_the_trainer(machines: TwoMachines) -> None:
+def test_a_run_outlives_kills_of_both_and_is_looked_at_where_its_ledger_is(machines: TwoMachines) -> None:
     serving = machines.serve()
     machines.copy_what_a_trainer_needs()
     training = machines.train("first.txt")
     training.until(lambda: machines.step() >= 1, seconds=PATIENCE_S)
-    assert read(f"{page_of(training)}/api/runs/run")["state"] == "running"
+    page = page_at(start(machines.server, "view", "run", "--port=0", output="page.txt"))
+    assert read(f"{page}/api/runs/run")["state"] == "running"
+    assert read(f"{page}/api/runs/run/fleet")["policy_version"] >= 1
     first, step = machines.server_pid(), machines.step()
     os.kill(first, signal.SIGKILL)
     serving.until(lambda: machines.server_pid() != first)
     training.until(lambda: machines.step() >= step + 3, seconds=PATIENCE_S)
     training.process.kill()
     training.process.wait()
-    with closing(Record(machines.trainer / "run")) as record:
-        last = int(record.number("SELECT max(step) FROM steps") or 0) + 2
+    last = machines.step() + 2
     again = machines.train("again.txt", f"--set=training.steps={last}")
     assert again.wait(seconds=PATIENCE_S) == 0, again.text()
-    record = Record(machines.trainer / "run")
-    assert record.number("SELECT count(*) FROM resumes") == 2
-    assert record.number("SELECT count(*) FROM steps") == last
-    view = overview("run", record)
-    assert (view.state, view.step) == ("finished", last)
-    assert view.health.episodes == last * 8
-    assert not (machines.server / "run" / RECORD_FILE).exists()
+    for said in (training.text(), again.text()):
+        assert "watch the run on the server's machine, where its ledger is: tinkerscript view FOLDER" in said
+        assert "watch the run at" not in said
+    assert "look at it again   tinkerscript view FOLDER, on the server's machine" in again.text()
+    assert not (machines.trainer / "run" / LEDGER_FILE).exists()
+    assert len(rows(machines.server / "run", ResumptionRow)) == 2
+    assert standing_steps(machines.server / "run") == list(range(1, last + 1))
+    view = read(f"{page}/api/runs/run")
+    assert (view["state"], view["step"]) == ("finished", last)
+    assert view["health"]["episodes"] == last * 8

@@ -32,7 +32,6 @@ ALLOWED = {
     "http_server": "asgi config lifecycle limits",
     "tinker_api": "asgi config engine errors files http_server",
     "dashboard": "",
-    "record": "errors files rollouts",
     "vllm_plugin": "",
     "starter": "client",
     "__init__": "",
@@ -50,24 +49,24 @@ ALLOWED = {
         "model_folder protocol rollouts sampler tracing trainer_link"
     ),
     "processes": (
-        "access_tokens addresses asgi client config errors lifecycle logs protocol server trainer_link "
-        "vllm_plugin workers"
+        "access_tokens addresses asgi client config errors ledger lifecycle logs protocol server "
+        "trainer_link vllm_plugin workers"
     ),
-    "page": "addresses asgi config dashboard errors files lifecycle model_folder record rollouts tokenizer",
+    "page": "addresses asgi config dashboard errors files ledger lifecycle model_folder rollouts tokenizer",
     "train": (
         "access_tokens addresses config dashboard engine errors files gateway inspect_tinker_bridge "
-        "ledger lifecycle logs model_folder processes protocol record remote_folder rollouts sampler "
+        "ledger lifecycle logs model_folder processes protocol remote_folder rollouts sampler "
         "tokenizer tracing trainer_link vllm_plugin workers"
     ),
     "commands": (
         "access_tokens addresses asgi client config dashboard engine errors files http_server "
-        "inspect_tinker_bridge ledger lifecycle model_folder page processes protocol record remote_folder "
+        "inspect_tinker_bridge ledger lifecycle model_folder page processes protocol remote_folder "
         "tinker_api train trainer_link workers"
     ),
     "testing": "dashboard errors gateway rollouts sampler",
     "cli": (
-        "client commands dashboard engine errors files lifecycle logs model_folder page protocol "
-        "record server tracing workers"
+        "client commands dashboard engine errors files ledger lifecycle logs model_folder page protocol "
+        "server tracing workers"
     ),
     "__main__": "cli",
 }

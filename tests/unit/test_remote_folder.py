@@ -122,7 +122,7 @@ def test_a_url_is_told_from_a_folder(text: str, expected: bool) -> None:
 
 async def test_what_is_finished_is_at_the_url_under_the_names_of_the_run_folder(run: Run) -> None:
     run.write("rollouts/step_0001.jsonl", "{}\n")
-    run.write("record.sqlite", "what stays here")
+    run.write("search.sqlite", "what stays here")
     await run.step(1)
     run.write("metrics.jsonl", "step 1\n")
     run.checkpoint("step_0001")
@@ -146,13 +146,22 @@ def steps_there(tmp_path: Path) -> list[int]:
     return [row.step for row in rows(copy, StepRow, "ORDER BY step")]
 
 
+ANOTHER_STEP = """
+INSERT INTO steps (step, time, policy_version, accepted, failed, trained, stopped, undone)
+    VALUES (2, 0, 2, 0, 0, 0, '', 0)
+"""
+
+
 async def test_the_ledger_is_copied_whole_while_it_is_written(run: Run, tmp_path: Path) -> None:
     await run.step(1)
     remote = RemoteFolder(URL)
     async with run.uploads() as uploads:
         with closing(sqlite3.connect(run.path / LEDGER_FILE)) as writer:
             writer.execute("BEGIN IMMEDIATE")
-            writer.execute("INSERT INTO steps VALUES (2, 0.0, 2, 0)")
+            writer.execute(
+                "INSERT INTO steps (step, time, policy_version, accepted, failed, trained, stopped, undone) "
+                "VALUES (2, 0.0, 2, 0, 0, 0, '', 0)"
+            )
             uploads.copy()
             await until(lambda: remote.position() == (1, 1), "the first copy")
             assert steps_there(tmp_path) == [1], "what is committed"

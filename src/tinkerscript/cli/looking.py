@@ -86,15 +86,15 @@ def export(
     with one_line_errors():
         with extra("server"):
             from tinkerscript.files import write_atomically
+            from tinkerscript.ledger.reader import LedgerReader, find_runs
             from tinkerscript.page.export import export_run
-            from tinkerscript.record.reader import Record, find_runs
         found = find_runs(run)
         if len(found) > 1:
             raise ConfigError(f"{run} has {len(found)} runs; name one, such as {run / next(iter(found))}")
         ((name, folder),) = found.items()
         if target.is_dir():
             target = target / f"{name}.html"
-        text = export_run(name, Record(folder), steps=steps, episodes=episodes)
+        text = export_run(name, LedgerReader(folder), steps=steps, episodes=episodes)
         try:
             write_atomically(target, text)
         except OSError as error:

@@ -160,7 +160,7 @@ def _memory(config: RunConfig, samples: Callable[[], TaskSamples]) -> list[str]:
     lines += [
         "disk",
         _line("checkpoints", f"{disk}, {_gib(memory.checkpoint)} each"),
-        _line("episodes", f"at most {calls} of calls for the page (recording_limit_mb), and the ledger"),
+        _line("episodes", f"at most {calls} of calls, tokens and transcripts (recording_limit_mb)"),
     ]
     if problem := _without_room(config, memory, config.new_folder(datetime.now())):
         lines.append(f"will not fit: {problem}")

@@ -23,14 +23,12 @@ from tinkerscript.dashboard import counted, one_line, plain
 from tinkerscript.dashboard.run_table import whole_time
 from tinkerscript.dashboard.terminal import print_wrapped
 from tinkerscript.errors import ConfigError, NotRecordedError
-from tinkerscript.files import LEDGER_FILE
+from tinkerscript.ledger.health import HealthRow
+from tinkerscript.ledger.reader import LedgerReader, find_runs, is_run
 from tinkerscript.page.episode_view import CallView, EpisodeView, SequenceLine, episode_view, find_episode
 from tinkerscript.page.lines import EpisodeLine, newest
 from tinkerscript.page.overview import RunList, RunView, overview, run_list
 from tinkerscript.page.steps import StepLine, step_page
-from tinkerscript.record.health import HealthRow
-from tinkerscript.record.reader import Record, find_runs
-from tinkerscript.record.schema import RECORD_FILE
 
 HEALTH_STYLES = {"good": "", "warn": "yellow", "bad": "red"}
 STATE_STYLES = {"running": "green", "finished": "", "stopped": "yellow", "failed": "red"}
@@ -52,7 +50,7 @@ def show_command(root: Path, what: str, console: Console, *, limit: int = 30, as
     if not console.is_terminal:
         console.width = max(console.width, PIPE_COLUMNS)
     runs = runs_in(root)
-    if len(runs) > 1 or not ((root / RECORD_FILE).is_file() or what):
+    if len(runs) > 1 or not (is_run(root) or what):
         if what and not what.startswith("/api/"):
             raise ConfigError(
                 f"{root} has {len(runs)} runs; name one, such as {next(reversed(runs.values()))}"
@@ -60,19 +58,19 @@ def show_command(root: Path, what: str, console: Console, *, limit: int = 30, as
         if what or as_json:
             console.file.write(_answer(root, what or "/api/runs"))
         else:
-            _print_runs(run_list({name: Record(folder) for name, folder in runs.items()}), console)
+            _print_runs(run_list({name: LedgerReader(folder) for name, folder in runs.items()}), console)
         return 0
     ((name, folder),) = runs.items()
-    record = Record(folder)
-    uuid = _episode(record, what) if what and not what.startswith("/") else ""
+    ledger = LedgerReader(folder)
+    uuid = _episode(ledger, what) if what and not what.startswith("/") else ""
     if as_json or what.startswith("/"):
         path = f"/api/episodes/{quote(uuid, safe='')}" if uuid else what
         base = "" if path.startswith("/api/") else f"/api/runs/{quote(name, safe='')}"
         console.file.write(_answer(root, base + path))
     elif uuid:
-        _print_episode(episode_view(name, record, uuid), console)
+        _print_episode(episode_view(name, ledger, uuid), console)
     else:
-        _print_run(overview(name, record), step_page(record, limit=limit).steps, console, root)
+        _print_run(overview(name, ledger), step_page(ledger, limit=limit).steps, console, root)
     return 0
 
 
@@ -98,32 +96,19 @@ def runs_in(root: Path) -> dict[str, Path]:
         where = "this folder" if root.parent == Path() else root.parent
         has = f"; {where} has {', '.join(there)}" if there else ""
         raise ConfigError(f"there is no folder {root}{has}; `tinkerscript train` makes one for each run")
-    try:
-        return find_runs(root)
-    except ConfigError as error:
-        if (root / LEDGER_FILE).is_file():
-            raise ConfigError(
-                f"{root} has no record (record.sqlite): an earlier version made this run, or no trainer "
-                "has begun it. Its steps are in metrics.jsonl, its episodes in ledger.sqlite and rollouts/"
-            ) from error
-        raise
+    return find_runs(root)
 
 
-def _episode(record: Record, prefix: str) -> str:
+def _episode(ledger: LedgerReader, prefix: str) -> str:
     """The uuid of the episode that begins so. Raises NotRecordedError that names some episodes."""
     try:
-        return find_episode(record, prefix)
+        return find_episode(ledger, prefix)
     except NotRecordedError as error:
         if "several" in str(error):
             raise
-        some = [line.uuid[:8] for line in newest(record, limit=EPISODES_NAMED).episodes]
-        if some:
-            has = f"the newest are {', '.join(some)}"
-        elif record.facts().get("recording") == "off":
-            has = "it keeps none (recording: off); ledger.sqlite has them"
-        else:
-            has = "none has ended yet"
-        raise NotRecordedError(f"{error} in {record.folder}; {has}") from error
+        some = [line.uuid[:8] for line in newest(ledger, limit=EPISODES_NAMED).episodes]
+        has = f"the newest are {', '.join(some)}" if some else "none has ended yet"
+        raise NotRecordedError(f"{error} in {ledger.folder}; {has}") from error
 
 
 # Words and tables
@@ -217,8 +202,6 @@ def _print_run(view: RunView, steps: Sequence[StepLine], console: Console, root:
     if view.newest:
         say(console, "\nnewest episodes")
         console.print(_episodes(view.newest))
-    elif view.recording == "off":
-        say(console, "\nThis run keeps no episodes (recording: off); ledger.sqlite has them.")
     say(console, f"\nan episode: tinkerscript show {root} EPISODE; everything else: tinkerscript view {root}")
 
 
@@ -229,7 +212,8 @@ def _steps(steps: Sequence[StepLine]) -> Table:
         (
             *(str(step.step), _number(step.reward), str(step.accepted), str(step.failed or "")),
             *(str(step.trained), _number(step.max_lag, "{}"), str(step.policy_version)),
-            time.strftime("%H:%M:%S", time.localtime(step.time)),
+            time.strftime("%H:%M:%S", time.localtime(step.time))
+            + (f", stopped: {step.stopped}" if step.stopped else ""),
         )
         for step in reversed(steps)
     ]
@@ -259,7 +243,7 @@ def _print_episode(view: EpisodeView, console: Console) -> None:
     for words, style in _conversations(view.turns):  # As the model wrote them.
         console.print(plain(words), style=style, highlight=False, soft_wrap=True, markup=False)
     if not view.recorded:
-        say(console, "\nIts calls are not recorded (recording, recording_limit_mb); ledger.sqlite has them.")
+        say(console, "\nIts calls were dropped to keep the ledger small (recording_limit_mb).")
     for sequence in view.sequences:
         say(console, f"\n{_sequence(sequence, trains=view.line.type != 'eval')}", "bold")
 
@@ -277,7 +261,8 @@ def _facts(view: EpisodeView) -> list[str]:
     lines += [f"sample {view.sample_id} of {view.task}, target: {view.target}"] if view.sample_id else []
     for use in view.uses:
         advantage = _number(use.advantage, ", advantage {:+.3f}")
-        lines.append(f"step {use.step}: {use.outcome.replace('_', ' ')}{advantage}")
+        why = f": {use.reason}" if use.reason else ""
+        lines.append(f"step {use.step}: {use.outcome.replace('_', ' ')}{advantage}{why}")
     for score in view.scores:
         answer = f", answer {score.answer}" if score.answer else ""
         why = f"; {score.explanation}" if score.explanation else ""

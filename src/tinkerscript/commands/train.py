@@ -41,14 +41,14 @@ from tinkerscript.dashboard.terminal import (
     print_wrapped,
     shown_progress,
 )
-from tinkerscript.errors import ConfigError, TinkerScriptError
+from tinkerscript.errors import ConfigError, StoreError, TinkerScriptError
 from tinkerscript.files import followed, is_disk_full
+from tinkerscript.ledger import is_here
+from tinkerscript.ledger.health import BestScore, HealthRow, best_score, health_rows, verdict
+from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.lifecycle import waited_lock, without_garbage_collection
 from tinkerscript.model_folder import pinned_model, same_model
 from tinkerscript.protocol import FleetClient, FleetResponse
-from tinkerscript.record.health import BestScore, best_score, health_rows, verdict
-from tinkerscript.record.reader import Record
-from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.remote_folder import Uploads, is_url, name_of, resumable_folder
 from tinkerscript.train.identity import check_unused, check_whole, holds_run
 from tinkerscript.train.run_folder import steps_finished
@@ -311,17 +311,22 @@ def report(console: Console, config: RunConfig, folder: Path) -> int:
     """Print the results, whether they are good, and what to do with them; returns the exit code."""
     summary = _summary(folder)
     print_summary(console, summary, folder)
-    record = Record(folder) if (folder / RECORD_FILE).is_file() else None
-    best = best_score(record) if record else None
+    store = config.interchange_server.store
+    again = str(folder) if is_here(store, folder) else "FOLDER, on the server's machine"
+    best, rows, unknown = None, list[HealthRow](), ""
+    try:
+        ledger = LedgerReader(folder, store=store)
+        best, rows = best_score(ledger), health_rows(ledger)
+    except (ConfigError, StoreError) as error:  # The server may be the only one that reaches its database.
+        unknown = f"not known: {error}"
     copied = f"copied to          {config.experiment_dir}\n" if is_url(config.experiment_dir) else ""
     _print(
         console,
         f"\nrun folder         {folder}   (learning_curve.png, rollouts/, metrics.jsonl)\n{copied}"
-        f"{_use(config, folder, best)}\nlook at it again   tinkerscript view {folder}",
+        f"{_use(config, folder, best)}\nlook at it again   tinkerscript view {again}",
     )
-    if record is not None:
-        rows = health_rows(record)
-        _print(console, f"health             {verdict(rows)}")
+    if rows or unknown:
+        _print(console, f"health             {unknown or verdict(rows)}")
         for line in health_lines(rows):
             say(console, line)
     if summary.get("episodes_lost"):

@@ -17,9 +17,9 @@ from tinkerscript.config import InterchangeConfig
 from tinkerscript.dashboard.terminal import open_in_browser
 from tinkerscript.errors import ConfigError
 from tinkerscript.http_server import http_server
+from tinkerscript.ledger.reader import find_runs
 from tinkerscript.lifecycle import shorten_collections
 from tinkerscript.page.web_app import create_page
-from tinkerscript.record.reader import find_runs
 
 NICENESS = 10
 """A page must not take the processor from a run beside it."""

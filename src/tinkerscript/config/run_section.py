@@ -162,13 +162,13 @@ class RunConfig(Section):
     page. It listens where the server does if the admin token is set, else on this machine alone."""
 
     recording: str = Field(default="all", pattern=r"^(all|off|every [1-9]\d{0,5})$")
-    """Whose calls and tokens the run's page can show: `all` episodes', or those of `every N` steps (such as
-    `every 10`) and of evaluations; the other episodes have a line each. `off`: curves alone. Writing takes
-    about 0.2 ms of processor time for an episode of 130 tokens, and 9 to 21 bytes a token."""
+    """What the ledger keeps for people, besides what training needs: what is computed for each token, in
+    `all` steps or in one of `every N` (such as `every 10`), transcripts, and the calls of attempts that
+    failed. `off`: none of these."""
 
     recording_limit_mb: int = Field(default=20_480, ge=0)
-    """Maximum size of recorded calls, tokens, and transcripts, in MiB: beyond it the oldest are dropped. 0:
-    no limit."""
+    """Maximum size of the ledger's calls, tokens and transcripts, in MiB: beyond it the oldest episodes that
+    can no longer train lose theirs. 0: no limit."""
 
     interchange_server: InterchangeConfig = Field(default_factory=InterchangeConfig)
     """The interchange server."""

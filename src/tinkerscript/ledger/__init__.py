@@ -11,7 +11,7 @@ from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger.ledger import Ledger
 from tinkerscript.ledger.sqlite import SqliteLedger
 
-__all__ = ["Ledger", "SqliteLedger", "is_shared", "open_ledger"]
+__all__ = ["Ledger", "SqliteLedger", "file_of", "is_here", "is_shared", "open_ledger"]
 
 POSTGRES = ("postgresql://", "postgres://")
 
@@ -19,6 +19,17 @@ POSTGRES = ("postgresql://", "postgres://")
 def is_shared(url: str) -> bool:
     """Whether servers elsewhere may serve the episodes of the ledger that a URL names."""
     return url.startswith(POSTGRES)
+
+
+def file_of(url: str, folder: Path) -> Path:
+    """The file of the ledger, in SQLite, that a URL names for the run in `folder`."""
+    _, _, path = url.partition("://")
+    return Path(path) if path else folder / LEDGER_FILE
+
+
+def is_here(url: str, folder: Path) -> bool:
+    """Whether the ledger is within reach of this machine: a trainer's may be with a server elsewhere."""
+    return is_shared(url) or file_of(url, folder).exists()
 
 
 def open_ledger(url: str, folder: Path, durability: Literal["normal", "full"] = "normal") -> Ledger:
@@ -39,10 +50,10 @@ def open_ledger(url: str, folder: Path, durability: Literal["normal", "full"] = 
                 "pip install 'tinkerscript[postgres]'"
             ) from error
         return PostgresLedger(url, folder, durability=durability)
-    scheme, _, path = url.partition("://")
+    scheme, _, _ = url.partition("://")
     if scheme != "sqlite":
         raise ConfigError(
             f"interchange_server.store: there is no store {url!r}; use sqlite, sqlite:///PATH or "
             "postgresql://USER@HOST/DATABASE"
         )
-    return SqliteLedger(Path(path) if path else folder / LEDGER_FILE, durability=durability)
+    return SqliteLedger(file_of(url, folder), durability=durability)

@@ -27,7 +27,7 @@ SELECT group_id FROM episodes WHERE state = 'ended' AND episode_type = 'train'
 _MEMBERS = """
 SELECT sequence, uuid, reward, result, (SELECT max(attempt) FROM attempts WHERE episode = sequence)
     FROM episodes JOIN results ON episode = sequence
-    WHERE group_id = ? AND state = 'ended' AND episode_type = 'train'
+    WHERE group_id = ? AND state = 'ended' AND episode_type = 'train' AND emptied = 0
     AND NOT EXISTS (SELECT 1 FROM trained WHERE episode = sequence AND outcome = ?)
     ORDER BY end_number
 """
@@ -52,8 +52,9 @@ def recorded_groups(run_dir: Path, *, trains_constrained: bool = False) -> Itera
     began.
 
     A group may be smaller than planned, and no step need have trained on it. Left out are episodes that were
-    set aside as misaligned. Rewards are on the rollouts too, whose `env_example_id` is the group's.
-    `trains_constrained`: see `merge_calls`. Raises ConfigError for a folder without such a ledger.
+    set aside as misaligned, and those whose calls were dropped (`recording_limit_mb`). Rewards are on the
+    rollouts too, whose `env_example_id` is the group's. `trains_constrained`: see `merge_calls`. Raises
+    ConfigError for a folder without such a ledger.
     """
     path = run_dir / LEDGER_FILE
     if not path.is_file():

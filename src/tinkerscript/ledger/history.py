@@ -47,8 +47,6 @@ class PlannedRow(msgspec.Struct, frozen=True, kw_only=True):
     episode_uuid: str
     group_id: str
     position: int
-    is_over: bool
-    """Whether it has ended or failed."""
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +154,11 @@ async def begin(
             (step, step),
         )
     )
+    positions = await ledger.read(
+        "SELECT position FROM {s}episodes WHERE position >= 0 AND undone = 0 AND step <= ? "
+        "ORDER BY position DESC LIMIT 1",
+        (step + 1,),
+    )
     history = History(
         resumption=resumption,
         step=step,
@@ -163,6 +166,7 @@ async def begin(
         evaluations=await ledger.rows(EvaluationRow, f"{standing} ORDER BY time", (step,)),
         versions={each.policy_version: each.step for each in published},
         newest_version=newest,
+        next_position=1 + positions[0][0] if positions else 0,
         replayed=trained,
     )
     ledger.put(ResumptionRow(resumption=resumption, step=step, time=time))
@@ -174,3 +178,37 @@ async def begin(
             step,
         )
     return Beginning(history=history, used=used)
+
+
+_ENDS = """
+SELECT state, failure, episode_type, count(*), sum(CASE WHEN step > 0 THEN 1 ELSE 0 END),
+    sum(CASE WHEN consumed = 0 AND pool = '' THEN 1 ELSE 0 END)
+FROM {s}episodes GROUP BY state, failure, episode_type
+"""
+
+
+async def tally(ledger: Ledger) -> Tally:
+    """How the episodes of the trainer and of clients ended so far, by what is committed."""
+    found = Tally()
+    for state, failure, kind, number, planned, lost in await ledger.read(_ENDS):
+        found.lost += int(lost)
+        if state == "failed" and failure == "cancelled":
+            found.cancelled += number
+        elif state == "failed":
+            found.failed += number
+        elif state == "ended" and kind == "eval":
+            found.eval_accepted += number
+        elif state == "ended":
+            found.train_accepted += number
+            found.planned_accepted += int(planned)
+    ((found.retries,),) = await ledger.read(
+        "SELECT count(*) FROM {s}attempts AS a JOIN {s}episodes AS e ON e.sequence = a.episode "
+        "WHERE a.failure IS NOT NULL AND e.state = 'ended'"
+    )
+    ((found.left_out,),) = await ledger.read(
+        "SELECT count(DISTINCT t.episode) FROM {s}trained AS t "
+        "JOIN {s}episodes AS e ON e.sequence = t.episode "
+        "WHERE t.undone = 0 AND e.state = 'ended' AND t.outcome IN (?, ?, ?)",
+        (Use.LEFT_OUT, Use.SET_ASIDE, Use.STALE),
+    )
+    return found

@@ -83,6 +83,9 @@ class Ledger(ABC):
         self._committing: asyncio.Task[None] | None = None
         """Set from the first write of a batch until no batch is left."""
 
+        self.bytes_put = 0
+        """Bytes of what is large in the rows that were put."""
+
         self._failure: StoreError | None = None
         self._failed = asyncio.Event()
 
@@ -140,8 +143,10 @@ class Ledger(ABC):
         key = tuple(getattr(row, name) for name in kind.KEY) if has_key else len(found)
         if not (kind.KEEPS_FIRST and key in found):
             found[key] = row
+        size = row.size
         batch.count += 1
-        batch.size += row.size
+        batch.size += size
+        self.bytes_put += size
 
     def note(self, rows: Iterable[Row]) -> None:
         """Write rows, in one transaction."""
@@ -156,20 +161,7 @@ class Ledger(ABC):
 
     def put_call(self, episode: int, attempt: int, call: Call) -> None:
         """Write one call of one claim."""
-        last = call.policy_version_end
-        row = CallRow(
-            episode=episode,
-            attempt=attempt,
-            role=call.role,
-            created=call.created,
-            policy_version=call.policy_version,
-            last_version=call.policy_version if last is None else last,
-            prompt_tokens=len(call.new_prompt) // 4,
-            sampled_tokens=len(call.sampled) // 4,
-            stop_reason=call.stop_reason,
-            call=packed(_encode_call(call)),
-        )
-        self.put(row)
+        self.put(call_row(episode, attempt, call))
 
     def execute(self, sql: str, *parameters: Any) -> None:
         """Run a statement after the rows of its transaction."""
@@ -249,14 +241,31 @@ class Ledger(ABC):
                 waiter.set_exception(self._failure)
 
 
+def call_row(episode: int, attempt: int, call: Call) -> CallRow:
+    """A call of a claim as the ledger has it. For one thread."""
+    last = call.policy_version_end
+    return CallRow(
+        episode=episode,
+        attempt=attempt,
+        role=call.role,
+        created=call.created,
+        policy_version=call.policy_version,
+        last_version=call.policy_version if last is None else last,
+        prompt_tokens=len(call.new_prompt) // 4,
+        sampled_tokens=len(call.sampled) // 4,
+        stop_reason=call.stop_reason,
+        call=packed(_encode_call(call)),
+    )
+
+
 def row_of(kind: type[R], values: Sequence[Any]) -> R:
     """A row from its columns, in their order."""
     return kind(**dict(zip(columns(kind), values, strict=True)))
 
 
 def decoded(rows: Iterable[tuple[bytes]]) -> list[Call]:
-    """The calls in rows of one column."""
-    return [_decode_call(unpacked(call)) for (call,) in rows]
+    """The calls in rows of one column, without those that were dropped to save room."""
+    return [_decode_call(unpacked(call)) for (call,) in rows if call]
 
 
 async def _gathered(batch: WriteBatch) -> None:

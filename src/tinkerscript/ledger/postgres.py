@@ -106,7 +106,7 @@ class PostgresLedger(Ledger):
         async with self._explained():
             reading = await self._open()
             async with reading.cursor(binary=True) as cursor:
-                await cursor.execute(self._text(_marked(sql)), [_escaped(each) for each in parameters])
+                await cursor.execute(self._text(marked(sql)), [_escaped(each) for each in parameters])
                 return [tuple(map(_unescaped, row)) for row in await cursor.fetchall()]
 
     async def write(self, batch: WriteBatch) -> None:
@@ -261,7 +261,7 @@ def _messages(batch: WriteBatch) -> Iterator[list[Statement]]:
         if part:
             message.append(_insert(kind, part))
     message += [
-        Statement(_marked(each.sql), tuple(map(_escaped, each.parameters))) for each in batch.statements
+        Statement(marked(each.sql), tuple(map(_escaped, each.parameters))) for each in batch.statements
     ]
     if message:
         yield message
@@ -293,7 +293,7 @@ def _json(row: Row) -> bytes:
     return _encode(values)
 
 
-def _marked(sql: str) -> str:
+def marked(sql: str) -> str:
     """A statement with psycopg's marks for parameters."""
     return sql.replace("%", "%%").replace("?", "%s")
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Union, get_args, get_origin
 
 import msgspec
 
-LEDGER_VERSION = 1
+LEDGER_VERSION = 2
 
 STANDS = 0
 """In a column `undone`: no resumption undid the row."""
@@ -43,7 +43,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Further constraints of the table, in SQL that both databases know."""
 
     INDEXES: ClassVar[tuple[str, ...]] = ()
-    """Columns of each index, in SQL."""
+    """Columns of each index in parentheses, and for which rows it is, in SQL."""
 
     @property
     def size(self) -> int:
@@ -76,7 +76,14 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     TABLE = "episodes"
     KEY = ("sequence",)
     CONSTRAINTS = ("UNIQUE (uuid)", "UNIQUE (end_number)")
-    INDEXES = ("step",)
+    INDEXES = (
+        "(step, label, end_number)",
+        "(group_id)",
+        "(sample, end_number)",
+        "(position) WHERE position >= 0",
+        "(end_number) WHERE state = 'failed'",
+        "(end_number) WHERE consumed = 1 AND emptied = 0",
+    )
 
     sequence: int
     """In the order of registration."""
@@ -89,9 +96,12 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     pool: str
     group_size: int
     step: int
-    """The training step that planned it; 0: an evaluation, or a client's own sample."""
+    """The training step that planned it, or that its evaluation follows; 0: a client's own sample."""
 
-    position: int
+    label: str = ""
+    """Of its evaluation, such as `before`; empty for training."""
+
+    position: int = -1
     """Of its sample in the order of training; -1 if it has none."""
 
     sample: bytes
@@ -103,26 +113,33 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     state: str
     """`registered`, `claimed`, `ended` or `failed`."""
 
-    forgiven: int
-    reward: float | None
-    result_digest: bytes
-    end_number: int | None
+    failure: str = ""
+    """The kind of its last failure if it failed; empty if it did not."""
+
+    forgiven: int = 0
+    reward: float | None = None
+    is_success: int | None = None
+    result_digest: bytes = b""
+    end_number: int | None = None
     """In the order in which episodes ended or failed; NULL before."""
 
-    ended_at: float | None
+    ended_at: float | None = None
     """Unix time in seconds."""
 
-    offered: int
+    offered: int = 0
     """1: its failure was sent to a trainer."""
 
-    consumed: int
+    consumed: int = 0
     """1: a step or an evaluation used it or left it out, or a resumption gave it up."""
 
-    dropped: int
+    dropped: int = 0
     """1: an operator took it off the list of failures."""
 
-    undone: int
-    """The resumption that undid the step that it was planned for."""
+    emptied: int = 0
+    """1: its calls and transcripts were dropped, to save room."""
+
+    undone: int = STANDS
+    """The resumption that undid the step or the evaluation that it was planned for."""
 
 
 class AttemptRow(Row, frozen=True, kw_only=True):
@@ -131,7 +148,7 @@ class AttemptRow(Row, frozen=True, kw_only=True):
     TABLE = "attempts"
     KEY = ("episode", "attempt")
     CONSTRAINTS = OF_EPISODE
-    INDEXES = ("client",)
+    INDEXES = ("(client)",)
 
     episode: int
     attempt: int
@@ -140,11 +157,14 @@ class AttemptRow(Row, frozen=True, kw_only=True):
     claimed_at: float
     """Unix time in seconds."""
 
+    queued_s: float | None = None
+    """Seconds that the episode waited for this claim; NULL: unknown."""
+
     policy_version: int
     """The newest when it was claimed."""
 
     lease_s: float
-    failure: str | None
+    failure: str | None = None
     """`protocol.Failure` as JSON; NULL while it has not failed."""
 
 
@@ -153,7 +173,7 @@ class CallRow(Row, frozen=True, kw_only=True):
 
     TABLE = "calls"
     CONSTRAINTS = OF_EPISODE
-    INDEXES = ("episode, attempt",)
+    INDEXES = ("(episode, attempt)",)
 
     episode: int
     attempt: int
@@ -175,7 +195,7 @@ class CallRow(Row, frozen=True, kw_only=True):
     sampled_tokens: int
     stop_reason: str
     call: bytes
-    """`rollouts.call.Call` as msgpack, `packed`."""
+    """`rollouts.call.Call` as msgpack, `packed`; empty in an episode that is `emptied`."""
 
     @property
     def size(self) -> int:
@@ -257,7 +277,7 @@ class PublicationRow(Row, frozen=True, kw_only=True):
 
 
 class StepRow(Row, frozen=True, kw_only=True):
-    """A training step."""
+    """A training step, or the one at which the run stopped."""
 
     TABLE = "steps"
     KEY = ("step", "undone")
@@ -268,6 +288,20 @@ class StepRow(Row, frozen=True, kw_only=True):
     policy_version: int
     """What it published."""
 
+    reward: float | None = None
+    """Mean of its accepted episodes."""
+
+    accepted: int = 0
+    failed: int = 0
+    trained: int = 0
+    """Episodes that carried a gradient of the run's own policy."""
+
+    max_lag: int | None = None
+    """Of its episodes, in steps."""
+
+    stopped: str = ""
+    """Why it changed no weights and ended the run; empty for any other."""
+
     undone: int = STANDS
 
 
@@ -277,7 +311,7 @@ class TrainedRow(Row, frozen=True, kw_only=True):
     TABLE = "trained"
     KEY = ("episode", "step", "role", "undone")
     CONSTRAINTS = OF_EPISODE
-    INDEXES = ("step",)
+    INDEXES = ("(step)",)
     ONCE = True
 
     episode: int
@@ -293,8 +327,29 @@ class TrainedRow(Row, frozen=True, kw_only=True):
     place: int = -1
     """Of its group among those whose gradients the step used, from 0; -1: of none of them."""
 
+    advantage: float | None = None
     reason: str = ""
     undone: int = STANDS
+
+
+class TokensRow(Row, frozen=True, kw_only=True):
+    """What a step computed for each sampled token of an episode."""
+
+    TABLE = "tokens"
+    KEY = ("episode", "step", "role", "undone")
+    CONSTRAINTS = OF_EPISODE
+
+    episode: int
+    step: int
+    role: str = ""
+    sequences: bytes
+    """`ledger.tokens.TrainedSequence`s as msgpack, `packed`."""
+
+    undone: int = STANDS
+
+    @property
+    def size(self) -> int:
+        return len(self.sequences)
 
 
 class CheckpointRow(Row, frozen=True, kw_only=True):
@@ -343,6 +398,46 @@ class EvaluationRow(Row, frozen=True, kw_only=True):
     undone: int = STANDS
 
 
+class MetricRow(Row, frozen=True, kw_only=True):
+    """A number about a step."""
+
+    TABLE = "metrics"
+    KEY = ("name", "step", "undone")
+
+    name: str
+    step: int
+    value: float
+    undone: int = STANDS
+
+
+class FindingRow(Row, frozen=True, kw_only=True):
+    """What the alignment check found in a step."""
+
+    TABLE = "findings"
+    INDEXES = ("(step)", "(step) WHERE kind = 'finding'")
+
+    step: int
+    kind: str
+    """`finding`: about a step; `error`: about a sequence that did not train; `warning`."""
+
+    name: str
+    detail: str = ""
+    episode: str = ""
+    """Its uuid; empty: none in particular."""
+
+    count: int = 1
+    undone: int = STANDS
+
+
+class NoteRow(Row, frozen=True, kw_only=True):
+    """What the run told people."""
+
+    TABLE = "notes"
+
+    time: float
+    text: str
+
+
 class Use:
     """Values of `TrainedRow.outcome`."""
 
@@ -369,7 +464,18 @@ class Use:
     """A resumption had no use for it. `step`: the one after which the run went on."""
 
 
-TrainerRow = PublicationRow | StepRow | TrainedRow | CheckpointRow | EvaluationRow
+TrainerRow = (
+    PublicationRow
+    | StepRow
+    | TrainedRow
+    | TokensRow
+    | CheckpointRow
+    | EvaluationRow
+    | MetricRow
+    | FindingRow
+    | NoteRow
+    | FactRow
+)
 """What a trainer commits."""
 
 TABLES: tuple[type[Row], ...] = (
@@ -384,16 +490,29 @@ TABLES: tuple[type[Row], ...] = (
     PublicationRow,
     StepRow,
     TrainedRow,
+    TokensRow,
     CheckpointRow,
     EvaluationRow,
+    MetricRow,
+    FindingRow,
+    NoteRow,
 )
 """In the order in which they are created, and written within a transaction."""
 
-UNDONE: tuple[type[Row], ...] = (PublicationRow, StepRow, TrainedRow, CheckpointRow, EvaluationRow)
+UNDONE: tuple[type[Row], ...] = (
+    PublicationRow,
+    StepRow,
+    TrainedRow,
+    TokensRow,
+    CheckpointRow,
+    EvaluationRow,
+    MetricRow,
+    FindingRow,
+)
 """Those of whose rows a resumption undoes the ones of later steps."""
 
 _SQLITE = {int: "INTEGER", float: "REAL", str: "TEXT", bytes: "BLOB"}
-_POSTGRES = {int: "bigint", float: "double precision", str: "text", bytes: "bytea"}
+_POSTGRES = {int: "bigint", float: "double precision", str: 'text COLLATE "C"', bytes: "bytea"}
 
 
 @cache
@@ -428,9 +547,13 @@ def create_statements(*, postgres: bool = False) -> list[str]:
             for name, (of, nullable) in column_types(kind).items()
         ]
         lines = [*lines, f"PRIMARY KEY ({', '.join(kind.KEY)})"] if kind.KEY else [number, *lines]
-        found.append(f"CREATE TABLE {{s}}{kind.TABLE} ({', '.join([*lines, *kind.CONSTRAINTS])})")
+        # SQLite would keep the key of such a row twice.
+        is_key = len(kind.KEY) > 1 and bytes not in [of for of, _ in column_types(kind).values()]
+        ends = " WITHOUT ROWID" if is_key and not postgres else ""
+        body = ", ".join([*lines, *kind.CONSTRAINTS])
+        found.append(f"CREATE TABLE {{s}}{kind.TABLE} ({body}){ends}")
         for place, index in enumerate(kind.INDEXES):
-            found.append(f"CREATE INDEX {kind.TABLE}_{place} ON {{s}}{kind.TABLE} ({index})")
+            found.append(f"CREATE INDEX {kind.TABLE}_{place} ON {{s}}{kind.TABLE} {index}")
     return found
 
 

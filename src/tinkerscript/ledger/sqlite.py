@@ -15,7 +15,7 @@ import os
 import sqlite3
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -100,6 +100,9 @@ class SqliteLedger(Ledger):
         if self._writer is not None:
             self._writer.shutdown()
         self._reading.close()
+        # Who only reads cannot do it, and may be the last to close the file.
+        with suppress(sqlite3.Error):
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._connection.close()
 
     def _read_all(self, query: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -13,8 +13,8 @@ from pydantic import BaseModel, Field
 
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import NotRecordedError
-from tinkerscript.page.lines import EPISODE_COLUMNS, EpisodeLine, line
-from tinkerscript.record.reader import Record
+from tinkerscript.ledger.reader import LedgerReader
+from tinkerscript.page.lines import EpisodeLine, lines
 from tinkerscript.rollouts.alignment.checks import ERRORS, WARNINGS
 
 MAX_POINTS = 2000
@@ -48,41 +48,50 @@ class ConfigDifference(BaseModel):
     values: dict[str, Any] = Field(description="By run.")
 
 
-_SPAN = "SELECT min(step), max(step) FROM metrics WHERE name = ?"
+_SPAN = "SELECT min(step), max(step) FROM metrics WHERE name = ? AND undone = 0"
 
 _CURVE = """
-SELECT min(step), avg(value), min(value), max(value) FROM metrics WHERE name = :name
-    GROUP BY (step - :low) * :points / :span ORDER BY 1
+SELECT min(step), avg(value), min(value), max(value) FROM metrics WHERE name = ? AND undone = 0
+    GROUP BY (step - ?) * ? / ? ORDER BY 1
 """
 
 
-def metrics(record: Record) -> list[Metric]:
+def metrics(ledger: LedgerReader) -> list[Metric]:
     """Every metric with its newest value."""
+    newest = "SELECT step, value FROM metrics WHERE name = ? AND undone = 0 ORDER BY step DESC LIMIT 1"
     found: list[Metric] = []
-    for name, number in record.rows("SELECT name, number FROM names ORDER BY name"):
-        newest = record.row(
-            "SELECT step, value FROM metrics WHERE name = ? ORDER BY step DESC LIMIT 1", (number,)
-        )
-        if newest is not None:
-            found.append(Metric(name=name, step=newest[0], value=newest[1]))
+    for name in metric_names(ledger):
+        if (row := ledger.row(newest, (name,))) is not None:
+            found.append(Metric(name=name, step=row[0], value=row[1]))
     return found
 
 
-def curve(record: Record, name: str, *, points: int = 400) -> MetricCurve | None:
+def metric_names(ledger: LedgerReader, prefix: str = "") -> list[str]:
+    """The names of a run's metrics, in order."""
+    # From one name to the next by the index: each has a row for every step.
+    following = "SELECT min(name) FROM metrics WHERE name > ? AND name < ?"
+    names: list[str] = []
+    last, end = prefix, f"{prefix}\U0010ffff"
+    while row := ledger.row(following, (last, end)):
+        if row[0] is None:
+            break
+        names.append(last := row[0])
+    return names
+
+
+def curve(ledger: LedgerReader, name: str, *, points: int = 400) -> MetricCurve | None:
     """The curve of one metric; None if the run has no such metric."""
-    number = record.number("SELECT number FROM names WHERE name = ?", (name,))
-    low, high = record.rows(_SPAN, (number,))[0] if number is not None else (None, None)
+    low, high = ledger.rows(_SPAN, (name,))[0]
     if low is None:
         return None
-    parameters = {"name": number, "low": low, "span": high - low + 1, "points": min(points, MAX_POINTS)}
-    rows = record.rows(_CURVE, parameters)
+    rows = ledger.rows(_CURVE, (name, low, min(points, MAX_POINTS), high - low + 1))
     steps, mean, lowest, highest = (list(column) for column in zip(*rows, strict=True))
     return MetricCurve(steps=steps, mean=mean, low=lowest, high=highest)
 
 
-def curves(record: Record, names: Iterable[str], *, points: int = 400) -> Curves:
+def curves(ledger: LedgerReader, names: Iterable[str], *, points: int = 400) -> Curves:
     """The curves of those of `names` that the run has."""
-    found = {name: curve(record, name, points=points) for name in names}
+    found = {name: curve(ledger, name, points=points) for name in names}
     return Curves(curves={name: each for name, each in found.items() if each is not None})
 
 
@@ -147,25 +156,26 @@ class FindingPage(BaseModel):
     found: list[FoundIn]
 
 
-def alignment_view(record: Record) -> AlignmentView:
+def alignment_view(ledger: LedgerReader) -> AlignmentView:
     query = (
         "SELECT kind, name, sum(count) AS count, count(DISTINCT step) AS steps, min(step) AS first_step, "
-        "max(step) AS last_step FROM findings GROUP BY kind, name ORDER BY kind, 3 DESC"
+        "max(step) AS last_step FROM findings WHERE undone = 0 GROUP BY kind, name "
+        "ORDER BY kind, 3 DESC, name"
     )
-    curves = {name: curve(record, name) for name in CURVES}
+    curves = {name: curve(ledger, name) for name in CURVES}
     return AlignmentView(
         curves={name: found for name, found in curves.items() if found},
-        kinds=[FindingKind(meaning=MEANINGS.get(row["name"], ""), **dict(row)) for row in record.rows(query)],
+        kinds=[FindingKind(meaning=MEANINGS.get(row["name"], ""), **dict(row)) for row in ledger.rows(query)],
     )
 
 
-def found_in(record: Record, kind: str, name: str) -> FindingPage:
+def found_in(ledger: LedgerReader, kind: str, name: str) -> FindingPage:
     """The newest findings of a kind and name. Raises NotRecordedError if there are none."""
     query = (
-        "SELECT step, detail, count, episode FROM findings WHERE kind = ? AND name = ? "
+        "SELECT step, detail, count, episode FROM findings WHERE kind = ? AND name = ? AND undone = 0 "
         f"ORDER BY number DESC LIMIT {MAX_ROWS}"
     )
-    rows = record.rows(query, (kind, name))
+    rows = ledger.rows(query, (kind, name))
     if not rows:
         raise NotRecordedError(f"the run has no {kind} {name!r}")
     return FindingPage(
@@ -174,13 +184,13 @@ def found_in(record: Record, kind: str, name: str) -> FindingPage:
                 step=row["step"],
                 detail=row["detail"],
                 count=row["count"],
-                episode=_line(record, row["episode"]),
+                episode=_line(ledger, row["episode"]),
             )
             for row in rows
         ]
     )
 
 
-def _line(record: Record, uuid: str) -> EpisodeLine | None:
-    row = record.row(f"SELECT {EPISODE_COLUMNS} FROM episodes WHERE uuid = ?", (uuid,)) if uuid else None
-    return None if row is None else line(row)
+def _line(ledger: LedgerReader, uuid: str) -> EpisodeLine | None:
+    found = lines(ledger, "e.uuid = ?", (uuid,), limit=1) if uuid else []
+    return found[0] if found else None

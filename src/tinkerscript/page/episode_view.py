@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 from pydantic import BaseModel, Field
 
 from tinkerscript.errors import NotRecordedError
-from tinkerscript.page.held_out import as_text, input_text
-from tinkerscript.page.lines import EPISODE_COLUMNS as LINE
-from tinkerscript.page.lines import EpisodeLine, figures_of, line, lines
-from tinkerscript.record.entries import QUEUED, EpisodeDetail, TokenUse, TrainedSequence
-from tinkerscript.record.reader import Record
+from tinkerscript.ledger.reader import LedgerReader
+from tinkerscript.ledger.rows import Use
+from tinkerscript.ledger.tokens import TokenUse, TrainedSequence
+from tinkerscript.page.held_out import SampleContent, as_text, input_text, sample_of
+from tinkerscript.page.lines import (
+    EpisodeLine,
+    StoredResult,
+    episodes,
+    line,
+    lines,
+    metrics_of,
+    result_of,
+)
 from tinkerscript.rollouts.call import Call, unpack_ids, with_messages
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
@@ -89,6 +97,7 @@ class EpisodeUse(BaseModel):
     step: int
     outcome: str
     advantage: float | None
+    reason: str
 
 
 class EpisodeView(BaseModel):
@@ -99,7 +108,9 @@ class EpisodeView(BaseModel):
     queued_s: float | None = Field(
         description="Seconds that it waited for the claim that counts; null: no queue, or unknown."
     )
-    recorded: bool = Field(description="Whether its calls are recorded (`recording`).")
+    recorded: bool = Field(
+        description="Whether its calls are there: the oldest are dropped (`recording_limit_mb`)."
+    )
     task: str
     sample_id: str
     input: str
@@ -118,51 +129,54 @@ class EpisodeView(BaseModel):
     transcripts: list[int] = Field(description="The attempts whose transcript by Inspect is recorded.")
 
 
-def find_episode(record: Record, prefix: str) -> str:
+def find_episode(ledger: LedgerReader, prefix: str) -> str:
     """The uuid of the only episode that begins so. Raises NotRecordedError."""
-    query = "SELECT uuid FROM episodes WHERE uuid >= ? AND uuid < ? LIMIT 5"
-    found = [uuid for (uuid,) in record.rows(query, (prefix, f"{prefix}\U0010ffff"))]
+    query = "SELECT uuid FROM episodes WHERE uuid >= ? AND uuid < ? AND end_number IS NOT NULL LIMIT 5"
+    found = [uuid for (uuid,) in ledger.rows(query, (prefix, f"{prefix}\U0010ffff"))]
     if len(found) == 1 or prefix in found:
         return prefix if prefix in found else found[0]
     problem = f"several episodes begin with {prefix!r}: {', '.join(found)}"
     raise NotRecordedError(problem if found else f"no episode that ended begins with {prefix!r}")
 
 
-def episode_view(run: str, record: Record, uuid: str) -> EpisodeView:
+def episode_view(run: str, ledger: LedgerReader, uuid: str) -> EpisodeView:
     """One episode, by its whole uuid. Raises NotRecordedError."""
-    row = record.row(f"SELECT {LINE} FROM episodes WHERE uuid = ?", (uuid,))
-    if row is None:
+    found = episodes(ledger, "e.uuid = ?", (uuid,))
+    if not found:
         raise NotRecordedError(f"the run has no episode {uuid!r} that ended")
-    own, number = line(row), row["number"]
-    found = record.detail(number)
-    detail = found or EpisodeDetail()
-    sequences = sequences_of(uuid, detail)
-    sample = record.row("SELECT id, task, sample FROM samples WHERE number = ?", (own.sample,))
-    content: dict[str, Any] = json.loads(sample["sample"]) if sample else {}
-    uses = record.rows(
-        "SELECT step, outcome, advantage FROM trained WHERE episode = ? ORDER BY step", (number,)
+    (episode,) = found
+    own, number = line(ledger, episode), episode["sequence"]
+    calls = ledger.calls(number, own.attempt) if own.status == "accepted" else []
+    steps = ledger.sequences(number)
+    sequences = sequences_of(uuid, calls, steps)
+    sample = sample_of(ledger, own.sample) or SampleContent()
+    result = result_of(ledger, number) if own.status == "accepted" else StoredResult()
+    uses = ledger.rows(
+        "SELECT step, outcome, advantage, reason FROM trained "
+        "WHERE episode = ? AND role = ? AND undone = 0 AND outcome <> ? ORDER BY step",
+        (number, "", Use.EVALUATED),
     )
     return EpisodeView(
         run=run,
         line=own,
-        queued_s=figures_of(row).get(QUEUED),
-        recorded=found is not None,
-        task=sample["task"] if sample else "",
-        sample_id=sample["id"] if sample else "",
-        input=input_text(content),
-        target=content.get("target"),
-        turns=_turns(detail.calls, sequences),
-        scores=_scores(detail.metadata),
-        metrics=detail.log_metrics,
-        metadata=detail.metadata,
-        attempts=[_attempt(failure, detail.failed_calls) for failure in detail.failures],
-        sequences=_sequences(record, number, sequences),
+        queued_s=episode["queued_s"] if own.status == "accepted" else None,
+        recorded=not episode["emptied"],
+        task=sample.task,
+        sample_id=sample.id,
+        input=input_text(sample.content),
+        target=sample.content.get("target"),
+        turns=_turns(calls, sequences),
+        scores=_scores(result.metadata),
+        metrics=metrics_of(result),
+        metadata=result.metadata,
+        attempts=_attempts(ledger, number),
+        sequences=_sequences(steps, sequences),
         uses=[EpisodeUse.model_validate(dict(use)) for use in uses],
-        siblings=siblings(record, own),
-        previous=_neighbor(record, "number < ? ORDER BY number DESC", number),
-        next=_neighbor(record, "number > ? ORDER BY number", number),
-        is_chat=bool(detail.chat),
-        transcripts=record.transcribed(number),
+        siblings=siblings(ledger, own),
+        previous=_neighbor(ledger, "end_number < ? ORDER BY end_number DESC", own.number),
+        next=_neighbor(ledger, "end_number > ? ORDER BY end_number", own.number),
+        is_chat=bool(_chat_of(steps)),
+        transcripts=ledger.transcribed(number),
     )
 
 
@@ -184,31 +198,53 @@ class EpisodeSequence(NamedTuple):
         return next((each for each in step if (each.role, each.number) == (self.role, self.number)), None)
 
 
-def sequences_of(uuid: str, detail: EpisodeDetail) -> list[EpisodeSequence]:
+Steps = Mapping[int, Sequence[TrainedSequence]]
+"""Step -> what it did with the sequences of an episode."""
+
+
+def recorded_sequences(ledger: LedgerReader, uuid: str) -> tuple[list[EpisodeSequence], Steps] | None:
+    """An episode's sequences, and what each step did with them; None if its tokens are not there."""
+    found = episodes(ledger, "e.uuid = ?", (uuid,))
+    if not found or found[0]["emptied"]:
+        return None
+    (episode,) = found
+    accepted = episode["status"] == "accepted"
+    calls = ledger.calls(episode["sequence"], episode["attempt"]) if accepted else []
+    steps = ledger.sequences(episode["sequence"])
+    return sequences_of(uuid, calls, steps), steps
+
+
+def _chat_of(steps: Steps) -> TrainedSequence | None:
+    return next((each for step in steps.values() for each in step if each.chat), None)
+
+
+def sequences_of(uuid: str, calls: Sequence[Call], steps: Steps) -> list[EpisodeSequence]:
     """The episode's training sequences: the policy's, then those of each role that trains, by name. Of a chat
     of supervised fine-tuning, the chat."""
-    if detail.chat:
-        tokens = unpack_ids(detail.chat)
-        trained = np.frombuffer(detail.chat_trained, np.uint8).astype(np.bool_)
+    if chat := _chat_of(steps):
+        tokens = unpack_ids(chat.chat)
+        trained = np.frombuffer(chat.chat_trained, np.uint8).astype(np.bool_)
         nothing = np.full(len(tokens), np.nan, np.float32)
         return [EpisodeSequence("", 0, Rollout(uuid, tokens, trained, trained, nothing, segments=()), 0)]
-    roles = {call.role for call in detail.calls if not call.is_foreign}
+    roles = {call.role for call in calls if not call.is_foreign}
     found: list[EpisodeSequence] = []
     for role in sorted(roles):
         first = len(found)
-        merged = merge_calls(detail.calls, episode_uuid=uuid, trains_constrained=False, role=role)
+        merged = merge_calls(calls, episode_uuid=uuid, trains_constrained=False, role=role)
         found += [EpisodeSequence(role, number, each, first) for number, each in enumerate(merged)]
     return found
 
 
-def siblings(record: Record, own: EpisodeLine) -> list[EpisodeLine]:
+def siblings(ledger: LedgerReader, own: EpisodeLine) -> list[EpisodeLine]:
     """The episodes of an episode's group, which counts or was taken back as a whole."""
-    where = "step = ? AND label = ? AND group_id = ? AND undone IS ? ORDER BY number"
-    return lines(record, where, (own.step, own.label, own.group_id, own.undone), limit=MAX_SIBLINGS)
+    # Not `e.step = ?`, by whose index SQLite would go through all episodes of clients' own samples.
+    rest = "e.group_id = ? AND e.step + 0 = ? AND e.label = ? AND e.undone = ? ORDER BY e.end_number"
+    given = (own.group_id, own.step, own.label, own.undone or 0)
+    return lines(ledger, rest, given, limit=MAX_SIBLINGS)
 
 
-def _neighbor(record: Record, where: str, number: int) -> str | None:
-    row = record.row(f"SELECT uuid FROM episodes WHERE {where} LIMIT 1", (number,))
+def _neighbor(ledger: LedgerReader, where: str, number: int) -> str | None:
+    row = ledger.row(f"SELECT uuid FROM episodes WHERE {where} LIMIT 1", (number,))
     return None if row is None else row[0]
 
 
@@ -289,14 +325,26 @@ def _shortened(value: Any) -> Any:
     return value
 
 
-def _attempt(failure: dict[str, Any], calls: dict[int, list[Call]]) -> FailedAttempt:
-    number = int(failure.get("attempt") or 0)
+def _attempts(ledger: LedgerReader, sequence: int) -> list[FailedAttempt]:
+    query = """
+    SELECT attempt, client, failure FROM attempts WHERE episode = ? AND failure IS NOT NULL
+        ORDER BY CASE WHEN attempt = 0 THEN 1 ELSE 0 END, attempt
+    """
+    return [
+        _attempt(
+            row["attempt"], row["client"], json.loads(row["failure"]), ledger.calls(sequence, row["attempt"])
+        )
+        for row in ledger.rows(query, (sequence,))
+    ]
+
+
+def _attempt(number: int, client: str, failure: dict[str, Any], calls: list[Call]) -> FailedAttempt:
     return FailedAttempt(
         attempt=number,
-        client=str(failure.get("client_uuid") or ""),
+        client=client,
         kind=str(failure.get("kind")),
         message=str(failure.get("message")),
-        turns=[_turn(call, None) for call in with_messages(calls.get(number, []))],
+        turns=[_turn(call, None) for call in with_messages(calls)],
     )
 
 
@@ -318,12 +366,12 @@ def _score(name: str, value: Any, said: Any) -> Score:
     )
 
 
-def _sequences(record: Record, number: int, sequences: Sequence[EpisodeSequence]) -> list[SequenceLine]:
-    steps = [used for _, used in sorted(record.sequences(number).items(), reverse=True)]
+def _sequences(steps: Steps, sequences: Sequence[EpisodeSequence]) -> list[SequenceLine]:
+    newest_first = [used for _, used in sorted(steps.items(), reverse=True)]
     lines: list[SequenceLine] = []
     for at, sequence in enumerate(sequences):
         rollout = sequence.rollout
-        last = next(filter(None, map(sequence.used_in, steps)), None)
+        last = next(filter(None, map(sequence.used_in, newest_first)), None)
         lines.append(
             SequenceLine(
                 number=at,

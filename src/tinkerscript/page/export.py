@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import to_json
 
+from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.page import curves as curve_view
 from tinkerscript.page.curves import alignment_view, found_in
 from tinkerscript.page.episode_view import EpisodeView, episode_view
@@ -24,7 +25,6 @@ from tinkerscript.page.lines import newest
 from tinkerscript.page.overview import evaluations, overview, run_line
 from tinkerscript.page.steps import StepLine, step_page, step_view
 from tinkerscript.page.token_view import token_view
-from tinkerscript.record.reader import Record
 
 PAGE_FILES = Path(__file__).parent / "static"
 TOKENS_PER_REPLY = 2048
@@ -40,13 +40,13 @@ _IMPORT = re.compile(r'^import (\{[^}]*\}|\w+) from "([^"]+)";$', re.MULTILINE)
 _EXPORTED = re.compile(r"^export (?=(async )?(function|const|class) )", re.MULTILINE)
 
 
-def export_run(name: str, record: Record, *, steps: int = 20, episodes: int = 300) -> str:
+def export_run(name: str, ledger: LedgerReader, *, steps: int = 20, episodes: int = 300) -> str:
     """The HTML of a run.
 
     `steps`: how many have their groups in it, evenly spaced, the first and the last among them; `episodes`:
     how many have their conversations and tokens, those of the evaluations and of these steps.
     """
-    replies = {path: _plain(reply) for path, reply in _replies(name, record, steps, episodes)}
+    replies = {path: _plain(reply) for path, reply in _replies(name, ledger, steps, episodes)}
     return _html(f"{name} · TinkerScript", _bundle(), to_json(replies, inf_nan_mode="null").decode())
 
 
@@ -59,49 +59,49 @@ def _plain(reply: Any) -> Any:
 # What the page asks for
 
 
-def _replies(name: str, record: Record, steps: int, episodes: int) -> Iterator[tuple[str, Any]]:
+def _replies(name: str, ledger: LedgerReader, steps: int, episodes: int) -> Iterator[tuple[str, Any]]:
     """(path and query, decoded) -> reply."""
     run = f"runs/{name}"
-    yield "runs", {"runs": [run_line(name, record)], "version": ""}
-    yield run, overview(name, record)
-    yield f"{run}/config", record.facts().get("config", {})
-    metrics = curve_view.metrics(record)
+    yield "runs", {"runs": [run_line(name, ledger)], "version": ""}
+    yield run, overview(name, ledger)
+    yield f"{run}/config", ledger.config
+    metrics = curve_view.metrics(ledger)
     yield f"{run}/metrics", metrics
-    yield f"{run}/curves", curve_view.curves(record, [m.name for m in metrics], points=CURVE_POINTS)
-    lines = _step_lines(record)
+    yield f"{run}/curves", curve_view.curves(ledger, [m.name for m in metrics], points=CURVE_POINTS)
+    lines = _step_lines(ledger)
     yield f"{run}/steps", {"steps": lines, "next": None}
-    yield f"{run}/evaluations", evaluations(record)
+    yield f"{run}/evaluations", evaluations(ledger)
     wanted: dict[str, None] = {}
-    samples: dict[int, None] = {}
-    if evaluations(record):
-        comparison = compare(record, ComparisonQuery())
+    samples: dict[str, None] = {}
+    if evaluations(ledger):
+        comparison = compare(ledger, ComparisonQuery())
         yield f"{run}/comparison", comparison
         for change in comparison.samples:
             samples[change.sample] = None
             wanted |= dict.fromkeys(uuid for uuid in (change.after_uuid, change.before_uuid) if uuid)
     for step in _spaced([line.step for line in lines], steps):
-        view = step_view(record, step)
+        view = step_view(ledger, step)
         yield f"{run}/steps/{step}", view
         for group in view.groups:
             if group.sample is not None:
                 samples[group.sample] = None
         wanted |= dict.fromkeys(episode.uuid for group in view.groups for episode in group.episodes)
-    latest = newest(record, limit=50)
+    latest = newest(ledger, limit=50)
     yield f"{run}/episodes", {"episodes": latest.episodes, "next": None}
     wanted = dict.fromkeys([line.uuid for line in latest.episodes[:12]]) | wanted
-    alignment = alignment_view(record)
+    alignment = alignment_view(ledger)
     yield f"{run}/alignment", alignment
     for kind in alignment.kinds:
-        yield f"{run}/alignment/{kind.kind}/{kind.name}", found_in(record, kind.kind, kind.name)
-    for number in list(samples)[:episodes]:
-        yield f"{run}/samples/{number}", sample_view(record, number)
+        yield f"{run}/alignment/{kind.kind}/{kind.name}", found_in(ledger, kind.kind, kind.name)
+    for digest in list(samples)[:episodes]:
+        yield f"{run}/samples/{digest}", sample_view(ledger, digest)
     for uuid in _spaced(list(wanted), episodes):
-        episode = episode_view(name, record, uuid)
+        episode = episode_view(name, ledger, uuid)
         yield f"episodes/{uuid}", episode
-        yield from _token_replies(record, episode)
+        yield from _token_replies(ledger, episode)
 
 
-def _token_replies(record: Record, episode: EpisodeView) -> Iterator[tuple[str, Any]]:
+def _token_replies(ledger: LedgerReader, episode: EpisodeView) -> Iterator[tuple[str, Any]]:
     uuid = episode.line.uuid
     for sequence in episode.sequences:
         for start in range(0, min(sequence.tokens, EXPORTED_TOKENS), TOKENS_PER_REPLY):
@@ -109,15 +109,15 @@ def _token_replies(record: Record, episode: EpisodeView) -> Iterator[tuple[str, 
             query = f"sequence={sequence.number}&start={start}&end={end}"
             yield (
                 f"episodes/{uuid}/tokens?{query}",
-                token_view(record, uuid, sequence.number, start=start, end=end),
+                token_view(ledger, uuid, sequence.number, start=start, end=end),
             )
 
 
-def _step_lines(record: Record) -> list[StepLine]:
+def _step_lines(ledger: LedgerReader) -> list[StepLine]:
     lines: list[StepLine] = []
     before: int | None = None
     while len(lines) < MAX_STEP_LINES:
-        page = step_page(record, before=before, limit=200)
+        page = step_page(ledger, before=before, limit=200)
         lines += page.steps
         if page.next is None:
             break

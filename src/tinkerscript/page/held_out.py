@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from pydantic import BaseModel, Field
 
 from tinkerscript.errors import NotRecordedError
+from tinkerscript.ledger.health import Gain, gain, sample_scores
+from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.page.lines import MAX_LINES, EpisodeLine, lines
 from tinkerscript.page.overview import Evaluation, evaluations
-from tinkerscript.record.health import Gain, gain, sample_scores
-from tinkerscript.record.reader import Record
 
 SAMPLES_PER_PAGE = 100
 INPUT_CHARS = 200
@@ -23,7 +25,7 @@ Change = Literal["better", "worse", "same"]
 class SampleChange(BaseModel):
     """A sample's mean reward in two evaluations."""
 
-    sample: int
+    sample: str
     id: str
     input: str = Field(description="Its beginning.")
     before: float | None
@@ -66,7 +68,7 @@ class Attempts(BaseModel):
 class SampleView(BaseModel):
     """One sample over the policy's versions."""
 
-    number: int
+    digest: str
     id: str
     task: str
     sample: dict[str, Any] = Field(description="Inspect's `Sample` as JSON.")
@@ -76,25 +78,29 @@ class SampleView(BaseModel):
 
 
 _VERSIONS = """
-SELECT min(first_version), count(*), avg(reward) FROM episodes WHERE sample = :sample
-        AND number NOT IN (SELECT episode FROM undone) GROUP BY first_version * :points / :versions ORDER BY 1
+SELECT min(a.policy_version), count(*), avg(reward) FROM episodes AS e
+    JOIN attempts AS a ON a.episode = e.sequence
+        AND a.attempt = (SELECT max(attempt) FROM attempts WHERE episode = e.sequence)
+    WHERE e.sample = ? AND e.end_number IS NOT NULL AND e.undone = 0
+    GROUP BY a.policy_version * ? / ? ORDER BY 1
 """
 
 
-def compare(record: Record, query: ComparisonQuery) -> Comparison:
+def compare(ledger: LedgerReader, query: ComparisonQuery) -> Comparison:
     """Two evaluations, sample by sample. Raises NotRecordedError."""
-    every = evaluations(record)
+    every = evaluations(ledger)
     if not every:
         raise NotRecordedError("the run has not been evaluated yet")
     first, last = _labeled(every, query.before, 0), _labeled(every, query.after, -1)
-    old, new = (sample_scores(record, step=each.step, label=each.label) for each in (first, last))
-    changes = [_change(number, old.get(number), new.get(number)) for number in old.keys() | new.keys()]
+    old, new = (sample_scores(ledger, step=each.step, label=each.label) for each in (first, last))
+    changes = [_change(sample, old.get(sample), new.get(sample)) for sample in old.keys() | new.keys()]
     changes.sort(key=lambda c: (-_difference(c), c.sample))
     shown = [change for change in changes if query.show in ("all", change.change)]
     following = query.offset + SAMPLES_PER_PAGE
     page = shown[query.offset : following]
     for change in page:
-        change.id, change.input = _named(record, change.sample)
+        named = sample_of(ledger, change.sample) or SampleContent()
+        change.id, change.input = named.id, input_text(named.content)[:INPUT_CHARS]
     counts = {kind: sum(c.change == kind for c in changes) for kind in ("better", "worse", "same")}
     return Comparison(
         before=first,
@@ -122,14 +128,14 @@ def _labeled(every: list[Evaluation], label: str, default: int) -> Evaluation:
 
 
 def _change(
-    number: int, before: tuple[float | None, str] | None, after: tuple[float | None, str] | None
+    sample: str, before: tuple[float | None, str] | None, after: tuple[float | None, str] | None
 ) -> SampleChange:
     old, new = before[0] if before else None, after[0] if after else None
     change: Change = "same"
     if old is not None and new is not None and old != new:
         change = "better" if new > old else "worse"
     return SampleChange(
-        sample=number,
+        sample=sample,
         id="",
         input="",
         before=old,
@@ -140,13 +146,31 @@ def _change(
     )
 
 
-def _named(record: Record, number: int) -> tuple[str, str]:
-    row = record.row("SELECT id, sample FROM samples WHERE number = ?", (number,))
-    assert row is not None
-    return row["id"], input_text(json.loads(row["sample"]))[:INPUT_CHARS]
+@dataclass(frozen=True, slots=True)
+class SampleContent:
+    """What an episode works on; empty if that is not known."""
+
+    id: str = ""
+    task: str = ""
+    content: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Inspect's `Sample` as JSON, or what a client registered."""
 
 
-def input_text(sample: dict[str, Any]) -> str:
+def sample_of(ledger: LedgerReader, digest: str | None) -> SampleContent | None:
+    """None if the run has none with this digest. Raises NotRecordedError for what is no digest."""
+    try:
+        row = ledger.row("SELECT payload FROM samples WHERE digest = ?", (bytes.fromhex(digest or ""),))
+    except ValueError as error:
+        raise NotRecordedError(f"{digest!r} is not the digest of a sample") from error
+    if row is None:
+        return None
+    payload: dict[str, Any] = json.loads(bytes(row[0]))
+    given = payload.get("sample")
+    content = cast("dict[str, Any]", given) if isinstance(given, dict) else payload
+    return SampleContent(str(content.get("id", "")), str(payload.get("task", "")), content)
+
+
+def input_text(sample: Mapping[str, Any]) -> str:
     """What a sample asks. Clients that register samples of their own may give anything."""
     given = sample.get("input", "")
     return (
@@ -176,26 +200,27 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def sample_view(record: Record, number: int, *, before: int | None = None, limit: int = 50) -> SampleView:
+def sample_view(
+    ledger: LedgerReader, digest: str, *, before: int | None = None, limit: int = 50
+) -> SampleView:
     """One sample. Raises NotRecordedError."""
-    row = record.row("SELECT id, task, sample FROM samples WHERE number = ?", (number,))
-    if row is None:
-        raise NotRecordedError(f"the run has no sample number {number}")
-    versions = 1 + int(record.number("SELECT max(policy_version) FROM steps") or 0)
-    spans = {"sample": number, "points": min(versions, VERSION_POINTS), "versions": versions}
-    where = "sample = ? AND number < ? ORDER BY number DESC"
-    last = before if before is not None else 2**62
+    sample = sample_of(ledger, digest)
+    if sample is None:
+        raise NotRecordedError(f"the run has no sample {digest!r}")
+    versions = 1 + int(ledger.number("SELECT max(policy_version) FROM steps WHERE undone = 0") or 0)
+    spans = (bytes.fromhex(digest), min(versions, VERSION_POINTS), versions)
     limit = min(limit, MAX_LINES)
-    episodes = lines(record, where, (number, last), limit=limit)
+    rest = "e.sample = ? AND e.end_number < ? ORDER BY e.end_number DESC"
+    found = lines(ledger, rest, (bytes.fromhex(digest), before or 2**62), limit=limit)
     return SampleView(
-        number=number,
-        id=row["id"],
-        task=row["task"],
-        sample=json.loads(row["sample"]),
+        digest=digest,
+        id=sample.id,
+        task=sample.task,
+        sample=dict(sample.content),
         versions=[
             Attempts(policy_version=version, episodes=count, mean_reward=mean)
-            for version, count, mean in record.rows(_VERSIONS, spans)
+            for version, count, mean in ledger.rows(_VERSIONS, spans)
         ],
-        episodes=episodes,
-        next=episodes[-1].number if len(episodes) == limit else None,
+        episodes=found,
+        next=found[-1].number if len(found) == limit else None,
     )

@@ -15,32 +15,81 @@ from __future__ import annotations
 import json
 import operator
 import re
-import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import msgspec
 from pydantic import BaseModel, Field
 
 from tinkerscript.errors import NotRecordedError
-from tinkerscript.record.reader import Record
+from tinkerscript.ledger.reader import LedgerReader
+from tinkerscript.page.search_index import UNREADABLE, SearchIndex, reply_text, storable
 
 MAX_LINES = 200
 FIRST_ROWS, SCAN_ROWS = 64, 2000
+"""Episodes that are read at once: few at first, as most lists need no more."""
+
+SPAN = 20_000
+"""Episodes among which one query looks for those that a filter lets pass."""
+
 SCAN_S = 1.0
 """How long a filter looks for what it lets pass, until it hands out what it has found."""
 
+PREVIEW_CHARS = 160
+
+QUEUED = "queued_s"
+"""Name of the figure: seconds that an episode waited for the claim that counts."""
+
 Show = Literal["all", "accepted", "failed", "truncated", "trained", "untrained"]
 
-EPISODE_COLUMNS = """
-episodes.number, uuid, type, step, label, group_id, sample, status, reward, is_success, attempt, client,
-started, ended, calls, prompt_tokens, sampled_tokens, truncated, first_version, last_version, preview,
-figures,
-(SELECT advantage FROM trained WHERE episode = episodes.number ORDER BY step LIMIT 1) AS advantage,
-(SELECT outcome FROM trained WHERE episode = episodes.number ORDER BY step LIMIT 1) AS outcome,
-(SELECT resume FROM undone WHERE episode = episodes.number) AS undone
+EPISODE_ROWS = """
+SELECT e.end_number AS number, e.sequence, e.uuid, e.episode_type AS type, e.step, e.label, e.group_id,
+    e.sample, e.state, e.failure, e.reward, e.is_success, e.ended_at AS ended, e.undone, e.emptied,
+    a.attempt, a.client, a.queued_s, t.outcome, t.advantage
+FROM episodes AS e
+LEFT JOIN attempts AS a ON a.episode = e.sequence
+    AND a.attempt = (SELECT max(attempt) FROM attempts WHERE episode = e.sequence)
+LEFT JOIN trained AS t ON t.episode = e.sequence AND t.undone = 0 AND t.outcome <> 'evaluated'
+    AND t.step = (SELECT min(step) FROM trained WHERE episode = e.sequence AND undone = 0)
+    AND t.role = (SELECT min(role) FROM trained WHERE episode = e.sequence AND undone = 0 AND step = t.step)
 """
+"""Episodes with their last claim, and what the first step did with them for the policy whose name is first:
+the run's own has none."""
+
+_CALLS = """
+SELECT episode, attempt, count(*) AS calls, min(nullif(created, 0)) AS started,
+    sum(prompt_tokens) AS prompt_tokens, sum(sampled_tokens) AS sampled_tokens,
+    sum(CASE WHEN stop_reason = 'length' THEN 1 ELSE 0 END) AS truncated,
+    min(policy_version) AS first_version, max(last_version) AS last_version
+FROM calls WHERE role = '' AND episode IN ({}) GROUP BY episode, attempt
+"""
+"""What the calls of episodes sum up to."""
+
+NO_CALLS: dict[str, Any] = {
+    "calls": 0,
+    "started": 0,
+    "prompt_tokens": 0,
+    "sampled_tokens": 0,
+    "truncated": 0,
+    "first_version": None,
+    "last_version": None,
+}
+
+_LAST_CALL = """
+SELECT call FROM calls WHERE episode = ? AND attempt = ? AND role = '' ORDER BY number DESC LIMIT 1
+"""
+
+_LAST_FAILURE = """
+SELECT failure FROM attempts WHERE episode = ? AND failure IS NOT NULL
+    ORDER BY CASE WHEN attempt = 0 THEN 1 ELSE 0 END DESC, attempt DESC LIMIT 1
+"""
+"""Attempt 0 is what ended an episode while nobody held it, and so the last."""
+
+Episode = dict[str, Any]
+"""A row of `EPISODE_ROWS` with what its calls sum up to."""
 
 
 class EpisodeLine(BaseModel):
@@ -52,13 +101,14 @@ class EpisodeLine(BaseModel):
     step: int = Field(description="The training step that it is for, or that the evaluation follows.")
     label: str = Field(description="Of an evaluation: before, step-5, after.")
     group_id: str
-    sample: int | None = Field(description="Number of its sample; null for a client's own.")
+    sample: str | None = Field(description="Digest of its sample; null for a chat, which has none.")
     status: Literal["accepted", "failed", "cancelled"]
     reward: float | None
     advantage: float | None
     outcome: str | None = Field(
         description="What training did with it: trained, same_reward, group_too_small, stale, misaligned, "
-        "stopped (its step, by misalignment), nothing_to_train; null: not yet, or an evaluation."
+        "nothing_to_train, set_aside (its step was stopped, by misalignment), left_out (it failed, or no "
+        "batch waited for it), given_up (by a resumption); null: not yet, or an evaluation."
     )
     is_success: bool | None
     attempt: int
@@ -72,7 +122,7 @@ class EpisodeLine(BaseModel):
     first_version: int | None = Field(description="The oldest policy version that sampled any of it.")
     last_version: int | None
     undone: int | None = Field(
-        description="The restart of the trainer that took it back: its step or evaluation was repeated "
+        description="The start of the trainer that took it back: its step or evaluation was repeated "
         "without it; null: it counts."
     )
     preview: str = Field(description="The beginning of the last reply, or why the episode failed.")
@@ -85,73 +135,179 @@ class EpisodePage(BaseModel):
     next: int | None = Field(description="`before` of the following page; null: there are no more.")
 
 
-def line(row: sqlite3.Row) -> EpisodeLine:
-    """The line of a row with `EPISODE_COLUMNS`."""
-    return EpisodeLine.model_validate(dict(row))
-
-
-def lines(record: Record, where: str, parameters: tuple[object, ...], *, limit: int) -> list[EpisodeLine]:
-    """The lines of a query that an index answers."""
-    query = f"SELECT {EPISODE_COLUMNS} FROM episodes WHERE {where} LIMIT {limit}"
-    return [line(row) for row in record.rows(query, parameters)]
-
-
-def newest(record: Record, *, show: str = "all", before: int | None = None, limit: int = 50) -> EpisodePage:
-    """The newest episodes that `show` lets pass, with numbers below `before`."""
-    return EpisodePage(**page_of(scanned(record, before=before), lambda row: _passes(row, show), limit))
-
-
-def page_of(rows: Iterable[sqlite3.Row], passes: Callable[[sqlite3.Row], bool], limit: int) -> dict[str, Any]:
-    """`episodes`, at most `limit` of `rows` that pass, and `next`: where to go on after that, or after
-    `SCAN_S` seconds."""
-    ends = time.monotonic() + SCAN_S
-    found: list[EpisodeLine] = []
-    for row in rows:
-        if passes(row):
-            found.append(line(row))
-        if len(found) >= min(limit, MAX_LINES) or time.monotonic() > ends:
-            return {"episodes": found, "next": row["number"]}
-    return {"episodes": found, "next": None}
-
-
-def _passes(row: sqlite3.Row, show: str) -> bool:
-    match show:
-        case "accepted":
-            return row["status"] == "accepted"
-        case "failed":
-            return row["status"] != "accepted"
-        case "truncated":
-            return row["truncated"] > 0
-        case "trained":
-            return row["outcome"] == "trained"
-        case "untrained":
-            return row["outcome"] not in (None, "trained")
-        case _:
-            return True
-
-
-def scanned(record: Record, *, before: int | None = None, first: int = 1) -> Iterator[sqlite3.Row]:
-    """Episodes from the newest on down to number `first`: few rows at first, as most need no more."""
-    rows_of = f"SELECT {EPISODE_COLUMNS} FROM episodes"
-    query = f"{rows_of} WHERE number BETWEEN ? AND ? - 1 ORDER BY number DESC LIMIT ?"
-    last, count = before if before is not None else 2**62, FIRST_ROWS
-    while rows := record.rows(query, (first, last, count)):
-        yield from rows
-        last, count = rows[-1]["number"], SCAN_ROWS
-
-
-def figures_of(row: sqlite3.Row) -> dict[str, float]:
-    """The episode's scores and metrics by name."""
-    found: Any = json.loads(row["figures"])
+def episodes(ledger: LedgerReader, rest: str, parameters: Sequence[Any] = ()) -> list[Episode]:
+    """Episodes that ended or failed. `rest`: the WHERE of `EPISODE_ROWS`, and what follows it."""
+    found = [
+        dict(row)
+        for row in ledger.rows(f"{EPISODE_ROWS} WHERE e.end_number IS NOT NULL AND {rest}", parameters)
+    ]
+    among = ", ".join(str(int(each["sequence"])) for each in found)
+    sums = (
+        {(row["episode"], row["attempt"]): row for row in ledger.rows(_CALLS.format(among))} if among else {}
+    )
+    for each in found:
+        each["attempt"] = each["attempt"] or 0
+        each |= NO_CALLS
+        if each["state"] == "ended" and (own := sums.get((each["sequence"], each["attempt"]))) is not None:
+            each |= {name: own[name] for name in NO_CALLS}
+        each["status"] = status_of(each)
     return found
 
 
+def status_of(episode: Episode) -> str:
+    if episode["state"] == "ended":
+        return "accepted"
+    return "cancelled" if episode["failure"] == "cancelled" else "failed"
+
+
+def line(ledger: LedgerReader, episode: Episode) -> EpisodeLine:
+    """An episode in a list."""
+    solved, sample = episode["is_success"], bytes(episode["sample"])
+    return EpisodeLine.model_validate(
+        {
+            **episode,
+            "sample": sample.hex() or None,
+            "is_success": None if solved is None else bool(solved),
+            "client": episode["client"] or "",
+            "started": episode["started"] or 0,
+            "ended": episode["ended"] or 0.0,
+            "undone": episode["undone"] or None,
+            "preview": preview(ledger, episode),
+        }
+    )
+
+
+def lines(ledger: LedgerReader, rest: str, parameters: Sequence[Any], *, limit: int) -> list[EpisodeLine]:
+    """The lines of a query that an index answers."""
+    return [line(ledger, each) for each in episodes(ledger, f"{rest} LIMIT {limit}", parameters)]
+
+
+def preview(ledger: LedgerReader, episode: Episode) -> str:
+    """The last reply, or why the episode failed."""
+    if episode["state"] != "ended":
+        found = ledger.row(_LAST_FAILURE, (episode["sequence"],))
+        failure: dict[str, Any] = json.loads(found[0]) if found else {}
+        return storable(f"{failure.get('kind')}: {failure.get('message')}"[:PREVIEW_CHARS])
+    with suppress(*UNREADABLE):
+        for call in ledger.calls_of(_LAST_CALL, (episode["sequence"], episode["attempt"])):
+            return storable(" ".join(reply_text(call).split())[:PREVIEW_CHARS])
+    return ""
+
+
+SHOWN: dict[str, str] = {
+    "all": "1 = 1",
+    "accepted": "e.state = 'ended'",
+    "failed": "e.state = 'failed'",
+    "truncated": "e.state = 'ended' AND EXISTS (SELECT 1 FROM calls AS c WHERE c.episode = e.sequence "
+    "AND c.attempt = a.attempt AND c.role = '' AND c.stop_reason = 'length')",
+    "trained": "t.outcome = 'trained'",
+    "untrained": "e.state = 'ended' AND t.outcome <> 'trained'",
+}
+"""What each `Show` lets pass, in SQL."""
+
+
+def newest(
+    ledger: LedgerReader, *, show: str = "all", before: int | None = None, limit: int = 50
+) -> EpisodePage:
+    """The newest episodes that `show` lets pass, with numbers below `before`."""
+    found = scanned(ledger, SHOWN[show], last=(before or 2**62) - 1)
+    return EpisodePage(**page_of(ledger, found, lambda _: True, limit))
+
+
+def page_of(
+    ledger: LedgerReader, found: Iterable[Episode | int], passes: Callable[[Episode], bool], limit: int
+) -> dict[str, Any]:
+    """`episodes`, at most `limit` of `found` that pass, and `next`: where to go on after that, or after
+    `SCAN_S` seconds. A number in `found` says that everything from it on was looked at."""
+    ends = time.monotonic() + SCAN_S
+    shown: list[EpisodeLine] = []
+    for each in found:
+        if isinstance(each, int):
+            number = each
+        else:
+            number = each["number"]
+            if passes(each):
+                shown.append(line(ledger, each))
+        if len(shown) >= min(limit, MAX_LINES) or time.monotonic() > ends:
+            return {"episodes": shown, "next": number}
+    return {"episodes": shown, "next": None}
+
+
+def scanned(
+    ledger: LedgerReader, where: str, parameters: Sequence[Any] = (), *, first: int = 1, last: int
+) -> Iterator[Episode | int]:
+    """Episodes that `where` lets pass from number `last` down to `first`, and now and then how far it is."""
+    newest = ledger.number("SELECT max(end_number) FROM episodes") or 0
+    rest = f"e.end_number BETWEEN ? AND ? AND {where} ORDER BY e.end_number DESC LIMIT ?"
+    last, count = min(last, int(newest)), FIRST_ROWS
+    while last >= first:
+        low = max(first, last - SPAN + 1)
+        found = episodes(ledger, rest, (low, last, *parameters, count))
+        yield from found
+        last = low - 1 if len(found) < count else found[-1]["number"] - 1
+        count = SCAN_ROWS
+        if last >= first:
+            yield last + 1
+
+
+class StoredResult(msgspec.Struct):
+    """What the page shows of a `protocol.WorkflowOutput`."""
+
+    role_rewards: dict[str, float] = {}
+    metadata: dict[str, Any] = {}
+    log_metrics: dict[str, float] = {}
+
+
+_read_result = msgspec.json.Decoder(StoredResult).decode
+
+
+def result_of(ledger: LedgerReader, sequence: int) -> StoredResult:
+    """What an episode ended with; empty for one that failed. Raises NotRecordedError for anything else."""
+    found = ledger.row("SELECT result FROM results WHERE episode = ?", (sequence,))
+    try:
+        return _read_result(bytes(found[0])) if found is not None else StoredResult()
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise NotRecordedError(f"the ledger holds something else than a result: {error}") from error
+
+
+def metrics_of(result: StoredResult) -> dict[str, float]:
+    """What the program reported of the episode, and the rewards of roles."""
+    rewards = {f"role/{name}/reward": reward for name, reward in result.role_rewards.items()}
+    return {**result.log_metrics, **rewards}
+
+
+def figures_of(ledger: LedgerReader, episode: Episode) -> dict[str, float]:
+    """The episode's scores and metrics by name, and how long it was queued."""
+    result = result_of(ledger, episode["sequence"]) if episode["state"] == "ended" else StoredResult()
+    scores = result.metadata.get("scores")
+    given = cast("dict[str, Any]", scores) if isinstance(scores, dict) else {}
+    found: dict[str, Any] = {f"score/{name}": value for name, value in given.items()}
+    found |= metrics_of(result) | ({} if episode["queued_s"] is None else {QUEUED: episode["queued_s"]})
+    return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+
+
 MAX_QUERY_CHARS = 500
-TEXT_COLUMNS = ("uuid", "type", "label", "group_id", "status", "client", "outcome")
-NUMBER_COLUMNS = (
-    *("step", "reward", "advantage", "attempt", "calls", "prompt_tokens", "sampled_tokens", "truncated"),
-    *("sample", "first_version", "last_version", "is_success", "undone"),
-)
+TEXTS = {
+    "uuid": "e.uuid",
+    "type": "e.episode_type",
+    "label": "e.label",
+    "group_id": "e.group_id",
+    "status": "CASE WHEN e.state = 'ended' THEN 'accepted' WHEN e.failure = 'cancelled' THEN 'cancelled' "
+    "ELSE 'failed' END",
+    "client": "coalesce(a.client, '')",
+    "outcome": "coalesce(t.outcome, '')",
+}
+NUMBERS = {
+    "step": "e.step + 0",  # By whose index SQLite would go through all episodes of a step, such as 0.
+    "reward": "e.reward",
+    "advantage": "t.advantage",
+    "attempt": "coalesce(a.attempt, 0)",
+    "is_success": "e.is_success",
+    "undone": "e.undone",
+}
+"""What conditions may name, and how SQL has it. `SAMPLE` is one more; all else is looked at one by one."""
+
+SAMPLE = "sample"
 
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le,
@@ -196,7 +352,7 @@ def parse(text: str) -> Query:
             words.append(phrase if phrase is not None else word)
             continue
         name, sign, value = found[1], found[2], found[3]
-        if name not in TEXT_COLUMNS and not _is_number(value):
+        if name not in (*TEXTS, SAMPLE) and not _is_number(value):
             if sign in ("=", ":"):  # A word such as `https://...`.
                 words.append(word)
                 continue
@@ -205,59 +361,83 @@ def parse(text: str) -> Query:
     return Query([word for word in words if word], conditions)
 
 
-def search(record: Record, text: str, *, before: int | None = None, limit: int = 50) -> SearchPage:
+def search(ledger: LedgerReader, text: str, *, before: int | None = None, limit: int = 50) -> SearchPage:
     """The newest episodes that match. Raises NotRecordedError for a query that cannot be read."""
     query = parse(text)
-    first, last = _span(record, query.conditions)
-    before = min(before or 2**62, last + 1)
-    rows = (
-        _with_words(record, query.words, before, first)
-        if query.words
-        else scanned(record, before=before, first=first)
-    )
+    if named := lines(ledger, "e.uuid = ?", (text.strip(),), limit=1):
+        return SearchPage(episodes=named, next=None)
+    first, last = _span(ledger, query.conditions)
+    last = min(before or 2**62, last + 1) - 1
+    where, parameters = _in_sql(query.conditions)
+    if query.words:
+        found = _with_words(ledger, query.words, where, parameters, first=first, last=last)
+    else:
+        found = scanned(ledger, where, parameters, first=first, last=last)
+    others = [each for each in query.conditions if each[0] not in (*TEXTS, *NUMBERS, SAMPLE)]
 
-    def holds(row: sqlite3.Row) -> bool:
-        return all(_holds(row, *condition) for condition in query.conditions)
+    def holds(episode: Episode) -> bool:
+        return all(_holds(ledger, episode, *condition) for condition in others)
 
-    return SearchPage(**page_of(rows, holds, limit))
+    return SearchPage(**page_of(ledger, found, holds, limit))
 
 
-def _span(record: Record, conditions: list[tuple[str, str, str]]) -> tuple[int, int]:
+def _span(ledger: LedgerReader, conditions: list[tuple[str, str, str]]) -> tuple[int, int]:
     """The numbers of the first and the last episode of the steps that are asked for."""
     asked = [(sign.replace(":", "="), float(value)) for name, sign, value in conditions if name == "step"]
     if not asked:
         return 1, 2**62
     where = " AND ".join(f"step {sign} ?" for sign, _ in asked)
-    row = record.row(
-        f"SELECT min(number), max(number) FROM episodes WHERE {where}", [value for _, value in asked]
-    )
+    query = f"SELECT min(end_number), max(end_number) FROM episodes WHERE {where}"
+    row = ledger.row(query, [value for _, value in asked])
     assert row is not None
     return (1, 0) if row[0] is None else (row[0], row[1])
 
 
-def _with_words(record: Record, words: list[str], before: int, first: int) -> Iterator[sqlite3.Row]:
-    """Episodes with all words, newest first; an id may be given by its beginning."""
-    match = " ".join(f'"{word.replace(chr(34), chr(34) * 2)}"*' for word in words)
-    query = f"""
-    SELECT {EPISODE_COLUMNS} FROM episodes WHERE number IN (
-        SELECT rowid FROM words WHERE words MATCH ? AND rowid BETWEEN ? AND ? - 1
-            ORDER BY rowid DESC LIMIT ?
-    ) ORDER BY number DESC
-    """
-    last, count = before, FIRST_ROWS
+def _in_sql(conditions: list[tuple[str, str, str]]) -> tuple[str, list[Any]]:
+    """Those of the conditions that SQL can check: a WHERE, and its parameters."""
+    where, parameters = ["1 = 1"], list[Any]()
+    for name, sign, value in conditions:
+        if name in TEXTS:
+            where.append(f"substr({TEXTS[name]}, 1, {len(value)}) {'<>' if sign == '!=' else '='} ?")
+            parameters.append(value)
+        elif name == SAMPLE:
+            where.append(f"{'NOT ' if sign == '!=' else ''}e.sample BETWEEN ? AND ?")
+            parameters += _digests(value)
+        elif name in NUMBERS:
+            where.append(f"{NUMBERS[name]} {sign.replace(':', '=')} ?")
+            parameters.append(float(value))
+    return " AND ".join(where), parameters
+
+
+def _digests(beginning: str) -> tuple[bytes, bytes]:
+    """The first and the last digest that begins so. Raises NotRecordedError."""
+    half = len(beginning) % 2
     try:
-        while rows := record.rows(query, (match, first, last, count)):
-            yield from rows
-            last, count = rows[-1]["number"], SCAN_ROWS
-    except sqlite3.OperationalError as error:
-        raise NotRecordedError(f"the search {match} cannot be read: {error}") from error
+        return bytes.fromhex(beginning + "0" * half), bytes.fromhex(beginning + "f" * half) + b"\xff" * 64
+    except ValueError as error:
+        raise NotRecordedError(f"{beginning!r} is not the beginning of a sample's digest") from error
 
 
-def _holds(row: sqlite3.Row, name: str, sign: str, value: str) -> bool:
-    if name in TEXT_COLUMNS:
-        own = str(row[name] or "")
-        return (not own.startswith(value)) if sign == "!=" else own.startswith(value)
-    number = row[name] if name in NUMBER_COLUMNS else figures_of(row).get(name)
+def _with_words(
+    ledger: LedgerReader, words: list[str], where: str, parameters: Sequence[Any], *, first: int, last: int
+) -> Iterator[Episode | int]:
+    """Episodes with all words that `where` lets pass, and now and then how far the search is."""
+    index = SearchIndex.of(ledger)
+    while last >= first:
+        low, count = index.extend(first, last), FIRST_ROWS
+        while numbers := index.find(words, low, last, count):
+            among = ", ".join(map(str, numbers))
+            rest = f"e.end_number IN ({among}) AND {where} ORDER BY e.end_number DESC"
+            yield from episodes(ledger, rest, parameters)
+            last, count = numbers[-1] - 1, SCAN_ROWS
+            yield last + 1
+        last = low - 1
+        if last >= first:
+            yield low
+
+
+def _holds(ledger: LedgerReader, episode: Episode, name: str, sign: str, value: str) -> bool:
+    number = episode[name] if name in NO_CALLS else figures_of(ledger, episode).get(name)
     return number is not None and _OPERATORS[sign](float(number), float(value))
 
 

@@ -1,28 +1,28 @@
 """The first screen of a run, and the list of runs: state, progress, score, health, the newest rollouts.
 
 Invariants: nothing here reads all episodes, so the first screen takes the same time after a million of them.
-One look at the record a second serves all streams of a run (`RunEvents`), and there is none without streams.
+One look at the ledger a second serves all streams of a run (`RunEvents`), and there is none without streams.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import sqlite3
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import BaseModel, Field
 
 from tinkerscript import __version__
 from tinkerscript.dashboard.progress import time_left_s
 from tinkerscript.errors import TinkerScriptError
+from tinkerscript.ledger.health import Gain, HealthRow, gain, health_rows, sample_scores, verdict
+from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.lifecycle import ProcessId
 from tinkerscript.page.annotation import Annotation, read_annotation
-from tinkerscript.page.lines import EpisodeLine, newest
-from tinkerscript.record.health import Gain, HealthRow, gain, health_rows, sample_scores, verdict
-from tinkerscript.record.reader import Record
+from tinkerscript.page.curves import metric_names
+from tinkerscript.page.lines import EpisodeLine, lines, newest
 
 NEWEST = 12
 RECENT_STEPS = 50
@@ -120,9 +120,8 @@ class RunView(RunLine):
     episodes: int = Field(description="All that ended, evaluations included.")
 
 
-def run_line(name: str, record: Record) -> RunLine:
-    facts = record.facts()
-    return RunLine.model_validate(_line(name, record, facts))
+def run_line(name: str, ledger: LedgerReader) -> RunLine:
+    return RunLine.model_validate(_line(name, ledger, ledger.status()))
 
 
 class RunList(BaseModel):
@@ -132,158 +131,164 @@ class RunList(BaseModel):
     version: str = Field(description="Of tinkerscript.")
 
 
-def run_list(records: Mapping[str, Record]) -> RunList:
-    """`records`: by the run's name."""
-    lines = [run_line(name, record) for name, record in records.items()]
-    return RunList(runs=sorted(lines, key=lambda line: -line.began), version=__version__)
+def run_list(ledgers: Mapping[str, LedgerReader]) -> RunList:
+    """`ledgers`: by the run's name."""
+    runs = [run_line(name, ledger) for name, ledger in ledgers.items()]
+    return RunList(runs=sorted(runs, key=lambda line: -line.began), version=__version__)
 
 
-def _line(name: str, record: Record, facts: dict[str, Any]) -> dict[str, Any]:
-    first = record.row("SELECT label, score FROM evaluations ORDER BY step, time LIMIT 1")
-    last = record.row("SELECT label, score FROM evaluations ORDER BY step DESC, time DESC LIMIT 1")
+def _line(name: str, ledger: LedgerReader, status: dict[str, Any]) -> dict[str, Any]:
+    first = ledger.row("SELECT label, score FROM evaluations WHERE undone = 0 ORDER BY step, time LIMIT 1")
+    last = ledger.row(
+        "SELECT label, score FROM evaluations WHERE undone = 0 ORDER BY step DESC, time DESC LIMIT 1"
+    )
     return {
-        **read_annotation(record.folder).model_dump(),
+        **read_annotation(ledger.folder).model_dump(),
         "name": name,
-        "state": state(facts),
-        "method": facts.get("method", ""),
-        "model": facts.get("model", ""),
-        "learning_rate": _learning_rate(record, facts),
-        "tasks": facts.get("tasks", []),
-        "failure": facts.get("failure", ""),
-        "step": facts.get("step", 0),
-        "steps": facts.get("steps", 0),
-        "began": facts.get("began", 0.0),
-        "updated": _updated(record, facts),
+        "state": state(status),
+        "method": ledger.config.get("method", ""),
+        "model": ledger.model(),
+        "learning_rate": _learning_rate(ledger),
+        "tasks": _tasks(ledger),
+        "failure": status.get("failure", ""),
+        "step": status.get("step", 0),
+        "steps": status.get("steps", 0),
+        "began": status.get("began", 0.0),
+        "updated": _updated(ledger, status),
         "score_before": first["score"] if first and last and first["label"] != last["label"] else None,
         "score": last and last["score"],
-        "reward": newest_value(record, "reward/mean"),
+        "reward": newest_value(ledger, "reward/mean"),
     }
 
 
-def _learning_rate(record: Record, facts: dict[str, Any]) -> float | None:
+def _tasks(ledger: LedgerReader) -> list[str]:
+    several = ledger.config.get("tasks") or [ledger.config.get("task")]
+    named = [cast("dict[str, Any]", each).get("name") for each in several if isinstance(each, dict)]
+    return [str(name) for name in named if name]
+
+
+def _learning_rate(ledger: LedgerReader) -> float | None:
     """The config's, or of one that was chosen by what trains, that of the newest step."""
-    section = "sft" if facts.get("method") == "sft" else "training"
-    said = facts.get("config", {}).get(section, {}).get("learning_rate")
-    return said if isinstance(said, float) else newest_value(record, "train/learning_rate")
+    section = "sft" if ledger.config.get("method") == "sft" else "training"
+    said = ledger.setting(section, "learning_rate")
+    return said if isinstance(said, float) and said else newest_value(ledger, "train/learning_rate")
 
 
-def overview(name: str, record: Record) -> RunView:
+def overview(name: str, ledger: LedgerReader) -> RunView:
     """The first screen."""
-    facts = record.facts()
-    line = _line(name, record, facts)
+    status = ledger.status()
+    line = _line(name, ledger, status)
     live = line["state"] == "running"
-    phase = facts.get("phase") if live else None
-    evaluated = evaluations(record, newest=EVALUATIONS)
+    phase = status.get("phase") if live else None
+    evaluated = evaluations(ledger, newest=EVALUATIONS)
     return RunView(
         **line,
-        folder=str(record.folder),
-        time_left_s=_time_left_s(record, facts) if live else None,
-        waiting=_waiting(facts) if live else None,
+        folder=str(ledger.folder),
+        time_left_s=_time_left_s(ledger, status) if live else None,
+        waiting=_waiting(status) if live else None,
         phase=PhaseProgress.model_validate(phase) if phase else None,
         evaluations=evaluated,
-        gain=_gain(record, evaluated),
-        health=health(record),
-        newest=newest(record, limit=NEWEST).episodes,
+        gain=_gain(ledger, evaluated),
+        health=health(ledger),
+        newest=newest(ledger, limit=NEWEST).episodes,
         notes=[
             Note(time=row[0], text=row[1])
-            for row in record.rows("SELECT time, text FROM notes ORDER BY number DESC LIMIT 20")
+            for row in ledger.rows("SELECT time, text FROM notes ORDER BY number DESC LIMIT 20")
         ],
-        recording=facts.get("recording", ""),
-        policy_version=_int(record.number("SELECT policy_version FROM steps ORDER BY step DESC LIMIT 1")),
-        episodes=int(record.number("SELECT coalesce(max(number), 0) FROM episodes") or 0),
+        recording=str(ledger.config.get("recording", "")),
+        policy_version=_int(ledger.number("SELECT max(policy_version) FROM steps WHERE undone = 0")),
+        episodes=int(ledger.number("SELECT coalesce(max(end_number), 0) FROM episodes") or 0),
     )
 
 
-def _waiting(facts: dict[str, Any]) -> CurrentWait | None:
-    what = facts.get("waiting_for")
-    return CurrentWait(what=what, since=facts.get("waiting_since", 0.0)) if what else None
+def _waiting(status: dict[str, Any]) -> CurrentWait | None:
+    what = status.get("waiting_for")
+    return CurrentWait(what=what, since=status.get("waiting_since", 0.0)) if what else None
 
 
-def state(facts: dict[str, Any]) -> State:
+def state(status: dict[str, Any]) -> State:
     """As the trainer said last; one that is gone without a word was stopped."""
-    said: State = facts.get("state", "stopped")
-    if said == "running" and "process" in facts and ProcessId(*facts["process"]).is_gone():
+    said: State = status.get("state", "stopped")
+    if said == "running" and "process" in status and ProcessId(*status["process"]).is_gone():
         return "stopped"
     return said
 
 
-def evaluations(record: Record, *, newest: int | None = None) -> list[Evaluation]:
+def evaluations(ledger: LedgerReader, *, newest: int | None = None) -> list[Evaluation]:
     """All evaluations in order, or the first one and the `newest`."""
     columns = "label, step, time, policy_version, score, accepted, failed"
-    query = f"SELECT {columns} FROM evaluations ORDER BY step, time"
-    rows = record.rows(query)
+    query = f"SELECT {columns} FROM evaluations WHERE undone = 0 ORDER BY step, time"
+    rows = ledger.rows(query)
     kept = rows if newest is None or len(rows) <= newest else [rows[0], *rows[-newest:]]
     return [Evaluation.model_validate(dict(row)) for row in kept]
 
 
-def _gain(record: Record, evaluated: list[Evaluation]) -> Gain | None:
+def _gain(ledger: LedgerReader, evaluated: list[Evaluation]) -> Gain | None:
     if len(evaluated) < 2:
         return None
     first, last = (
-        sample_scores(record, step=each.step, label=each.label) for each in (evaluated[0], evaluated[-1])
+        sample_scores(ledger, step=each.step, label=each.label) for each in (evaluated[0], evaluated[-1])
     )
     return gain(first, last)
 
 
-def health(record: Record) -> Health:
-    rows = health_rows(record)
+def health(ledger: LedgerReader) -> Health:
+    rows = health_rows(ledger)
     return Health(
-        episodes=int(_total(record, "episodes/accepted")),
-        failed=int(_total(record, "episodes/failed")),
-        failures=_failures(record),
-        retried=int(_total(record, "episodes/retried")),
+        episodes=int(_total(ledger, "episodes/accepted")),
+        failed=int(_total(ledger, "episodes/failed")),
+        failures=_failures(ledger),
+        retried=int(_total(ledger, "episodes/retried")),
         rows=rows,
         verdict=verdict(rows),
     )
 
 
-def _failures(record: Record) -> list[FailureCount]:
+def _failures(ledger: LedgerReader) -> list[FailureCount]:
     """Failed training episodes by the kind of their last failure."""
-    query = "SELECT name FROM names WHERE name LIKE 'failure/%' ORDER BY name"
     found: list[FailureCount] = []
-    for (name,) in record.rows(query):
+    for name in metric_names(ledger, "failure/"):
         kind = name.removeprefix("failure/")
-        found.append(
-            FailureCount(kind=kind, count=int(_total(record, name)), example=_example(record, f"{kind}:"))
-        )
+        found.append(FailureCount(kind=kind, count=int(_total(ledger, name)), example=_example(ledger, kind)))
     return sorted(found, key=lambda failure: -failure.count)
 
 
-def _example(record: Record, preview: str) -> EpisodeLine | None:
+def _example(ledger: LedgerReader, kind: str) -> EpisodeLine | None:
     # Failed episodes have an index of their own.
-    query = (
-        "SELECT number FROM episodes WHERE status != 'accepted' AND substr(preview, 1, ?) = ? "
-        "ORDER BY number DESC LIMIT 1"
-    )
-    number = record.number(query, (len(preview), preview))
-    return newest(record, before=int(number) + 1, limit=1).episodes[0] if number is not None else None
+    found = lines(ledger, "e.state = 'failed' AND e.failure = ? ORDER BY e.end_number DESC", (kind,), limit=1)
+    return found[0] if found else None
 
 
-_VALUES = "SELECT {what} FROM metrics WHERE name = (SELECT number FROM names WHERE name = ?)"
+_VALUES = "SELECT {what} FROM metrics WHERE name = ? AND undone = 0"
 
 
-def _total(record: Record, name: str) -> float:
-    return record.number(_VALUES.format(what="coalesce(sum(value), 0)"), (name,)) or 0.0
+def _total(ledger: LedgerReader, name: str) -> float:
+    return ledger.number(_VALUES.format(what="coalesce(sum(value), 0)"), (name,)) or 0.0
 
 
-def newest_value(record: Record, name: str) -> float | None:
+def newest_value(ledger: LedgerReader, name: str) -> float | None:
     """The value of a metric at the newest step that has it."""
-    return record.number(_VALUES.format(what="value") + " ORDER BY step DESC LIMIT 1", (name,))
+    return ledger.number(_VALUES.format(what="value") + " ORDER BY step DESC LIMIT 1", (name,))
 
 
-def _updated(record: Record, facts: dict[str, Any]) -> float:
-    last = record.number("SELECT ended FROM episodes ORDER BY number DESC LIMIT 1") or 0.0
-    return max(last, facts.get("last_step", 0.0), facts.get("began", 0.0), facts.get("waiting_since", 0.0))
+def _updated(ledger: LedgerReader, status: dict[str, Any]) -> float:
+    last = (
+        ledger.number(
+            "SELECT ended_at FROM episodes WHERE end_number IS NOT NULL ORDER BY end_number DESC LIMIT 1"
+        )
+        or 0.0
+    )
+    return max(last, status.get("last_step", 0.0), status.get("began", 0.0), status.get("waiting_since", 0.0))
 
 
-def _time_left_s(record: Record, facts: dict[str, Any]) -> float | None:
+def _time_left_s(ledger: LedgerReader, status: dict[str, Any]) -> float | None:
     """Until the last step, at the pace of the last ones; see `time_left_s`."""
-    query = f"SELECT step, time FROM steps ORDER BY step DESC LIMIT {RECENT_STEPS}"
-    rows = [row for row in record.rows(query) if row["time"] >= facts.get("began", 0.0)]
+    query = f"SELECT step, time FROM steps WHERE undone = 0 ORDER BY step DESC LIMIT {RECENT_STEPS}"
+    rows = [row for row in ledger.rows(query) if row["time"] >= status.get("began", 0.0)]
     if len(rows) < 2:
         return None
     first, last = ((row["step"], row["time"]) for row in (rows[-1], rows[0]))
-    return time_left_s(facts.get("steps", 0), first, last, time.time())
+    return time_left_s(status.get("steps", 0), first, last, time.time())
 
 
 def _int(value: float | None) -> int | None:
@@ -300,9 +305,9 @@ EVENT_EVERY_S = 15.0
 class RunEvents:
     """The streams of one run. For one event loop."""
 
-    def __init__(self, run: str, record: Record) -> None:
+    def __init__(self, run: str, ledger: LedgerReader) -> None:
         self._run = run
-        self._record = record
+        self._ledger = ledger
         self._streams = 0
         self._looking: asyncio.Task[None] | None = None
         self._event = b""
@@ -341,7 +346,7 @@ class RunEvents:
         while True:
             try:
                 event = await asyncio.to_thread(self._read)
-            except (sqlite3.Error, TinkerScriptError) as error:  # The folder may be gone; it may come back.
+            except TinkerScriptError as error:  # The folder may be gone; it may come back.
                 logger.warning("page.look_failed %s: %s", self._run, error)
                 event = self._event
             if event != self._event:
@@ -351,4 +356,4 @@ class RunEvents:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _read(self) -> bytes:
-        return b"event: run\ndata: " + overview(self._run, self._record).model_dump_json().encode() + b"\n\n"
+        return b"event: run\ndata: " + overview(self._run, self._ledger).model_dump_json().encode() + b"\n\n"

@@ -25,9 +25,10 @@ import httpx
 from tinkerscript.addresses import SERVER_FILE, ServerInfo, read_server_info
 from tinkerscript.asgi import is_loopback
 from tinkerscript.errors import ConfigError, ConflictError, NotRecordedError
+from tinkerscript.ledger.reader import LedgerReader, find_runs
 from tinkerscript.lifecycle import try_lock
 from tinkerscript.page.overview import state
-from tinkerscript.record.reader import Record, find_runs
+from tinkerscript.page.search_index import SearchIndex
 
 FRESH_S = 1.0
 """Seconds for which a reply of a run's server is shown again."""
@@ -46,7 +47,7 @@ class Runs:
         self.root = root
         self._admin_token = admin_token
         self._servers: dict[Path, RunServer] = {}
-        self._records: dict[str, Record] = {}
+        self._ledgers: dict[str, LedgerReader] = {}
         self._folders: dict[str, Path] = {}
         self._looked = -LOOK_AGAIN_S
         self._lock = threading.Lock()
@@ -63,31 +64,31 @@ class Runs:
                     self._folders = {}
             return self._folders
 
-    def record(self, name: str) -> Record:
+    def ledger(self, name: str) -> LedgerReader:
         """Raises NotRecordedError for a run that is not there."""
         folder = self.folders().get(name)
         if folder is None:
             known = ", ".join(list(self._folders)[:10])
-            there = f"there are {known}" if known else "the record of a run is where its trainer is"
+            there = f"there are {known}" if known else "a run is where its ledger is"
             raise NotRecordedError(f"there is no run {name!r} here; {there}")
         with self._lock:
-            if name not in self._records:
-                self._records[name] = Record(folder)
-            return self._records[name]
+            if name not in self._ledgers:
+                self._ledgers[name] = LedgerReader(folder)
+            return self._ledgers[name]
 
-    def readable(self) -> dict[str, Record]:
-        """Name -> record, without those that another version wrote."""
-        found: dict[str, Record] = {}
+    def readable(self) -> dict[str, LedgerReader]:
+        """Name -> ledger, without those that another version wrote."""
+        found: dict[str, LedgerReader] = {}
         for name in self.folders():
             with suppress(ConfigError):
-                found[name] = self.record(name)
+                found[name] = self.ledger(name)
         return found
 
-    def record_of(self, episode_uuid: str) -> tuple[str, Record]:
-        """The run that has the episode, and its record. Raises NotRecordedError."""
-        for name, record in self.readable().items():
-            if record.number("SELECT number FROM episodes WHERE uuid = ?", (episode_uuid,)) is not None:
-                return name, record
+    def ledger_of(self, episode_uuid: str) -> tuple[str, LedgerReader]:
+        """The run that has the episode, and its ledger. Raises NotRecordedError."""
+        for name, ledger in self.readable().items():
+            if ledger.number("SELECT sequence FROM episodes WHERE uuid = ?", (episode_uuid,)) is not None:
+                return name, ledger
         raise NotRecordedError(f"no run here has an episode {episode_uuid!r} that ended")
 
     def delete(self, name: str) -> None:
@@ -95,13 +96,13 @@ class Runs:
 
         Raises NotRecordedError, ConflictError with the reason why not, and OSError.
         """
-        record = self.record(name)
-        folder = record.folder
+        ledger = self.ledger(name)
+        folder = ledger.folder
         if folder.parent != self.root or folder.is_symlink():
             raise ConflictError(
                 f"this page shows {name} alone; `tinkerscript view {folder.parent}` can delete it"
             )
-        if state(record.facts()) == "running":
+        if state(ledger.status()) == "running":
             raise ConflictError(f"{name} goes on; stop it first")
         with ExitStack() as held:
             for path in (folder / "trainer.lock", folder / "server.lock"):
@@ -113,8 +114,9 @@ class Runs:
             # If this may not be done, nothing is lost; after it, the run is gone as a whole.
             gone = folder.rename(folder.with_name(f".deleted-{name}"))
             with self._lock:
-                self._records.pop(name, None)
+                self._ledgers.pop(name, None)
                 self._looked = -LOOK_AGAIN_S
+            SearchIndex.forget(folder)
             shutil.rmtree(gone)
         latest = self.root / "latest"
         if latest.is_symlink() and not latest.exists():

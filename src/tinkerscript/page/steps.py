@@ -8,8 +8,9 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from tinkerscript.errors import NotRecordedError
-from tinkerscript.page.lines import EPISODE_COLUMNS, EpisodeLine, line
-from tinkerscript.record.reader import Record
+from tinkerscript.ledger.reader import LedgerReader
+from tinkerscript.page.curves import metric_names
+from tinkerscript.page.lines import EpisodeLine, episodes, line
 
 GROUPS_PER_PAGE = 100
 BINS = 20
@@ -28,6 +29,7 @@ class StepLine(BaseModel):
     failed: int
     trained: int = Field(description="Episodes that carried a gradient.")
     max_lag: int | None = Field(description="Of its episodes, in steps.")
+    stopped: str = Field(description="Why it changed no weights and ended the run; empty for any other.")
 
 
 class StepPage(BaseModel):
@@ -49,7 +51,7 @@ class StepGroup(BaseModel):
     """The episodes of one sample."""
 
     group_id: str
-    sample: int | None
+    sample: str | None
     mean_reward: float | None
     episodes: list[EpisodeLine]
 
@@ -71,28 +73,30 @@ class Step(BaseModel):
     next_step: int | None
 
 
-_LINE = "SELECT step, time, policy_version, reward, accepted, failed, trained, max_lag FROM steps"
+_LINE = """
+SELECT step, time, policy_version, reward, accepted, failed, trained, max_lag, stopped FROM steps
+    WHERE undone = 0
+"""
 
 
-def step_page(record: Record, *, before: int | None = None, limit: int = 50) -> StepPage:
+def step_page(ledger: LedgerReader, *, before: int | None = None, limit: int = 50) -> StepPage:
     """The newest steps below `before`."""
-    query = f"{_LINE} WHERE step < ? ORDER BY step DESC LIMIT ?"
-    rows = record.rows(query, (before if before is not None else 2**62, min(limit, 200)))
+    query = f"{_LINE} AND step < ? ORDER BY step DESC LIMIT ?"
+    rows = ledger.rows(query, (before if before is not None else 2**62, min(limit, 200)))
     found = [StepLine.model_validate(dict(row)) for row in rows]
     return StepPage(steps=found, next=found[-1].step if found and found[-1].step > 1 else None)
 
 
-def step_view(record: Record, step: int, *, show: GroupFilter = "all", offset: int = 0) -> Step:
+def step_view(ledger: LedgerReader, step: int, *, show: GroupFilter = "all", offset: int = 0) -> Step:
     """One step. Raises NotRecordedError for one that the run has not finished."""
-    row = record.row(f"{_LINE} WHERE step = ?", (step,))
+    row = ledger.row(f"{_LINE} AND step = ?", (step,))
     if row is None:
         raise NotRecordedError(f"the run has no step {step} yet")
-    query = """
-    SELECT names.name, value FROM names JOIN metrics ON metrics.name = names.number WHERE step = ?
-        ORDER BY names.name
-    """
-    metrics = {name: value for name, value in record.rows(query, (step,)) if not name.startswith("eval/")}
-    groups, undone = _groups(record, step)
+    names = [name for name in metric_names(ledger) if not name.startswith("eval/")]
+    value = "SELECT value FROM metrics WHERE name = ? AND step = ? AND undone = 0"
+    found = {name: ledger.number(value, (name, step)) for name in names}
+    metrics = {name: value for name, value in found.items() if value is not None}
+    groups, undone = _groups(ledger, step)
     rewards = [e.reward for group in groups for e in group.episodes if e.reward is not None]
     shown = _filtered(groups, show)
     page = shown[offset : offset + GROUPS_PER_PAGE]
@@ -104,26 +108,26 @@ def step_view(record: Record, step: int, *, show: GroupFilter = "all", offset: i
         groups_found=len(shown),
         undone=undone,
         next=offset + GROUPS_PER_PAGE if offset + GROUPS_PER_PAGE < len(shown) else None,
-        previous_step=_number(record, "SELECT max(step) FROM steps WHERE step < ?", step),
-        next_step=_number(record, "SELECT min(step) FROM steps WHERE step > ?", step),
+        previous_step=_number(ledger, "SELECT max(step) FROM steps WHERE undone = 0 AND step < ?", step),
+        next_step=_number(ledger, "SELECT min(step) FROM steps WHERE undone = 0 AND step > ?", step),
     )
 
 
-def _number(record: Record, query: str, step: int) -> int | None:
-    found = record.number(query, (step,))
+def _number(ledger: LedgerReader, query: str, step: int) -> int | None:
+    found = ledger.number(query, (step,))
     return None if found is None else int(found)
 
 
-def _groups(record: Record, step: int) -> tuple[list[StepGroup], int]:
+def _groups(ledger: LedgerReader, step: int) -> tuple[list[StepGroup], int]:
     """Planned for the step, or, of clients' own samples, trained in it; and how many episodes were undone."""
-    # With a plus, SQLite does not go through the episodes of step 0 by their index: that may be all.
-    query = f"""
-    SELECT {EPISODE_COLUMNS} FROM episodes WHERE step = :step AND label = '' AND type = 'train'
-    UNION ALL SELECT {EPISODE_COLUMNS} FROM episodes
-        WHERE number IN (SELECT episode FROM trained WHERE step = :step) AND +step = 0
-    """
+    planned = episodes(ledger, "e.step = ? AND e.label = '' AND e.episode_type = 'train'", (step,))
+    # Not `e.step = 0`, by whose index SQLite would go through all episodes of clients' own samples.
+    own = (
+        "e.sequence IN (SELECT episode FROM trained WHERE step = ? AND undone = 0) "
+        "AND e.step + 0 = 0 AND e.episode_type = 'train'"
+    )
     members: dict[str, list[EpisodeLine]] = defaultdict(list)
-    found = [line(row) for row in record.rows(query, {"step": step})]
+    found = [line(ledger, each) for each in [*planned, *episodes(ledger, own, (step,))]]
     for episode in found:
         if episode.undone is None:
             members[episode.group_id].append(episode)

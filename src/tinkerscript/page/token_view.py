@@ -11,10 +11,10 @@ import numpy.typing as npt
 from pydantic import BaseModel, Field
 
 from tinkerscript.errors import NotRecordedError
+from tinkerscript.ledger.reader import LedgerReader
+from tinkerscript.ledger.tokens import TokenUse, TrainedSequence
 from tinkerscript.model_folder import model_folder
-from tinkerscript.page.episode_view import sequences_of
-from tinkerscript.record.entries import TokenUse, TrainedSequence
-from tinkerscript.record.reader import Record
+from tinkerscript.page.episode_view import recorded_sequences
 from tinkerscript.rollouts.rollout import Rollout
 from tinkerscript.tokenizer import LightTokenizer
 
@@ -51,7 +51,7 @@ class Tokens(BaseModel):
 
 
 def token_view(
-    record: Record,
+    ledger: LedgerReader,
     uuid: str,
     sequence: int,
     *,
@@ -63,20 +63,18 @@ def token_view(
 
     Raises NotRecordedError.
     """
-    number = record.number("SELECT number FROM episodes WHERE uuid = ?", (uuid,))
-    detail = record.detail(int(number)) if number is not None else None
-    if number is None or detail is None:
+    recorded = recorded_sequences(ledger, uuid)
+    if recorded is None:
         raise NotRecordedError(f"the tokens of episode {uuid!r} are not recorded")
-    found = sequences_of(uuid, detail)
+    found, steps = recorded
     if not 0 <= sequence < len(found):
         raise NotRecordedError(f"episode {uuid!r} has {len(found)} sequences, numbered from 0")
-    steps = record.sequences(int(number))
     at = step if step is not None else max(steps, default=None)
     rollout, trained = found[sequence].rollout, found[sequence].used_in(steps.get(at or 0, []))
     length = len(rollout.tokens)
     start = min(max(0, start), length)
     end = min(length if end is None else max(start, end), start + SHOWN_TOKENS, length)
-    return _tokens(rollout, sequence, trained, at if trained else None, start, end, record.model())
+    return _tokens(rollout, sequence, trained, at if trained else None, start, end, ledger.model())
 
 
 def _tokens(

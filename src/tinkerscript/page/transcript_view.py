@@ -17,7 +17,7 @@ import zstandard
 from pydantic import BaseModel, Field
 
 from tinkerscript.errors import NotRecordedError
-from tinkerscript.record.reader import Record
+from tinkerscript.ledger.reader import LedgerReader
 
 TRANSCRIPT_BYTES = 16 * 2**20
 """Of a transcript: what the bridge packs is not longer."""
@@ -103,11 +103,11 @@ _read_place = msgspec.json.Decoder(_Place).decode
 
 
 def transcript_view(
-    record: Record, uuid: str, *, attempt: int | None = None, offset: int = 0
+    ledger: LedgerReader, uuid: str, *, attempt: int | None = None, offset: int = 0
 ) -> TranscriptView:
     """A page of the transcript of an attempt, the last one by default. Raises NotRecordedError."""
-    number, attempts, attempt = _find_transcript(record, uuid, attempt)
-    text = record.transcript(number, attempt) or b""
+    number, attempts, attempt = _find_transcript(ledger, uuid, attempt)
+    text = ledger.transcript(number, attempt)
     with _one_at_a_time:
         try:
             text = unpacked_text(text)
@@ -125,13 +125,15 @@ def transcript_view(
             )
 
 
-def _find_transcript(record: Record, uuid: str, attempt: int | None = None) -> tuple[int, list[int], int]:
+def _find_transcript(
+    ledger: LedgerReader, uuid: str, attempt: int | None = None
+) -> tuple[int, list[int], int]:
     """The episode's number, the attempts with a transcript, and the one meant: the last by default.
 
     Raises NotRecordedError if there is no such transcript.
     """
-    number = record.number("SELECT number FROM episodes WHERE uuid = ?", (uuid,))
-    attempts = record.transcribed(int(number)) if number is not None else []
+    number = ledger.number("SELECT sequence FROM episodes WHERE uuid = ?", (uuid,))
+    attempts = ledger.transcribed(int(number)) if number is not None else []
     if number is None or not attempts or attempt not in (None, *attempts):
         wanted = "" if attempt is None else f" of attempt {attempt}"
         raise NotRecordedError(f"there is no transcript{wanted} of the episode {uuid!r}")

@@ -1,6 +1,6 @@
 """The page as an ASGI app: its files, the API that it uses, its events.
 
-Invariant: it reads records, and asks the run's server for the rest; it never writes to either, but for
+Invariant: it reads ledgers, and asks the run's server for the rest; it never writes to either, but for
 actions that name themselves as such, which are in the audit log: that of the run, or, for a run that was
 deleted, that of the folder of runs.
 """
@@ -25,6 +25,7 @@ from tinkerscript import __version__
 from tinkerscript.addresses import read_server_info
 from tinkerscript.asgi import BodyLimit, Refusals
 from tinkerscript.errors import ConfigError, ConflictError, NotRecordedError
+from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.page import curves as curve_view
 from tinkerscript.page.access import SESSION_S, PageAccess, PageSessions, read_audit, write_audit
 from tinkerscript.page.annotation import Annotation, write_annotation
@@ -55,7 +56,6 @@ from tinkerscript.page.runs import Runs, RunServer
 from tinkerscript.page.steps import GroupFilter, Step, StepPage, step_page, step_view
 from tinkerscript.page.token_view import Tokens, token_view
 from tinkerscript.page.transcript_view import TranscriptView, transcript_view
-from tinkerscript.record.reader import Record
 
 Before = Annotated[int | None, Query(ge=1, description="Continue below: `next` of the previous page.")]
 Offset = Annotated[int, Query(ge=0, description="Continue at: `next` of the previous page.")]
@@ -134,7 +134,7 @@ def _writing(folder: Path) -> Generator[None]:
 
 
 class _Page:
-    """The routes. Those that read a record are plain functions, which FastAPI runs in threads."""
+    """The routes. Those that read a ledger are plain functions, which FastAPI runs in threads."""
 
     def __init__(self, runs: Runs, sessions: PageSessions) -> None:
         self._runs = runs
@@ -165,7 +165,7 @@ class _Page:
         get(f"{run}/steps/{{step}}", tags=["steps"])(self.step)
         get(f"{run}/evaluations", tags=["evaluations"])(self.evaluations)
         get(f"{run}/comparison", tags=["evaluations"])(self.comparison)
-        get(f"{run}/samples/{{number}}", tags=["samples"])(self.sample)
+        get(f"{run}/samples/{{digest}}", tags=["samples"])(self.sample)
         get(f"{run}/episodes", tags=["episodes"])(self.episodes)
         get(f"{run}/search", tags=["episodes"])(self.search)
         get("/api/episodes/{uuid}", tags=["episodes"])(self.episode)
@@ -178,8 +178,8 @@ class _Page:
         get(f"{run}/audit", tags=["runs"])(self.audit)
         return router
 
-    def _record(self, run: str) -> Record:
-        return self._runs.record(run)
+    def _ledger(self, run: str) -> LedgerReader:
+        return self._runs.ledger(run)
 
     # The page itself
 
@@ -234,11 +234,11 @@ class _Page:
 
     def overview(self, run: str) -> RunView:
         """A run's first screen."""
-        return overview(run, self._record(run))
+        return overview(run, self._ledger(run))
 
     def annotate(self, run: str, body: Annotation, request: Request) -> Annotation:
         """Write a run's note and tags, in place of those that it has."""
-        folder = self._record(run).folder
+        folder = self._ledger(run).folder
         with _writing(folder):
             write_annotation(folder, body)
             write_audit(folder, request, "annotate", body.model_dump())
@@ -257,16 +257,16 @@ class _Page:
     async def events(self, run: str, request: Request) -> StreamingResponse:
         """Server-sent events: `run` with the first screen when something has changed, at most once a
         second."""
-        record = await asyncio.to_thread(self._record, run)
+        ledger = await asyncio.to_thread(self._ledger, run)
         if run not in self._events:
-            self._events[run] = RunEvents(run, record)
+            self._events[run] = RunEvents(run, ledger)
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", "content-encoding": "identity"}
         stream = self._events[run].stream(request.is_disconnected)
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
     def config(self, run: str) -> dict[str, Any]:
         """The whole config of a run."""
-        return self._record(run).facts().get("config", {})
+        return self._ledger(run).config
 
     def differences(self, run: Annotated[list[str], Query()]) -> list[ConfigDifference]:
         """The settings that the given runs do not share, or of one run those that are not the defaults."""
@@ -274,7 +274,7 @@ class _Page:
 
     def metrics(self, run: str) -> list[Metric]:
         """Every metric with its newest value."""
-        return curve_view.metrics(self._record(run))
+        return curve_view.metrics(self._ledger(run))
 
     def curves(
         self,
@@ -283,46 +283,46 @@ class _Page:
         points: Annotated[int, Query(ge=2, le=curve_view.MAX_POINTS)] = 400,
     ) -> Curves:
         """Curves of metrics, each with at most `points` points."""
-        return curve_view.curves(self._record(run), name, points=points)
+        return curve_view.curves(self._ledger(run), name, points=points)
 
     # Steps, evaluations, samples
 
     def steps(self, run: str, before: Before = None, limit: Limit = 50) -> StepPage:
         """Training steps, newest first."""
-        return step_page(self._record(run), before=before, limit=limit)
+        return step_page(self._ledger(run), before=before, limit=limit)
 
     def step(self, run: str, step: int, show: GroupFilter = "all", offset: Offset = 0) -> Step:
         """One step: histogram, groups, metrics."""
-        return step_view(self._record(run), step, show=show, offset=offset)
+        return step_view(self._ledger(run), step, show=show, offset=offset)
 
     def evaluations(self, run: str) -> list[Evaluation]:
         """All evaluations, in order."""
-        return evaluations(self._record(run))
+        return evaluations(self._ledger(run))
 
     def comparison(self, run: str, query: Annotated[ComparisonQuery, Query()]) -> Comparison:
         """Two evaluations sample by sample, by label; by default the first and the last."""
-        return compare(self._record(run), query)
+        return compare(self._ledger(run), query)
 
-    def sample(self, run: str, number: int, before: Before = None, limit: Limit = 50) -> SampleView:
+    def sample(self, run: str, digest: str, before: Before = None, limit: Limit = 50) -> SampleView:
         """One sample over the policy's versions."""
-        return sample_view(self._record(run), number, before=before, limit=limit)
+        return sample_view(self._ledger(run), digest, before=before, limit=limit)
 
     # Episodes
 
     def episodes(self, run: str, show: Show = "all", before: Before = None, limit: Limit = 50) -> EpisodePage:
         """Episodes, newest first."""
-        return newest(self._record(run), show=show, before=before, limit=limit)
+        return newest(self._ledger(run), show=show, before=before, limit=limit)
 
     def search(
         self, run: str, q: Annotated[str, Query(max_length=500)], before: Before = None, limit: Limit = 50
     ) -> SearchPage:
         """Episodes by words of their text, ids, and conditions such as `reward>0.5` or `score/exact=0`."""
-        return search(self._record(run), q, before=before, limit=limit)
+        return search(self._ledger(run), q, before=before, limit=limit)
 
     def episode(self, uuid: str) -> EpisodeView:
         """One episode: conversation, scores, attempts, group."""
-        run, record = self._runs.record_of(uuid)
-        return episode_view(run, record, uuid)
+        run, ledger = self._runs.ledger_of(uuid)
+        return episode_view(run, ledger, uuid)
 
     def tokens(
         self,
@@ -333,8 +333,8 @@ class _Page:
         step: int | None = None,
     ) -> Tokens:
         """Tokens [start, end) of a training sequence, at most 8,192."""
-        _, record = self._runs.record_of(uuid)
-        return token_view(record, uuid, sequence, start=start, end=end, step=step)
+        _, ledger = self._runs.ledger_of(uuid)
+        return token_view(ledger, uuid, sequence, start=start, end=end, step=step)
 
     def transcript(
         self,
@@ -343,23 +343,23 @@ class _Page:
         offset: Offset = 0,
     ) -> TranscriptView:
         """What happened in an Inspect episode, event by event: model calls, tools, scores, state, sandbox."""
-        _, record = self._runs.record_of(uuid)
-        return transcript_view(record, uuid, attempt=attempt, offset=offset)
+        _, ledger = self._runs.ledger_of(uuid)
+        return transcript_view(ledger, uuid, attempt=attempt, offset=offset)
 
     # Alignment
 
     def alignment(self, run: str) -> AlignmentView:
         """Token alignment over time, and what was found."""
-        return alignment_view(self._record(run))
+        return alignment_view(self._ledger(run))
 
     def found(self, run: str, kind: str, name: str) -> FindingPage:
         """The findings of one kind and name, with their episodes."""
-        return found_in(self._record(run), kind, name)
+        return found_in(self._ledger(run), kind, name)
 
     # The run's server
 
     def _server(self, run: str) -> RunServer:
-        return self._runs.server_of(self._record(run).folder)
+        return self._runs.server_of(self._ledger(run).folder)
 
     async def server_api(self) -> dict[str, Any]:
         """The OpenAPI description of the interchange server here, or of a run that goes on."""
@@ -369,7 +369,7 @@ class _Page:
     def _served_folder(self) -> Path:
         """Raises NotRecordedError if there is none."""
         runs = [
-            record.folder for record in self._runs.readable().values() if state(record.facts()) == "running"
+            ledger.folder for ledger in self._runs.readable().values() if state(ledger.status()) == "running"
         ]
         for folder in (self._runs.root, *runs):
             if read_server_info(folder) is not None:
@@ -386,9 +386,9 @@ class _Page:
         """Requeue failed episodes, or take them off the list."""
         reply = await self._server(run).failed_episodes(action, body.episode_uuids)
         done = {"done": reply.get("done"), "refused": reply.get("refused")}
-        write_audit(self._record(run).folder, request, f"{action} failed episodes", done)
+        write_audit(self._ledger(run).folder, request, f"{action} failed episodes", done)
         return reply
 
     def audit(self, run: str) -> list[dict[str, Any]]:
         """What was changed through the page, newest first."""
-        return read_audit(self._record(run).folder)
+        return read_audit(self._ledger(run).folder)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN, FILE_SUFFIX, TOKEN_VARIABLES
 from tinkerscript.config import EngineConfig, InferenceConfig, RunConfig
+from tinkerscript.ledger.reader import STORE_VARIABLE
 from tinkerscript.lifecycle import own_command
 from tinkerscript.logs import FORMAT, LogFormat
 from tinkerscript.processes.launcher import MAX_RESTARTS, Child, Room, Slot
@@ -157,10 +158,11 @@ def page_process(
     config: RunConfig, folder: Path, *options: str, max_restarts: int = MAX_RESTARTS
 ) -> PlannedProcess:
     """The page of the run in `folder`. `options`: of `tinkerscript view`."""
+    elsewhere = () if config.interchange_server.store == "sqlite" else (STORE_VARIABLE,)
     page = PlannedProcess(
         "page",
         ("tinkerscript", "view", str(folder), *options),
-        secrets=(ADMIN_TOKEN, f"{ADMIN_TOKEN}{FILE_SUFFIX}"),
+        secrets=(ADMIN_TOKEN, f"{ADMIN_TOKEN}{FILE_SUFFIX}", *elsewhere),
         room=Room(0),  # It has low priority, and is idle unless somebody looks.
         is_beside=True,
         restarts=max_restarts,

@@ -17,6 +17,7 @@ from tinkerscript.access_tokens import ADMIN_TOKEN, MIN_TOKEN_CHARS, read_token
 from tinkerscript.addresses import PAGE_PORT, http_url, listen, listen_near
 from tinkerscript.config import InterchangeConfig, RunConfig
 from tinkerscript.errors import WorkerError
+from tinkerscript.ledger.reader import STORE_VARIABLE
 from tinkerscript.processes.launcher import MAX_RESTARTS
 from tinkerscript.processes.planned import page_process
 from tinkerscript.processes.supervisor import Supervisor
@@ -53,7 +54,8 @@ async def run_page(
             note(f"watch the run at {url}")
             on_page(url)
             options = ["--fd", str(listener.fileno()), *options]
-            child = page_process(config, folder, *options, max_restarts=max_restarts).child(folder)
+            page = page_process(config, folder, *options, max_restarts=max_restarts)
+            child = page.child(folder, secrets={STORE_VARIABLE: config.interchange_server.store})
             child.fds = (listener.fileno(),)
             try:
                 await supervisor.start(child)
@@ -82,7 +84,8 @@ def _listen(config: RunConfig) -> tuple[socket.socket, list[str]]:
     """A listening socket, and the options of `view` for TLS. Raises OSError.
 
     The page listens where the server does if the admin token protects it there, else on this machine alone:
-    so does that of a trainer that joined a server elsewhere and lacks the server's address or certificate.
+    so does that of a trainer that shares the ledger with a server elsewhere, and lacks its address or
+    certificate.
     """
     section, port = config.interchange_server, config.page_port
     token = read_token(os.environ, ADMIN_TOKEN) or ""

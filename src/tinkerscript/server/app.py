@@ -34,6 +34,7 @@ from tinkerscript.gateway.dialects import REFUSAL_BODIES
 from tinkerscript.gateway.endpoint import gateway_of
 from tinkerscript.gateway.outside_server import OutsideServer
 from tinkerscript.ledger import Ledger
+from tinkerscript.ledger.storage import StorageLimit
 from tinkerscript.limits import Totals
 from tinkerscript.model_folder import model_folder, model_name
 from tinkerscript.protocol import RefusalResponse
@@ -196,6 +197,12 @@ async def create_server(
         metrics=metrics,
         times=times,
         last_commit=last_commit,
+        storage=StorageLimit(
+            ledger,
+            config.recording_limit_mb,
+            replay_lag=config.training.max_policy_lag + 1,
+            empty=book.empty,
+        ),
     )
     engine = EngineRoutes(run_dir, interchange=interchange, link=link)
     episodes = EpisodeRoutes(

@@ -12,10 +12,11 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from tinkerscript.errors import NotTheOwnerError, QuotaError, UnauthorizedError
 from tinkerscript.ledger import Ledger
@@ -35,8 +36,14 @@ from tinkerscript.protocol import (
 )
 from tinkerscript.rollouts.call import FOREIGN_POLICY
 from tinkerscript.server.clients import Clients, RunEnd
-from tinkerscript.server.episodes.book import EpisodeBook
-from tinkerscript.server.episodes.indexes import LongPollQueue, RequestKey, Wakeup
+from tinkerscript.server.episodes.book import KEPT, EpisodeBook
+from tinkerscript.server.episodes.indexes import (
+    LongPollQueue,
+    PastCounts,
+    RequestKey,
+    StoredEpisodes,
+    Wakeup,
+)
 from tinkerscript.server.episodes.record import (
     Claim,
     ClosedClaim,
@@ -139,12 +146,34 @@ class Interchange:
 
     async def restore(self) -> None:
         """Fill the book from the ledger. Raises StoreError."""
-        self.book.restore(await read_episodes(self._ledger))
+        self.book.restore(await read_episodes(self._ledger, kept=self.book.kept))
         self.clients.restore(self.book)
         self.committed_end = self._last_end = max(self.book.open_ends, default=0)
         logger.info(
             "server.restored episodes=%d outcomes_to_deliver=%d", len(self.book), len(self.book.open_ends)
         )
+
+    async def recall(self, uuids: Iterable[str]) -> None:
+        """Read those of these episodes back into the book that only the ledger has. Raises StoreError."""
+        missing = [uuid for uuid in uuids if uuid not in self.book]
+        for start in range(0, len(missing), PAGE):
+            asked = missing[start : start + PAGE]
+            await self._recall(f"uuid IN ({', '.join('?' * len(asked))})", *asked)
+
+    async def recall_after(self, step: int, used: Collection[int]) -> None:
+        """Read what a resumption after `step` may change back into the book: what later steps planned, and
+        what they used, by sequence. Raises StoreError."""
+        await self._recall("step > ?", step)
+        for start in range(0, len(used), PAGE):
+            among = ", ".join(str(int(each)) for each in list(used)[start : start + PAGE])
+            await self._recall(f"sequence IN ({among})")
+
+    async def _recall(self, where: str, *parameters: Any) -> None:
+        rest = f"WHERE consumed = 1 AND {where} ORDER BY sequence"
+        found = await self._ledger.rows(EpisodeRow, rest, parameters)
+        rows = [each for each in found if each.uuid not in self.book]
+        for start in range(0, len(rows), PAGE):
+            self.book.recall(await _with_attempts(self._ledger, rows[start : start + PAGE]))
 
     async def run(self) -> None:
         """Expire leases until cancelled. Raises StoreError as soon as a commit fails."""
@@ -444,6 +473,7 @@ class Interchange:
             pool=new.pool,
             group_size=new.group_size,
             step=new.step,
+            label=new.label,
             position=new.position,
         )
 
@@ -559,39 +589,57 @@ PAGE = 5000
 """Episodes that are read at once. Between two pages a lease of the database can be renewed."""
 
 
-async def read_episodes(ledger: Ledger) -> list[EpisodeRecord]:
-    """The episodes of a ledger, in order of registration. What is consumed comes without payload and
-    result."""
+_COUNTED = """
+SELECT pool, episode_type, state, count(*) FROM {s}episodes WHERE consumed = 1 AND end_number <= ?
+    AND NOT (state = 'failed' AND failure <> 'cancelled' AND dropped = 0) GROUP BY pool, episode_type, state
+"""
+
+_PRESENT = """
+WHERE sequence > ? AND (consumed = 0 OR end_number > ?
+    OR (state = 'failed' AND failure <> 'cancelled' AND dropped = 0)) ORDER BY sequence LIMIT ?
+"""
+
+
+async def read_episodes(ledger: Ledger, *, kept: int = KEPT) -> StoredEpisodes:
+    """What a book holds. `kept`: of the consumed episodes, those that ended last. What is consumed comes
+    without payload and result."""
+    ((last_sequence, last_end),) = await ledger.read(
+        "SELECT (SELECT coalesce(max(sequence), 0) FROM {s}episodes), "
+        "(SELECT coalesce(max(end_number), 0) FROM {s}episodes)"
+    )
+    until = last_end - kept
+    counted = await ledger.read(_COUNTED, (until,)) if until > 0 else []
+    past: PastCounts = {(pool, kind, state): number for pool, kind, state, number in counted}
     found = list[EpisodeRecord]()
     while True:
         after = found[-1].sequence if found else 0
-        page = await ledger.rows(EpisodeRow, f"WHERE sequence > ? ORDER BY sequence LIMIT {PAGE}", (after,))
+        page = await ledger.rows(EpisodeRow, _PRESENT, (after, until, PAGE))
         if page:
-            found += await _read_page(ledger, page)
+            found += await _with_attempts(ledger, page)
         if len(page) < PAGE:
-            return found
+            return StoredEpisodes(found, past, last_sequence, last_end)
 
 
-async def _read_page(ledger: Ledger, page: list[EpisodeRow]) -> list[EpisodeRecord]:
-    ends = page[0].sequence, page[-1].sequence
+async def _with_attempts(ledger: Ledger, page: list[EpisodeRow]) -> list[EpisodeRecord]:
+    """Episodes from their rows and those of their attempts."""
+    among = f"({', '.join(str(row.sequence) for row in page)})"
     attempts: dict[int, list[AttemptRow]] = {}
     # Attempt 0 is what ended an episode while nobody held it: it comes last.
-    in_order = "WHERE episode BETWEEN ? AND ? ORDER BY episode, attempt = 0, attempt"
-    for attempt in await ledger.rows(AttemptRow, in_order, ends):
+    last = "CASE WHEN attempt = 0 THEN 1 ELSE 0 END"
+    in_order = f"WHERE episode IN {among} ORDER BY episode, {last}, attempt"
+    for attempt in await ledger.rows(AttemptRow, in_order):
         attempts.setdefault(attempt.episode, []).append(attempt)
-    open_ones = "WHERE e.sequence BETWEEN ? AND ? AND e.consumed = 0"
+    open_ones = f"WHERE e.sequence IN {among} AND e.consumed = 0"
     payloads = dict[bytes, bytes](
         await ledger.read(
             "SELECT DISTINCT s.digest, payload FROM {s}samples AS s "
             f"JOIN {{s}}episodes AS e ON s.digest = e.sample {open_ones}",
-            ends,
         )
     )
     results = dict[int, bytes](
         await ledger.read(
             "SELECT episode, result FROM {s}results AS r "
             f"JOIN {{s}}episodes AS e ON r.episode = e.sequence {open_ones}",
-            ends,
         )
     )
     return [

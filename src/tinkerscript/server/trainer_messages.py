@@ -11,16 +11,16 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Collection, Mapping
+from collections.abc import Awaitable, Collection, Sequence
 from functools import partial
-from types import MappingProxyType
 
 import msgspec
 
 from tinkerscript.errors import ConfigError, ConflictError, InterchangeError, StoreError, UnknownEpisodeError
 from tinkerscript.ledger import Ledger
-from tinkerscript.ledger.history import History, PlannedRow, begin
+from tinkerscript.ledger.history import History, PlannedRow, begin, tally
 from tinkerscript.ledger.rows import FactRow, TrainedRow, Use
+from tinkerscript.ledger.storage import StorageLimit
 from tinkerscript.logs import about
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.episodes.record import EpisodeRecord, episode_row
@@ -58,12 +58,6 @@ from tinkerscript.trainer_link.server_end import LinkEvent, ServerLink, TrainerE
 
 logger = logging.getLogger(__name__)
 
-MAX_TRANSCRIPT_BYTES = 64 * 2**20
-"""Of transcripts on their way to the trainer, beyond which outcomes go without theirs."""
-
-MAX_FAILED_BYTES = 16 * 2**20
-"""Of an episode's calls, beyond which those of its earliest attempts are not sent."""
-
 AT_ONCE = 16
 """Outcomes whose calls are read from the store together."""
 
@@ -100,24 +94,21 @@ async def resume_run(
     await ledger.durable()
     beginning = await begin(ledger, checkpoints, time=time.time(), replay_lag=replay_lag)
     history, book = beginning.history, interchange.book
+    await interchange.recall_after(history.step, beginning.used)
     for episode in book.resume(history.step, history.resumption, beginning.used):
         ledger.put(TrainedRow(episode=episode.sequence, step=history.step, outcome=Use.GIVEN_UP))
-    planned_groups, next_position = book.plans(history.step + 1)
     planned = [
-        PlannedRow(
-            episode_uuid=each.uuid,
-            group_id=each.group_id,
-            position=each.position,
-            is_over=each.end_number is not None,
-        )
+        PlannedRow(episode_uuid=each.uuid, group_id=each.group_id, position=each.position)
         for each in book.planned(history.step + 1)
     ]
+    for episode in book.open_ends.values():
+        if episode.state == "failed":  # The trainer waits for it: nobody may try it again.
+            book.offer_failure(episode.uuid)
     await interchange.commit()
     return msgspec.structs.replace(
         history,
         planned=planned,
-        planned_groups=planned_groups,
-        next_position=next_position,
+        planned_groups=book.planned_groups(history.step + 1),
         open_until=max(book.open_ends, default=0),
     )
 
@@ -135,6 +126,7 @@ class TrainerMessageHandler:
         metrics: ServerMetrics,
         times: LinkTimes,
         last_commit: LastCommit,
+        storage: StorageLimit,
     ) -> None:
         """`last_commit`: what the ledger has under that name."""
         self._interchange = interchange
@@ -145,6 +137,7 @@ class TrainerMessageHandler:
         self._metrics = metrics
         self._times = times
         self._last_commit = last_commit
+        self._storage = storage
         self._resuming = ("", 0)
         """The trainer that begins or has begun, and the number of its request."""
 
@@ -260,6 +253,8 @@ class TrainerMessageHandler:
                 if isinstance(row, TrainedRow):
                     self._interchange.book.consume(row.episode)
             self._interchange.settle()
+            if self._storage.is_reached:
+                self._tasks.create_task(self._carried_out(self._storage.keep()))
         answer = Committed(number=message.number)
         self._interchange.when_committed(lambda: self._link.send(answer))
 
@@ -306,20 +301,14 @@ class TrainerMessageHandler:
     async def _fetch(self, request: Fetch) -> None:
         query = "SELECT uuid FROM {s}episodes WHERE sequence = ?"
         ((uuid,),) = await self._ledger.read(query, (request.episode,))
+        await self._interchange.recall([uuid])
         outcome = await self._outcomes.outcome(self._interchange.book.get(uuid))
-        found = outcome.without_extras() if isinstance(outcome, EpisodeAccepted) else None
+        found = outcome if isinstance(outcome, EpisodeAccepted) else None
         self._link.send(Fetched(request_id=request.request_id, outcome=found))
 
     async def _tally(self, request: TallyRequest) -> None:
         await self._ledger.durable()
-        ((left_out,),) = await self._ledger.read(
-            "SELECT count(DISTINCT t.episode) FROM {s}trained AS t "
-            "JOIN {s}episodes AS e ON e.sequence = t.episode "
-            "WHERE t.undone = 0 AND e.state = 'ended' AND t.outcome IN (?, ?, ?)",
-            (Use.LEFT_OUT, Use.SET_ASIDE, Use.STALE),
-        )
-        tally = msgspec.structs.replace(self._interchange.book.tally(), left_out=left_out)
-        self._link.send(Tallied(request_id=request.request_id, tally=tally))
+        self._link.send(Tallied(request_id=request.request_id, tally=await tally(self._ledger)))
 
 
 class OutcomeStream:
@@ -344,8 +333,8 @@ class OutcomeStream:
         self._position = self._sent = 0
         """The last end number that the trainer has taken, and the last that was sent."""
 
-        self._under_way: deque[tuple[int, int, int]] = deque()
-        """End number, bytes, and bytes of transcripts of what was sent beyond the position."""
+        self._under_way: deque[tuple[int, int]] = deque()
+        """End number and bytes of what was sent beyond the position."""
 
         self._arrived_before = -1
         """The last end number that the trainer had when `repeat` looked last."""
@@ -397,7 +386,7 @@ class OutcomeStream:
 
     @property
     def _has_room(self) -> bool:
-        return sum(size for _, size, _ in self._under_way) < MAX_ON_THE_WAY
+        return sum(size for _, size in self._under_way) < MAX_ON_THE_WAY
 
     async def _send_each(self, episodes: list[EpisodeRecord]) -> None:
         """Send outcomes; one that cannot be read or written fails alone."""
@@ -419,29 +408,25 @@ class OutcomeStream:
                 await self._give_up(episodes[0], f"{type(error).__name__}: {error}")
             return
         for episode, outcome in zip(episodes, outcomes, strict=True):
-            transcripts = await self._transcripts(episode) if episode.has_transcripts else {}
             if self._readings != reading:  # The trainer began to read again meanwhile.
                 return
             if not episode.consumed:
-                await self._send_one(episode, msgspec.structs.replace(outcome, transcripts=transcripts))
+                await self._send_one(episode, outcome)
 
     async def outcome(self, episode: EpisodeRecord) -> Outcome:
-        """How an episode ended, with its calls, without its transcripts."""
-        attempts = range(1 if episode.failures else max(1, episode.attempt), episode.attempt + 1)
-        found = await self._ledger.calls((episode.sequence, attempt) for attempt in attempts)
-        calls = dict(zip(attempts, found, strict=True))
+        """How an episode ended, with the calls of the claim that counts."""
+        if episode.state == "failed":
+            return outcome_of(episode)
+        (calls,) = await self._ledger.calls([(episode.sequence, episode.attempt)])
         result = episode.result
-        if episode.state == "ended" and not result:
+        if not result:
             query = "SELECT result FROM {s}results WHERE episode = ?"
             ((result,),) = await self._ledger.read(query, (episode.sequence,))
         return outcome_of(episode, calls, result=result)
 
     async def _send_one(self, episode: EpisodeRecord, outcome: Outcome) -> None:
-        """Send what a message can carry, at the least without what is for people alone."""
+        """Send what a message can carry."""
         size = _size_of(outcome)
-        if size > MAX_MESSAGE_BYTES:
-            outcome = outcome.without_extras()
-            size = _size_of(outcome)
         if size > MAX_MESSAGE_BYTES and isinstance(outcome, EpisodeAccepted):
             limit = f"a message to the trainer carries {MAX_MESSAGE_BYTES}"
             await self._give_up(episode, f"the result and its calls have {size} bytes; {limit}")
@@ -451,50 +436,30 @@ class OutcomeStream:
     def _send(self, outcome: Outcome, size: int) -> None:
         self._link.send(msgspec.structs.replace(outcome, after=self._sent))
         self._sent = outcome.number
-        of_transcripts = sum(map(len, outcome.transcripts.values()))
-        self._under_way.append((outcome.number, size, of_transcripts))
+        self._under_way.append((outcome.number, size))
 
     async def _give_up(self, episode: EpisodeRecord, reason: str) -> None:
-        """A result cannot be sent: fail its episode. A failure is sent without its calls."""
+        """A result cannot be sent: fail its episode."""
         with about(episode=episode.uuid, attempt=episode.attempt, client=episode.client_uuid):
             logger.error("episode.undeliverable episode_uuid=%s reason=%s", episode.uuid, reason)
         if episode.state == "ended":
             self._book.give_up(episode.uuid, reason)
             self._book.offer_failure(episode.uuid)
             await self._interchange.commit()
-        self._send(outcome_of(episode, {}), OVERHEAD)
-
-    async def _transcripts(self, episode: EpisodeRecord) -> dict[int, bytes]:
-        """The episode's transcripts; none if there is no room for them."""
-        query = "SELECT attempt, transcript FROM {s}transcripts WHERE episode = ?"
-        found = dict[int, bytes](await self._ledger.read(query, (episode.sequence,)))
-        size = sum(map(len, found.values()))
-        if sum(sent for _, _, sent in self._under_way) + size > MAX_TRANSCRIPT_BYTES:
-            with about(episode=episode.uuid, attempt=episode.attempt):
-                logger.warning("transcript.left_out episode_uuid=%s bytes=%d", episode.uuid, size)
-            return {}
-        return found
+        self._send(outcome_of(episode), OVERHEAD)
 
 
 def _size_of(outcome: Outcome) -> int:
     """How many bytes the message has, at most."""
-    calls = [call for each in outcome.failed_calls.values() for call in each]
-    rest = outcome.without_extras()
-    if isinstance(rest, EpisodeAccepted):
-        calls += rest.all_calls
-        rest = msgspec.structs.replace(rest, all_calls=[])
-    size = len(msgspec.msgpack.encode(rest)) + sum(map(len, outcome.transcripts.values()))
+    calls = list[Call]()
+    if isinstance(outcome, EpisodeAccepted):
+        calls, outcome = outcome.all_calls, msgspec.structs.replace(outcome, all_calls=[])
+    size = len(msgspec.msgpack.encode(outcome))
     return OVERHEAD + size + sum(OVERHEAD + call.size for call in calls)
 
 
-def outcome_of(
-    episode: EpisodeRecord,
-    calls: Mapping[int, list[Call]],
-    *,
-    result: bytes = b"",
-    transcripts: Mapping[int, bytes] = MappingProxyType({}),
-) -> Outcome:
-    """The message that tells the trainer how an episode ended. `calls` and `transcripts`: by attempt."""
+def outcome_of(episode: EpisodeRecord, calls: Sequence[Call] = (), *, result: bytes = b"") -> Outcome:
+    """The message that tells the trainer how an episode ended. `calls`: of the claim that counts."""
     failures: list[dict[str, object]] = [failure.model_dump() for failure in episode.failures]
     if episode.state == "failed":
         return EpisodeFailed(
@@ -506,8 +471,6 @@ def outcome_of(
             failures=failures,
             pool=episode.pool,
             group_size=episode.group_size,
-            failed_calls=_failed_calls(calls, counted=0),
-            transcripts=dict(transcripts),
         )
     if episode.reward is None:
         raise InterchangeError(f"episode {episode.uuid} is {episode.state} and has no result")
@@ -520,9 +483,8 @@ def outcome_of(
         group_id=episode.group_id,
         attempt=episode.attempt,
         client_uuid=episode.client_uuid,
-        queued_s=episode.queued_s,
         reward=episode.reward,
-        all_calls=calls.get(episode.attempt, []),
+        all_calls=list(calls),
         policy_version_at_claim=episode.policy_version,
         role_rewards=output.role_rewards,
         metadata=output.metadata,
@@ -531,8 +493,6 @@ def outcome_of(
         retries=failures,
         pool=episode.pool,
         group_size=episode.group_size,
-        failed_calls=_failed_calls(calls, counted=episode.attempt),
-        transcripts=dict(transcripts),
     )
 
 
@@ -557,16 +517,3 @@ def _read(result: bytes) -> _Output:
     except OverflowError:
         output.metadata = json.loads(result, parse_int=_within_64_bits)["metadata"]
     return output
-
-
-def _failed_calls(calls: Mapping[int, list[Call]], *, counted: int) -> dict[int, list[Call]]:
-    """The calls of the attempts but the one that counts, the last ones first, within `MAX_FAILED_BYTES`."""
-    found: dict[int, list[Call]] = {}
-    left = MAX_FAILED_BYTES
-    for attempt in sorted(calls, reverse=True):
-        left -= sum(call.size for call in calls[attempt])
-        if left < 0:
-            break
-        if attempt != counted and calls[attempt]:
-            found[attempt] = calls[attempt]
-    return found

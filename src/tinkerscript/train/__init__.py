@@ -1,1 +1,1 @@
-"""The trainer: GRPO over episodes that ordinary programs run. Start reading at `grpo.py`."""
+"""The trainer: GRPO over episodes that ordinary programs run. Start reading at `loop.py`."""

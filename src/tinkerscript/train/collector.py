@@ -1,5 +1,5 @@
-"""From outcomes to batches: `Batch` says which episodes a step waits for, `Collector` hands it their
-outcomes, and `StepBatches` opens and closes one batch for each training step.
+"""From outcomes to batches: `Batch` says which episodes a step or an evaluation waits for, and `Collector`
+hands it their outcomes.
 
 Invariants: an outcome belongs to one batch, or the ledger says that it was left out. Episodes are tracked by
 id, not counted, so an outcome that belongs to another batch changes nothing. When a batch closes, the
@@ -16,14 +16,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tinkerscript.config import TrainingConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import NoSuccessError
-from tinkerscript.ledger.history import History
 from tinkerscript.ledger.rows import TrainedRow, Use
 from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
-from tinkerscript.train.recorder import RunRecorder
-from tinkerscript.train.samples import TaskSamples
 from tinkerscript.trainer_link.messages import (
     BatchProgress,
     EpisodeAccepted,
@@ -37,11 +33,6 @@ BatchRule = Literal["groups", "differing_groups"]
 
 HOPELESS_AFTER = 32
 """Failed episodes without one success after which a batch is not waited for any longer."""
-
-
-MAX_TRIES = 4
-"""Times `groups_per_step` that `differing_groups` registers at most: a task whose rewards hardly ever differ
-should not hold a step up for good."""
 
 
 @dataclass
@@ -226,13 +217,11 @@ class Collector:
     group_size: int
     """For clients' groups that do not state one."""
 
-    recorder: RunRecorder
-    """It and `seen` get every new outcome."""
-
     client_samples: bool = True
     """Whether clients' own samples train."""
 
     seen: Callable[[Outcome], None] | None = None
+    """Gets every new outcome."""
 
     def __post_init__(self) -> None:
         self._waiting: dict[str, Batch] = {}
@@ -274,10 +263,8 @@ class Collector:
             if isinstance(result, EpisodeAccepted) and isinstance(outcome, EpisodeFailed):
                 reason = f"{why_failed(outcome)} from client {result.client_uuid!r}"
                 self.progress.note(f"episode {result.episode_uuid} is kept and does not train: {reason}")
-            self.recorder.ended(outcome)
             if self.seen is not None:
                 self.seen(outcome)
-            outcome = outcome.without_extras()
             self._received_number = max(self._received_number, outcome.number)
             step = self._running.pop(outcome.episode_uuid, 0)
             if stray := self._deliver(outcome):
@@ -324,7 +311,6 @@ class Collector:
 
     def expect(self, batch: Batch, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
         """Deliver the outcomes of these episodes to `batch`, which is for `step`."""
-        self.recorder.expect(episodes, step=step)
         for episode in episodes:
             batch.plan(episode.group_id, [episode.episode_uuid])
             batch.payloads[episode.episode_uuid] = episode.payload
@@ -404,63 +390,3 @@ def why_failed(outcome: EpisodeFailed) -> str:
     """Its last failure, with the kind."""
     last = outcome.failures[-1] if outcome.failures else {}
     return f"{last.get('kind')}: {last.get('message')}"
-
-
-@dataclass
-class StepBatches:
-    """Opens and closes the batches of training steps."""
-
-    collector: Collector
-    config: TrainingConfig
-    samples: TaskSamples | None
-    """None if clients register their own, in which case groups come as they do."""
-
-    def __post_init__(self) -> None:
-        self._interrupted: tuple[Batch, int] | None = None
-        """The next step's batch in a resumed run, and how many of its groups were never registered."""
-
-    def restore(self, history: History) -> None:
-        """Wait again for the episodes of the batch that an interrupted run was collecting."""
-        if self.samples is None or not history.planned:
-            return
-        batch = self._batch(history.step + 1)
-        planned_again = self.samples.planned_again
-        episodes = [
-            planned_again(plan.group_id, plan.position, episode_uuid=plan.episode_uuid)
-            for plan in history.planned
-        ]
-        self.collector.expect(batch, episodes, step=history.step + 1)
-        self._interrupted = batch, max(0, self._groups - history.planned_groups)
-
-    @property
-    def _groups(self) -> int:
-        return self.config.groups_per_step + self.config.extra_groups
-
-    async def open(self, step: int) -> Batch:
-        """The batch of a step, with its episodes registered; in a resumed run, the interrupted one first."""
-        (batch, missing), self._interrupted = self._interrupted or (self._batch(step), self._groups), None
-        if self.samples is not None and step <= self.config.steps and missing:
-            await self.collector.open(batch, self._plan(step, missing), step=step)
-        return batch
-
-    async def close(self, batch: Batch, step: int) -> int:
-        """Wait until the batch has what its rule asks for; returns how many episodes were cancelled then."""
-        if self.samples is None:
-            await self.collector.filled(batch)
-            return 0
-        return await self.collector.closed(batch, lambda n: self._plan(step, n), step)
-
-    def _batch(self, step: int) -> Batch:
-        config = self.config
-        return Batch(
-            f"step {step}",
-            rule=config.batch_rule,
-            groups=config.groups_per_step,
-            group_size=config.group_size,
-            max_groups=MAX_TRIES * config.groups_per_step,
-            from_clients=self.samples is None,
-        )
-
-    def _plan(self, step: int, groups: int) -> list[list[PlannedEpisode]]:
-        assert self.samples is not None
-        return self.samples.train_groups(step=step, groups=groups, group_size=self.config.group_size)

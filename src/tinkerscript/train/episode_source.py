@@ -29,6 +29,9 @@ class PlannedEpisode:
     position: int = -1
     """The sample's, in the order of training samples; -1 for an evaluation."""
 
+    label: str = ""
+    """Of its evaluation; empty for training."""
+
     episode_uuid: str = field(default_factory=lambda: uuid4().hex)
 
 
@@ -40,8 +43,8 @@ class EpisodeSource(ABC):
 
     @abstractmethod
     async def start(self, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
-        """Run these, which are planned for `step` (0: an evaluation). An episode that is known already (by
-        uuid) continues."""
+        """Run these, which are planned for `step`, or for an evaluation after it. An episode that is known
+        already (by uuid) continues."""
 
     @abstractmethod
     async def outcomes(self) -> list[Outcome]:
@@ -99,6 +102,7 @@ class NetworkSource(EpisodeSource):
                     payload=msgspec.json.encode(episode.payload),
                     group_size=self._group_size,
                     step=step,
+                    label=episode.label,
                     position=episode.position,
                 )
                 for episode in episodes

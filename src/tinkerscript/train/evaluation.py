@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from tinkerscript.ledger.health import margin_of
 from tinkerscript.ledger.rows import EvaluationRow, TrainedRow, Use
-from tinkerscript.record.health import margin_of
 from tinkerscript.rollouts.call import calls_of
 from tinkerscript.train.collector import Batch, Collector
 from tinkerscript.train.inspect_logs import write_logs
@@ -22,6 +22,7 @@ from tinkerscript.train.open_run import OpenRun
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_metrics import by_task
+from tinkerscript.train.step_rows import metric_rows
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 
@@ -69,8 +70,7 @@ class Evaluator:
             return
         plans = self.samples.eval_episodes(label=label, count=count)
         batch = Batch(f"evaluation {label}", rule="groups", groups=count, group_size=1)
-        self.parts.recorder.expect(plans, step=step, label=label)
-        await self.collector.open(batch, [plans])
+        await self.collector.open(batch, [plans], step=step)
         await self.collector.closed(batch, lambda n: [], 0)
         accepted = [o for o in batch.outcomes.values() if isinstance(o, EpisodeAccepted)]
         rewards = [outcome.reward for outcome in accepted]
@@ -91,18 +91,17 @@ class Evaluator:
             TrainedRow(episode=each.sequence, step=step, outcome=Use.EVALUATED)
             for each in batch.outcomes.values()
         ]
-        await self.parts.ledger.commit([evaluated, *used])
         score = float("nan") if evaluated.score is None else evaluated.score
         metrics = {f"eval/{label}": score, "eval/score": score, "eval/failed": float(evaluated.failed)}
         metrics |= {f"role/{role}/eval/score": mean for role, mean in role_scores.items()}
         payloads = {plan.episode_uuid: plan.payload for plan in plans}
+        task_of = {uuid: payload["task"] for uuid, payload in payloads.items()}
+        metrics |= by_task(batch.outcomes.values(), task_of, "eval/score", tasks=self.samples.tasks)
+        await self.parts.ledger.commit([evaluated, *used, *metric_rows(step, metrics)])
         if self.parts.config.training.inspect_log_every:
             path = self.parts.folder.path
             await asyncio.to_thread(write_logs, path, f"eval-{label}", step, [], accepted, payloads)
-        task_of = {uuid: payload["task"] for uuid, payload in payloads.items()}
-        metrics |= by_task(batch.outcomes.values(), task_of, "eval/score", tasks=self.samples.tasks)
         self.parts.folder.log_metrics(metrics, step=step)
-        self.parts.recorder.evaluation(evaluated, metrics)
         self.parts.progress.evaluation(label, score, evaluated.accepted, evaluated.failed)
 
 

@@ -20,10 +20,7 @@ from uuid import uuid4
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import LEDGER_FILE, RUN_ID, is_foreign, write_atomically, write_json
 from tinkerscript.ledger.history import LAST_STEP, check_covers
-from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.remote_folder import CHECKPOINTS, MANIFEST
-
-DATABASES = (RECORD_FILE, LEDGER_FILE)
 
 FORMER_JOURNAL = "journal.jsonl"
 """What runs of version 0.1 had in place of the ledger."""
@@ -70,7 +67,7 @@ def check_whole(path: Path) -> None:
         return  # Nothing has begun.
     checkpoints = {folder: _manifest(folder) for folder in sorted(path.glob(f"{CHECKPOINTS}/step_*"))}
     marked = {folder: manifest for folder, manifest in checkpoints.items() if manifest}
-    foreign = [file for name in DATABASES if is_foreign(file := path / name, run_id)]
+    foreign = [path / LEDGER_FILE] if is_foreign(path / LEDGER_FILE, run_id) else []
     foreign += [folder for folder, manifest in marked.items() if manifest["run"] != run_id]
     if foreign:
         raise ConfigError(

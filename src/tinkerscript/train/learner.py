@@ -200,10 +200,10 @@ class Learner:
         self.groups, self.replayed = list(groups), list(replayed)
         self.trained, self.compared, self.advantages, self.corrected = [], [], {}, {}
         self._aligned = []
+        self.alignment.begin()
 
     async def _check_groups(self, step: int, lags: Mapping[int, int] | None) -> None:
         # Check each sequence by itself: ids, masks, temperature.
-        self.alignment.begin()
         sound = [*(self.alignment.sound(group) for group in self.groups), *self.replayed]
         # Advantages. Without a teacher a group whose rewards are all equal carries no gradient; a masked
         # sequence never does.

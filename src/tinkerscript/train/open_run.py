@@ -1,4 +1,4 @@
-"""What every kind of run opens first (`open_record`), and what its parts work with (`OpenRun`)."""
+"""What every kind of run opens first (`open_page`), and what its parts work with (`OpenRun`)."""
 
 from __future__ import annotations
 
@@ -9,24 +9,29 @@ from pathlib import Path
 
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
+from tinkerscript.errors import ConfigError
+from tinkerscript.ledger import is_here
 from tinkerscript.ledger.history import History, RowWriter
+from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.logs import logged_to
 from tinkerscript.processes.run_page import run_page
 from tinkerscript.train.backends import open_backend, waited_for
 from tinkerscript.train.backends.backend import TrainerBackend
-from tinkerscript.train.recorder import RunRecorder, recorded
 from tinkerscript.train.run_folder import RunFolder
+from tinkerscript.train.run_status import RunStatus
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """A run whose folder is locked, and which is recorded."""
+    """A run whose folder is locked, and whose ledger says where it goes on."""
 
     config: RunConfig
     folder: RunFolder
     ledger: RowWriter
-    recorder: RunRecorder
+    reader: LedgerReader | None
+    """Of the same ledger; one that is with a server elsewhere is empty here. None: it cannot be read."""
+
     progress: ProgressReporter
     history: History
     """Where a resumed run continues; empty for a new one."""
@@ -57,37 +62,46 @@ class OpenRun:
 
 
 @asynccontextmanager
-async def open_record(
+async def open_page(
     config: RunConfig,
     folder: RunFolder,
     progress: ProgressReporter,
     on_page: Callable[[str], object] | None,
-) -> AsyncGenerator[tuple[RunRecorder, ProgressReporter]]:
-    """Record and copy the run in `folder` while the context is open, and start its page: before anything
-    that may have to be waited for, or fail."""
+    *,
+    join: bool = False,
+) -> AsyncGenerator[RunStatus]:
+    """Copy the run in `folder` while the context is open, and serve its page: before anything that may have
+    to be waited for, or fail. `join`: a server runs already, which may have the ledger elsewhere."""
+    status = RunStatus(progress)
+    if join and on_page and not is_here(config.interchange_server.store, folder.path):
+        status.note("watch the run on the server's machine, where its ledger is: tinkerscript view FOLDER")
+        on_page = None
     async with AsyncExitStack() as stack:
-        recorder, progress = stack.enter_context(recorded(config, folder.path, progress))
-        await stack.enter_async_context(folder.copied(progress.note))
-        await stack.enter_async_context(run_page(config, folder.path, progress.note, on_page))
-        yield recorder, progress
+        await stack.enter_async_context(folder.copied(status.note))
+        await stack.enter_async_context(run_page(config, folder.path, status.note, on_page))
+        yield status
 
 
 def begin_run(
     config: RunConfig,
     folder: RunFolder,
-    recorder: RunRecorder,
-    progress: ProgressReporter,
+    status: RunStatus,
     *,
     ledger: RowWriter,
     history: History,
     replayed: Sequence[EpisodeAccepted] = (),
 ) -> OpenRun:
     """The run goes on where `history` says."""
-    recorder.resume(history.step, kept={plan.episode_uuid for plan in history.planned})
+    status.write_into(ledger)
     folder.forget_metrics_after(history.step)
     for damage in folder.passed_over(history.step):
-        progress.note(damage)
-    return OpenRun(config, folder, ledger, recorder, progress, history, replayed)
+        status.note(damage)
+    reader = None
+    try:
+        reader = LedgerReader(folder.path, store=config.interchange_server.store)
+    except ConfigError as error:  # A server that others reach may be the only one that reaches its database.
+        status.note(f"the run's health is not known here: {error}")
+    return OpenRun(config, folder, ledger, reader, status, history, replayed)
 
 
 def logged(config: RunConfig, folder: RunFolder) -> AbstractContextManager[None]:

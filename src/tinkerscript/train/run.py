@@ -52,14 +52,16 @@ from tinkerscript.train.backends import backend_named
 from tinkerscript.train.backends.backend import FrozenModel, Publisher, TrainerBackend
 from tinkerscript.train.episode_source import EpisodeSource, NetworkSource
 from tinkerscript.train.frozen_model import open_frozen_role
-from tinkerscript.train.grpo import GRPO
 from tinkerscript.train.learner import Learner, check_loss, wide_clip
 from tinkerscript.train.learning_rates import resolved
-from tinkerscript.train.open_run import OpenRun, begin_run, logged, open_record
+from tinkerscript.train.loop import TrainingLoop
+from tinkerscript.train.open_run import OpenRun, begin_run, logged, open_page
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, FINAL_CHECKPOINT, RunFolder
+from tinkerscript.train.run_status import RunStatus
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_metrics import extra_metrics
+from tinkerscript.train.step_rows import finding_row
 from tinkerscript.train.token_advantages import Distillation, open_distillation
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 from tinkerscript.trainer_link.trainer_end import TrainerLink
@@ -98,8 +100,7 @@ async def run_training(
     async with AsyncExitStack() as stack:
         stack.callback(folder.close)
         stack.enter_context(logged(config, folder))
-        recording = open_record(config, folder, progress, on_page)
-        recorder, progress = await stack.enter_async_context(recording)
+        progress = await stack.enter_async_context(open_page(config, folder, progress, on_page, join=join))
         opening = _children(config, folder.path, progress, on_server, join=join)
         children = await stack.enter_async_context(opening)
         sampling = _LateSampling()
@@ -108,7 +109,8 @@ async def run_training(
         with progress.waiting("the server to say where the run goes on"):
             asking = asyncio.create_task(_past(link, folder, replay_lag=lag), name="ask for the past")
             history, replayed = await run_beside(children.supervisor, asking)
-        run = begin_run(config, folder, recorder, progress, ledger=link, history=history, replayed=replayed)
+        run = begin_run(config, folder, progress, ledger=link, history=history, replayed=replayed)
+        stack.push_async_exit(progress.exited)
         progress.begin(config.training.steps, done=history.step)
         for line in (*about_rates, *_advice(config, samples)):
             progress.note(line)
@@ -128,7 +130,7 @@ async def run_training(
         learners = await _learners(run, backend, policy, model, stack)
         sampling.policy = policy
         # What runs the episodes.
-        async with _opened(run, backend, policy, children, link) as opened:
+        async with _opened(run, progress, backend, policy, children, link) as opened:
             if config.inference.has_replicas:
                 # After the server, which may be where they get their adapters.
                 with progress.waiting(f"the replicas (logs: {folder.path / 'logs'})"):
@@ -136,14 +138,14 @@ async def run_training(
                 policy.publish_to(replicas)
                 folder.exported.watch(replicas.pool.replicas)
                 opened, extra = replace(opened, publisher=replicas), [*extra, replicas.metrics]
-            run.recorder.status(server_url=opened.server_url)
-            grpo = GRPO(run, samples, opened.source, policy, learners, extra)
-            with _report_written(grpo):
-                await run_beside(opened, asyncio.create_task(grpo.run(), name="grpo"))
+            loop = TrainingLoop(run, samples, opened.source, policy, learners, extra)
+            with _report_written(loop, learners):
+                await run_beside(opened, asyncio.create_task(loop.run(), name="training loop"))
             with progress.waiting("the final checkpoint"):
-                await grpo.save_checkpoint(FINAL_CHECKPOINT)
+                await loop.checkpoints.write(FINAL_CHECKPOINT)
             tally = await link.tally()
-        folder.write_json("summary.json", summarize(grpo, tally, restarts=opened.supervisor.restarts))
+        restarts = opened.supervisor.restarts
+        folder.write_json("summary.json", summarize(loop, learners, tally, restarts=restarts))
         folder.draw_curve(at_once=True)
         await folder.finish_copies(progress)
     return folder
@@ -290,18 +292,18 @@ def _replicas(
 
 
 @contextmanager
-def _report_written(grpo: GRPO) -> Generator[None]:
+def _report_written(loop: TrainingLoop, learners: Sequence[Learner]) -> Generator[None]:
     """Write the alignment reports however the run ends, including the finding that ended it."""
     try:
         yield
     except AlignmentError as error:
-        last = [each.report.findings[-1]["name"] for each in grpo.learners if each.report.findings]
+        last = [each.report.findings[-1]["name"] for each in learners if each.report.findings]
         if error.name not in last:
-            grpo.own.report.add_finding(Finding(error.name, str(error)), step=grpo.step + 1)
-            grpo.parts.recorder.finding(grpo.step + 1, error.name, str(error))
+            learners[0].report.add_finding(Finding(error.name, str(error)), step=loop.step + 1)
+            loop.parts.ledger.note([finding_row(loop.step + 1, error.name, str(error))])
         raise
     finally:
-        grpo.parts.folder.write_json(ALIGNMENT_FILE, grpo.log.alignment())
+        loop.parts.folder.write_json(ALIGNMENT_FILE, loop.log.alignment())
 
 
 # What runs the episodes
@@ -315,7 +317,6 @@ class Opened:
     supervisor: Supervisor
     backend: TrainerBackend
     policy: Policy
-    server_url: str
     link: TrainerLink
     publisher: Publisher | None = None
 
@@ -411,7 +412,12 @@ def _link(
 
 @asynccontextmanager
 async def _opened(
-    run: OpenRun, backend: TrainerBackend, policy: Policy, children: Children, link: TrainerLink
+    run: OpenRun,
+    status: RunStatus,
+    backend: TrainerBackend,
+    policy: Policy,
+    children: Children,
+    link: TrainerLink,
 ) -> AsyncGenerator[Opened]:
     config, folder, note, address = run.config, run.folder, run.progress.note, children.address
     supervisor, planned = children.supervisor, [p for p in children.plan if p.name.startswith("worker ")]
@@ -439,19 +445,20 @@ async def _opened(
                 asyncio.create_task(workers.follow_demand(), name="scale workers"),
                 asyncio.create_task(folder.exported.push(link.send_metrics), name="push metrics"),
             ]
-            failure, finished = "", False
+            ended_by: BaseException | None = None
             try:
-                yield Opened(source, supervisor, backend, policy, address.url, link)
-                finished = True
-            except Exception as error:
-                failure = f"{type(error).__name__}: {error}"
+                yield Opened(source, supervisor, backend, policy, link)
+            except BaseException as error:
+                ended_by = error
                 raise
             finally:
                 for task in beside:
                     task.cancel()
                 await asyncio.gather(*beside, return_exceptions=True)
+                failure = f"{type(ended_by).__name__}: {ended_by}" if isinstance(ended_by, Exception) else ""
+                await status.end(ended_by)
                 # Nobody comes back to the workers of a failed run whose server ends with it.
-                over = finished or (bool(failure) and not children.server_stays)
+                over = ended_by is None or (bool(failure) and not children.server_stays)
                 await _say_goodbye(link, over=over, failure=failure)
     finally:
         await supervisor.stop()  # While the backend can still answer what the workers ask.
@@ -494,12 +501,15 @@ def _address(info: ServerInfo) -> ServerAddress:
     return ServerAddress(info.url, info.link_address, Path(info.link_keys) if info.link_keys else None)
 
 
-def summarize(grpo: GRPO, tally: Tally, *, restarts: int) -> dict[str, Any]:
+def summarize(
+    loop: TrainingLoop, learners: Sequence[Learner], tally: Tally, *, restarts: int
+) -> dict[str, Any]:
     """The contents of summary.json. `restarts`: of child processes."""
-    evaluations = grpo.evaluator.finished
+    config, seconds = loop.parts.config, loop.train_seconds
+    evaluations = loop.evaluator.finished
     before, after = evaluations.get("before"), evaluations.get("after")
-    report = grpo.own.report
-    train_episodes = tally.train_accepted if grpo.samples is None else tally.planned_accepted
+    report = learners[0].report
+    train_episodes = tally.planned_accepted if config.all_tasks else tally.train_accepted
     scores = {label: msgspec.json.decode(row.role_scores) for label, row in evaluations.items()}
     roles = {
         each.role: {
@@ -507,7 +517,7 @@ def summarize(grpo: GRPO, tally: Tally, *, restarts: int) -> dict[str, Any]:
             "eval_after": scores.get("after", {}).get(each.role),
             **each.summary(),
         }
-        for each in grpo.learners[1:]
+        for each in learners[1:]
     }
     return {
         "eval_before": before.score if before else None,
@@ -525,14 +535,14 @@ def summarize(grpo: GRPO, tally: Tally, *, restarts: int) -> dict[str, Any]:
         "episodes_lost": tally.lost,
         "processes_restarted": restarts,
         "tokens_trained": report.tokens_trained,
-        "episodes_per_s": train_episodes / grpo.train_seconds if grpo.train_seconds else 0.0,
-        "train_seconds": grpo.train_seconds,
+        "episodes_per_s": train_episodes / seconds if seconds else 0.0,
+        "train_seconds": seconds,
         "max_abs_dlogp": report.max_abs_dlogp,
         "mean_abs_dlogp": report.whole.at_lag_0.mean_abs,
         "sequences_per_episode": report.sequences_per_episode,
         "alignment": explain(report),
-        "policy_version": grpo.policy.version,
-        "steps": grpo.step,
-        "seed": grpo.parts.config.seed,
+        "policy_version": loop.policy.version,
+        "steps": loop.step,
+        "seed": config.seed,
         **({"roles": roles} if roles else {}),
     }

@@ -1,6 +1,6 @@
 """`RunFolder`: the files of one run.
 
-config.yaml  metrics.jsonl  ledger.sqlite  record.sqlite  alignment.json  summary.json  learning_curve.png
+config.yaml  metrics.jsonl  ledger.sqlite  alignment.json  summary.json  learning_curve.png
 rollouts/step_0001.jsonl  checkpoints/step_0005/  checkpoints/final/  checkpoints/roles/NAME/final/
 logs/  inspect/  sft_data.json  run_id
 

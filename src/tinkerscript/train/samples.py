@@ -101,7 +101,7 @@ class TaskSamples:
             index %= len(self._eval[task])
             payload = {"task": self.tasks[task], "sample": self._eval[task][index]}
             number = position if len(self.tasks) > 1 else index
-            planned.append(PlannedEpisode("eval", f"eval-{label}/sample-{number}", payload))
+            planned.append(PlannedEpisode("eval", f"eval-{label}/sample-{number}", payload, label=label))
         return planned
 
     def trained_too(self, count: int) -> tuple[int, int]:

@@ -21,11 +21,13 @@ from tinker_cookbook.supervised.common import compute_mean_nll
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import ConfigError
-from tinkerscript.ledger import open_ledger
-from tinkerscript.ledger.history import begin
-from tinkerscript.ledger.rows import CheckpointRow, StepRow
+from tinkerscript.ledger import Ledger, open_ledger
+from tinkerscript.ledger.history import History, begin
+from tinkerscript.ledger.rows import CheckpointRow, Row, StepRow
+from tinkerscript.ledger.storage import StorageLimit
 from tinkerscript.model_folder import model_folder
 from tinkerscript.processes.supervisor import run_beside
+from tinkerscript.rollouts.call import FloatArray
 from tinkerscript.train.backends import backend_named
 from tinkerscript.train.backends.backend import (
     STEP_GRACE_S,
@@ -36,8 +38,9 @@ from tinkerscript.train.backends.backend import (
 )
 from tinkerscript.train.chats import Chats, load_chats, trained_weight
 from tinkerscript.train.learning_rates import learning_rate, resolved
-from tinkerscript.train.open_run import OpenRun, begin_run, logged, open_record
+from tinkerscript.train.open_run import OpenRun, begin_run, logged, open_page
 from tinkerscript.train.run_folder import FINAL_CHECKPOINT, RunFolder
+from tinkerscript.train.step_rows import chat_rows, keeps_tokens, metric_rows
 
 HELD_OUT = "held_out/nll"
 ORIGIN_FILE = "sft_data.json"
@@ -65,13 +68,12 @@ async def run_sft(
         stack.callback(folder.close)
         stack.enter_context(logged(config, folder))
         check_origin(folder, chats)
-        recording = open_record(config, folder, progress, on_page)
-        recorder, progress = await stack.enter_async_context(recording)
+        progress = await stack.enter_async_context(open_page(config, folder, progress, on_page))
         ledger = open_ledger("sqlite", folder.path, config.interchange_server.durability)
         stack.push_async_callback(ledger.close)
-        history = (await begin(ledger, folder.whole_checkpoints(), time=time.time())).history
-        await ledger.commit()
-        run = begin_run(config, folder, recorder, progress, ledger=ledger, history=history)
+        history, next_chat = await _past(ledger, folder)
+        run = begin_run(config, folder, progress, ledger=ledger, history=history)
+        stack.push_async_exit(progress.exited)
         step = history.step
         progress.begin(chats.steps, done=step)
         for line in (
@@ -87,14 +89,25 @@ async def run_sft(
                 f"sft.max_tokens: the longest chat has {chats.longest} tokens and the engine takes "
                 f"{backend.max_context}; set it to that or less"
             )
-        sft = SupervisedRun(run, backend.client, chats, step, run.train_seconds)
+        sft = SupervisedRun(run, ledger, backend.client, chats, step, run.train_seconds, next_chat)
         await run_beside(backend, asyncio.create_task(sft.run(), name="sft"))
         with progress.waiting("the final checkpoint"):
             await sft.save(FINAL_CHECKPOINT)
         folder.write_json("summary.json", sft.summary())
         folder.draw_curve(at_once=True)
+        await progress.end(None)  # The ledger's last copy says so too.
         await folder.finish_copies(progress)
     return folder
+
+
+async def _past(ledger: Ledger, folder: RunFolder) -> tuple[History, int]:
+    """Where the run goes on, and the number that the next chat gets in the ledger."""
+    history = (await begin(ledger, folder.whole_checkpoints(), time=time.time())).history
+    undo = "UPDATE {s}episodes SET undone = ? WHERE undone = 0 AND step > ?"
+    ledger.execute(undo, history.resumption, history.step)
+    await ledger.commit()
+    ((last,),) = await ledger.read("SELECT coalesce(max(sequence), 0) FROM {s}episodes")
+    return history, last + 1
 
 
 def check_origin(folder: RunFolder, chats: Chats) -> None:
@@ -121,13 +134,19 @@ class SupervisedRun:
     """One run. `step`: training steps behind the client's weights."""
 
     parts: OpenRun
+    ledger: Ledger
     client: TrainingClient
     chats: Chats
     step: int
     train_seconds: float
+    next_chat: int
+    """The number that the next chat gets in the ledger."""
 
     _training: bool = False
     """Whether the weights may be between two steps."""
+
+    def __post_init__(self) -> None:
+        self._storage = StorageLimit(self.ledger, self.parts.config.recording_limit_mb)
 
     async def run(self) -> None:
         """The whole run, or the rest of it. Cancelling it saves the last finished step."""
@@ -159,9 +178,6 @@ class SupervisedRun:
             stepped = await optimizer_step(
                 self.client, datums, self.parts.config.training, loss_fn="cross_entropy", learning_rate=rate
             )
-        await self.parts.ledger.commit([StepRow(step=step, time=time.time(), policy_version=step)])
-        self.step = step
-        self._training = False
         tokens = sum(datum.model_input.length for datum in datums)
         metrics = stepped.metrics
         metrics |= {
@@ -172,12 +188,30 @@ class SupervisedRun:
             "train/epoch": (step - 1) // self.chats.steps_per_epoch + 1.0,
             "tokens_per_s": tokens / (time.monotonic() - began),
         }
+        number = len(datums)
+        row = StepRow(step=step, time=time.time(), policy_version=step, accepted=number, trained=number)
+        episodes = self._chat_rows(step, datums, stepped.logprobs)
+        await self.ledger.commit([row, *metric_rows(step, metrics), *episodes])
+        self.step = step
+        self._training = False
+        await self._storage.keep()
         self.parts.folder.log_metrics(metrics, step=step)
-        self.parts.recorder.chats(step, datums, stepped.logprobs, metrics)
         await asyncio.to_thread(self.parts.folder.draw_curve)
         self.parts.progress.step(step, metrics)
         if skipped := skipped_note(step, metrics):
             self.parts.progress.note(skipped)
+
+    def _chat_rows(
+        self, step: int, datums: Sequence[tinker.Datum], logprobs: Sequence[FloatArray]
+    ) -> list[Row]:
+        """A step's chats, each as an episode without calls or reward, if the run keeps them."""
+        if not keeps_tokens(self.parts.config.recording, step) or len(logprobs) < len(datums):
+            return []
+        rows: list[Row] = []
+        for datum, row in zip(datums, logprobs, strict=True):
+            rows += chat_rows(self.next_chat, step, datum, row)
+            self.next_chat += 1
+        return rows
 
     async def measure(self) -> None:
         """The held-out nll of the current weights, in nats per trained token. Measured once per step."""
@@ -188,7 +222,7 @@ class SupervisedRun:
                 self.client, self.chats.held_out, batch_size=self.parts.config.sft.batch_size
             )
         self.parts.folder.log_metrics({HELD_OUT: nll}, step=self.step)
-        self.parts.recorder.metrics(self.step, {HELD_OUT: nll})
+        self.ledger.note(metric_rows(self.step, {HELD_OUT: nll}))
         self.parts.progress.note(f"held-out nll after {self.step} steps: {nll:.4f}")
 
     async def save(self, name: str) -> None:
@@ -205,7 +239,7 @@ class SupervisedRun:
             policy_version=self.step,
             train_seconds=self.train_seconds,
         )
-        await self.parts.ledger.commit([done])
+        await self.ledger.commit([done])
         self.parts.folder.checkpointed()
 
     def held_out_curve(self) -> list[tuple[int, float]]:

@@ -1,4 +1,4 @@
-"""`StepLog`: what a training step leaves for people: metrics, rollouts, Inspect logs, the record, notes.
+"""`StepLog`: what a training step leaves for people: its rows, metrics, rollouts, Inspect logs, notes.
 
 Invariant: it only looks on. Nothing here decides what trains, and a resumed run needs none of it.
 """
@@ -6,19 +6,20 @@ Invariant: it only looks on. Nothing here decides what trains, and a resumed run
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from tinkerscript.errors import AlignmentError
+from tinkerscript.errors import AlignmentError, ConfigError, StoreError
+from tinkerscript.ledger.health import health_rows
+from tinkerscript.ledger.rows import StepRow, TrainerRow
 from tinkerscript.rollouts.alignment import constrained_share
 from tinkerscript.train.backends.backend import skipped_note
-from tinkerscript.train.collector import Batch
 from tinkerscript.train.inspect_logs import write_logs
 from tinkerscript.train.learner import Learner
-from tinkerscript.train.off_policy import AcceptedGroup, Lags
 from tinkerscript.train.open_run import OpenRun
 from tinkerscript.train.run_folder import ALIGNMENT_FILE
 from tinkerscript.train.samples import TaskSamples
@@ -30,6 +31,8 @@ from tinkerscript.train.step_metrics import (
     why_groups_do_not_train,
     why_nothing_trained,
 )
+from tinkerscript.train.step_rows import finding_row, finding_rows, metric_rows
+from tinkerscript.train.stream import TrainingStep
 
 CONSTRAINED_OUTCOMES = {
     "mask": "they carry no loss",
@@ -41,36 +44,20 @@ CONSTRAINED_OUTCOMES = {
 WORTH_A_NOTE = frozenset({"held_out", "reward", "length", "cut_off"})
 """Rows of the run's health that get a note once they are bad: the others have one already."""
 
+logger = logging.getLogger(__name__)
 
-@dataclass
-class TrainingStep:
-    """One training step, from a full batch to published weights."""
 
-    number: int
-    batch: Batch
-    groups: list[AcceptedGroup]
-    """Those with enough episodes that are fresh enough."""
+@dataclass(frozen=True)
+class MeasuredStep:
+    """What is known of a step that trained."""
 
-    lags: Lags
-    """Of the batch's episodes, of replayed ones, and of batches before it that were stale as a whole."""
+    facts: StepFacts
+    metrics: dict[str, float]
+    learned: Sequence[Mapping[str, float]]
+    """The metrics of each policy's update."""
 
-    stale: Mapping[str, str]
-    """Uuid of each episode that was too old -> why."""
-
-    began: float
-    """When its batch began to be collected, on the monotonic clock; so in the next field."""
-
-    collected: float = field(default_factory=time.monotonic)
-    policy_version: int = -1
-    """What the step published; before that, the version that it began with."""
-
-    publish_s: float = 0.0
-    cancelled: int = 0
-    """Episodes that the batch had no use for when it closed."""
-
-    @property
-    def max_lag(self) -> int | None:
-        return max((lag for lag in self.lags if lag is not None), default=None)
+    rows: list[TrainerRow]
+    """The step, its metrics, and what the alignment check noticed, for the ledger."""
 
 
 class StepLog:
@@ -84,7 +71,7 @@ class StepLog:
         extra_metrics: Sequence[StepMetric] = (),
     ) -> None:
         self._config, self._folder = parts.config, parts.folder
-        self._progress, self._recorder = parts.progress, parts.recorder
+        self._progress, self._ledger, self._reader = parts.progress, parts.ledger, parts.reader
         self._samples = samples
         self._own, *self._roles = self._learners = list(learners)
         self._extra = extra_metrics
@@ -97,39 +84,57 @@ class StepLog:
         self._bad = frozenset[str]()
         """Rows of the run's health that were bad after the last step."""
 
-    async def finished(self, step: TrainingStep, learned: Sequence[Mapping[str, float]]) -> None:
+    def measured(self, step: TrainingStep, learned: Sequence[Mapping[str, float]]) -> MeasuredStep:
         """The step trained. `learned`: the metrics of each policy's update."""
-        self.tell_findings(step.number)
-        self.tell_constrained(step.number)
-        payloads = step.batch.payloads
-        facts = self._facts(step, payloads)
+        facts = self._facts(step)
         metrics = dict(learned[0])
         for each, found in zip(self._roles, learned[1:], strict=True):
             metrics |= role_metrics(each.role, each.groups, found, each.report.step.metrics())
         metrics |= step_metrics(facts, self._extra) | self._own.report.step.metrics()
+        return MeasuredStep(facts, metrics, learned, self._rows(step, metrics))
+
+    async def finished(self, step: TrainingStep, measured: MeasuredStep) -> None:
+        """The step is in the ledger."""
+        self.tell_findings(step.number)
+        self.tell_constrained(step.number)
+        metrics, facts = measured.metrics, measured.facts
         for each in self._learners:
             name = f"step_{step.number:04d}" + (f".{each.role}" if each.role else "")
             self._folder.write_rollouts(name, each.groups, step.batch.outcomes, each.rule)
-        await self._log_for_inspect(step, facts, payloads)
+        await self._log_for_inspect(step, facts)
         self._folder.log_metrics(metrics, step=step.number)
-        self._record(step, metrics)
         self._folder.write_json(ALIGNMENT_FILE, self.alignment())
         await asyncio.to_thread(self._folder.draw_curve)
         self._progress.step(step.number, metrics)
         self._tell_idle(step, why_nothing_trained(facts, metrics, self._own.report.step.errors))
-        for each, found in zip(self._roles, learned[1:], strict=True):
+        for each, found in zip(self._roles, measured.learned[1:], strict=True):
             is_idle = not found["train/sequences"]
             why = why_groups_do_not_train(each.groups, errors=each.report.step.errors) if is_idle else ""
             self._tell_idle(step, why, each.role)
         if skipped := skipped_note(step.number, metrics):
             self._progress.note(skipped)
 
-    def stopped(self, step: TrainingStep, error: AlignmentError) -> None:
-        """The step ends the run: it is in the record, where whoever looks for the cause looks."""
+    def stopped(self, step: TrainingStep, error: AlignmentError) -> list[TrainerRow]:
+        """The step ends the run: its rows are for whoever looks for the cause."""
         self.tell_findings(step.number)
-        facts = self._facts(step, step.batch.payloads)
-        metrics = step_metrics(facts) | self._own.report.step.metrics()
-        self._record(step, metrics, stopped=error.name)
+        metrics = step_metrics(self._facts(step)) | self._own.report.step.metrics()
+        return self._rows(step, metrics, stopped=error.name)
+
+    def _rows(
+        self, step: TrainingStep, metrics: Mapping[str, float], *, stopped: str = ""
+    ) -> list[TrainerRow]:
+        row = StepRow(
+            step=step.number,
+            time=time.time(),
+            policy_version=step.policy_version,
+            reward=metrics.get("reward/mean"),
+            accepted=int(metrics["episodes/accepted"]),
+            failed=int(metrics["episodes/failed"]),
+            trained=sum(len(group.episodes) for group in self._own.trained),
+            max_lag=step.max_lag,
+            stopped=stopped,
+        )
+        return [row, *metric_rows(step.number, metrics), *finding_rows(step.number, self._learners)]
 
     def alignment(self) -> dict[str, Any]:
         """The contents of alignment.json."""
@@ -138,7 +143,13 @@ class StepLog:
 
     async def tell_health(self, step: int) -> None:
         """Say what has become bad, while there is still something to save."""
-        rows = await asyncio.to_thread(self._recorder.health)
+        if self._reader is None:
+            return
+        try:
+            rows = await asyncio.to_thread(health_rows, self._reader)
+        except (ConfigError, StoreError) as error:  # Only the server cannot do without its database.
+            logger.warning("health.not_read %s", error)
+            return
         bad = [row for row in rows if row.kind == "bad" and row.name in WORTH_A_NOTE]
         for row in bad:
             if row.name not in self._bad:
@@ -151,7 +162,7 @@ class StepLog:
             for finding in each.report.findings[self._findings[place] :]:
                 detail = f"role {each.role}: {finding['detail']}" if each.role else str(finding["detail"])
                 self._progress.note(f"step {step}: {finding['name']}: {detail}")
-                self._recorder.finding(step, str(finding["name"]), detail)
+                self._ledger.note([finding_row(step, str(finding["name"]), detail)])
             self._findings[place] = len(each.report.findings)
 
     def tell_constrained(self, step: int) -> None:
@@ -172,18 +183,7 @@ class StepLog:
             of_role = f"role {role}: " if role else ""
             self._progress.note(f"step {step.number} trained nothing: {of_role}{reason}")
 
-    def _record(self, step: TrainingStep, metrics: Mapping[str, float], *, stopped: str = "") -> None:
-        self._recorder.step(
-            step.number,
-            outcomes=step.batch.outcomes,
-            trained=self._learners,
-            metrics=metrics,
-            max_lag=step.max_lag,
-            stale=step.stale,
-            stopped=stopped,
-        )
-
-    def _facts(self, step: TrainingStep, payloads: Mapping[str, Mapping[str, Any]]) -> StepFacts:
+    def _facts(self, step: TrainingStep) -> StepFacts:
         return StepFacts(
             batch=step.batch,
             groups=self._own.groups,
@@ -193,20 +193,25 @@ class StepLog:
             policy_version=step.policy_version,
             cancelled=step.cancelled,
             tasks=self._samples.tasks if self._samples else [],
-            task_of={uuid: payload["task"] for uuid, payload in payloads.items()},
+            task_of={uuid: payload["task"] for uuid, payload in step.batch.payloads.items()},
             rollout_s=step.collected - step.began,
             train_s=time.monotonic() - step.collected,
             publish_s=step.publish_s,
         )
 
-    async def _log_for_inspect(
-        self, step: TrainingStep, facts: StepFacts, payloads: Mapping[str, Mapping[str, Any]]
-    ) -> None:
+    async def _log_for_inspect(self, step: TrainingStep, facts: StepFacts) -> None:
         every = self._config.training.inspect_log_every
         if not every or step.number % every:
             return
         # In a thread: inside a running event loop, Inspect replaces asyncio.run for good.
         path, label, rule = self._folder.path, f"step-{step.number:04d}", self._own.rule
         await asyncio.to_thread(
-            write_logs, path, label, step.number, facts.groups, facts.accepted, payloads, rule=rule
+            write_logs,
+            path,
+            label,
+            step.number,
+            facts.groups,
+            facts.accepted,
+            step.batch.payloads,
+            rule=rule,
         )

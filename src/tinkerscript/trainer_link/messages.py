@@ -8,8 +8,6 @@ says up to which it has them.
 
 from __future__ import annotations
 
-from typing import Self
-
 import msgspec
 
 from tinkerscript.ledger.history import History, Tally
@@ -19,7 +17,7 @@ from tinkerscript.protocol import POLICY, TRAINER_POOL, EngineStatus, EpisodeTyp
 from tinkerscript.rollouts.call import Call, calls_of, full_prompts
 from tinkerscript.sampler import Progress, SampleRequest, SampleResult
 
-LINK_VERSION = 12
+LINK_VERSION = 13
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -93,7 +91,10 @@ class NewEpisode(Tagged, frozen=True):
     """Number of episodes in the group; 0 if unknown."""
 
     step: int = 0
-    """The training step that plans it; 0: an evaluation, or a client's own sample."""
+    """The training step that plans it, or that its evaluation follows; 0: a client's own sample."""
+
+    label: str = ""
+    """Of its evaluation; empty for training."""
 
     position: int = -1
     """Of its sample in the order of training; -1 if it has none."""
@@ -288,27 +289,12 @@ class _Ended(Tagged, frozen=True, kw_only=True, omit_defaults=True):
     group_size: int = 0
     """Episodes in the group; 0 if the client that registered it did not say."""
 
-    failed_calls: dict[int, list[Call]] = {}
-    """Attempt -> the calls of an attempt that failed, for people; they never train. Those of early attempts
-    may be missing."""
-
-    transcripts: dict[int, bytes] = {}
-    """Attempt -> what its program left for people to read. Any may be missing."""
-
-    def without_extras(self) -> Self:
-        """The outcome without what is only for people."""
-        return msgspec.structs.replace(self, failed_calls={}, transcripts={})
-
 
 class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
     """An episode's result, with the calls of the claim that produced it."""
 
     attempt: int
     client_uuid: str
-    queued_s: float | None = None
-    """Seconds that the episode waited for the claim that counts; None: no queue, or unknown, since the server
-    was started again."""
-
     reward: float
     policy_version_at_claim: int
     all_calls: list[Call] = msgspec.field(name="calls")

@@ -13,17 +13,16 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from made_run import MadeRun
-from record_helpers import episode, said, trained_sequence
 from tinkerscript.cli import CANNOT_RUN, app
 from tinkerscript.commands.show import show_command
 from tinkerscript.dashboard import one_line, plain
 from tinkerscript.errors import ConfigError, NotRecordedError
+from tinkerscript.files import LEDGER_FILE
 from tinkerscript.lifecycle import ProcessId
 from tinkerscript.page.annotation import Annotation, write_annotation
 from tinkerscript.page.web_app import create_page
-from tinkerscript.record.entries import TrainedEpisode
-from tinkerscript.record.schema import RECORD_FILE
-from tinkerscript.record.writer import RecordWriter
+from tinkerscript.protocol import Failure
+from written_run import WrittenRun, said, trained_sequence
 
 CALLED = {
     "role": "assistant",
@@ -48,30 +47,26 @@ def told(tmp_path: Path) -> Path:
         said(first, [4], [5], "2", "two\x1b[2J"),
         said(None, [1], [7], "1+1?", "again", fork_reason="history_edited"),
     ]
-    lost = {"kind": "lease_expired", "message": "gone", "attempt": 1, "client_uuid": "w"}
-    boom = {"kind": "task_error", "message": "boom [red]", "attempt": 1, "client_uuid": "w"}
-    with RecordWriter(tmp_path / RECORD_FILE) as writer:
-        writer.status(state="stopped", method="grpo", model="tiny", tasks=["t.py@adding"], step=1, steps=9)
-        scores = {
-            "scores": {"exact": 1.0},
-            "explanations": {"exact": {"answer": "2", "explanation": "it is"}},
-        }
-        detail: dict[str, Any] = {
-            "calls": calls,
-            "failures": [lost],
-            "metadata": scores,
-            "log_metrics": {"turns": 2.0},
-        }
-        writer.episode(episode("aaaa1", detail=detail, queued_s=12.3))
-        writer.episode(episode("aaab2", reward=0.0))
-        failed = {"calls": [], "failures": [boom]}
-        writer.episode(episode("bbbb3", status="failed", reward=None, detail=failed))
-        sequences = [trained_sequence(0, 3), trained_sequence(1, 1)]
-        trained = [TrainedEpisode(uuid="aaaa1", outcome="trained", advantage=0.5, sequences=sequences)]
-        writer.trained(1, trained)
-        writer.metrics(1, {"failure/task_error": 1.0, "episodes/failed": 1.0})
-        writer.step(1, policy_version=1, reward=0.5, accepted=2, failed=1, trained=1, max_lag=0)
-        assert writer.flush()
+    lost = Failure(kind="lease_expired", message="gone", attempt=1, client_uuid="w")
+    boom = Failure(kind="task_error", message="boom [red]", attempt=1, client_uuid="w")
+    metadata = {"scores": {"exact": 1.0}, "explanations": {"exact": {"answer": "2", "explanation": "it is"}}}
+    with WrittenRun(tmp_path, task={"name": "t.py@adding"}) as run:
+        run.status(state="stopped", step=1, steps=9)
+        run.episode(
+            "aaaa1",
+            calls,
+            client="w",
+            attempt=2,
+            failures=[lost],
+            metadata=metadata,
+            log_metrics={"turns": 2.0},
+            queued_s=12.3,
+        )
+        run.episode("aaab2", reward=0.0)
+        run.episode("bbbb3", reward=None, failures=[boom])
+        run.trained(1, "aaaa1", [trained_sequence(0, 3), trained_sequence(1, 1)], advantage=0.5)
+        metrics = {"failure/task_error": 1.0, "episodes/failed": 1.0}
+        run.step(1, metrics, accepted=2, failed=1, trained=1)
     return tmp_path
 
 
@@ -130,11 +125,10 @@ def test_an_episode_shows_every_sequence_score_and_attempt(told: Path) -> None:
 
 def test_an_evaluation_does_not_train(tmp_path: Path) -> None:
     call = said(None, [1], [2], "1+1?", "2")
-    with RecordWriter(tmp_path / RECORD_FILE) as writer:
-        writer.status(state="running", process=ProcessId.own(), step=0, steps=9)
-        writer.episode(episode("e1", episode_type="eval", label="before", step=0, detail={"calls": [call]}))
-        writer.evaluation(label="before", step=0, policy_version=0, score=0.5, accepted=1, failed=0)
-        assert writer.flush()
+    with WrittenRun(tmp_path) as run:
+        run.status(state="running", process=ProcessId.own(), step=0, steps=9)
+        run.episode("e1", [call], label="before", step=0, reward=0.5)
+        run.evaluation("before", 0)
     text = shown(tmp_path, "e1")
     assert "1 call, 1 token sampled\n" in text
     assert "training sequence 0: 2 tokens, 1 sampled\n" in text
@@ -166,23 +160,23 @@ def test_before_the_first_run_it_says_what_makes_one(made: Path, monkeypatch: py
 def test_runs_that_are_not_there(tmp_path: Path, made: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no .*nowhere; .* has made"):
         shown(made.parent / "nowhere")
-    with pytest.raises(ConfigError, match="not the folder of a recorded run"):
-        shown(tmp_path)
-    (tmp_path / "ledger.sqlite").touch()
-    with pytest.raises(ConfigError, match=r"no record \(record.sqlite\).* episodes in ledger.sqlite"):
+    with pytest.raises(ConfigError, match=r"not the folder of a run, and has none in it \(no run_id\)"):
         shown(tmp_path)
 
 
-def test_a_run_that_keeps_no_episodes_says_so(tmp_path: Path) -> None:
-    with RecordWriter(tmp_path / RECORD_FILE) as writer:
-        writer.status(
-            state="stopped", method="grpo", model="tiny", tasks=[], step=1, steps=1, recording="off"
-        )
-        writer.step(1, policy_version=1, reward=0.5, accepted=2, failed=1, trained=1, max_lag=0)
-        assert writer.flush()
-    assert "This run keeps no episodes (recording: off); ledger.sqlite has them." in shown(tmp_path)
-    with pytest.raises(NotRecordedError, match=r"keeps none \(recording: off\)"):
+def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
+    with WrittenRun(tmp_path, engine={"model": "tiny"}):
+        pass
+    (tmp_path / LEDGER_FILE).unlink()
+    assert "grpo of tiny" in shown(tmp_path)
+    with pytest.raises(NotRecordedError, match="none has ended yet"):
         shown(tmp_path, "a")
+
+
+def test_a_step_that_was_stopped_says_why(tmp_path: Path) -> None:
+    with WrittenRun(tmp_path) as run:
+        run.step(1, stopped="logprob_gap")
+    assert "stopped: logprob_gap" in shown(tmp_path)
 
 
 def test_the_command(made: Path) -> None:

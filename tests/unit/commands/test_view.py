@@ -21,7 +21,7 @@ def test_a_folder_without_runs_is_one_line(tmp_path: Path, monkeypatch: pytest.M
         result = CliRunner().invoke(app, ["view", *arguments])
         assert result.exit_code == CANNOT_RUN
         assert result.stderr.startswith("error: ")
-        assert "is not the folder of a recorded run, and has none in it" in result.stderr
+        assert "is not the folder of a run, and has none in it" in result.stderr
         assert len(result.stderr.splitlines()) == 1
 
 

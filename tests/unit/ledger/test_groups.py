@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from rollout_helpers import make_call
+from run_ledger import claim, ended_episode
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger import SqliteLedger
 from tinkerscript.ledger.groups import recorded_groups
-from tinkerscript.ledger.rows import AttemptRow, EpisodeRow, ResultRow, Row, SampleRow, TrainedRow, Use
+from tinkerscript.ledger.rows import ResultRow, Row, SampleRow, TrainedRow, Use
 from tinkerscript.rollouts.call import Call
 from tinkerscript.rollouts.parquet import read_parquet
 
@@ -24,41 +25,16 @@ SAMPLE = SampleRow(digest=b"s", payload=b"{}")
 def ended(sequence: int, uuid: str, group: str, reward: float | None, **result: Any) -> list[Row]:
     """The rows of an episode; one without a reward failed. Its first claim always did."""
     failed = reward is None
-    episode = EpisodeRow(
-        sequence=sequence,
+    episode = ended_episode(
+        sequence,
         uuid=uuid,
         episode_type="eval" if group == "eval" else "train",
         group_id=group,
-        pool="",
-        group_size=2,
-        step=1,
-        position=0,
         sample=SAMPLE.digest,
-        digest=b"d",
         state="failed" if failed else "ended",
-        forgiven=0,
         reward=reward,
-        result_digest=b"",
-        end_number=sequence,
-        ended_at=1.0,
-        offered=0,
-        consumed=1,
-        dropped=0,
-        undone=0,
     )
-    claims = [
-        AttemptRow(
-            episode=sequence,
-            attempt=attempt,
-            client="w",
-            request_id="",
-            claimed_at=1.0,
-            policy_version=0,
-            lease_s=1.0,
-            failure=None,
-        )
-        for attempt in (1, 2)
-    ]
+    claims = [claim(sequence, attempt) for attempt in (1, 2)]
     results = [] if failed else [ResultRow(episode=sequence, result=json.dumps(result).encode())]
     return [SAMPLE, episode, *claims, *results]
 
@@ -76,7 +52,8 @@ async def write(folder: Path, rows: list[Row], calls: dict[int, list[Call]]) -> 
 
 
 async def run_folder(folder: Path) -> None:
-    """Two groups and an evaluation: one episode has two sequences, one failed, one is misaligned."""
+    """Two groups and an evaluation: one episode has two sequences, one failed, one is misaligned, and the
+    calls of one were dropped."""
     first = make_call(None, [1, 2], [3, 4])
     calls = {
         1: [first],
@@ -92,6 +69,7 @@ async def run_folder(folder: Path) -> None:
         *ended(4, "d", "eval", 1.0),
         *ended(5, "e", "g3", 1.0),
         *ended(6, "f", "g2", None),
+        *(ended_episode(7, group_id="g1", emptied=1), claim(7), ResultRow(episode=7, result=b"{}")),
         TrainedRow(episode=5, step=2, outcome=Use.SET_ASIDE, reason="shifted"),
     ]
     await write(folder, rows, calls)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,11 +20,15 @@ from clock import Clock
 from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger import SqliteLedger
 from tinkerscript.ledger.history import History
+from tinkerscript.ledger.ledger import Statement
 from tinkerscript.ledger.rows import (
     CheckpointRow,
     EvaluationRow,
+    FindingRow,
+    MetricRow,
     PublicationRow,
     StepRow,
+    TokensRow,
     TrainedRow,
     TrainerRow,
     Use,
@@ -53,6 +58,7 @@ class Modelled:
     state: str = "registered"
     attempts: int = 0
     cancelled: bool = False
+    emptied: bool = False
     offered: bool = False
     consumed: bool = False
     undone: bool = False
@@ -117,14 +123,15 @@ class Histories(RuleBasedStateMachine):
 
     @rule(kind=st.sampled_from((("eval", ""), ("eval", "me"), ("train", "me"))), ends=st.booleans())
     def register_another(self, kind: tuple[EpisodeType, str], ends: bool) -> None:
-        self.register(kind[0], pool=kind[1])
+        self.register(kind[0], pool=kind[1], step=self.step if kind == ("eval", "") else 0)
         self.groups += 1
         self.claim(kind[1], int(ends), ends=True)
 
     def register(self, kind: EpisodeType, *, pool: str = "", step: int = 0, position: int = -1) -> None:
         uuid, group = f"e{len(self.model)}", f"g{self.groups}"
         payload = b'{"n": %d}' % self.groups
-        self.book.register(uuid, kind, group, payload, pool=pool, step=step, position=position)
+        more = {"label": f"step {step}"} if kind == "eval" and not pool else {}
+        self.book.register(uuid, kind, group, payload, pool=pool, step=step, position=position, **more)
         self.model[uuid] = Modelled(kind, pool, step, group, position)
 
     @rule(pool=st.sampled_from(("", "me")), number=st.integers(1, 4), ends=st.booleans())
@@ -189,11 +196,14 @@ class Histories(RuleBasedStateMachine):
             self.model[uuid].offered = True
         return self.those("ended", "failed")
 
-    def write(self, *rows: TrainerRow) -> None:
+    def write(self, *rows: TrainerRow | Statement) -> None:
         async def write() -> None:
             self.interchange.settle()
-            self.ledger.note(rows)
             for row in rows:
+                if isinstance(row, Statement):
+                    self.ledger.execute(row.sql, *row.parameters)
+                    continue
+                self.ledger.put(row)
                 if isinstance(row, TrainedRow):
                     self.book.consume(row.episode)
             await self.interchange.commit()
@@ -240,11 +250,18 @@ class Histories(RuleBasedStateMachine):
                     rows.append(self.use(uuid, step, outcome, role="judge"))
         if trained_again:
             rows += [self.use(uuid, step, Use.TRAINED, place=1) for uuid in former]
+        rows += [MetricRow(name="reward", step=step, value=0.5), *self.left_by(step, rows)]
         self.step = step
         self.write(StepRow(step=step, time=1.0, policy_version=self.version + 1), *rows)
         self.publish()
         if saves:
             self.save(is_known=True)
+
+    def left_by(self, step: int, rows: Sequence[TrainerRow]) -> list[TrainerRow]:
+        """What a step leaves for people beside `rows`."""
+        trained = [each for each in rows if isinstance(each, TrainedRow) and each.outcome == Use.TRAINED]
+        tokens = [TokensRow(episode=e.episode, step=step, role=e.role, sequences=b"") for e in trained]
+        return [FindingRow(step=step, kind="finding", name="none"), *tokens]
 
     @rule(data=st.data())
     def leave_one_out(self, data: st.DataObject) -> None:
@@ -258,6 +275,8 @@ class Histories(RuleBasedStateMachine):
         """The run ends with its next step, and another trainer goes on."""
         if ended := [uuid for uuid in self.trainable() if self.model[uuid].state == "ended"]:
             batch = data.draw(st.lists(st.sampled_from(ended), min_size=1, unique=True))
+            stopped = StepRow(step=self.step + 1, time=1.0, policy_version=self.version, stopped="shifted")
+            self.write(stopped, *self.left_by(self.step + 1, ()))
             self.write(*(self.use(uuid, self.step + 1, Use.SET_ASIDE) for uuid in batch))
             self.resume()
 
@@ -266,7 +285,7 @@ class Histories(RuleBasedStateMachine):
         label = f"step {self.step}"
         if label not in self.evaluations:
             ended = [uuid for uuid in self.take() if self.model[uuid].kind == "eval"]
-            own = [uuid for uuid in ended if not self.model[uuid].pool]
+            own = [u for u in ended if not self.model[u].pool and self.model[u].step == self.step]
             scored = EvaluationRow(
                 label=label,
                 step=self.step,
@@ -288,6 +307,18 @@ class Histories(RuleBasedStateMachine):
             self.saved.add(self.step)
             row = CheckpointRow(step=self.step, time=1.0, policy_version=self.version, train_seconds=1.0)
             self.write(row)
+
+    @rule(data=st.data())
+    def make_room(self, data: st.DataObject) -> None:
+        """Of some episodes; the limit takes those that seem to be of no use any more."""
+        if consumed := [uuid for uuid, each in self.model.items() if each.consumed]:
+            uuids = data.draw(st.lists(st.sampled_from([*self.model]), unique=True))
+            emptied = self.book.empty(uuids)
+            assert emptied == {*uuids} & {*consumed}
+            for uuid in emptied:
+                self.model[uuid].emptied = True
+            empty = "UPDATE {s}episodes SET emptied = 1 WHERE uuid = ?"
+            self.write(*(Statement(empty, (uuid,)) for uuid in emptied))
 
     # Beginning again
 
@@ -324,9 +355,13 @@ class Histories(RuleBasedStateMachine):
     def undo(self, step: int) -> dict[str, Modelled]:
         """What comes back of the next step's plan, by uuid, after the model has gone back to `step`."""
         planned = {
-            uuid: each for uuid, each in self.model.items() if each.step == step + 1 and not each.undone
+            uuid: each
+            for uuid, each in self.model.items()
+            if each.kind == "train" and each.step == step + 1 and not each.undone
         }
-        lost = {each.group for each in planned.values() if each.cancelled or is_gone(each, step)}
+        lost = {
+            each.group for each in planned.values() if each.cancelled or each.emptied or is_gone(each, step)
+        }
         groups = {each.group for each in planned.values()}
         for group in groups - lost:
             members = [each for each in planned.values() if each.group == group]
@@ -335,11 +370,11 @@ class Histories(RuleBasedStateMachine):
         back = {uuid: each for uuid, each in planned.items() if each.group not in lost}
         for uuid, each in self.model.items():
             used = each.used_after(step)
-            if uuid in back or (
-                each.pool and each.kind == "train" and used not in ("", Use.SET_ASIDE, *HOPELESS)
-            ):
+            is_later = each.step > step + 1 if each.kind == "train" else each.step > step or not each.consumed
+            each.undone |= not each.pool and is_later
+            is_open = each.pool and each.kind == "train" and used not in ("", Use.SET_ASIDE, *HOPELESS)
+            if uuid in back or (is_open and not each.emptied):
                 each.consumed = False
-            each.undone |= not each.pool and each.step > step + 1
             each.uses = {at: use for at, use in each.uses.items() if at <= step or use == Use.SET_ASIDE}
             if not each.pool and uuid not in back and not each.consumed:
                 each.cancelled |= not each.is_over
@@ -356,10 +391,11 @@ class Histories(RuleBasedStateMachine):
         self.saved = {each for each in self.saved if each <= step}
         self.evaluations = [label for label in self.evaluations if int(label.split()[1]) <= step]
         assert {each.label for each in found.evaluations} == set(self.evaluations)
-        assert {
-            each.episode_uuid: (each.group_id, each.position, each.is_over) for each in found.planned
-        } == {uuid: (each.group, each.position, each.is_over) for uuid, each in back.items()}
-        standing = [each.position for each in self.model.values() if each.step and not each.undone]
+        assert {each.episode_uuid: (each.group_id, each.position) for each in found.planned} == {
+            uuid: (each.group, each.position) for uuid, each in back.items()
+        }
+        planned = [each for each in self.model.values() if each.kind == "train" and each.step]
+        standing = [each.position for each in planned if not each.undone]
         assert (found.planned_groups, found.next_position) == (
             self.planned_groups,
             1 + max(standing, default=-1),
@@ -378,7 +414,8 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def the_book_can_be_made_again_from_the_tables(self) -> None:
         self.runner.run(self.interchange.commit())
-        found = {each.uuid: each for each in self.runner.run(read_episodes(self.ledger))}
+        read = self.runner.run(read_episodes(self.ledger))
+        found = {each.uuid: each for each in read.present}
         assert [*found] == [each.uuid for each in self.book] == [*self.model]
         for episode in self.book:
             assert stored(found[episode.uuid]) == stored(episode)
@@ -391,7 +428,10 @@ class Histories(RuleBasedStateMachine):
             episode = self.book.get(uuid)
             assert (episode.state, episode.consumed) == (each.state, each.consumed), uuid
             assert (episode.end_number is not None) == each.is_over
-            assert bool(episode.undone) == each.undone
+            assert (bool(episode.undone), episode.emptied) == (each.undone, each.emptied), uuid
+            if Use.EVALUATED in each.uses.values():
+                assert not each.undone
+                assert episode.label in self.evaluations
         waiting = {each.uuid for each in self.book.open_ends.values()}
         assert waiting == set(self.those("ended", "failed"))
         assert not waiting & {uuid for uuid, each in self.model.items() if each.uses}, (
@@ -412,15 +452,15 @@ class Histories(RuleBasedStateMachine):
         read = self.ledger.read
         versions = self.runner.run(read("SELECT policy_version FROM publications ORDER BY rowid"))
         assert [version for (version,) in versions] == [*range(self.version + 1)]
-        steps = self.runner.run(read("SELECT step FROM steps WHERE undone = 0 ORDER BY step"))
-        assert [step for (step,) in steps] == [*range(1, self.step + 1)]
-        trained = self.runner.run(
-            read(
-                "SELECT uuid, t.step FROM trained AS t JOIN episodes ON sequence = episode WHERE t.undone = 0"
-            )
-        )
-        uses = {(uuid, step) for uuid, each in self.model.items() for step in each.uses}
-        assert {(uuid, step) for uuid, step in trained} == uses
+        for table in ("steps", "metrics", "findings"):
+            steps = self.runner.run(read(f"SELECT step FROM {table} WHERE undone = 0 ORDER BY step"))
+            assert [step for (step,) in steps] == [*range(1, self.step + 1)], table
+        standing = "AS t JOIN episodes ON sequence = episode WHERE t.undone = 0"
+        trained = self.runner.run(read(f"SELECT uuid, t.step, outcome FROM trained {standing}"))
+        uses = {(uuid, *use) for uuid, each in self.model.items() for use in each.uses.items()}
+        assert {*trained} == uses
+        tokens = self.runner.run(read(f"SELECT uuid, t.step FROM tokens {standing}"))
+        assert {*tokens} == {(uuid, step) for uuid, step, use in uses if use == Use.TRAINED}
 
 
 def is_gone(each: Modelled, step: int) -> bool:
@@ -430,7 +470,7 @@ def is_gone(each: Modelled, step: int) -> bool:
 
 def stored(episode: EpisodeRecord) -> tuple[object, ...]:
     """What the ledger has of an episode."""
-    claims = (episode.claimants, episode.request_ids, episode.claimed_at, episode.lease_s)
+    claims = (episode.claimants, episode.request_ids, episode.claimed_at, episode.lease_s, episode.queued_s)
     return episode_row(episode), claims, episode.failures, episode.policy_version
 
 

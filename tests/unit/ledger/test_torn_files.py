@@ -6,36 +6,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from run_ledger import ended_episode
 from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger import SqliteLedger
 from tinkerscript.ledger.rows import EpisodeRow, EvaluationRow, TrainedRow, Use
 
 COMMITS = 40
-
-
-def _episode(sequence: int) -> EpisodeRow:
-    return EpisodeRow(
-        sequence=sequence,
-        uuid=f"e{sequence}",
-        episode_type="eval",
-        group_id="g",
-        pool="",
-        group_size=1,
-        step=0,
-        position=-1,
-        sample=b"",
-        digest=b"",
-        state="ended",
-        forgiven=0,
-        reward=1.0,
-        result_digest=b"",
-        end_number=sequence,
-        ended_at=0.0,
-        offered=0,
-        consumed=1,
-        dropped=0,
-        undone=0,
-    )
 
 
 async def test_a_log_that_was_cut_leaves_whole_commits(tmp_path: Path) -> None:
@@ -52,7 +28,7 @@ async def test_a_log_that_was_cut_leaves_whole_commits(tmp_path: Path) -> None:
             failed=0,
         )
         trained = TrainedRow(episode=number, step=number, outcome=Use.EVALUATED)
-        await ledger.commit([_episode(number), evaluation, trained])
+        await ledger.commit([ended_episode(number), evaluation, trained])
     log = Path(f"{path}-wal")
     size = log.stat().st_size
     found = list[int]()

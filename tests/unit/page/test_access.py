@@ -11,11 +11,9 @@ import httpx
 import pytest
 
 from clock import Clock
-from record_helpers import episode
 from tinkerscript.page.access import CONTENT_POLICY, HEADERS, SESSION_S, PageSessions
 from tinkerscript.page.web_app import create_page
-from tinkerscript.record.schema import RECORD_FILE
-from tinkerscript.record.writer import RecordWriter
+from written_run import WrittenRun
 
 TOKEN = "the-admin-token-of-this-test"
 
@@ -23,13 +21,10 @@ TOKEN = "the-admin-token-of-this-test"
 @pytest.fixture(autouse=True)
 def run(tmp_path: Path) -> Iterator[Path]:
     """The folder of a run with one episode."""
-    folder = tmp_path / "runs" / "one"
-    folder.mkdir(parents=True)
-    with RecordWriter(folder / RECORD_FILE) as writer:
-        writer.status(state="finished", model="tiny", config={"seed": 1}, began=5.0)
-        writer.episode(episode("e1"))
-        writer.flush()
-        yield folder
+    with WrittenRun(tmp_path / "runs" / "one", seed=1) as run:
+        run.status(state="finished", began=5.0)
+        run.episode("e1")
+        yield run.folder
 
 
 @asynccontextmanager
@@ -263,7 +258,8 @@ def test_the_policy_lets_no_other_sites_script_run() -> None:
         ("/api/runs/two", 404, "no run 'two' here; there are one"),
         ("/api/runs/one/steps/7", 404, "no step 7 yet"),
         ("/api/runs/one/comparison", 404, "not been evaluated"),
-        ("/api/runs/one/samples/9", 404, "no sample number 9"),
+        ("/api/runs/one/samples/9", 404, "'9' is not the digest of a sample"),
+        ("/api/runs/one/samples/99", 404, "no sample '99'"),
         ("/api/episodes/nope", 404, "no run here has an episode 'nope'"),
         ("/api/episodes/e1/tokens?sequence=5", 404, "has 1 sequences"),
         ("/api/runs/one/search?q=reward%3Emuch", 404, "is not a number"),

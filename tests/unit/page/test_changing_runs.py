@@ -12,23 +12,22 @@ from typing import Any
 import httpx
 import pytest
 
-from record_helpers import episode
+from tinkerscript.files import LEDGER_FILE
 from tinkerscript.lifecycle import ProcessId, try_lock
 from tinkerscript.page.access import AUDIT_FILE
 from tinkerscript.page.annotation import ANNOTATION_FILE, MAX_BYTES, Annotation
+from tinkerscript.page.search_index import SEARCH_FILE
 from tinkerscript.page.web_app import create_page
-from tinkerscript.record.schema import RECORD_FILE
-from tinkerscript.record.writer import RecordWriter
+from written_run import WrittenRun
 
 TOKEN = "the-admin-token-of-this-test"
 NOTE = {"note": "lr too high", "tags": ["baseline", "seed 2"]}
 
 
-def made(folder: Path, **facts: Any) -> Path:
-    folder.mkdir(parents=True)
-    with RecordWriter(folder / RECORD_FILE) as writer:
-        writer.status(**{"state": "finished", "model": "tiny", "began": 5.0, **facts})
-        writer.episode(episode(f"e-{folder.name}"))
+def made(folder: Path, *, model: str = "tiny", **facts: Any) -> Path:
+    with WrittenRun(folder, engine={"model": model}) as run:
+        run.status(**{"state": "finished", "began": 5.0, **facts})
+        run.episode(f"e-{folder.name}")
     (folder / "checkpoints" / "final").mkdir(parents=True)
     (folder / "checkpoints" / "final" / "model.safetensors").write_bytes(b"weights")
     return folder
@@ -119,7 +118,7 @@ async def test_no_link_in_a_run_is_written_through(runs: Path, tmp_path: Path) -
         assert (refused.status_code, target.read_text()) == (409, "mine"), refused.text
         deleted = await client.post("/api/runs/one/delete", json={"name": "one"})
     assert (deleted.status_code, target.read_text()) == (200, "mine")
-    assert (runs / "two" / RECORD_FILE).exists()
+    assert (runs / "two" / LEDGER_FILE).exists()
 
 
 # Deletion
@@ -130,6 +129,7 @@ async def test_a_run_that_has_ended_is_deleted(runs: Path, monkeypatch: pytest.M
     async with page(runs) as client:
         assert await names(client) == ["one", "two"]
         assert (await client.get("/api/episodes/e-two")).status_code == 200
+        assert len((await client.get("/api/runs/two/search?q=reply")).json()["episodes"]) == 1
         reply = await client.post("/api/runs/two/delete", json={"name": "two"})
         assert [run["name"] for run in reply.json()["runs"]] == ["one"]
         assert sorted(path.name for path in runs.iterdir()) == [AUDIT_FILE, "one"], "nor a link to nothing"
@@ -139,6 +139,9 @@ async def test_a_run_that_has_ended_is_deleted(runs: Path, monkeypatch: pytest.M
         assert (entry["action"], entry["run"]) == ("delete", "two")
         made(runs / "two", model="another")
         assert (await client.get("/api/runs/two")).json()["model"] == "another", "the name is free again"
+        again = await client.get("/api/runs/two/search?q=reply")
+        assert len(again.json()["episodes"]) == 1, "which is searched anew"
+        assert (runs / "two" / SEARCH_FILE).exists()
 
 
 @pytest.mark.parametrize("lock", ["trainer.lock", "server.lock"])
@@ -152,7 +155,7 @@ async def test_a_run_that_goes_on_is_not_deleted(runs: Path, lock: str) -> None:
                 reply = await client.post(f"/api/runs/{name}/delete", json={"name": name})
                 assert reply.status_code == 409
                 assert reason in reply.json()["failure_reason"]
-                assert (runs / name / RECORD_FILE).exists()
+                assert (runs / name / LEDGER_FILE).exists()
 
 
 @pytest.mark.parametrize("name", ["two", "latest", ".", "..", "../one", "", "/"])
@@ -165,8 +168,8 @@ async def test_only_runs_of_the_folder_are_deleted_by_their_names(
         for run in ("one", "three", "latest", "%2e%2e", "..%2felsewhere%2fthree"):
             reply = await client.post(f"/api/runs/{run}/delete", json={"name": name})
             assert reply.status_code in (404, 405, 409), (run, name)
-    assert (elsewhere / RECORD_FILE).exists()
-    assert all((runs / run / RECORD_FILE).exists() for run in ("one", "two", "three"))
+    assert (elsewhere / LEDGER_FILE).exists()
+    assert all((runs / run / LEDGER_FILE).exists() for run in ("one", "two", "three"))
 
 
 async def test_the_page_of_one_run_does_not_delete_it(runs: Path) -> None:
@@ -174,7 +177,7 @@ async def test_the_page_of_one_run_does_not_delete_it(runs: Path) -> None:
         reply = await client.post("/api/runs/one/delete", json={"name": "one"})
     assert reply.status_code == 409
     assert f"tinkerscript view {runs}" in reply.json()["failure_reason"]
-    assert (runs / "one" / RECORD_FILE).exists()
+    assert (runs / "one" / LEDGER_FILE).exists()
 
 
 @pytest.mark.parametrize(("action", "body"), [("annotation", NOTE), ("delete", {"name": "one"})])
@@ -196,6 +199,6 @@ async def test_only_the_page_itself_and_the_admin_change_runs(
         for headers in ({}, {"authorization": "Bearer wrong"}):
             assert (await client.post(path, json=body, headers=headers)).status_code == 401
         assert not (runs / "one" / ANNOTATION_FILE).exists()
-        assert (runs / "one" / RECORD_FILE).exists()
+        assert (runs / "one" / LEDGER_FILE).exists()
         own = {"authorization": f"Bearer {TOKEN}"}
         assert (await client.post(path, json=body, headers=own)).status_code == 200

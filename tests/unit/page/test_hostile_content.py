@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from record_helpers import episode, said
+from tinkerscript.page.search_index import SearchIndex
 from tinkerscript.page.web_app import create_page
-from tinkerscript.record.schema import RECORD_FILE
-from tinkerscript.record.writer import RecordWriter
+from written_run import WrittenRun, said, sample_row
 
 TEXTS = st.text(max_size=5) | st.sampled_from(["\0", "text", "NaN", "<script>"])
 LEAVES = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | TEXTS
@@ -27,7 +27,7 @@ OBJECTS = st.dictionaries(KEYS, JSON, max_size=4)
 
 VIEWS = (
     *("runs", "runs/run", "runs/run/steps", "runs/run/evaluations", "runs/run/search?q=x", "episodes/e-1"),
-    *("runs/run/samples/1", "episodes/e-1/tokens", "runs/run/search?q=reward%3E0"),
+    *("runs/run/samples/{sample}", "episodes/e-1/tokens", "runs/run/search?q=reward%3E0"),
 )
 
 
@@ -46,19 +46,18 @@ def test_every_view_answers(
     tmp_path: Path, sample: dict[str, Any], messages: Any, reply: Any, tools: Any, metadata: dict[str, Any]
 ) -> None:
     folder = tmp_path / "runs" / "run"
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in folder.iterdir():
-        file.unlink()
+    if folder.exists():
+        shutil.rmtree(folder)
+        SearchIndex.forget(folder)
     made = {"messages": json.dumps(messages), "reply": json.dumps(reply), "tools": json.dumps(tools)}
-    detail = {"calls": [said(None, [1, 2], [3, 4], "ask", "reply", **made)], "metadata": metadata}
-    with RecordWriter(folder / RECORD_FILE) as writer:
-        writer.status(state="finished", model="tiny", method="grpo", tasks=["a"], steps=1, step=1)
-        writer.episode(episode("e-1", sample=sample, detail=detail))
-        writer.episode(episode("e-2", sample={"input": "fine"}))
-        assert writer.flush(60)
-        assert not writer.dropped, writer.failure
+    with WrittenRun(folder) as run:
+        run.status(state="finished", steps=1, step=1)
+        run.episode(
+            "e-1", [said(None, [1, 2], [3, 4], "ask", "reply", **made)], sample=sample, metadata=metadata
+        )
+        run.episode("e-2", sample={"input": "fine"})
     app = create_page(tmp_path / "runs", admin_token=None)
     with TestClient(app, base_url="http://localhost") as client:
         for view in VIEWS:
-            answer = client.get(f"/api/{view}")
+            answer = client.get(f"/api/{view}".format(sample=sample_row(sample).digest.hex()))
             assert answer.status_code == 200, (view, answer.text)

@@ -12,29 +12,25 @@ import pytest
 import zstandard
 
 from made_run import MadeRun
-from record_helpers import episode
 from tinkerscript.errors import NotRecordedError
+from tinkerscript.ledger.rows import TranscriptRow
 from tinkerscript.page import transcript_view as module
 from tinkerscript.page.episode_view import episode_view
 from tinkerscript.page.transcript_view import TranscriptView, transcript_view
 from tinkerscript.page.web_app import create_page
-from tinkerscript.record.reader import Record
-from tinkerscript.record.schema import RECORD_FILE
-from tinkerscript.record.writer import RecordWriter
+from written_run import WrittenRun
 
 
 @pytest.fixture
-def writer(tmp_path: Path) -> Iterator[RecordWriter]:
-    (tmp_path / "run").mkdir()
-    with RecordWriter(tmp_path / "run" / RECORD_FILE) as writer:
-        writer.episode(episode("e"))
-        yield writer
-        assert (writer.failure, writer.dropped) == ("", 0)
+def run(tmp_path: Path) -> Iterator[WrittenRun]:
+    with WrittenRun(tmp_path / "run") as run:
+        run.episode("e")
+        yield run
 
 
 @pytest.fixture
-async def client(tmp_path: Path, writer: RecordWriter) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_page(tmp_path / "run", admin_token=None)
+async def client(run: WrittenRun) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_page(run.folder, admin_token=None)
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app=app), base_url="http://localhost"
     ) as client:
@@ -46,25 +42,18 @@ def packed(value: Any) -> bytes:
     return zstandard.ZstdCompressor().compress(text)
 
 
-def view(writer: RecordWriter, tmp_path: Path, value: Any, **options: Any) -> TranscriptView:
-    """The view of what a client sent as the transcript of the episode `e`."""
-    writer.transcript("e", 1, packed(value))
-    assert writer.flush()
-    return transcript_view(Record(tmp_path / "run"), "e", **options)
-
-
-def events(*events: Any) -> dict[str, Any]:
-    return {"id": "s", "events": list(events)}
+def send(run: WrittenRun, transcript: bytes, *, attempt: int = 1) -> None:
+    """A client sends it for the episode `e`."""
+    run.put(TranscriptRow(episode=1, attempt=attempt, transcript=transcript))
 
 
 def made(tmp_path: Path) -> bytes:
-    return MadeRun(tmp_path / "made").transcript(7, episode("e"))
+    return MadeRun(tmp_path / "made").transcript(7, 1.0)
 
 
-def test_events_are_told_in_order_with_their_depth_and_times(writer: RecordWriter, tmp_path: Path) -> None:
-    writer.transcript("e", 2, made(tmp_path))
-    writer.flush()
-    found = transcript_view(Record(tmp_path / "run"), "e")
+def test_events_are_told_in_order_with_their_depth_and_times(run: WrittenRun, tmp_path: Path) -> None:
+    send(run, made(tmp_path), attempt=2)
+    found = transcript_view(run.reader, "e")
     assert (found.attempt, found.attempts, found.problem, found.next) == (2, [2], None, None)
     assert json.loads(found.store) == {"total": 21}
     told = [(each.kind, each.depth, each.title, each.seconds) for each in found.events]
@@ -86,7 +75,7 @@ def test_events_are_told_in_order_with_their_depth_and_times(writer: RecordWrite
     assert parts["model"]["reply"] == "That is 21 in all."
     assert parts["model"]["prompt"] == "user: What is due?\nassistant: \ntool: 21\n"
     assert found.events[2].took_s == 1.25
-    own = episode_view("run", Record(tmp_path / "run"), "e")
+    own = episode_view("run", run.reader, "e")
     assert own.transcripts == [2]
 
 
@@ -103,10 +92,9 @@ NOT_TRANSCRIPTS = {
 
 @pytest.mark.parametrize("sent", NOT_TRANSCRIPTS.values(), ids=NOT_TRANSCRIPTS.keys())
 async def test_what_is_no_transcript_is_said_to_be_none(
-    writer: RecordWriter, client: httpx.AsyncClient, sent: bytes
+    run: WrittenRun, client: httpx.AsyncClient, sent: bytes
 ) -> None:
-    writer.transcript("e", 1, sent)
-    writer.flush()
+    send(run, sent)
     reply = await client.get("/api/episodes/e/transcript")
     assert reply.status_code == 200
     found = TranscriptView.model_validate(reply.json())
@@ -115,8 +103,9 @@ async def test_what_is_no_transcript_is_said_to_be_none(
     assert found.raw or "truncated" in found.problem
 
 
-def test_a_bomb_is_not_unpacked(writer: RecordWriter, tmp_path: Path) -> None:
-    found = view(writer, tmp_path, b" " * (module.TRANSCRIPT_BYTES + 1))
+def test_a_bomb_is_not_unpacked(run: WrittenRun) -> None:
+    send(run, packed(b" " * (module.TRANSCRIPT_BYTES + 1)))
+    found = transcript_view(run.reader, "e")
     assert found.problem == f"it has more than {module.TRANSCRIPT_BYTES} bytes"
     assert len(found.raw) <= module.MAX_RAW_CHARS
 
@@ -138,11 +127,10 @@ HOSTILE: list[Any] = [
 
 
 @pytest.mark.parametrize("sent", HOSTILE, ids=[str(n) for n in range(len(HOSTILE))])
-async def test_no_event_breaks_the_page(writer: RecordWriter, client: httpx.AsyncClient, sent: Any) -> None:
+async def test_no_event_breaks_the_page(run: WrittenRun, client: httpx.AsyncClient, sent: Any) -> None:
     pool = {"messages": [1, "a", {"role": [], "content": {}}]}
     good = {"event": "info", "data": "still here"}
-    writer.transcript("e", 1, packed({"events": [sent, good], "events_data": pool, "store": sent}))
-    writer.flush()
+    send(run, packed({"events": [sent, good], "events_data": pool, "store": sent}))
     reply = await client.get("/api/episodes/e/transcript")
     assert reply.status_code == 200, reply.text
     found = TranscriptView.model_validate(reply.json())
@@ -152,9 +140,8 @@ async def test_no_event_breaks_the_page(writer: RecordWriter, client: httpx.Asyn
 
 @pytest.mark.parametrize("uuid", ["e", "nobody"])
 async def test_what_is_not_recorded_is_not_found(
-    writer: RecordWriter, client: httpx.AsyncClient, tmp_path: Path, uuid: str
+    run: WrittenRun, client: httpx.AsyncClient, uuid: str
 ) -> None:
-    writer.flush()
     with pytest.raises(NotRecordedError):
-        transcript_view(Record(tmp_path / "run"), uuid)
+        transcript_view(run.reader, uuid)
     assert (await client.get(f"/api/episodes/{uuid}/transcript")).status_code == 404

@@ -1,8 +1,7 @@
-"""What the page shows of a run: each view over a small record."""
+"""What the page shows of a run: each view over a small ledger."""
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Iterator
 from itertools import chain
@@ -10,36 +9,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+import zstandard
 
-from record_helpers import episode, said, trained_sequence
 from tinkerscript.errors import ConfigError, NotRecordedError
+from tinkerscript.files import CONFIG_FILE, LEDGER_FILE
+from tinkerscript.ledger.health import Gain, health_rows
+from tinkerscript.ledger.reader import STORE_VARIABLE, LedgerReader
+from tinkerscript.ledger.rows import FindingRow, NoteRow
+from tinkerscript.ledger.tokens import TokenUse
 from tinkerscript.lifecycle import ProcessId
 from tinkerscript.page import lines as lines_module
 from tinkerscript.page.curves import alignment_view, found_in
 from tinkerscript.page.episode_view import episode_view, find_episode
-from tinkerscript.page.held_out import ComparisonQuery, compare
+from tinkerscript.page.held_out import ComparisonQuery, compare, sample_view
 from tinkerscript.page.lines import EpisodeLine, newest, search
 from tinkerscript.page.overview import overview, run_line, state
 from tinkerscript.page.runs import Runs
-from tinkerscript.page.steps import step_view
+from tinkerscript.page.steps import step_page, step_view
 from tinkerscript.page.token_view import pieces, token_view
-from tinkerscript.record.entries import TokenUse, TrainedEpisode
-from tinkerscript.record.health import Gain, health_rows
-from tinkerscript.record.reader import Record
-from tinkerscript.record.schema import RECORD_FILE
-from tinkerscript.record.writer import RecordWriter
+from tinkerscript.protocol import Failure
+from written_run import WrittenRun, said, sample_row, trained_sequence
 
 
 @pytest.fixture
-def writer(tmp_path: Path) -> Iterator[RecordWriter]:
-    with RecordWriter(tmp_path / RECORD_FILE) as writer:
-        yield writer
-        assert (writer.failure, writer.dropped) == ("", 0)
-
-
-def flushed(writer: RecordWriter, folder: Path) -> Record:
-    assert writer.flush()
-    return Record(folder)
+def run(tmp_path: Path) -> Iterator[WrittenRun]:
+    with WrittenRun(tmp_path / "run") as run:
+        yield run
 
 
 def uuids(episodes: list[EpisodeLine]) -> list[str]:
@@ -49,100 +45,78 @@ def uuids(episodes: list[EpisodeLine]) -> list[str]:
 SAMPLES = [{"id": f"s{i}", "input": f"What is {i}+1?", "target": str(i + 1)} for i in range(4)]
 
 
-def write_evaluation(writer: RecordWriter, label: str, step: int, rewards: dict[int, list[float]]) -> None:
+def write_evaluation(run: WrittenRun, label: str, step: int, rewards: dict[int, list[float]]) -> None:
     """`rewards`: sample -> those of its episodes."""
     for sample, each in rewards.items():
         for number, reward in enumerate(each):
-            writer.episode(
-                episode(
-                    f"{label}-{sample}-{number}",
-                    episode_type="eval",
-                    step=step,
-                    label=label,
-                    group_id=f"eval-{label}/sample-{sample}",
-                    sample=SAMPLES[sample],
-                    reward=reward,
-                    detail={"calls": [said(None, [1], [2], "q", "a", policy_version=step)]},
-                )
+            run.episode(
+                f"{label}-{sample}-{number}",
+                [said(None, [1], [2], "q", "a", policy_version=step)],
+                step=step,
+                label=label,
+                group_id=f"eval-{label}/sample-{sample}",
+                sample=SAMPLES[sample],
+                reward=reward,
             )
-    every = [reward for each in rewards.values() for reward in each]
-    score = sum(every) / len(every)
-    writer.evaluation(label=label, step=step, policy_version=step, score=score, accepted=len(every), failed=0)
+    run.evaluation(label, step)
 
 
-def test_what_a_resumed_run_took_back_is_in_no_group_and_no_score(
-    writer: RecordWriter, tmp_path: Path
-) -> None:
-    for uuid, reward in (("old1", 0.0), ("old2", 0.0)):
-        writer.episode(episode(uuid, step=2, group_id="step-2/sample-0", reward=reward))
-    write_evaluation(writer, "before", 0, {0: [1.0]})
-    writer.episode(episode("cut", episode_type="eval", label="after", step=1, sample=SAMPLES[0], reward=0.0))
-    writer.resume(1, kept={"kept"})
-    write_evaluation(writer, "after", 1, {0: [1.0]})
-    for uuid in ("new1", "new2"):
-        writer.episode(episode(uuid, step=2, group_id="step-2/sample-0", reward=1.0))
-    write_step(writer, 2)
-    record = flushed(writer, tmp_path)
-    step = step_view(record, 2)
-    assert [uuids(group.episodes) for group in step.groups] == [["new1", "new2"]]
-    assert (step.undone, step.groups[0].mean_reward) == (2, 1.0)
-    assert uuids(episode_view("r", record, "new1").siblings) == ["new1", "new2"]
-    old = episode_view("r", record, "old1")
-    assert (uuids(old.siblings), old.line.undone) == (["old1", "old2"], 1)
-    assert uuids(search(record, "undone>0").episodes) == ["cut", "old2", "old1"]
-    assert [change.after for change in compare(record, ComparisonQuery()).samples] == [1.0]
-
-
-def write_step(writer: RecordWriter, step: int, **columns: Any) -> None:
-    given = {"policy_version": step, "reward": 0.5, "accepted": 4, "failed": 1, "trained": 2, "max_lag": 0}
-    writer.step(step, **given | columns)
-
-
-def write_group(
-    writer: RecordWriter, step: int, number: int, rewards: list[float | None], **more: Any
-) -> None:
+def write_group(run: WrittenRun, step: int, number: int, rewards: list[float | None]) -> None:
     """Episodes `step.number.i`; None: one that failed."""
     for i, reward in enumerate(rewards):
-        failed: dict[str, Any] = {
-            "status": "failed",
-            "reward": None,
-            "detail": {"calls": [], "failures": [{"kind": "timeout", "message": "late", "attempt": 1}]},
-        }
-        fields = {
-            "step": step,
-            "group_id": f"step-{step}/sample-{number}",
-            "sample": SAMPLES[number % len(SAMPLES)],
-            **({"reward": reward} if reward is not None else failed),
-            **more,
-        }
-        writer.episode(episode(f"{step}.{number}.{i}", **fields))
+        group, sample = f"step-{step}/sample-{number}", SAMPLES[number % len(SAMPLES)]
+        run.episode(f"{step}.{number}.{i}", step=step, group_id=group, sample=sample, reward=reward)
+
+
+def test_what_a_resumed_run_took_back_is_in_no_group_and_no_score(run: WrittenRun) -> None:
+    of_step: dict[str, Any] = {"step": 2, "group_id": "step-2/sample-0"}
+    for uuid in ("old1", "old2"):
+        run.episode(uuid, reward=0.0, undone=1, **of_step)
+        run.trained(2, uuid, undone=1)
+    run.step(2, {"reward/mean": 0.0}, undone=1)
+    write_evaluation(run, "before", 0, {0: [1.0]})
+    run.episode("cut", label="after", sample=SAMPLES[0], reward=0.0, undone=1)
+    run.evaluation("after", 1, undone=1)
+    write_evaluation(run, "after", 1, {0: [1.0]})
+    for uuid in ("new1", "new2"):
+        run.episode(uuid, **of_step)
+    run.step(2)
+    ledger = run.reader
+    step = step_view(ledger, 2)
+    assert [uuids(group.episodes) for group in step.groups] == [["new1", "new2"]]
+    assert (step.undone, step.groups[0].mean_reward) == (2, 1.0)
+    assert len(step_page(ledger).steps) == 1
+    assert uuids(episode_view("r", ledger, "new1").siblings) == ["new1", "new2"]
+    old = episode_view("r", ledger, "old1")
+    assert (uuids(old.siblings), old.line.undone, old.line.outcome, old.uses) == (
+        ["old1", "old2"],
+        1,
+        None,
+        [],
+    )
+    assert uuids(search(ledger, "undone>0").episodes) == ["cut", "old2", "old1"]
+    assert [change.after for change in compare(ledger, ComparisonQuery()).samples] == [1.0]
 
 
 # The first screen
 
 
-def test_the_first_screen_of_a_run_that_goes_on(writer: RecordWriter, tmp_path: Path) -> None:
-    writer.status(
-        state="running",
-        process=ProcessId.own(),
-        method="grpo",
-        model="tiny",
-        tasks=["sums"],
-        step=2,
-        steps=10,
-        began=100.0,
-        waiting_for="step 3",
-        waiting_since=150.0,
-        phase={"label": "step 3", "done": 5, "total": 16, "time": 1.0},
-        recording="all",
-    )
-    write_evaluation(writer, "before", 0, {0: [0.0], 1: [1.0]})
-    write_group(writer, 1, 0, [1.0, 0.0, None])
-    for step in (1, 2):
-        write_step(writer, step)
-        writer.metrics(
-            step,
-            {
+def test_the_first_screen_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    with WrittenRun(tmp_path / "run", task={"name": "sums"}) as run:
+        run.status(
+            state="running",
+            process=ProcessId.own(),
+            step=2,
+            steps=10,
+            began=100.0,
+            waiting_for="step 3",
+            waiting_since=150.0,
+            phase={"label": "step 3", "done": 5, "total": 16, "time": 1.0},
+        )
+        write_evaluation(run, "before", 0, {0: [0.0], 1: [1.0]})
+        write_group(run, 1, 0, [1.0, 0.0, None])
+        for step in (1, 2):
+            metrics = {
                 "reward/mean": step / 4,
                 "episodes/accepted": 4.0,
                 "episodes/failed": 1.0,
@@ -155,15 +129,15 @@ def test_the_first_screen_of_a_run_that_goes_on(writer: RecordWriter, tmp_path: 
                 "alignment/calls": 10.0,
                 "response_tokens/cut_off": 0.2,
                 "alignment/max_abs_dlogp": 0.01 * step,
-            },
-        )
-    write_evaluation(writer, "step-2", 2, {0: [1.0], 1: [1.0]})
-    writer.finding(step=2, kind="finding", name="logprob_gap", detail="d", episode="", count=1)
-    writer.finding(step=2, kind="error", name="prompt_empty", detail="", episode="1.0.0", count=3)
-    writer.finding(step=2, kind="warning", name="constrained", detail="", episode="1.0.0", count=9)
-    writer.note("first")
-    writer.note("second")
-    view = overview("run", flushed(writer, tmp_path))
+            }
+            run.step(step, metrics)
+        write_evaluation(run, "step-2", 2, {0: [1.0], 1: [1.0]})
+        run.put(FindingRow(step=2, kind="finding", name="logprob_gap", detail="d"))
+        run.put(FindingRow(step=2, kind="error", name="prompt_empty", episode="1.0.0", count=3))
+        run.put(FindingRow(step=2, kind="warning", name="constrained", episode="1.0.0", count=9))
+        run.put(NoteRow(time=1.0, text="first"), NoteRow(time=2.0, text="second"))
+        ledger = run.reader
+    view = overview("run", ledger)
     assert (view.name, view.state, view.method, view.model, view.tasks) == (
         "run",
         "running",
@@ -194,14 +168,29 @@ def test_the_first_screen_of_a_run_that_goes_on(writer: RecordWriter, tmp_path: 
     assert (failure.kind, failure.count) == ("timeout", 2)
     assert failure.example is not None
     assert failure.example.uuid == "1.0.2"
-    assert run_line("run", Record(tmp_path)) == run_line("run", Record(tmp_path)).model_validate(
-        {name: getattr(view, name) for name in type(run_line("run", Record(tmp_path))).model_fields}
-    )
+    line = run_line("run", ledger)
+    assert line.model_dump() == {name: getattr(view, name) for name in type(line).model_fields}
 
 
-def test_one_evaluation_is_no_gain(writer: RecordWriter, tmp_path: Path) -> None:
-    write_evaluation(writer, "before", 0, {0: [0.0], 1: [1.0]})
-    line = run_line("run", flushed(writer, tmp_path))
+def test_before_there_is_a_ledger_a_run_is_shown_as_one_that_began(tmp_path: Path) -> None:
+    with WrittenRun(tmp_path, engine={"model": "tiny"}):
+        pass
+    (tmp_path / LEDGER_FILE).unlink()
+    ledger = LedgerReader(tmp_path)
+    view = overview("run", ledger)
+    assert (view.model, view.step, view.episodes, view.newest) == ("tiny", 0, 0, [])
+    assert search(ledger, "word").episodes == []
+    (tmp_path / LEDGER_FILE).touch()
+    assert overview("run", ledger).episodes == 0, "the server has not made its tables yet"
+    with WrittenRun(tmp_path) as run:
+        run.episode("e")
+        assert uuids(overview("run", ledger).newest) == ["e"]
+        assert uuids(search(ledger, "reply").episodes) == ["e"]
+
+
+def test_one_evaluation_is_no_gain(run: WrittenRun) -> None:
+    write_evaluation(run, "before", 0, {0: [0.0], 1: [1.0]})
+    line = run_line("run", run.reader)
     assert (line.score_before, line.score) == (None, 0.5)
 
 
@@ -215,17 +204,13 @@ def test_one_evaluation_is_no_gain(writer: RecordWriter, tmp_path: Path) -> None
     ],
 )
 def test_the_time_left_is_known_between_steps_of_a_usual_length(
-    writer: RecordWriter, tmp_path: Path, steps: int, ended: list[float], about: float | None
+    run: WrittenRun, steps: int, ended: list[float], about: float | None
 ) -> None:
     """Steps of 50 s; `ended`: seconds ago."""
-    writer.status(state="running", process=ProcessId.own(), step=2, steps=steps, began=100.0)
-    for step in (1, 2):
-        write_step(writer, step)
-    record = flushed(writer, tmp_path)
-    with sqlite3.connect(tmp_path / RECORD_FILE) as database:
-        for step, ago in enumerate(ended, 1):
-            database.execute("UPDATE steps SET time = ? WHERE step = ?", (time.time() - ago, step))
-    left = overview("run", record).time_left_s
+    run.status(state="running", process=ProcessId.own(), step=2, steps=steps, began=100.0)
+    for step, ago in enumerate(ended, 1):
+        run.step(step, time=time.time() - ago)
+    left = overview("run", run.reader).time_left_s
     assert left == (None if about is None else pytest.approx(about, abs=20))
 
 
@@ -242,13 +227,13 @@ def test_the_time_left_is_known_between_steps_of_a_usual_length(
     ],
 )
 def test_what_cuts_replies_off_is_named(
-    writer: RecordWriter, tmp_path: Path, config: dict[str, Any], longest: float, advice: str
+    tmp_path: Path, config: dict[str, Any], longest: float, advice: str
 ) -> None:
-    writer.status(config=config)
-    write_step(writer, 1)
-    cut = {"alignment/calls": 10.0, "response_tokens/cut_off": 0.6, "response_tokens/max": longest}
-    writer.metrics(1, cut)
-    (row,) = (row for row in health_rows(flushed(writer, tmp_path)) if row.name == "cut_off")
+    with WrittenRun(tmp_path) as run:
+        (tmp_path / CONFIG_FILE).write_text(yaml.safe_dump(config))
+        cut = {"alignment/calls": 10.0, "response_tokens/cut_off": 0.6, "response_tokens/max": longest}
+        run.step(1, cut)
+        (row,) = (row for row in health_rows(run.reader) if row.name == "cut_off")
     assert row.words.startswith(advice)
 
 
@@ -260,29 +245,20 @@ def test_a_trainer_that_is_gone_without_a_word_was_stopped() -> None:
     assert state({"state": "finished", "process": [host, pid, started - 1]}) == "finished"
 
 
-# Curves
-
-
 # Steps
 
 
-def test_a_step_has_its_groups_in_order_and_its_neighbors(writer: RecordWriter, tmp_path: Path) -> None:
+def test_a_step_has_its_groups_in_order_and_its_neighbors(run: WrittenRun) -> None:
     for step in (1, 2, 4):
-        write_step(writer, step)
-    write_group(writer, 2, 10, [1.0, 0.0])
-    write_group(writer, 2, 9, [1.0, 1.0])
-    write_group(writer, 1, 8, [0.0])
-    write_evaluation(writer, "step-2", 2, {0: [1.0]})
-    writer.trained(
-        2,
-        [
-            TrainedEpisode(uuid="2.10.0", outcome="trained", advantage=0.5),
-            TrainedEpisode(uuid="2.10.1", outcome="trained", advantage=-0.5),
-            TrainedEpisode(uuid="2.9.0", outcome="same_reward", advantage=0.0),
-        ],
-    )
-    writer.metrics(2, {"reward/mean": 0.75, "eval/score": 1.0})
-    view = step_view(flushed(writer, tmp_path), 2)
+        run.step(step, {"reward/mean": 0.75, "eval/score": 1.0} if step == 2 else {})
+    write_group(run, 2, 10, [1.0, 0.0])
+    write_group(run, 2, 9, [1.0, 1.0])
+    write_group(run, 1, 8, [0.0])
+    write_evaluation(run, "step-2", 2, {0: [1.0]})
+    run.trained(2, "2.10.0", advantage=0.5)
+    run.trained(2, "2.10.1", advantage=-0.5)
+    run.trained(2, "2.9.0", outcome="same_reward", advantage=0.0)
+    view = step_view(run.reader, 2)
     assert [group.group_id for group in view.groups] == ["step-2/sample-9", "step-2/sample-10"]
     assert [group.mean_reward for group in view.groups] == [1.0, 0.5]
     assert [(e.uuid, e.advantage, e.outcome) for e in view.groups[1].episodes] == [
@@ -296,37 +272,44 @@ def test_a_step_has_its_groups_in_order_and_its_neighbors(writer: RecordWriter, 
     assert (view.groups_found, view.next) == (2, None)
 
 
+def test_a_step_that_was_stopped_says_why(run: WrittenRun) -> None:
+    run.step(1)
+    write_group(run, 2, 0, [1.0, 0.0])
+    sequence = trained_sequence(0, 3, reason="the step was stopped: logprob_gap")
+    run.trained(2, "2.0.0", [sequence], outcome="set_aside")
+    run.step(2, stopped="logprob_gap", policy_version=1)
+    ledger = run.reader
+    assert [(line.step, line.stopped) for line in step_page(ledger).steps] == [(2, "logprob_gap"), (1, "")]
+    view = step_view(ledger, 2)
+    assert (view.line.stopped, view.groups[0].episodes[0].outcome) == ("logprob_gap", "set_aside")
+    episode = episode_view("run", ledger, "2.0.0")
+    assert episode.sequences[0].reason == "the step was stopped: logprob_gap"
+
+
 # Lists of episodes
 
 
-def test_lists_of_episodes_are_filtered_and_paged(
-    writer: RecordWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lists_of_episodes_are_filtered_and_paged(run: WrittenRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines_module, "FIRST_ROWS", 2)
     monkeypatch.setattr(lines_module, "SCAN_ROWS", 3)
     for number in range(20):
-        failed = number % 5 == 0
         cut = said(None, [1], [2], "q", "a", stop_reason="length" if number % 4 == 0 else "stop")
-        status = "failed" if failed else "accepted"
-        writer.episode(
-            episode(f"e{number}", status=status, reward=None if failed else 1.0, detail={"calls": [cut]})
-        )
-    writer.trained(
-        1, [TrainedEpisode(uuid="e1", outcome="trained"), TrainedEpisode(uuid="e2", outcome="stale")]
-    )
-    record = flushed(writer, tmp_path)
+        run.episode(f"e{number}", [cut], reward=1.0 if number % 5 else None)
+    run.trained(1, "e1")
+    run.trained(1, "e2", outcome="stale")
+    ledger = run.reader
 
     def pages(show: str, limit: int) -> list[list[str]]:
         found, before = [], None
         while True:
-            page = newest(record, show=show, before=before, limit=limit)
+            page = newest(ledger, show=show, before=before, limit=limit)
             found.append([uuid[1:] for uuid in uuids(page.episodes)])
             if page.next is None:
                 return found
             before = page.next
 
     assert pages("failed", 3) == [["15", "10", "5"], ["0"]]
-    assert pages("truncated", 4) == [["16", "12", "8", "4"], ["0"]]
+    assert pages("truncated", 4) == [["16", "12", "8", "4"], []]
     assert pages("trained", 5) == [["1"]]
     assert pages("untrained", 5) == [["2"]]
     everything = pages("all", 7)
@@ -337,15 +320,15 @@ def test_lists_of_episodes_are_filtered_and_paged(
 # Held-out samples
 
 
-def test_two_evaluations_are_compared_sample_by_sample(writer: RecordWriter, tmp_path: Path) -> None:
-    write_evaluation(writer, "before", 0, {0: [0.0, 0.0], 1: [1.0], 2: [0.5], 3: [1.0]})
-    write_evaluation(writer, "step-5", 5, {0: [1.0, 0.0], 1: [0.25], 2: [0.5]})
-    write_evaluation(writer, "after", 9, {0: [0.0], 1: [1.0], 2: [1.0]})
-    record = flushed(writer, tmp_path)
-    whole = compare(record, ComparisonQuery())
+def test_two_evaluations_are_compared_sample_by_sample(run: WrittenRun) -> None:
+    write_evaluation(run, "before", 0, {0: [0.0, 0.0], 1: [1.0], 2: [0.5], 3: [1.0]})
+    write_evaluation(run, "step-5", 5, {0: [1.0, 0.0], 1: [0.25], 2: [0.5]})
+    write_evaluation(run, "after", 9, {0: [0.0], 1: [1.0], 2: [1.0]})
+    ledger = run.reader
+    whole = compare(ledger, ComparisonQuery())
     assert (whole.before.label, whole.after.label) == ("before", "after")
     assert (whole.better, whole.worse, whole.same) == (1, 0, 3)
-    found = compare(record, ComparisonQuery(before="before", after="step-5"))
+    found = compare(ledger, ComparisonQuery(before="before", after="step-5"))
     assert (found.better, found.worse, found.same) == (1, 1, 2)
     changes = [(c.id, c.before, c.after, c.change) for c in found.samples]
     assert changes == [
@@ -362,45 +345,67 @@ def test_two_evaluations_are_compared_sample_by_sample(writer: RecordWriter, tmp
     assert found.gain.model_dump() == pytest.approx(
         {"mean": -1 / 12, "margin": 0.71196, "samples": 3}, abs=1e-5
     )
-    assert compare(record, ComparisonQuery(after="before")).gain == Gain(mean=0, margin=0, samples=4)
-    assert overview("run", record).gain == whole.gain
-    assert [c.id for c in compare(record, ComparisonQuery(after="step-5", show="better")).samples] == ["s0"]
+    assert compare(ledger, ComparisonQuery(after="before")).gain == Gain(mean=0, margin=0, samples=4)
+    assert overview("run", ledger).gain == whole.gain
+    assert [c.id for c in compare(ledger, ComparisonQuery(after="step-5", show="better")).samples] == ["s0"]
     with pytest.raises(NotRecordedError, match="no evaluation 'nope'; it has before, step-5, after"):
-        compare(record, ComparisonQuery(before="nope"))
+        compare(ledger, ComparisonQuery(before="nope"))
+
+
+def test_a_sample_is_named_by_the_digest_of_what_a_client_got(run: WrittenRun) -> None:
+    write_evaluation(run, "before", 0, {0: [0.0, 1.0], 1: [1.0]})
+    write_evaluation(run, "after", 3, {0: [1.0]})
+    run.episode("untouched", sample={})
+    ledger = run.reader
+    digest = sample_row(SAMPLES[0]).digest.hex()
+    assert episode_view("run", ledger, "after-0-0").line.sample == digest
+    view = sample_view(ledger, digest)
+    assert (view.id, view.task, view.sample) == ("s0", "sums", SAMPLES[0])
+    assert uuids(view.episodes) == ["after-0-0", "before-0-1", "before-0-0"]
+    assert [(each.policy_version, each.episodes, each.mean_reward) for each in view.versions] == [
+        (0, 3, 2 / 3)
+    ]
+    page = sample_view(ledger, digest, limit=2)
+    assert uuids(sample_view(ledger, digest, before=page.next).episodes) == ["before-0-0"]
+    assert uuids(search(ledger, f"sample:{digest[:12]}").episodes) == uuids(view.episodes)
+    for unknown, reason in (("ab" * 32, "the run has no sample"), ("3", "is not the digest of a sample")):
+        with pytest.raises(NotRecordedError, match=reason):
+            sample_view(ledger, unknown)
 
 
 # An episode
 
 
-def test_an_episode_has_its_turns_its_fork_and_its_failed_attempt(
-    writer: RecordWriter, tmp_path: Path
-) -> None:
+def test_an_episode_has_its_turns_its_fork_and_its_failed_attempt(run: WrittenRun) -> None:
     one = said(None, [1, 2], [3, 4], "Q1", "A1", tools='[{"name": "calc"}]')
     two = said(one, [5], [6, 7], "Q2", "A2", policy_version_end=2, temperature=0.5)
     fork = said(one, [8, 9], [10], "Q3", "A3", fork_reason="a message was edited", stop_reason="length")
     failed = said(None, [1], [2, 3], "Q1", "half")
-    detail = {
-        "calls": [one, two, fork],
-        "failed_calls": {1: [failed]},
-        "failures": [{"attempt": 1, "client_uuid": "w0", "kind": "timeout", "message": "too slow"}],
-        "metadata": {
-            "scores": {"exact": 1, "style": "good"},
-            "explanations": {"exact": {"answer": "2", "explanation": "equal"}},
-            "other": [1],
-        },
-        "log_metrics": {"turns": 3.0},
+    metadata = {
+        "scores": {"exact": 1, "style": "good"},
+        "explanations": {"exact": {"answer": "2", "explanation": "equal"}},
+        "other": [1],
     }
-    writer.episode(episode("a", group_id="g"))
-    writer.episode(episode("b", group_id="g", attempt=2, queued_s=1.5, detail=detail))
-    writer.episode(episode("c", group_id="h"))
+    run.episode("a", group_id="g")
+    run.episode(
+        "b",
+        group_id="g",
+        attempt=2,
+        queued_s=1.5,
+        calls={1: [failed], 2: [one, two, fork]},
+        failures=[Failure(attempt=1, client_uuid="worker-1", kind="timeout", message="too slow")],
+        metadata=metadata,
+        log_metrics={"turns": 3.0},
+    )
+    run.episode("c", group_id="h")
     sequences = [
         trained_sequence(0, 4, uses=bytes([TokenUse.TRAINED, TokenUse.CONSTRAINED, 0, 0])),
         trained_sequence(1, 3, uses=bytes([TokenUse.LEFT_OUT]), reason="prompt_empty"),
     ]
-    for step, advantage in ((1, 0.5), (3, 0.25)):
-        trained = TrainedEpisode(uuid="b", outcome="trained", advantage=advantage, sequences=sequences)
-        writer.trained(step, [trained])
-    view = episode_view("run", flushed(writer, tmp_path), "b")
+    run.trained(1, "b", sequences, advantage=0.5)
+    run.trained(3, "b", sequences, advantage=0.25, reason="replayed")
+    ledger = run.reader
+    view = episode_view("run", ledger, "b")
     assert (view.run, view.line.uuid, view.recorded, view.transcripts) == ("run", "b", True, [])
     assert (view.task, view.sample_id, view.input, view.target) == ("sums", "s0", "What is 1+1?", "2")
     assert [(t.sequence, t.start, t.end, t.prompt_tokens, t.sampled_tokens) for t in view.turns] == [
@@ -425,7 +430,7 @@ def test_an_episode_has_its_turns_its_fork_and_its_failed_attempt(
     (attempt,) = view.attempts
     assert (attempt.attempt, attempt.client, attempt.kind, attempt.message) == (
         1,
-        "w0",
+        "worker-1",
         "timeout",
         "too slow",
     )
@@ -440,29 +445,61 @@ def test_an_episode_has_its_turns_its_fork_and_its_failed_attempt(
         "prompt_empty",
     )
     assert other.fork_reason == "a message was edited"
-    assert [(use.step, use.outcome, use.advantage) for use in view.uses] == [
-        (1, "trained", 0.5),
-        (3, "trained", 0.25),
+    assert [(use.step, use.outcome, use.advantage, use.reason) for use in view.uses] == [
+        (1, "trained", 0.5, ""),
+        (3, "trained", 0.25, "replayed"),
     ]
     assert uuids(view.siblings) == ["a", "b"]
     assert (view.previous, view.next) == ("a", "c")
     assert view.line.advantage == 0.5
     assert view.metrics == {"turns": 3.0}
     assert view.queued_s == 1.5
-    assert episode_view("run", Record(tmp_path), "c").queued_s is None, "no queue, or an older record"
+    assert episode_view("run", ledger, "c").queued_s is None, "unknown"
 
 
-def test_an_episode_is_found_by_the_beginning_of_its_uuid(writer: RecordWriter, tmp_path: Path) -> None:
+def test_an_episode_that_lost_its_calls_keeps_their_sums(run: WrittenRun) -> None:
+    run.episode("e", emptied=True)
+    run.trained(1, "e", advantage=0.5)
+    ledger = run.reader
+    view = episode_view("run", ledger, "e")
+    assert (view.recorded, view.turns, view.sequences) == (False, [], [])
+    assert (view.line.calls, view.line.sampled_tokens, view.line.outcome) == (1, 3, "trained")
+    with pytest.raises(NotRecordedError, match="the tokens of episode 'e' are not recorded"):
+        token_view(ledger, "e", 0)
+
+
+def test_what_would_unpack_to_gigabytes_is_not_unpacked(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ledger may be from elsewhere."""
+    monkeypatch.setattr("tinkerscript.ledger.compression.MAX_CALL_BYTES", 10**6)
+    run.episode("e")
+    run.trained(1, "e", [trained_sequence(0, 3)])
+    bomb = zstandard.ZstdCompressor().compress(b"\x00" * 10**7)
+    assert len(bomb) < 1000
+    for table, column in (("calls", "call"), ("tokens", "sequences")):
+        ((kept,),) = run.execute(f"SELECT {column} FROM {table}").fetchall()
+        run.execute(f"UPDATE {table} SET {column} = ?", bomb)
+        refused = f"something else than {table}: 10000000 bytes are packed"
+        with pytest.raises(NotRecordedError, match=refused):
+            episode_view("run", run.reader, "e")
+        with pytest.raises(NotRecordedError, match=refused):
+            token_view(run.reader, "e", 0)
+        run.execute(f"UPDATE {table} SET {column} = ?", kept)
+    assert token_view(run.reader, "e", 0).ids == [1, 2, 3, 4, 5]
+
+
+def test_an_episode_is_found_by_the_beginning_of_its_uuid(run: WrittenRun) -> None:
     for uuid in ("abc1", "abc2", "abc22", "b%"):
-        writer.episode(episode(uuid))
-    record = flushed(writer, tmp_path)
-    assert find_episode(record, "abc1") == "abc1"
-    assert find_episode(record, "abc2") == "abc2"
-    assert find_episode(record, "b") == "b%"
+        run.episode(uuid)
+    ledger = run.reader
+    assert find_episode(ledger, "abc1") == "abc1"
+    assert find_episode(ledger, "abc2") == "abc2"
+    assert find_episode(ledger, "b") == "b%"
     with pytest.raises(NotRecordedError, match="several episodes begin with 'abc': abc1, abc2, abc22"):
-        find_episode(record, "abc")
+        find_episode(ledger, "abc")
     with pytest.raises(NotRecordedError, match="no episode that ended begins with '%'"):
-        find_episode(record, "%")
+        find_episode(ledger, "%")
 
 
 # Tokens
@@ -502,24 +539,15 @@ def test_a_character_of_several_tokens_is_the_text_of_its_last(byte_model: Path,
             assert "".join(found).replace("\ufffd", "") == "".join(whole[start:end])
 
 
-def write_tokens(
-    writer: RecordWriter, model: str, prompt: list[int], sampled: list[int], **more: Any
-) -> None:
-    writer.status(model=model)
-    one = said(None, prompt, sampled, "q", "a", policy_version=3)
+def test_each_token_has_what_sampler_and_trainer_gave_it(tmp_path: Path, model: str) -> None:
+    one = said(None, [1, 2, 3], [4, 5], "q", "a", policy_version=3)
     two = said(one, [9], [10, 11], "q", "a", policy_version=4)
-    writer.episode(episode("a", detail={"calls": [one, two]}))
-    sequence = trained_sequence(0, len(sampled) + 2, **more)
-    writer.trained(1, [TrainedEpisode(uuid="a", outcome="trained", sequences=[sequence])])
-
-
-def test_each_token_has_what_sampler_and_trainer_gave_it(
-    writer: RecordWriter, tmp_path: Path, model: str
-) -> None:
     used = bytes([TokenUse.TRAINED, TokenUse.CONSTRAINED, TokenUse.CORRECTED, TokenUse.TRAINED])
-    write_tokens(writer, model, [1, 2, 3], [4, 5], uses=used)
-    record = flushed(writer, tmp_path)
-    view = token_view(record, "a", 0)
+    with WrittenRun(tmp_path, engine={"model": model}) as run:
+        run.episode("a", [one, two])
+        run.trained(1, "a", [trained_sequence(0, 4, uses=used)])
+        ledger = run.reader
+    view = token_view(ledger, "a", 0)
     assert view.ids == [1, 2, 3, 4, 5, 9, 10, 11]
     assert view.sampled == [False] * 3 + [True] * 2 + [False] + [True] * 2
     assert view.calls == [None, None, None, 0, 0, None, 1, 1]
@@ -530,67 +558,19 @@ def test_each_token_has_what_sampler_and_trainer_gave_it(
     assert view.entropies == [None, None, None, 0.0, 0.25, None, 0.5, 0.75]
     assert view.advantages == [None, None, None, 0.5, 0.5, None, 0.5, 0.5]
     assert (view.length, view.start, view.end, view.step, view.reason) == (8, 0, 8, 1, None)
-    part = token_view(record, "a", 0, start=3, end=7)
+    part = token_view(ledger, "a", 0, start=3, end=7)
     for name in ("ids", "texts", "sampled", "uses", "versions", "calls", "logprobs", "trainer_logprobs"):
         assert getattr(part, name) == getattr(view, name)[3:7], name
     assert (part.start, part.end, part.length) == (3, 7, 8)
-    assert token_view(record, "a", 0, start=99).ids == []
-    assert token_view(record, "a", 0, start=2, end=1).ids == []
-
-
-# The search
-
-
-def test_the_search_finds_words_ids_and_conditions(writer: RecordWriter, tmp_path: Path) -> None:
-    def one(uuid: str, answer: str, reward: float, **more: Any) -> None:
-        detail: dict[str, Any] = {"calls": [said(None, [1], [2], "Question?", answer)]}
-        detail["metadata"] = {"scores": {"exact": reward >= 1}}
-        detail["log_metrics"] = more.pop("log_metrics", {})
-        writer.episode(episode(uuid, reward=reward, detail=detail, **more))
-
-    one("7f3a-1", "I am sorry, I cannot.", 0.0, client_uuid="worker-3")
-    one("7f3b-2", "The answer is: four", 1.0, step=12, queued_s=90.0)
-    one("88", "is the answer four?", 0.5, log_metrics={"turns": 4.0})
-    writer.episode(episode("99", status="failed", reward=None, detail={"calls": []}))
-    writer.trained(1, [TrainedEpisode(uuid="88", outcome="trained", advantage=-0.25)])
-    record = flushed(writer, tmp_path)
-
-    def found(text: str) -> list[str]:
-        return uuids(search(record, text).episodes)
-
-    assert found("sorry cannot") == ["7f3a-1"]
-    assert found("sorry four") == []
-    assert found("SORR") == ["7f3a-1"], "a word by its beginning"
-    assert found("answer four") == ["88", "7f3b-2"]
-    assert found('"the answer is"') == ["7f3b-2"]
-    assert found("7f3") == ["7f3b-2", "7f3a-1"]
-    assert found("7f3a-1") == ["7f3a-1"]
-    assert found("worker-3") == ["7f3a-1"]
-    assert found("client:worker-3") == ["7f3a-1"]
-    assert found("client!=worker-3") == ["99", "88", "7f3b-2"]
-    assert found("reward>0") == ["88", "7f3b-2"]
-    assert found("reward!=0.5") == ["7f3b-2", "7f3a-1"]
-    assert found("step=12") == ["7f3b-2"]
-    assert found("score/exact=0") == ["88", "7f3a-1"]
-    assert found("score/exact>=1 four") == ["7f3b-2"]
-    assert found("turns=4") == ["88"]
-    assert found("queued_s>60") == ["7f3b-2"]
-    assert found("advantage<0") == ["88"]
-    assert found("outcome:trained") == ["88"]
-    assert found("status=failed") == ["99"]
-    assert found("") == ["99", "88", "7f3b-2", "7f3a-1"]
-    assert found('sorry" OR "four') == []
-    for strange in ("*", '"', "a AND", "NEAR(", "body:sorry", "-", "é😀"):
-        assert found(strange) == [], strange
-    with pytest.raises(NotRecordedError, match="cannot be read"):
-        found("\x00")
+    assert token_view(ledger, "a", 0, start=99).ids == []
+    assert token_view(ledger, "a", 0, start=2, end=1).ids == []
 
 
 # Alignment
 
 
-def test_findings_are_counted_over_the_run_and_lead_to_episodes(writer: RecordWriter, tmp_path: Path) -> None:
-    writer.episode(episode("a"))
+def test_findings_are_counted_over_the_run_and_lead_to_episodes(run: WrittenRun) -> None:
+    run.episode("a")
     for step, kind, name, uuid, count in (
         (1, "error", "prompt_empty", "a", 2),
         (3, "error", "prompt_empty", "gone", 1),
@@ -598,10 +578,11 @@ def test_findings_are_counted_over_the_run_and_lead_to_episodes(writer: RecordWr
         (2, "finding", "logprob_gap", "", 1),
         (2, "warning", "unheard_of", "a", 4),
     ):
-        writer.finding(step=step, kind=kind, name=name, detail=f"d{step}", episode=uuid, count=count)
-    writer.metrics(1, {"alignment/k1": 0.5})
-    record = flushed(writer, tmp_path)
-    view = alignment_view(record)
+        row = FindingRow(step=step, kind=kind, name=name, detail=f"d{step}", episode=uuid, count=count)
+        run.put(row)
+    run.step(1, {"alignment/k1": 0.5})
+    ledger = run.reader
+    view = alignment_view(ledger)
     assert view.curves.keys() == {"alignment/k1"}
     assert [(k.kind, k.name, k.count, k.steps, k.first_step, k.last_step) for k in view.kinds] == [
         ("error", "id_out_of_range", 9, 1, 3, 3),
@@ -611,34 +592,66 @@ def test_findings_are_counted_over_the_run_and_lead_to_episodes(writer: RecordWr
     ]
     assert view.kinds[1].meaning == "no token comes before the first sampled one"
     assert view.kinds[3].meaning == ""
-    page = found_in(record, "error", "prompt_empty")
+    page = found_in(ledger, "error", "prompt_empty")
     assert [(f.step, f.detail, f.count, f.episode and f.episode.uuid) for f in page.found] == [
         (3, "d3", 1, None),
         (1, "d1", 2, "a"),
     ]
     with pytest.raises(NotRecordedError, match="no error 'logprob_gap'"):
-        found_in(record, "error", "logprob_gap")
+        found_in(ledger, "error", "logprob_gap")
 
 
 # Runs
 
 
 def test_a_run_of_another_version_hides_no_other(tmp_path: Path) -> None:
-    for name in ("good", "odd"):
-        (tmp_path / name).mkdir()
-        with RecordWriter(tmp_path / name / RECORD_FILE) as writer:
-            writer.episode(episode(f"of {name}"))
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / RECORD_FILE).write_bytes(b"no database" * 100)
+    for name in ("bad", "good", "odd", "old"):
+        with WrittenRun(tmp_path / name) as run:
+            run.episode(f"of {name}")
+            if name == "old":
+                run.execute("PRAGMA user_version = 1")
+    (tmp_path / "bad" / LEDGER_FILE).write_bytes(b"no database" * 100)
+    (tmp_path / "no run").mkdir()
     runs = Runs(tmp_path)
-    assert runs.folders().keys() == {"bad", "good", "odd"}
+    assert runs.folders().keys() == {"bad", "good", "odd", "old"}
     assert runs.readable().keys() == {"good", "odd"}
-    assert runs.record("good") is runs.record("good")
-    name, record = runs.record_of("of odd")
-    assert (name, record.folder) == ("odd", tmp_path / "odd")
+    assert runs.ledger("good") is runs.ledger("good")
+    name, ledger = runs.ledger_of("of odd")
+    assert (name, ledger.folder) == ("odd", tmp_path / "odd")
     with pytest.raises(NotRecordedError, match="no run here has an episode 'of bad'"):
-        runs.record_of("of bad")
-    with pytest.raises(NotRecordedError, match="no run 'nope' here; there are bad, good, odd"):
-        runs.record("nope")
+        runs.ledger_of("of bad")
+    with pytest.raises(NotRecordedError, match="no run 'nope' here; there are bad, good, odd, old"):
+        runs.ledger("nope")
     with pytest.raises(ConfigError, match="cannot be read"):
-        runs.record("bad")
+        runs.ledger("bad")
+    with pytest.raises(ConfigError, match="has version 1, and this tinkerscript reads 2"):
+        runs.ledger("old")
+
+
+def test_a_store_elsewhere_is_opened_only_if_the_user_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder from elsewhere could name any file or database."""
+    with WrittenRun(tmp_path / "mine") as mine:
+        mine.episode("e")
+    store = f"sqlite://{tmp_path / 'mine' / LEDGER_FILE}"
+    named = tmp_path / "named"
+    with WrittenRun(named, interchange_server={"store": store}):
+        (named / LEDGER_FILE).unlink()
+    monkeypatch.delenv(STORE_VARIABLE, raising=False)
+    refused = f"its config.yaml names the ledger .*: if it is yours, set {STORE_VARIABLE}"
+    with pytest.raises(ConfigError, match=refused):
+        LedgerReader(named)
+    assert Runs(tmp_path).readable().keys() == {"mine"}
+    monkeypatch.setenv(STORE_VARIABLE, f"{store}.other")
+    with pytest.raises(ConfigError, match=refused):
+        LedgerReader(named)
+    monkeypatch.setenv(STORE_VARIABLE, store)
+    assert uuids(overview("named", LedgerReader(named)).newest) == ["e"]
+    assert Runs(tmp_path).readable().keys() == {"mine", "named"}
+    secret = tmp_path / "secret"
+    with WrittenRun(secret, interchange_server={"store": "postgresql://me:pass@db/runs"}):
+        pass
+    with pytest.raises(ConfigError, match="names the ledger db/runs") as told:
+        LedgerReader(secret)
+    assert "pass" not in str(told.value)

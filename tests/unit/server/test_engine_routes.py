@@ -17,6 +17,7 @@ from interchange_helpers import FAST, trainer, until
 from tinkerscript.errors import ConflictError
 from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger import SqliteLedger
+from tinkerscript.ledger.storage import StorageLimit
 from tinkerscript.protocol import StartEngineRequest
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.interchange import Interchange
@@ -64,6 +65,7 @@ async def engine(tmp_path: Path, program: str) -> AsyncGenerator[Engine]:
         metrics=metrics,
         times=FAST,
         last_commit=LastCommit(),
+        storage=StorageLimit(ledger, 0),
     )
     command = (sys.executable, "-S", "-c", program)
     routes = EngineRoutes(tmp_path, interchange=interchange, link=link, trainer=command, ending_s=0.3)

@@ -116,8 +116,9 @@ def test_an_episode_knows_how_long_it_waited_for_its_last_claim() -> None:
     book.retry("e")
     wall.now += 1.0
     assert claimed(book).queued_s == 1.0
-    episode.queued_at = 0.0
-    assert episode.queued_s is None, "a server that was started again does not know"
+    book.abort("e", 3, Failure(kind="boom"))
+    book.get("e").queued_at = 0.0
+    assert claimed(book).queued_s is None, "it was queued before the server was started again"
 
 
 def test_register_is_idempotent_by_content(book: EpisodeBook) -> None:

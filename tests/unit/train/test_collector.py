@@ -5,26 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from failing_ledger import VICTIM, planted
 from interchange_helpers import until
 from rollout_helpers import make_accepted, make_call
 from run_ledger import KeptRows
 from tinkerscript.config import TrainingConfig
-from tinkerscript.errors import LinkError
+from tinkerscript.errors import LinkError, NoSuccessError
 from tinkerscript.ledger.history import History, PlannedRow
 from tinkerscript.ledger.rows import TrainedRow, TrainerRow, Use
-from tinkerscript.record.schema import RECORD_FILE
-from tinkerscript.record.writer import RecordWriter
 from tinkerscript.testing import QuietReporter
-from tinkerscript.train.collector import MAX_TRIES, Batch, Collector, StepBatches
+from tinkerscript.train.collector import Batch, Collector
 from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
-from tinkerscript.train.recorder import RunRecorder
+from tinkerscript.train.off_policy import PolicyLags
+from tinkerscript.train.stream import MAX_TRIES, GroupStream
 from tinkerscript.trainer_link.messages import BatchProgress, EpisodeAccepted, EpisodeFailed, Outcome, usable
 
 
@@ -78,27 +75,18 @@ def plans(*uuids: str, group: str = "g") -> list[PlannedEpisode]:
 
 
 @asynccontextmanager
-async def collecting(
-    tmp_path: Path, *, client_samples: bool = True
-) -> AsyncGenerator[tuple[Collector, ScriptedSource]]:
+async def collecting(*, client_samples: bool = True) -> AsyncGenerator[tuple[Collector, ScriptedSource]]:
     source = ScriptedSource()
-    with RecordWriter(tmp_path / RECORD_FILE) as record:
-        collector = Collector(
-            source,
-            QuietReporter(),
-            group_size=2,
-            client_samples=client_samples,
-            recorder=RunRecorder(record, "all"),
-        )
-        running = asyncio.create_task(collector.run())
-        async with asyncio.timeout(10):
-            yield collector, source
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+    collector = Collector(source, QuietReporter(), group_size=2, client_samples=client_samples)
+    running = asyncio.create_task(collector.run())
+    async with asyncio.timeout(10):
+        yield collector, source
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_the_episodes_of_a_batch_are_started_for_its_step_and_none_is_left_out(tmp_path: Path) -> None:
-    async with collecting(tmp_path) as (collector, source):
+async def test_the_episodes_of_a_batch_are_started_for_its_step_and_none_is_left_out() -> None:
+    async with collecting() as (collector, source):
         batch = Batch("step 1", rule="groups", groups=1, group_size=2)
         await collector.open(batch, [plans("a", "b")], step=1)
         assert (source.started, source.steps) == (["a", "b"], [1])
@@ -112,8 +100,8 @@ async def test_the_episodes_of_a_batch_are_started_for_its_step_and_none_is_left
         assert source.left_out == [(3, 0, "no batch is waiting for it")]
 
 
-async def test_what_a_batch_does_not_need_is_cancelled_and_the_ledger_is_told(tmp_path: Path) -> None:
-    async with collecting(tmp_path) as (collector, source):
+async def test_what_a_batch_does_not_need_is_cancelled_and_the_ledger_is_told() -> None:
+    async with collecting() as (collector, source):
         batch = Batch("step 1", rule="groups", groups=1, group_size=2)
         await collector.open(batch, [plans("a", "b"), plans("c", "d", group="h")], step=1)
         source.queue.put_nowait([accepted("a"), accepted("b")])
@@ -141,11 +129,9 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("kind", UNUSABLE)
-async def test_a_result_that_cannot_train_is_named_and_is_a_failure_to_its_batch(
-    tmp_path: Path, kind: str
-) -> None:
+async def test_a_result_that_cannot_train_is_named_and_is_a_failure_to_its_batch(kind: str) -> None:
     result, reason = UNUSABLE[kind]
-    async with collecting(tmp_path) as (collector, source):
+    async with collecting() as (collector, source):
         batch = Batch("step 1", rule="groups", groups=1, group_size=2)
         await collector.open(batch, [plans("a", "b")], step=1)
         source.queue.put_nowait([result, accepted("b")])
@@ -176,21 +162,8 @@ def test_a_reward_out_of_bounds_is_a_failure_with_every_earlier_one() -> None:
         assert usable(outcome) is outcome
 
 
-async def test_an_episode_that_cannot_be_recorded_trains_all_the_same_and_so_do_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(RecordWriter, "episode", planted(RecordWriter.episode, "record"))
-    async with collecting(tmp_path) as (collector, source):
-        batch = Batch("step 1", rule="groups", groups=1, group_size=2)
-        await collector.open(batch, [plans(VICTIM, "b")], step=1)
-        source.queue.put_nowait([accepted(VICTIM), accepted("b")])
-        await collector.closed(batch, lambda n: [], 1)
-        assert len(batch.groups["g"].accepted) == 2
-    assert f"record.entry_dropped episode={VICTIM}" in caplog.text
-
-
-async def test_groups_of_clients_that_end_in_turns_are_kept_whole(tmp_path: Path) -> None:
-    async with collecting(tmp_path) as (collector, source):
+async def test_groups_of_clients_that_end_in_turns_are_kept_whole() -> None:
+    async with collecting() as (collector, source):
         for uuid, group in (("a", "A"), ("b", "B"), ("aa", "A"), ("bb", "B")):
             source.queue.put_nowait([accepted(uuid, group=group, pool="w")])
         for expected in ({"a", "aa"}, {"b", "bb"}):
@@ -200,8 +173,8 @@ async def test_groups_of_clients_that_end_in_turns_are_kept_whole(tmp_path: Path
         assert source.kept == []
 
 
-async def test_the_batch_that_is_filled_and_who_is_ahead_of_it_is_told(tmp_path: Path) -> None:
-    async with collecting(tmp_path) as (collector, source):
+async def test_the_batch_that_is_filled_and_who_is_ahead_of_it_is_told() -> None:
+    async with collecting() as (collector, source):
         batch = Batch("step 1", rule="groups", groups=1, group_size=2, from_clients=True)
         filling = asyncio.create_task(collector.filled(batch))
         await until(lambda: bool(source.batches))
@@ -229,8 +202,8 @@ def told(batch: BatchProgress | None) -> tuple[int, int, dict[str, int]]:
     return batch.have, batch.needed, batch.groups_ahead
 
 
-async def test_clients_own_samples_are_left_out_by_name_where_a_task_trains(tmp_path: Path) -> None:
-    async with collecting(tmp_path, client_samples=False) as (collector, source):
+async def test_clients_own_samples_are_left_out_by_name_where_a_task_trains() -> None:
+    async with collecting(client_samples=False) as (collector, source):
         batch = Batch("step 1", rule="groups", groups=1, group_size=2)
         await collector.open(batch, [plans("a", "b")], step=1)
         theirs = [accepted(f"c{n}", group="w/g", pool="w", size=2, sequence=n) for n in (5, 6)]
@@ -241,8 +214,8 @@ async def test_clients_own_samples_are_left_out_by_name_where_a_task_trains(tmp_
         assert source.left_out == [(5, 0, reason), (6, 0, reason)]
 
 
-async def test_an_error_of_the_source_reaches_who_waits(tmp_path: Path) -> None:
-    async with collecting(tmp_path) as (collector, source):
+async def test_an_error_of_the_source_reaches_who_waits() -> None:
+    async with collecting() as (collector, source):
         batch = Batch("step 1", rule="groups", groups=1, group_size=2)
         await collector.open(batch, [plans("a", "b")], step=1)
         source.queue.put_nowait(RuntimeError("the link broke"))
@@ -250,13 +223,11 @@ async def test_an_error_of_the_source_reaches_who_waits(tmp_path: Path) -> None:
             await collector.closed(batch, lambda n: [], 1)
 
 
-async def test_a_ledger_that_cannot_be_told_reaches_who_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_ledger_that_cannot_be_told_reaches_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(rows: Collection[TrainerRow]) -> None:
         raise LinkError("the server refused this trainer")
 
-    async with collecting(tmp_path) as (collector, source):
+    async with collecting() as (collector, source):
         batch = Batch("step 1", rule="groups", groups=1, group_size=2)
         await collector.open(batch, [plans("a", "b")], step=1)
         monkeypatch.setattr(source, "note", gone)
@@ -286,70 +257,97 @@ class Samples:
         return PlannedEpisode("train", group_id, {"position": position}, position=position, **more)
 
 
-async def test_a_step_opens_its_groups_and_the_extra_ones_and_cancels_what_is_left(tmp_path: Path) -> None:
+def stream_of(collector: Collector, config: TrainingConfig, samples: Any) -> GroupStream:
+    lags = PolicyLags(config, {0: 0})
+    lags.published(0, step=0)
+    return GroupStream(collector.source, collector, collector.progress, config, samples, lags)
+
+
+async def test_a_step_starts_its_groups_and_the_extra_ones_and_cancels_what_is_left() -> None:
     config = TrainingConfig(steps=2, groups_per_step=2, extra_groups=1, group_size=2)
-    async with collecting(tmp_path) as (collector, source):
-        batches = StepBatches(collector, config, Samples())
-        batch = await batches.open(2)
-        assert source.started == [f"2.{group}.{number}" for group in range(3) for number in range(2)]
-        assert source.steps == [2]
+    async with collecting() as (collector, source):
+        stream = stream_of(collector, config, Samples())
+        await stream.start(1)
+        assert source.started == [f"1.{group}.{number}" for group in range(3) for number in range(2)]
+        assert source.steps == [1]
         source.queue.put_nowait([accepted(uuid) for uuid in source.started[:4]])
-        assert await batches.close(batch, 2) == 2
-        assert source.cancelled == ["2.2.0", "2.2.1"]
-        assert (await batches.open(3)).leftovers == [], "there is no such step"
-        assert len(source.started) == 6
+        step = await stream.take(1, version=0)
+        assert (step.number, step.cancelled, step.policy_version, step.max_lag) == (1, 2, 0, 0)
+        assert source.cancelled == ["1.2.0", "1.2.1"]
+        assert [len(group) for _, group in step.groups] == [2, 2]
+        assert source.steps == [1], "the next step's groups wait"
 
 
-async def test_groups_without_a_difference_are_replaced_up_to_the_limit(tmp_path: Path) -> None:
+async def test_with_asynchronous_the_next_step_starts_before_a_step_trains() -> None:
+    config = TrainingConfig(steps=2, groups_per_step=1, group_size=2, asynchronous=True, max_policy_lag=1)
+    async with collecting() as (collector, source):
+        stream = stream_of(collector, config, Samples())
+        await stream.start(1)
+        for taken in (1, 2):
+            source.queue.put_nowait([accepted(uuid) for uuid in source.started[-2:]])
+            await stream.take(taken, version=0)
+            assert source.steps == [1, 2], "and none after the last one"
+
+
+async def test_groups_without_a_difference_are_replaced_up_to_the_limit() -> None:
     config = TrainingConfig(steps=1, groups_per_step=1, group_size=2, batch_rule="differing_groups")
-    async with collecting(tmp_path) as (collector, source):
-        batches = StepBatches(collector, config, Samples())
-        batch = await batches.open(1)
-        closing = asyncio.create_task(batches.close(batch, 1))
+    async with collecting() as (collector, source):
+        taking = asyncio.create_task(stream_of(collector, config, Samples()).take(1, version=0))
         for group in range(MAX_TRIES):
             await until(lambda group=group: len(source.started) == 2 * (group + 1))
             source.queue.put_nowait([accepted(uuid) for uuid in source.started[-2:]])
-        await closing
+        assert len((await taking).batch.groups) == MAX_TRIES
         assert set(source.steps) == {1}, "the replacements too"
-        assert len(batch.groups) == MAX_TRIES
 
 
-def planned(uuid: str, position: int, *, is_over: bool = False) -> PlannedRow:
-    return PlannedRow(episode_uuid=uuid, group_id="g", position=position, is_over=is_over)
+async def test_a_step_of_which_every_episode_fails_is_set_aside() -> None:
+    config = TrainingConfig(steps=1, groups_per_step=1, group_size=2)
+    async with collecting() as (collector, source):
+        stream = stream_of(collector, config, Samples())
+        await stream.start(1)
+        failures: list[dict[str, object]] = [{"kind": "task_error", "message": "no"}]
+        source.queue.put_nowait(
+            [EpisodeFailed(episode_uuid=uuid, failures=failures) for uuid in source.started]
+        )
+        with pytest.raises(NoSuccessError, match="step 1: all 2 episodes that ended failed"):
+            await stream.take(1, version=0)
+        assert [(row.step, row.outcome) for row in source.of(TrainedRow)] == [(1, Use.SET_ASIDE)] * 2
+
+
+def planned(uuid: str, position: int) -> PlannedRow:
+    return PlannedRow(episode_uuid=uuid, group_id="g", position=position)
 
 
 @pytest.mark.parametrize(("groups", "missing"), [(1, 0), (2, 1)])
 async def test_an_interrupted_step_goes_on_with_what_it_had_and_registers_the_rest(
-    tmp_path: Path, groups: int, missing: int
+    groups: int, missing: int
 ) -> None:
     """What has ended comes again, as what has not."""
-    config = TrainingConfig(steps=2, groups_per_step=groups, group_size=2)
-    async with collecting(tmp_path) as (collector, source):
-        batches = StepBatches(collector, config, Samples())
-        batches.restore(History(step=1))
-        known = [planned("a", 5, is_over=True), planned("b", 5)]
-        batches.restore(History(step=1, planned=known, planned_groups=1))
+    config = TrainingConfig(steps=2, groups_per_step=groups, group_size=2, max_policy_lag=2)
+    async with collecting() as (collector, source):
+        stream = stream_of(collector, config, Samples())
+        stream.restore(History(step=1))
+        known = [planned("a", 5), planned("b", 5)]
+        stream.restore(History(step=1, planned=known, planned_groups=1))
         source.queue.put_nowait([accepted("a", number=1)])
         await collector.received_until(1)
-        batch = await batches.open(2)
+        await stream.start(2)
         new = [f"2.0.{number}" for number in range(2)] * missing
-        assert (batch.label, source.started) == ("step 2", new)
+        assert source.started == new
+        source.queue.put_nowait([accepted(uuid) for uuid in ("b", *new)])
+        batch = (await stream.take(2, version=0)).batch
+        assert (batch.label, batch.outcomes.keys()) == ("step 2", {"a", "b", *new})
         assert {uuid: payload for uuid, payload in batch.payloads.items() if payload} == {
             uuid: {"position": 5} for uuid in "ab"
         }
-        source.queue.put_nowait([accepted(uuid) for uuid in ("b", *new)])
-        await batches.close(batch, 2)
-        assert batch.outcomes.keys() == {"a", "b", *new}
         assert source.kept == []
-        assert (await batches.open(2)) is not batch
 
 
-async def test_without_samples_of_its_own_a_step_takes_those_of_clients(tmp_path: Path) -> None:
-    async with collecting(tmp_path) as (collector, source):
-        batches = StepBatches(collector, TrainingConfig(steps=1, groups_per_step=1, group_size=2), None)
-        batches.restore(History(planned=[planned("x", 0)], planned_groups=1))
-        batch = await batches.open(1)
-        assert batch.leftovers == []
+async def test_without_samples_of_its_own_a_step_takes_those_of_clients() -> None:
+    config = TrainingConfig(steps=1, groups_per_step=1, group_size=2)
+    async with collecting() as (collector, source):
+        stream = stream_of(collector, config, None)
+        stream.restore(History(planned=[planned("x", 0)], planned_groups=1))
         source.queue.put_nowait([accepted(uuid, group="G", pool="w") for uuid in ("a", "b")])
-        assert await batches.close(batch, 1) == 0
-        assert (batch.outcomes.keys(), source.started) == ({"a", "b"}, [])
+        step = await stream.take(1, version=0)
+        assert (step.batch.outcomes.keys(), step.cancelled, source.started) == ({"a", "b"}, 0, [])

@@ -75,6 +75,7 @@ def test_evaluation_goes_round_the_held_out_samples_of_each_task(tasks: list[Wei
     plans = TaskSamples(tasks, seed=1).eval_episodes(label="before", count=8)
     found = Counter(plan.payload["sample"]["id"] for plan in plans)
     assert found == {"few0": 1, "few1": 1, **{f"held{n}": 1 for n in range(6)}}
+    assert {plan.label for plan in plans} == {"before"}
 
 
 def test_evaluation_samples_that_train_too_are_counted(tasks: list[WeightedTaskConfig]) -> None:

@@ -36,6 +36,7 @@ from tinkerscript.ledger import SqliteLedger
 from tinkerscript.ledger.history import History, Tally
 from tinkerscript.ledger.ledger import WriteBatch
 from tinkerscript.ledger.rows import PublicationRow, ResumptionRow
+from tinkerscript.ledger.storage import StorageLimit
 from tinkerscript.protocol import ClaimEpisodeRequest, Failure
 from tinkerscript.rollouts.call import pack_ids
 from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
@@ -128,6 +129,7 @@ async def serving(
         metrics=metrics,
         times=times,
         last_commit=await read_last_commit(ledger),
+        storage=StorageLimit(ledger, 0),
     )
     address = link.bind(address)
 
@@ -160,8 +162,10 @@ async def test_an_episode_goes_there_and_back(address: str, tmp_path: Path) -> N
     async with serving(address, tmp_path) as server, trainer(server.address) as link:
         assert await link.resume([]) == History()
         await link.register([new_episode("e", "eval", b'{"a": 1}')])
-        stored = await read_episodes(server.ledger)
-        assert [each.payload for each in stored] == [b'{"a": 1}'], "confirmed means stored"
+        stored = (await read_episodes(server.ledger)).present
+        assert [(each.payload, each.label) for each in stored] == [(b'{"a": 1}', "before")], (
+            "confirmed means stored"
+        )
         link.set_status(policy_version=3, global_step=2)
         await link.flush()
         assert await link.tally() == Tally(lost=1)
@@ -174,7 +178,7 @@ async def test_an_episode_goes_there_and_back(address: str, tmp_path: Path) -> N
         assert (outcome.episode_type, outcome.reward, outcome.attempt) == ("eval", 0.5, 1)
         assert outcome.policy_version_at_claim == 3
         await link.commit(consumed(outcomes, step=0))
-        (stored,) = await read_episodes(server.ledger)
+        (stored,) = (await read_episodes(server.ledger)).present
         assert stored.status == "accepted"
         assert await link.tally() == Tally(eval_accepted=1)
 
@@ -240,7 +244,7 @@ async def test_a_trainer_gets_outcomes_once_it_has_resumed_and_again_until_it_us
         async with trainer(server.address) as link:
             history = await link.resume([])
             assert (history.resumption, history.open_until) == (2, 1)
-            assert [(each.episode_uuid, each.is_over) for each in history.planned] == [("e", True)]
+            assert [each.episode_uuid for each in history.planned] == ["e"]
             outcomes = await collect(link, 1)
             assert set(outcomes) == {"e"}, "a new trainer has it from the server"
             await link.commit(consumed(outcomes))

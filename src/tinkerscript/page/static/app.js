@@ -29,7 +29,7 @@ function Place({ parts, query }) {
     case "config": return html`<${ConfigPlace} run=${name} query=${query} />`;
     case "steps": return rest[0] ? html`<${StepPlace} run=${name} step=${rest[0]} query=${query} />` : html`<${StepsPlace} run=${name} />`;
     case "evaluations": return html`<${EvaluationsPlace} run=${name} query=${query} />`;
-    case "samples": return html`<${SamplePlace} run=${name} number=${rest[0]} />`;
+    case "samples": return html`<${SamplePlace} run=${name} digest=${rest[0]} />`;
     case "episodes": return html`<${EpisodesPlace} run=${name} query=${query} />`;
     case "alignment": return rest.length === 2 ? html`<${FindingPlace} run=${name} kind=${rest[0]} name=${rest[1]} />` : html`<${AlignmentPlace} run=${name} />`;
     case "fleet": return html`<${FleetPlace} run=${name} />`;

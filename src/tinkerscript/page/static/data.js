@@ -40,7 +40,8 @@ export function useData(path, query = {}, { live = false } = {}) {
   return { ...state, again: () => setRound((n) => n + 1) };
 }
 
-/** Pages of a list, each after the one before: `{items, more, error, loading}`; `more` is null at the end. */
+/** Pages of a list, each after the one before: `{items, more, next, error, loading}`; `more` is null at the end, and
+ * `next` says where it goes on. */
 export function usePages(path, query, name, cursor, options) {
   const [rest, setRest] = useState({ key: "", items: [], next: undefined, error: null });
   const key = path + JSON.stringify(query);
@@ -53,5 +54,5 @@ export function usePages(path, query, name, cursor, options) {
       (page) => setRest({ key, items: [...own.items, ...page[name]], next: page.next, error: null }),
       (error) => setRest({ ...own, error }),
     );
-  return { items: [...(first.data?.[name] ?? []), ...own.items], more, error: first.error ?? own.error, loading: first.loading, data: first.data };
+  return { items: [...(first.data?.[name] ?? []), ...own.items], more, next, error: first.error ?? own.error, loading: first.loading, data: first.data };
 }

@@ -37,8 +37,8 @@ function Facts({ data }) {
   const { line } = data;
   const facts = [
     ["reward", line.status === "accepted" ? html`<strong>${number(line.reward)}</strong>${line.is_success === null ? "" : line.is_success ? " (success)" : " (no success)"}` : html`<strong class="bad">${line.status}</strong>`],
-    ["for", html`${forWhat(line, data.run)}${line.sample !== null && html`, <${Link} to=${["run", data.run, "samples", String(line.sample)]}>sample ${data.sample_id || line.sample}<//>`}`],
-    ["training", data.uses.length ? data.uses.map((use) => `step ${use.step}: ${outcomeText(use.outcome)}${use.advantage === null ? "" : `, advantage ${number(use.advantage)}`}`).join("; ") : line.type === "eval" ? "evaluations do not train" : line.status === "accepted" ? "no step has used it yet" : "none: it has no reward"],
+    ["for", html`${forWhat(line, data.run)}${line.sample !== null && html`, <${Link} to=${["run", data.run, "samples", String(line.sample)]}>sample ${data.sample_id || line.sample.slice(0, 8)}<//>`}`],
+    ["training", line.type === "eval" ? "evaluations do not train" : line.status !== "accepted" ? "none: it has no reward" : data.uses.map((use) => `step ${use.step}: ${outcomeText(use.outcome)}${use.reason && ` (${use.reason})`}${use.advantage === null ? "" : `, advantage ${number(use.advantage)}`}`).join("; ") || "no step has used it yet"],
     ["tokens", `${number(line.sampled_tokens)} sampled in ${count(line.calls, "call")}, ${number(line.prompt_tokens)} of prompts`],
     ["policy", line.first_version === null ? "–" : line.first_version === line.last_version ? `version ${line.first_version}` : `versions ${line.first_version} to ${line.last_version}`],
     ["client", html`<span class="mono">${line.client || "–"}</span>, attempt ${line.attempt}`], ["ended", clock(line.ended)], ["uuid", html`<span class="mono small">${line.uuid}</span>`],
@@ -74,7 +74,7 @@ function Talk({ data }) {
   const { line } = data;
   return html`${!data.recorded && line.status === "failed" && html`<div class="banner bad">${line.preview || "It failed without saying why."}</div>`}<${Card} title="Conversation" more=${data.is_chat ? "" : count(data.turns.length, "call")}>
     ${data.is_chat ? html`<${Empty} title="A chat of supervised fine-tuning">Its tokens are below; those that train are underlined.<//>` : data.turns.length ? html`${data.queued_s !== null && html`<p class="small quiet wait">It waited in the queue for ${queued(data)}.</p>`}<${Conversation} turns=${data.turns} sequences=${data.sequences.length} />`
-      : html`<${Empty} title=${data.recorded ? "No attempt succeeded" : "Not recorded"}>${data.recorded ? "Its attempts, with what they sampled, are below." : "The run records the calls of some steps only (recording), or dropped old ones (recording_limit_mb)."}<//>`}
+      : html`<${Empty} title=${data.recorded ? "No attempt succeeded" : "Not recorded"}>${data.recorded ? "Its attempts, with what they sampled, are below." : "Its calls were dropped to keep the ledger small (recording_limit_mb)."}<//>`}
   <//>`;
 }
 

@@ -54,7 +54,7 @@ function Comparison({ run, query, evaluations }) {
           ${data.samples.length ? html`<div class="table"><table>
             <thead><tr><th>sample</th><th class="number">${asked.before}</th><th class="number">${asked.after}</th><th class="number">change</th><th>input</th></tr></thead>
             <${Rows} items=${pages.items.length ? pages.items : data.samples} columns=${5} row=${(change) => html`<tr key=${change.sample}>
-              <td class="nowrap"><${Link} to=${["run", run, "samples", String(change.sample)]}>${change.id || `number ${change.sample}`}<//></td>
+              <td class="nowrap"><${Link} to=${["run", run, "samples", String(change.sample)]}>${change.id || change.sample.slice(0, 8)}<//></td>
               <td class="number"><${Of} value=${change.before} uuid=${change.before_uuid} /></td><td class="number"><${Of} value=${change.after} uuid=${change.after_uuid} /></td>
               <td class=${`number ${change.change === "better" ? "good" : change.change === "worse" ? "bad" : ""}`}>${change.before === null || change.after === null ? "–" : signed(change.after - change.before)}</td>
               <td class="text" title=${change.input}>${change.input}</td></tr>`} /></table></div>`
@@ -66,7 +66,7 @@ function Comparison({ run, query, evaluations }) {
 
 const Of = ({ value, uuid }) => uuid ? html`<${Link} to=${["episode", uuid]}>${value === null ? "failed" : number(value)}<//>` : "–";
 
-export function SamplePlace({ run, number: id }) {
+export function SamplePlace({ run, digest: id }) {
   const path = `runs/${encodeURIComponent(run)}/samples/${id}`;
   const use = useData(path, {}, { live: true });
   const pages = usePages(path, {}, "episodes", "before");
@@ -76,7 +76,7 @@ export function SamplePlace({ run, number: id }) {
     const curve = { steps: known.map((each) => each.policy_version), mean: means, low: means, high: means };
     const { input, target, id: name, ...rest } = data.sample;
     const text = typeof input === "string" ? input : (input ?? []).map((message) => `${message.role}: ${typeof message.content === "string" ? message.content : JSON.stringify(message.content)}`).join("\n\n");
-    return html`<h1>Sample ${data.id || data.number}</h1>
+    return html`<h1>Sample ${data.id || data.digest.slice(0, 8)}</h1>
       <div class="grid">
         <${Card} class="span-6" title="The sample"><div class="stack"><pre>${text}</pre>
           <dl class="facts"><dt>target</dt><dd>${typeof target === "string" ? target : JSON.stringify(target ?? null)}</dd><dt>task</dt><dd>${data.task || "–"}</dd></dl>

@@ -93,7 +93,7 @@ function Failures({ run, data, again }) {
   );
   const confirm = (action, uuids) => ask({
     title: action === "retry" ? "Try again?" : "Drop?", verb: action === "retry" ? "Try again" : "Drop", act: () => act(action, uuids),
-    text: action === "retry" ? `${count(uuids.length, "episode gets", "episodes get")} all ${uuids.length === 1 ? "its" : "their"} attempts anew.` : `${count(uuids.length, "episode leaves", "episodes leave")} this list. ${uuids.length === 1 ? "Its failure stays" : "Their failures stay"} in the record.`,
+    text: action === "retry" ? `${count(uuids.length, "episode gets", "episodes get")} all ${uuids.length === 1 ? "its" : "their"} attempts anew.` : `${count(uuids.length, "episode leaves", "episodes leave")} this list. ${uuids.length === 1 ? "Its failure stays" : "Their failures stay"} in the ledger.`,
   });
   const uuids = (can) => failed.filter((each) => !can || each.can_retry).map((each) => each.episode_uuid);
   const retriable = uuids(true);

@@ -28,7 +28,7 @@ function Screen({ data }) {
 function Newest({ data }) {
   return html`<${Card} title="Newest rollouts" more=${html`<${Link} to=${["run", data.name, "episodes"]}>all ${data.episodes.toLocaleString("en-US")}<//>`}>
       ${data.newest.length ? html`<${Episodes} episodes=${data.newest} run=${data.name} />`
-        : html`<${Empty} title="No episode has ended yet">${data.recording === "off" ? "This run does not record episodes (recording: off)." : data.state === "running" ? "They appear here as they end." : `It ${data.state} before one did.`}<//>`}
+        : html`<${Empty} title="No episode has ended yet">${data.state === "running" ? "They appear here as they end." : `It ${data.state} before one did.`}<//>`}
   <//>`;
 }
 

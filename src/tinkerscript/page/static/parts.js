@@ -43,7 +43,9 @@ const OUTCOMES = {
   group_too_small: "its group had too few results",
   stale: "too old to train",
   misaligned: "left out by the alignment check",
-  stopped: "not trained: the alignment check stopped the step",
+  set_aside: "not trained: its step was stopped",
+  left_out: "not trained: it failed, or no step waited for it",
+  given_up: "not trained: a resumed run had no use for it",
   nothing_to_train: "no token to train",
 };
 

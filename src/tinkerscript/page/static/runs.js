@@ -59,7 +59,7 @@ export function RunList() {
         <td class="hide-narrow" title=${run.model}>${last(run.model)}</td><td class="number hide-narrow">${number(run.learning_rate)}</td><td class="number hide-narrow">${run.step} / ${run.steps}</td>
         <td class="number">${run.score === null ? "–" : html`${run.score_before !== null && html`<span class="hide-narrow">${score(run.score_before)} → </span>`}${score(run.score)}`}</td><td class="number hide-narrow">${score(run.reward)}</td>
         <td class="hide-narrow">${tasks(run)}</td><td class="nowrap hide-narrow quiet">${ago(run.began)}</td>
-      </tr>`, edited === run.name && edit(run)])}</tbody></table></div>` : html`<${Empty} title="No run here yet">A run appears as soon as it starts. This page looks again by itself. The record of a run is where its trainer is: one that joins from another machine has the page there, and says in its first lines where.<//>`}<//>
+      </tr>`, edited === run.name && edit(run)])}</tbody></table></div>` : html`<${Empty} title="No run here yet">A run appears as soon as it starts. This page looks again by itself. The folder of a run is where its trainer is: one that joins from another machine has the page there, and says in its first lines where.<//>`}<//>
     ${error && html`<${Failed} error=${error} />`}${dialog}
   <//>`;
 }

@@ -17,7 +17,7 @@ export function StepsPlace({ run }) {
     ${pages.items.length > 0 && html`<div class="table"><table>
       <thead><tr><th>step</th><th class="number">mean reward</th><th class="number">episodes</th><th class="number">failed</th><th class="number">trained</th><th class="number hide-narrow">policy version</th><th class="number hide-narrow">largest lag</th><th>ended</th></tr></thead>
       <${Rows} items=${pages.items} columns=${8} row=${(line) => html`<tr key=${line.step}>
-        <td><${Link} to=${["run", run, "steps", String(line.step)]}>step ${line.step}<//></td>
+        <td><${Link} to=${["run", run, "steps", String(line.step)]}>step ${line.step}<//>${line.stopped && html` <span class="small bad">stopped: ${line.stopped}</span>`}</td>
         <td class="number">${score(line.reward)}</td><td class="number">${line.accepted}</td>
         <td class=${`number ${line.failed ? "bad" : ""}`}>${line.failed}</td><td class="number">${line.trained}</td>
         <td class="number hide-narrow">${line.policy_version}</td><td class="number hide-narrow">${line.max_lag ?? "–"}</td>
@@ -63,6 +63,7 @@ function Figures({ data }) {
     ["entropy", m["train/entropy"] === undefined ? "not recorded" : `${number(m["train/entropy"])} nats per token`],
     ["ratio clipped", m["train/clip_fraction"] === undefined ? "–" : `${percent(m["train/clip_fraction"])} of tokens`],
     ["trainer–sampler mismatch", m["alignment/max_abs_dlogp"] === undefined ? "–" : `max |Δ logprob| ${m["alignment/max_abs_dlogp"].toExponential(1)}`],
+    ...(data.line.stopped ? [["stopped", `it changed no weights and ended the run: ${data.line.stopped}`]] : []),
     ["time", `${number(m["time/rollout_s"])} s rollouts, ${number(m["time/train_s"])} s training`], ["ended", clock(data.line.time)],
   ];
   return html`<dl class="facts">${facts.map(([name, text]) => html`<dt>${name}</dt><dd>${text}</dd>`)}</dl>`;

@@ -1,7 +1,8 @@
 """`EpisodeBook`: every episode of a run; who may claim, renew, end, abort, cancel, retry and drop which.
 
 Invariants: an episode ends exactly once (`ended`, or `failed` with a reason for every attempt); a result
-counts only from the claim that holds the lease; a failure that a trainer may have used stands.
+counts only from the claim that holds the lease; a failure that a trainer may have used stands. The book holds
+the episodes that are not consumed and the `KEPT` that were consumed last; the ledger has the rest (`recall`).
 Pure: no I/O, no asyncio, injected clocks. Each operation costs O(log n), except for an operator's pages. What
 an operation changed is collected until `take_changes`.
 """
@@ -10,16 +11,16 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import nlargest
 from itertools import islice
 from operator import attrgetter, itemgetter
 
 from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
-from tinkerscript.ledger.history import Tally
 from tinkerscript.ledger.rows import Use
 from tinkerscript.protocol import HANDED_BACK, TRAINER_POOL, ClaimType, EpisodeType, Failure
-from tinkerscript.server.episodes.indexes import ClaimRequests, Leases, Queues, StateCounts
+from tinkerscript.server.episodes.indexes import ClaimRequests, Leases, Queues, StateCounts, StoredEpisodes
 from tinkerscript.server.episodes.record import (
     CANCELLED,
     TRANSITIONS,
@@ -37,13 +38,17 @@ MAX_HAND_BACKS = 20
 attempt that failed: a client cannot keep an episode from ending."""
 
 
+KEPT = 10_000
+"""Consumed episodes in the book, at the least: those of which a client may still ask."""
+
+
 LOST_TO_CLIENTS = (None, Use.SET_ASIDE, Use.LEFT_OUT, Use.STALE)
 """What became of a client's own sample in steps that are undone, after which it cannot train again; None: no
 such step used it."""
 
 
 class EpisodeBook:
-    """All episodes of one run, with the indexes over them."""
+    """The episodes of one run, with the indexes over them."""
 
     def __init__(
         self,
@@ -52,11 +57,13 @@ class EpisodeBook:
         max_attempts: int,
         max_claim_s: float = math.inf,
         wall: Callable[[], float] = time.time,
+        kept: int = KEPT,
     ) -> None:
         """`clock` measures leases; `wall` (Unix time) measures lifetimes of claims, also across a restart."""
         self.leases = Leases(clock, wall, max_claim_s=max_claim_s)
         self.queues = Queues(self.get)
         self.counts = StateCounts()
+        self.kept = kept
         self._requests = ClaimRequests()
         self._wall = wall
         self._max_attempts = max_attempts
@@ -69,6 +76,9 @@ class EpisodeBook:
 
         self._failed: dict[int, EpisodeRecord] = {}
         """Failed episodes that are not dropped: sequence -> episode, in order of failure."""
+
+        self._consumed = deque[str]()
+        """Uuids of the consumed episodes in the book, oldest first."""
 
         self._claims: dict[str, dict[str, EpisodeRecord]] = {}
         """Claims that hold their lease: `client_uuid` -> episode uuid -> episode."""
@@ -150,25 +160,6 @@ class EpisodeBook:
         failed = sorted(self._failed.values(), key=attrgetter("sequence"))
         return _page(failed, after=after, limit=limit)
 
-    def tally(self) -> Tally:
-        """How all episodes of the trainer and of clients ended so far."""
-        tally = Tally()
-        for each in self._episodes.values():
-            if each.state == "ended":
-                tally.retries += len(each.failures)
-                if each.episode_type == "eval":
-                    tally.eval_accepted += 1
-                else:
-                    tally.train_accepted += 1
-                    tally.planned_accepted += each.step > 0
-            elif each.state == "failed":
-                is_cancelled = each.failures[-1].kind == CANCELLED
-                tally.cancelled += is_cancelled
-                tally.failed += not is_cancelled
-            if not each.consumed and each.pool == TRAINER_POOL:
-                tally.lost += 1
-        return tally
-
     def take_changes(self) -> Changes:
         """The changes since the last call, each episode once."""
         changes, self._changes = self._changes, Changes()
@@ -176,18 +167,31 @@ class EpisodeBook:
 
     # What the trainer does
 
-    def restore(self, episodes: Iterable[EpisodeRecord]) -> None:
-        """Fill an empty book with stored episodes. Leases start anew: no client could renew them."""
+    def restore(
+        self,
+        stored: StoredEpisodes,
+    ) -> None:
+        """Fill an empty book. Leases start anew: no client could renew them."""
+        for (pool, kind, state), number in stored.past.items():
+            self.counts.past(pool, kind, state, number)
         claimed = list[EpisodeRecord]()
-        for episode in episodes:
-            self._next_sequence = max(self._next_sequence, episode.sequence + 1)
-            self._next_end = max(self._next_end, (episode.end_number or 0) + 1)
+        for episode in stored.present:
             self._enter(episode)
             if episode.state == "claimed":
                 claimed.append(episode)
+            if episode.consumed:
+                self._consumed.append(episode.uuid)
+        self._next_sequence, self._next_end = stored.last_sequence + 1, stored.last_end + 1
         for episode in sorted(claimed, key=attrgetter("claimed_at")):
             self._start_claim(episode)
         self._requests.restore(self._episodes.values())
+
+    def recall(self, episodes: Iterable[EpisodeRecord]) -> None:
+        """Take back consumed episodes that only the ledger had."""
+        for episode in episodes:
+            if episode.uuid not in self._episodes:
+                self._episodes[episode.uuid] = episode
+                self._consumed.append(episode.uuid)
 
     def register(
         self,
@@ -199,11 +203,13 @@ class EpisodeBook:
         pool: str = TRAINER_POOL,
         group_size: int = 0,
         step: int = 0,
+        label: str = "",
         position: int = -1,
     ) -> EpisodeRecord:
         """Add an episode. Idempotent for the same content.
 
-        Raises ConflictError if the uuid is known with other content.
+        Raises ConflictError if the uuid is known with other content. An episode that is past has to be
+        recalled first.
         """
         digest = content_digest(
             episode_type.encode(), group_id.encode(), payload, pool.encode(), b"%d" % group_size
@@ -224,6 +230,7 @@ class EpisodeBook:
             pool=pool,
             group_size=group_size,
             step=step,
+            label=label,
             position=position,
             queued_at=self._wall(),
         )
@@ -273,13 +280,16 @@ class EpisodeBook:
         kept, given_up = list[EpisodeRecord](), list[EpisodeRecord]()
         groups: dict[str, list[EpisodeRecord]] = {}
         for episode in self._episodes.values():
+            is_training = episode.episode_type == "train"
             if episode.pool != TRAINER_POOL:
-                if episode.episode_type == "train" and used.get(episode.sequence) not in LOST_TO_CLIENTS:
+                was = used.get(episode.sequence)
+                if is_training and was not in LOST_TO_CLIENTS and not episode.emptied:
                     kept.append(episode)
-            elif episode.step == step + 1 and not episode.undone:
+            elif is_training and episode.step == step + 1 and not episode.undone:
                 groups.setdefault(episode.group_id, []).append(episode)
-            elif episode.episode_type == "eval" or episode.step:  # What no trainer planned is not its own.
-                if episode.step > step and not episode.undone:
+            elif not is_training or episode.step:  # What no trainer planned is not its own.
+                is_cut_short = not is_training and not episode.consumed
+                if (episode.step > step or is_cut_short) and not episode.undone:
                     episode.undone = resumption
                     self._touch(episode)
                 if not episode.consumed:
@@ -301,14 +311,13 @@ class EpisodeBook:
         return [
             each
             for each in self._unfinished.values()
-            if each.pool == TRAINER_POOL and each.step == step and not each.undone
+            if each.pool == TRAINER_POOL and each.step == step and _is_planned(each)
         ]
 
-    def plans(self, step: int) -> tuple[int, int]:
-        """How many groups were planned for a step, and the first position after those of all plans."""
-        standing = [each for each in self._episodes.values() if each.step and not each.undone]
-        groups = {each.group_id for each in standing if each.step == step}
-        return len(groups), 1 + max((each.position for each in standing), default=-1)
+    def planned_groups(self, step: int) -> int:
+        """How many groups were planned for a step."""
+        planned = (each for each in self._episodes.values() if each.step == step and _is_planned(each))
+        return len({each.group_id for each in planned})
 
     # What clients do
 
@@ -335,6 +344,8 @@ class EpisodeBook:
         episode.policy_version = policy_version
         episode.lease_s = lease_s
         episode.claimed_at = self._wall()
+        waited = episode.claimed_at - episode.queued_at
+        episode.queued_s = max(0.0, waited) if episode.queued_at else None
         self._touch_attempt(episode, episode.attempt)
         self._start_claim(episode)
         self._requests.claimed(episode)
@@ -350,7 +361,9 @@ class EpisodeBook:
         self.leases.renew(episode)
         return episode
 
-    def end(self, uuid: str, attempt: int, *, reward: float, result: bytes) -> EpisodeRecord:
+    def end(
+        self, uuid: str, attempt: int, *, reward: float, result: bytes, is_success: bool | None = None
+    ) -> EpisodeRecord:
         """Store the result of the claim that holds the lease. Idempotent for the same result.
 
         Raises UnknownEpisodeError, NotTheOwnerError, or ConflictError for a second, different result.
@@ -363,6 +376,7 @@ class EpisodeBook:
             return episode
         _check_holds(episode, attempt)
         episode.reward, episode.result, episode.result_digest = reward, result, digest
+        episode.is_success = is_success
         self._close_claim(episode, "ended")
         return episode
 
@@ -438,6 +452,14 @@ class EpisodeBook:
         self._move(episode, "registered")
         return episode
 
+    def empty(self, uuids: Iterable[str]) -> set[str]:
+        """The bytes of those of these episodes that are consumed are dropped: they cannot train again.
+        Returns their uuids."""
+        emptied = [each for each in map(self.get, uuids) if each.consumed]
+        for episode in emptied:
+            episode.emptied = True
+        return {episode.uuid for episode in emptied}
+
     def drop(self, uuid: str) -> EpisodeRecord:
         """Take a failed episode off the list of failures. Idempotent.
 
@@ -454,7 +476,7 @@ class EpisodeBook:
             self._consume(episode)
         if not episode.dropped:
             episode.dropped = True
-            del self._failed[episode.sequence]
+            self._failed.pop(episode.sequence, None)
             self._touch(episode)
         return episode
 
@@ -486,7 +508,7 @@ class EpisodeBook:
         if episode.state == "registered":
             self.queues.remove(episode)
         elif episode.state == "failed":
-            del self._failed[episode.sequence]
+            self._failed.pop(episode.sequence, None)
         self.counts.count(episode, -1)
         episode.state = state
         self.counts.count(episode, +1)
@@ -549,6 +571,21 @@ class EpisodeBook:
         del self._unfinished[episode.sequence]
         assert episode.end_number is not None
         del self.open_ends[episode.end_number]
+        self._consumed.append(episode.uuid)
+        if len(self._consumed) > 2 * self.kept:
+            self._let_go(self.kept)
+
+    def _let_go(self, number: int) -> None:
+        """Leave the episodes that were consumed first to the ledger, but for failures that an operator has to
+        see."""
+        for uuid in [self._consumed.popleft() for _ in range(number)]:
+            episode = self._episodes.get(uuid)
+            if episode is None or not episode.consumed:
+                continue
+            if episode.state == "failed" and not episode.dropped and episode.last_failure != CANCELLED:
+                continue
+            del self._episodes[uuid]
+            self._failed.pop(episode.sequence, None)
 
     def _reopen(self, episode: EpisodeRecord) -> None:
         """What used the episode is undone."""
@@ -568,13 +605,18 @@ class EpisodeBook:
             self.counts.count(episode, +1)
 
 
+def _is_planned(episode: EpisodeRecord) -> bool:
+    """Whether a training step planned it that no resumption has undone."""
+    return episode.step > 0 and episode.episode_type == "train" and not episode.undone
+
+
 def _can_train(group: list[EpisodeRecord], used: Mapping[int, str]) -> bool:
-    """Whether a group that was planned for the next step may still train: no member was cancelled, set aside
-    or given up, and not every result was left out or too old."""
+    """Whether a group that was planned for the next step may still train: no member was cancelled, set aside,
+    given up or emptied, and not every result was left out or too old."""
     for episode in group:
         is_cancelled = episode.state == "failed" and episode.failures[-1].kind == CANCELLED
         gone = episode.consumed and used.get(episode.sequence, Use.SET_ASIDE) in (Use.SET_ASIDE, Use.GIVEN_UP)
-        if is_cancelled or gone:
+        if is_cancelled or gone or episode.emptied:
             return False
     return any(
         each.state != "ended" or used.get(each.sequence) not in (Use.LEFT_OUT, Use.STALE) for each in group

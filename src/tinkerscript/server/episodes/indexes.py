@@ -19,14 +19,32 @@ import asyncio
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from tinkerscript.protocol import TRAINER_POOL, ClaimType, EpisodeCounts, EpisodeType
-from tinkerscript.server.episodes.record import EPISODE_TYPES, STATUSES, EpisodeRecord, Status
+from tinkerscript.server.episodes.record import EPISODE_TYPES, STATUSES, EpisodeRecord, State, Status
 
 RequestKey = tuple[str, str]
 """`client_uuid` and `claim_request_id`."""
+
+PastCounts = Mapping[tuple[str, EpisodeType, State], int]
+"""How many consumed episodes only the ledger has, by pool, type and state."""
+
+
+class StoredEpisodes(NamedTuple):
+    """What a book holds of the episodes in a ledger, and what it knows of the others."""
+
+    present: list[EpisodeRecord]
+    """In order of registration."""
+
+    past: PastCounts = MappingProxyType({})
+    last_sequence: int = 0
+    """The highest of all episodes; so in the next field."""
+
+    last_end: int = 0
+
 
 REMEMBERED = 100_000
 """How many of the latest answered requests are remembered once their claims have ended."""
@@ -356,6 +374,14 @@ class StateCounts:
         pool[episode.status] += step
         if step > 0 and episode.state == "failed":
             self._failures[episode.episode_type] += 1
+
+    def past(self, pool: str, kind: EpisodeType, state: State, number: int) -> None:
+        """So many consumed episodes are in a state."""
+        status = "accepted" if state == "ended" else state
+        self._types[kind][status] += number
+        self._pools.setdefault(pool, _zeros())[status] += number
+        if state == "failed":
+            self._failures[kind] += number
 
     def begun(self, episode: EpisodeRecord) -> None:
         """The episode is not consumed yet."""

@@ -65,7 +65,10 @@ class EpisodeRecord:
     """Number of episodes in the group; 0 if unknown."""
 
     step: int = 0
-    """The training step that planned it; 0: an evaluation, or a client's own sample."""
+    """The training step that planned it, or that its evaluation follows; 0: a client's own sample."""
+
+    label: str = ""
+    """Of its evaluation; empty for training."""
 
     position: int = -1
     """Of its sample in the order of training; -1 if it has none."""
@@ -88,6 +91,9 @@ class EpisodeRecord:
     queued_at: float = 0.0
     """Unix time when it last began to wait for a claim; 0: in a process before this one. Not stored."""
 
+    queued_s: float | None = None
+    """Seconds that it waited for its last claim; None: unknown."""
+
     renewed_at: float = 0.0
     """Last activity of the last claim, on the book's clock; 0 if there was none in this process. Not stored:
     a restart renews every lease."""
@@ -99,13 +105,13 @@ class EpisodeRecord:
     calls_in_flight: int = 0
     """Model calls of the last claim in flight. Not stored."""
 
-    has_transcripts: bool = False
-    """Whether the ledger may have transcripts of it. Not stored."""
-
     policy_version: int = 0
     """The engine's policy version when the last claim was made."""
 
     reward: float | None = None
+    is_success: bool | None = None
+    """Whether its result says that it solved its sample."""
+
     result: bytes = b""
     """JSON of `WorkflowOutput`; not kept in memory once the episode is consumed."""
 
@@ -129,6 +135,9 @@ class EpisodeRecord:
     dropped: bool = False
     """An operator took the episode off the list of failures."""
 
+    emptied: bool = False
+    """Its calls and transcripts were dropped, to save room."""
+
     @property
     def status(self) -> Status:
         """What clients are shown."""
@@ -140,9 +149,9 @@ class EpisodeRecord:
         return len(self.claimants)
 
     @property
-    def queued_s(self) -> float | None:
-        """Seconds that it waited for its last claim; None: unknown."""
-        return max(0.0, self.claimed_at - self.queued_at) if self.queued_at else None
+    def last_failure(self) -> str:
+        """The kind of the failure with which it ended; empty for one that has not failed."""
+        return self.failures[-1].kind if self.state == "failed" else ""
 
     @property
     def client_uuid(self) -> str:
@@ -243,18 +252,22 @@ def episode_row(episode: EpisodeRecord) -> EpisodeRow:
         pool=episode.pool,
         group_size=episode.group_size,
         step=episode.step,
+        label=episode.label,
         position=episode.position,
         sample=episode.sample,
         digest=episode.digest,
         state=episode.state,
+        failure=episode.last_failure,
         forgiven=episode.forgiven,
         reward=episode.reward,
+        is_success=None if episode.is_success is None else int(episode.is_success),
         result_digest=episode.result_digest,
         end_number=episode.end_number,
         ended_at=episode.ended_at,
         offered=int(episode.offered),
         consumed=int(episode.consumed),
         dropped=int(episode.dropped),
+        emptied=int(episode.emptied),
         undone=episode.undone,
     )
 
@@ -269,6 +282,7 @@ def attempt_row(episode: EpisodeRecord, attempt: int) -> AttemptRow:
         client=episode.claimants[attempt - 1] if is_claim else "",
         request_id=episode.request_ids[attempt - 1] if is_claim else "",
         claimed_at=episode.claimed_at if is_claim else 0.0,
+        queued_s=episode.queued_s if is_claim else None,
         policy_version=episode.policy_version if is_claim else 0,
         lease_s=episode.lease_s if is_claim else 0.0,
         failure=None if failure is None else failure.model_dump_json(),
@@ -292,12 +306,14 @@ def restored(
         pool=episode.pool,
         group_size=episode.group_size,
         step=episode.step,
+        label=episode.label,
         position=episode.position,
         state=cast("State", episode.state),
         claimants=[each.client for each in claims],
         request_ids=[each.request_id for each in claims],
         forgiven=episode.forgiven,
         reward=episode.reward,
+        is_success=None if episode.is_success is None else bool(episode.is_success),
         result=result,
         result_digest=episode.result_digest,
         failures=failures,
@@ -306,12 +322,12 @@ def restored(
         offered=bool(episode.offered),
         consumed=bool(episode.consumed),
         dropped=bool(episode.dropped),
+        emptied=bool(episode.emptied),
         undone=episode.undone,
-        has_transcripts=bool(claims),
     )
     if claims:
         last = claims[-1]
-        record.lease_s, record.claimed_at = last.lease_s, last.claimed_at
+        record.lease_s, record.claimed_at, record.queued_s = last.lease_s, last.claimed_at, last.queued_s
         record.policy_version = last.policy_version
     return record
 

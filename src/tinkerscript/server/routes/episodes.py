@@ -19,7 +19,7 @@ from fastapi import HTTPException, Request
 from pydantic_core import from_json
 from starlette.types import Receive
 
-from tinkerscript.access_tokens import ClaimKeys, Roles
+from tinkerscript.access_tokens import ClaimId, ClaimKeys, Roles
 from tinkerscript.asgi import RETRY_AFTER_S, FastRoute
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
@@ -253,6 +253,12 @@ class EpisodeRoutes:
             gone.cancel()
             await asyncio.gather(claiming, gone, return_exceptions=True)
 
+    async def _claim_of(self, request: Request, episode_uuid: str = "") -> ClaimId:
+        """The claim of a request's key, whose episode is in the book if the ledger has it."""
+        claim = self._keys.claim_of(request.scope, episode_uuid)
+        await self._interchange.recall([claim.episode_uuid])
+        return claim
+
     async def end_episode(self, body: EndEpisodeRequest, request: Request) -> SuccessResponse:
         """Submit the result of a claim. Idempotent for the same result."""
         reward = _checked_reward(body.workflow_output, self._max_reward, self._trained_roles)
@@ -261,7 +267,7 @@ class EpisodeRoutes:
             raise HTTPException(
                 422, f"workflow_output.metadata: nested more than {METADATA_DEPTH.limit} deep; flatten it"
             )
-        claim = self._keys.claim_of(request.scope, body.episode_uuid)
+        claim = await self._claim_of(request, body.episode_uuid)
         group = self._book.get(claim.episode_uuid).group_id if body.task_id else ""
         task = self._tasks_of_groups.get(group, body.task_id)
         if task != body.task_id:
@@ -270,7 +276,8 @@ class EpisodeRoutes:
                 f"{body.task_id!r} cannot be compared with it; work on the sample in the claim's payload, or "
                 "register your own tasks with register_episode, each with its task_id"
             )
-        self._book.end(*claim, reward=reward, result=result)
+        solved = body.workflow_output.is_success
+        self._book.end(*claim, reward=reward, result=result, is_success=solved)
         if group:
             self._tasks_of_groups[group] = task
             if len(self._tasks_of_groups) > MAX_GROUPS:
@@ -285,7 +292,7 @@ class EpisodeRoutes:
             raise HTTPException(
                 422, f"failure.kind: has at most {FAILURE_KIND.limit} characters; the rest is its message"
             )
-        claim = self._keys.claim_of(request.scope, body.episode_uuid)
+        claim = await self._claim_of(request, body.episode_uuid)
         self._book.abort(*claim, body.failure)
         await self._interchange.commit()
         return SuccessResponse(success=True)
@@ -297,7 +304,7 @@ class EpisodeRoutes:
         reply = await self.heartbeat_episode(body, request)
         usable = self._interchange.engine.usable_versions
         if reply.can_continue and usable is not None and reply.policy_version_at_claim not in usable:
-            claim = self._keys.claim_of(request.scope, body.episode_uuid)
+            claim = await self._claim_of(request, body.episode_uuid)
             episode = self._book.get(claim.episode_uuid)
             oldest = await self._claims.oldest_version(episode)
             if episode.episode_type == "train" and oldest is not None and oldest not in usable:
@@ -313,7 +320,7 @@ class EpisodeRoutes:
     ) -> CanContinueEpisodeResponse:
         """Renew the claim's lease; says whether it still holds, and why not."""
         version = self._interchange.engine.policy_version
-        claim = self._keys.claim_of(request.scope, body.episode_uuid)
+        claim = await self._claim_of(request, body.episode_uuid)
         try:
             episode = self._book.held(*claim)
         except (UnknownEpisodeError, NotTheOwnerError) as error:
@@ -325,7 +332,7 @@ class EpisodeRoutes:
     async def record_transcript(self, request: Request) -> SuccessResponse:
         """Leave the transcript of a claim that has not ended, under the claim's key; a second one replaces
         it. It goes into the run's record and trains nothing."""
-        claim = self._keys.claim_of(request.scope, "")
+        claim = await self._claim_of(request)
         self._book.held(*claim)
         length = self._transcript_length(request)
         self._reading += length
@@ -334,7 +341,6 @@ class EpisodeRoutes:
         finally:
             self._reading -= length
         episode = self._book.held(*claim)
-        episode.has_transcripts = True
         self._ledger.put(
             TranscriptRow(episode=episode.sequence, attempt=claim.attempt, transcript=bytes(body))
         )

@@ -46,7 +46,9 @@ class RegistrationRoutes:
         """Register one episode, or several copies: a client into its own pool, within its quota; the admin
         into any pool."""
         account, is_admin = self._registering(request)
-        for new in _new_episodes(body):
+        new_episodes = list(_new_episodes(body))
+        await self._interchange.recall(new.episode_uuid for new in new_episodes)
+        for new in new_episodes:
             self._register(new, account, is_admin=is_admin)
         await self._interchange.commit()
         return SuccessResponse(success=True)
@@ -57,7 +59,9 @@ class RegistrationRoutes:
         """Register many episodes with one commit. Each is registered or refused independently."""
         account, is_admin = self._registering(request)
         registered, refused, waits = list[str](), dict[str, str](), 0
-        for new in (new for each in body.episodes for new in _new_episodes(each)):
+        new_episodes = [new for each in body.episodes for new in _new_episodes(each)]
+        await self._interchange.recall(new.episode_uuid for new in new_episodes)
+        for new in new_episodes:
             try:
                 self._register(new, account, is_admin=is_admin)
             except (InterchangeError, HTTPException) as error:

@@ -145,6 +145,7 @@ class StatusRoutes:
         """Whether a client holds an episode at this moment."""
         claim = self._keys.named(body.episode_uuid)
         uuid = body.episode_uuid if claim is None else claim.episode_uuid
+        await self._interchange.recall([uuid])
         if uuid not in self._book:
             return IsEpisodeClaimedResponse(success=False)
         episode = self._book.get(uuid)
@@ -157,10 +158,12 @@ class StatusRoutes:
         """The latest recorded call of a claim: with its key, or for the admin of an episode's last claim."""
         if body.episode_uuid and self._roles.grants("admin", authorization_of(request.scope)):
             named = self._keys.named(body.episode_uuid)
+            await self._interchange.recall([named.episode_uuid if named else body.episode_uuid])
             claim = named or ClaimId(body.episode_uuid, self._book.get(body.episode_uuid).attempt)
         else:
             self._keys.authorize(request.scope)
             claim = self._keys.claim_of(request.scope, body.episode_uuid)
+            await self._interchange.recall([claim.episode_uuid])
         calls = calls_of(await self._claims.recorded(*claim))
         if not calls:
             raise UnknownEpisodeError(f"claim {claim.attempt} of episode {claim.episode_uuid} has no call")
@@ -226,6 +229,7 @@ class StatusRoutes:
 
     async def _each(self, uuids: list[str], action: Callable[[str], object]) -> FailedEpisodesReply:
         done, refused = list[str](), dict[str, str]()
+        await self._interchange.recall(uuids)
         for uuid in uuids:
             try:
                 action(uuid)

@@ -1,13 +1,12 @@
 """The health of a run: what trains nothing, or ruins the model, as rows that the page and the terminal show.
 
 Invariant: rows judge the last steps against earlier ones by metrics alone: they cost the same after a
-million episodes, and a run that records no episodes has them too.
+million episodes.
 """
 
 from __future__ import annotations
 
 import math
-import sqlite3
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from tinkerscript.record.reader import Record
+from tinkerscript.ledger.reader import LedgerReader
+from tinkerscript.ledger.reading import NamedRow
 from tinkerscript.rollouts.alignment.checks import ERRORS
 
 JUDGED_STEPS = 10
@@ -30,8 +30,7 @@ SURE = 2.5
 
 _SCORES = """
 SELECT sample, avg(reward), min(uuid) FROM episodes
-    WHERE step = ? AND label = ? AND type = 'eval' AND sample IS NOT NULL
-        AND number NOT IN (SELECT episode FROM undone) GROUP BY sample
+    WHERE step = ? AND label = ? AND episode_type = 'eval' AND undone = 0 GROUP BY sample
 """
 
 NORMAL_95 = 1.96
@@ -98,48 +97,48 @@ class _Trend:
 class _Steps:
     """The metrics of a run's steps."""
 
-    def __init__(self, record: Record) -> None:
-        self._record = record
-        self.last = int(record.number("SELECT max(step) FROM steps") or 0)
+    def __init__(self, ledger: LedgerReader) -> None:
+        self._ledger = ledger
+        self.last = int(ledger.number("SELECT max(step) FROM steps WHERE undone = 0") or 0)
         self._size = max(1, min(WINDOW, self.last // 4), math.ceil(self.last / WINDOWS))
 
     def trend(self, name: str, what: str = "avg(value)") -> _Trend:
         query = (
             f"SELECT (? - step) / ?, {what} FROM metrics WHERE {_NAMED} AND step BETWEEN 1 AND ? GROUP BY 1"
         )
-        rows = self._record.rows(query, (self.last, self._size, name, self.last))
+        rows = self._ledger.rows(query, (self.last, self._size, name, self.last))
         return _Trend({int(window): float(value) for window, value in rows})
 
     def recent(self, name: str) -> list[float]:
         query = f"SELECT value FROM metrics WHERE {_NAMED} AND step > ? ORDER BY step"
-        return [value for (value,) in self._record.rows(query, (name, max(0, self.last - JUDGED_STEPS)))]
+        return [value for (value,) in self._ledger.rows(query, (name, max(0, self.last - JUDGED_STEPS)))]
 
     def recent_mean(self, name: str, weight: str) -> float | None:
         """Of the recent steps, each weighted by another metric of it; None if no step has both."""
         query = """
-            SELECT sum(a.value * b.value) / sum(b.value) FROM metrics AS a JOIN metrics AS b USING (step)
-            WHERE a.name = (SELECT number FROM names WHERE name = ?)
-                AND b.name = (SELECT number FROM names WHERE name = ?) AND step > ?
+            SELECT sum(a.value * b.value) / nullif(sum(b.value), 0)
+            FROM metrics AS a JOIN metrics AS b ON b.step = a.step
+            WHERE a.name = ? AND b.name = ? AND a.undone = 0 AND b.undone = 0 AND a.step > ?
         """
-        return self._record.number(query, (name, weight, max(0, self.last - JUDGED_STEPS)))
+        return self._ledger.number(query, (name, weight, max(0, self.last - JUDGED_STEPS)))
 
     def range(self, low: str, high: str) -> tuple[float, float] | None:
         query = f"SELECT min(value), max(value) FROM metrics WHERE {_NAMED}"
-        lowest, highest = self._record.row(query, (low,)), self._record.row(query, (high,))
+        lowest, highest = self._ledger.row(query, (low,)), self._ledger.row(query, (high,))
         if lowest is None or highest is None or lowest[0] is None or highest[1] is None:
             return None
         return lowest[0], highest[1]
 
-    def errors(self) -> list[sqlite3.Row]:
+    def errors(self) -> list[NamedRow]:
         """Why sequences of the recent steps did not train: name and count, most frequent first."""
         query = """
-            SELECT name, sum(count) FROM findings WHERE kind = 'error' AND step > ?
-            GROUP BY name ORDER BY 2 DESC
+            SELECT name, sum(count) FROM findings WHERE kind = 'error' AND undone = 0 AND step > ?
+            GROUP BY name ORDER BY 2 DESC, name
         """
-        return self._record.rows(query, (max(0, self.last - JUDGED_STEPS),))
+        return self._ledger.rows(query, (max(0, self.last - JUDGED_STEPS),))
 
 
-_NAMED = "name = (SELECT number FROM names WHERE name = ?)"
+_NAMED = "name = ? AND undone = 0"
 
 
 @dataclass(frozen=True)
@@ -174,22 +173,22 @@ class _Reward:
         return cls(means, fell=fell, rose=beyond(0, oldest, 2.0))
 
 
-def health_rows(record: Record) -> list[HealthRow]:
+def health_rows(ledger: LedgerReader) -> list[HealthRow]:
     """Empty before the first step."""
-    steps = _Steps(record)
+    steps = _Steps(ledger)
     if not steps.last:
         return []
     reward = _Reward.of(steps)
     rows = [
-        _score(record),
+        _score(ledger),
         _rewards(reward),
         _trained(steps),
         _equal(steps, reward),
-        _cut_off(record, steps),
+        _cut_off(ledger, steps),
         _reply_length(steps, reward),
-        _failed(record),
+        _failed(ledger),
         _stale(steps),
-        _mismatch(record, steps),
+        _mismatch(ledger, steps),
         _entropy(steps, reward),
         _gradients(steps),
     ]
@@ -204,14 +203,13 @@ def verdict(rows: Sequence[HealthRow]) -> str:
     return "all well" if rows else "no step has ended yet"
 
 
-def best_score(record: Record) -> BestScore | None:
+def best_score(ledger: LedgerReader) -> BestScore | None:
     """None unless the last evaluation is lower than an earlier one beyond the interval."""
-    query = "SELECT label, step, score FROM evaluations WHERE score IS NOT NULL ORDER BY step, time"
-    rows = record.rows(query)
+    rows = _scored(ledger)
     if len(rows) < 2:
         return None
     best, last = max(rows, key=lambda row: row["score"]), rows[-1]
-    old, new = (sample_scores(record, step=row["step"], label=row["label"]) for row in (best, last))
+    old, new = (sample_scores(ledger, step=row["step"], label=row["label"]) for row in (best, last))
     loss = gain(old, new)
     if loss is None or loss.mean + loss.margin >= 0:
         return None
@@ -220,18 +218,28 @@ def best_score(record: Record) -> BestScore | None:
     )
 
 
-def _score(record: Record) -> HealthRow | None:
-    rows = record.rows("SELECT score FROM evaluations WHERE score IS NOT NULL ORDER BY step, time")
+def _scored(ledger: LedgerReader) -> list[NamedRow]:
+    """The evaluations that have a score, in order."""
+    return ledger.rows(
+        "SELECT label, step, score FROM evaluations "
+        "WHERE undone = 0 AND score IS NOT NULL ORDER BY step, time"
+    )
+
+
+def _score(ledger: LedgerReader) -> HealthRow | None:
+    rows = ledger.rows(
+        "SELECT score FROM evaluations WHERE undone = 0 AND score IS NOT NULL ORDER BY step, time"
+    )
     if len(rows) < 2:
         return None
     row = HealthRow(
         name="held_out",
         label="Held-out score",
         meaning="of samples that do not train; bad if it fell beyond its 95% interval",
-        value=f"{rows[0][0]:.3f} → {rows[-1][0]:.3f}",
+        value=f"{rows[0]['score']:.3f} → {rows[-1]['score']:.3f}",
         kind="good",
     )
-    best = best_score(record)
+    best = best_score(ledger)
     if best is None:
         return row
     fell = f"it fell from {best.score:.3f} ({best.label}) to {best.last:.3f}, by {-best.loss.mean:.3f}"
@@ -280,7 +288,7 @@ def _why_idle(steps: _Steps) -> str:
     return "no group had enough episodes with a result"
 
 
-def _left_out(errors: Sequence[sqlite3.Row]) -> str:
+def _left_out(errors: Sequence[NamedRow]) -> str:
     name, count = errors[0]
     return f"{int(count):,} sequences of the last steps were left out: {name}: {ERRORS.get(name, name)}"
 
@@ -320,7 +328,7 @@ def _share(part: float, whole: float) -> str:
     return f"{part:,.0f} of {whole:,.0f} ({part / whole:.0%})" if whole else "–"
 
 
-def _cut_off(record: Record, steps: _Steps) -> HealthRow | None:
+def _cut_off(ledger: LedgerReader, steps: _Steps) -> HealthRow | None:
     share = steps.recent_mean("response_tokens/cut_off", "alignment/calls")
     if share is None:
         return None
@@ -331,13 +339,13 @@ def _cut_off(record: Record, steps: _Steps) -> HealthRow | None:
         meaning="by the token limit, in the last steps; bad above half, worth a look above 10%",
         value=f"{share:.1%}" if 0 < share < 0.1 else f"{share:.0%}",
         kind=kind,
-        words="" if kind == "good" else _what_cuts(record, steps),
+        words="" if kind == "good" else _what_cuts(ledger, steps),
     )
 
 
-def _what_cuts(record: Record, steps: _Steps) -> str:
+def _what_cuts(ledger: LedgerReader, steps: _Steps) -> str:
     """Which limit ends the replies: the config's, or one that the task or the agent sets for its calls."""
-    limit = record.facts().get("config", {}).get("sampling", {}).get("max_tokens")
+    limit = ledger.setting("sampling", "max_tokens")
     longest = max(steps.recent("response_tokens/max"), default=None)
     if limit is None or longest is None:
         return "raise sampling.max_tokens, or the task's own max_tokens, or ask for shorter replies"
@@ -365,8 +373,8 @@ def _reply_length(steps: _Steps, reward: _Reward) -> HealthRow | None:
     )
 
 
-def _failed(record: Record) -> HealthRow:
-    row = record.row("SELECT sum(failed), sum(accepted) FROM steps")
+def _failed(ledger: LedgerReader) -> HealthRow:
+    row = ledger.row("SELECT sum(failed), sum(accepted) FROM steps WHERE undone = 0")
     failed, accepted = (row[0] or 0, row[1] or 0) if row else (0, 0)
     ended = failed + accepted
     kind: Kind = "bad" if failed > 0.05 * ended else "warn" if failed else "good"
@@ -392,9 +400,11 @@ def _stale(steps: _Steps) -> HealthRow:
     )
 
 
-def _mismatch(record: Record, steps: _Steps) -> HealthRow:
-    largest = record.number(f"SELECT max(value) FROM metrics WHERE {_NAMED}", ("alignment/max_abs_dlogp",))
-    findings = int(record.number("SELECT count(DISTINCT step) FROM findings WHERE kind = 'finding'") or 0)
+def _mismatch(ledger: LedgerReader, steps: _Steps) -> HealthRow:
+    largest = ledger.number(f"SELECT max(value) FROM metrics WHERE {_NAMED}", ("alignment/max_abs_dlogp",))
+    findings = int(
+        ledger.number("SELECT count(DISTINCT step) FROM findings WHERE kind = 'finding' AND undone = 0") or 0
+    )
     errors = steps.errors()
     kind: Kind = "bad" if findings else "warn" if errors else "good"
     words = f"{findings} steps whose tokens the trainer did not reproduce" if findings else ""
@@ -440,9 +450,14 @@ def _gradients(steps: _Steps) -> HealthRow | None:
     )
 
 
-def sample_scores(record: Record, *, step: int, label: str) -> dict[int, tuple[float | None, str]]:
-    """The mean reward of each sample (by its number) in one evaluation, and an episode of it."""
-    return {number: (score, uuid) for number, score, uuid in record.rows(_SCORES, (step, label))}
+SampleScores = dict[str, tuple[float | None, str]]
+"""Sample -> its mean reward, and the uuid of an episode of it."""
+
+
+def sample_scores(ledger: LedgerReader, *, step: int, label: str) -> SampleScores:
+    """The mean reward of each sample in one evaluation."""
+    found = ledger.rows(_SCORES, (step, label))
+    return {bytes(sample).hex(): (score, uuid) for sample, score, uuid in found}
 
 
 def margin_of(values: Sequence[float]) -> float:
@@ -450,13 +465,11 @@ def margin_of(values: Sequence[float]) -> float:
     return NORMAL_95 * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def gain(
-    before: dict[int, tuple[float | None, str]], after: dict[int, tuple[float | None, str]]
-) -> Gain | None:
+def gain(before: SampleScores, after: SampleScores) -> Gain | None:
     """None with fewer than two samples that have a score in both: nothing says how sure it would be."""
     changes: list[float] = []
-    for number in before.keys() & after.keys():
-        old, new = before[number][0], after[number][0]
+    for sample in before.keys() & after.keys():
+        old, new = before[sample][0], after[sample][0]
         if old is not None and new is not None:
             changes.append(new - old)
     if len(changes) < 2:

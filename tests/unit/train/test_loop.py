@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,21 +20,30 @@ from run_ledger import KeptRows
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import AlignmentError
 from tinkerscript.ledger.history import History, PlannedRow
-from tinkerscript.ledger.rows import CheckpointRow, PublicationRow, StepRow, TrainedRow, Use
+from tinkerscript.ledger.reader import LedgerReader
+from tinkerscript.ledger.rows import (
+    CheckpointRow,
+    EvaluationRow,
+    FindingRow,
+    MetricRow,
+    PublicationRow,
+    StepRow,
+    TokensRow,
+    TrainedRow,
+    Use,
+)
+from tinkerscript.ledger.tokens import unpacked_sequences
 from tinkerscript.model_folder import TINY_MODEL
-from tinkerscript.record.schema import RECORD_FILE
-from tinkerscript.record.writer import RecordWriter
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.sampler import Sampler
 from tinkerscript.testing import QuietReporter, ScriptedSampler
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends.backend import Publisher
 from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
-from tinkerscript.train.grpo import GRPO
 from tinkerscript.train.learner import Learner
+from tinkerscript.train.loop import TrainingLoop
 from tinkerscript.train.open_run import OpenRun
 from tinkerscript.train.policy import Policy
-from tinkerscript.train.recorder import RunRecorder
 from tinkerscript.train.run_folder import RunFolder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
@@ -89,11 +98,14 @@ class Answering(KeptRows, EpisodeSource):
         self.statuses: list[dict[str, Any]] = []
         self.starts: list[tuple[int, int]] = []
         """Step and episodes of each call of `start`."""
+        self.labels: list[str] = []
+        """Of the evaluations among them."""
         self.all: list[EpisodeAccepted] = []
         self.ended: asyncio.Queue[Outcome] = asyncio.Queue()
 
     async def start(self, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
         self.starts.append((step, len(episodes)))
+        self.labels += {episode.label for episode in episodes if episode.episode_type == "eval"}
         newest = max(status.get("policy_version", -1) for status in self.statuses)
         version, self.version = newest if self.version is None else self.version, None
         for number, episode in enumerate(episodes):
@@ -118,7 +130,8 @@ class Answering(KeptRows, EpisodeSource):
 
 @dataclass
 class Run:
-    grpo: GRPO
+    loop: TrainingLoop
+    learner: Learner
     client: Client
     source: Answering
     shown: QuietReporter
@@ -128,7 +141,7 @@ class Run:
 
     @property
     def steps(self) -> list[int]:
-        return [row.step for row in self.source.of(StepRow)]
+        return [row.step for row in self.source.of(StepRow) if not row.stopped]
 
     @property
     def checkpoints(self) -> list[int]:
@@ -142,6 +155,8 @@ async def running(
     *,
     history: History | None = None,
     replayed: Sequence[EpisodeAccepted] = (),
+    recording: str = "all",
+    evaluation: Mapping[str, int] | None = None,
     **training: Any,
 ) -> AsyncGenerator[Run]:
     settings = {"steps": 3, "groups_per_step": 2, "group_size": 2, "learning_rate": 0.1, **training}
@@ -149,39 +164,46 @@ async def running(
     config = RunConfig.model_validate(
         {
             "experiment_dir": str(path),
+            "recording": recording,
             "task": {"name": f"{ARITHMETIC}@arithmetic"},
             "training": {"checkpoint_every": 2, "inspect_log_every": 0, **settings},
-            "evaluation": {"episodes": 0},
+            "evaluation": evaluation or {"episodes": 0},
         }
     )
     folder = RunFolder(config, TINY_MODEL, now=datetime.now(), path=path if path.exists() else None)
     history = history or History()
     shown = QuietReporter()
-    with RecordWriter(path / RECORD_FILE) as record:
-        client: Any = Client(folder.checkpoints)
-        learner = Learner(client, config.training, model=TrainedModel(64), report=AlignmentReport(), seed=1)
-        made = source or Answering()
-        samples = TaskSamples(config.all_tasks, seed=1)
-        samples.next_position = history.next_position
-        policy = Policy(Published(), made, version=history.newest_version)
-        recorder = RunRecorder(record, "off")
-        parts = OpenRun(config, folder, made, recorder, shown, history, replayed)
-        grpo = GRPO(parts, samples, made, policy, [learner])
-        async with asyncio.timeout(60):
-            yield Run(grpo, client, made, shown)
+    client: Any = Client(folder.checkpoints)
+    learner = Learner(client, config.training, model=TrainedModel(64), report=AlignmentReport(), seed=1)
+    made = source or Answering()
+    samples = TaskSamples(config.all_tasks, seed=1)
+    samples.next_position = history.next_position
+    policy = Policy(Published(), made, version=history.newest_version)
+    parts = OpenRun(config, folder, made, LedgerReader(folder.path), shown, history, replayed)
+    loop = TrainingLoop(parts, samples, made, policy, [learner])
+    async with asyncio.timeout(60):
+        yield Run(loop, learner, client, made, shown)
     folder.close()
 
 
 async def test_each_step_trains_on_its_groups_and_publishes_a_version(tmp_path: Path) -> None:
     async with running(tmp_path, max_policy_lag=1) as run:
-        await run.grpo.run()
+        await run.loop.run()
     assert run.client.steps == 3
-    assert [(row.step, row.policy_version) for row in run.source.of(StepRow)] == [(1, 1), (2, 2), (3, 3)]
+    steps = run.source.of(StepRow)
+    assert [(row.step, row.policy_version) for row in steps] == [(1, 1), (2, 2), (3, 3)]
+    assert {(row.reward, row.accepted, row.failed, row.trained, row.max_lag) for row in steps} == {
+        (0.5, 4, 0, 4, 0)
+    }
     for step in (1, 2, 3):
         rows = run.trained(step)
         assert len({row.episode for row in rows}) == 4
         assert {row.outcome for row in rows} == {Use.TRAINED}
         assert sorted(row.place for row in rows) == [0, 0, 1, 1]
+        tokens = [row.episode for row in run.source.of(TokensRow) if row.step == step]
+        assert sorted(tokens) == sorted(row.episode for row in rows)
+        metrics = {row.name: row.value for row in run.source.of(MetricRow) if row.step == step}
+        assert metrics["reward/mean"] == 0.5
     assert run.source.starts == [(1, 4), (2, 4), (3, 4)]
     assert run.checkpoints == [2, 3]
     in_order = [row.step for row in run.source.kept if isinstance(row, PublicationRow | StepRow)]
@@ -196,9 +218,23 @@ async def test_each_step_trains_on_its_groups_and_publishes_a_version(tmp_path: 
     assert [step["policy_version"] for step in run.shown.steps] == [1, 2, 3]
 
 
+async def test_an_evaluation_follows_a_step_and_is_told_at_once_with_what_it_used(tmp_path: Path) -> None:
+    evaluation = {"episodes": 2, "every_steps": 1, "interim_episodes": 1}
+    async with running(tmp_path, evaluation=evaluation, steps=2) as run:
+        await run.loop.run()
+    assert run.source.starts == [(0, 2), (1, 4), (1, 1), (2, 4), (2, 2)]
+    assert run.source.labels == ["before", "step-1", "after"]
+    scored = [(row.label, row.step, row.accepted, row.score) for row in run.source.of(EvaluationRow)]
+    assert scored == [("before", 0, 2, 0.5), ("step-1", 1, 1, 0.0), ("after", 2, 2, 0.5)]
+    used = [row for row in run.source.of(TrainedRow) if row.outcome == Use.EVALUATED]
+    assert [(row.episode, row.step) for row in used] == [(1, 0), (2, 0), (7, 1), (12, 2), (13, 2)]
+    scores = [row for row in run.source.of(MetricRow) if row.name == "eval/score"]
+    assert [(row.step, row.value) for row in scores] == [(0, 0.5), (1, 0.0), (2, 0.5)]
+
+
 async def test_a_step_whose_results_are_all_stale_collects_others(tmp_path: Path) -> None:
     async with running(tmp_path, Answering(version=-7), steps=1) as run:
-        await run.grpo.run()
+        await run.loop.run()
     assert run.source.starts == [(1, 4), (1, 4)]
     stale = [row for row in run.trained(1) if row.outcome == Use.STALE]
     assert [row.episode for row in stale] == [1, 2, 3, 4]
@@ -210,8 +246,8 @@ async def test_a_step_whose_results_are_all_stale_collects_others(tmp_path: Path
 
 
 async def test_a_misaligned_step_changes_nothing_and_can_be_resumed(tmp_path: Path) -> None:
-    async with running(tmp_path) as run:
-        misaligned = run.grpo.learners[0]
+    async with running(tmp_path, recording="off") as run:
+        misaligned = run.learner
         check = misaligned.check
 
         async def spoiled(*groups: Any, step: int, **more: Any) -> None:
@@ -220,20 +256,27 @@ async def test_a_misaligned_step_changes_nothing_and_can_be_resumed(tmp_path: Pa
 
         misaligned.check = spoiled  # type: ignore[method-assign]
         with pytest.raises(AlignmentError, match="step 2: the trainer does not reproduce"):
-            await run.grpo.run()
+            await run.loop.run()
     assert run.client.steps == 1
     aside = run.trained(2)
     assert {(row.episode, row.outcome) for row in aside} == {(n, Use.SET_ASIDE) for n in (5, 6, 7, 8)}
     assert all("the trainer does not reproduce" in row.reason for row in aside)
     assert (run.steps, run.checkpoints) == ([1], [1]), "of the last good step"
+    (_, stopped) = run.source.of(StepRow)
+    assert (stopped.step, stopped.policy_version, stopped.trained) == (2, 1, 0)
+    assert stopped.stopped == run.learner.report.findings[-1]["name"]
+    assert stopped.stopped in {row.name for row in run.source.of(FindingRow) if row.step == 2}
+    kept = {(row.step, row.episode): unpacked_sequences(row.sequences) for row in run.source.of(TokensRow)}
+    assert kept.keys() == {(2, episode) for episode in (5, 6, 7, 8)}, "of what stops a run in any case"
+    assert {each.reason for (each,) in kept.values()} == {f"the step was stopped: {stopped.stopped}"}
     (checkpoint,) = run.source.of(CheckpointRow)
     history = History(step=1, checkpoint=checkpoint, versions={0: 0, 1: 1}, newest_version=1, next_position=4)
     async with running(tmp_path, history=history) as again:
-        await again.grpo.run()
+        await again.loop.run()
     assert again.client.steps == 2
     assert again.steps == [2, 3]
     assert [row.policy_version for row in again.source.of(PublicationRow)] == [2, 3, 4]
-    assert again.grpo.train_seconds > checkpoint.train_seconds
+    assert again.loop.train_seconds > checkpoint.train_seconds
 
 
 async def test_a_resumed_run_waits_for_what_ended_before_it_gives_out_seeds(tmp_path: Path) -> None:
@@ -243,20 +286,20 @@ async def test_a_resumed_run_waits_for_what_ended_before_it_gives_out_seeds(tmp_
         taken: frozenset[int] = frozenset()
 
         async def start(self, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
-            self.taken = frozenset(run.grpo.policy.sampler.used)
+            self.taken = frozenset(run.loop.policy.sampler.used)
             await super().start(episodes, step=step)
 
     source = Noting()
     for number in range(2):
         source.end(f"known-{number}", "step-1/sample-0", 0, reward=float(number))
     planned = [
-        PlannedRow(episode_uuid=f"known-{number}", group_id="step-1/sample-0", position=0, is_over=True)
+        PlannedRow(episode_uuid=f"known-{number}", group_id="step-1/sample-0", position=0)
         for number in range(2)
     ]
     history = History(planned=planned, planned_groups=1, next_position=1, open_until=2, versions={0: 0})
     history = msgspec.structs.replace(history, newest_version=0)
     async with running(tmp_path, source, history=history, steps=1) as run:
-        await run.grpo.run()
+        await run.loop.run()
     assert source.starts == [(1, 2)], "the group that was never registered"
     assert source.taken == {1, 2}
     assert {row.episode for row in run.trained(1)} == {1, 2, 3, 4}
@@ -266,7 +309,7 @@ async def test_a_resumed_run_waits_for_what_ended_before_it_gives_out_seeds(tmp_
 async def test_groups_of_earlier_steps_train_again_also_in_a_resumed_run(tmp_path: Path) -> None:
     replay = {"replay_uses": 2, "max_policy_lag": 3}
     async with running(tmp_path / "whole", **replay) as run:
-        await run.grpo.run()
+        await run.loop.run()
     assert [len(run.trained(step)) for step in (1, 2, 3)] == [4, 8, 8]
     rows = [row for row in run.source.of(TrainedRow) if row.step <= 2 and row.place >= 0]
     checkpoint = run.source.of(CheckpointRow)[0]
@@ -282,7 +325,7 @@ async def test_groups_of_earlier_steps_train_again_also_in_a_resumed_run(tmp_pat
     source = Answering()
     source.all = run.source.all[:8]
     async with running(tmp_path / "cut", source, history=history, replayed=source.all[:8], **replay) as again:
-        await again.grpo.run()
+        await again.loop.run()
 
     def replayed(of: Run) -> set[int]:
         return {row.episode for row in of.trained(3) if row.episode <= 8}
@@ -293,7 +336,7 @@ async def test_groups_of_earlier_steps_train_again_also_in_a_resumed_run(tmp_pat
 
 async def test_a_run_that_is_stopped_saves_its_last_finished_step(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
-        task = asyncio.create_task(run.grpo.run())
+        task = asyncio.create_task(run.loop.run())
         step, reached = run.shown.step, asyncio.Event()
 
         def noted(number: int, metrics: Any) -> None:

@@ -1,0 +1,104 @@
+"""`Reading`: a connection that reads a ledger and cannot write; `SqliteReading` is that to a file.
+
+`postgres_reader` has the one to PostgreSQL.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Self
+
+from tinkerscript.errors import ConfigError, StoreError
+from tinkerscript.ledger.rows import LEDGER_VERSION, create_statements
+
+
+class NamedRow(tuple[Any, ...]):
+    """A row whose columns have names too: `row["step"]`, `dict(row)`."""
+
+    names: tuple[str, ...] = ()
+
+    def __new__(cls, names: tuple[str, ...], values: Iterable[Any]) -> Self:
+        row = super().__new__(cls, values)
+        row.names = names
+        return row
+
+    def keys(self) -> tuple[str, ...]:
+        return self.names
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(self.names.index(key) if isinstance(key, str) else key)
+
+
+Rows = list[NamedRow]
+
+
+class Reading(ABC):
+    """A connection for one thread."""
+
+    is_there = True
+    """Whether the ledger is there by now, and the connection to it holds."""
+
+    @abstractmethod
+    def rows(self, query: str, parameters: Sequence[Any]) -> Rows:
+        """What a SELECT finds. Raises StoreError."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class SqliteReading(Reading):
+    """A connection to a file; to an empty ledger while there is none."""
+
+    def __init__(self, path: Path | None) -> None:
+        """`path`: None for an empty ledger. Raises ConfigError for a ledger of another version, or a file
+        that SQLite cannot read."""
+        self._path = path
+        try:
+            self._connection = self._opened(path)
+        except sqlite3.Error as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+
+    def _opened(self, path: Path | None) -> sqlite3.Connection:
+        self.is_there = False
+        if path is not None and path.is_file():
+            # SQLite keeps an index beside the file, unless nobody writes there.
+            mode = "mode=ro" if os.access(path.parent, os.W_OK) else "immutable=1"
+            url = f"{path.absolute().as_uri()}?{mode}"
+            connection = sqlite3.connect(url, uri=True, check_same_thread=False)
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version == LEDGER_VERSION:
+                self.is_there = True
+                return connection
+            connection.close()
+            if version:
+                raise ConfigError(
+                    f"{path} has version {version}, and this tinkerscript reads {LEDGER_VERSION}: use the "
+                    "version that wrote it"
+                )
+        empty = sqlite3.connect(":memory:", check_same_thread=False)
+        for statement in create_statements():
+            empty.execute(statement.replace("{s}", ""))
+        return empty
+
+    def rows(self, query: str, parameters: Sequence[Any]) -> Rows:
+        try:
+            cursor = self._connection.execute(query, tuple(parameters))
+            names = tuple(column[0] for column in cursor.description)
+            return [NamedRow(names, values) for values in cursor]
+        except sqlite3.Error as error:
+            raise StoreError(f"ledger {self._path}: {error}") from error
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def plain(value: Any) -> Any:
+    """A value of PostgreSQL as SQLite has it: sums of integers are not `Decimal`, bytes are `bytes`."""
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    return bytes(value) if isinstance(value, memoryview) else value

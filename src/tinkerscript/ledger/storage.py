@@ -1,0 +1,130 @@
+"""`StorageLimit`: bounds the bytes of a ledger's calls, tokens and transcripts.
+
+Over the limit the oldest episodes lose theirs, if they can no longer train; their rows stay.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import accumulate
+
+from tinkerscript.ledger.ledger import Ledger
+
+logger = logging.getLogger(__name__)
+
+LARGE = {"calls": "call", "tokens": "sequences", "transcripts": "transcript"}
+"""Table -> the column whose bytes are bounded."""
+
+LOW_MARK = 0.95
+"""Of the limit: where dropping ends, so that it does not begin again with the next episode."""
+
+DROPPED_AT_ONCE = 200
+"""Episodes that lose their bytes in one transaction."""
+
+_LAST_NEEDED = "SELECT step FROM {s}checkpoints WHERE undone = 0 ORDER BY step DESC LIMIT 1 OFFSET 1"
+"""The step to which a resumption may go back, if the newest checkpoint turns out to be damaged."""
+
+_OLDEST = """
+SELECT sequence, uuid FROM {s}episodes WHERE consumed = 1 AND emptied = 0
+    AND NOT EXISTS (SELECT 1 FROM {s}trained WHERE episode = sequence AND undone = 0 AND step > ?)
+    ORDER BY end_number LIMIT ?
+"""
+
+
+class StorageLimit:
+    """Keeps one ledger within its limit."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        limit_mb: int,
+        *,
+        replay_lag: int = 0,
+        empty: Callable[[Sequence[str]], Collection[str]] = lambda uuids: uuids,
+    ) -> None:
+        """`limit_mb`: in MiB; 0: no limit. `replay_lag`: steps before a checkpoint whose episodes may train
+        again after it. `empty` gets the uuids of the episodes that are to lose their bytes, and returns
+        those that do."""
+        self._ledger = ledger
+        self._limit = limit_mb * 2**20
+        self._replay_lag = replay_lag
+        self._empty = empty
+        self._counted: int | None = None
+        """Bytes in the tables when they were counted last."""
+
+        self._put_then = 0
+        """What the ledger had put then."""
+
+        self._is_at_work = False
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether there may be too much, and nobody drops it yet."""
+        return bool(self._limit) and not self._is_at_work and self._may_be_over
+
+    @property
+    def _may_be_over(self) -> bool:
+        return self._counted is None or self._stored > self._limit
+
+    async def keep(self) -> None:
+        """Drop what is too much. Raises StoreError."""
+        if not self.is_reached:
+            return
+        self._is_at_work = True
+        try:
+            await self._count()
+            is_full = self._stored > self._limit
+            while is_full and self._stored > self._limit * LOW_MARK and await self._drop():
+                pass
+        finally:
+            self._is_at_work = False
+
+    @property
+    def _stored(self) -> int:
+        """Bytes in the tables, at the most: some of what was put has replaced something."""
+        return (self._counted or 0) + self._ledger.bytes_put - self._put_then
+
+    async def _count(self) -> None:
+        await self._ledger.durable()
+        self._put_then, self._counted = self._ledger.bytes_put, 0
+        for table, column in LARGE.items():
+            query = f"SELECT coalesce(sum(length({column})), 0) FROM {{s}}{table}"
+            ((size,),) = await self._ledger.read(query)
+            self._counted += int(size)
+
+    async def _drop(self) -> bool:
+        """Let some episodes lose their bytes; False if none can."""
+        checkpoints = await self._ledger.read(_LAST_NEEDED)
+        last = (checkpoints[0][0] if checkpoints else 0) - self._replay_lag
+        found = await self._ledger.read(_OLDEST, (last, DROPPED_AT_ONCE))
+        if not found:
+            return False
+        sizes, among = Counter[int](), _among(sequence for sequence, _ in found)
+        for table, column in LARGE.items():
+            query = f"SELECT episode, sum(length({column})) FROM {{s}}{table} WHERE episode IN {among} "
+            for sequence, size in await self._ledger.read(f"{query} GROUP BY episode"):
+                sizes[sequence] += int(size)
+        # From here on nothing waits: a resumption may have begun to use some of them again.
+        too_much = self._stored - self._limit * LOW_MARK
+        freed = [0, *accumulate(sizes[sequence] for sequence, _ in found)]
+        found = [each for each, before in zip(found, freed, strict=False) if before < too_much]
+        uuids = self._empty([uuid for _, uuid in found])
+        chosen = [sequence for sequence, uuid in found if uuid in uuids]
+        if not chosen:
+            return False
+        among = _among(chosen)
+        for table, column in LARGE.items():
+            self._ledger.execute(f"UPDATE {{s}}{table} SET {column} = ? WHERE episode IN {among}", b"")
+        self._ledger.execute(f"UPDATE {{s}}episodes SET emptied = 1 WHERE sequence IN {among}")
+        await self._ledger.durable()
+        size = sum(sizes[each] for each in chosen)
+        assert self._counted is not None
+        self._counted -= size
+        logger.info("ledger.emptied episodes=%d bytes=%d", len(chosen), size)
+        return True
+
+
+def _among(sequences: Iterable[int]) -> str:
+    return f"({', '.join(str(int(each)) for each in sequences)})"

@@ -1,0 +1,211 @@
+"""`SearchIndex`: finds the episodes of a run by the words of their text, with SQLite's full-text search.
+
+The index is a file beside the ledger, `search.sqlite`, or a temporary one where nobody may write. It is made
+of the ledger when somebody searches, from the newest episode down, and may be deleted at any time.
+
+Invariants: a search looks only at what is indexed, and says down to which episode that is: it indexes for a
+moment before it answers, and the next page of it goes on. A folder from elsewhere may have anything in the
+place of the file, and nothing is written through a link.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import tempfile
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tinkerscript.errors import NotRecordedError
+from tinkerscript.ledger.reader import LedgerReader
+from tinkerscript.rollouts.call import Call
+
+SEARCH_FILE = "search.sqlite"
+"""In the run's folder."""
+
+INDEX_S = 0.25
+"""Of one call of `extend`."""
+
+CHUNK = 200
+"""Episodes that are indexed in one transaction."""
+
+MAX_INDEXED_CHARS = 65_536
+"""Of an episode's text."""
+
+UNREADABLE = NotRecordedError, ValueError, RecursionError
+"""What a call raises that no gateway wrote. It is shown where the episode is; lists and the search go on."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS spans (first INTEGER NOT NULL, last INTEGER NOT NULL);
+CREATE VIRTUAL TABLE IF NOT EXISTS words USING fts5(body, content='');
+"""
+
+_TO_INDEX = """
+SELECT end_number, sequence, uuid, group_id, sample FROM episodes
+    WHERE end_number BETWEEN ? AND ? ORDER BY end_number DESC LIMIT ?
+"""
+
+_MATCHES = """
+SELECT rowid FROM words WHERE words MATCH ? AND rowid BETWEEN ? AND ? ORDER BY rowid DESC LIMIT ?
+"""
+
+_KNOWN = "SELECT rowid FROM words WHERE rowid BETWEEN ? AND ?"
+_SPANS = "SELECT first, last FROM spans"
+
+
+class SearchIndex:
+    """The index of one run. For any thread."""
+
+    _known: ClassVar[dict[Path, SearchIndex]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def of(cls, ledger: LedgerReader) -> SearchIndex:
+        """The index of the run of this ledger."""
+        with cls._lock:
+            if ledger.folder not in cls._known:
+                cls._known[ledger.folder] = cls(ledger)
+            return cls._known[ledger.folder]
+
+    def __init__(self, ledger: LedgerReader) -> None:
+        self._ledger = ledger
+        self._at_work = threading.Lock()
+        path = ledger.folder / SEARCH_FILE
+        try:
+            # SQLite itself follows no link in the place of the files that it writes beside it.
+            if path.is_symlink() or not os.access(ledger.folder, os.W_OK):
+                raise sqlite3.OperationalError("not writable")
+            self._connection = _opened(path)
+        except sqlite3.Error:
+            self._temporary = tempfile.TemporaryDirectory(prefix="tinkerscript-search-")
+            self._connection = _opened(Path(self._temporary.name) / SEARCH_FILE)
+
+    @classmethod
+    def forget(cls, folder: Path) -> None:
+        """The run in this folder is gone."""
+        with cls._lock:
+            cls._known.pop(folder, None)
+
+    def extend(self, first: int, last: int) -> int:
+        """Index some of the episodes from `first` to `last`, from the last one down, if that one is not.
+
+        Returns the number down to which all are indexed. Raises NotRecordedError if it cannot be written.
+        """
+        with self._at_work, _explained("the search index"):
+            ends = time.monotonic() + INDEX_S
+            newest = int(self._ledger.number("SELECT coalesce(max(end_number), 0) FROM episodes") or 0)
+            last = min(last, newest)
+            low = self._indexed_from(last)
+            if low <= last:
+                return max(low, first)
+            while low > first and time.monotonic() < ends:
+                self._index(first, low - 1)
+                low = self._indexed_from(low - 1)
+            return max(low, first)
+
+    def find(self, words: list[str], first: int, last: int, limit: int) -> list[int]:
+        """The end numbers of at most `limit` episodes from `first` to `last` with all words, newest first.
+
+        Raises NotRecordedError for a query that cannot be read.
+        """
+        match = " ".join(f'"{word.replace(chr(34), chr(34) * 2)}"*' for word in words)
+        with self._at_work, _explained(f"the search {match}"):
+            return [number for (number,) in self._connection.execute(_MATCHES, (match, first, last, limit))]
+
+    def _spans(self) -> list[tuple[int, int]]:
+        """What is indexed, as first and last numbers. No two of them touch."""
+        return self._connection.execute(_SPANS).fetchall()
+
+    def _indexed_from(self, last: int) -> int:
+        """The number from which on all up to `last` are indexed."""
+        return next((low for low, high in self._spans() if low <= last <= high), last + 1)
+
+    def _index(self, first: int, last: int) -> None:
+        """Index at most `CHUNK` episodes up to `last`."""
+        found = self._ledger.rows(_TO_INDEX, (first, last, CHUNK))
+        done = found[-1][0] if len(found) == CHUNK else first
+        texts = [(number, self._text(sequence, names)) for number, sequence, *names in found]
+        run = self._connection
+        run.execute("BEGIN IMMEDIATE")
+        try:
+            # Another page may have indexed them meanwhile.
+            known = {number for (number,) in run.execute(_KNOWN, (done, last))}
+            fresh = [each for each in texts if each[0] not in known]
+            run.executemany("INSERT INTO words (rowid, body) VALUES (?, ?)", fresh)
+            touching = [span for span in self._spans() if span[0] <= last + 1 and span[1] >= done - 1]
+            run.executemany("DELETE FROM spans WHERE first = ? AND last = ?", touching)
+            ends = [done, last, *(end for span in touching for end in span)]
+            run.execute("INSERT INTO spans VALUES (?, ?)", (min(ends), max(ends)))
+            run.execute("COMMIT")
+        finally:
+            if run.in_transaction:
+                run.execute("ROLLBACK")
+
+    def _text(self, sequence: int, names: list[Any]) -> str:
+        """What the search finds an episode by: ids, tasks and clients, and what was said."""
+        uuid, group_id, sample = names
+        row = self._ledger.row("SELECT payload FROM samples WHERE digest = ?", (sample,))
+        payload: Any = json.loads(bytes(row[0])) if row is not None else {}
+        parts = [uuid, group_id, str(payload.get("task", ""))]
+        query = "SELECT attempt, client, failure FROM attempts WHERE episode = ? ORDER BY attempt"
+        attempts = self._ledger.rows(query, (sequence,))
+        for _, client, failure in attempts:
+            parts.append(client)
+            if failure is not None:
+                parts.append(str(json.loads(failure).get("message")))
+        with suppress(*UNREADABLE):
+            for call in self._ledger.calls(sequence, attempts[-1][0] if attempts else 0):
+                parts += [*_texts(json.loads(call.messages or "[]")), reply_text(call)]
+        return storable("\n".join(parts)[:MAX_INDEXED_CHARS])
+
+
+@contextmanager
+def _explained(what: str) -> Generator[None]:
+    """SQLite's errors as a NotRecordedError: a strange query, a full disk, or a damaged file."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise NotRecordedError(f"{what} cannot be used: {error}") from error
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    """Raises sqlite3.Error for something else in the place of an index."""
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = OFF")  # It can be made again.
+        connection.executescript(_SCHEMA)
+        connection.execute(_MATCHES, ("a", 0, 0, 1))
+        connection.execute(_SPANS)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def reply_text(call: Call) -> str:
+    """What a call answered, tools that it called included."""
+    return " ".join(_texts(json.loads(call.reply) or {}))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Strings inside a message, but for what only names its parts."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():  # pyright: ignore[reportUnknownVariableType]
+            if key not in ("role", "id", "type", "tool_call_id"):
+                yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:  # pyright: ignore[reportUnknownVariableType]
+            yield from _texts(item)
+
+
+def storable(text: str) -> str:
+    """The text without lone surrogates, which are not UTF-8."""
+    return text.encode("utf-8", "replace").decode()

@@ -1,0 +1,76 @@
+"""`RunCheckpoints`: the weights of every policy of a run on disk, and the rows that say so.
+
+Invariant: a checkpoint is complete once its manifest is written, and counts once its row is committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from tinkerscript.ledger.rows import CheckpointRow
+from tinkerscript.train.learner import Learner
+from tinkerscript.train.open_run import OpenRun
+from tinkerscript.train.policy import Policy
+
+LAST_COMMIT_S = 10.0
+"""How long a run that is ended waits for the ledger to know its last checkpoint."""
+
+
+class RunCheckpoints:
+    """Saves the policies of one run."""
+
+    def __init__(
+        self,
+        parts: OpenRun,
+        learners: Sequence[Learner],
+        policy: Policy,
+        best_step: Callable[[], int | None],
+    ) -> None:
+        """`learners`: that of the run's own policy is the first. `best_step`: the step with the best score so
+        far, whose checkpoint is not deleted."""
+        self._parts = parts
+        self._own, *self._roles = learners
+        self._policy = policy
+        self._best_step = best_step
+
+    async def after(self, step: int, *, train_seconds: float) -> None:
+        """Save the weights if it is time for it, as after the last step."""
+        training = self._parts.config.training
+        is_due = training.checkpoint_every and step % training.checkpoint_every == 0
+        if is_due or step == training.steps:
+            await self.save(step, train_seconds=train_seconds)
+
+    async def last(self, step: int, *, train_seconds: float) -> None:
+        """The run ends early: save its last finished step, unless that is done. The ledger gets only a while
+        for its row, as its server may be what ended the run."""
+        if step and not self._parts.folder.has_checkpoint(step):
+            with suppress(TimeoutError):
+                await self.save(step, train_seconds=train_seconds, within_s=LAST_COMMIT_S)
+
+    async def save(self, step: int, *, train_seconds: float, within_s: float | None = None) -> None:
+        """Save the weights, and tell the ledger. Raises TimeoutError if it does not answer in `within_s`."""
+        with self._parts.progress.waiting(f"the checkpoint of step {step}"):
+            await self.write(self._parts.folder.checkpoint_name(step))
+        roles = {each.role: each.report.as_json() for each in self._roles}
+        row = CheckpointRow(
+            step=step,
+            time=time.time(),
+            policy_version=self._policy.version,
+            train_seconds=train_seconds,
+            report=msgspec.json.encode(self._own.report.as_json()),
+            role_reports=msgspec.json.encode(roles),
+        )
+        async with asyncio.timeout(within_s):
+            await self._parts.ledger.commit([row])
+        self._parts.folder.checkpointed(best=self._best_step())
+
+    async def write(self, name: str) -> None:
+        """Write the weights of every policy under `name`."""
+        for each in (*self._roles, self._own):
+            await each.save_checkpoint(name)
+        self._parts.folder.seal(name)

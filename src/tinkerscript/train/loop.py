@@ -1,0 +1,146 @@
+"""The training loop, top to bottom: evaluate; for every step take groups, learn, publish; evaluate again.
+
+Group Relative Policy Optimization (Shao et al. 2024, "DeepSeekMath"): an episode's advantage is its reward
+compared with the rewards of its group (rollouts/advantages.py); a failed episode has none and is left out.
+
+    GroupStream     which groups start, and which train      stream.py
+    PolicyUpdate    what a step does to the weights          update.py, learner.py
+    Policy          the versions that sample                 policy.py
+    RunCheckpoints  weights on disk                          checkpoints.py
+    Evaluator       scores on held-out samples               evaluation.py
+    StepLog         what people see of a step                step_log.py
+
+Invariant: with its ledger and checkpoints, a run can be cancelled at any point and resumed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from tinkerscript.errors import AlignmentError, NoSuccessError
+from tinkerscript.train.backends.backend import STEP_GRACE_S, finish_despite_cancel
+from tinkerscript.train.checkpoints import RunCheckpoints
+from tinkerscript.train.collector import Collector
+from tinkerscript.train.episode_source import EpisodeSource
+from tinkerscript.train.evaluation import Evaluator
+from tinkerscript.train.learner import Learner
+from tinkerscript.train.off_policy import PolicyLags
+from tinkerscript.train.open_run import OpenRun
+from tinkerscript.train.policy import Policy
+from tinkerscript.train.samples import TaskSamples
+from tinkerscript.train.step_log import StepLog
+from tinkerscript.train.step_metrics import StepMetric
+from tinkerscript.train.stream import GroupStream, TrainingStep
+from tinkerscript.train.update import PolicyUpdate
+
+
+class TrainingLoop:
+    """One training run."""
+
+    def __init__(
+        self,
+        parts: OpenRun,
+        samples: TaskSamples | None,
+        source: EpisodeSource,
+        policy: Policy,
+        learners: Sequence[Learner],
+        extra_metrics: Sequence[StepMetric] = (),
+    ) -> None:
+        """`samples`: None if the episodes are samples that clients register themselves. `learners`: that of
+        the run's own policy, and then those of roles that train beside it."""
+        training, progress = parts.config.training, parts.progress
+        self.parts = parts
+        self.step = parts.history.step
+        """Training steps behind the current weights."""
+
+        self.train_seconds = parts.train_seconds
+        """How long the run has trained so far, without the first and the last evaluation."""
+
+        self._steps, self._source, self.policy = training.steps, source, policy
+        self._lags = PolicyLags(training, parts.history.versions)
+        self._collector = Collector(
+            source,
+            progress,
+            group_size=training.group_size,
+            client_samples=samples is None,
+            seen=policy.note,
+        )
+        self._stream = GroupStream(source, self._collector, progress, training, samples, self._lags)
+        self.log = StepLog(parts, samples, learners, extra_metrics)
+        self._update = PolicyUpdate(parts, learners, policy, self._lags, self.log)
+        roles = [each.role for each in learners[1:]]
+        self.evaluator = Evaluator(parts, samples, self._collector, policy, roles)
+        self.checkpoints = RunCheckpoints(parts, learners, policy, lambda: self.evaluator.best_step)
+        self._between_steps = False
+        """Whether the weights, the ledger or the published version may be between two steps."""
+
+    async def run(self) -> None:
+        """The whole run, or the rest of it. Cancelling it leaves a folder that can be resumed."""
+        self._stream.restore(self.parts.history)
+        receiving = asyncio.create_task(self._collector.run(), name="receive outcomes")
+        try:
+            await self._begin()
+            await self._train()
+            with self.parts.progress.waiting("the last episodes to end"):
+                await self._collector.settled()
+        except asyncio.CancelledError:
+            if not self._between_steps:
+                await self.checkpoints.last(self.step, train_seconds=self.train_seconds)
+            raise
+        except (AlignmentError, NoSuccessError):  # No weights have changed since the last step.
+            await self.checkpoints.last(self.step, train_seconds=self.train_seconds)
+            raise
+        finally:
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+
+    async def _begin(self) -> None:
+        """Publish the weights that the run starts from."""
+        # What waited at the server comes before any seed is given out: theirs are taken.
+        await self._collector.received_until(self.parts.history.open_until)
+        with self.parts.progress.waiting("the first weights to be published"):
+            await self._publish()
+
+    async def _train(self) -> None:
+        await self.evaluator.before(self.step)
+        await self.evaluator.during(self.step, steps=self._steps)  # If a restart interrupted it.
+        started = time.monotonic() - self.train_seconds
+        while self.step < self._steps:
+            step = await self._stream.take(self.step + 1, version=self.policy.version)
+            await finish_despite_cancel(self._train_step(step), within_s=STEP_GRACE_S)
+            self.train_seconds = time.monotonic() - started
+            await self.checkpoints.after(self.step, train_seconds=self.train_seconds)
+            await self.evaluator.during(self.step, steps=self._steps)
+            await self.log.tell_health(self.step)
+        await self.evaluator.after(self.step)
+
+    async def _train_step(self, step: TrainingStep) -> None:
+        """Learn from the groups of a step, publish the result, and tell the ledger."""
+        self._source.set_status(usable_versions=self._lags.usable(step.number))  # Of the next batch.
+        with self.parts.progress.waiting(f"step {step.number} to train"):
+            self._between_steps = True
+            learned = await self._update.train(step)
+            self.step = step.number
+            began = time.monotonic()
+            step.policy_version = await self._publish()
+            step.publish_s = time.monotonic() - began
+            measured = self.log.measured(step, learned)
+            await self._source.commit([*measured.rows, *self._update.rows(step)])
+            self._between_steps = False
+            self._update.note_tokens(step)
+        await self.log.finished(step, measured)
+
+    async def _publish(self) -> int:
+        """Make the current weights the next policy version, for every episode from now on."""
+        self._source.set_status(engine_status="ENGINE.WEIGHT_SYNCING")  # Holds back new episodes.
+        version = await self.policy.publish(self.step)
+        self._lags.published(version, step=self.step)
+        self._source.set_status(
+            engine_status="ENGINE.ROLLING",
+            policy_version=version,
+            global_step=self.step,
+            usable_versions=self._lags.usable(self.step),
+        )
+        return version

@@ -1,0 +1,134 @@
+"""Episodes that only the ledger has: a server answers for them as for those in its book."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
+from tinkerscript.files import LEDGER_FILE
+from tinkerscript.ledger import SqliteLedger
+from tinkerscript.ledger.history import Tally, tally
+from tinkerscript.ledger.rows import CheckpointRow, StepRow, TrainedRow, Use
+from tinkerscript.protocol import Failure
+from tinkerscript.server.episodes.book import EpisodeBook
+from tinkerscript.server.interchange import Interchange
+from tinkerscript.server.metrics import ServerMetrics
+from tinkerscript.server.trainer_messages import resume_run
+from tinkerscript.trainer_link.messages import NewEpisode
+
+KEPT = 3
+
+
+class Server(NamedTuple):
+    interchange: Interchange
+    ledger: SqliteLedger
+
+    @property
+    def book(self) -> EpisodeBook:
+        return self.interchange.book
+
+    async def train(
+        self, *numbers: int, failing: tuple[int, ...] = (), cancelled: tuple[int, ...] = ()
+    ) -> None:
+        """These episodes end, fail, or are cancelled, and their step uses them."""
+        for number in numbers:
+            uuid = f"e{number}"
+            self.interchange.register(new(number))
+            if number in cancelled:
+                self.book.cancel(uuid, "enough")
+            else:
+                self.book.claim("c", "train", 60.0)
+                if number in failing:
+                    self.book.abort(uuid, 1, Failure(kind="boom"))
+                else:
+                    self.book.end(uuid, 1, reward=1.0, result=b"{}")
+            await self.interchange.commit()
+            sequence = self.book.get(uuid).sequence
+            self.ledger.put(TrainedRow(episode=sequence, step=step_of(number), outcome=Use.TRAINED))
+            self.book.consume(sequence)
+        await self.interchange.commit()
+
+
+def step_of(number: int) -> int:
+    return 1 + number // 4
+
+
+def new(number: int, **more: Any) -> NewEpisode:
+    given: dict[str, Any] = {"group_id": f"g{number // 2}", "payload": b"{}", "position": number // 2}
+    return NewEpisode(episode_uuid=f"e{number}", episode_type="train", step=step_of(number), **given | more)
+
+
+@asynccontextmanager
+async def server(folder: Path) -> AsyncGenerator[Server]:
+    ledger = SqliteLedger(folder / LEDGER_FILE)
+    book = EpisodeBook(clock=time.monotonic, max_attempts=1, kept=KEPT)
+    made = Interchange(book=book, ledger=ledger, metrics=ServerMetrics(book), forget=(), clock=time.monotonic)
+    await made.restore()
+    yield Server(made, ledger)
+    await made.commit()
+    await ledger.close()
+
+
+async def test_the_book_holds_what_was_consumed_last_and_every_failure(tmp_path: Path) -> None:
+    async with server(tmp_path) as run:
+        await run.train(*range(16), failing=(1,), cancelled=(2,))
+        run.interchange.register(new(16))
+        counts = run.book.counts.by_pool(), run.book.counts.by_type(), run.book.counts.failures()
+        assert len(run.book) < 16
+        assert "e15" in run.book
+        assert [each.uuid for each in run.book.latest_failed(9)] == ["e1"], "an operator has to see it"
+    async with server(tmp_path) as again:
+        assert {each.uuid for each in again.book} == {"e1", "e13", "e14", "e15", "e16"}
+        assert (
+            again.book.counts.by_pool(),
+            again.book.counts.by_type(),
+            again.book.counts.failures(),
+        ) == counts
+        assert await tally(again.ledger) == Tally(
+            train_accepted=14, planned_accepted=14, failed=1, cancelled=1, lost=1
+        )
+        again.interchange.register(new(17))
+        assert again.book.get("e17").sequence == 18
+
+
+async def test_a_late_request_finds_its_episode(tmp_path: Path) -> None:
+    async with server(tmp_path) as run:
+        await run.train(*range(16))
+    async with server(tmp_path) as again:
+        with pytest.raises(UnknownEpisodeError):
+            again.book.get("e0")
+        await again.interchange.recall(["e0", "e1", "nobody's", "e15"])
+        assert again.book.end("e0", 1, reward=1.0, result=b"{}").status == "accepted", "the same again"
+        with pytest.raises(ConflictError, match="already ended with another result"):
+            again.book.end("e0", 1, reward=0.0, result=b"[]")
+        with pytest.raises(NotTheOwnerError, match="the episode has ended with its result"):
+            again.book.held("e1", 1)
+        again.interchange.register(new(0))
+        assert again.book.get("e0").status == "accepted", "known with the same content"
+        with pytest.raises(ConflictError, match="already registered with other content"):
+            again.interchange.register(new(1, payload=b'{"other": 1}'))
+        assert await again.ledger.read("SELECT count(*) FROM {s}episodes") == [(16,)]
+
+
+async def test_a_resumption_reaches_what_is_past(tmp_path: Path) -> None:
+    """From the checkpoint of step 1: step 2 trains on its episodes again, and those of later steps are
+    undone."""
+    async with server(tmp_path) as run:
+        await run.train(*range(16))
+        steps = [StepRow(step=step, time=0.0, policy_version=step) for step in range(1, 5)]
+        saved = CheckpointRow(step=1, time=0.0, policy_version=1, train_seconds=1.0)
+        await run.ledger.commit([*steps, saved])
+    async with server(tmp_path) as again:
+        history = await resume_run(again.interchange, again.ledger, [1])
+        assert [each.episode_uuid for each in history.planned] == ["e4", "e5", "e6", "e7"]
+        assert (history.planned_groups, history.next_position, history.open_until) == (2, 4, 8)
+    async with server(tmp_path) as third:
+        undone = "SELECT uuid FROM {s}episodes WHERE undone = 1 ORDER BY sequence"
+        assert await third.ledger.read(undone) == [(f"e{number}",) for number in range(8, 16)]
+        assert sorted(each.uuid for each in third.book.open_ends.values()) == ["e4", "e5", "e6", "e7"]
