@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from itertools import accumulate
 
 from tinkerscript.ledger.ledger import Ledger
@@ -42,11 +42,11 @@ class StorageLimit:
         limit_mb: int,
         *,
         replay_lag: int = 0,
-        empty: Callable[[Sequence[str]], Collection[str]] = lambda uuids: uuids,
+        empty: Callable[[Sequence[str]], Awaitable[Collection[str]]] | None = None,
     ) -> None:
         """`limit_mb`: in MiB; 0: no limit. `replay_lag`: steps before a checkpoint whose episodes may train
         again after it. `empty` gets the uuids of the episodes that are to lose their bytes, and returns
-        those that do."""
+        those that do; None: all of them."""
         self._ledger = ledger
         self._limit = limit_mb * 2**20
         self._replay_lag = replay_lag
@@ -58,6 +58,8 @@ class StorageLimit:
         """What the ledger had put then."""
 
         self._is_at_work = False
+        self._is_in_vain = False
+        """There was too much, and nothing that could go."""
 
     @property
     def is_reached(self) -> bool:
@@ -66,6 +68,8 @@ class StorageLimit:
 
     @property
     def _may_be_over(self) -> bool:
+        if self._is_in_vain:  # Counting costs something too.
+            return self._ledger.bytes_put - self._put_then > self._limit * (1 - LOW_MARK)
         return self._counted is None or self._stored > self._limit
 
     async def keep(self) -> None:
@@ -78,6 +82,7 @@ class StorageLimit:
             is_full = self._stored > self._limit
             while is_full and self._stored > self._limit * LOW_MARK and await self._drop():
                 pass
+            self._is_in_vain = self._stored > self._limit
         finally:
             self._is_at_work = False
 
@@ -106,11 +111,13 @@ class StorageLimit:
             query = f"SELECT episode, sum(length({column})) FROM {{s}}{table} WHERE episode IN {among} "
             for sequence, size in await self._ledger.read(f"{query} GROUP BY episode"):
                 sizes[sequence] += int(size)
-        # From here on nothing waits: a resumption may have begun to use some of them again.
         too_much = self._stored - self._limit * LOW_MARK
         freed = [0, *accumulate(sizes[sequence] for sequence, _ in found)]
         found = [each for each, before in zip(found, freed, strict=False) if before < too_much]
-        uuids = self._empty([uuid for _, uuid in found])
+        uuids: Collection[str] = [uuid for _, uuid in found]
+        if self._empty is not None:
+            uuids = await self._empty(uuids)
+        # From here on nothing waits: a resumption could begin to use some of them again.
         chosen = [sequence for sequence, uuid in found if uuid in uuids]
         if not chosen:
             return False

@@ -201,7 +201,7 @@ async def create_server(
             ledger,
             config.recording_limit_mb,
             replay_lag=config.training.max_policy_lag + 1,
-            empty=book.empty,
+            empty=interchange.empty,
         ),
     )
     engine = EngineRoutes(run_dir, interchange=interchange, link=link)

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -159,6 +159,11 @@ class Interchange:
         for start in range(0, len(missing), PAGE):
             asked = missing[start : start + PAGE]
             await self._recall(f"uuid IN ({', '.join('?' * len(asked))})", *asked)
+
+    async def empty(self, uuids: Sequence[str]) -> set[str]:
+        """See `EpisodeBook.empty`: of episodes that may be past. Raises StoreError."""
+        await self.recall(uuids)
+        return self.book.empty(uuids)
 
     async def recall_after(self, step: int, used: Collection[int]) -> None:
         """Read what a resumption after `step` may change back into the book: what later steps planned, and

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -88,6 +88,21 @@ async def test_nothing_is_dropped_up_to_the_limit_or_without_one(ledger: SqliteL
     assert await full(ledger) == [6, 7, 8]
 
 
+async def test_a_limit_that_cannot_be_kept_is_looked_at_again_after_a_while(ledger: SqliteLedger) -> None:
+    storage = StorageLimit(ledger, 1)
+    assert storage.is_reached, "nobody has counted yet"
+    await put_large(ledger, 1, 2, 3, 4)
+    await storage.keep()
+    assert await full(ledger) == [1, 2, 3, 4], "there is no checkpoint"
+    await ledger.commit([checkpoint(1), checkpoint(2)])
+    assert not storage.is_reached
+    await put_large(ledger, 5)
+    assert storage.is_reached
+    await storage.keep()
+    assert await full(ledger) == [3, 4, 5]
+    assert not storage.is_reached
+
+
 async def test_what_is_there_counts_after_a_restart_too(ledger: SqliteLedger) -> None:
     await put_large(ledger, 1, 2, 3)
     await ledger.commit([checkpoint(1), checkpoint(2)])
@@ -101,17 +116,17 @@ async def test_what_is_there_counts_after_a_restart_too(ledger: SqliteLedger) ->
 # With a book
 
 
-async def opened(ledger: Ledger) -> Interchange:
+async def opened(ledger: Ledger, *, kept: int = 10) -> Interchange:
     """What a new server makes of the ledger."""
-    book = EpisodeBook(clock=time.monotonic, max_attempts=2)
+    book = EpisodeBook(clock=time.monotonic, max_attempts=2, kept=kept)
     made = Interchange(book=book, ledger=ledger, metrics=ServerMetrics(book), forget=(), clock=time.monotonic)
     await made.restore()
     return made
 
 
-async def trained_groups(ledger: Ledger) -> Interchange:
-    """The groups a and b, of two episodes each, trained in step 1."""
-    server = await opened(ledger)
+async def trained_groups(ledger: Ledger, *, kept: int) -> Interchange:
+    """The groups a and b, of two episodes each, trained in step 1. `kept`: of them, in the book."""
+    server = await opened(ledger, kept=kept)
     for number, group in enumerate("aabb", start=1):
         server.book.register(f"e{number}", "train", group, b"{}", step=1, position=0)
         claimed = server.book.claim("c", "train", 60.0)
@@ -126,9 +141,11 @@ async def trained_groups(ledger: Ledger) -> Interchange:
     return server
 
 
-async def test_a_resumption_does_not_use_an_emptied_episode_again(ledger: SqliteLedger) -> None:
-    server = await trained_groups(ledger)
-    await StorageLimit(ledger, 1, empty=server.book.empty).keep()
+@pytest.mark.parametrize("kept", [1, 10])
+async def test_a_resumption_does_not_use_an_emptied_episode_again(ledger: SqliteLedger, kept: int) -> None:
+    server = await trained_groups(ledger, kept=kept)
+    assert ("e1" in server.book) == (kept == 10)
+    await StorageLimit(ledger, 1, empty=server.empty).keep()
     assert await full(ledger) == [2, 3, 4]
     again = await opened(ledger)
     assert [each.uuid for each in again.book if each.emptied] == ["e1"]
@@ -138,17 +155,20 @@ async def test_a_resumption_does_not_use_an_emptied_episode_again(ledger: Sqlite
     assert [each.uuid for each in again.book if not each.consumed] == ["e3", "e4"]
 
 
-async def test_an_episode_that_a_resumption_took_meanwhile_keeps_its_bytes(ledger: SqliteLedger) -> None:
-    server = await trained_groups(ledger)
+@pytest.mark.parametrize("kept", [1, 10])
+async def test_an_episode_that_a_resumption_took_meanwhile_keeps_its_bytes(
+    ledger: SqliteLedger, kept: int
+) -> None:
+    server = await trained_groups(ledger, kept=kept)
 
-    def empty(uuids: list[str]) -> set[str]:
+    async def empty(uuids: Sequence[str]) -> set[str]:
+        await server.recall(["e1", "e2"])
         server.book.resume(0, 1, dict.fromkeys((1, 2), Use.TRAINED))
-        return server.book.empty(uuids)
+        return await server.empty(uuids)
 
-    storage = StorageLimit(ledger, 1, empty=empty)  # type: ignore[arg-type]
-    await storage.keep()
+    await StorageLimit(ledger, 1, empty=empty).keep()
     assert await full(ledger) == [1, 2, 3, 4]
     assert [each.uuid for each in server.book if each.emptied] == []
     await server.commit()
-    await storage.keep()
+    await StorageLimit(ledger, 1, empty=server.empty).keep()
     assert await full(ledger) == [1, 2, 4], "the oldest that is not open"
