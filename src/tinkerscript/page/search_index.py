@@ -41,8 +41,10 @@ UNREADABLE = NotRecordedError, ValueError, RecursionError
 """What a call raises that no gateway wrote. It is shown where the episode is; lists and the search go on."""
 
 _SCHEMA = """
+BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS spans (first INTEGER NOT NULL, last INTEGER NOT NULL);
 CREATE VIRTUAL TABLE IF NOT EXISTS words USING fts5(body, content='');
+COMMIT;
 """
 
 _TO_INDEX = """
@@ -177,7 +179,6 @@ def _opened(path: Path) -> sqlite3.Connection:
     """Raises sqlite3.Error for something else in the place of an index."""
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
-        connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = OFF")  # It can be made again.
         connection.executescript(_SCHEMA)
         connection.execute(_MATCHES, ("a", 0, 0, 1))
