@@ -26,7 +26,7 @@ from pydantic import BaseModel, Field
 
 from tinkerscript.errors import NotRecordedError
 from tinkerscript.ledger.reader import LedgerReader
-from tinkerscript.page.search_index import UNREADABLE, SearchIndex, reply_text, storable
+from tinkerscript.page.search_index import BAD_CALLS, SearchIndex, reply_text, storable
 
 MAX_LINES = 200
 FIRST_ROWS, SCAN_ROWS = 64, 2000
@@ -188,7 +188,7 @@ def preview(ledger: LedgerReader, episode: Episode) -> str:
         found = ledger.row(_LAST_FAILURE, (episode["sequence"],))
         failure: dict[str, Any] = json.loads(found[0]) if found else {}
         return storable(f"{failure.get('kind')}: {failure.get('message')}"[:PREVIEW_CHARS])
-    with suppress(*UNREADABLE):
+    with suppress(*BAD_CALLS):
         for call in ledger.calls_of(_LAST_CALL, (episode["sequence"], episode["attempt"])):
             return storable(" ".join(reply_text(call).split())[:PREVIEW_CHARS])
     return ""

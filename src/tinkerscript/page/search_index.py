@@ -37,7 +37,7 @@ CHUNK = 200
 MAX_INDEXED_CHARS = 65_536
 """Of an episode's text."""
 
-UNREADABLE = NotRecordedError, ValueError, RecursionError
+BAD_CALLS = NotRecordedError, ValueError, RecursionError
 """What a call raises that no gateway wrote. It is shown where the episode is; lists and the search go on."""
 
 _SCHEMA = """
@@ -160,7 +160,7 @@ class SearchIndex:
             parts.append(client)
             if failure is not None:
                 parts.append(str(json.loads(failure).get("message")))
-        with suppress(*UNREADABLE):
+        with suppress(*BAD_CALLS):
             for call in self._ledger.calls(sequence, attempts[-1][0] if attempts else 0):
                 parts += [*_texts(json.loads(call.messages or "[]")), reply_text(call)]
         return storable("\n".join(parts)[:MAX_INDEXED_CHARS])
