@@ -45,7 +45,9 @@ class LedgerReader:
         """
         self.folder = folder
         self._config: tuple[int, dict[str, Any]] = (0, {})
-        self._store = store or self._stated_store()
+        # Supervised fine-tuning has no server, and its ledger is always in its folder.
+        is_sft = self.config.get("method") == "sft"
+        self._store = "sqlite" if is_sft else store or self._stated_store()
         self._connect = self._opener()
         self._of_thread = threading.local()
         self.rows("SELECT 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sqlite3
@@ -52,6 +53,12 @@ async def test_a_run_without_a_ledger_has_nothing_to_read_until_there_is_one(fol
     assert reader.status() == {"state": "running"}
     await ledger.close()
     reader.close()
+
+
+def test_supervised_fine_tuning_has_its_ledger_in_its_folder(folder: Path) -> None:
+    config = {"method": "sft", "interchange_server": {"store": "postgresql://nowhere/runs"}}
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    assert LedgerReader(folder, store="postgresql://nowhere/runs").rows("SELECT * FROM steps") == []
 
 
 async def test_rows_have_named_columns(ledger: SqliteLedger, folder: Path) -> None:
