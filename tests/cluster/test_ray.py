@@ -99,7 +99,7 @@ def resume(folder: Path, *settings: str) -> Command:
 def names_of(run: Path) -> set[str]:
     """The workers that have ended an episode: number and incarnation of each."""
     ended = "SELECT client FROM attempts JOIN episodes ON sequence = episode WHERE state = 'ended'"
-    return {client.split("-", 2)[2] for (client,) in ask(run, f"{ended} AND failure IS NULL")}
+    return {client.split("-", 2)[2] for (client,) in ask(run, f"{ended} AND attempts.failure IS NULL")}
 
 
 VLLM = ROOT / "examples" / "arithmetic_vllm.yaml"
