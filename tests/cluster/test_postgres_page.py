@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -172,7 +173,7 @@ async def test_the_page_says_the_same_of_a_run_in_either_database(
     tmp_path: Path, database: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run, url = await made_run(tmp_path), f"{database.url}?schema=read"
+    run, url = await made_run(tmp_path), f"{database.url}?schema=read_{uuid4().hex[:8]}"
     there = await copied(run, tmp_path / "there", url)
     with pytest.raises(ConfigError, match=f"if it is yours, set {STORE_VARIABLE} to the run's"):
         LedgerReader(there)
