@@ -120,7 +120,7 @@ RESERVED_ROLES = ("policy", "side")
 
 class RoleConfig(Section):
     kind: Literal["frozen", "outside", "trained"]
-    """`frozen`: a model whose weights never change, beside the one that trains. `outside`: an
+    """`frozen`: another model, whose weights never change. `outside`: an
     OpenAI-compatible server, such as a judge; only the interchange server knows its key. Neither trains.
     `trained`: a second policy, such as an opponent, that trains in the same run with an optimizer, rewards
     and checkpoints of its own."""

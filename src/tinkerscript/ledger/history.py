@@ -127,9 +127,10 @@ def check_covers(last_step: int, checkpoints: Collection[int]) -> None:
 async def begin(
     ledger: Ledger, checkpoints: Collection[int], *, time: float, replay_lag: int = 0
 ) -> Beginning:
-    """Go on from the newest of `checkpoints`, the steps whose checkpoints are whole, and undo what is later.
+    """Find the newest of `checkpoints` (the steps whose checkpoints are complete) that has a row, and undo
+    every step after it.
 
-    What it writes is not committed yet. `replay_lag`: of how many steps before the next one to say what they
+    The writes are not committed yet. `replay_lag`: of how many steps before the next one to say what they
     trained on. Raises ConfigError, and changes nothing, for a ledger that is older than a checkpoint.
     """
     ((last_step,),) = await ledger.read(LAST_STEP)

@@ -24,7 +24,7 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """A run whose folder is locked, and whose ledger says where it goes on."""
+    """A run that this process has locked, and where its ledger says that it resumes."""
 
     config: RunConfig
     folder: RunFolder

@@ -1,6 +1,6 @@
-"""`RunStatus`: what a run does now, and what it told people, in its ledger for whoever looks at it.
+"""`RunStatus` writes a run's progress and messages into its ledger, where the page and `show` find them.
 
-Invariant: it only looks on. A run trains the same whether or not anybody can read it.
+Invariant: training never depends on it, so a run trains the same whether or not anybody watches.
 """
 
 from __future__ import annotations

@@ -167,10 +167,7 @@ class EpisodeBook:
 
     # What the trainer does
 
-    def restore(
-        self,
-        stored: StoredEpisodes,
-    ) -> None:
+    def restore(self, stored: StoredEpisodes) -> None:
         """Fill an empty book. Leases start anew: no client could renew them."""
         for (pool, kind, state), number in stored.past.items():
             self.counts.past(pool, kind, state, number)
