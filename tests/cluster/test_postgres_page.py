@@ -24,6 +24,7 @@ from tinkerscript.ledger.health import best_score, health_rows
 from tinkerscript.ledger.postgres import PostgresLedger
 from tinkerscript.ledger.reader import STORE_VARIABLE, LedgerReader
 from tinkerscript.ledger.rows import TABLES, FindingRow
+from tinkerscript.page import lines
 from tinkerscript.page.curves import alignment_view, curves, found_in, metrics
 from tinkerscript.page.episode_view import episode_view, find_episode
 from tinkerscript.page.held_out import ComparisonQuery, compare, sample_view
@@ -173,6 +174,8 @@ async def test_the_page_says_the_same_of_a_run_in_either_database(
     tmp_path: Path, database: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    # A search that runs out of time says where to go on, and that is elsewhere in each database.
+    monkeypatch.setattr(lines, "SCAN_S", 600.0)
     run, url = await made_run(tmp_path), f"{database.url}?schema=read_{uuid4().hex[:8]}"
     there = await copied(run, tmp_path / "there", url)
     with pytest.raises(ConfigError, match=f"if it is yours, set {STORE_VARIABLE} to the run's"):
