@@ -88,7 +88,7 @@ def call(name: str, parent: str | None = None, tokens: int = 1) -> Call:
 
 async def rows_in(ledger: Ledger, kind: type[Row]) -> list[Row]:
     """All but the ledger's own, in the order of their key or of their writing."""
-    rest = "WHERE name != 'version' " if kind is FactRow else ""
+    rest = "WHERE name NOT IN ('version', 'inode') " if kind is FactRow else ""
     return await ledger.rows(kind, f"{rest}ORDER BY {', '.join(kind.KEY) or 'number'}")
 
 

@@ -14,7 +14,20 @@ from pathlib import Path
 from typing import Any, Self
 
 from tinkerscript.errors import ConfigError, StoreError
+from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger.rows import LEDGER_VERSION, create_statements
+
+
+def explained(path: Path | None, error: sqlite3.Error | str) -> str:
+    """What SQLite says is wrong with a ledger, and what to do about it."""
+    # The low byte is the kind of an error, what is above says more.
+    code = sqlite3.SQLITE_CORRUPT if isinstance(error, str) else getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return f"ledger {path}: {error}"
+    return (
+        f"ledger {path}: {error}. It is damaged, or was copied while the run wrote to it: copy the ledger of "
+        f'a run that goes on with `sqlite3 {LEDGER_FILE} ".backup COPY"`'
+    )
 
 
 class NamedRow(tuple[Any, ...]):
@@ -61,7 +74,7 @@ class SqliteReading(Reading):
         try:
             self._connection = self._opened(path)
         except sqlite3.Error as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
+            raise ConfigError(explained(path, error)) from error
 
     def _opened(self, path: Path | None) -> sqlite3.Connection:
         self.is_there = False
@@ -91,7 +104,7 @@ class SqliteReading(Reading):
             names = tuple(column[0] for column in cursor.description)
             return [NamedRow(names, values) for values in cursor]
         except sqlite3.Error as error:
-            raise StoreError(f"ledger {self._path}: {error}") from error
+            raise StoreError(explained(self._path, error)) from error
 
     def close(self) -> None:
         self._connection.close()

@@ -25,6 +25,7 @@ from msgspec.structs import astuple
 from tinkerscript.errors import StoreError
 from tinkerscript.files import stamp
 from tinkerscript.ledger.ledger import CALLS_OF_CLAIM, Ledger, WriteBatch, decoded
+from tinkerscript.ledger.reading import explained
 from tinkerscript.ledger.rows import (
     LEDGER_VERSION,
     TABLES,
@@ -49,6 +50,9 @@ LONG_BYTES = 2**22
 SYNCED = (PublicationRow, StepRow)
 """Rows that survive a power cut too: a policy version is not used twice, and no checkpoint is ahead of the
 ledger."""
+
+_INODE = "inode"
+"""Name of the fact by which the file knows that it is not a copy."""
 
 _MOVE_LOG = "PRAGMA wal_checkpoint(PASSIVE)"
 
@@ -132,6 +136,7 @@ class SqliteLedger(Ledger):
             run("BEGIN IMMEDIATE")
             for statement in create_statements():
                 run(_plain(statement))
+            run("INSERT INTO facts VALUES (?, ?)", (_INODE, self._inode()))
             run(f"PRAGMA user_version = {LEDGER_VERSION}")
             run("COMMIT")
         elif version != LEDGER_VERSION:
@@ -139,6 +144,24 @@ class SqliteLedger(Ledger):
                 f"{self._path} has version {version}, this tinkerscript reads {LEDGER_VERSION}: "
                 "use the version of tinkerscript that wrote it, or another run folder"
             )
+        else:
+            self._check_copy()
+
+    def _check_copy(self) -> None:
+        """A copy made while a run wrote to the file may hold pages of two moments, which SQLite sees only
+        when it meets them. Raises StoreError."""
+        run, inode = self._connection.execute, self._inode()
+        (found,) = run("SELECT value FROM facts WHERE name = ?", (_INODE,)).fetchone()
+        if found == inode:
+            return
+        faults = [text for (text,) in run("PRAGMA integrity_check(1)") if text != "ok"]
+        faults += [f"a row of {row[0]} refers to none" for row in run("PRAGMA foreign_key_check")]
+        if faults:
+            raise StoreError(explained(self._path, faults[0]))
+        run("UPDATE facts SET value = ? WHERE name = ?", (inode, _INODE))
+
+    def _inode(self) -> bytes:
+        return str(self._path.stat().st_ino).encode()
 
     def _write(self, batch: WriteBatch) -> None:
         with _explained(self._path):
@@ -173,4 +196,4 @@ def _explained(path: Path) -> Generator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise StoreError(f"ledger {path}: {error}") from error
+        raise StoreError(explained(path, error)) from error

@@ -149,11 +149,11 @@ async def test_the_log_is_moved_into_the_file_whenever_it_is_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / LEDGER_FILE
-    monkeypatch.setattr("tinkerscript.ledger.sqlite.LOG_BYTES", 2**17)
+    monkeypatch.setattr("tinkerscript.ledger.sqlite.LOG_BYTES", 2**18)
     ledger = SqliteLedger(path)
     for number in range(100):
         await ledger.commit([episode(number)])
-        assert Path(f"{path}-wal").stat().st_size < 2**17 + 2**16, "one more commit"
+        assert Path(f"{path}-wal").stat().st_size < 2**18 + 2**16, "one more commit"
     without_log = tmp_path / "copy.sqlite"
     shutil.copy(path, without_log)
     assert len(stored_outcomes(without_log)) > 20

@@ -161,7 +161,7 @@ def test_a_ledger_of_another_version_is_refused(folder: Path) -> None:
 
 def test_a_file_that_is_no_database_is_refused(folder: Path) -> None:
     (folder / LEDGER_FILE).write_bytes(b"this is not a database" * 100)
-    with pytest.raises(ConfigError, match=rf"{LEDGER_FILE} cannot be read: file is not a database"):
+    with pytest.raises(ConfigError, match=rf"{LEDGER_FILE}: file is not a database. It is damaged"):
         LedgerReader(folder)
 
 

@@ -1,15 +1,18 @@
 """A power cut or a copy can take the end of SQLite's log away: what is left is a beginning of the commits,
-and each of them is whole."""
+and each of them is whole. A copy with pages of two moments is refused."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
+import pytest
+
 from run_ledger import ended_episode
+from tinkerscript.errors import StoreError
 from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger import SqliteLedger
-from tinkerscript.ledger.rows import EpisodeRow, EvaluationRow, TrainedRow, Use
+from tinkerscript.ledger.rows import EpisodeRow, EvaluationRow, StepRow, TrainedRow, Use
 
 COMMITS = 40
 
@@ -53,3 +56,36 @@ async def _whole_commits(path: Path) -> int:
     finally:
         await ledger.close()
     return len(numbers)
+
+
+async def test_a_copy_with_pages_of_two_moments_is_refused(tmp_path: Path) -> None:
+    path, copy = tmp_path / LEDGER_FILE, tmp_path / "copy" / LEDGER_FILE
+    copy.parent.mkdir()
+    ledger = SqliteLedger(path)
+
+    async def steps(first: int, last: int) -> None:
+        for step in range(first, last):
+            episodes = [ended_episode(number, step=step) for number in range(50 * step, 50 * step + 50)]
+            await ledger.commit([StepRow(step=step, time=0.0, policy_version=step), *episodes])
+
+    await steps(0, 10)
+    shutil.copy(path, copy)
+    await steps(10, 20)  # Each step moves the log into the file, and the next one begins it anew.
+    shutil.copy(f"{path}-wal", f"{copy}-wal")
+    await ledger.close()
+    with pytest.raises(StoreError, match="copied while the run wrote to it: copy the ledger of a run that"):
+        SqliteLedger(copy)
+
+
+async def test_a_whole_copy_is_the_ledger(tmp_path: Path) -> None:
+    path, copy = tmp_path / LEDGER_FILE, tmp_path / "copy" / LEDGER_FILE
+    copy.parent.mkdir()
+    ledger = SqliteLedger(path)
+    await ledger.commit([ended_episode(1)])
+    for name in (LEDGER_FILE, f"{LEDGER_FILE}-wal"):
+        shutil.copy(path.with_name(name), copy.with_name(name))
+    await ledger.close()
+    for _ in range(2):
+        again = SqliteLedger(copy)
+        assert [each.sequence for each in await again.rows(EpisodeRow)] == [1]
+        await again.close()
