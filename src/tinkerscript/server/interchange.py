@@ -155,7 +155,7 @@ class Interchange:
 
     async def recall(self, uuids: Iterable[str]) -> None:
         """Read those of these episodes back into the book that only the ledger has. Raises StoreError."""
-        missing = [uuid for uuid in uuids if uuid not in self.book]
+        missing = [uuid for uuid in uuids if uuid not in self.book and _is_text(uuid)]
         for start in range(0, len(missing), PAGE):
             asked = missing[start : start + PAGE]
             await self._recall(f"uuid IN ({', '.join('?' * len(asked))})", *asked)
@@ -656,6 +656,15 @@ async def _with_attempts(ledger: Ledger, page: list[EpisodeRow]) -> list[Episode
         )
         for row in page
     ]
+
+
+def _is_text(text: str) -> bool:
+    """False for what JSON can hold and no database: a lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _export(closed: ClosedClaim) -> None:

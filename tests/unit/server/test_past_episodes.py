@@ -103,7 +103,7 @@ async def test_a_late_request_finds_its_episode(tmp_path: Path) -> None:
     async with server(tmp_path) as again:
         with pytest.raises(UnknownEpisodeError):
             again.book.get("e0")
-        await again.interchange.recall(["e0", "e1", "nobody's", "e15"])
+        await again.interchange.recall(["e0", "e1", "nobody's", "no text: \ud800", "e15"])
         assert again.book.end("e0", 1, reward=1.0, result=b"{}").status == "accepted", "the same again"
         with pytest.raises(ConflictError, match="already ended with another result"):
             again.book.end("e0", 1, reward=0.0, result=b"[]")
