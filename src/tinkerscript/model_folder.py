@@ -63,7 +63,8 @@ logger = logging.getLogger(__name__)
 def model_folder(model: str, *, weights: bool = False, note: Callable[[str], None] = logger.info) -> Path:
     """The folder of `model`: `tiny`, a path, a URL, or an id of the Hugging Face Hub.
 
-    A URL is of a checkpoint that a run has copied there. An id is `Qwen/Qwen3-8B`, or
+    A path is of a folder, or of a GGUF file, of which a folder is made. A URL is of a checkpoint that a run
+    has copied there. An id is `Qwen/Qwen3-8B`, or
     `Qwen/Qwen3-8B@REVISION`. A folder comes before a model of the same name in the hub. From the hub, only
     the files that are needed are fetched, with the weights if `weights`; HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME
     and HF_TOKEN apply. `note` is told before the hub is asked, which is once in a process, and never for a
@@ -74,10 +75,8 @@ def model_folder(model: str, *, weights: bool = False, note: Callable[[str], Non
         model = str(fetched_checkpoint(model, note=note))
     local = TINY_MODEL if model == "tiny" else Path(model).expanduser()
     hub = None if model == "tiny" or local.exists() else _HUB_ID.fullmatch(model)
-    folder = _fetched(hub[1], hub[2], weights, note) if hub else local
+    folder = _fetched(hub[1], hub[2], weights, note) if hub else _local(local, model, note)
     place = f"{model!r} in the Hugging Face Hub" if hub else repr(model)
-    if not hub:
-        _check_local(folder, model)
     for name in ("config.json", "tokenizer.json"):
         if name == "config.json" and base_of_adapter(folder, note=note):
             continue
@@ -89,31 +88,36 @@ def model_folder(model: str, *, weights: bool = False, note: Callable[[str], Non
     return folder
 
 
-def _check_local(folder: Path, model: str) -> None:
-    """Raises ConfigError for a path that is no folder."""
+def _local(folder: Path, model: str, note: Callable[[str], None]) -> Path:
+    """The folder, or the one made of a GGUF file. Raises ConfigError for any other path."""
     if folder.is_dir():
-        return
-    if folder.suffix == ".gguf":
-        raise ConfigError(
-            f"engine.model: {model!r} is a GGUF file, whose weights do not train: give the folder of the "
-            "model that it was made from, or one that AutoModelForCausalLM.from_pretrained(..., "
-            "gguf_file=...) and save_pretrained make of it"
-        )
+        return folder
+    if folder.suffix == ".gguf" and folder.is_file():
+        try:
+            from tinkerscript.engine.gguf_file import folder_of_gguf  # Needs torch, which servers do without.
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"engine.model: reading {model!r} needs {error.name}: pip install 'tinkerscript[engine]'"
+            ) from error
+        return folder_of_gguf(folder, note=note)
     what = "is a file" if folder.exists() else "does not exist"
     raise ConfigError(
         f"engine.model: {model!r} {what}; give 'tiny', the folder of a Hugging Face causal model "
-        "(config.json, tokenizer.json, weights), or the id of one in the Hugging Face Hub, such as "
-        "Qwen/Qwen3-8B"
+        "(config.json, tokenizer.json, weights), a .gguf file, or the id of a model in the Hugging Face Hub, "
+        "such as Qwen/Qwen3-8B"
     )
 
 
 def pinned_model(model: str, *, note: Callable[[str], None] = logger.info) -> str:
-    """`model`, an id of the hub with its commit, so that all processes of a run use the same files.
+    """`model`, an id of the hub with its commit, and a file as its folder, so that all processes of a run use
+    the same files.
 
     Raises ConfigError, as `model_folder` does.
     """
     folder = model_folder(model, note=note)
     hub_id = hub_id_of(folder)
+    if Path(model).expanduser().is_file():
+        return str(folder)
     return f"{hub_id}@{folder.name}" if hub_id and not Path(model).expanduser().exists() else model
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run is copied while the run writes to it: the copy opens and resumes, or is refused by name."""
+"""A run's folder is copied while the run writes to it: the copy opens and resumes, or is refused by name."""
 
 from __future__ import annotations
 

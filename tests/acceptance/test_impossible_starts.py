@@ -119,7 +119,7 @@ STARTS = {
         "notes' is a file", "config.json", spoil=text_file, **{"engine.model": "notes"}
     ),
     "a GGUF file": new(
-        "small.gguf' is a GGUF file", "from_pretrained", spoil=gguf, **{"engine.model": "small.gguf"}
+        "small.gguf cannot be read as a GGUF model", spoil=gguf, **{"engine.model": "small.gguf"}
     ),
     "a folder without a model": new("another' has no config.json", **{"engine.model": "another"}),
     "no GPU": new("engine.device: 'cuda'", "cpu", **{"engine.device": "cuda"}),

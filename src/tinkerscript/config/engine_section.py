@@ -32,9 +32,10 @@ class EngineConfig(Section):
     read only from the environment variable TINKER_API_KEY."""
 
     model: str = "tiny"
-    """`tiny` (ships with the package), the folder of a Hugging Face causal language model, or the id of one
-    in the Hugging Face Hub (`Qwen/Qwen3-8B`, or `Qwen/Qwen3-8B@REVISION`). A folder comes before a model of
-    the same name in the hub. With `tinker`, only tokenizer, chat format, and config.json are needed."""
+    """`tiny` (ships with the package), the folder of a Hugging Face causal language model, a `.gguf` file, or
+    the id of a model in the Hugging Face Hub (`Qwen/Qwen3-8B`, or `Qwen/Qwen3-8B@REVISION`). A folder comes
+    before a model of the same name in the hub. With `tinker`, only tokenizer, chat format, and config.json
+    are needed."""
 
     lora: LoraConfig = Field(default_factory=LoraConfig)
     """Train a LoRA adapter over the model, which is frozen, instead of all weights."""
