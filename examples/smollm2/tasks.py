@@ -3,8 +3,8 @@ training.
 
     inspect eval examples/smollm2/tasks.py@sums --model mockllm/model
 
-`sums` is answered in a sentence, `formats` asks for a reply of a given form, and `prices` needs a tool. Each
-takes `split`: "train", or "test" for samples that no training sample repeats.
+`sums` is answered in a sentence, `formats` asks for a reply of a given form, and `prices` takes two turns,
+the first of them to ask. Each takes `split`: "train", or "test" for samples that no training sample repeats.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterable
 
 from inspect_ai import Task, task
 from inspect_ai.dataset import MemoryDataset, Sample
-from inspect_ai.model import GenerateConfig
+from inspect_ai.model import ChatMessageUser, GenerateConfig
 from inspect_ai.scorer import CORRECT, INCORRECT, Score, Scorer, Target, accuracy, match, scorer
-from inspect_ai.solver import TaskState, generate, use_tools
-from inspect_ai.tool import Tool, tool
+from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
 
 HOLD_OUT_ONE_IN = 8
 
@@ -130,7 +129,7 @@ def formats(split: str = "train") -> Task:
     )
 
 
-# A tool
+# Two turns with a tool
 
 
 GOODS = (
@@ -141,41 +140,39 @@ COLORS = ("red", "blue", "green", "white", "black", "brown", "yellow", "grey")
 
 
 def price_of(product: str) -> int:
-    """In dollars, from a fixed hash: nobody knows it without the tool."""
+    """In dollars, from a fixed hash: nobody knows it without asking."""
     return 10 + zlib.crc32(product.encode()) % 90
 
 
-@tool
-def price() -> Tool:
-    """The tool that knows the prices."""
+@solver
+def price_list() -> Solver:
+    """Answers `Look up: PRODUCT` with that product's price.
 
-    async def execute(product: str) -> str:
-        """Look up the price of a product.
+    SmolLM2 was not trained to call functions, and its chat template has no tools.
+    """
 
-        Args:
-            product: The product, such as "blue chair".
-        """
-        return f"{price_of(product.strip().lower())} dollars"
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        state = await generate(state)
+        asked = re.search(r"look up:? (?:the )?(\w+ \w+)", state.output.completion, re.IGNORECASE)
+        if asked is None:
+            return state
+        product = asked[1].lower()
+        told = f"The {product} costs {price_of(product)} dollars. {state.input_text.partition('?')[0]}?"
+        state.messages.append(ChatMessageUser(content=told))
+        return await generate(state)
 
-    return execute
+    return solve
 
 
 @task
 def prices(split: str = "train") -> Task:
-    """Look up a price with the tool and say it: two turns."""
-    samples = [
-        Sample(
-            id=f"{color} {product}",
-            input=f"What is the price of the {color} {product}?",
-            target=str(price_of(f"{color} {product}")),
-        )
-        for color in COLORS
-        for product in GOODS
-    ]
+    """Look up a price and say it."""
+    names = [f"{color} {product}" for color in COLORS for product in GOODS]
+    asked = "What is the price of the {}? If you do not know it, write: Look up: {}"
+    samples = [Sample(id=name, input=asked.format(name, name), target=str(price_of(name))) for name in names]
     return Task(
         dataset=_split(samples, split),
-        solver=[use_tools(price()), generate()],
+        solver=price_list(),
         scorer=match(location="end", numeric=True),
-        config=GenerateConfig(max_tokens=48),
-        message_limit=6,
+        config=GenerateConfig(max_tokens=32),
     )
