@@ -37,6 +37,8 @@ class RunCheckpoints:
         self._own, *self._roles = learners
         self._policy = policy
         self._best_step = best_step
+        self._saved = parts.history.step
+        """The last step whose checkpoint counts."""
 
     async def after(self, step: int, *, train_seconds: float) -> None:
         """Save the weights if it is time for it, as after the last step."""
@@ -48,7 +50,7 @@ class RunCheckpoints:
     async def last(self, step: int, *, train_seconds: float) -> None:
         """The run ends early: save its last finished step, unless that is done. The ledger gets only a while
         for its row, as its server may be what ended the run."""
-        if step and not self._parts.folder.has_checkpoint(step):
+        if step > self._saved:
             with suppress(TimeoutError):
                 await self.save(step, train_seconds=train_seconds, within_s=LAST_COMMIT_S)
 
@@ -67,6 +69,7 @@ class RunCheckpoints:
         )
         async with asyncio.timeout(within_s):
             await self._parts.ledger.commit([row])
+        self._saved = step
         self._parts.folder.checkpointed(best=self._best_step())
 
     async def write(self, name: str) -> None:

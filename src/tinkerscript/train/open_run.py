@@ -94,8 +94,8 @@ def begin_run(
     """The run goes on where `history` says."""
     status.write_into(ledger)
     folder.forget_metrics_after(history.step)
-    for damage in folder.passed_over(history.step):
-        status.note(damage)
+    for line in folder.set_aside_after(history.step, resumption=history.resumption):
+        status.note(line)
     reader = None
     try:
         reader = LedgerReader(folder.path, store=config.interchange_server.store)

@@ -4,7 +4,8 @@ config.yaml  metrics.jsonl  ledger.sqlite  alignment.json  summary.json  learnin
 rollouts/step_0001.jsonl  checkpoints/step_0005/  checkpoints/final/  checkpoints/roles/NAME/final/
 logs/  inspect/  sft_data.json  run_id
 
-Invariant: one trainer at a time writes there, held by a lock that dies with the process.
+Invariants: one trainer at a time writes there, held by a lock that dies with the process. The checkpoint of a
+step that a resumption undid is in `undone_N`, so that it takes the place of none that can be resumed.
 """
 
 from __future__ import annotations
@@ -104,11 +105,6 @@ class RunFolder:
     def checkpoint_name(self, step: int) -> str:
         return f"step_{step:04d}"
 
-    def has_checkpoint(self, step: int) -> bool:
-        """Whether this step has a checkpoint that is complete."""
-        name = self.checkpoint_name(step)
-        return (self.checkpoints / name).is_dir() and not self._lacks(name)
-
     def _lacks(self, name: str) -> str:
         return next(filter(None, map(damage_of, self.checkpoints_named(name))), "")
 
@@ -119,21 +115,27 @@ class RunFolder:
 
     def whole_checkpoints(self) -> list[int]:
         """The steps whose checkpoints are complete, in order."""
-        return [step for step in self._steps_with_checkpoints() if self.has_checkpoint(step)]
+        return [step for step, path in _made_in(self.checkpoints) if not self._lacks(path.name)]
 
-    def _steps_with_checkpoints(self) -> list[int]:
-        found = (re.fullmatch(r"step_(\d+)", path.name) for path in self.checkpoints.iterdir())
-        return sorted(int(match[1]) for match in found if match)
-
-    def passed_over(self, step: int) -> list[str]:
-        """Why checkpoints later than the one of `step`, from which the run goes on, are not used."""
-        names = [self.checkpoint_name(each) for each in self._steps_with_checkpoints() if each > step]
-        return [
-            f"the checkpoint {self.checkpoints / name} is not complete ({damage}): the run goes on from "
-            + (f"that of step {step}" if step else "its beginning")
-            for name in names
-            if (damage := self._lacks(name))
-        ]
+    def set_aside_after(self, step: int, *, resumption: int) -> list[str]:
+        """Move checkpoints later than that of `step`, from which the run goes on, out of the way. Returns
+        what to say of them: each is not complete, or not in the ledger."""
+        aside, start = f"undone_{resumption}", f"that of step {step}" if step else "its beginning"
+        said: list[str] = []
+        for folder in self._policies:
+            for later, path in _made_in(folder):
+                if later <= step:
+                    continue
+                if folder == self.checkpoints:
+                    damage = self._lacks(path.name)
+                    why = f"not complete ({damage})" if damage else "not in the ledger"
+                    said.append(
+                        f"the checkpoint {path} is {why}: the run goes on from {start}, and it is now in "
+                        f"{folder / aside}"
+                    )
+                (folder / aside).mkdir(exist_ok=True)
+                path.rename(folder / aside / path.name)
+        return said
 
     @asynccontextmanager
     async def copied(self, note: Callable[[str], None]) -> AsyncGenerator[None]:
@@ -162,12 +164,15 @@ class RunFolder:
 
     def keep_checkpoints(self, number: int, *, best: int | None = None) -> None:
         """Delete all but the newest `number` step checkpoints of every policy, and that of step `best`."""
-        for folder in (self.checkpoints, *self.checkpoints.glob(f"{ROLES}/*")):
-            steps = {path: re.fullmatch(r"step_(\d+)", path.name) for path in folder.iterdir()}
-            made = sorted((int(match[1]), path) for path, match in steps.items() if match)
-            for step, old in made[:-number]:
+        for folder in self._policies:
+            for step, old in _made_in(folder)[:-number]:
                 if step != best:
                     shutil.rmtree(old)
+
+    @property
+    def _policies(self) -> list[Path]:
+        """Where the checkpoints of each policy are; those of the run's own first."""
+        return [self.checkpoints, *self.checkpoints.glob(f"{ROLES}/*")]
 
     def forget_metrics_after(self, step: int) -> None:
         """Remove the metrics of steps that a resumed run repeats."""
@@ -244,6 +249,12 @@ def steps_finished(run_dir: Path) -> int | None:
     """Training steps of the finished run in this folder; None if there is none."""
     path = run_dir / "summary.json"
     return int(json.loads(path.read_text())["steps"]) if path.exists() else None
+
+
+def _made_in(folder: Path) -> list[tuple[int, Path]]:
+    """The steps that have checkpoints in a folder, in order."""
+    found = {path: re.fullmatch(r"step_(\d+)", path.name) for path in folder.iterdir()}
+    return sorted((int(match[1]), path) for path, match in found.items() if match)
 
 
 def _step_of(line: str, *, beyond: int) -> int:

@@ -147,6 +147,8 @@ class SupervisedRun:
 
     def __post_init__(self) -> None:
         self._storage = StorageLimit(self.ledger, self.parts.config.recording_limit_mb)
+        self._saved = self.step
+        """The last step whose checkpoint counts."""
 
     async def run(self) -> None:
         """The whole run, or the rest of it. Cancelling it saves the last finished step."""
@@ -164,7 +166,7 @@ class SupervisedRun:
                 if is_last or (saves and self.step % saves == 0):
                     await self._checkpoint()
         except asyncio.CancelledError:
-            if self.step and not self._training and not self.parts.folder.has_checkpoint(self.step):
+            if self.step > self._saved and not self._training:
                 await self._checkpoint()
             raise
 
@@ -240,6 +242,7 @@ class SupervisedRun:
             train_seconds=self.train_seconds,
         )
         await self.ledger.commit([done])
+        self._saved = self.step
         self.parts.folder.checkpointed()
 
     def held_out_curve(self) -> list[tuple[int, float]]:

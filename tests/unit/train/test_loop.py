@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -30,6 +30,7 @@ from tinkerscript.ledger.rows import (
     StepRow,
     TokensRow,
     TrainedRow,
+    TrainerRow,
     Use,
 )
 from tinkerscript.ledger.tokens import unpacked_sequences
@@ -78,7 +79,7 @@ class Client:
         return tinker.types.OptimStepResponse(metrics={})
 
     async def save_state(self, name: str) -> None:
-        (self._folder / name).mkdir()
+        (self._folder / name).mkdir(exist_ok=True)
         (self._folder / name / "weights").write_text("w")
 
 
@@ -349,3 +350,25 @@ async def test_a_run_that_is_stopped_saves_its_last_finished_step(tmp_path: Path
         with pytest.raises(asyncio.CancelledError):
             await task
     assert run.checkpoints == [1]
+
+
+async def test_a_run_that_is_stopped_while_the_ledger_is_told_of_a_checkpoint_tells_it_again(
+    tmp_path: Path,
+) -> None:
+    class Silent(Answering):
+        asked = asyncio.Event()
+
+        async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
+            if not self.asked.is_set() and any(isinstance(row, CheckpointRow) for row in rows):
+                self.asked.set()
+                await asyncio.Event().wait()
+            await super().commit(rows)
+
+    source = Silent()
+    async with running(tmp_path, source) as run:
+        task = asyncio.create_task(run.loop.run())
+        await source.asked.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert run.checkpoints == [2]

@@ -21,7 +21,10 @@ from run_ledger import KeptRows
 from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import GatewayError
-from tinkerscript.ledger.rows import PublicationRow, TrainerRow
+from tinkerscript.files import LEDGER_FILE
+from tinkerscript.ledger import SqliteLedger
+from tinkerscript.ledger.history import begin
+from tinkerscript.ledger.rows import CheckpointRow, PublicationRow, StepRow, TrainerRow
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.processes.launcher import Child
 from tinkerscript.processes.supervisor import ChildFailedError, Supervisor, run_beside
@@ -31,11 +34,14 @@ from tinkerscript.rollouts.call import Call, pack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.sampler import SampleRequest
+from tinkerscript.testing import QuietReporter
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.learner import Learner
+from tinkerscript.train.open_run import begin_run
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import RunFolder
+from tinkerscript.train.run_status import RunStatus
 
 
 async def test_policy_versions_only_grow_also_over_restarts(engine: EmbeddedEngine) -> None:
@@ -266,3 +272,46 @@ def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path: Path) -> None:
     folder.close()
     left = sorted(path.name for path in folder.checkpoints.iterdir())
     assert left == ["final", "step_10000", "step_9997", "step_9999", "step_by_hand"]
+
+
+async def test_a_checkpoint_without_a_row_never_takes_the_place_of_one_that_can_be_resumed(
+    tmp_path: Path,
+) -> None:
+    """The server that ended the run had the checkpoint of step 13, but not its row."""
+    folder = RunFolder(RunConfig(), TINY_MODEL, now=datetime.now(), path=tmp_path)
+    ledger = SqliteLedger(tmp_path / LEDGER_FILE)
+
+    def sealed(step: int) -> None:
+        for policy in (folder.checkpoints, folder.checkpoints_of("judge")):
+            (policy / folder.checkpoint_name(step)).mkdir(parents=True)
+        folder.seal(folder.checkpoint_name(step))
+
+    async def saved(step: int) -> None:
+        sealed(step)
+        reached = StepRow(step=step, time=0.0, policy_version=step)
+        await ledger.commit([reached, CheckpointRow(step=step, time=0, policy_version=step, train_seconds=0)])
+        folder.keep_checkpoints(1)
+
+    async def resumed() -> tuple[int, list[str]]:
+        shown = QuietReporter()
+        status = RunStatus(shown)
+        history = (await begin(ledger, folder.whole_checkpoints(), time=0.0)).history
+        begin_run(RunConfig(), folder, status, ledger=ledger, history=history)
+        await status.end(None)
+        return history.step, shown.notes
+
+    await saved(10)
+    await ledger.commit([StepRow(step=13, time=0.0, policy_version=13)])
+    sealed(13)
+    step, (said,) = await resumed()
+    assert step == 10
+    aside = folder.checkpoints / "undone_1"
+    assert said.endswith(
+        f"step_0013 is not in the ledger: the run goes on from that of step 10, and it is now in {aside}"
+    )
+    assert (aside / "step_0013").is_dir()
+    assert (folder.checkpoints_of("judge") / "undone_1" / "step_0013").is_dir()
+    await saved(12)
+    assert (await resumed())[0] == 12
+    await ledger.close()
+    folder.close()
