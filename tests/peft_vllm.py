@@ -20,6 +20,7 @@ class PeftVllm(FakeVllm):
 
     def __init__(self, folder: Path, source: WeightSource, faults: Faults) -> None:
         self.model, self._source = AdapterModel(folder), source
+        self._folder = folder
         self.adapters: dict[str, Path] = {}
         self.lies: dict[str, str] = {}
         """Adapter -> the one that is applied in its place."""
@@ -40,9 +41,12 @@ class PeftVllm(FakeVllm):
             self.app.add_api_route(f"/{path}", self._control, methods=["POST"], response_model=None)
 
     def restart(self) -> None:
-        """As a process that has been started anew: without adapters."""
+        """As a process that has been started anew: with the model's own weights, and without adapters."""
         self.adapters.clear()
         self.faults.models = self.faults.models[:1]
+        self.faults.weights = []
+        self.model = AdapterModel(self._folder)
+        self.log.clear()
 
     async def _completions(self, request: Request) -> Response:
         name = (await request.json())["model"]

@@ -73,7 +73,7 @@ async def opened(
 
 
 async def test_it_scores_and_samples_by_token_ids(byte_model: Path) -> None:
-    fake = made(byte_model, key="s3cret")
+    fake = made(byte_model, key="s3cret", weights=["7"])
     async with opened(fake, byte_model, [], api_key_env="T_KEY") as model:
         assert (model.folder, model.max_context) == (byte_model, 4096)
         rows = await model.logprobs(SEQUENCES)

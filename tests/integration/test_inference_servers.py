@@ -337,3 +337,22 @@ async def test_a_server_that_numbers_its_weights_is_believed(
     assert midway.policy_version == 7, "the oldest weights: the larger lag"
     assert midway.policy_version_end == 8
     assert (after.policy_version, after.policy_version_end) == (8, None)
+
+
+@pytest.mark.parametrize("name", [[], ["default"]])
+async def test_weights_that_lose_their_number_are_refused_once_and_foreign_from_then_on(
+    distribution: Distribution, byte_model: Path, name: list[str]
+) -> None:
+    """The server was started again: it samples from the weights that it had at first."""
+    fake = FakeVllm(distribution, Faults(weights=["7"]))
+    async with opened(fake, byte_model) as sampler:
+        assert (await sampler.sample(request())).policy_version == 7
+        fake.faults.weights = name
+        with pytest.raises(GatewayError, match="not both numbers") as refused:
+            await sampler.sample(request())
+        assert refused.value.status == 503
+        assert (await sampler.sample(request())).policy_version == -1
+        fake.faults.weights = ["8"]
+        with pytest.raises(GatewayError, match="not both numbers"):
+            await sampler.sample(request())
+        assert (await sampler.sample(request())).policy_version == 8

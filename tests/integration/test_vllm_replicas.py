@@ -124,6 +124,33 @@ async def test_all_weights_take_the_place_of_the_older_ones(tmp_path: Path) -> N
             assert at.verdicts(4)[-1] == "proved"
 
 
+async def test_a_server_with_all_weights_that_was_started_again_gets_them_again(tmp_path: Path) -> None:
+    """Nobody tells the run of it, and its own weights are never recorded as a version."""
+    with vllm(tmp_path) as (fake, url):
+        async with trained(tmp_path, [url], rank=0) as at:
+            for version in range(2):
+                await at.publisher.publish(version)
+                await at.step(1e-2)
+            assert await at.ask(1) == 1
+            fake.restart()
+            assert await at.ask(1) == 1
+            assert fake.faults.weights == ["1"]
+            assert "weights changed from 1 to None" in at.notes[0]
+            assert at.verdicts(1) == ["proved", "proved"]
+            # Other weights than those of the run are not one of its versions either.
+            fake.faults.weights = ["7"]
+            assert await at.ask(1) == 1
+            assert "it samples from other weights than those of version 1" in at.notes[-2]
+
+
+async def test_what_a_server_calls_its_weights_is_not_the_version_of_an_adapter(tmp_path: Path) -> None:
+    with vllm(tmp_path) as (fake, url):
+        fake.faults.weights = ["7"]
+        async with trained(tmp_path, [url], targets=["q_proj"]) as at:
+            await at.publisher.publish(0)
+            assert await at.ask(0) == 0
+
+
 async def test_a_server_that_ignores_adapters_is_refused(tmp_path: Path) -> None:
     with vllm(tmp_path) as (fake, url):
         fake.applies = False

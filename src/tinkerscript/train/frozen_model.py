@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 
 from tinkerscript.config import InferenceConfig, RoleConfig
 from tinkerscript.errors import ConfigError, EngineError, GatewayError
@@ -90,7 +91,8 @@ async def _served(
     except ConfigError as error:
         raise ConfigError(f"roles.{name}: {error}") from error
     async with aclosing(server):
-        facts = await _examined(name, role, server, folder)
+        # Whatever the server calls its weights, they are no version of those that train.
+        facts = structs.replace(await _examined(name, role, server, folder), weight_version=None)
         sampler = RemoteSampler(server, facts, timeout_s=timeout_s)
         yield ServedFrozenModel(name, server, facts, sampler, folder, note, max_wait_s)
 

@@ -56,6 +56,7 @@ class ScriptedReplica(Replica):
 
     async def begin(self, model_folder: Path, timeout_s: float) -> Any:
         self.began += 1
+        self.tokens = 0.0
         self.waits_s = timeout_s
         if not self.up:
             raise GatewayError(503, "engine_unavailable", "down")
@@ -84,7 +85,8 @@ class ScriptedReplica(Replica):
     async def tokens_sampled(self) -> float:
         if not self.up:
             raise GatewayError(503, "engine_unavailable", "down")
-        return self.sampled
+        self.tokens = float(self.sampled)
+        return self.tokens
 
 
 class Answers:
@@ -323,6 +325,18 @@ async def test_a_replica_that_samples_nothing_is_restarted(tmp_path: Path) -> No
         assert second.sampled == 1
         assert made.restarted == ["replica 0"]
         assert "replica 0 has sampled nothing for " in made.notes[0]
+
+
+async def test_a_replica_that_was_started_again_by_others_begins_again(tmp_path: Path) -> None:
+    async with bench(tmp_path, 1, limits={"hang_s": 0.2}) as made:
+        await made.publish(0)
+        (replica,) = made.replicas
+        replica.sampled = 5
+        await until(lambda: replica.tokens == 5)
+        replica.sampled = 0
+        await until(lambda: replica.began == 2 and replica.serving)
+        assert made.notes[0] == ("replica 0 has been started again; its model calls go to other replicas")
+        assert made.restarted == []
 
 
 async def test_a_replica_that_does_not_prove_in_time_is_lost_and_the_others_publish(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`RemoteSampler`: a vLLM server as the gateway's sampler; `remote_sampler` opens the one in the config.
 
 Invariants: no sampler is opened without a successful probe. A result holds what the server reported, under
-the facts that the probe pinned, with the version of the weights that the operator or the server named. A
+the facts that the probe pinned, with the number that the server gives its weights as their version. A
 request that cannot be honored in full is refused.
 """
 
@@ -48,11 +48,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class RemoteSampler(Sampler):
-    """Samples from `server`. If it names its weights by numbers, they replace `policy_version`."""
+    """Samples from `server`. Weights that it does not name by a number are `FOREIGN_POLICY`."""
 
     server: VllmServer
     facts: ServerFacts
-    policy_version: int = FOREIGN_POLICY
+    """Without a `weight_version`, the server is not asked how it names its weights."""
+
     timeout_s: float = 300.0
     cache_salt: str = ""
     """Requests with another one never share the server's prefix cache with these."""
@@ -79,12 +80,12 @@ class RemoteSampler(Sampler):
         except TimeoutError:
             message = f"the inference server did not answer within {self.timeout_s:g} s"
             raise GatewayError(504, "engine_timeout", message) from None
-        versions = await self._versions(before)
+        first, last = await self._versions(before)
         return SampleResult(
             sequences=[_sequence(each, request.top_logprobs) for each in samples],
-            policy_version=self._number(versions[0]) if versions else self.policy_version,
+            policy_version=first,
             logprob_kind=self._logprob_kind(request),
-            policy_version_end=self._number(versions[-1]) if len(versions) > 1 else None,
+            policy_version_end=last if last != first else None,
         )
 
     def close(self) -> None:
@@ -95,22 +96,23 @@ class RemoteSampler(Sampler):
         """Close the connections."""
         await self.server.aclose()
 
-    async def _versions(self, before: str | None) -> list[str]:
-        """Names of the weights that sampled, oldest first; more than one if they may have changed meanwhile.
+    async def _versions(self, before: str | None) -> tuple[int, int]:
+        """The versions that sampled, oldest first; two if they may have changed meanwhile.
 
         The server names its weights beside the calls only, so the weights are compared with those of the
-        previous request: the first call after an update always counts as changed.
+        previous request: the first call after an update always counts as changed. Raises GatewayError 503 if
+        the change is to weights that are no version, as those of a server that was started again.
         """
-        if before is None and self._weights is None:
-            return []
-        now = await self.server.weight_version()
-        seen = [version for version in (before, now) if version is not None]
-        if seen:
-            self._weights = seen[-1]
-        return list(dict.fromkeys(seen))
-
-    def _number(self, weights: str) -> int:
-        return int(weights) if weights.isdecimal() else self.policy_version
+        if self.facts.weight_version is not None:
+            self._weights = await self.server.weight_version()
+        first, last = _number(before), _number(self._weights)
+        if first != last and FOREIGN_POLICY in (first, last):
+            message = (
+                f"the inference server's weights changed from {before} to {self._weights}, which are not both"
+                " numbers; retry"
+            )
+            raise GatewayError(503, "engine_unavailable", message)
+        return first, last
 
     def _logprob_kind(self, request: SampleRequest) -> LogprobKind:
         """`processed` is before top-p, top-k and min-p. vLLM renormalizes after them, which is neither kind,
@@ -119,6 +121,10 @@ class RemoteSampler(Sampler):
         if request.repetition_penalty != 1 or (truncated and self.facts.logprob_kind == "processed"):
             return "unknown"
         return self.facts.logprob_kind
+
+
+def _number(weights: str | None) -> int:
+    return int(weights) if weights and weights.isdecimal() else FOREIGN_POLICY
 
 
 def _sequence(sample: ServerSample, top: int) -> SampledSequence:

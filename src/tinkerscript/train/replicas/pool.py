@@ -220,20 +220,23 @@ class ReplicaPool(Sampler):
             await asyncio.sleep(RESTART_RETRY_S)
 
     async def _watch(self, replica: Replica) -> None:
-        """Lose the replica when its server does not respond, or has requests and samples nothing."""
+        """Lose the replica when its server does not respond, has requests and samples nothing, or has been
+        started again: it counts its tokens from 0 then, and has its own weights."""
         pause = min(2.0, self.hang_s / 4)
-        tokens, moved_at = -1.0, time.monotonic()
+        moved_at = time.monotonic()
         while True:
             await asyncio.sleep(pause)
             now = time.monotonic()
             if not replica.serving:
                 moved_at = now
                 continue
-            why = ""
+            why, before = "", replica.tokens
             try:
                 sampled = await replica.tokens_sampled()
-                if sampled != tokens or not replica.in_flight.total():
-                    tokens, moved_at = sampled, now
+                if sampled < before:
+                    self.lose(replica, "has been started again")
+                if sampled != before or not replica.in_flight.total():
+                    moved_at = now
                 else:
                     why = f"has sampled nothing for {now - moved_at:.0f} s"
             except (GatewayError, TimeoutError) as error:
@@ -292,7 +295,9 @@ class ReplicaPool(Sampler):
     async def _compare(
         self, replica: Replica, older: Path, newer: Path, prompts: Sequence[IntArray]
     ) -> Evidence:
+        await replica.take(older)
         before = await replica.likeliest(older, prompts)
+        await replica.take(newer)
         after = await replica.likeliest(newer, prompts)
         ids = [sorted(one.keys() & other.keys()) for one, other in zip(before, after, strict=True)]
         tokens = [np.array(each, np.int64) for each in ids]

@@ -17,7 +17,7 @@ from pathlib import Path
 from msgspec import structs
 
 from tinkerscript.config import InferenceConfig
-from tinkerscript.errors import ConfigError
+from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.samplers.inference_server import Upstream
 from tinkerscript.gateway.samplers.probe import ServerFacts
 from tinkerscript.gateway.samplers.remote import RemoteSampler, examine
@@ -115,6 +115,7 @@ class Replica:
         """Wait until the server responds, and find out what it does. Raises ConfigError."""
         self._samplers.clear()
         self._weights = ""
+        self.tokens = 0.0
         config = self.config.model_copy(update={"start_timeout_s": timeout_s, "model": self.base})
         try:
             async with asyncio.timeout(timeout_s):
@@ -139,19 +140,22 @@ class Replica:
         """The name of the model without an adapter; empty: the server's only one."""
         return self.config.model if self._facts is None else self._facts.model
 
-    async def likeliest(self, folder: Path, prompts: Sequence[IntArray]) -> list[dict[int, float]]:
-        """The most likely next ids after each prompt, int32 [P], by the weights in `folder`, with their log
-        probabilities. All weights take the place of those that it has; calls that wait for those end.
-
-        Raises GatewayError.
-        """
+    async def take(self, folder: Path) -> None:
+        """Have the weights in `folder`. All weights take the place of those that it has, and calls that wait
+        for those end; an adapter is loaded when a request names it. Raises GatewayError."""
         name = folder.name
-        if not self.adapters and self._weights != name:
-            self._weights = ""
-            self._samplers.clear()
-            self._abandon_all()
-            await self._server.load_weights(name, name.split("-")[-2])
-            self._weights = name
+        if self.adapters or self._weights == name:
+            return
+        self._weights = ""
+        self._samplers.clear()
+        self._abandon_all()
+        await self._server.load_weights(name, name.split("-")[-2])
+        self._weights = name
+
+    async def likeliest(self, folder: Path, prompts: Sequence[IntArray]) -> list[dict[int, float]]:
+        """The most likely next ids after each prompt, int32 [P], by the weights in `folder`, which it has,
+        with their log probabilities. Raises GatewayError."""
+        name = folder.name
 
         async def one(ids: IntArray) -> dict[int, float]:
             request = SampleRequest(prompt=pack_ids(ids), max_tokens=1, top_logprobs=PROOF_TOP)
@@ -165,15 +169,15 @@ class Replica:
         """Sample from the weights `name` where `version` is asked for."""
         assert self._facts is not None
         if self.adapters:
-            facts = structs.replace(self._facts, model=name)
+            facts = structs.replace(self._facts, model=name, weight_version=None)
         else:
             facts = structs.replace(self._facts, weight_version=str(version))
         self._samplers[version] = RemoteSampler(
-            self._server, facts, policy_version=version, timeout_s=self.timeout_s, cache_salt=name
+            self._server, facts, timeout_s=self.timeout_s, cache_salt=name
         )
 
     async def sample(self, request: SampleRequest, version: int) -> SampleResult:
-        """Raises LostError, and GatewayError as `RemoteSampler.sample` does."""
+        """Raises LostError, and GatewayError as `RemoteSampler.sample` does: 503 for other weights."""
         if version not in self._samplers:
             raise LostError(f"{self.name} does not have version {version}")
         call = asyncio.ensure_future(self._samplers[version].sample(request))
@@ -182,10 +186,16 @@ class Replica:
             await asyncio.wait([call])
             if call.cancelled():
                 raise LostError(f"{self.name} did not answer")
-            return call.result()
+            result = call.result()
         finally:
             call.cancel()
             del self._calls[call]
+        if self.adapters:
+            return structs.replace(result, policy_version=version)
+        if (result.policy_version, result.policy_version_end) != (version, None):
+            message = f"it samples from other weights than those of version {version}"
+            raise GatewayError(503, "engine_unavailable", message)
+        return result
 
     def abandon(self, version: int) -> None:
         """The calls that wait for an answer of `version` raise LostError."""
