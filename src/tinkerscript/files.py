@@ -34,9 +34,18 @@ def write_atomically(path: Path, text: str, *, durable: bool = False) -> None:
         raise
 
 
-def write_json(path: Path, value: object) -> None:
-    """Replace a JSON file's content atomically."""
-    write_atomically(path, json.dumps(value, indent=2) + "\n")
+def write_json(path: Path, value: object, *, durable: bool = False) -> None:
+    """Replace a JSON file's content atomically. `durable`: sync it to disk before returning."""
+    write_atomically(path, json.dumps(value, indent=2) + "\n", durable=durable)
+
+
+def sync(path: Path) -> None:
+    """Return once a file's content, or what a folder lists, is on the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 RUN_ID = "run_id"

@@ -76,4 +76,4 @@ class RunCheckpoints:
         """Write the weights of every policy under `name`."""
         for each in (*self._roles, self._own):
             await each.save_checkpoint(name)
-        self._parts.folder.seal(name)
+        await asyncio.to_thread(self._parts.folder.seal, name)

@@ -18,7 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 from tinkerscript.errors import ConfigError
-from tinkerscript.files import LEDGER_FILE, RUN_ID, is_foreign, write_atomically, write_json
+from tinkerscript.files import LEDGER_FILE, RUN_ID, is_foreign, sync, write_atomically, write_json
 from tinkerscript.ledger.history import LAST_STEP, check_covers
 from tinkerscript.remote_folder import CHECKPOINTS, MANIFEST
 
@@ -113,10 +113,16 @@ def identify(path: Path) -> str:
 
 
 def write_manifest(checkpoint: Path, run_id: str) -> None:
-    """Say of a checkpoint that it is complete, and which run it is of."""
-    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST)
+    """Say of a checkpoint that it is complete, and which run it is of: once it is on the disk, as its files
+    would have the right sizes also if the power had failed before their content was there. Blocks."""
+    paths = sorted(path for path in checkpoint.rglob("*") if path.name != MANIFEST)
+    for path in paths:
+        sync(path)
+    files = [path for path in paths if path.is_file()]
     sizes = {str(path.relative_to(checkpoint)): {"bytes": path.stat().st_size} for path in files}
-    write_json(checkpoint / MANIFEST, {"run": run_id, "files": sizes})
+    write_json(checkpoint / MANIFEST, {"run": run_id, "files": sizes}, durable=True)
+    for folder in (checkpoint, checkpoint.parent):
+        sync(folder)
 
 
 def damage_of(checkpoint: Path) -> str:

@@ -230,7 +230,7 @@ class SupervisedRun:
     async def save(self, name: str) -> None:
         """Write the weights under `name`."""
         await self.client.save_state(name)
-        self.parts.folder.seal(name)
+        await asyncio.to_thread(self.parts.folder.seal, name)
 
     async def _checkpoint(self) -> None:
         with self.parts.progress.waiting(f"the checkpoint of step {self.step}"):

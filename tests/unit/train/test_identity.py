@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.files import LEDGER_FILE, RUN_ID
 from tinkerscript.ledger import SqliteLedger
 from tinkerscript.ledger.rows import StepRow
-from tinkerscript.train.identity import check_unused, check_whole, holds_run, identify
+from tinkerscript.train.identity import check_unused, check_whole, holds_run, identify, write_manifest
 
 
 async def ledger(folder: Path, *steps: int) -> None:
@@ -55,3 +56,26 @@ def test_a_ledger_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / LEDGER_FILE).write_bytes(b"no database" * 100)
     with pytest.raises(ConfigError, match=r"cannot be read .*put a whole ledger back"):
         holds_run(tmp_path)
+
+
+def test_a_checkpoint_is_on_the_disk_before_its_manifest_says_that_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tmp_path / "step_0001"
+    (checkpoint / "notes").mkdir(parents=True)
+    written = [checkpoint / "weights", checkpoint / "notes" / "license"]
+    for path in written:
+        path.write_text("w")
+    synced, fsync = list[tuple[int, bool]](), os.fsync
+
+    def noted(opened: int) -> None:
+        synced.append((os.fstat(opened).st_ino, (checkpoint / "manifest.json").exists()))
+        fsync(opened)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    write_manifest(checkpoint, "run")
+    before = {node for node, is_said in synced if not is_said}
+    after = {node for node, is_said in synced if is_said}
+    manifest = checkpoint / "manifest.json"
+    assert {path.stat().st_ino for path in (*written, checkpoint / "notes", manifest)} <= before
+    assert {path.stat().st_ino for path in (checkpoint, tmp_path)} <= after
