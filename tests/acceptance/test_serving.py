@@ -38,6 +38,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     url = match[1].removesuffix("/v1")
     status = httpx.get(f"{url}/get_engine_status", headers={"Authorization": f"Bearer {TOKEN}"}).json()
     assert status["engine_status"] == "ENGINE.ROLLING", "the URL is printed once it can be used"
+    assert status["policy_version"] == -1, "no run published these weights"
     yield match[1]
     family = command.family()
     command.process.terminate()

@@ -16,6 +16,7 @@ from rich.console import Console
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import hub_id_of, model_folder, model_name
+from tinkerscript.rollouts.call import FOREIGN_POLICY
 from tinkerscript.tinker_api.state import WireLimits
 from tinkerscript.train.backends.embedded_engine import EmbeddedSampler
 from tinkerscript.trainer_link.keys import load_trainer_keys
@@ -35,11 +36,11 @@ async def sample_for_server(checkpoint: str, link_address: str, *, link_keys: Pa
             link_address,
             trainer_id=uuid4().hex,
             model=model_name(folder),
-            sampler=EmbeddedSampler(client, policy_version=0).sample,
+            sampler=EmbeddedSampler(client, FOREIGN_POLICY).sample,
             keys=keys,
         )
         async with link:
-            link.set_status(policy_version=0, global_step=0, engine_status="ENGINE.ROLLING")
+            link.set_status(policy_version=FOREIGN_POLICY, global_step=0, engine_status="ENGINE.ROLLING")
             await asyncio.Event().wait()
     return 0
 
