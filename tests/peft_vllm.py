@@ -28,6 +28,11 @@ class PeftVllm(FakeVllm):
         self.applies = True
         """Whether adapters and new weights have an effect at all."""
 
+        self.fails = ""
+        """Path of a request that is answered with an error."""
+
+        self._goes_on = asyncio.Event()
+        self._goes_on.set()
         self.controls: list[str] = []
         """Paths of the requests that paused it, put it to sleep, or replaced its weights."""
 
@@ -50,6 +55,7 @@ class PeftVllm(FakeVllm):
 
     async def _completions(self, request: Request) -> Response:
         name = (await request.json())["model"]
+        await self._goes_on.wait()
         async with self._resolving:
             if name not in self.faults.models:
                 await self._resolve(name)
@@ -77,7 +83,13 @@ class PeftVllm(FakeVllm):
     async def _control(self, request: Request) -> Response:
         path, body = request.url.path, await request.json()
         self.controls.append(path)
+        if path == self.fails:
+            return error("it failed", "InternalServerError", 500)
         match path:
+            case "/pause":
+                self._goes_on.clear()
+            case "/resume":
+                self._goes_on.set()
             case "/init_weight_transfer_engine":
                 await asyncio.to_thread(self._source.verify, body["init_info"]["name"])
             case "/update_weights" if self.applies:

@@ -83,12 +83,12 @@ async def test_calls_wait_while_replicas_sleep(tmp_path: Path) -> None:
             await until(lambda: fake.in_flight == 1)
             fake.faults.delay_s = 0.0
             async with at.publisher.resting():
-                assert fake.controls == ["/sleep"]
+                assert fake.controls == ["/wake_up", "/sleep"]
                 waiting = asyncio.create_task(at.ask(0))
                 await at.step(1e-3)
                 assert not running.done()
                 assert not waiting.done()
-            assert fake.controls[1:] == ["/wake_up"]
+            assert fake.controls[2:] == ["/wake_up"]
             assert [await running, await waiting] == [0, 0]
             assert not at.notes
 
@@ -141,6 +141,19 @@ async def test_a_server_with_all_weights_that_was_started_again_gets_them_again(
             fake.faults.weights = ["7"]
             assert await at.ask(1) == 1
             assert "it samples from other weights than those of version 1" in at.notes[-2]
+
+
+async def test_a_server_that_was_left_paused_or_asleep_samples_again(tmp_path: Path) -> None:
+    with vllm(tmp_path) as (fake, url):
+        async with trained(tmp_path, [url], rank=0, sleep=True) as at:
+            assert fake.controls == ["/resume", "/wake_up", *fake.controls[2:]], "by a run that was killed"
+            fake.fails = "/update_weights"
+            publishing = asyncio.create_task(at.publisher.publish(0))
+            await until(lambda: bool(at.notes), "the replica is lost over it")
+            assert "did not take version 0" in at.notes[0]
+            fake.fails = ""
+            await publishing
+            assert await at.ask(0) == 0
 
 
 async def test_what_a_server_calls_its_weights_is_not_the_version_of_an_adapter(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 Checkpoints are Hugging Face folders with the tokenizer and, where training goes on, the optimizer's state.
 
-Invariant: a checkpoint is written to a sibling folder and renamed into place, so a process that dies leaves no
-part of one. That it is on the disk, beside those of a run's other policies, is for its manifest to say.
+Invariant: a checkpoint is written to a sibling folder and renamed into place, so a process that dies leaves
+no part of one. That it is on the disk, beside those of a run's other policies, is for its manifest to say.
 """
 
 from __future__ import annotations

@@ -109,7 +109,8 @@ class RunFolder:
         return next(filter(None, map(damage_of, self.checkpoints_named(name))), "")
 
     def seal(self, name: str) -> None:
-        """Say of a checkpoint whose files are all there that it is complete: that of the run's own last. Blocks."""
+        """Say of a checkpoint whose files are all there that it is complete: that of the run's own last.
+        Blocks."""
         for folder in self.checkpoints_named(name):
             write_manifest(folder, self.run_id)
 

@@ -203,7 +203,8 @@ class VllmServer:
             await self._upstream.post_optional("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def load_weights(self, name: str, version: str) -> None:
-        """Replace all weights with those of `name` and call them `version`; running samples are aborted.
+        """Replace all weights with those of `name` and call them `version`; running samples are aborted. A
+        failure may leave the server paused until `resume`.
 
         This is the weight transfer of our plugin. It needs a server in development mode.
         """
@@ -212,6 +213,10 @@ class VllmServer:
         await self._control("/start_weight_update")
         await self._control("/update_weights", update_info={"name": name})
         await self._control("/finish_weight_update", weight_version=version)
+        await self.resume()
+
+    async def resume(self) -> None:
+        """Let the server sample again, also if it does."""
         await self._control("/resume")
 
     async def sleep(self) -> None:

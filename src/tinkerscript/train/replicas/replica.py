@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -120,6 +121,7 @@ class Replica:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._is_up.wait()
+                await self._rouse()
         except TimeoutError:
             raise ConfigError(f"{self.name} was not started within {timeout_s:g} s") from None
         gone = asyncio.create_task(self._is_gone.wait())
@@ -134,6 +136,14 @@ class Replica:
             gone.cancel()
             examining.cancel()
             await asyncio.gather(gone, examining, return_exceptions=True)
+
+    async def _rouse(self) -> None:
+        """Whatever failed or was killed may have left the server paused or asleep, if it is up yet."""
+        with suppress(GatewayError):
+            if not self.adapters:
+                await self._server.resume()
+            if self.config.sleep:
+                await self._server.wake()
 
     @property
     def base(self) -> str:
