@@ -110,6 +110,9 @@ class Child:
     on_death: Callable[[int, int], None] = lambda incarnation, code: None
     """Called with the number of the incarnation that died, and its exit code."""
 
+    may_restart: Callable[[], bool] = lambda: True
+    """Whether it can be started again now; asked until it can."""
+
     fatal_codes: frozenset[int] = frozenset({2, DISK_FULL})
     """Exit codes after which a restart does not help: bad configuration, a port in use, a full disk."""
 

@@ -112,7 +112,10 @@ class Supervisor:
             pause = BACKOFF_S[min(quick_deaths, len(BACKOFF_S)) - 1] if quick_deaths else 0.0
             end = child.process.describe_end()
             self._note(f"{child.name} died ({end}); starting it again in {pause:.1f} s")
-            if await self._stopped_within(pause) or child.retired:
+            stopped = await self._stopped_within(pause)
+            while not (stopped or child.retired or child.may_restart()):
+                stopped = await self._stopped_within(BACKOFF_S[0])
+            if stopped or child.retired:
                 return
             child.restarts += 1
             await self._spawn(child)

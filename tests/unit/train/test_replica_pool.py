@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from interchange_helpers import until
 from tinkerscript.config import InferenceConfig
 from tinkerscript.errors import EngineError, GatewayError
+from tinkerscript.gateway.samplers.vllm import VllmServer
 from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids, pack_logprobs
 from tinkerscript.sampler import SampledSequence, SampleRequest, SampleResult
 from tinkerscript.train.replicas.pool import Published, ReplicaPool
@@ -383,6 +384,31 @@ async def test_a_launched_replica_that_died_has_time_to_start_again(tmp_path: Pa
         await until(lambda: all(replica.serving for replica in made.replicas))
         assert [replica.waits_s for replica in made.replicas] == [77, 2]
         assert made.restarted == [], "its supervisor starts it again"
+
+
+async def test_a_replica_that_is_not_back_when_the_others_sleep_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(tmp_path) as made:
+        await made.publish(0)
+        first, second = made.replicas
+
+        async def done(server: VllmServer) -> None:
+            pass
+
+        monkeypatch.setattr(VllmServer, "sleep", done)
+        monkeypatch.setattr(VllmServer, "wake", done)
+        first.up = False
+        made.pool.lose(first, "died (exit code -9)")
+        await until(lambda: made.notes[1:] == ["replica 0 is not back: down"])
+        made.restarted.clear()
+        await made.pool.sleep()
+        assert made.restarted[0] == "replica 0"
+        assert second.name not in made.restarted
+        assert not made.pool.is_awake.is_set(), "so that nothing is started yet"
+        first.up = True
+        await made.pool.wake()
+        await until(lambda: first.serving)
 
 
 async def test_no_replica_is_an_error_that_says_why(tmp_path: Path) -> None:

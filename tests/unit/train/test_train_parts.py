@@ -230,6 +230,28 @@ async def test_what_a_child_has_started_ends_with_it(tmp_path: Path, how: str) -
     await until(lambda: not group(first))
 
 
+async def test_a_child_that_died_is_started_again_when_it_may_be(tmp_path: Path) -> None:
+    may, asked = asyncio.Event(), asyncio.Event()
+
+    def may_restart() -> bool:
+        asked.set()
+        return may.is_set()
+
+    kept = child(tmp_path, "print('up', flush=True); input()")
+    kept.may_restart = may_restart
+    async with Supervisor(max_restarts=1, note=print) as supervisor:
+        await supervisor.start(kept)
+        await until(lambda: "up" in kept.log.read_text())
+        supervisor.kill(kept)
+        await asked.wait()
+        assert kept.restarts == 0
+        may.set()
+        await until(lambda: kept.log.read_text().count("up") == 2)
+        may.clear()
+        asked.clear()
+    assert kept.restarts == 1
+
+
 def with_parent(code: str, **options: Any) -> subprocess.Popen[bytes]:
     argv = [sys.executable, "-m", "tinkerscript.processes.with_parent", sys.executable, "-c", code]
     return subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True, **options)

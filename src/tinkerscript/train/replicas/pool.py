@@ -92,7 +92,7 @@ class ReplicaPool(Sampler):
     replicas: list[Replica]
     config: InferenceConfig
     keep: int
-    """Newest versions to keep."""
+    """Newest versions to keep when another one comes, and so how many to have beside the newest."""
 
     model_folder: Path
     vocabulary: int
@@ -129,8 +129,10 @@ class ReplicaPool(Sampler):
         size = PROMPTS, min(RANDOM_TOKENS, self._prompt_tokens)
         self._random: list[IntArray] = list(self._rng.integers(0, self.vocabulary, size).astype(np.int32))
         self._changed = asyncio.Condition()
-        self._awake = asyncio.Event()
-        self._awake.set()
+        self.is_awake = asyncio.Event()
+        """Set unless the devices' memory is the trainer's."""
+
+        self.is_awake.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._publishing = asyncio.Lock()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -206,7 +208,7 @@ class ReplicaPool(Sampler):
         while True:
             if hangs:
                 self.restart(replica)
-            await self._awake.wait()
+            await self.is_awake.wait()
             try:
                 await self._begin(replica, timeout_s)
                 self.note(f"{replica.name} samples again")
@@ -335,14 +337,18 @@ class ReplicaPool(Sampler):
     # Sharing devices with the trainer
 
     async def sleep(self) -> None:
-        """Have the replicas give up their devices' memory. Calls wait until `wake`."""
-        self._awake.clear()
+        """Have the replicas give up their devices' memory. Calls wait until `wake`. A replica that does not
+        serve is ended, as it has memory or is about to take it; it may be started again after `wake`."""
+        self.is_awake.clear()
         await self._everywhere(Replica.sleep, "did not go to sleep")
+        for replica in self.replicas:
+            if not replica.serving:
+                self.restart(replica)
 
     async def wake(self) -> None:
         """Let the replicas take their memory back, and sample."""
         await self._everywhere(Replica.wake, "did not wake up")
-        self._awake.set()
+        self.is_awake.set()
         await self._tell()
 
     async def _everywhere(self, act: Callable[[Replica], Awaitable[None]], failure: str) -> None:
@@ -409,7 +415,7 @@ class ReplicaPool(Sampler):
         return {published.version for published in self._live}
 
     def _may_sample(self, replica: Replica, version: int) -> bool:
-        return self._awake.is_set() and replica.serving and version in replica.versions
+        return self.is_awake.is_set() and replica.serving and version in replica.versions
 
     def _unpin(self, affinity: str) -> None:
         pin = self._pins.pop(affinity, None)

@@ -169,6 +169,7 @@ async def open_replicas(
         )
         for replica, child in launched.items():
             child.on_death = _on_death(pool, replica)
+            child.may_restart = pool.is_awake.is_set
             await supervisor.start(child)
         try:
             await run_beside(supervisor, asyncio.create_task(pool.begin()))
