@@ -126,11 +126,11 @@ class Policy:
         self._fault: AlignmentError | None = None
 
     def publish_to(self, publisher: Publisher) -> None:
-        """Publish the next versions of the policy itself to `publisher`."""
+        """Have `publisher` publish the run's own policy from the next version on."""
         self._own.publisher = publisher
 
     def add_frozen(self, role: str, model: FrozenModel) -> None:
-        """Sample from `model` for requests with the role `role`."""
+        """Answer requests for the role `role` from `model`."""
         self._frozen[role] = SeededSampler(
             model.sampler,
             seed=self._seed if self._own.publisher.seeds else None,
@@ -139,11 +139,11 @@ class Policy:
         )
 
     def add_trained(self, role: str, publisher: Publisher) -> None:
-        """Publish the role `role`, which trains, to `publisher`, and sample from it for requests with it."""
+        """Have `publisher` publish the role `role`, which trains, and answer requests for it from there."""
         self._trained[role] = _Weights(publisher, key=f"{role}/")
 
     async def publish(self, step: int = 0) -> int:
-        """Freeze the current weights as the next policy version and sample from them from now on.
+        """Freeze the current weights as the next policy version, and sample from it from now on.
 
         `step`: training steps behind them, which together with the run's seed decides what is sampled.
         """

@@ -92,7 +92,7 @@ class ReplicaPool(Sampler):
     replicas: list[Replica]
     config: InferenceConfig
     keep: int
-    """Newest versions to keep when another one comes, and so how many to have beside the newest."""
+    """Newest versions to sample from. One more is held, since calls of it may still wait for an answer."""
 
     model_folder: Path
     vocabulary: int
@@ -172,7 +172,7 @@ class ReplicaPool(Sampler):
             older = None
             for published in self._live:
                 async with asyncio.timeout(self.prove_s):
-                    # What a server that was lost has under this name may be something else.
+                    # A server that was lost may have something else under this name.
                     await replica.retire(published.version, published.name)
                     await self._admit(replica, published, older)
                 older = published
@@ -412,7 +412,7 @@ class ReplicaPool(Sampler):
 
     @property
     def _versions(self) -> set[int]:
-        return {published.version for published in self._live}
+        return {published.version for published in self._live[-self.keep :]}
 
     def _may_sample(self, replica: Replica, version: int) -> bool:
         return self.is_awake.is_set() and replica.serving and version in replica.versions
