@@ -16,7 +16,6 @@ from rich.console import Console
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import hub_id_of, model_folder, model_name
-from tinkerscript.rollouts.call import FOREIGN_POLICY
 from tinkerscript.tinker_api.state import WireLimits
 from tinkerscript.train.backends.embedded_engine import EmbeddedSampler
 from tinkerscript.trainer_link.keys import load_trainer_keys
@@ -31,16 +30,17 @@ async def sample_for_server(checkpoint: str, link_address: str, *, link_keys: Pa
     folder = model_folder(checkpoint, weights=True)
     keys = None if link_keys is None else load_trainer_keys(link_keys)
     with EmbeddedEngine(folder, checkpoint_dir=folder.parent) as engine:
-        client = await engine.create_sampling_client()
+        sampler = EmbeddedSampler(await engine.create_sampling_client())
         link = TrainerLink(
             link_address,
             trainer_id=uuid4().hex,
             model=model_name(folder),
-            sampler=EmbeddedSampler(client, FOREIGN_POLICY).sample,
+            sampler=sampler.sample,
             keys=keys,
         )
         async with link:
-            link.set_status(policy_version=FOREIGN_POLICY, global_step=0, engine_status="ENGINE.ROLLING")
+            version = sampler.policy_version
+            link.set_status(policy_version=version, global_step=0, engine_status="ENGINE.ROLLING")
             await asyncio.Event().wait()
     return 0
 

@@ -199,7 +199,7 @@ class FrozenSampler(Sampler):
     """Base of the backends' samplers: one policy version, and Tinker's sampling parameters."""
 
     def __init__(self, policy_version: int) -> None:
-        self._policy_version = policy_version
+        self.policy_version = policy_version
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         params = tinker.SamplingParams(
@@ -212,7 +212,7 @@ class FrozenSampler(Sampler):
         )
         return SampleResult(
             sequences=await self._sequences(request, params, progress),
-            policy_version=self._policy_version,
+            policy_version=self.policy_version,
             logprob_kind="raw" if request.temperature == 0 else "processed",
             seed=request.seed,
         )

@@ -177,7 +177,7 @@ class EmbeddedFrozenModel(FrozenModel):
         self._weights = weights
         self.folder = folder
         self.max_context = weights.context.max_context
-        self.sampler = EmbeddedSampler(weights.sampling, FOREIGN_POLICY)
+        self.sampler = EmbeddedSampler(weights.sampling)
 
     async def logprobs(
         self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
@@ -188,7 +188,7 @@ class EmbeddedFrozenModel(FrozenModel):
 class EmbeddedSampler(FrozenSampler):
     """Samples from an engine's frozen weights, with progress, constraints and alternatives."""
 
-    def __init__(self, client: EmbeddedSamplingClient, policy_version: int) -> None:
+    def __init__(self, client: EmbeddedSamplingClient, policy_version: int = FOREIGN_POLICY) -> None:
         super().__init__(policy_version)
         self._client = client
 
