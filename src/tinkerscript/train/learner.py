@@ -379,15 +379,16 @@ def _shifted(values: tinker.TensorData) -> FloatArray:
 
 
 def minibatches(batch: Sequence[WeightedRollout], number: int, *, seed: str) -> list[list[WeightedRollout]]:
-    """The batch shuffled and cut into `number` parts, fewer if it has fewer sequences.
+    """The batch shuffled and cut into `number` parts of one size, give or take one, or one part a sequence if
+    it has fewer.
 
     The parts depend on the seed and on the batch's content, not on its order: a step trains the same if its
     episodes end in another order, or if it is repeated after a restart.
     """
     ordered = sorted(batch, key=lambda item: (item.rollout.tokens.tobytes(), item.advantages.tobytes()))
     random.Random(seed).shuffle(ordered)
-    size = -(-len(ordered) // number)
-    return [ordered[i : i + size] for i in range(0, len(ordered), size)]
+    parts = np.array_split(range(len(ordered)), min(number, len(ordered)))
+    return [[ordered[place] for place in part] for part in parts]
 
 
 def divisors(part: Sequence[WeightedRollout], loss_mean: LossMean, *, episodes: float) -> Sequence[float]:

@@ -95,12 +95,15 @@ async def test_minibatches_and_epochs_are_optimizer_steps(engine: EmbeddedEngine
     assert metrics["train/sequences"] == 7, "the group whose rewards are equal does not train"
 
 
-@pytest.mark.parametrize(("size", "steps"), [(1, 7), (3, 2), (4, 1), (100, 1)])
-async def test_a_minibatch_has_at_least_its_size(engine: EmbeddedEngine, size: int, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "sizes"),
+    [(1, [1] * 10), (2, [2] * 5), (3, [4, 3, 3]), (4, [5, 5]), (6, [10]), (100, [10])],
+)
+async def test_a_minibatch_has_at_least_its_size(engine: EmbeddedEngine, size: int, sizes: list[int]) -> None:
     client = Recorded(engine)
-    await update(learner(client, minibatch_size=size), groups(), step=1)
-    assert len(client.calls) == 2 * steps
-    assert sum(client.calls) == 7
+    ten = [*groups(), group(3, [0.0, 1.0, 0.5])]
+    await update(learner(client, minibatch_size=size), ten, step=1)
+    assert client.calls == [call for each in sizes for call in (each, 0)]
 
 
 async def test_the_kl_penalty_acts_on_groups_of_equal_rewards_too(engine: EmbeddedEngine) -> None:
@@ -117,8 +120,20 @@ def test_minibatches_depend_on_what_a_batch_holds_alone() -> None:
     assert [[i.rollout.episode_uuid for i in part] for part in one] == [
         [i.rollout.episode_uuid for i in part] for part in other
     ]
-    assert [len(part) for part in one] == [4, 4, 2]
     assert minibatches(batch, 3, seed="b") != one
+
+
+@pytest.mark.parametrize(
+    ("sequences", "number", "sizes"),
+    [(10, 3, [4, 3, 3]), (9, 8, [2, *[1] * 7]), (9, 4, [3, 2, 2, 2]), (7, 1, [7]), (2, 5, [1, 1])],
+)
+def test_minibatches_are_as_many_as_asked_for_and_of_one_size(
+    sequences: int, number: int, sizes: list[int]
+) -> None:
+    batch = [item for each in groups() for item in each.weighted()][:sequences]
+    parts = minibatches(batch, number, seed="a")
+    assert [len(part) for part in parts] == sizes
+    assert sorted(id(item) for part in parts for item in part) == sorted(map(id, batch))
 
 
 OWN_LOSS = """
