@@ -70,7 +70,8 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """The next step's episodes, in groups that can still train."""
 
     planned_groups: int = 0
-    """Groups that were planned for the next step, those that cannot train any more included."""
+    """Groups that were planned for the next step, those that cannot train any more included, but for those
+    that were set aside: others take their place."""
 
     next_position: int = 0
     """In the order of training samples: the first that is unused."""

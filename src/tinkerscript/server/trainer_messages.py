@@ -108,7 +108,7 @@ async def resume_run(
     return msgspec.structs.replace(
         history,
         planned=planned,
-        planned_groups=book.planned_groups(history.step + 1),
+        planned_groups=book.planned_groups(history.step + 1, beginning.used),
         open_until=max(book.open_ends, default=0),
     )
 

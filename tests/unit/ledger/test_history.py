@@ -363,6 +363,7 @@ class Histories(RuleBasedStateMachine):
             each.group for each in planned.values() if each.cancelled or each.emptied or is_gone(each, step)
         }
         groups = {each.group for each in planned.values()}
+        aside = {each.group for each in planned.values() if each.used_after(step) == Use.SET_ASIDE}
         for group in groups - lost:
             members = [each for each in planned.values() if each.group == group]
             if all(each.state == "ended" and each.used_after(step) in HOPELESS for each in members):
@@ -380,7 +381,7 @@ class Histories(RuleBasedStateMachine):
                 each.cancelled |= not each.is_over
                 each.state = each.state if each.is_over else "failed"
                 each.consumed, each.uses[step] = True, Use.GIVEN_UP
-        self.planned_groups = len(groups)
+        self.planned_groups = len(groups - aside)
         return back
 
     def expect(self, found: History, step: int, back: dict[str, Modelled]) -> None:

@@ -34,7 +34,11 @@ class Server(NamedTuple):
         return self.interchange.book
 
     async def train(
-        self, *numbers: int, failing: tuple[int, ...] = (), cancelled: tuple[int, ...] = ()
+        self,
+        *numbers: int,
+        failing: tuple[int, ...] = (),
+        cancelled: tuple[int, ...] = (),
+        outcome: str = Use.TRAINED,
     ) -> None:
         """These episodes end, fail, or are cancelled, and their step uses them."""
         for number in numbers:
@@ -50,7 +54,7 @@ class Server(NamedTuple):
                     self.book.end(uuid, 1, reward=1.0, result=b"{}")
             await self.interchange.commit()
             sequence = self.book.get(uuid).sequence
-            self.ledger.put(TrainedRow(episode=sequence, step=step_of(number), outcome=Use.TRAINED))
+            self.ledger.put(TrainedRow(episode=sequence, step=step_of(number), outcome=outcome))
             self.book.consume(sequence)
         await self.interchange.commit()
 
@@ -132,3 +136,13 @@ async def test_a_resumption_reaches_what_is_past(tmp_path: Path) -> None:
         undone = "SELECT uuid FROM {s}episodes WHERE undone = 1 ORDER BY sequence"
         assert await third.ledger.read(undone) == [(f"e{number}",) for number in range(8, 16)]
         assert sorted(each.uuid for each in third.book.open_ends.values()) == ["e4", "e5", "e6", "e7"]
+
+
+async def test_a_resumption_plans_other_groups_for_those_that_were_set_aside(tmp_path: Path) -> None:
+    """The run ended because every episode that had ended failed, while another group still ran."""
+    async with server(tmp_path) as run:
+        await run.train(0, 1, failing=(0, 1), outcome=Use.SET_ASIDE)
+        run.interchange.register(new(2))
+        run.interchange.register(new(3))
+        history = await resume_run(run.interchange, run.ledger, [])
+        assert ([each.episode_uuid for each in history.planned], history.planned_groups) == (["e2", "e3"], 1)

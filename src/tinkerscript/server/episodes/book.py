@@ -311,10 +311,11 @@ class EpisodeBook:
             if each.pool == TRAINER_POOL and each.step == step and _is_planned(each)
         ]
 
-    def planned_groups(self, step: int) -> int:
-        """How many groups were planned for a step."""
-        planned = (each for each in self._episodes.values() if each.step == step and _is_planned(each))
-        return len({each.group_id for each in planned})
+    def planned_groups(self, step: int, used: Mapping[int, str]) -> int:
+        """How many groups were planned for a step, without those that were set aside. `used`: see `resume`."""
+        planned = [each for each in self._episodes.values() if each.step == step and _is_planned(each)]
+        aside = {each.group_id for each in planned if used.get(each.sequence) == Use.SET_ASIDE}
+        return len({each.group_id for each in planned} - aside)
 
     # What clients do
 
