@@ -214,6 +214,20 @@ class LedgerContract:
             assert rows == [(3,)], kind
         assert aside in await rows_in(ledger, TrainedRow), "what is misaligned stays so"
 
+    async def test_a_group_is_replayed_in_one_order_whatever_step_used_it(self, reopen: Reopen) -> None:
+        """A replay buffer knows a group by its episodes in order, and counts in how many steps it trained."""
+        ledger = await leading(reopen)
+        await ledger.commit(map(episode, (1, 2, 3)))
+        for step, order in ((1, (3, 1, 2)), (2, (2, 3, 1))):
+            await ledger.commit(
+                made(TrainedRow, number, step=step, role="", place=0, undone=0) for number in order
+            )
+        await ledger.commit([made(CheckpointRow, 2, undone=0), made(StepRow, 2, undone=0)])
+        found = (await begin(ledger, [2], time=1.0, replay_lag=2)).history
+        assert [(row.step, row.episode) for row in found.replayed] == [
+            (step, number) for step in (1, 2) for number in (1, 2, 3)
+        ]
+
     async def test_over_the_limit_the_oldest_lose_their_bytes_and_the_rows_stay(self, reopen: Reopen) -> None:
         ledger = await leading(reopen)
         await put_large(ledger, 2, end_number=3)

@@ -77,7 +77,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """In the order of training samples: the first that is unused."""
 
     replayed: list[TrainedRow] = []
-    """What the latest steps trained on, by step, role and place."""
+    """What the latest steps trained on, by step, role, place and episode."""
 
     open_until: int = 0
     """The last end number among the outcomes that wait for this trainer; 0: none waits."""
@@ -147,7 +147,7 @@ async def begin(
     published = await ledger.rows(PublicationRow, standing, (step,))
     trained = list[TrainedRow]()
     if replay_lag:
-        rest = f"{standing} AND step > ? AND place >= 0 ORDER BY step, role, place"
+        rest = f"{standing} AND step > ? AND place >= 0 ORDER BY step, role, place, episode"
         trained = await ledger.rows(TrainedRow, rest, (step, step - replay_lag))
     used = dict[int, str](
         await ledger.read(
