@@ -148,7 +148,8 @@ class TrainingConfig(Section):
     loss_mean: Literal["sequences", "tokens", "tokens_then_sequences", "episodes"] = "sequences"
     """What the sum of a minibatch's token losses is divided by: the number of its `sequences`, or of its
     trained `tokens` (DAPO); or each sequence by its own tokens, and then by the sequences (GRPO's paper); or
-    the constant number of `episodes` that a minibatch is planned to have, however few of them train."""
+    the constant number of `episodes` that a minibatch is planned to have, replayed ones included, however few
+    of them train."""
 
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
     """Correction for a sampler whose probabilities differ from the trainer's (bfloat16, other kernels, older

@@ -314,7 +314,8 @@ class Learner:
     async def _minibatch(self, part: list[WeightedRollout], rate: float) -> dict[str, float]:
         """One optimizer step. The loss is a sum over tokens, divided as `loss_mean` says."""
         config = self.config
-        planned = config.minibatch_size or config.groups_per_step * config.group_size / config.minibatches
+        of_step = config.groups_per_step * config.replay_uses * config.group_size
+        planned = config.minibatch_size or of_step / config.minibatches
         counts = divisors(part, config.loss_mean, episodes=planned)
         stepped = await optimizer_step(
             self.client,

@@ -269,6 +269,28 @@ async def test_a_service_is_sent_what_its_losses_take(loss_fn: str) -> None:
     assert not skipped_note(3, {})
 
 
+@pytest.mark.parametrize(
+    ("more", "planned"),
+    [
+        ({}, 6),
+        ({"minibatches": 2}, 3),
+        ({"replay_uses": 2}, 12),
+        ({"replay_uses": 2, "minibatch_size": 2}, 2),
+    ],
+)
+async def test_a_constant_divisor_is_what_a_minibatch_is_planned_to_have(
+    more: dict[str, int], planned: float
+) -> None:
+    client: Any = Service()
+    config = settings(loss_mean="episodes", groups_per_step=3, group_size=2, **more)
+    model = TrainedModel(64, is_embedded=False, scales_logits=False)
+    made = Learner(client, config, model=model, report=AlignmentReport(), seed=1)
+    await update(made, [group(0, [1.0, 0.0])], step=1)
+    for datum in client.given:
+        advantages = datum.loss_fn_inputs["advantages"].to_numpy()
+        np.testing.assert_allclose(np.abs(advantages[advantages != 0]), 0.5 / planned, rtol=1e-6)
+
+
 def test_a_clip_that_never_acts_on_a_sequence_is_named() -> None:
     assert wide_clip(settings(loss_fn="gspo", clip_high=0.2)).startswith("training.clip_high: 0.2 hardly")
     for more in ({"loss_fn": "gspo"}, {"loss_fn": "gspo", "clip_low": 3e-4}, {"clip_low": 0.2}):
