@@ -223,8 +223,13 @@ class Learner:
         self._aligned = aligned if batch else []
 
     def trains(self, group: RolloutGroup) -> bool:
-        """Whether it carries a gradient: its rewards differ, or a teacher or the KL penalty acts on it."""
-        return group.rewards_differ or self.distillation is not None or self._penalty is not None
+        """Whether it carries a gradient."""
+        return group.rewards_differ or self.trains_equal
+
+    @property
+    def trains_equal(self) -> bool:
+        """Whether a teacher or the KL penalty gives groups a gradient whose rewards are all equal."""
+        return self.distillation is not None or self._penalty is not None
 
     def _weighted(self, group: RolloutGroup) -> list[WeightedRollout]:
         """Its sequences with the advantages that the task gives them."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from tinkerscript.errors import AlignmentError, ConfigError, StoreError
 from tinkerscript.ledger.health import health_rows
-from tinkerscript.ledger.rows import StepRow, TrainerRow
+from tinkerscript.ledger.rows import StepRow, TrainerRow, Use
 from tinkerscript.rollouts.alignment import constrained_share
 from tinkerscript.train.backends.backend import skipped_note
 from tinkerscript.train.inspect_logs import write_logs
@@ -89,7 +89,8 @@ class StepLog:
         facts = self._facts(step)
         metrics = dict(learned[0])
         for each, found in zip(self._roles, learned[1:], strict=True):
-            metrics |= role_metrics(each.role, each.groups, found, each.report.step.metrics())
+            alignment = each.report.step.metrics()
+            metrics |= role_metrics(each.role, each.groups, found, alignment, trains_equal=each.trains_equal)
         metrics |= step_metrics(facts, self._extra) | self._own.report.step.metrics()
         return MeasuredStep(facts, metrics, learned, self._rows(step, metrics))
 
@@ -108,8 +109,9 @@ class StepLog:
         self._progress.step(step.number, metrics)
         self._tell_idle(step, why_nothing_trained(facts, metrics, self._own.report.step.errors))
         for each, found in zip(self._roles, measured.learned[1:], strict=True):
-            is_idle = not found["train/sequences"]
-            why = why_groups_do_not_train(each.groups, errors=each.report.step.errors) if is_idle else ""
+            why, errors = "", each.report.step.errors
+            if not found["train/sequences"]:
+                why = why_groups_do_not_train(each.groups, trains_equal=each.trains_equal, errors=errors)
             self._tell_idle(step, why, each.role)
         if skipped := skipped_note(step.number, metrics):
             self._progress.note(skipped)
@@ -130,7 +132,11 @@ class StepLog:
             reward=metrics.get("reward/mean"),
             accepted=int(metrics["episodes/accepted"]),
             failed=int(metrics["episodes/failed"]),
-            trained=sum(len(group.episodes) for group in self._own.trained),
+            trained=sum(
+                self._own.outcome_of(group, episode) == Use.TRAINED
+                for group in self._own.groups
+                for episode in group.episodes
+            ),
             max_lag=step.max_lag,
             stopped=stopped,
         )
@@ -189,7 +195,7 @@ class StepLog:
             groups=self._own.groups,
             lags=step.lags,
             max_policy_lag=self._config.training.max_policy_lag,
-            distills=bool(self._config.training.distillation.teacher),
+            trains_equal=self._own.trains_equal,
             policy_version=step.policy_version,
             cancelled=step.cancelled,
             tasks=self._samples.tasks if self._samples else [],

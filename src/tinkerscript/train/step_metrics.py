@@ -72,8 +72,8 @@ class StepFacts:
     publish_s: float = 0.0
     """Of these, to publish."""
 
-    distills: bool = False
-    """Whether a teacher's scores train groups whose rewards are equal too."""
+    trains_equal: bool = False
+    """Whether a teacher or the KL penalty trains groups whose rewards are equal too."""
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -164,12 +164,18 @@ def episodes(facts: StepFacts) -> dict[str, float]:
 
 
 def groups(facts: StepFacts) -> dict[str, float]:
-    equal = [] if facts.distills else [group.rewards[0] for group in facts.groups if not group.rewards_differ]
+    dropped = len(facts.batch.groups) - len(facts.groups)
+    return trained_groups(facts.groups, facts.trains_equal) | {"groups/dropped": float(dropped)}
+
+
+def trained_groups(groups: Sequence[RolloutGroup], trains_equal: bool) -> dict[str, float]:
+    """How many groups carry a gradient, how many do not because their rewards are equal, and the mean of
+    those."""
+    equal = [] if trains_equal else [each.rewards[0] for each in groups if not each.rewards_differ]
     return {
-        "groups/trained": float(len(facts.groups) - len(equal)),
+        "groups/trained": float(len(groups) - len(equal)),
         "groups/same_reward": float(len(equal)),
         **({"groups/same_reward_mean": sum(equal) / len(equal)} if equal else {}),
-        "groups/dropped": float(len(facts.batch.groups) - len(facts.groups)),
     }
 
 
@@ -231,18 +237,21 @@ def reported(facts: StepFacts) -> dict[str, float]:
 
 
 def role_metrics(
-    role: str, groups: Sequence[RolloutGroup], learned: Mapping[str, float], alignment: Mapping[str, float]
+    role: str,
+    groups: Sequence[RolloutGroup],
+    learned: Mapping[str, float],
+    alignment: Mapping[str, float],
+    *,
+    trains_equal: bool,
 ) -> dict[str, float]:
     """Of the policy of a role that trains, under `role/NAME/`: what its update `learned`, the rewards and the
     calls of its groups, and its part of the alignment report."""
     episodes = [episode for group in groups for episode in group.episodes]
-    trained = sum(group.rewards_differ for group in groups)
     found = {
         **learned,
         **spread([episode.reward for episode in episodes]),
         **call_lengths([episode.calls for episode in episodes]),
-        "groups/trained": float(trained),
-        "groups/same_reward": float(len(groups) - trained),
+        **trained_groups(groups, trains_equal),
         **alignment,
     }
     return {f"role/{role}/{name}": value for name, value in found.items()}
@@ -291,23 +300,26 @@ def why_nothing_trained(
             f"({counts['episodes/accepted']} accepted, {counts['episodes/failed']} failed, "
             f"{counts['episodes/stale']} stale)"
         )
-    return why_groups_do_not_train(facts.groups, distills=facts.distills, errors=errors)
+    return why_groups_do_not_train(facts.groups, trains_equal=facts.trains_equal, errors=errors)
 
 
 def why_groups_do_not_train(
-    groups: Sequence[RolloutGroup], *, distills: bool = False, errors: Mapping[str, int] | None = None
+    groups: Sequence[RolloutGroup],
+    *,
+    trains_equal: bool = False,
+    errors: Mapping[str, int] | None = None,
 ) -> str:
     """Why these groups have left the weights as they were. `errors`: of their sequences, by name."""
     if not groups:
         return "no group has enough episodes that can train"
-    if not distills and not any(group.rewards_differ for group in groups):
+    if not trains_equal and not any(group.rewards_differ for group in groups):
         rewards = sorted({episode.reward for group in groups for episode in group.episodes})
         values = f"all are {rewards[0]:g}" if len(rewards) == 1 else f"{rewards[0]:g} to {rewards[-1]:g}"
         return (
             f"in each of the {len(groups)} groups all rewards are equal ({values}), and advantages "
             "come from differences within a group"
         )
-    differing = [group for group in groups if distills or group.rewards_differ]
+    differing = [group for group in groups if trains_equal or group.rewards_differ]
     if not any(episode.rollouts for group in differing for episode in group.episodes):
         return "no episode of the groups whose rewards differ has called the model: there is nothing to train"
     found = ", ".join(f"{number} {name}" for name, number in (errors or {}).items())

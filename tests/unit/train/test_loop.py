@@ -36,6 +36,7 @@ from tinkerscript.ledger.rows import (
 from tinkerscript.ledger.tokens import unpacked_sequences
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.alignment import AlignmentReport
+from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.sampler import Sampler
 from tinkerscript.testing import QuietReporter, ScriptedSampler
 from tinkerscript.train.alignment_check import TrainedModel
@@ -83,6 +84,10 @@ class Client:
         (self._folder / name / "weights").write_text("w")
 
 
+async def start_logprobs(sequences: list[IntArray], _: list[FloatArray]) -> list[FloatArray]:
+    return [np.full(len(ids), -0.75, np.float32) for ids in sequences]
+
+
 class Published(Publisher):
     max_context = 64
 
@@ -112,9 +117,10 @@ class Answering(KeptRows, EpisodeSource):
         for number, episode in enumerate(episodes):
             self.end(episode.episode_uuid, episode.group_id, version, reward=float(number % 2))
 
-    def end(self, uuid: str, group_id: str, version: int, *, reward: float) -> None:
+    def end(self, uuid: str, group_id: str, version: int, *, reward: float, **call_values: Any) -> None:
         number = len(self.all) + 1
-        call = make_call(None, [5, 6], [7, 8], policy_version=version, logprobs=[-0.5] * 2, seed=number)
+        values = {"policy_version": version, "logprobs": [-0.5] * 2, "seed": number, **call_values}
+        call = make_call(None, [5, 6], [7, 8], **values)
         more = {"policy_version_at_claim": version, "sequence": number, "number": number}
         self.all.append(make_accepted(uuid, reward, [call], group_id=group_id, **more))
         self.ended.put_nowait(self.all[-1])
@@ -175,7 +181,14 @@ async def running(
     history = history or History()
     shown = QuietReporter()
     client: Any = Client(folder.checkpoints)
-    learner = Learner(client, config.training, model=TrainedModel(64), report=AlignmentReport(), seed=1)
+    learner = Learner(
+        client,
+        config.training,
+        model=TrainedModel(64),
+        report=AlignmentReport(),
+        seed=1,
+        start_logprobs=start_logprobs,
+    )
     made = source or Answering()
     samples = TaskSamples(config.all_tasks, seed=1)
     samples.next_position = history.next_position
@@ -244,6 +257,35 @@ async def test_a_step_whose_results_are_all_stale_collects_others(tmp_path: Path
     assert [note for note in run.shown.notes if "all 4 results of the batch are stale" in note]
     (step,) = run.shown.steps
     assert (step["lag/gone"], step["lag/0"], step["groups/trained"]) == (4, 4, 2)
+
+
+async def test_a_step_that_the_kl_penalty_alone_trains_is_no_idle_one(tmp_path: Path) -> None:
+    class Agreeing(Answering):
+        def end(self, *args: Any, **values: Any) -> None:
+            super().end(*args, **values | {"reward": 1.0})
+
+    async with running(tmp_path, Agreeing(), steps=1, kl_penalty_coef=0.1) as run:
+        await run.loop.run()
+    assert {row.outcome for row in run.trained(1)} == {Use.TRAINED}
+    (step,) = run.shown.steps
+    assert (step["groups/trained"], step["groups/same_reward"], step["train/sequences"]) == (2, 0, 4)
+    assert [note for note in run.shown.notes if "trained nothing" in note] == []
+
+
+async def test_a_step_counts_every_episode_that_trained(tmp_path: Path) -> None:
+    """A sequence that is refused takes its own episode's gradient away, and not that of its group."""
+
+    class Constrained(Answering):
+        def end(self, *args: Any, **values: Any) -> None:
+            refused = {} if self.all else {"constrained": bytes([1, 1])}
+            super().end(*args, **values, **refused)
+
+    async with running(
+        tmp_path, Constrained(), steps=1, group_size=4, groups_per_step=1, constrained_tokens="refuse"
+    ) as run:
+        await run.loop.run()
+    assert [row.outcome for row in run.trained(1)] == [Use.MISALIGNED, *[Use.TRAINED] * 3]
+    assert [row.trained for row in run.source.of(StepRow)] == [3]
 
 
 async def test_a_misaligned_step_changes_nothing_and_can_be_resumed(tmp_path: Path) -> None:

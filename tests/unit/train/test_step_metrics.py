@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,13 @@ from rollout_helpers import make_accepted, make_call, make_episode, make_group
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.train.collector import Batch
-from tinkerscript.train.step_metrics import StepFacts, extra_metrics, step_metrics, why_groups_do_not_train
+from tinkerscript.train.step_metrics import (
+    StepFacts,
+    extra_metrics,
+    role_metrics,
+    step_metrics,
+    why_groups_do_not_train,
+)
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
 OWN = """
@@ -56,6 +63,16 @@ def test_why_nothing_trained_says_what_was_missing() -> None:
     assert "has called the model: there is nothing to train" in why_groups_do_not_train([silent])
     left_out = why_groups_do_not_train([called, silent], errors={"greedy": 2})
     assert left_out == "the alignment check left out every sequence: 2 greedy"
+
+
+def test_groups_of_equal_rewards_train_where_something_else_acts_on_them() -> None:
+    equal = make_group([make_episode([make_call(None, [1], [2])], 0.5) for _ in range(2)])
+    for trains, expected in ((True, (1, 0, None)), (False, (0, 1, 0.5))):
+        own = step_metrics(replace(facts(), groups=[equal], trains_equal=trains))
+        judge = role_metrics("judge", [equal], {}, {}, trains_equal=trains)
+        for found, prefix in ((own, ""), (judge, "role/judge/")):
+            names = (f"{prefix}groups/{name}" for name in ("trained", "same_reward", "same_reward_mean"))
+            assert tuple(map(found.get, names)) == expected
 
 
 def no_package() -> int:

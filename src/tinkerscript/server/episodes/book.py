@@ -312,7 +312,8 @@ class EpisodeBook:
         ]
 
     def planned_groups(self, step: int, used: Mapping[int, str]) -> int:
-        """How many groups were planned for a step, without those that were set aside. `used`: see `resume`."""
+        """How many groups were planned for a step, but for those that were set aside. `used`: as `resume`
+        takes it."""
         planned = [each for each in self._episodes.values() if each.step == step and _is_planned(each)]
         aside = {each.group_id for each in planned if used.get(each.sequence) == Use.SET_ASIDE}
         return len({each.group_id for each in planned} - aside)
