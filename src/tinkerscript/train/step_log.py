@@ -75,6 +75,9 @@ class StepLog:
         self._samples = samples
         self._own, *self._roles = self._learners = list(learners)
         self._extra = extra_metrics
+        self._broken = set[str]()
+        """Names of those that have failed."""
+
         self._findings = [len(each.report.findings) for each in learners]
         """Findings of each policy that people have been told."""
 
@@ -87,12 +90,28 @@ class StepLog:
     def measured(self, step: TrainingStep, learned: Sequence[Mapping[str, float]]) -> MeasuredStep:
         """The step trained. `learned`: the metrics of each policy's update."""
         facts = self._facts(step)
-        metrics = dict(learned[0])
+        metrics = {**self._measured_by_others(step.number, facts), **learned[0]}
         for each, found in zip(self._roles, learned[1:], strict=True):
             alignment = each.report.step.metrics()
             metrics |= role_metrics(each.role, each.groups, found, alignment, trains_equal=each.trains_equal)
-        metrics |= step_metrics(facts, self._extra) | self._own.report.step.metrics()
+        metrics |= step_metrics(facts) | self._own.report.step.metrics()
         return MeasuredStep(facts, metrics, learned, self._rows(step, metrics))
+
+    def _measured_by_others(self, step: int, facts: StepFacts) -> dict[str, float]:
+        """The metrics of functions that are not the table's. One that fails has none, and is told of once:
+        the weights have changed, and the step has to be written down."""
+        found = dict[str, float]()
+        for metric in self._extra:
+            try:
+                found |= {str(name): float(value) for name, value in metric(facts).items()}
+            except Exception as error:
+                name = getattr(metric, "__qualname__", repr(metric))
+                logger.warning("metrics.extra_failed step=%d name=%s", step, name, exc_info=True)
+                if name not in self._broken:
+                    self._broken.add(name)
+                    failure = f"{type(error).__name__}: {error}"
+                    self._progress.note(f"step {step}: metrics.extra: {name} measured nothing: {failure}")
+        return found
 
     async def finished(self, step: TrainingStep, measured: MeasuredStep) -> None:
         """The step is in the ledger."""

@@ -260,9 +260,9 @@ def role_metrics(
 STEP_METRICS: list[StepMetric] = [reward, lengths, episodes, groups, policy, timing, system, reported]
 
 
-def step_metrics(facts: StepFacts, extra: Sequence[StepMetric] = ()) -> dict[str, float]:
-    """The metrics of the table, then those of `extra`."""
-    return {name: value for metric in (*STEP_METRICS, *extra) for name, value in metric(facts).items()}
+def step_metrics(facts: StepFacts) -> dict[str, float]:
+    """The metrics of the table."""
+    return {name: value for metric in STEP_METRICS for name, value in metric(facts).items()}
 
 
 def extra_metrics(config: RunConfig) -> list[StepMetric]:

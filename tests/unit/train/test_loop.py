@@ -48,6 +48,7 @@ from tinkerscript.train.open_run import OpenRun
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import RunFolder
 from tinkerscript.train.samples import TaskSamples
+from tinkerscript.train.step_metrics import StepFacts, StepMetric
 from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
 
 ARITHMETIC = Path(__file__).parents[3] / "examples" / "arithmetic.py"
@@ -164,6 +165,7 @@ async def running(
     replayed: Sequence[EpisodeAccepted] = (),
     recording: str = "all",
     evaluation: Mapping[str, int] | None = None,
+    extra_metrics: Sequence[StepMetric] = (),
     **training: Any,
 ) -> AsyncGenerator[Run]:
     settings = {"steps": 3, "groups_per_step": 2, "group_size": 2, "learning_rate": 0.1, **training}
@@ -194,7 +196,7 @@ async def running(
     samples.next_position = history.next_position
     policy = Policy(Published(), made, version=history.newest_version)
     parts = OpenRun(config, folder, made, LedgerReader(folder.path), shown, history, replayed)
-    loop = TrainingLoop(parts, samples, made, policy, [learner])
+    loop = TrainingLoop(parts, samples, made, policy, [learner], extra_metrics)
     async with asyncio.timeout(60):
         yield Run(loop, learner, client, made, shown)
     folder.close()
@@ -286,6 +288,37 @@ async def test_a_step_counts_every_episode_that_trained(tmp_path: Path) -> None:
         await run.loop.run()
     assert [row.outcome for row in run.trained(1)] == [Use.MISALIGNED, *[Use.TRAINED] * 3]
     assert [row.trained for row in run.source.of(StepRow)] == [3]
+
+
+async def test_a_metric_of_a_users_own_that_fails_costs_itself_alone(tmp_path: Path) -> None:
+    def failing(_: StepFacts) -> dict[str, float]:
+        return {"own/failing": 1 / 0}
+
+    def silent(_: StepFacts) -> Any:
+        return None
+
+    def talking(_: StepFacts) -> Any:
+        return {"own/talking": "many"}
+
+    def replacing(_: StepFacts) -> dict[str, float]:
+        return {"own/replacing": 1, "episodes/accepted": float("nan")}
+
+    metrics = [failing, silent, talking, replacing]
+    async with running(tmp_path, extra_metrics=metrics, steps=2) as run:
+        await run.loop.run()
+    assert run.steps == [1, 2]
+    for step in run.shown.steps:
+        assert {name: value for name, value in step.items() if name.startswith("own/")} == {
+            "own/replacing": 1
+        }
+        assert step["episodes/accepted"] == 4
+    told = [note for note in run.shown.notes if "metrics.extra" in note]
+    assert [note.split(" measured nothing: ")[0].rpartition(".")[2] for note in told] == [
+        "failing",
+        "silent",
+        "talking",
+    ]
+    assert "ZeroDivisionError: division by zero" in told[0]
 
 
 async def test_a_misaligned_step_changes_nothing_and_can_be_resumed(tmp_path: Path) -> None:

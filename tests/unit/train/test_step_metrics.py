@@ -133,7 +133,8 @@ def test_the_metrics_of_a_step() -> None:
 def test_a_metric_of_the_users_own_code(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     config = RunConfig.model_validate({"metrics": {"extra": [f"{tmp_path}/mine.py:best"]}})
-    assert step_metrics(facts(), extra_metrics(config))["reward/best"] == 1.0
+    (best,) = extra_metrics(config)
+    assert best(facts()) == {"reward/best": 1.0}
     wrong = RunConfig.model_validate({"metrics": {"extra": [f"{tmp_path}/mine.py:worst"]}})
     with pytest.raises(ConfigError, match=r"metrics\.extra: cannot import '.*mine\.py:worst'"):
         extra_metrics(wrong)
