@@ -77,5 +77,6 @@ async def update(
     learner: Learner, groups: Sequence[RolloutGroup], *, step: int, **more: Any
 ) -> dict[str, float]:
     """One step of a learner; `more`: `lags` and `replayed`, of `Learner.check`."""
-    await learner.check(groups, step=step, **more)
+    learner.begin(groups)
+    await learner.check(step=step, **more)
     return await learner.train(step)

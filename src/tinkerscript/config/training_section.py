@@ -85,7 +85,8 @@ class TrainingConfig(Section):
     """Steps between checkpoints, from which `train --resume` continues; 0: only the last step."""
 
     keep_checkpoints: int = Field(default=2, ge=1)
-    """Number of checkpoints to keep in addition to the final one, and to that of the best evaluation."""
+    """Number of checkpoints to keep in addition to the final one, and to that of the best evaluation after a
+    step that has one."""
 
     inspect_log_every: int = Field(default=5, ge=0)
     """Write the episodes of every n-th step, and of every evaluation, as Inspect logs to `inspect/` in the

@@ -6,9 +6,9 @@ Invariant: a checkpoint is complete once its manifest is written, and counts onc
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 import msgspec
 
@@ -21,6 +21,9 @@ LAST_COMMIT_S = 10.0
 """How long a run that is ended waits for the ledger to know its last checkpoint."""
 
 
+logger = logging.getLogger(__name__)
+
+
 class RunCheckpoints:
     """Saves the policies of one run."""
 
@@ -29,14 +32,14 @@ class RunCheckpoints:
         parts: OpenRun,
         learners: Sequence[Learner],
         policy: Policy,
-        best_step: Callable[[], int | None],
+        best_of: Callable[[Collection[int]], int | None],
     ) -> None:
-        """`learners`: that of the run's own policy is the first. `best_step`: the step with the best score so
-        far, whose checkpoint is not deleted."""
+        """`learners`: that of the run's own policy is the first. `best_of`: which of these steps has the best
+        score so far; asked of those with a checkpoint, and its own is not deleted."""
         self._parts = parts
         self._own, *self._roles = learners
         self._policy = policy
-        self._best_step = best_step
+        self._best_of = best_of
         self._saved = parts.history.step
         """The last step whose checkpoint counts."""
 
@@ -51,8 +54,8 @@ class RunCheckpoints:
         """The run ends early: save its last finished step, unless that is done. The ledger gets only a while
         for its row, as its server may be what ended the run."""
         if step > self._saved:
-            with suppress(TimeoutError):
-                await self.save(step, train_seconds=train_seconds, within_s=LAST_COMMIT_S)
+            saving = self.save(step, train_seconds=train_seconds, within_s=LAST_COMMIT_S)
+            await try_to_save(saving, step, self._parts.progress.note)
 
     async def save(self, step: int, *, train_seconds: float, within_s: float | None = None) -> None:
         """Save the weights, and tell the ledger. Raises TimeoutError if it does not answer in `within_s`."""
@@ -70,10 +73,21 @@ class RunCheckpoints:
         async with asyncio.timeout(within_s):
             await self._parts.ledger.commit([row])
         self._saved = step
-        self._parts.folder.checkpointed(best=self._best_step())
+        folder = self._parts.folder
+        folder.checkpointed(best=self._best_of(folder.whole_checkpoints()))
 
     async def write(self, name: str) -> None:
         """Write the weights of every policy under `name`."""
         for each in (*self._roles, self._own):
             await each.save_checkpoint(name)
         await asyncio.to_thread(self._parts.folder.seal, name)
+
+
+async def try_to_save(saving: Awaitable[None], step: int, note: Callable[[str], None]) -> None:
+    """Wait for the last checkpoint of a run that something has ended. If it fails too, people still see what
+    that was."""
+    try:
+        await saving
+    except Exception as error:
+        logger.warning("checkpoint.not_saved step=%d", step, exc_info=True)
+        note(f"step {step} has no checkpoint: {type(error).__name__}: {error}")

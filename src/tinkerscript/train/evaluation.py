@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -59,11 +59,10 @@ class Evaluator:
             del self.finished["after"]
         await self._evaluate("after", step, self.config.episodes)
 
-    @property
-    def best_step(self) -> int | None:
-        """The step with the highest score so far; None without a score."""
+    def best_of(self, steps: Collection[int]) -> int | None:
+        """The one of these steps with the highest score so far; None if none has a score."""
         scored = [(each.score, each.step) for each in self.finished.values() if each.score is not None]
-        return max(scored)[1] if scored else None
+        return max((each for each in scored if each[1] in steps), default=(0.0, None))[1]
 
     async def _evaluate(self, label: str, step: int, count: int) -> None:
         if label in self.finished or not count or self.samples is None:

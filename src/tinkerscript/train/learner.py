@@ -106,8 +106,11 @@ class Learner:
         self.corrected: dict[int, BoolArray] = {}
         """By `id` of those rollouts: bool [T], True where `rollout_correction` took the loss away."""
 
-        self._aligned: list[tuple[WeightedRollout, FloatArray]] = []
-        """What `check` has passed, each with the trainer's log probabilities, float32 [T]."""
+        self._batch: list[WeightedRollout] = []
+        """What `check` has passed, as the loss gets it but for the mean."""
+
+        self._measured: dict[str, float] = {}
+        """`check`'s metrics of it."""
 
         loss = policy_loss(self.config)
         self._is_embedded = self.model.is_embedded
@@ -125,25 +128,24 @@ class Learner:
 
     # Groups
 
-    def take(self, groups: Iterable[AcceptedGroup]) -> list[RolloutGroup]:
-        """Merge a step's episodes. A role's groups have the episodes that called it, if they are enough."""
+    def take(self, groups: Iterable[AcceptedGroup]) -> None:
+        """Begin a step: merge its episodes. A role's groups have those that called it, if they are enough."""
         self.report.begin_step()
         taken: list[RolloutGroup] = []
         for group_id, accepted in groups:
-            episodes = [outcome for outcome in accepted if self._has_part_in(outcome)]
+            episodes = [outcome for outcome in accepted if self.has_part_in(outcome)]
             if len(episodes) >= (self.config.min_group if self.role else 0):
                 taken.append(RolloutGroup(group_id, tuple(map(self._merged, episodes))))
         for group in taken:
             for episode in group.episodes:
                 self.report.add_episode(episode)
-        self._begin(taken)
-        return taken
+        self.begin(taken)
 
     def group_again(self, outcomes: Sequence[EpisodeAccepted]) -> RolloutGroup:
         """A group that an earlier step trained on."""
         return RolloutGroup(outcomes[0].group_id, tuple(map(self._merged, outcomes)))
 
-    def _has_part_in(self, outcome: EpisodeAccepted) -> bool:
+    def has_part_in(self, outcome: EpisodeAccepted) -> bool:
         """Whether an episode counts for the policy's groups. The run's own policy is in every one."""
         return not self.role or any(call.sampled for call in calls_of(outcome.all_calls, self.role))
 
@@ -174,35 +176,41 @@ class Learner:
 
     # A step
 
+    def begin(self, groups: Sequence[RolloutGroup]) -> None:
+        """Begin a step on these groups, and forget the last one."""
+        self.groups, self.replayed = list(groups), []
+        self.trained, self.compared, self.advantages, self.corrected = [], [], {}, {}
+        self._batch, self._measured = [], {}
+        self.alignment.begin()
+
     async def check(
         self,
-        groups: Sequence[RolloutGroup],
         *,
         step: int,
         lags: Mapping[int, int] | None = None,
         replayed: Sequence[RolloutGroup] = (),
     ) -> None:
-        """Decide what of a batch of groups `train` will train on. Changes no weights.
+        """Decide what of the step's groups `train` will train on, and with which advantages. Changes no
+        weights.
 
         `lags`: training steps that each policy version is behind the current weights; None: all are current.
         `replayed`: groups of earlier steps (`trained` then) to train on again. Raises AlignmentError if the
         batch is misaligned and the config says to stop then.
         """
-        self._begin(groups, replayed)
+        self.replayed = list(replayed)
         try:
-            await self._check_groups(step, lags)
+            aligned = await self._check_groups(step, lags)
         except AlignmentError as error:
             if not self.role:
                 raise
             raise AlignmentError(f"role {self.role}: {error}", name=error.name) from error
+        if aligned:
+            self._batch, self._measured = await self._token_advantages(aligned)
 
-    def _begin(self, groups: Sequence[RolloutGroup], replayed: Sequence[RolloutGroup] = ()) -> None:
-        self.groups, self.replayed = list(groups), list(replayed)
-        self.trained, self.compared, self.advantages, self.corrected = [], [], {}, {}
-        self._aligned = []
-        self.alignment.begin()
-
-    async def _check_groups(self, step: int, lags: Mapping[int, int] | None) -> None:
+    async def _check_groups(
+        self, step: int, lags: Mapping[int, int] | None
+    ) -> list[tuple[WeightedRollout, FloatArray]]:
+        """The sequences that train, each with the trainer's log probabilities, float32 [T]."""
         # Check each sequence by itself: ids, masks, temperature.
         sound = [*(self.alignment.sound(group) for group in self.groups), *self.replayed]
         # Advantages. Without a teacher a group whose rewards are all equal carries no gradient; a masked
@@ -220,7 +228,7 @@ class Learner:
         aligned = await self._compare(compared, lags, step)
         self.alignment.siblings(self.groups, step=step)
         self.trained = [each for each in self.groups if self.trains(each) and self.alignment.passed(each)]
-        self._aligned = aligned if batch else []
+        return aligned if batch else []
 
     def trains(self, group: RolloutGroup) -> bool:
         """Whether it carries a gradient."""
@@ -265,12 +273,14 @@ class Learner:
 
         Returns `train/` metrics, which are means over the optimizer steps.
         """
-        aligned, self._aligned = self._aligned, []
+        batch, self._batch = self._batch, []
         rate = learning_rate(self.config, step, steps=self.config.steps)
-        metrics = {"train/sequences": float(len(aligned)), "train/learning_rate": rate}
-        if aligned:
-            batch, changed = await self._token_advantages(aligned)
-            metrics |= self._entropy() | changed
+        metrics = {
+            "train/sequences": float(len(batch)),
+            "train/learning_rate": rate,
+            **self._measured,
+        }
+        if batch:
             self.advantages = {id(item.rollout): item.advantages for item in batch}
             for item in batch:
                 self.report.add_trained(item.rollout)
@@ -294,7 +304,7 @@ class Learner:
         self, aligned: list[tuple[WeightedRollout, FloatArray]]
     ) -> tuple[list[WeightedRollout], dict[str, float]]:
         """The sequences with the advantages that the loss gets: penalized, taught and corrected."""
-        batch, metrics = [item for item, _ in aligned], dict[str, float]()
+        batch, metrics = [item for item, _ in aligned], self._entropy()
         if self._penalty is not None:
             batch, metrics["train/kl_start"] = await self._penalty.apply(batch)
         if self.distillation is not None:

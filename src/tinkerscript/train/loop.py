@@ -19,7 +19,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from tinkerscript.errors import AlignmentError, NoSuccessError
+from tinkerscript.tracing import is_on, span
 from tinkerscript.train.backends.backend import STEP_GRACE_S, finish_despite_cancel
 from tinkerscript.train.checkpoints import RunCheckpoints
 from tinkerscript.train.collector import Collector
@@ -33,7 +33,7 @@ from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_log import StepLog
 from tinkerscript.train.step_metrics import StepMetric
 from tinkerscript.train.stream import GroupStream, TrainingStep
-from tinkerscript.train.update import PolicyUpdate
+from tinkerscript.train.update import PolicyUpdate, claims_of
 
 
 class TrainingLoop:
@@ -69,15 +69,15 @@ class TrainingLoop:
         )
         self._stream = GroupStream(source, self._collector, progress, training, samples, self._lags)
         self.log = StepLog(parts, samples, learners, extra_metrics)
-        self._update = PolicyUpdate(parts, learners, policy, self._lags, self.log)
+        self._update = PolicyUpdate(parts, learners, self._lags, self.log)
         roles = [each.role for each in learners[1:]]
         self.evaluator = Evaluator(parts, samples, self._collector, policy, roles)
-        self.checkpoints = RunCheckpoints(parts, learners, policy, lambda: self.evaluator.best_step)
-        self._between_steps = False
+        self.checkpoints = RunCheckpoints(parts, learners, policy, self.evaluator.best_of)
+        self._mid_step = False
         """Whether the weights, the ledger or the published version may be between two steps."""
 
     async def run(self) -> None:
-        """The whole run, or the rest of it. Cancelling it leaves a folder that can be resumed."""
+        """The whole run, or the rest of it. Whatever ends it between two steps, the last one is saved."""
         self._stream.restore(self.parts.history)
         receiving = asyncio.create_task(self._collector.run(), name="receive outcomes")
         try:
@@ -85,12 +85,9 @@ class TrainingLoop:
             await self._train()
             with self.parts.progress.waiting("the last episodes to end"):
                 await self._collector.settled()
-        except asyncio.CancelledError:
-            if not self._between_steps:
+        except (Exception, asyncio.CancelledError):
+            if not self._mid_step:
                 await self.checkpoints.last(self.step, train_seconds=self.train_seconds)
-            raise
-        except (AlignmentError, NoSuccessError):  # No weights have changed since the last step.
-            await self.checkpoints.last(self.step, train_seconds=self.train_seconds)
             raise
         finally:
             receiving.cancel()
@@ -106,11 +103,10 @@ class TrainingLoop:
     async def _train(self) -> None:
         await self.evaluator.before(self.step)
         await self.evaluator.during(self.step, steps=self._steps)  # If a restart interrupted it.
-        started = time.monotonic() - self.train_seconds
+        self._began = time.monotonic() - self.train_seconds
         while self.step < self._steps:
             step = await self._stream.take(self.step + 1, version=self.policy.version)
             await finish_despite_cancel(self._train_step(step), within_s=STEP_GRACE_S)
-            self.train_seconds = time.monotonic() - started
             await self.checkpoints.after(self.step, train_seconds=self.train_seconds)
             await self.evaluator.during(self.step, steps=self._steps)
             await self.log.tell_health(self.step)
@@ -120,15 +116,20 @@ class TrainingLoop:
         """Learn from the groups of a step, publish the result, and tell the ledger."""
         self._source.set_status(usable_versions=self._lags.usable(step.number))  # Of the next batch.
         with self.parts.progress.waiting(f"step {step.number} to train"):
-            self._between_steps = True
-            learned = await self._update.train(step)
+            links = claims_of(step) if is_on() else ()
+            async with self.policy.resting():
+                with span("train step", step=step.number, links=links):
+                    await self._update.check(step)
+                    self._mid_step = True
+                    learned = await self._update.train(step)
             self.step = step.number
             began = time.monotonic()
             step.policy_version = await self._publish()
             step.publish_s = time.monotonic() - began
             measured = self.log.measured(step, learned)
             await self._source.commit([*measured.rows, *self._update.rows(step)])
-            self._between_steps = False
+            self.train_seconds = time.monotonic() - self._began
+            self._mid_step = False
             self._update.note_tokens(step)
         await self.log.finished(step, measured)
 

@@ -131,6 +131,11 @@ class ReplayBuffer:
         self._stale = 0
         """Groups that the last `drop` removed."""
 
+    @property
+    def episodes(self) -> set[str]:
+        """The uuids of the episodes that may train again."""
+        return {uuid for key in self._kept for uuid in key}
+
     def drop(self, is_fresh: Callable[[RolloutGroup], bool]) -> None:
         """Remove what is too old."""
         stale = [key for key, kept in self._kept.items() if not is_fresh(kept.group)]

@@ -195,15 +195,21 @@ class RunFolder:
         groups: Sequence[RolloutGroup],
         outcomes: Mapping[str, Outcome],
         rule: AdvantageRule,
+        left_out: Mapping[str, str],
     ) -> None:
-        """One readable JSON line for each episode of a step, failed ones included."""
+        """One readable JSON line for each episode of a step, failed ones included. `left_out`: uuid -> why it
+        is in none of the groups, unless its own has too few."""
         lines = [
             self._readable(group, episode, advantage)
             for group in groups
             for episode, advantage in zip(group.episodes, group.advantages(rule).tolist(), strict=True)
         ]
         seen = {line["episode_uuid"] for line in lines}
-        lines += [_left_out(outcome) for uuid, outcome in outcomes.items() if uuid not in seen]
+        lines += [
+            _left_out(outcome, left_out.get(uuid, "group too small"))
+            for uuid, outcome in outcomes.items()
+            if uuid not in seen
+        ]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         write_atomically(self.path / "rollouts" / f"{name}.jsonl", text)
 
@@ -278,9 +284,9 @@ def _link_as_latest(run: Path) -> None:
     draft.replace(link)
 
 
-def _left_out(outcome: Outcome) -> dict[str, Any]:
-    """An episode that did not train: failed, or in a group that was dropped."""
+def _left_out(outcome: Outcome, why: str) -> dict[str, Any]:
+    """An episode that is in no group: it failed, or was left out."""
     if isinstance(outcome, EpisodeFailed):
         return {"episode_uuid": outcome.episode_uuid, "failures": outcome.failures}
     assert isinstance(outcome, EpisodeAccepted)
-    return {"episode_uuid": outcome.episode_uuid, "reward": outcome.reward, "left_out": "group too small"}
+    return {"episode_uuid": outcome.episode_uuid, "reward": outcome.reward, "left_out": why}

@@ -37,6 +37,7 @@ from tinkerscript.train.backends.backend import (
     skipped_note,
 )
 from tinkerscript.train.chats import Chats, load_chats, trained_weight
+from tinkerscript.train.checkpoints import try_to_save
 from tinkerscript.train.learning_rates import learning_rate, resolved
 from tinkerscript.train.open_run import OpenRun, begin_run, logged, open_page
 from tinkerscript.train.run_folder import FINAL_CHECKPOINT, RunFolder
@@ -142,7 +143,7 @@ class SupervisedRun:
     next_chat: int
     """The number that the next chat gets in the ledger."""
 
-    _training: bool = False
+    _mid_step: bool = False
     """Whether the weights may be between two steps."""
 
     def __post_init__(self) -> None:
@@ -151,30 +152,29 @@ class SupervisedRun:
         """The last step whose checkpoint counts."""
 
     async def run(self) -> None:
-        """The whole run, or the rest of it. Cancelling it saves the last finished step."""
+        """The whole run, or the rest of it. Whatever ends it between two steps, the last one is saved."""
         every, saves = self.parts.config.evaluation.every_steps, self.parts.config.training.checkpoint_every
-        started = time.monotonic() - self.train_seconds
+        self._began = time.monotonic() - self.train_seconds
         if self.step == 0:
             await self.measure()
         try:
             while self.step < self.chats.steps:
                 await finish_despite_cancel(self.train_step(), within_s=STEP_GRACE_S)
-                self.train_seconds = time.monotonic() - started
                 is_last = self.step == self.chats.steps
                 if is_last or (every and self.step % every == 0):
                     await self.measure()
                 if is_last or (saves and self.step % saves == 0):
                     await self._checkpoint()
-        except asyncio.CancelledError:
-            if self.step > self._saved and not self._training:
-                await self._checkpoint()
+        except (Exception, asyncio.CancelledError):
+            if self.step > self._saved and not self._mid_step:
+                await try_to_save(self._checkpoint(), self.step, self.parts.progress.note)
             raise
 
     async def train_step(self) -> None:
         """One batch, one optimizer step, one line of metrics."""
         began, step = time.monotonic(), self.step + 1
         datums = self.chats.batch(step)
-        self._training = True
+        self._mid_step = True
         rate = learning_rate(self.parts.config.training, step, steps=self.chats.steps)
         with self.parts.progress.waiting(f"step {step} to train"):
             stepped = await optimizer_step(
@@ -195,7 +195,8 @@ class SupervisedRun:
         episodes = self._chat_rows(step, datums, stepped.logprobs)
         await self.ledger.commit([row, *metric_rows(step, metrics), *episodes])
         self.step = step
-        self._training = False
+        self.train_seconds = time.monotonic() - self._began
+        self._mid_step = False
         await self._storage.keep()
         self.parts.folder.log_metrics(metrics, step=step)
         await asyncio.to_thread(self.parts.folder.draw_curve)

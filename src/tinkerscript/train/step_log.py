@@ -120,7 +120,9 @@ class StepLog:
         metrics, facts = measured.metrics, measured.facts
         for each in self._learners:
             name = f"step_{step.number:04d}" + (f".{each.role}" if each.role else "")
-            self._folder.write_rollouts(name, each.groups, step.batch.outcomes, each.rule)
+            uncalled = [outcome.episode_uuid for outcome in facts.accepted if not each.has_part_in(outcome)]
+            why = {**dict.fromkeys(uncalled, f"it did not call {each.role}"), **step.stale}
+            self._folder.write_rollouts(name, each.groups, step.batch.outcomes, each.rule, why)
         await self._log_for_inspect(step, facts)
         self._folder.log_metrics(metrics, step=step.number)
         self._folder.write_json(ALIGNMENT_FILE, self.alignment())

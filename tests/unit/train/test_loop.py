@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import json
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -18,7 +20,7 @@ import tinker
 from rollout_helpers import make_accepted, make_call
 from run_ledger import KeptRows
 from tinkerscript.config import RunConfig
-from tinkerscript.errors import AlignmentError
+from tinkerscript.errors import AlignmentError, EngineError, LinkError
 from tinkerscript.ledger.history import History, PlannedRow
 from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.ledger.rows import (
@@ -49,6 +51,7 @@ from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import RunFolder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_metrics import StepFacts, StepMetric
+from tinkerscript.train.token_advantages import ReferenceLogprobs
 from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
 
 ARITHMETIC = Path(__file__).parents[3] / "examples" / "arithmetic.py"
@@ -81,7 +84,7 @@ class Client:
         return tinker.types.OptimStepResponse(metrics={})
 
     async def save_state(self, name: str) -> None:
-        (self._folder / name).mkdir(exist_ok=True)
+        (self._folder / name).mkdir(parents=True, exist_ok=True)
         (self._folder / name / "weights").write_text("w")
 
 
@@ -166,6 +169,8 @@ async def running(
     recording: str = "all",
     evaluation: Mapping[str, int] | None = None,
     extra_metrics: Sequence[StepMetric] = (),
+    role: str = "",
+    scored: ReferenceLogprobs = start_logprobs,
     **training: Any,
 ) -> AsyncGenerator[Run]:
     settings = {"steps": 3, "groups_per_step": 2, "group_size": 2, "learning_rate": 0.1, **training}
@@ -182,23 +187,29 @@ async def running(
     folder = RunFolder(config, TINY_MODEL, now=datetime.now(), path=path if path.exists() else None)
     history = history or History()
     shown = QuietReporter()
-    client: Any = Client(folder.checkpoints)
-    learner = Learner(
-        client,
-        config.training,
-        model=TrainedModel(64),
-        report=AlignmentReport(),
-        seed=1,
-        start_logprobs=start_logprobs,
-    )
+    clients = {
+        each: Client(folder.checkpoints_of(each) if each else folder.checkpoints) for each in {"", role}
+    }
+    learners = [
+        Learner(
+            cast(Any, clients[each]),
+            config.training,
+            model=TrainedModel(64),
+            report=AlignmentReport(),
+            seed=1,
+            role=each,
+            start_logprobs=scored,
+        )
+        for each in sorted(clients)
+    ]
     made = source or Answering()
     samples = TaskSamples(config.all_tasks, seed=1)
     samples.next_position = history.next_position
     policy = Policy(Published(), made, version=history.newest_version)
     parts = OpenRun(config, folder, made, LedgerReader(folder.path), shown, history, replayed)
-    loop = TrainingLoop(parts, samples, made, policy, [learner], extra_metrics)
+    loop = TrainingLoop(parts, samples, made, policy, learners, extra_metrics)
     async with asyncio.timeout(60):
-        yield Run(loop, learner, client, made, shown)
+        yield Run(loop, learners[0], clients[""], made, shown)
     folder.close()
 
 
@@ -447,3 +458,91 @@ async def test_a_run_that_is_stopped_while_the_ledger_is_told_of_a_checkpoint_te
         with pytest.raises(asyncio.CancelledError):
             await task
     assert run.checkpoints == [2]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("cause", ["the server is gone", "nothing scores"])
+async def test_what_ends_a_run_between_two_steps_costs_none(tmp_path: Path, cause: str, saves: bool) -> None:
+    """Nor does a checkpoint that fails then hide what it was."""
+
+    class Ending(Answering):
+        async def outcomes(self) -> list[Outcome]:
+            if cause == "the server is gone" and self.of(StepRow):
+                raise LinkError(cause)
+            return await super().outcomes()
+
+    source = Ending()
+
+    async def scored(sequences: list[IntArray], temperatures: list[FloatArray]) -> list[FloatArray]:
+        if source.of(StepRow):
+            raise EngineError("nothing scores")
+        return await start_logprobs(sequences, temperatures)
+
+    async def full(_: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with running(tmp_path, source, scored=scored, kl_penalty_coef=0.1) as run:
+        if not saves:
+            run.client.save_state = full  # type: ignore[method-assign]
+        with pytest.raises((LinkError, EngineError), match=cause):
+            await run.loop.run()
+    assert (run.steps, run.client.steps, run.checkpoints) == ([1], 1, [1] * saves)
+    assert [note for note in run.shown.notes if "step 1 has no checkpoint: OSError: [Errno 28]" in note] == [
+        "step 1 has no checkpoint: OSError: [Errno 28] No space left on device"
+    ] * (not saves)
+
+
+async def test_a_step_that_a_cancellation_waits_for_counts_its_seconds(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        task = asyncio.create_task(run.loop.run())
+        step = run.client.optim_step
+
+        async def cancelled(params: tinker.AdamParams) -> tinker.types.OptimStepResponse:
+            task.cancel()
+            return await step(params)
+
+        run.client.optim_step = cancelled  # type: ignore[method-assign]
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    (checkpoint,) = run.source.of(CheckpointRow)
+    assert checkpoint.step == 1
+    assert checkpoint.train_seconds > 0
+
+
+async def test_the_best_of_the_evaluations_that_have_a_checkpoint_keeps_it(tmp_path: Path) -> None:
+    class Scored(Answering):
+        score: float | None = None
+
+        async def start(self, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
+            is_evaluation = episodes[0].episode_type == "eval"
+            self.score = {2: 0.5, 3: 1.0}.get(step, 0.0) if is_evaluation else None
+            await super().start(episodes, step=step)
+
+        def end(self, *args: Any, **values: Any) -> None:
+            super().end(*args, **values if self.score is None else values | {"reward": self.score})
+
+    evaluation = {"episodes": 0, "every_steps": 1, "interim_episodes": 1}
+    async with running(tmp_path, Scored(), evaluation=evaluation, steps=6, keep_checkpoints=1) as run:
+        await run.loop.run()
+        saved = run.loop.parts.folder.whole_checkpoints()
+    assert (run.checkpoints, saved) == ([2, 4, 6], [2, 6])
+
+
+async def test_an_episode_that_did_not_train_says_why_where_people_read_it(tmp_path: Path) -> None:
+    """The first episode is too old, and none calls the judge."""
+
+    class Mixed(Answering):
+        def end(self, uuid: str, group_id: str, version: int, **values: Any) -> None:
+            more = {} if self.all else {"version": -7}
+            super().end(uuid, group_id, **{"version": version, **values, **more})
+
+    async with running(tmp_path, Mixed(), steps=1, group_size=3, groups_per_step=1, role="judge") as run:
+        await run.loop.run()
+
+    def left_out(name: str) -> list[str | None]:
+        lines = (run.loop.parts.folder.path / "rollouts" / name).read_text().splitlines()
+        return [json.loads(line).get("left_out") for line in lines]
+
+    stale = "stale: sampled by weights that this run does not build on"
+    assert left_out("step_0001.jsonl") == [None, None, stale]
+    assert left_out("step_0001.judge.jsonl") == [stale, *["it did not call judge"] * 2]

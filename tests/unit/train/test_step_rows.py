@@ -123,10 +123,11 @@ class Steps:
         for accepted in groups:
             self.numbers |= {each.episode_uuid: len(self.numbers) + n for n, each in enumerate(accepted)}
         named = [(f"g{number}", group) for number, group in enumerate(groups)]
-        taken = [(each, each.take(named)) for each in self.learners]
+        for each in self.learners:
+            each.take(named)
         with pytest.raises(AlignmentError) if stopped else nullcontext():
-            for each, own in taken:
-                found = await update(each, own, step=step, replayed=() if each.role else replayed)
+            for each in self.learners:
+                found = await update(each, each.groups, step=step, replayed=() if each.role else replayed)
                 self.metrics = self.metrics if each.role else found
         rows = [row for each in self.learners for row in trained_rows(each, step, self.numbers)]
         assert all(row.step == step for row in rows)
