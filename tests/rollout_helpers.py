@@ -76,7 +76,7 @@ def make_group(episodes: list[EpisodeRollouts], name: str = "g") -> RolloutGroup
 async def update(
     learner: Learner, groups: Sequence[RolloutGroup], *, step: int, **more: Any
 ) -> dict[str, float]:
-    """One step of a learner; `more`: `lags` and `replayed`, of `Learner.check`."""
+    """One step of a learner; `more`: `lag_of_version` and `replayed`, of `Learner.check`."""
     learner.begin(groups)
     await learner.check(step=step, **more)
     return await learner.train(step)

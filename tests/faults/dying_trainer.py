@@ -14,8 +14,8 @@ from pathlib import Path
 from short_runs import short_run
 from tinkerscript.ledger.rows import CheckpointRow, PublicationRow, StepRow, TrainerRow
 from tinkerscript.testing import QuietReporter
+from tinkerscript.train.checkpoints import RunCheckpoints
 from tinkerscript.train.identity import holds_run
-from tinkerscript.train.learner import Learner
 from tinkerscript.train.run import run_training
 from tinkerscript.train.run_folder import RunFolder
 from tinkerscript.trainer_link.trainer_end import TrainerLink
@@ -47,7 +47,7 @@ class Dying:
     def install(self) -> None:
         """Pass every point on the way of the second step."""
         dying = self
-        commit, save, seal = TrainerLink.commit, Learner.save_checkpoint, RunFolder.seal
+        commit, write, seal = TrainerLink.commit, RunCheckpoints.write, RunFolder.seal
         names: dict[type[TrainerRow], str] = {
             PublicationRow: "publication",
             StepRow: "step",
@@ -62,10 +62,10 @@ class Dying:
             for name in passed:
                 dying.at(f"after {name}")
 
-        async def dying_save(self: Learner, name: str) -> None:
+        async def dying_write(self: RunCheckpoints, name: str) -> None:
             if name == f"step_{STEP:04d}":
                 dying.at("before weights")
-            await save(self, name)
+            await write(self, name)
 
         def dying_seal(self: RunFolder, name: str) -> None:
             if name == f"step_{STEP:04d}":
@@ -74,7 +74,7 @@ class Dying:
             if name == f"step_{STEP:04d}":
                 dying.at("after manifest")
 
-        TrainerLink.commit, Learner.save_checkpoint, RunFolder.seal = dying_commit, dying_save, dying_seal
+        TrainerLink.commit, RunCheckpoints.write, RunFolder.seal = dying_commit, dying_write, dying_seal
 
 
 def main(folder: Path, point: str) -> None:

@@ -10,7 +10,7 @@ from interchange_helpers import collect, consumed, trainer
 from interchange_setup import Setup
 from tinkerscript.addresses import read_server_info
 from tinkerscript.ledger.rows import StepRow, TrainedRow, Use
-from tinkerscript.train.episode_source import NetworkSource, PlannedEpisode
+from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
@@ -31,7 +31,7 @@ def address_of(setup: Setup) -> str:
 @pytest.fixture
 async def successor(setup: Setup) -> AsyncIterator[TrainerLink]:
     """The next trainer, once the first one is gone."""
-    source = NetworkSource(setup.link, group_size=2)
+    source = EpisodeSource(setup.link, group_size=2)
     await source.start(planned("a", "b"), step=1)
     await source.start(planned("c", "d", group="h"), step=2)
     await source.start([PlannedEpisode("eval", "v", {}, episode_uuid="v")], step=0)

@@ -79,7 +79,7 @@ class RunCheckpoints:
     async def write(self, name: str) -> None:
         """Write the weights of every policy under `name`."""
         for each in (*self._roles, self._own):
-            await each.save_checkpoint(name)
+            await each.client.save_state(name)
         await asyncio.to_thread(self._parts.folder.seal, name)
 
 

@@ -1,9 +1,7 @@
-"""The seam between the training loop and what runs episodes: `NetworkSource`, which hands them to clients
-through the interchange server, and writes into the run's ledger there. The loop sees their outcomes."""
+"""`EpisodeSource`: the seam between the training loop and what runs episodes, the interchange server."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +10,8 @@ from uuid import uuid4
 import msgspec
 
 from tinkerscript.ledger.rows import TrainerRow
-from tinkerscript.protocol import EngineStatus, EpisodeType
-from tinkerscript.trainer_link.messages import BatchProgress, EpisodeFailed, NewEpisode, Outcome
+from tinkerscript.protocol import EpisodeType
+from tinkerscript.trainer_link.messages import BatchProgress, NewEpisode, Outcome
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 
@@ -35,51 +33,12 @@ class PlannedEpisode:
     episode_uuid: str = field(default_factory=lambda: uuid4().hex)
 
 
-class EpisodeSource(ABC):
-    """Runs episodes, and has the run's ledger. Each outcome is delivered once."""
+class EpisodeSource:
+    """Registers episodes with the interchange server, whose clients run them, and has the run's ledger there.
+    Each outcome is delivered once."""
 
     own_clients = ""
     """What the `client_uuid` of each client begins with that belongs to this run."""
-
-    @abstractmethod
-    async def start(self, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
-        """Run these, which are planned for `step`, or for an evaluation after it. An episode that is known
-        already (by uuid) continues."""
-
-    @abstractmethod
-    async def outcomes(self) -> list[Outcome]:
-        """Episodes that ended; waits for at least one."""
-
-    @abstractmethod
-    def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
-        """Cancel episodes. Each still gets an outcome: cancelled, or the result it already had."""
-
-    @abstractmethod
-    def note(self, rows: Collection[TrainerRow]) -> None:
-        """Write rows into the ledger, in one transaction, without waiting for it."""
-
-    @abstractmethod
-    async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
-        """Write rows into the ledger, in one transaction; return once they, and all before them, are
-        committed."""
-
-    def set_status(  # noqa: B027 - For episodes that run elsewhere.
-        self,
-        *,
-        engine_status: EngineStatus | None = None,
-        policy_version: int | None = None,
-        global_step: int | None = None,
-        usable_versions: list[int] | None = None,
-    ) -> None:
-        """What the engine does and which versions may train in the batch that takes results now; None leaves
-        a value unchanged."""
-
-    def collecting(self, batch: BatchProgress | None, *, at_once: bool = False) -> None:  # noqa: B027
-        """This batch is being filled; None: none is. `at_once`: not only when it suits."""
-
-
-class NetworkSource(EpisodeSource):
-    """Registers episodes with the interchange server, whose clients run them."""
 
     def __init__(
         self, link: TrainerLink, *, group_size: int, client_samples: bool = True, has_workers: bool = False
@@ -93,6 +52,8 @@ class NetworkSource(EpisodeSource):
         link.set_status(client_samples=client_samples)
 
     async def start(self, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
+        """Run these, which are planned for `step`, or for an evaluation after it. An episode that is known
+        already (by uuid) continues."""
         await self._link.register(
             [
                 NewEpisode(
@@ -110,30 +71,28 @@ class NetworkSource(EpisodeSource):
         )
 
     async def outcomes(self) -> list[Outcome]:
+        """Episodes that ended; waits for at least one."""
         return await self._link.outcomes()
 
     def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
+        """Cancel episodes. Each still gets an outcome: cancelled, or the result it already had."""
         if episode_uuids:
             self._link.cancel(episode_uuids, reason)
 
     def note(self, rows: Collection[TrainerRow]) -> None:
+        """Write rows into the ledger, in one transaction, without waiting for it."""
         self._link.note(rows)
 
     async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
+        """Write rows into the ledger, in one transaction; return once they, and all before them, are
+        committed."""
         await self._link.commit(rows)
 
     def set_status(self, **changed: Any) -> None:
+        """As `TrainerLink.set_status`: what the engine does, and which versions may train in the batch that
+        takes results now."""
         self._link.set_status(**changed)
 
     def collecting(self, batch: BatchProgress | None, *, at_once: bool = False) -> None:
+        """This batch is being filled; None: none is. `at_once`: not only when it suits."""
         self._link.set_batch(batch, at_once=at_once)
-
-
-def failed_episode(episode: PlannedEpisode, failure: dict[str, object]) -> EpisodeFailed:
-    """The outcome of an episode that failed once, for this reason."""
-    return EpisodeFailed(
-        episode_uuid=episode.episode_uuid,
-        failures=[failure],
-        episode_type=episode.episode_type,
-        group_id=episode.group_id,
-    )

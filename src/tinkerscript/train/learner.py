@@ -93,7 +93,7 @@ class Learner:
         self.replayed: list[RolloutGroup] = []
         """Groups of earlier steps that it trains on again."""
 
-        self.trained: list[RolloutGroup] = []
+        self.replayable: list[RolloutGroup] = []
         """The step's own groups that carry a gradient and have no sequence with an error."""
 
         self.compared: list[Compared] = []
@@ -172,14 +172,14 @@ class Learner:
     @property
     def used(self) -> list[RolloutGroup]:
         """The groups whose gradients the step used."""
-        return [*self.trained, *self.replayed]
+        return [*self.replayable, *self.replayed]
 
     # A step
 
     def begin(self, groups: Sequence[RolloutGroup]) -> None:
         """Begin a step on these groups, and forget the last one."""
         self.groups, self.replayed = list(groups), []
-        self.trained, self.compared, self.advantages, self.corrected = [], [], {}, {}
+        self.replayable, self.compared, self.advantages, self.corrected = [], [], {}, {}
         self._batch, self._measured = [], {}
         self.alignment.begin()
 
@@ -187,19 +187,19 @@ class Learner:
         self,
         *,
         step: int,
-        lags: Mapping[int, int] | None = None,
+        lag_of_version: Mapping[int, int] | None = None,
         replayed: Sequence[RolloutGroup] = (),
     ) -> None:
         """Decide what of the step's groups `train` will train on, and with which advantages. Changes no
         weights.
 
-        `lags`: training steps that each policy version is behind the current weights; None: all are current.
-        `replayed`: groups of earlier steps (`trained` then) to train on again. Raises AlignmentError if the
-        batch is misaligned and the config says to stop then.
+        `lag_of_version`: training steps that each policy version is behind the current weights; None: all are
+        current. `replayed`: groups of earlier steps (`replayable` then) to train on again. Raises
+        AlignmentError if the batch is misaligned and the config says to stop then.
         """
         self.replayed = list(replayed)
         try:
-            aligned = await self._check_groups(step, lags)
+            aligned = await self._check_groups(step, lag_of_version)
         except AlignmentError as error:
             if not self.role:
                 raise
@@ -208,7 +208,7 @@ class Learner:
             self._batch, self._measured = await self._token_advantages(aligned)
 
     async def _check_groups(
-        self, step: int, lags: Mapping[int, int] | None
+        self, step: int, lag_of_version: Mapping[int, int] | None
     ) -> list[tuple[WeightedRollout, FloatArray]]:
         """The sequences that train, each with the trainer's log probabilities, float32 [T]."""
         # Check each sequence by itself: ids, masks, temperature.
@@ -225,9 +225,9 @@ class Learner:
         ]
         # Compare the sampler's log probabilities with the trainer's; if nothing is trainable, of one group.
         compared = batch or next((items for items in weighted if items), [])
-        aligned = await self._compare(compared, lags, step)
+        aligned = await self._compare(compared, lag_of_version, step)
         self.alignment.siblings(self.groups, step=step)
-        self.trained = [each for each in self.groups if self.trains(each) and self.alignment.passed(each)]
+        self.replayable = [each for each in self.groups if self.trains(each) and self.alignment.passed(each)]
         return aligned if batch else []
 
     def trains(self, group: RolloutGroup) -> bool:
@@ -248,7 +248,7 @@ class Learner:
         return [item.scaled(factor) for item in items]
 
     async def _compare(
-        self, items: list[WeightedRollout], lags: Mapping[int, int] | None, step: int
+        self, items: list[WeightedRollout], lag_of_version: Mapping[int, int] | None, step: int
     ) -> list[tuple[WeightedRollout, FloatArray]]:
         """The sequences whose logprobs the trainer reproduces, each with the trainer's logprobs (float32 [T])
         before any update of this step."""
@@ -266,7 +266,10 @@ class Learner:
             for item, logprobs, entropy in zip(items, trainer, entropies, strict=True)
         ]
         of = {id(item): logprobs for item, logprobs in zip(items, trainer, strict=True)}
-        return [(item, of[id(item)]) for item in self.alignment.compare(items, trainer, lags=lags, step=step)]
+        return [
+            (item, of[id(item)])
+            for item in self.alignment.compare(items, trainer, lags=lag_of_version, step=step)
+        ]
 
     async def train(self, step: int) -> dict[str, float]:
         """One optimizer step for each minibatch of each epoch, on what `check` has passed.
@@ -373,10 +376,6 @@ class Learner:
         mask = item.rollout.loss_mask[1:]
         gaps = (new - old[1:])[mask]
         return np.full_like(gaps, gaps.mean()) if self._ratio_of_sequence else gaps
-
-    async def save_checkpoint(self, name: str) -> None:
-        """Write weights and optimizer state durably, under `name`."""
-        await self.client.save_state(name)
 
     def summary(self) -> dict[str, Any]:
         """A role's part of summary.json."""

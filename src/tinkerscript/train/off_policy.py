@@ -19,7 +19,7 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted
 AcceptedGroup = tuple[str, Sequence[EpisodeAccepted]]
 """The id of a group, and its accepted episodes."""
 
-Lags = Counter[int | None]
+LagCounts = Counter[int | None]
 """Lag -> episodes; None: sampled by weights that this run does not build on."""
 
 
@@ -30,7 +30,7 @@ class Fresh:
     groups: list[AcceptedGroup] = field(default_factory=list[AcceptedGroup])
     """Those with enough fresh episodes (`TrainingConfig.min_group`)."""
 
-    lags: Lags = field(default_factory=Lags)
+    lags: LagCounts = field(default_factory=LagCounts)
     stale: dict[str, str] = field(default_factory=dict[str, str])
     """Episode uuid -> why it is too old."""
 
@@ -59,9 +59,9 @@ class PolicyLags:
         """The policy versions that may train in a step that begins with the weights of `step`."""
         return [version for version, lag in self.by_version(step).items() if lag <= self._max]
 
-    def of_group(self, group: RolloutGroup, *, step: int) -> Lags:
+    def of_group(self, group: RolloutGroup, *, step: int) -> LagCounts:
         """The lags of a group's episodes for weights with `step` steps behind them."""
-        return Lags(
+        return LagCounts(
             self._lag({version for call in episode.calls for version in call.policy_versions}, step)
             for episode in group.episodes
         )

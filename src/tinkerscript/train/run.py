@@ -50,7 +50,7 @@ from tinkerscript.sampler import ProgressCallback, SampleFunction, SampleRequest
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends import backend_named
 from tinkerscript.train.backends.backend import FrozenModel, Publisher, TrainerBackend
-from tinkerscript.train.episode_source import EpisodeSource, NetworkSource
+from tinkerscript.train.episode_source import EpisodeSource
 from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.learner import Learner, check_loss, wide_clip
 from tinkerscript.train.learning_rates import resolved
@@ -435,7 +435,7 @@ async def _opened(
             await workers.start()
             if works_here and children.here is not None:
                 await stack.enter_async_context(children.here.working(link, url))
-            source = NetworkSource(
+            source = EpisodeSource(
                 link,
                 group_size=config.training.group_size,
                 client_samples=not config.all_tasks,

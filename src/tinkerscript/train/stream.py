@@ -16,7 +16,7 @@ from tinkerscript.errors import NoSuccessError
 from tinkerscript.ledger.history import History
 from tinkerscript.train.collector import Batch, Collector
 from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
-from tinkerscript.train.off_policy import AcceptedGroup, Lags, PolicyLags
+from tinkerscript.train.off_policy import AcceptedGroup, LagCounts, PolicyLags
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_rows import left_out_rows, set_aside_rows
 
@@ -34,14 +34,15 @@ class TrainingStep:
     groups: list[AcceptedGroup]
     """Those with enough episodes that are fresh enough."""
 
-    lags: Lags
+    lags: LagCounts
     """Of the batch's episodes, of replayed ones, and of batches before it that were stale as a whole."""
 
     stale: Mapping[str, str]
     """Uuid of each episode that was too old -> why."""
 
     began: float
-    """When its batch began to be collected, on the monotonic clock; so in the next field."""
+    """When the loop began to wait for its batch, on the monotonic clock; so in the next field. With
+    `asynchronous` its episodes have started before."""
 
     collected: float = field(default_factory=time.monotonic)
     policy_version: int = -1
@@ -90,6 +91,7 @@ class GroupStream:
             for plan in history.planned
         ]
         self.collector.expect(batch, episodes, step=history.step + 1)
+        # A group that cannot train any more counts: the run would not have replaced it either.
         self._interrupted = batch, max(0, self._groups - history.planned_groups)
 
     async def start(self, step: int) -> None:
@@ -104,7 +106,7 @@ class GroupStream:
         `version`: of the policy that trains. If every episode fails, sets the batch aside and raises
         NoSuccessError.
         """
-        began, lags = time.monotonic(), Lags()
+        began, lags = time.monotonic(), LagCounts()
         while True:
             await self.start(step)
             batch = self._open.pop(step)

@@ -66,7 +66,9 @@ class PolicyUpdate:
             for each in self._learners:
                 each.take(step.groups)
             for each in self._learners:
-                await each.check(step=step.number, lags=by_version, replayed=self._replayed(each, step))
+                await each.check(
+                    step=step.number, lag_of_version=by_version, replayed=self._replayed(each, step)
+                )
         except AlignmentError as error:
             self._ledger.note(self._log.stopped(step, error))
             self.note_tokens(step, stopped=error.name)

@@ -172,7 +172,7 @@ async def test_a_group_of_equal_rewards_trains_on_the_teacher(engine: EmbeddedEn
     assert loss_fn == "importance_sampling"
     # Two sequences share the step: each has half.
     assert advantages(data) == [[x / 2 for x in PURE]] * 2
-    assert len(made.trained) == 1
+    assert len(made.replayable) == 1
     (shown, _) = made.advantages.values()
     np.testing.assert_allclose(shown[1:], PURE)
 

@@ -488,9 +488,9 @@ async def test_only_groups_that_carry_a_gradient_and_passed_train_again(engine: 
     wrong = make_group([make_episode([make_call(None, [5], [99])], r, f"bad{r}") for r in (0.0, 1.0)], "bad")
     made = learner(Recorded(engine))
     await update(made, [*groups(), wrong], step=1)
-    assert [each.group_id for each in made.trained] == ["g0", "g2"]
+    assert [each.group_id for each in made.replayable] == ["g0", "g2"]
     await update(made, [groups()[1]], step=2)
-    assert made.trained == []
+    assert made.replayable == []
 
 
 async def test_a_sequence_that_showed_a_pattern_is_not_replayed(engine: EmbeddedEngine) -> None:
@@ -504,7 +504,7 @@ async def test_a_sequence_that_showed_a_pattern_is_not_replayed(engine: Embedded
 
     made.alignment.compare = compare  # type: ignore[method-assign]
     await update(made, [first, second], step=1)
-    assert [each.group_id for each in made.trained] == ["g2"]
+    assert [each.group_id for each in made.replayable] == ["g2"]
     assert made.alignment.left_out == {"e0"}
 
 
@@ -524,9 +524,9 @@ async def test_replayed_groups_train_off_policy_and_are_not_counted_again(engine
     )
     new = make_group([_as_version(episode, 1) for episode in group(2, [0.0, 2.0]).episodes], "g2")
     report.begin_step()
-    metrics = await update(made, [new], step=2, lags={0: 1, 1: 0}, replayed=[old])
+    metrics = await update(made, [new], step=2, lag_of_version={0: 1, 1: 0}, replayed=[old])
     assert metrics["train/sequences"] == 5
-    assert [each.group_id for each in made.trained] == ["g2"]
+    assert [each.group_id for each in made.replayable] == ["g2"]
     assert report.step.gaps.keys() == {0, 1}
     tokens = sum(int(r.sampled.sum()) for e in old.episodes for r in e.rollouts)
     assert report.step.gaps[1].tokens == tokens

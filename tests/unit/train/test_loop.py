@@ -135,6 +135,9 @@ class Answering(KeptRows, EpisodeSource):
     def set_status(self, **changed: Any) -> None:
         self.statuses.append({name: value for name, value in changed.items() if value is not None})
 
+    def collecting(self, *_: Any, **__: Any) -> None:
+        """Nobody shows it."""
+
     def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
         assert not episode_uuids, "nothing is left over"
 
