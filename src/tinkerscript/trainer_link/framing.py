@@ -60,25 +60,28 @@ _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 T = TypeVar("T")
 
 
-def _log_drop(reason: str, detail: str) -> None:
+def _log_drop(reason: str, detail: str, _: Tagged | None = None) -> None:
     logger.warning("link.drop reason=%s detail=%s", reason, detail)
 
 
-def frames(messages: Iterable[Tagged], drop: Callable[[str, str], None] = _log_drop) -> Iterator[bytes]:
+def frames(
+    messages: Iterable[Tagged], drop: Callable[[str, str, Tagged], None] = _log_drop
+) -> Iterator[bytes]:
     """Pack messages into frames, in order.
 
-    `drop(reason, detail)` is called for a message that cannot be written, or is too large: its frame would
-    end the connection, and with it every other message, as often as it is repeated.
+    `drop(reason, detail, message)` is called for a message that cannot be written, or is too large: its frame
+    would end the connection, and with it every other message, as often as it is repeated.
     """
     parts, size = list[msgspec.Raw](), 0
     for message in messages:
         try:
             encoded = _encode(message)
         except (TypeError, ValueError, OverflowError) as error:
-            drop("unencodable", f"{type(message).__name__}: {error}")
+            drop("unencodable", f"{type(message).__name__}: {error}", message)
             continue
         if len(encoded) > MAX_MESSAGE_BYTES:
-            drop("too_large", f"{type(message).__name__} of {len(encoded)} bytes")
+            size_and_limit = f"{len(encoded)} bytes; a message carries {MAX_MESSAGE_BYTES}"
+            drop("too_large", f"{type(message).__name__} of {size_and_limit}", message)
             continue
         if parts and size + len(encoded) > MAX_MESSAGE_BYTES:
             yield _encode(parts)

@@ -268,6 +268,6 @@ class ServerLink:
             self._became_connected.clear()
             await self._became_connected.wait()
 
-    def _drop(self, reason: str, detail: str) -> None:
+    def _drop(self, reason: str, detail: str, _: Tagged | None = None) -> None:
         logger.warning("link.drop reason=%s detail=%s", reason, detail)
         self._count_drop(reason)

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from types import TracebackType
 from typing import Self
 
@@ -26,7 +27,14 @@ from tinkerscript.ledger.history import History, Tally
 from tinkerscript.ledger.rows import TrainerRow
 from tinkerscript.protocol import EngineStatus, own_clients
 from tinkerscript.sampler import SampleFunction
-from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to_trainer, set_options
+from tinkerscript.trainer_link.framing import (
+    FULL_FRAME_BYTES,
+    LinkTimes,
+    Outbox,
+    frames,
+    read_to_trainer,
+    set_options,
+)
 from tinkerscript.trainer_link.keys import FailedHandshakes, TrainerKeys, secure_trainer
 from tinkerscript.trainer_link.messages import (
     LINK_VERSION,
@@ -56,7 +64,10 @@ from tinkerscript.trainer_link.messages import (
     Resume,
     Resumed,
     Sample,
+    Sampled,
+    SampleProgress,
     Stop,
+    Tagged,
     Tallied,
     TallyRequest,
     ToTrainer,
@@ -69,7 +80,8 @@ logger = logging.getLogger(__name__)
 
 
 REGISTER_CHUNK = 500
-"""Episodes in one `Register` message, about: one holds whole groups."""
+"""Episodes in one `Register` message, unless a group has more: it holds whole groups, however many bytes the
+last one adds to `FULL_FRAME_BYTES`."""
 
 FETCHED_AT_ONCE = 16
 """Episodes that are asked for before an answer comes. Each has a message of its own, which may be large."""
@@ -213,7 +225,7 @@ class TrainerLink:
         """Register episodes; returns when the server has stored all of them.
 
         Raises ValueError for an invalid episode, ConflictError for a uuid that the server holds with other
-        content, and LinkError if the server refuses this trainer.
+        content, and LinkError for a group that no message can carry, or if the server refuses this trainer.
         """
         self._check()
         missing = {episode.episode_uuid: episode for episode in episodes}
@@ -389,7 +401,7 @@ class TrainerLink:
 
     async def _send(self) -> None:
         while True:
-            for frame in frames(await self._outbox.take()):
+            for frame in frames(await self._outbox.take(), self._on_unsendable):
                 await self._socket.send(frame)
 
     async def _beat(self) -> None:
@@ -421,15 +433,33 @@ class TrainerLink:
             self._outbox.put(request)
 
     def _send_registrations(self, episodes: Iterable[NewEpisode]) -> None:
-        chunk = list[NewEpisode]()
-        for episode in episodes:
-            # A group is registered as a whole, whenever this process or the server ends.
-            if len(chunk) >= REGISTER_CHUNK and episode.group_id != chunk[-1].group_id:
+        chunk, size = list[NewEpisode](), 0
+        # A group is registered as a whole, whenever this process or the server ends.
+        for _, members in itertools.groupby(episodes, key=attrgetter("group_id")):
+            group = list(members)
+            more = sum(len(each.payload) for each in group)
+            if chunk and (len(chunk) + len(group) > REGISTER_CHUNK or size + more > FULL_FRAME_BYTES):
                 self._outbox.put(Register(episodes=chunk))
-                chunk = []
-            chunk.append(episode)
+                chunk, size = [], 0
+            chunk += group
+            size += more
         if chunk:
             self._outbox.put(Register(episodes=chunk))
+
+    def _on_unsendable(self, reason: str, detail: str, message: Tagged) -> None:
+        """Whoever waits for what this message would bring about learns that it is never sent."""
+        logger.error("link.drop reason=%s detail=%s", reason, detail)
+        if isinstance(message, Sampled | SampleProgress | Metrics):
+            return  # The server gives a sample up by itself.
+        if not isinstance(message, Register):
+            self._fail(LinkError(f"the server cannot be told: {detail}"))
+            return
+        first = message.episodes[0]
+        registration = self._registering.get(first.episode_uuid)
+        if registration is not None and not registration.confirmed.done():
+            # A group that is too large has a message of its own.
+            reason = f"the group {first.group_id!r} cannot be registered: {detail}"
+            registration.confirmed.set_exception(LinkError(reason))
 
     def _on_message(self, message: ToTrainer) -> None:
         match message:

@@ -204,6 +204,32 @@ async def test_many_episodes_are_registered_in_order(address: str, tmp_path: Pat
         assert [episode.uuid for episode in server.book] == names
 
 
+async def test_large_samples_are_registered_few_at_a_time_and_a_group_too_large_is_refused(
+    ipc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together they have more bytes than a message carries; so has the last group alone."""
+    monkeypatch.setattr("tinkerscript.trainer_link.framing.MAX_MESSAGE_BYTES", 5000)
+    monkeypatch.setattr("tinkerscript.trainer_link.trainer_end.FULL_FRAME_BYTES", 2000)
+    payload = b'{"image": "%s"}' % (b"x" * 1000)
+
+    def samples(groups: int, size: int) -> list[NewEpisode]:
+        return [
+            msgspec.structs.replace(new_episode(payload=payload), group_id=f"{size}-{group}")
+            for group in range(groups)
+            for _ in range(size)
+        ]
+
+    async with serving(ipc, tmp_path) as server, trainer(server.address) as link:
+        await link.register(samples(groups=5, size=3))
+        with pytest.raises(LinkError, match=r"the group '6-0' cannot be registered: .* carries 5000"):
+            await link.register(samples(groups=1, size=6))
+        await link.register(samples(groups=1, size=2))
+        assert len(server.book) == 17
+        publication = PublicationRow(policy_version=0, step=0, time=1.0)
+        with pytest.raises(LinkError, match=r"Commit of .* carries 5000"):
+            await link.commit([publication] * 1000)
+
+
 async def test_registering_what_cannot_be_is_refused(ipc: str, tmp_path: Path) -> None:
     async with serving(ipc, tmp_path) as server, trainer(server.address) as link:
         await link.register([new_episode("e")])
@@ -770,7 +796,7 @@ def test_a_message_too_large_is_dropped_alone_and_said(monkeypatch: pytest.Monke
     messages: list[Tagged] = [Cancel(episode_uuids=[name], reason="x" * size) for name, size in SIZES.items()]
     messages.insert(1, CancelSample(request_id=2**70))
     dropped = list[str]()
-    sent = list(frames(messages, lambda reason, detail: dropped.append(f"{reason} {detail}")))
+    sent = list(frames(messages, lambda reason, detail, _: dropped.append(f"{reason} {detail}")))
     assert all(len(frame) < 2100 for frame in sent)
     read = [message for frame in sent for message in read_to_server(frame) if isinstance(message, Cancel)]
     assert [message.episode_uuids for message in read] == [["a"], ["b"], ["d"]]
