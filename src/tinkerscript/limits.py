@@ -146,7 +146,7 @@ TRANSCRIPT = _bound("transcript", 2**20, "bytes, compressed", 413, _CLAIM)
 
 _RESULT = "result"
 
-OUTPUT_BYTES = _bound("workflow_output", 2**20, "bytes as JSON", 413, "result or failure")
+OUTPUT_BYTES = _bound("workflow_output", 2**20, "bytes as JSON", 413, _RESULT)
 _setting(f"{SECTION}.max_reward", "in magnitude", 422, "reward")
 METRICS = _bound("log_metrics", 256, "metrics", 422, _RESULT)
 METRIC_DEPTH = _bound("log_metrics nested", 5, "levels", 422, _RESULT)
@@ -203,7 +203,8 @@ class Totals:
 # What is cut, or left out, and not refused
 
 REASON_CHARS = 4000
-"""Of a refusal, which may quote what was sent."""
+"""Of a refusal, which may quote what was sent, and of a failure's message: an episode keeps all of its
+failures."""
 
 CLAIMED_BYTES = 2**24
 """Of the payloads in the reply to a claim of several episodes; the next request gets the others."""

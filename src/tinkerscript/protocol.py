@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 from tinkerscript import limits
 from tinkerscript.errors import MAX_REWARD
@@ -130,11 +130,12 @@ class Failure(Message):
     """Why one attempt at an episode ended without a result."""
 
     kind: str
-    """A stable identifier: `lease_expired`, `aborted`, `task_error`, `worker_died`, `worker_stopped`
-    (`HANDED_BACK`), `cancelled`, ..."""
+    """A stable identifier: `aborted`, `task_error`, `worker_stopped` (`HANDED_BACK`), or what its client
+    chose; `lease_expired`, `claim_expired`, `worker_died`, `client_gone`, `client_stopped`, `cancelled`,
+    `bad_payload` and `undeliverable` are the server's."""
 
-    message: str = ""
-    """A human-readable description."""
+    message: Annotated[str, AfterValidator(lambda text: text[: limits.REASON_CHARS])] = ""
+    """A human-readable description, cut at 4,000 characters."""
 
     attempt: int = 0
     """The number of the claim; 0 if the episode was not claimed."""

@@ -29,6 +29,7 @@ from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import LEDGER_FILE
 from tinkerscript.protocol import NO_EPISODES, RUN_FINISHED, WEIGHT_SYNCING
+from tinkerscript.server.episodes.record import SERVER_KINDS
 from tinkerscript.server.process import running_server
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
@@ -160,6 +161,17 @@ async def test_ends_that_are_refused(setup: Setup) -> None:
     await setup.post("/end_episode", **end)
     other = await setup.post("/end_episode", 409, **(end | {"workflow_output": {"reward": 0}}))
     assert "another result" in other["failure_reason"]
+
+
+async def test_a_client_cannot_fail_in_the_servers_name(setup: Setup) -> None:
+    """What a client calls cancelled would be taken for the trainer's own doing."""
+    await setup.link.register(new_episodes("e"))
+    claim = await setup.claim()
+    of_it = {"episode_uuid": claim.episode_uuid, "attempt": claim.attempt}
+    for kind in SERVER_KINDS:
+        refused = await setup.post("/abort_episode", 422, **of_it, failure={"kind": kind})
+        assert f"failure.kind: {kind!r} is the server's own" in refused["failure_reason"]
+    assert (await setup.post("/heartbeat_episode", **of_it))["can_continue"]
 
 
 DEEP = b"[" * 64 + b"]" * 64

@@ -45,6 +45,8 @@ from tinkerscript.server.episodes.indexes import (
     Wakeup,
 )
 from tinkerscript.server.episodes.record import (
+    CLIENT_GONE,
+    CLIENT_STOPPED,
     Claim,
     ClosedClaim,
     EpisodeRecord,
@@ -322,7 +324,7 @@ class Interchange:
         """
         if request.claim_request_id:
             return
-        failure = Failure(kind="client_gone", message="the client hung up before the reply")
+        failure = Failure(kind=CLIENT_GONE, message="the client hung up before the reply")
         for claim in claims:
             try:
                 self.book.abort(claim.episode_uuid, claim.attempt, failure)
@@ -334,7 +336,7 @@ class Interchange:
         """Give the client no more episodes, and requeue those that it holds. `NAME/` is all of an account."""
         self.clients.stop(client)
         for name in self.book.claims_by_client(client) if client.endswith("/") else (client,):
-            self.book.release_client(name, "an operator has stopped the client")
+            self.book.release_client(name, "an operator has stopped the client", kind=CLIENT_STOPPED)
         self.settle()
 
     async def _committed_claims(

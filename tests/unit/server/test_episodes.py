@@ -17,8 +17,8 @@ from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeE
 from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger import SqliteLedger
 from tinkerscript.ledger.rows import Use
-from tinkerscript.protocol import HANDED_BACK, Failure
-from tinkerscript.server.episodes.book import MAX_HAND_BACKS, EpisodeBook
+from tinkerscript.protocol import Failure
+from tinkerscript.server.episodes.book import FORGIVEN_KINDS, MAX_FORGIVEN, EpisodeBook
 from tinkerscript.server.episodes.record import TRANSITIONS, EpisodeRecord, rows_of
 from tinkerscript.server.interchange import read_episodes
 
@@ -84,23 +84,24 @@ def test_a_group_that_was_left_out_as_a_whole_is_not_waited_for_again(
     assert [each.uuid for each in book.open_ends.values()] == again, "nor is a client's own"
 
 
-def test_a_hand_back_is_no_failed_attempt(book: EpisodeBook) -> None:
-    """Of a client that is being stopped. But none can hand an episode back for ever."""
+@pytest.mark.parametrize("kind", FORGIVEN_KINDS)
+def test_a_hand_back_is_no_failed_attempt(book: EpisodeBook, kind: str) -> None:
+    """Of a client that is being stopped, or never got the claim. But none can do so for ever."""
     registered(book, "e")
-    for attempt in range(1, MAX_HAND_BACKS + 1):
+    for attempt in range(1, MAX_FORGIVEN + 1):
         claimed(book)
         for _ in range(2):
-            book.abort("e", attempt, Failure(kind=HANDED_BACK, message="the worker was stopped"))
+            book.abort("e", attempt, Failure(kind=kind, message="the worker was stopped"))
         (closed,) = book.take_changes().closed
         assert closed.fault == ""
         assert book.get("e").state == "registered"
     for attempt in (1, 2):
         assert book.get("e").state == "registered", "max_attempts is 2"
         claimed(book)
-        book.abort("e", MAX_HAND_BACKS + attempt, Failure(kind=HANDED_BACK))
+        book.abort("e", MAX_FORGIVEN + attempt, Failure(kind=kind))
         assert book.take_changes().closed[0].fault
     assert book.get("e").state == "failed"
-    assert len(book.get("e").failures) == MAX_HAND_BACKS + 2
+    assert len(book.get("e").failures) == MAX_FORGIVEN + 2
 
 
 def test_an_episode_knows_how_long_it_waited_for_its_last_claim() -> None:

@@ -23,8 +23,11 @@ from tinkerscript.protocol import HANDED_BACK, TRAINER_POOL, ClaimType, EpisodeT
 from tinkerscript.server.episodes.indexes import ClaimRequests, Leases, Queues, StateCounts, StoredEpisodes
 from tinkerscript.server.episodes.record import (
     CANCELLED,
+    CLIENT_GONE,
+    CLIENT_STOPPED,
     TRANSITIONS,
     UNDELIVERABLE,
+    WORKER_DIED,
     Changes,
     ClosedClaim,
     EpisodeRecord,
@@ -33,9 +36,12 @@ from tinkerscript.server.episodes.record import (
     content_digest,
 )
 
-MAX_HAND_BACKS = 20
-"""How often an episode may be handed back by clients that are being stopped. From then on it counts as an
-attempt that failed: a client cannot keep an episode from ending."""
+FORGIVEN_KINDS = (HANDED_BACK, CLIENT_GONE, CLIENT_STOPPED)
+"""Of failures that are no fault of the attempt: its client was stopped, or never got the claim."""
+
+MAX_FORGIVEN = 20
+"""How often that may happen to an episode. From then on it counts as an attempt that failed: a client cannot
+keep an episode from ending."""
 
 
 KEPT = 10_000
@@ -382,19 +388,14 @@ class EpisodeBook:
     def abort(self, uuid: str, attempt: int, failure: Failure) -> EpisodeRecord:
         """Fail an attempt: the episode is requeued, or failed if it was the last. Idempotent.
 
-        One that is handed back (`HANDED_BACK`) by a client that is being stopped is requeued in any case, up
-        to `MAX_HAND_BACKS` times. Raises UnknownEpisodeError or NotTheOwnerError.
+        Raises UnknownEpisodeError or NotTheOwnerError.
         """
         episode = self.get(uuid)
         owner = episode.claimants[attempt - 1] if 1 <= attempt <= episode.attempt else ""
         failure = failure.model_copy(update={"attempt": attempt, "client_uuid": owner})
         if failure not in episode.failures:
             _check_holds(episode, attempt)
-            if failure.kind == HANDED_BACK and _hand_backs(episode) < MAX_HAND_BACKS:
-                episode.forgiven += 1
-                self._lose(episode, failure)
-            else:
-                self._lose(episode, failure, fault=f"{failure.kind}: {failure.message}")
+            self._lose(episode, failure, fault=f"{failure.kind}: {failure.message}")
         return episode
 
     def poison(self, uuid: str, attempt: int, failure: Failure) -> None:
@@ -420,11 +421,13 @@ class EpisodeBook:
         self._move(episode, "failed")
         return episode
 
-    def release_client(self, client_uuid: str, reason: str) -> list[EpisodeRecord]:
-        """Release all claims of a dead client; returns their episodes."""
+    def release_client(
+        self, client_uuid: str, reason: str, *, kind: str = WORKER_DIED
+    ) -> list[EpisodeRecord]:
+        """Release all claims of a client that is dead or was stopped; returns their episodes."""
         held = list(self._claims.get(client_uuid, {}).values())
         for episode in held:
-            self._lose(episode, _failure_of(episode, "worker_died", reason))
+            self._lose(episode, _failure_of(episode, kind, reason))
         return held
 
     def expire(self) -> list[EpisodeRecord]:
@@ -558,7 +561,13 @@ class EpisodeBook:
         self._move(episode, state)
 
     def _lose(self, episode: EpisodeRecord, failure: Failure, *, fault: str = "") -> None:
-        """The claim that holds the lease failed: requeue the episode while it has attempts left."""
+        """The claim that holds the lease failed: requeue the episode while it has attempts left.
+
+        One of `FORGIVEN_KINDS` is requeued in any case, up to `MAX_FORGIVEN` times, and is nobody's fault.
+        """
+        if failure.kind in FORGIVEN_KINDS and _forgiven(episode) < MAX_FORGIVEN:
+            episode.forgiven += 1
+            fault = ""
         self._note_failure(episode, failure)
         used = episode.attempt - episode.forgiven
         self._close_claim(episode, "registered" if used < self._max_attempts else "failed", fault=fault)
@@ -622,8 +631,8 @@ def _can_train(group: list[EpisodeRecord], used: Mapping[int, str]) -> bool:
     )
 
 
-def _hand_backs(episode: EpisodeRecord) -> int:
-    return sum(failure.kind == HANDED_BACK for failure in episode.failures)
+def _forgiven(episode: EpisodeRecord) -> int:
+    return sum(failure.kind in FORGIVEN_KINDS for failure in episode.failures)
 
 
 def _check_holds(episode: EpisodeRecord, attempt: int) -> None:

@@ -24,7 +24,15 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from tinkerscript.protocol import TRAINER_POOL, ClaimType, EpisodeCounts, EpisodeType
-from tinkerscript.server.episodes.record import EPISODE_TYPES, STATUSES, EpisodeRecord, State, Status
+from tinkerscript.server.episodes.record import (
+    CLAIM_EXPIRED,
+    EPISODE_TYPES,
+    LEASE_EXPIRED,
+    STATUSES,
+    EpisodeRecord,
+    State,
+    Status,
+)
 
 RequestKey = tuple[str, str]
 """`client_uuid` and `claim_request_id`."""
@@ -325,9 +333,9 @@ class Leases:
         while (deadline := self.next_deadline()) is not None and deadline <= now:
             episode = self._heap[0][3]
             if episode.ends_at <= now:
-                return episode, "claim_expired", f"the claim exceeded its limit of {self._max_claim_s:g} s"
+                return episode, CLAIM_EXPIRED, f"the claim exceeded its limit of {self._max_claim_s:g} s"
             if not episode.calls_in_flight:
-                return episode, "lease_expired", f"no activity for {episode.lease_s:g} s"
+                return episode, LEASE_EXPIRED, f"no activity for {episode.lease_s:g} s"
             self.renew(episode)
         return None
 

@@ -38,6 +38,28 @@ UNDELIVERABLE = "undeliverable"
 CANCELLED = "cancelled"
 """Failure kind of an episode that the trainer no longer needs."""
 
+BAD_PAYLOAD = "bad_payload"
+"""Failure kind of an episode whose payload no reply can hold."""
+
+LEASE_EXPIRED = "lease_expired"
+CLAIM_EXPIRED = "claim_expired"
+"""Failure kind of a claim that lived as long as one may."""
+
+CLIENT_GONE = "client_gone"
+"""Failure kind of a claim that its client never got."""
+
+WORKER_DIED = "worker_died"
+"""Failure kind of a claim whose client is dead, as the trainer that started it says."""
+
+CLIENT_STOPPED = "client_stopped"
+"""Failure kind of a claim whose client an operator has stopped."""
+
+SERVER_KINDS = {
+    *(CANCELLED, UNDELIVERABLE, BAD_PAYLOAD, WORKER_DIED, LEASE_EXPIRED, CLAIM_EXPIRED),
+    *(CLIENT_GONE, CLIENT_STOPPED),
+}
+"""Failure kinds that only the server gives: in a client's own words they would lie about who ended what."""
+
 EPISODE_TYPES: tuple[EpisodeType, ...] = ("train", "eval")
 
 

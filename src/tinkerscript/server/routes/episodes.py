@@ -46,7 +46,7 @@ from tinkerscript.protocol import (
     checked_reward,
 )
 from tinkerscript.server.claims import LeasedClaims, gateway_path
-from tinkerscript.server.episodes.record import Claim
+from tinkerscript.server.episodes.record import BAD_PAYLOAD, SERVER_KINDS, Claim
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.tracing import claim_traceparent
@@ -66,9 +66,6 @@ _TRANSCRIPT_BODY: dict[str, Any] = {
 
 MAX_BASE_URLS = 1000
 MAX_GROUPS = 10_000
-
-BAD_PAYLOAD = "bad_payload"
-"""Failure kind of an episode whose payload no reply can hold."""
 
 _PORT = re.compile(r":[0-9]*$")
 
@@ -288,10 +285,13 @@ class EpisodeRoutes:
     async def abort_episode(self, body: AbortEpisodeRequest, request: Request) -> SuccessResponse:
         """Record why the owner's attempt failed. The episode is requeued while it has attempts left."""
         _encoded("failure", body.failure)
-        if len(body.failure.kind) > FAILURE_KIND.limit:
+        kind = body.failure.kind
+        if len(kind) > FAILURE_KIND.limit:
             raise HTTPException(
                 422, f"failure.kind: has at most {FAILURE_KIND.limit} characters; the rest is its message"
             )
+        if kind in SERVER_KINDS:
+            raise HTTPException(422, f"failure.kind: {kind!r} is the server's own; use another")
         claim = await self._claim_of(request, body.episode_uuid)
         self._book.abort(*claim, body.failure)
         await self._interchange.commit()
