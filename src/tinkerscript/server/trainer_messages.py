@@ -28,6 +28,7 @@ from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.trainer_link.framing import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, LinkTimes
 from tinkerscript.trainer_link.messages import (
+    Answer,
     Cancel,
     Cancelled,
     Commit,
@@ -39,12 +40,13 @@ from tinkerscript.trainer_link.messages import (
     Hello,
     Metrics,
     NotRegistered,
-    NotResumed,
     Outcome,
     Received,
     Register,
     Registered,
     ReleaseClient,
+    Request,
+    RequestFailed,
     Resume,
     Resumed,
     Sampled,
@@ -141,7 +143,7 @@ class TrainerMessageHandler:
         self._resuming = ("", 0)
         """The trainer that begins or has begun, and the number of its request."""
 
-        self._resumed: Resumed | NotResumed | None = None
+        self._resumed: Answer | None = None
         """The answer to that request, once there is one."""
 
         self._beginning = asyncio.Lock()
@@ -197,9 +199,9 @@ class TrainerMessageHandler:
             case Resume():
                 self._resume(event)
             case Fetch():
-                self._tasks.create_task(self._carried_out(self._fetch(event)))
+                self._tasks.create_task(self._answer(event, self._fetch(event)))
             case TallyRequest():
-                self._tasks.create_task(self._carried_out(self._tally(event)))
+                self._tasks.create_task(self._answer(event, self._tally(event)))
             case Metrics():
                 if not self._metrics.add_trainers(event.text):
                     self._metrics.count_link_drop("metrics")
@@ -254,61 +256,76 @@ class TrainerMessageHandler:
                     self._interchange.book.consume(row.episode)
             self._interchange.settle()
             if self._storage.is_reached:
-                self._tasks.create_task(self._carried_out(self._storage.keep()))
+                self._tasks.create_task(self._keep_storage())
         answer = Committed(number=message.number)
         self._interchange.when_committed(lambda: self._link.send(answer))
 
-    async def _carried_out(self, work: Awaitable[None]) -> None:
+    async def _keep_storage(self) -> None:
         try:
-            await work
+            await self._storage.keep()
         except StoreError:
             raise
         except Exception:
             logger.exception("link.drop reason=failed")
             self._metrics.count_link_drop("failed")
 
+    async def _answer(self, request: Request, work: Awaitable[Answer]) -> None:
+        self._link.send(await self._answered(request, work))
+
+    async def _answered(self, request: Request, work: Awaitable[Answer]) -> Answer:
+        """What `work` returns, or why it failed: a trainer repeats what is not answered."""
+        name, is_config = type(request).__name__, False
+        try:
+            return await work
+        except StoreError:
+            raise
+        except ConfigError as error:
+            reason, is_config = str(error), True
+        except Exception as error:
+            logger.exception("link.drop reason=failed message=%s", name)
+            self._metrics.count_link_drop("failed")
+            reason = f"{name} failed at the server: {type(error).__name__}: {error}"
+        return RequestFailed(request_id=request.request_id, reason=reason, is_config=is_config)
+
     def _resume(self, request: Resume) -> None:
         """Begin once, however often the trainer repeats its request."""
         key = self._link.trainer_id, request.request_id
         if key != self._resuming:
             self._resuming, self._resumed = key, None
-            self._tasks.create_task(self._carried_out(self._begin(request)))
+            self._tasks.create_task(self._begin(request))
         elif self._resumed is not None:
             self._say_resumed(self._resumed)
 
     async def _begin(self, request: Resume) -> None:
         key = self._resuming
         async with self._beginning:
-            answer = await self._begun(request)
+            answer = await self._answered(request, self._begun(request))
         if key == self._resuming:  # No other trainer took over meanwhile.
             self._resumed = answer
             self._say_resumed(answer)
 
-    def _say_resumed(self, answer: Resumed | NotResumed) -> None:
+    def _say_resumed(self, answer: Answer) -> None:
         self._link.send(answer)
         if isinstance(answer, Resumed):
             self._outcomes.follow(max(0, self._link.position))
 
-    async def _begun(self, request: Resume) -> Resumed | NotResumed:
-        try:
-            history = await resume_run(
-                self._interchange, self._ledger, request.checkpoints, replay_lag=request.replay_lag
-            )
-        except ConfigError as error:
-            return NotResumed(request_id=request.request_id, reason=str(error))
+    async def _begun(self, request: Resume) -> Resumed:
+        history = await resume_run(
+            self._interchange, self._ledger, request.checkpoints, replay_lag=request.replay_lag
+        )
         return Resumed(request_id=request.request_id, history=history)
 
-    async def _fetch(self, request: Fetch) -> None:
+    async def _fetch(self, request: Fetch) -> Fetched:
         query = "SELECT uuid FROM {s}episodes WHERE sequence = ?"
         ((uuid,),) = await self._ledger.read(query, (request.episode,))
         await self._interchange.recall([uuid])
         outcome = await self._outcomes.outcome(self._interchange.book.get(uuid))
         found = outcome if isinstance(outcome, EpisodeAccepted) else None
-        self._link.send(Fetched(request_id=request.request_id, outcome=found))
+        return Fetched(request_id=request.request_id, outcome=found)
 
-    async def _tally(self, request: TallyRequest) -> None:
+    async def _tally(self, request: TallyRequest) -> Tallied:
         await self._ledger.durable()
-        self._link.send(Tallied(request_id=request.request_id, tally=await tally(self._ledger)))
+        return Tallied(request_id=request.request_id, tally=await tally(self._ledger))
 
 
 class OutcomeStream:
@@ -382,15 +399,17 @@ class OutcomeStream:
             while self._link.connected and self._follows and self._waiting and self._has_room:
                 numbers = [self._waiting.popleft() for _ in range(min(AT_ONCE, len(self._waiting)))]
                 episodes = [each for n in numbers if (each := self._book.open_ends.get(n)) is not None]
-                await self._send_each(episodes)
+                await self._send_each(episodes, self._readings)
 
     @property
     def _has_room(self) -> bool:
         return sum(size for _, size in self._under_way) < MAX_ON_THE_WAY
 
-    async def _send_each(self, episodes: list[EpisodeRecord]) -> None:
-        """Send outcomes; one that cannot be read or written fails alone."""
-        reading = self._readings
+    async def _send_each(self, episodes: list[EpisodeRecord], reading: int) -> None:
+        """Send outcomes; one that cannot be read or written fails alone.
+
+        Nothing is sent once the trainer has begun to read again: `follow` has put these in line anew.
+        """
         try:
             first_offers = [each for each in episodes if each.state == "failed" and not each.offered]
             for episode in first_offers:
@@ -402,16 +421,18 @@ class OutcomeStream:
             raise
         except Exception as error:
             for episode in episodes if len(episodes) > 1 else ():
-                await self._send_each([episode])
+                await self._send_each([episode], reading)
             if len(episodes) == 1:
                 logger.exception("outcome.failed episode_uuid=%s", episodes[0].uuid)
-                await self._give_up(episodes[0], f"{type(error).__name__}: {error}")
+                await self._give_up(episodes[0], f"{type(error).__name__}: {error}", reading)
             return
         for episode, outcome in zip(episodes, outcomes, strict=True):
-            if self._readings != reading:  # The trainer began to read again meanwhile.
-                return
-            if not episode.consumed:
-                await self._send_one(episode, outcome)
+            size = _size_of(outcome)
+            if size <= MAX_MESSAGE_BYTES or isinstance(outcome, EpisodeFailed):
+                self._send(episode, outcome, size, reading)
+            else:
+                limit = f"a message to the trainer carries {MAX_MESSAGE_BYTES}"
+                await self._give_up(episode, f"the result and its calls have {size} bytes; {limit}", reading)
 
     async def outcome(self, episode: EpisodeRecord) -> Outcome:
         """How an episode ended, with the calls of the claim that counts."""
@@ -424,29 +445,23 @@ class OutcomeStream:
             ((result,),) = await self._ledger.read(query, (episode.sequence,))
         return outcome_of(episode, calls, result=result)
 
-    async def _send_one(self, episode: EpisodeRecord, outcome: Outcome) -> None:
-        """Send what a message can carry."""
-        size = _size_of(outcome)
-        if size > MAX_MESSAGE_BYTES and isinstance(outcome, EpisodeAccepted):
-            limit = f"a message to the trainer carries {MAX_MESSAGE_BYTES}"
-            await self._give_up(episode, f"the result and its calls have {size} bytes; {limit}")
-        else:
-            self._send(outcome, size)
-
-    def _send(self, outcome: Outcome, size: int) -> None:
+    def _send(self, episode: EpisodeRecord, outcome: Outcome, size: int, reading: int) -> None:
+        if self._readings != reading or episode.consumed:
+            return
         self._link.send(msgspec.structs.replace(outcome, after=self._sent))
         self._sent = outcome.number
         self._under_way.append((outcome.number, size))
 
-    async def _give_up(self, episode: EpisodeRecord, reason: str) -> None:
+    async def _give_up(self, episode: EpisodeRecord, reason: str, reading: int) -> None:
         """A result cannot be sent: fail its episode."""
         with about(episode=episode.uuid, attempt=episode.attempt, client=episode.client_uuid):
             logger.error("episode.undeliverable episode_uuid=%s reason=%s", episode.uuid, reason)
-        if episode.state == "ended":
+        if episode.status == "ended":
             self._book.give_up(episode.uuid, reason)
             self._book.offer_failure(episode.uuid)
             await self._interchange.commit()
-        self._send(outcome_of(episode), OVERHEAD)
+        if episode.state == "failed":
+            self._send(episode, outcome_of(episode), OVERHEAD, reading)
 
 
 def _size_of(outcome: Outcome) -> int:

@@ -17,7 +17,7 @@ from tinkerscript.protocol import POLICY, TRAINER_POOL, EngineStatus, EpisodeTyp
 from tinkerscript.rollouts.call import Call, calls_of, full_prompts
 from tinkerscript.sampler import Progress, SampleRequest, SampleResult
 
-LINK_VERSION = 13
+LINK_VERSION = 14
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -120,7 +120,7 @@ class Commit(Tagged, frozen=True):
 
 
 class Resume(Tagged, frozen=True):
-    """A trainer begins: where does it go on? Answered by `Resumed`, or `NotResumed`."""
+    """A trainer begins: where does it go on? Answered by `Resumed`."""
 
     request_id: int
     checkpoints: list[int]
@@ -256,11 +256,13 @@ class Resumed(Tagged, frozen=True):
     history: History
 
 
-class NotResumed(Tagged, frozen=True):
-    """Answer to `Resume` if the run cannot go on with this ledger."""
+class RequestFailed(Tagged, frozen=True):
+    """Answer to a `Request` that cannot be carried out."""
 
     request_id: int
     reason: str
+    is_config: bool = False
+    """Whether the user has to change something: the run cannot go on with this ledger."""
 
 
 class Tallied(Tagged, frozen=True):
@@ -384,8 +386,10 @@ FromTrainer = (
 
 ToServer = Hello | FromTrainer
 
-Answer = Resumed | NotResumed | Fetched | Tallied
-"""What carries the `request_id` of its request."""
+Request = Resume | Fetch | TallyRequest
+"""What has a `request_id`, and an answer with the same."""
+
+Answer = Resumed | Fetched | Tallied | RequestFailed
 
 ToTrainer = (
     Welcome
@@ -396,9 +400,9 @@ ToTrainer = (
     | Cancelled
     | Committed
     | Resumed
-    | NotResumed
     | Fetched
     | Tallied
+    | RequestFailed
     | EpisodeAccepted
     | EpisodeFailed
     | Sample

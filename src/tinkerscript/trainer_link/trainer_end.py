@@ -54,13 +54,14 @@ from tinkerscript.trainer_link.messages import (
     Metrics,
     NewEpisode,
     NotRegistered,
-    NotResumed,
     Outcome,
     Received,
     Refused,
     Register,
     Registered,
     ReleaseClient,
+    Request,
+    RequestFailed,
     Resume,
     Resumed,
     Sample,
@@ -85,9 +86,6 @@ last one adds to `FULL_FRAME_BYTES`."""
 
 FETCHED_AT_ONCE = 16
 """Episodes that are asked for before an answer comes. Each has a message of its own, which may be large."""
-
-Request = Resume | Fetch | TallyRequest
-"""What has a `request_id`, and an answer with the same."""
 
 
 @dataclass(slots=True, eq=False)
@@ -251,8 +249,6 @@ class TrainerLink:
             request_id=next(self._request_ids), checkpoints=list(checkpoints), replay_lag=replay_lag
         )
         answer = await self._ask(request)
-        if isinstance(answer, NotResumed):
-            raise ConfigError(answer.reason)
         assert isinstance(answer, Resumed)
         return answer.history
 
@@ -277,13 +273,16 @@ class TrainerLink:
 
     async def _ask(self, request: Request) -> Answer:
         self._check()
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._asking[request.request_id] = request, answer
+        waiting: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._asking[request.request_id] = request, waiting
         self._outbox.put(request)
         try:
-            return await answer
+            answer = await waiting
         finally:
             del self._asking[request.request_id]
+        if isinstance(answer, RequestFailed):
+            raise (ConfigError if answer.is_config else LinkError)(answer.reason)
+        return answer
 
     async def outcomes(self) -> list[Outcome]:
         """Wait for results and failures; returns one or more, in the order in which the episodes ended.
@@ -479,7 +478,7 @@ class TrainerLink:
                 self._on_not_registered(message)
             case Committed():
                 self._on_committed(message.number)
-            case Resumed() | NotResumed() | Fetched() | Tallied():
+            case Resumed() | Fetched() | Tallied() | RequestFailed():
                 self._on_answer(message)
             case Welcome():
                 self._on_welcome(message)

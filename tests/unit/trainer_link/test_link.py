@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -41,7 +42,7 @@ from tinkerscript.protocol import ClaimEpisodeRequest, Failure
 from tinkerscript.rollouts.call import pack_ids
 from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.server.episodes.book import EpisodeBook
-from tinkerscript.server.episodes.record import Claim
+from tinkerscript.server.episodes.record import Claim, EpisodeRecord
 from tinkerscript.server.interchange import Interchange, read_episodes
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.trainer_messages import OutcomeStream, TrainerMessageHandler, read_last_commit
@@ -368,6 +369,42 @@ async def test_an_outcome_is_not_taken_before_one_that_got_lost(
         assert sent[:3] == [1, 2, 1]
 
 
+async def test_an_outcome_that_cannot_be_sent_takes_none_before_it_along(
+    ipc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer reconnects, without the outcomes before it, while the ledger is told that it has failed."""
+    monkeypatch.setattr("tinkerscript.server.trainer_messages.MAX_MESSAGE_BYTES", 10_000)
+    give_up, send, lost = EpisodeBook.give_up, ServerLink.send, list[Tagged]()
+    streams = list[OutcomeStream]()
+    follow = OutcomeStream.follow
+
+    def following(stream: OutcomeStream, position: int) -> None:
+        streams.append(stream)
+        follow(stream, position)
+
+    def reconnect_meanwhile(book: EpisodeBook, uuid: str, reason: str) -> EpisodeRecord:
+        given_up = give_up(book, uuid, reason)
+        monkeypatch.setattr(ServerLink, "send", send)
+        streams[-1].follow(0)
+        return given_up
+
+    def lose_outcomes(link: ServerLink, message: Tagged) -> None:
+        (lost.append if isinstance(message, EpisodeAccepted) else partial(send, link))(message)
+
+    monkeypatch.setattr(OutcomeStream, "follow", following)
+    monkeypatch.setattr(EpisodeBook, "give_up", reconnect_meanwhile)
+    async with serving(ipc, tmp_path) as server, trainer(server.address) as link:
+        await link.register(new_episodes("a", "b", "large"))
+        for result in (b"{}", b"{}", b'{"metadata": {"log": "%s"}}' % (b"x" * 10_000)):
+            claim = await server.claim()
+            server.book.end(claim.episode_uuid, claim.attempt, reward=1.0, result=result)
+        await server.interchange.commit()
+        monkeypatch.setattr(ServerLink, "send", lose_outcomes)
+        await link.resume([])
+        assert [*await collect(link, 3)] == ["a", "b", "large"]
+        assert len(lost) == 2
+
+
 async def test_a_trainer_that_repeats_its_request_begins_once(
     ipc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -434,12 +471,19 @@ async def test_each_commit_is_carried_out_once_and_in_its_order(
         assert len(lost) == 1
 
 
-async def test_a_request_that_cannot_be_carried_out_harms_no_other(ipc: str, tmp_path: Path) -> None:
+async def test_a_request_that_cannot_be_carried_out_fails_alone(
+    ipc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving(ipc, tmp_path) as server, trainer(server.address) as link:
-        asking = asyncio.create_task(link.fetch([99]))
-        await until(lambda: server.drops("failed"))
+        with pytest.raises(LinkError, match=r"Fetch failed at the server: ValueError: not enough values"):
+            await link.fetch([99])
+        assert server.drops("failed")
+        with monkeypatch.context() as patch:
+            patch.setattr(EpisodeBook, "planned_groups", lambda book, step: [][step])
+            with pytest.raises(LinkError, match=r"Resume failed at the server: IndexError"):
+                await link.resume([])
         assert await link.tally() == Tally()
-        asking.cancel()
+        assert (await link.resume([])).step == 0
 
 
 async def test_one_trainer_gets_an_outcome_once_while_it_holds_it(ipc: str, tmp_path: Path) -> None:
