@@ -199,6 +199,15 @@ def _registrations(request: Request, amount: int) -> None:
     request.body["episodes"] = request.body["episodes"] * amount
 
 
+def _registered(request: Request, amount: int) -> None:
+    """One registration after the other, with as many copies as it may have."""
+    (first,), most = request.body["episodes"], LIMITS["copies"]
+    request.body["episodes"] = [
+        first | {"episode_uuid": f"{first['episode_uuid']}-{done}", "copies": min(most, amount - done)}
+        for done in range(0, amount, most)
+    ]
+
+
 def _report(name: str, value: Callable[[int], Any]) -> Shape:
     def shape(request: Request, amount: int) -> None:
         request.body["report"][name] = value(amount)
@@ -275,6 +284,7 @@ SHAPES: dict[str, Driver] = {
     "payload": Driver("register", "payload", _payload, is_heavy=True),
     "payload nested": Driver("register", "payload", _put("payload", lambda n: {"a": nested(n - 1)})),
     "episodes": Driver("register many", "episodes", _registrations, is_heavy=True),
+    "episodes with their copies": Driver("register many", "episodes", _registered, is_heavy=True),
 }
 
 

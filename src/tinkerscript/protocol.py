@@ -75,6 +75,7 @@ __all__ = [
     "json_object",
     "own_clients",
     "total_reward",
+    "uuids_of_copies",
 ]
 
 EpisodeType = Literal["train", "eval"]
@@ -252,10 +253,24 @@ class RegisterEpisodeRequest(Message):
     """First version only; ignored, since all results use one link."""
 
 
+def uuids_of_copies(episode_uuid: str, copies: int) -> list[str]:
+    """The episode's, and those of its copies."""
+    return [episode_uuid, *(f"{episode_uuid}#{number}" for number in range(2, copies + 1))]
+
+
+def _bounded_in_all(episodes: list[RegisterEpisodeRequest]) -> list[RegisterEpisodeRequest]:
+    number, bound = sum(each.copies for each in episodes), limits.REGISTERED
+    if number > bound.limit:
+        raise ValueError(f"{bound.name}: {number}; a request has at most {bound.limit}: send several")
+    return episodes
+
+
 class RegisterEpisodesRequest(Message):
     """`POST /register_episodes`: register many episodes with one request and one commit. Idempotent."""
 
-    episodes: list[RegisterEpisodeRequest] = Field(max_length=limits.REGISTRATIONS.limit)
+    episodes: Annotated[list[RegisterEpisodeRequest], AfterValidator(_bounded_in_all)] = Field(
+        max_length=limits.REGISTRATIONS.limit
+    )
     """What `/register_episode` takes; each is registered or refused independently."""
 
 

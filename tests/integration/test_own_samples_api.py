@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from interchange_helpers import collect, new_episodes
 from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.limits import Totals
 from tinkerscript.protocol import NO_EPISODES
-from tinkerscript.trainer_link.messages import BatchProgress, EpisodeAccepted
+from tinkerscript.server import interchange
+from tinkerscript.trainer_link.messages import BatchProgress, EpisodeAccepted, NewEpisode
 
 TOKENS = {CLIENT_TOKEN: "client-token-of-tests", ADMIN_TOKEN: "admin-token-of-tests"}
 
@@ -53,6 +55,45 @@ async def test_many_are_registered_at_once_each_by_itself(tmp_path: Path, byte_m
         assert full["retry_after_s"] > 0
         malformed = await setup.post("/register_episodes", 422, episodes=[sample("x", episode_uuid="")])
         assert "episodes.0.episode_uuid" in malformed["failure_reason"]
+
+
+async def test_the_copies_of_a_sample_are_registered_together_or_not_at_all(
+    tmp_path: Path, byte_model: Path
+) -> None:
+    async with serving(tmp_path, byte_model, environ=TOKENS, totals=Totals(pool_episodes=3)) as setup:
+        setup.http.headers["Authorization"] = f"Bearer {TOKENS[CLIENT_TOKEN]}"
+        await setup.post("/register_episode", **sample("b#2", copies=1))
+        await setup.post("/register_episode", 409, **sample("b", copies=2))
+        await setup.post("/register_episode", 429, **sample("a", copies=3))
+        reply = await setup.post(
+            "/register_episodes", episodes=[sample("c", copies=3), sample("d", copies=2)]
+        )
+        assert reply["registered"] == ["d", "d#2"]
+        assert reply["refused"].keys() == {"c", "c#2", "c#3"}
+        await setup.post("/register_episode", **sample("d", copies=2))
+        claimed = [(await setup.claim(pool="me")).episode_uuid for _ in range(4)]
+        assert claimed == ["b#2", "d", "d#2", ""]
+        too_long = await setup.post("/register_episode", 422, **sample("e" * 199, task_id="t", copies=2))
+        assert "1 to 200 characters" in too_long["failure_reason"]
+
+
+async def test_a_request_registers_a_bounded_number_and_reads_each_payload_once(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = list[str]()
+    check = interchange.check_episode
+
+    def counting(new: NewEpisode) -> None:
+        checked.append(new.episode_uuid)
+        check(new)
+
+    monkeypatch.setattr(interchange, "check_episode", counting)
+    registered = await setup.post("/register_episodes", episodes=[sample("a", copies=1000), sample("b")])
+    assert len(registered["registered"]) == 1001
+    assert checked == ["a", "b"]
+    many = [sample(f"m{number}", copies=1024) for number in range(5)]
+    refused = await setup.post("/register_episodes", 422, episodes=many)
+    assert "episodes with their copies" in refused["failure_reason"]
 
 
 async def test_one_registration_is_worked_on_by_several_passive_clients(setup: Setup) -> None:

@@ -464,14 +464,15 @@ class Interchange:
         return NO_EPISODES
 
     def register(self, new: NewEpisode, *, limited: bool = False) -> None:
-        """Add an episode to the book; with `limited` only within the quota of its pool.
+        """Add an episode and its copies to the book, all or none; with `limited` only within the quota of its
+        pool.
 
         Raises ValueError for an invalid episode, ConflictError for a uuid that is known with other content,
         and QuotaError.
         """
         check_episode(new)
-        if limited and new.episode_uuid not in self.book:
-            self._check_pool(new)
+        if limited:
+            self._check_pool(new, sum(uuid not in self.book for uuid in new.uuids))
         self.book.register(
             new.episode_uuid,
             new.episode_type,
@@ -482,20 +483,21 @@ class Interchange:
             step=new.step,
             label=new.label,
             position=new.position,
+            copies=new.copies,
         )
 
-    def _check_pool(self, new: NewEpisode) -> None:
-        """Raises QuotaError for one episode too many in a client's pool."""
+    def _check_pool(self, new: NewEpisode, number: int) -> None:
+        """Raises QuotaError if a client's pool has no room for so many more episodes."""
         quota = self._totals.pool_episodes
-        if self.book.counts.unfinished(new.pool) >= quota:
+        if number and self.book.counts.unfinished(new.pool) + number > quota:
             raise QuotaError(
-                f"the pool {new.pool!r} holds {quota} unfinished episodes, the maximum; register more "
-                "when some are over"
+                f"the pool {new.pool!r} holds {quota} unfinished episodes at most, and has no room for "
+                f"{number} more; register them when some are over"
             )
-        if self.book.counts.payload_bytes(new.pool) + len(new.payload) > POOL_BYTES.limit:
+        if self.book.counts.payload_bytes(new.pool) + number * len(new.payload) > POOL_BYTES.limit:
             raise QuotaError(
-                f"the payloads of the pool {new.pool!r} have {POOL_BYTES.limit} bytes, the maximum; register "
-                "more when some are over"
+                f"the payloads of the pool {new.pool!r} have {POOL_BYTES.limit} bytes at most; register more "
+                "when some are over"
             )
 
     # The engine

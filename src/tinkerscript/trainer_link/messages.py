@@ -13,7 +13,7 @@ import msgspec
 from tinkerscript.ledger.history import History, Tally
 from tinkerscript.ledger.rows import TrainerRow
 from tinkerscript.limits import ID_CHARS, PAYLOAD_DEPTH, depth_is_beyond
-from tinkerscript.protocol import POLICY, TRAINER_POOL, EngineStatus, EpisodeType, bounded
+from tinkerscript.protocol import POLICY, TRAINER_POOL, EngineStatus, EpisodeType, bounded, uuids_of_copies
 from tinkerscript.rollouts.call import Call, calls_of, full_prompts
 from tinkerscript.sampler import Progress, SampleRequest, SampleResult
 
@@ -98,6 +98,14 @@ class NewEpisode(Tagged, frozen=True):
 
     position: int = -1
     """Of its sample in the order of training; -1 if it has none."""
+
+    copies: int = 1
+    """Episodes of the sample, this one included, which are registered together."""
+
+    @property
+    def uuids(self) -> list[str]:
+        """Of the episode and its copies."""
+        return uuids_of_copies(self.episode_uuid, self.copies)
 
 
 class Register(Tagged, frozen=True):
@@ -447,8 +455,8 @@ def usable(outcome: Outcome) -> Outcome:
 
 def check_episode(episode: NewEpisode) -> None:
     """Raises ValueError for an episode that cannot be registered."""
-    if not 0 < len(episode.episode_uuid) <= ID_CHARS:
-        raise ValueError(f"an episode uuid has 1 to {ID_CHARS} characters, not {len(episode.episode_uuid)}")
+    if not 0 < len(last := episode.uuids[-1]) <= ID_CHARS:
+        raise ValueError(f"an episode uuid has 1 to {ID_CHARS} characters, not {len(last)}")
     try:
         payload = msgspec.json.decode(episode.payload, type=dict[str, object])
     except (msgspec.DecodeError, RecursionError) as error:

@@ -19,7 +19,7 @@ from operator import attrgetter, itemgetter
 
 from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
 from tinkerscript.ledger.rows import Use
-from tinkerscript.protocol import HANDED_BACK, TRAINER_POOL, ClaimType, EpisodeType, Failure
+from tinkerscript.protocol import HANDED_BACK, TRAINER_POOL, ClaimType, EpisodeType, Failure, uuids_of_copies
 from tinkerscript.server.episodes.indexes import ClaimRequests, Leases, Queues, StateCounts, StoredEpisodes
 from tinkerscript.server.episodes.record import (
     CANCELLED,
@@ -208,39 +208,43 @@ class EpisodeBook:
         step: int = 0,
         label: str = "",
         position: int = -1,
-    ) -> EpisodeRecord:
-        """Add an episode. Idempotent for the same content.
+        copies: int = 1,
+    ) -> None:
+        """Add an episode and its further copies. Idempotent for the same content.
 
-        Raises ConflictError if the uuid is known with other content. An episode that is past has to be
+        Raises ConflictError, and adds none, if one is known with other content. What is past has to be
         recalled first.
         """
         digest = content_digest(
             episode_type.encode(), group_id.encode(), payload, pool.encode(), b"%d" % group_size
         )
-        known = self._episodes.get(uuid)
-        if known is not None:
-            if known.digest != digest:
-                raise ConflictError(f"episode {uuid!r} is already registered with other content")
-            return known
-        episode = EpisodeRecord(
-            uuid=uuid,
-            sequence=self._next_sequence,
-            episode_type=episode_type,
-            group_id=group_id,
-            digest=digest,
-            payload=payload,
-            sample=content_digest(payload),
-            pool=pool,
-            group_size=group_size,
-            step=step,
-            label=label,
-            position=position,
-            queued_at=self._wall(),
-        )
-        self._next_sequence += 1
-        self._enter(episode)
-        self._changes.added[uuid] = episode
-        return episode
+        uuids = uuids_of_copies(uuid, copies)
+        known = {each for each in uuids if each in self._episodes}
+        for each in known:
+            if self._episodes[each].digest != digest:
+                raise ConflictError(f"episode {each!r} is already registered with other content")
+        sample = content_digest(payload) if len(known) < copies else b""
+        for each in uuids:
+            if each in known:
+                continue
+            episode = EpisodeRecord(
+                uuid=each,
+                sequence=self._next_sequence,
+                episode_type=episode_type,
+                group_id=group_id,
+                digest=digest,
+                payload=payload,
+                sample=sample,
+                pool=pool,
+                group_size=group_size,
+                step=step,
+                label=label,
+                position=position,
+                queued_at=self._wall(),
+            )
+            self._next_sequence += 1
+            self._enter(episode)
+            self._changes.added[each] = episode
 
     def cancel(self, uuid: str, reason: str) -> bool:
         """Fail an episode that is no longer needed. False if it is over already: its outcome stands.

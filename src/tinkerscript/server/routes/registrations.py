@@ -8,9 +8,7 @@ no pool's name contains a slash, so groups of different pools never meet.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
-import msgspec
 from fastapi import APIRouter, HTTPException, Request
 
 from tinkerscript.access_tokens import ADMIN_TOKEN, Roles, authorization_of
@@ -46,31 +44,30 @@ class RegistrationRoutes:
         """Register one episode, or several copies: a client into its own pool, within its quota; the admin
         into any pool."""
         account, is_admin = self._registering(request)
-        new_episodes = list(_new_episodes(body))
-        await self._interchange.recall(new.episode_uuid for new in new_episodes)
-        for new in new_episodes:
-            self._register(new, account, is_admin=is_admin)
+        new = _new_episode(body)
+        await self._interchange.recall(new.uuids)
+        self._register(new, account, is_admin=is_admin)
         await self._interchange.commit()
         return SuccessResponse(success=True)
 
     async def register_episodes(
         self, body: RegisterEpisodesRequest, request: Request
     ) -> RegisterEpisodesResponse:
-        """Register many episodes with one commit. Each is registered or refused independently."""
+        """Register many episodes with one commit. Each is registered, with all of its copies, or refused
+        independently."""
         account, is_admin = self._registering(request)
         registered, refused, waits = list[str](), dict[str, str](), 0
-        new_episodes = [new for each in body.episodes for new in _new_episodes(each)]
-        await self._interchange.recall(new.episode_uuid for new in new_episodes)
+        new_episodes = [_new_episode(each) for each in body.episodes]
+        await self._interchange.recall(uuid for new in new_episodes for uuid in new.uuids)
         for new in new_episodes:
             try:
                 self._register(new, account, is_admin=is_admin)
             except (InterchangeError, HTTPException) as error:
-                refused[new.episode_uuid] = (
-                    str(error.detail) if isinstance(error, HTTPException) else str(error)
-                )
-                waits += isinstance(error, QuotaError)
+                reason = str(error.detail) if isinstance(error, HTTPException) else str(error)
+                refused |= dict.fromkeys(new.uuids, reason)
+                waits += isinstance(error, QuotaError) * len(new.uuids)
             else:
-                registered.append(new.episode_uuid)
+                registered += new.uuids
         await self._interchange.commit()
         return RegisterEpisodesResponse(
             success=not refused,
@@ -102,14 +99,6 @@ class RegistrationRoutes:
             raise HTTPException(422, f"payload: {error}") from error
 
 
-def _new_episodes(body: RegisterEpisodeRequest) -> Iterator[NewEpisode]:
-    """The episode and its copies. Raises HTTPException 422 for an invalid pool name."""
-    first = _new_episode(body)
-    yield first
-    for number in range(2, body.copies + 1):
-        yield msgspec.structs.replace(first, episode_uuid=f"{body.episode_uuid}#{number}")
-
-
 def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:
     """Raises HTTPException 422 for an invalid pool name."""
     pool = body.client_uuid
@@ -130,6 +119,7 @@ def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:
         payload=payload,
         pool=pool,
         group_size=body.group_size or (body.copies if body.copies > 1 else 0),
+        copies=body.copies,
     )
 
 
