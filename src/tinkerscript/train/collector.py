@@ -14,7 +14,10 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
+
+import msgspec
 
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import NoSuccessError
@@ -30,6 +33,10 @@ from tinkerscript.trainer_link.messages import (
 
 BatchRule = Literal["groups", "differing_groups"]
 
+
+GATHERED_BYTES = 2**30
+"""Of outcomes in clients' groups that are incomplete. Beyond it the oldest group is given up: a client may
+register groups that never fill."""
 
 HOPELESS_AFTER = 32
 """Failed episodes without one success after which a batch is not waited for any longer."""
@@ -231,7 +238,10 @@ class Collector:
         """Uuid of each planned episode that has not ended -> its step; 0: an evaluation's."""
 
         self._gathering: dict[str, list[Outcome]] = {}
-        """Groups of clients' own samples that are still incomplete."""
+        """Groups of clients' own samples that are still incomplete, oldest first."""
+
+        self._gathered: Counter[str] = Counter()
+        """The bytes of each."""
 
         self._ready: deque[list[Outcome]] = deque()
         """Complete ones that no batch has taken yet."""
@@ -298,10 +308,22 @@ class Collector:
         ended."""
         group = self._gathering.setdefault(outcome.group_id, [])
         group.append(outcome)
+        self._gathered[outcome.group_id] += len(msgspec.msgpack.encode(outcome))
         if len(group) >= (outcome.group_size or self.group_size):
+            del self._gathered[outcome.group_id]
             self._ready.append(self._gathering.pop(outcome.group_id))
             if self._current is not None:
                 self._tell(self._current, at_once=True)
+        while self._gathered.total() > GATHERED_BYTES:
+            self._give_up_oldest()
+
+    def _give_up_oldest(self) -> None:
+        group_id = next(iter(self._gathering))
+        del self._gathered[group_id]
+        reason = f"its group {group_id!r} is incomplete, and later ones fill the trainer's memory"
+        self.progress.note(f"client's samples are left out: {reason}")
+        left_out = partial(TrainedRow, step=0, outcome=Use.LEFT_OUT, reason=reason)
+        self.source.note([left_out(episode=each.sequence) for each in self._gathering.pop(group_id)])
 
     async def open(self, batch: Batch, plans: Sequence[Sequence[PlannedEpisode]], *, step: int = 0) -> None:
         """Register the groups of `plans` for `batch`."""

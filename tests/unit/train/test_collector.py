@@ -173,6 +173,23 @@ async def test_groups_of_clients_that_end_in_turns_are_kept_whole() -> None:
         assert source.kept == []
 
 
+async def test_clients_groups_that_never_fill_are_given_up_oldest_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client may hold what the trainer would keep for it for ever."""
+    one = accepted("a", group="A", pool="w", sequence=1)
+    monkeypatch.setattr("tinkerscript.train.collector.GATHERED_BYTES", 3 * len(msgspec.msgpack.encode(one)))
+    async with collecting() as (collector, source):
+        names = [("a", "A"), ("b", "B"), ("c", "C"), ("d", "D"), ("cc", "C")]
+        for sequence, (uuid, group) in enumerate(names, start=1):
+            source.queue.put_nowait([accepted(uuid, group=group, pool="w", sequence=sequence)])
+        batch = Batch("step", rule="groups", groups=1, group_size=2, from_clients=True)
+        await collector.filled(batch)
+        assert batch.outcomes.keys() == {"c", "cc"}
+        reason = "its group 'A' is incomplete, and later ones fill the trainer's memory"
+        assert source.left_out == [(1, 0, reason)]
+
+
 async def test_the_batch_that_is_filled_and_who_is_ahead_of_it_is_told() -> None:
     async with collecting() as (collector, source):
         batch = Batch("step 1", rule="groups", groups=1, group_size=2, from_clients=True)
