@@ -125,14 +125,18 @@ def check_covers(last_step: int, checkpoints: Collection[int]) -> None:
         )
 
 
-async def begin(
-    ledger: Ledger, checkpoints: Collection[int], *, time: float, replay_lag: int = 0
-) -> Beginning:
-    """Find the newest of `checkpoints` (the steps whose checkpoints are complete) that has a row, and undo
-    every step after it.
+async def begin(ledger: Ledger, checkpoints: Collection[int], *, time: float) -> Beginning:
+    """`find_beginning`; the writes of `undo_later` are not committed yet. Raises ConfigError."""
+    beginning = await find_beginning(ledger, checkpoints)
+    undo_later(ledger, beginning.history, time=time)
+    return beginning
 
-    The writes are not committed yet. `replay_lag`: of how many steps before the next one to say what they
-    trained on. Raises ConfigError, and changes nothing, for a ledger that is older than a checkpoint.
+
+async def find_beginning(ledger: Ledger, checkpoints: Collection[int], *, replay_lag: int = 0) -> Beginning:
+    """Find the newest of `checkpoints` (the steps whose checkpoints are complete) that has a row.
+
+    `replay_lag`: of how many steps before the next one to say what they trained on. Raises ConfigError for a
+    ledger that is older than a checkpoint.
     """
     ((last_step,),) = await ledger.read(LAST_STEP)
     check_covers(last_step, checkpoints)
@@ -171,15 +175,19 @@ async def begin(
         next_position=1 + positions[0][0] if positions else 0,
         replayed=trained,
     )
-    ledger.put(ResumptionRow(resumption=resumption, step=step, time=time))
+    return Beginning(history=history, used=used)
+
+
+def undo_later(ledger: Ledger, history: History, *, time: float) -> None:
+    """Write the resumption, and undo every step after its checkpoint."""
+    ledger.put(ResumptionRow(resumption=history.resumption, step=history.step, time=time))
     for kind in UNDONE:
         stays = f" AND outcome != '{Use.SET_ASIDE}'" if kind is TrainedRow else ""
         ledger.execute(
             f"UPDATE {{s}}{kind.TABLE} SET undone = ? WHERE undone = {STANDS} AND step > ?{stays}",
-            resumption,
-            step,
+            history.resumption,
+            history.step,
         )
-    return Beginning(history=history, used=used)
 
 
 _ENDS = """

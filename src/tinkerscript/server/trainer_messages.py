@@ -18,7 +18,7 @@ import msgspec
 
 from tinkerscript.errors import ConfigError, ConflictError, InterchangeError, StoreError, UnknownEpisodeError
 from tinkerscript.ledger import Ledger
-from tinkerscript.ledger.history import History, PlannedRow, begin, tally
+from tinkerscript.ledger.history import History, PlannedRow, find_beginning, tally, undo_later
 from tinkerscript.ledger.rows import FactRow, TrainedRow, Use
 from tinkerscript.ledger.storage import StorageLimit
 from tinkerscript.logs import about
@@ -89,14 +89,18 @@ async def read_last_commit(ledger: Ledger) -> LastCommit:
 async def resume_run(
     interchange: Interchange, ledger: Ledger, checkpoints: Collection[int], *, replay_lag: int = 0
 ) -> History:
-    """Let a trainer go on from the newest of `checkpoints`, in the book and in the ledger; see `begin`.
+    """Let a trainer go on from the newest of `checkpoints`, in the book and in the ledger; see
+    `find_beginning`.
 
-    Raises ConfigError, and changes nothing, if the ledger cannot go on from them.
+    All writes are of one tick, and so of one transaction: what the steps that are undone say of their
+    episodes cannot be read again. Raises ConfigError, and changes nothing, if the ledger cannot go on from
+    them.
     """
     await ledger.durable()
-    beginning = await begin(ledger, checkpoints, time=time.time(), replay_lag=replay_lag)
+    beginning = await find_beginning(ledger, checkpoints, replay_lag=replay_lag)
     history, book = beginning.history, interchange.book
     await interchange.recall_after(history.step, beginning.used)
+    undo_later(ledger, history, time=time.time())
     for episode in book.resume(history.step, history.resumption, beginning.used):
         ledger.put(TrainedRow(episode=episode.sequence, step=history.step, outcome=Use.GIVEN_UP))
     planned = [

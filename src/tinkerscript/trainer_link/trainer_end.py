@@ -240,8 +240,8 @@ class TrainerLink:
                 self._registering.pop(episode.episode_uuid, None)
 
     async def resume(self, checkpoints: Sequence[int], *, replay_lag: int = 0) -> History:
-        """Begin, or go on from the newest of the steps in `checkpoints`; see `ledger.history.begin`. From now
-        on outcomes come.
+        """Begin, or go on from the newest of the steps in `checkpoints`; see `ledger.history.find_beginning`.
+        From now on outcomes come.
 
         Raises ConfigError if the ledger cannot go on from them, and LinkError.
         """

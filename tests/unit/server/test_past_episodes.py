@@ -14,7 +14,8 @@ from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeE
 from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger import SqliteLedger
 from tinkerscript.ledger.history import Tally, tally
-from tinkerscript.ledger.rows import CheckpointRow, StepRow, TrainedRow, Use
+from tinkerscript.ledger.ledger import WriteBatch
+from tinkerscript.ledger.rows import CheckpointRow, EpisodeRow, ResumptionRow, StepRow, TrainedRow, Use
 from tinkerscript.protocol import Failure
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.interchange import Interchange
@@ -120,16 +121,25 @@ async def test_a_late_request_finds_its_episode(tmp_path: Path) -> None:
         assert await again.ledger.read("SELECT count(*) FROM {s}episodes") == [(16,)]
 
 
-async def test_a_resumption_reaches_what_is_past(tmp_path: Path) -> None:
+async def test_a_resumption_reaches_what_is_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the checkpoint of step 1: step 2 trains on its episodes again, and those of later steps are
-    undone."""
+    undone. It is one transaction: after half of one, the next resumption would not know what was used."""
     async with server(tmp_path) as run:
         await run.train(*range(16))
         steps = [StepRow(step=step, time=0.0, policy_version=step) for step in range(1, 5)]
         saved = CheckpointRow(step=1, time=0.0, policy_version=1, train_seconds=1.0)
         await run.ledger.commit([*steps, saved])
     async with server(tmp_path) as again:
+        write, written = again.ledger.write, list[WriteBatch]()
+
+        async def noting(batch: WriteBatch) -> None:
+            written.append(batch)
+            await write(batch)
+
+        monkeypatch.setattr(again.ledger, "write", noting)
         history = await resume_run(again.interchange, again.ledger, [1])
+        (batch,) = written
+        assert batch.rows.keys() >= {ResumptionRow, EpisodeRow}
         assert [each.episode_uuid for each in history.planned] == ["e4", "e5", "e6", "e7"]
         assert (history.planned_groups, history.next_position, history.open_until) == (2, 4, 8)
     async with server(tmp_path) as third:
