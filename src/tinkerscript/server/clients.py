@@ -225,6 +225,9 @@ class Clients:
                     caught.append(name)
                 record.quarantined_until = max(record.quarantined_until, now + QUARANTINE_S)
                 self._quarantined[name] = record
+        if len(self._quarantined) > MAX_CLIENTS:
+            each = self._quarantined.items()
+            self._quarantined = {name: known for name, known in each if known.quarantined_until > now}
         self._failed += 1
         return caught
 

@@ -122,8 +122,9 @@ class GatewayProcess:
             case Answer() | AskRefused():
                 self._claims.answered(message)
             case ForgetClaim():
-                if self._gateway is not None:
-                    self._gateway.forget(message.episode_uuid, message.attempt)
+                if self._gateway is not None:  # After those who wait for an answer that came before it.
+                    loop = asyncio.get_running_loop()
+                    loop.call_soon(self._gateway.forget, message.episode_uuid, message.attempt)
             case StopServing():
                 self._stop.set()
             case Setup():

@@ -148,9 +148,10 @@ class Interchange:
 
     async def restore(self) -> None:
         """Fill the book from the ledger. Raises StoreError."""
-        self.book.restore(await read_episodes(self._ledger, kept=self.book.kept))
+        stored = await read_episodes(self._ledger, kept=self.book.kept)
+        self.book.restore(stored)
         self.clients.restore(self.book)
-        self.committed_end = self._last_end = max(self.book.open_ends, default=0)
+        self.committed_end = self._last_end = stored.last_end
         logger.info(
             "server.restored episodes=%d outcomes_to_deliver=%d", len(self.book), len(self.book.open_ends)
         )

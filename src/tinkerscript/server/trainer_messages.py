@@ -23,7 +23,7 @@ from tinkerscript.ledger.rows import FactRow, TrainedRow, Use
 from tinkerscript.ledger.storage import StorageLimit
 from tinkerscript.logs import about
 from tinkerscript.rollouts.call import Call
-from tinkerscript.server.episodes.record import EpisodeRecord, episode_row
+from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.trainer_link.framing import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, LinkTimes
@@ -417,9 +417,9 @@ class OutcomeStream:
         try:
             first_offers = [each for each in episodes if each.state == "failed" and not each.offered]
             for episode in first_offers:
-                self._ledger.put(episode_row(self._book.offer_failure(episode.uuid)))
+                self._book.offer_failure(episode.uuid)
             if first_offers:
-                await self._ledger.durable()
+                await self._interchange.commit()
             outcomes = [await self.outcome(each) for each in episodes]
         except StoreError:
             raise

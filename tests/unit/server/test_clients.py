@@ -11,7 +11,7 @@ from clock import Clock
 from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN, Roles
 from tinkerscript.config import ClientConfig, InterchangeConfig
 from tinkerscript.errors import ConfigError, QuotaError, UnauthorizedError
-from tinkerscript.server.clients import MAX_CLIENTS, MIN_FAILURES, POLLING_S, Clients, RunEnd
+from tinkerscript.server.clients import MAX_CLIENTS, MIN_FAILURES, POLLING_S, QUARANTINE_S, Clients, RunEnd
 
 REASON = "its last 9 attempts failed while others succeeded: ValueError: no disk"
 
@@ -42,6 +42,18 @@ def test_a_client_that_only_fails_while_others_succeed_is_named_once(clients: Cl
     assert clients.quarantined() == {"bad": REASON}
     assert clients.pause("bad") == (f"client 'bad' is in quarantine: {REASON}", True)
     assert clients.pause("good") is None
+
+
+def test_what_is_no_longer_in_quarantine_is_forgotten_beyond_a_number(
+    clients: Clients, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may take a new name each time."""
+    monkeypatch.setattr("tinkerscript.server.clients.MAX_CLIENTS", 4)
+    for number in range(20):
+        break_down(clients, f"bad-{number}")
+        clock.now += QUARANTINE_S / 2
+    assert [*clients.quarantined()] == ["bad-19"]
+    assert sum(record.failures > 0 for record in map(clients.seen, (f"bad-{n}" for n in range(20)))) <= 5
 
 
 def test_no_client_is_to_blame_if_none_succeeds(clients: Clients) -> None:

@@ -67,3 +67,17 @@ def test_the_earliest_deadline_is_found_among_many(clocks: Clocks) -> None:
     assert clocks.leases.next_deadline() == 135.0
     early.claimants.append("d")
     assert clocks.leases.next_deadline() is None, "the entry is of the claim before"
+
+
+def test_a_short_lease_keeps_nobody_busy_while_a_call_is_in_flight(clocks: Clocks) -> None:
+    """A client chooses its lease: one of 10 ms would be renewed a hundred times a second."""
+    episode = clocks.claimed(0.01)
+    clocks.leases.begin_call(episode)
+    clocks.now += 0.02
+    assert clocks.leases.find_expired() is None
+    assert clocks.leases.next_deadline() == clocks.now + 1.0
+    clocks.leases.end_call(episode, 1)
+    clocks.now += 1.0
+    found = clocks.leases.find_expired()
+    assert found is not None
+    assert found[0] is episode

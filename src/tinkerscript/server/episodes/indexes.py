@@ -274,12 +274,17 @@ def _wake(client: _Waiting) -> None:
         client.set_result(None)
 
 
+CHECKED_S = 1.0
+"""A claim with a model call in flight is looked at no more often, however short its lease is."""
+
+
 class Leases:
     """The running claims by deadline. A lease expires `lease_s` after the last activity, and no later than
     `ends_at`.
 
-    Each running claim has exactly one heap entry, never later than its deadline. A running claim's deadline
-    only ever moves later, so an entry is corrected when it reaches the top: O(log n) amortized.
+    Each running claim has exactly one heap entry, never later than its deadline; after a call by `CHECKED_S`
+    at most. A running claim's deadline only ever moves later, so an entry is corrected when it reaches the
+    top: O(log n) amortized.
     """
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float], *, max_claim_s: float) -> None:
@@ -336,7 +341,7 @@ class Leases:
                 return episode, CLAIM_EXPIRED, f"the claim exceeded its limit of {self._max_claim_s:g} s"
             if not episode.calls_in_flight:
                 return episode, LEASE_EXPIRED, f"no activity for {episode.lease_s:g} s"
-            self.renew(episode)
+            episode.renewed_at = now + max(0.0, CHECKED_S - episode.lease_s)
         return None
 
     def left_s(self, episode: EpisodeRecord) -> float:
