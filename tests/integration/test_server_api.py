@@ -167,7 +167,7 @@ async def test_a_client_cannot_fail_in_the_servers_name(setup: Setup) -> None:
     """What a client calls cancelled would be taken for the trainer's own doing."""
     await setup.link.register(new_episodes("e"))
     claim = await setup.claim()
-    of_it = {"episode_uuid": claim.episode_uuid, "attempt": claim.attempt}
+    of_it: dict[str, Any] = {"episode_uuid": claim.episode_uuid, "attempt": claim.attempt}
     for kind in SERVER_KINDS:
         refused = await setup.post("/abort_episode", 422, **of_it, failure={"kind": kind})
         assert f"failure.kind: {kind!r} is the server's own" in refused["failure_reason"]

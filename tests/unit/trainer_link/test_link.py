@@ -479,8 +479,8 @@ async def test_a_request_that_cannot_be_carried_out_fails_alone(
             await link.fetch([99])
         assert server.drops("failed")
         with monkeypatch.context() as patch:
-            patch.setattr(EpisodeBook, "planned_groups", lambda book, step: [][step])
-            with pytest.raises(LinkError, match=r"Resume failed at the server: IndexError"):
+            patch.setattr(EpisodeBook, "planned_groups", None)
+            with pytest.raises(LinkError, match=r"Resume failed at the server: TypeError"):
                 await link.resume([])
         assert await link.tally() == Tally()
         assert (await link.resume([])).step == 0
