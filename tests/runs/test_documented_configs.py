@@ -23,7 +23,7 @@ from tinkerscript.config import RunConfig
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.learning_rates import resolved
+from tinkerscript.train.defaults import resolved
 
 ROOT = Path(__file__).parents[2]
 QWEN3 = {

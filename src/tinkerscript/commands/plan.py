@@ -18,7 +18,7 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import base_of_adapter, model_folder
 from tinkerscript.processes.launcher import Slot
 from tinkerscript.processes.planned import TRAINER_PROCESS, PlannedProcess, plan_of
-from tinkerscript.train.learning_rates import rates_of, resolved
+from tinkerscript.train.defaults import rates_of, resolved
 
 if TYPE_CHECKING:
     import torch

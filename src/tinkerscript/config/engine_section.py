@@ -51,8 +51,9 @@ class EngineConfig(Section):
     service_model: str = ""
     """With `tinker`: the model's name at the service. Empty: its only model."""
 
-    threads: int = Field(default=1, ge=1)
-    """Torch threads of the embedded engine. One is fastest for tiny models."""
+    threads: int = Field(default=0, ge=0)
+    """Torch threads of the embedded engine. 0: one for a small model, which is fastest so, else the cores
+    that the trainer may use; the config in the run folder has the number."""
 
     max_batch: int = Field(default=128, ge=1)
     """Maximum number of sequences decoded together."""

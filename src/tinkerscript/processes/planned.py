@@ -184,7 +184,7 @@ def _logging(format: LogFormat) -> dict[str, str]:
 def _trainer(config: RunConfig) -> list[PlannedProcess]:
     """The trainer, and the ranks above it."""
     engine = config.engine
-    room = Room(cpus=engine.threads, gpus=int(engine.device.startswith("cuda")))
+    room = Room(cpus=max(1, engine.threads), gpus=int(engine.device.startswith("cuda")))
     after = (SERVER_PROCESS,) if config.enable_tinkerscript_mode and config.method == "grpo" else ()
     rank_0 = PlannedProcess(
         TRAINER_PROCESS, ("tinkerscript", "train", Slot.CONFIG), room=room, is_beside=True, after=after

@@ -34,7 +34,7 @@ from tinkerscript.train.backends.backend import (
     TrainingClient,
     optimizer_step,
 )
-from tinkerscript.train.learning_rates import learning_rate
+from tinkerscript.train.defaults import learning_rate
 from tinkerscript.train.off_policy import AcceptedGroup, ReplayBuffer
 from tinkerscript.train.token_advantages import Distillation, KLPenalty, ReferenceLogprobs, correct
 from tinkerscript.trainer_link.messages import EpisodeAccepted

@@ -50,10 +50,10 @@ from tinkerscript.sampler import ProgressCallback, SampleFunction, SampleRequest
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends import backend_named
 from tinkerscript.train.backends.backend import FrozenModel, Publisher, TrainerBackend
+from tinkerscript.train.defaults import resolved
 from tinkerscript.train.episode_source import EpisodeSource
 from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.learner import Learner, check_loss, wide_clip
-from tinkerscript.train.learning_rates import resolved
 from tinkerscript.train.loop import TrainingLoop
 from tinkerscript.train.open_run import OpenRun, begin_run, logged, open_page
 from tinkerscript.train.policy import Policy

@@ -38,7 +38,7 @@ from tinkerscript.train.backends.backend import (
 )
 from tinkerscript.train.chats import Chats, load_chats, trained_weight
 from tinkerscript.train.checkpoints import try_to_save
-from tinkerscript.train.learning_rates import learning_rate, resolved
+from tinkerscript.train.defaults import learning_rate, resolved
 from tinkerscript.train.open_run import OpenRun, begin_run, logged, open_page
 from tinkerscript.train.run_folder import FINAL_CHECKPOINT, RunFolder
 from tinkerscript.train.step_rows import chat_rows, keeps_tokens, metric_rows

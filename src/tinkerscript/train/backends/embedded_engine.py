@@ -106,7 +106,7 @@ class EmbeddedBackend(TrainerBackend):
             model_folder(config.model, weights=True, note=note),
             checkpoint_dir=checkpoint_dir,
             seed=seed,
-            threads=config.threads,
+            threads=config.threads or 1,
             max_batch=config.max_batch,
             device=config.device,
             dtype=config.dtype,

@@ -1,4 +1,4 @@
-"""Which learning rate is usual for what a run trains, and above which one it ruins the model.
+"""What a run takes where its config leaves the choice: the usual learning rate for what trains, and threads.
 
 Invariant: it reads a model's config.json alone, so that a plan and a run that has not begun can say it.
 """
@@ -6,6 +6,7 @@ Invariant: it reads a model's config.json alone, so that a plan and a run that h
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +31,16 @@ class Rates:
     """A higher one is too high by all experience."""
 
 
-ADAPTER = Rates("a LoRA adapter", 1e-4, 2e-3)
-"""tinker_cookbook's recipes have 4e-5 for reinforcement learning and 1e-4 to 2e-4 for supervised training;
-its `get_lr` gives adapters ten times the rate of all weights."""
+ADAPTER_RATE, ADAPTER_RATE_SFT, ADAPTER_WIDTH = 4e-5, 2.9e-4, 4096
+"""tinker_cookbook's rate for reinforcement learning with Llama 3.1 8B, and the one of its `get_lr` for
+supervised training: they are for models of this width."""
+
+ADAPTER_EXPONENT = 0.78
+"""A narrower model takes a higher rate, by this power of the width: "LoRA Without Regret" (Schulman et al.
+2025) found 0.775 for Qwen's models and 0.781 for Llama's."""
+
+TOO_HIGH = 20
+"""Times the usual rate of an adapter: more is too much by all experience."""
 
 SMALL_MODEL = Rates("all weights of a small model", 1e-4, 5e-3)
 
@@ -46,31 +54,44 @@ ALL_WEIGHTS_SFT = Rates("all weights, supervised", 1e-5, 2e-4)
 def rates_of(config: RunConfig, model: Path) -> Rates:
     """The rates for what the run trains. `model`: its folder."""
     if config.engine.backend == "tinker" or config.engine.lora.rank:
-        return ADAPTER
-    settings = ((base_of_adapter(model) or model) / "config.json").read_text(encoding="utf-8")
-    if parameters_of(json.loads(settings)) <= SMALL:
+        at_width = ADAPTER_RATE_SFT if config.method == "sft" else ADAPTER_RATE
+        width = _figure(_model_config(model), *_WIDTH, unknown=ADAPTER_WIDTH)
+        usual = float(f"{at_width * (ADAPTER_WIDTH / width) ** ADAPTER_EXPONENT:.1e}")
+        return Rates("a LoRA adapter", usual, TOO_HIGH * usual)
+    if parameters_of(_model_config(model)) <= SMALL:
         return SMALL_MODEL
     return ALL_WEIGHTS_SFT if config.method == "sft" else ALL_WEIGHTS
 
 
 def parameters_of(model: dict[str, Any]) -> float:
     """About how many parameters a decoder of this config.json has; infinite where it does not say."""
+    width = _figure(model, *_WIDTH)
+    layers = _figure(model, "num_hidden_layers", "n_layer", "n_layers")
+    return 12 * layers * width**2 + _figure(model, "vocab_size") * width
+
+
+_WIDTH = ("hidden_size", "n_embd", "d_model")
+
+
+def _figure(model: dict[str, Any], *names: str, unknown: float = float("inf")) -> float:
     model = model | model.get("text_config", {})
+    return next((float(model[name]) for name in names if model.get(name)), unknown)
 
-    def named(*names: str) -> float:
-        return next((float(model[name]) for name in names if model.get(name)), float("inf"))
 
-    width = named("hidden_size", "n_embd", "d_model")
-    layers = named("num_hidden_layers", "n_layer", "n_layers")
-    return 12 * layers * width**2 + named("vocab_size") * width
+def _model_config(model: Path) -> dict[str, Any]:
+    return json.loads(((base_of_adapter(model) or model) / "config.json").read_text(encoding="utf-8"))
 
 
 def resolved(config: RunConfig, model: Path) -> tuple[RunConfig, list[str]]:
-    """The config with the usual rate where it has none, and what to say of its rates before the run begins.
+    """The config with the usual rate and threads where it has none, and what to say of its rates before the
+    run begins.
 
     `model`: the folder of the model that trains.
     """
     rates = rates_of(config, model)
+    if not config.engine.threads:
+        engine = config.engine.model_copy(update={"threads": usual_threads(config, model)})
+        config = config.model_copy(update={"engine": engine})
     if not config.training.learning_rate:
         training = config.training.model_copy(update={"learning_rate": rates.usual})
         config = config.model_copy(update={"training": training})
@@ -78,6 +99,15 @@ def resolved(config: RunConfig, model: Path) -> tuple[RunConfig, list[str]]:
     else:
         chosen = []
     return config, [*chosen, *_too_high(config, rates)]
+
+
+def usual_threads(config: RunConfig, model: Path) -> int:
+    """One for a small model, whose matrices are too small to share, and for an engine that computes
+    elsewhere; else a device's share of the cores that this process may use."""
+    if config.engine.backend == "tinker" or parameters_of(_model_config(model)) <= SMALL:
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // config.engine.devices)
 
 
 def _too_high(config: RunConfig, rates: Rates) -> Iterator[str]:
@@ -102,7 +132,7 @@ def learning_rate(config: TrainingConfig, step: int, *, steps: int) -> float:
     schedule over the remaining steps, never below a tenth of the full rate. Steps past the end
     keep the last rate.
     """
-    assert config.learning_rate, "a run replaces 0 before it begins (learning_rates.resolved)"
+    assert config.learning_rate, "a run replaces 0 before it begins (defaults.resolved)"
     warmup = config.warmup_steps
     if step <= warmup:
         return config.learning_rate * step / (warmup + 1)

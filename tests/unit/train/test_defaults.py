@@ -1,4 +1,4 @@
-"""Which learning rate a config without one has, and which one is called too high."""
+"""Which learning rate and threads a config without them has, and which rate is called too high."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tinkerscript.commands.plan import plan
 from tinkerscript.config import RunConfig
 from tinkerscript.model_folder import TINY_MODEL
-from tinkerscript.train.learning_rates import parameters_of, resolved
+from tinkerscript.train.defaults import parameters_of, resolved
 
 SMOLLM2 = {
     **{"model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536},
@@ -29,7 +29,7 @@ def large(tmp_path: Path) -> str:
 
 
 def made(model: str, **more: Any) -> RunConfig:
-    engine = {"model": model} | more.pop("engine", {})
+    engine = {"model": model, "threads": 1} | more.pop("engine", {})
     return RunConfig.model_validate({"engine": engine, **more})
 
 
@@ -43,7 +43,7 @@ def test_an_unset_rate_goes_by_what_trains(large: str) -> None:
         "service": resolved(made(large, engine={"backend": "tinker"}), Path(large)),
     }
     assert {name: config.training.learning_rate for name, (config, _) in rates.items()} == {
-        **{"small": 1e-4, "all": 1e-6, "lora": 1e-4, "sft": 1e-5, "service": 1e-4}
+        **{"small": 1e-4, "all": 1e-6, "lora": 1.8e-4, "sft": 1e-5, "service": 1.8e-4}
     }
     assert rates["all"][1] == ["training.learning_rate: 1e-06, the usual one for all weights"]
 
@@ -59,6 +59,26 @@ def test_a_rate_that_ruins_what_trains_is_said_before_the_run(
     assert any(warning in line for line in plan(config))
     fine = made(large, engine=engine, training={"learning_rate": rate / 100})
     assert resolved(fine, Path(large)) == (fine, [])
+
+
+@pytest.mark.parametrize(("width", "rate"), [(4096, 4e-5), (576, 1.8e-4), (8192, 2.3e-5)])
+def test_an_adapter_of_a_wider_model_takes_smaller_steps(large: str, width: int, rate: float) -> None:
+    (Path(large) / "config.json").write_text(json.dumps(SMOLLM2 | {"hidden_size": width}))
+    config, _ = resolved(made(large, engine={"lora": {"rank": 8}}), Path(large))
+    assert config.training.learning_rate == pytest.approx(rate)
+
+
+def test_a_large_model_has_the_cores_and_a_small_one_has_one(
+    large: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(6))
+
+    def threads(model: str, **engine: Any) -> int:
+        folder = TINY_MODEL if model == "tiny" else Path(model)
+        return resolved(made(model, engine={"threads": 0, **engine}), folder)[0].engine.threads
+
+    assert (threads("tiny"), threads(large), threads(large, devices=2)) == (1, 6, 3)
+    assert (threads(large, threads=2), threads(large, backend="tinker")) == (2, 1)
 
 
 def test_a_role_that_trains_has_a_rate_of_its_own(large: str) -> None:
