@@ -550,6 +550,18 @@ async def too_large_pool(holder: Holder) -> httpx.Response:
     return await holder.post("/register_episode", sample | {"episode_uuid": f"{pool}-more"})
 
 
+async def too_large_pools(holder: Holder) -> httpx.Response:
+    """The last sum that is driven: nobody else can register more."""
+    sample: Body = {"episode_type": "eval", "payload": {"a": "x" * (LIMITS["payload"] - 9)}}
+    for _ in range(LIMITS["memory of all pools"] // LIMITS["payloads of the pool"] + 1):
+        pool = holder.fresh()
+        ours = sample | {"episode_uuid": pool, "client_uuid": pool, "copies": 60}
+        reply = await holder.post("/register_episode", ours, timeout=120)
+        if reply.status_code != 200:
+            return reply
+    raise AssertionError("it takes pools without end")
+
+
 async def _as_bounded(holder: Holder, path: str, body: Body) -> httpx.Response:
     return await holder.post(path, body, key=TOKENS["BOUNDED_TOKEN"])
 
@@ -575,9 +587,10 @@ SUMS: dict[str, Callable[[Holder], Awaitable[httpx.Response]]] = {
     "payloads of the pool": too_large_pool,
     "calls at once": too_many_at_once,
     "recorded bytes": too_many_bytes,
+    "memory of all pools": too_large_pools,
 }
 
-SLOW = ("failed calls", "payloads of the pool", "calls at once", "recorded bytes")
+SLOW = ("failed calls", "payloads of the pool", "calls at once", "recorded bytes", "memory of all pools")
 """Those that take many seconds."""
 
 

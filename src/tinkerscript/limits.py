@@ -186,6 +186,11 @@ PAYLOAD_DEPTH = _bound("payload nested", 64, "levels", 422, _SAMPLE)
 PAYLOAD_BYTES = _bound("payload", 2**22, "bytes as JSON", 422, _SAMPLE)
 POOL_BYTES = _bound("payloads of the pool", 2**28, "bytes as JSON", 429, "client's own pool")
 POOL_EPISODES = _bound("episodes of the pool", 20_000, "unfinished episodes", 429, "client's own pool")
+ALL_POOLS_BYTES = _bound("memory of all pools", 2**30, "bytes", 429, "server")
+
+EPISODE_BYTES = 2**12
+"""What an unfinished episode takes of `ALL_POOLS_BYTES` besides its payload. With the shared token, a client
+may name any number of pools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +204,7 @@ class Totals:
     """Of a client."""
 
     pool_episodes: int = POOL_EPISODES.limit
+    all_pools_bytes: int = ALL_POOLS_BYTES.limit
 
 
 # What is cut, or left out, and not refused

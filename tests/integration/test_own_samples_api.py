@@ -12,7 +12,7 @@ import pytest
 from interchange_helpers import collect, new_episodes
 from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
-from tinkerscript.limits import Totals
+from tinkerscript.limits import EPISODE_BYTES, Totals
 from tinkerscript.protocol import NO_EPISODES
 from tinkerscript.server import interchange
 from tinkerscript.trainer_link.messages import BatchProgress, EpisodeAccepted, NewEpisode
@@ -55,6 +55,18 @@ async def test_many_are_registered_at_once_each_by_itself(tmp_path: Path, byte_m
         assert full["retry_after_s"] > 0
         malformed = await setup.post("/register_episodes", 422, episodes=[sample("x", episode_uuid="")])
         assert "episodes.0.episode_uuid" in malformed["failure_reason"]
+
+
+async def test_names_of_pools_are_free_and_their_memory_is_not(tmp_path: Path, byte_model: Path) -> None:
+    room = Totals(all_pools_bytes=2 * (EPISODE_BYTES + 100))
+    async with serving(tmp_path, byte_model, environ=TOKENS, totals=room) as setup:
+        setup.http.headers["Authorization"] = f"Bearer {TOKENS[CLIENT_TOKEN]}"
+        for name in ("one", "two"):
+            await setup.post("/register_episode", **sample(name, client_uuid=name))
+        refused = await setup.post("/register_episode", 429, **sample("three", client_uuid="three"))
+        assert "the memory of all pools of clients" in refused["failure_reason"]
+        await setup.post("/register_episode", **sample("one", client_uuid="one"))
+        await setup.link.register(new_episodes("the trainer's"))
 
 
 async def test_the_copies_of_a_sample_are_registered_together_or_not_at_all(

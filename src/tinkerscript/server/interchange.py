@@ -21,7 +21,7 @@ from typing import Any
 from tinkerscript.errors import NotTheOwnerError, QuotaError, UnauthorizedError
 from tinkerscript.ledger import Ledger
 from tinkerscript.ledger.rows import AttemptRow, EpisodeRow
-from tinkerscript.limits import CLAIMED_BYTES, POOL_BYTES, Totals
+from tinkerscript.limits import CLAIMED_BYTES, EPISODE_BYTES, POOL_BYTES, Totals
 from tinkerscript.logs import about
 from tinkerscript.protocol import (
     NO_EPISODES,
@@ -499,6 +499,12 @@ class Interchange:
             raise QuotaError(
                 f"the payloads of the pool {new.pool!r} have {POOL_BYTES.limit} bytes at most; register more "
                 "when some are over"
+            )
+        more, limit = number * (len(new.payload) + EPISODE_BYTES), self._totals.all_pools_bytes
+        if self.book.counts.clients_bytes + more > limit:
+            raise QuotaError(
+                f"the memory of all pools of clients is {limit} bytes at most; register more when some of "
+                "their episodes are over"
             )
 
     # The engine

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from tinkerscript.limits import EPISODE_BYTES
 from tinkerscript.protocol import TRAINER_POOL, ClaimType, EpisodeCounts, EpisodeType
 from tinkerscript.server.episodes.record import (
     CLAIM_EXPIRED,
@@ -376,6 +377,9 @@ class StateCounts:
         self._payloads: dict[str, int] = {}
         """Pool -> bytes of the payloads of its unfinished episodes."""
 
+        self.clients_bytes = 0
+        """What all unfinished episodes of clients' pools take of `limits.ALL_POOLS_BYTES`."""
+
         self._failures: dict[EpisodeType, int] = dict.fromkeys(EPISODE_TYPES, 0)
 
     def count(self, episode: EpisodeRecord, step: int) -> None:
@@ -400,11 +404,15 @@ class StateCounts:
         """The episode is not consumed yet."""
         self._unfinished[episode.pool] = self._unfinished.get(episode.pool, 0) + 1
         self._payloads[episode.pool] = self._payloads.get(episode.pool, 0) + len(episode.payload)
+        if episode.pool != TRAINER_POOL:
+            self.clients_bytes += len(episode.payload) + EPISODE_BYTES
 
     def finished(self, episode: EpisodeRecord) -> None:
         """The episode is consumed; its payload is still there."""
         left = self._unfinished[episode.pool] - 1
         self._payloads[episode.pool] -= len(episode.payload)
+        if episode.pool != TRAINER_POOL:
+            self.clients_bytes -= len(episode.payload) + EPISODE_BYTES
         if left:
             self._unfinished[episode.pool] = left
         else:
