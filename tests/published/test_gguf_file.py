@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from tinkerscript.engine import gguf_file
+from tinkerscript import gguf_file
 from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import model_folder, pinned_model
 

@@ -622,7 +622,7 @@ def test_a_run_of_another_version_hides_no_other(tmp_path: Path) -> None:
         runs.ledger_of("of bad")
     with pytest.raises(NotRecordedError, match="no run 'nope' here; there are bad, good, odd, old"):
         runs.ledger("nope")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="file is not a database"):
         runs.ledger("bad")
     with pytest.raises(ConfigError, match="has version 1, and this tinkerscript reads 2"):
         runs.ledger("old")
