@@ -140,7 +140,7 @@ def _memory(config: RunConfig, samples: Callable[[], TaskSamples]) -> list[str]:
             f"microbatch of {work.tokens:,} tokens{whole}",
         ),
     ]
-    wanted = config.sampling.max_tokens
+    wanted = config.sampling.reply_tokens
     if work.rows and work.length < prompt + wanted:
         text = f"{wanted:,} do not fit the context of {work.length:,} behind a prompt of {prompt:,}"
         lines.append(_line("sampling.max_tokens", f"{text}: a reply without an end fills it"))
@@ -222,7 +222,7 @@ def _formula(config: RunConfig, prompt: int) -> tuple[Memory, Workload]:
     engine, lora, training = config.engine, config.engine.lora, config.training
     model = AutoConfig.from_pretrained(model_folder(engine.model), local_files_only=True)
     device = torch.device(engine.device)
-    length = min(prompt + config.sampling.max_tokens, exact_context(model))
+    length = min(prompt + config.sampling.reply_tokens, exact_context(model))
     tokens = tokens_of_microbatch(device)
     if config.method != "sft":
         tokens = max(length, min(tokens, training.groups_per_step * training.group_size * length))

@@ -11,6 +11,9 @@ from pydantic import (
 
 from tinkerscript.config.section import Section
 
+REPLY_TOKENS = 512
+"""What most chat models end a reply within."""
+
 
 class SamplingConfig(Section):
     temperature: float = Field(default=1.0, ge=0)
@@ -22,8 +25,14 @@ class SamplingConfig(Section):
     or the run's. `run` also turns off the top-p, top-k, min-p and repetition penalty of programs, and leaves
     their `max_tokens`."""
 
-    max_tokens: int = Field(default=64, ge=1)
-    """Maximum number of tokens per model call if the program does not set a limit."""
+    max_tokens: int = Field(default=0, ge=0)
+    """Maximum number of tokens per model call if the program does not set a limit. 0: 512, or half of a
+    shorter context; 64 for a small model."""
+
+    @property
+    def reply_tokens(self) -> int:
+        """`max_tokens`, also where no run has chosen it yet."""
+        return self.max_tokens or REPLY_TOKENS
 
 
 class RolloutCorrectionConfig(Section):

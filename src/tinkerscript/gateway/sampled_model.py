@@ -144,7 +144,7 @@ class SampledModel(NamedModel):
     def _requests(self, prepared: PreparedRequest) -> list[SampleRequest]:
         """One request per prompt, with the config's values for what the caller did not set."""
         call, renderer = prepared.call, self._renderer
-        max_tokens = self._sampling.max_tokens if call.max_tokens is None else call.max_tokens
+        max_tokens = self._sampling.reply_tokens if call.max_tokens is None else call.max_tokens
         if call.logprobs:
             each = min(max_tokens, renderer.max_context) * (1 + call.top_logprobs)
             LOGPROBS.check(call.n * len(prepared.turns) * each)

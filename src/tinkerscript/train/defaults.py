@@ -1,4 +1,5 @@
-"""What a run takes where its config leaves the choice: the usual learning rate for what trains, and threads.
+"""What a run takes where its config leaves the choice: the usual learning rate for what trains, threads, and
+the length of a reply.
 
 Invariant: it reads a model's config.json alone, so that a plan and a run that has not begun can say it.
 """
@@ -15,7 +16,7 @@ from typing import Any
 from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
 
 from tinkerscript.config import RunConfig, TrainingConfig
-from tinkerscript.model_folder import base_of_adapter
+from tinkerscript.model_folder import base_of_adapter, context_of
 
 SMALL = 20_000_000
 """Parameters up to which a model is small: it takes rates that ruin a larger one in a few steps."""
@@ -58,7 +59,7 @@ def rates_of(config: RunConfig, model: Path) -> Rates:
         width = _figure(_model_config(model), *_WIDTH, unknown=ADAPTER_WIDTH)
         usual = float(f"{at_width * (ADAPTER_WIDTH / width) ** ADAPTER_EXPONENT:.1e}")
         return Rates("a LoRA adapter", usual, TOO_HIGH * usual)
-    if parameters_of(_model_config(model)) <= SMALL:
+    if _is_small(model):
         return SMALL_MODEL
     return ALL_WEIGHTS_SFT if config.method == "sft" else ALL_WEIGHTS
 
@@ -78,17 +79,25 @@ def _figure(model: dict[str, Any], *names: str, unknown: float = float("inf")) -
     return next((float(model[name]) for name in names if model.get(name)), unknown)
 
 
+def _is_small(model: Path) -> bool:
+    return parameters_of(_model_config(model)) <= SMALL
+
+
 def _model_config(model: Path) -> dict[str, Any]:
     return json.loads(((base_of_adapter(model) or model) / "config.json").read_text(encoding="utf-8"))
 
 
 def resolved(config: RunConfig, model: Path) -> tuple[RunConfig, list[str]]:
-    """The config with the usual rate and threads where it has none, and what to say of its rates before the
-    run begins.
+    """The config with the usual rate, threads and length of replies where it has none, and what to say of its
+    rates before the run begins.
 
     `model`: the folder of the model that trains.
     """
     rates = rates_of(config, model)
+    if not config.sampling.max_tokens:
+        limit = 64 if _is_small(model) else min(config.sampling.reply_tokens, context_of(model) // 2)
+        sampling = config.sampling.model_copy(update={"max_tokens": limit})
+        config = config.model_copy(update={"sampling": sampling})
     if not config.engine.threads:
         engine = config.engine.model_copy(update={"threads": usual_threads(config, model)})
         config = config.model_copy(update={"engine": engine})
@@ -104,7 +113,7 @@ def resolved(config: RunConfig, model: Path) -> tuple[RunConfig, list[str]]:
 def usual_threads(config: RunConfig, model: Path) -> int:
     """One for a small model, whose matrices are too small to share, and for an engine that computes
     elsewhere; else a device's share of the cores that this process may use."""
-    if config.engine.backend == "tinker" or parameters_of(_model_config(model)) <= SMALL:
+    if config.engine.backend == "tinker" or _is_small(model):
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // config.engine.devices)

@@ -30,7 +30,7 @@ def large(tmp_path: Path) -> str:
 
 def made(model: str, **more: Any) -> RunConfig:
     engine = {"model": model, "threads": 1} | more.pop("engine", {})
-    return RunConfig.model_validate({"engine": engine, **more})
+    return RunConfig.model_validate({"engine": engine, "sampling": {"max_tokens": 8}, **more})
 
 
 def test_an_unset_rate_goes_by_what_trains(large: str) -> None:
@@ -79,6 +79,15 @@ def test_a_large_model_has_the_cores_and_a_small_one_has_one(
 
     assert (threads("tiny"), threads(large), threads(large, devices=2)) == (1, 6, 3)
     assert (threads(large, threads=2), threads(large, backend="tinker")) == (2, 1)
+
+
+@pytest.mark.parametrize(("context", "tokens"), [(8192, 512), (600, 300)])
+def test_a_reply_has_room_to_end(large: str, context: int, tokens: int) -> None:
+    (Path(large) / "config.json").write_text(json.dumps(SMOLLM2 | {"max_position_embeddings": context}))
+    unset = {"sampling": {}}
+    assert resolved(made(large, **unset), Path(large))[0].sampling.max_tokens == tokens
+    assert resolved(made("tiny", **unset), TINY_MODEL)[0].sampling.max_tokens == 64
+    assert resolved(made(large, sampling={"max_tokens": 9}), Path(large))[0].sampling.max_tokens == 9
 
 
 def test_a_role_that_trains_has_a_rate_of_its_own(large: str) -> None:
