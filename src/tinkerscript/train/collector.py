@@ -34,7 +34,7 @@ from tinkerscript.trainer_link.messages import (
 BatchRule = Literal["groups", "differing_groups"]
 
 
-GATHERED_BYTES = 2**30
+INCOMPLETE_BYTES = 2**30
 """Of outcomes in clients' groups that are incomplete. Beyond it the oldest group is given up: a client may
 register groups that never fill."""
 
@@ -314,7 +314,7 @@ class Collector:
             self._ready.append(self._gathering.pop(outcome.group_id))
             if self._current is not None:
                 self._tell(self._current, at_once=True)
-        while self._gathered.total() > GATHERED_BYTES:
+        while self._gathered.total() > INCOMPLETE_BYTES:
             self._give_up_oldest()
 
     def _give_up_oldest(self) -> None:

@@ -178,7 +178,7 @@ async def test_clients_groups_that_never_fill_are_given_up_oldest_first(
 ) -> None:
     """A client may hold what the trainer would keep for it for ever."""
     one = accepted("a", group="A", pool="w", sequence=1)
-    monkeypatch.setattr("tinkerscript.train.collector.GATHERED_BYTES", 3 * len(msgspec.msgpack.encode(one)))
+    monkeypatch.setattr("tinkerscript.train.collector.INCOMPLETE_BYTES", 3 * len(msgspec.msgpack.encode(one)))
     async with collecting() as (collector, source):
         names = [("a", "A"), ("b", "B"), ("c", "C"), ("d", "D"), ("cc", "C")]
         for sequence, (uuid, group) in enumerate(names, start=1):
