@@ -11,10 +11,6 @@ from pydantic import (
 
 from tinkerscript.config.section import Section
 
-REPLY_TOKENS = 512
-"""What most chat models end a reply within."""
-
-
 class SamplingConfig(Section):
     temperature: float = Field(default=1.0, ge=0)
     """Temperature if the program does not set one. Each token trains at the temperature that it was sampled
@@ -32,7 +28,7 @@ class SamplingConfig(Section):
     @property
     def reply_tokens(self) -> int:
         """`max_tokens`, also where no run has chosen it yet."""
-        return self.max_tokens or REPLY_TOKENS
+        return self.max_tokens or 512
 
 
 class RolloutCorrectionConfig(Section):
