@@ -11,6 +11,7 @@ from pydantic import (
 
 from tinkerscript.config.section import Section
 
+
 class SamplingConfig(Section):
     temperature: float = Field(default=1.0, ge=0)
     """Temperature if the program does not set one. Each token trains at the temperature that it was sampled
