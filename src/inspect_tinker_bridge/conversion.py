@@ -102,6 +102,7 @@ _INSPECTS_OWN = {
     "system_message",
     "max_tool_output",
     "internal_tools",
+    "extra_headers",
 }
 """GenerateConfig fields that Inspect applies itself or that configure its own connections."""
 
