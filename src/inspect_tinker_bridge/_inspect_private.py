@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +36,13 @@ from inspect_ai.util import (
     _display,  # pyright: ignore[reportPrivateUsage]
 )
 from inspect_ai.util._sandbox import context as sandbox_context
-from inspect_ai.util._sandbox.registry import registry_find_sandboxenv, registry_has_sandboxenv
+from inspect_ai.util._sandbox.docker import docker
+from inspect_ai.util._sandbox.docker.util import ComposeProject
+from inspect_ai.util._sandbox.registry import (
+    _SANDBOX_PACKAGES,  # pyright: ignore[reportPrivateUsage]
+    registry_find_sandboxenv,
+    registry_has_sandboxenv,
+)
 
 _LOGGERS = ("", "httpx", "httpx2")
 """Loggers outside Inspect whose level (and handlers, for the root) its first eval changes."""
@@ -98,6 +104,11 @@ def sandbox_provider_names() -> list[str]:
     return sorted({registry_info(provider).name.rpartition("/")[2] for provider in found})
 
 
+def sandbox_package(name: str) -> str | None:
+    """The package that has the provider of this name, as far as Inspect knows."""
+    return _SANDBOX_PACKAGES.get(name)
+
+
 async def sandbox_files(files: dict[str, str]) -> dict[str, bytes]:
     """Read a sample's files, given as text, paths, folders, data URLs or http URLs."""
     return {path: await read_sandboxenv_file(text) for path, text in resolve_sample_files(files).items()}
@@ -144,6 +155,34 @@ def current_sandboxes(environments: dict[str, SandboxEnvironment]) -> Generator[
         sandbox_context.sandbox_environments_context_var.reset(tokens[0])
         sandbox_context.sandbox_default_context_var.reset(tokens[1])
         sandbox_context.sandbox_with_environments_context_var.reset(tokens[2])
+
+
+def tell_docker_projects(tell: Callable[[str], None]) -> None:
+    """From now on, call `tell` with the name of each Compose project before it starts.
+
+    Private because there is no public hook, and only Inspect knows the names that it makes up.
+    """
+    own = docker.project_startup  # pyright: ignore[reportPrivateImportUsage]
+
+    def startup(project: ComposeProject) -> None:
+        tell(project.name)
+        own(project)
+
+    docker.project_startup = startup  # pyright: ignore[reportPrivateImportUsage]
+
+
+async def dead_container() -> str:
+    """What the engine says where the current sample's container is gone; empty if it runs, or there is none.
+
+    Private because a command's result does not tell: where the engine does not answer, Inspect returns a
+    command that has failed. The public `sandbox()` would note the command in the sample's record.
+    """
+    environments = sandbox_context.sandbox_environments_context_var.get(None) or {}
+    for environment in environments.values():
+        with suppress(TypeError):
+            run = await environment.as_type(docker.DockerSandboxEnvironment).exec(["true"])
+            return "" if run.success else run.stderr.strip() or f"exit status {run.returncode}"
+    return ""
 
 
 def mark_choices(state: TaskState) -> None:

@@ -43,6 +43,7 @@ from inspect_tinker_bridge.errors import (
     EpisodeAbandonedError,
     EpisodeError,
     RunnerError,
+    SandboxError,
     SelfGradingError,
 )
 
@@ -316,7 +317,10 @@ def reportable(error: BaseException) -> BaseException:
 
 
 def cancellable(scorer: Scorer, episodes: Episodes) -> Scorer:
-    """Wrap a scorer so that it ends when its episode is abandoned; Inspect would end only the solver."""
+    """Wrap a scorer so that it ends when its episode is abandoned; Inspect would end only the solver.
+
+    A score is none where the sample's container is gone: commands failed that had nothing wrong with them.
+    """
 
     @functools.wraps(scorer)  # keeps its registration, which is in its attributes
     async def score(state: TaskState, target: Target) -> Score | None:
@@ -326,7 +330,10 @@ def cancellable(scorer: Scorer, episodes: Episodes) -> Scorer:
         with CancelScope() as scope:
             episode.scoring.add(scope)
             try:
-                return await scorer(state, target)
+                scored = await scorer(state, target)
+                if gone := await _inspect_private.dead_container():
+                    raise SandboxError(f"the sandbox's container was lost during the episode: {gone}")
+                return scored
             except BaseException as error:
                 if isinstance(told := reportable(error), Exception):
                     episode.scorer_error = told

@@ -38,9 +38,12 @@ from inspect_tinker_bridge.episodes import (
     policy_model,
     role_model,
 )
-from inspect_tinker_bridge.errors import EpisodeAbandonedError, InvalidTaskError, RunnerError
+from inspect_tinker_bridge.errors import EpisodeAbandonedError, InvalidTaskError, RunnerError, SandboxError
 from inspect_tinker_bridge.sandbox import SandboxConfig, check_provider
 from inspect_tinker_bridge.tasks import AgentOptions, InspectTaskInfo, with_agent
+
+_BACK_WITHIN_S = 60.0
+"""How long Docker's engine may be away between two episodes."""
 
 
 @dataclass(frozen=True)
@@ -214,13 +217,26 @@ class TaskRunner:
                 raise self._error(entry) from self._cause
 
     async def _check_sandbox(self, entry: _TaskEntry, sample: Sample) -> None:
-        """Check up front: one missing provider would end the task, and its other episodes with it."""
+        """Check up front: one missing provider would end the task, and its other episodes with it.
+
+        Docker's engine may be away later, and is waited for: it may be starting again.
+        """
         override = entry.options.sandbox
         own = entry.info.task.sandbox or sample.sandbox
         name = override.sandbox_type if override else own.type if own else None
-        if name is not None and name not in self._checked_sandboxes:
-            await asyncio.to_thread(check_provider, name)
-            self._checked_sandboxes.add(name)
+        was_there = name in self._checked_sandboxes
+        if name is None or (was_there and name != "docker"):
+            return
+        until = asyncio.get_running_loop().time() + (_BACK_WITHIN_S if was_there else 0)
+        while True:
+            try:
+                await asyncio.to_thread(check_provider, name)
+                break
+            except SandboxError:
+                if asyncio.get_running_loop().time() >= until:
+                    raise
+                await asyncio.sleep(1.0)
+        self._checked_sandboxes.add(name)
 
     @property
     def _names(self) -> str:
@@ -270,6 +286,7 @@ class TaskRunner:
             acp_server=False,
             fail_on_error=False,
             max_samples=UNLIMITED,
+            max_sandboxes=UNLIMITED,
             max_connections=UNLIMITED,
         )
 

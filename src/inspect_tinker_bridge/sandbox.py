@@ -27,6 +27,7 @@ from inspect_ai.util import (
 )
 
 from inspect_tinker_bridge import _inspect_private
+from inspect_tinker_bridge.containers import remove_at_the_end
 from inspect_tinker_bridge.conversion import sample_of_row
 from inspect_tinker_bridge.errors import EnvironmentConfigError, SandboxError, require_counts
 
@@ -47,6 +48,8 @@ Sandboxes = Mapping[str, SandboxEnvironment]
 """One sample's sandboxes by name; the first is the default."""
 
 _DOCKER_TIMEOUT_S = 60.0
+
+_inspect_private.tell_docker_projects(remove_at_the_end)
 
 _T = TypeVar("_T")
 
@@ -126,9 +129,11 @@ def check_provider(sandbox_type: str) -> type[SandboxEnvironment]:
     provider = _inspect_private.sandbox_provider(sandbox_type)
     if provider is None:
         known = ", ".join(_inspect_private.sandbox_provider_names())
-        raise SandboxError(
-            f"no sandbox provider is called {sandbox_type!r}; known: {known}. Packages can provide others"
+        package = _inspect_private.sandbox_package(sandbox_type)
+        remedy = (
+            f"It comes with a package: pip install {package}" if package else "Packages can provide others"
         )
+        raise SandboxError(f"no sandbox provider is called {sandbox_type!r}; known: {known}. {remedy}")
     if sandbox_type == "docker":
         _check_docker()
     return provider

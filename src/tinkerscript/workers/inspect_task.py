@@ -29,6 +29,7 @@ from inspect_tinker_bridge import (
 )
 from inspect_tinker_bridge.conversion import ChatConverter, sample_summary, unapplied
 from inspect_tinker_bridge.records import pack_transcript
+from inspect_tinker_bridge.sandbox import check_provider
 from inspect_tinker_bridge.scoring import report_of
 from tinkerscript.errors import ClaimLostError, ConfigError, WorkerError
 from tinkerscript.protocol import WorkflowOutput
@@ -64,6 +65,11 @@ class InspectTask(Task):
         except BridgeError as error:
             raise ConfigError(str(error)) from error
 
+    @property
+    def sandbox_type(self) -> str | None:
+        """Of all its samples; None where they have none, or each its own."""
+        return self.options.sandbox.sandbox_type if self.options.sandbox else self.info.sandbox_type
+
     def samples(self, *, held_out: bool) -> list[dict[str, Any]]:
         return [sample_summary(sample) for sample in self.info.samples]
 
@@ -93,11 +99,13 @@ class InspectTask(Task):
     @asynccontextmanager
     async def resources(cls, tasks: Sequence[Any]) -> AsyncGenerator[None]:
         """One eval for all of them, since Inspect runs one per process. Raises WorkerError if it cannot
-        start."""
+        start, or a task's sandbox is not available here."""
         shared = _SharedEval(tasks)
         for task in tasks:
             task._eval = shared
         try:
+            for kind in {task.sandbox_type for task in tasks} - {None}:
+                await asyncio.to_thread(check_provider, kind)
             await shared.runner()
         except BridgeError as error:
             raise WorkerError(str(error)) from error

@@ -196,6 +196,7 @@ def test_a_tasks_sandboxes_are_checked_once_when_it_is_loaded(
     [
         (in_sandboxes(None, "no-such"), {}, "no sandbox provider is called 'no-such'; known: .*docker"),
         (in_sandboxes(None), {"sandbox_type": "no-such"}, "no sandbox provider is called 'no-such'"),
+        (in_sandboxes(None), {"sandbox_type": "k8s"}, "known: .* pip install inspect-k8s-sandbox"),
         (
             in_sandboxes(None, task_sandbox=("docker", "gone.yaml")),
             {},

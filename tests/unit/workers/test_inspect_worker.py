@@ -408,6 +408,13 @@ async def test_a_tasks_sandbox_can_be_replaced(server: Server, spec: str) -> Non
     assert words[-2:] == ["--sandbox", "docker:compose.yaml"]
 
 
+async def test_a_sandbox_that_is_not_installed_is_refused_before_the_first_episode(spec: str) -> None:
+    task = load_task(f"{spec}@boxed", {}, sandbox="k8s")
+    with pytest.raises(WorkerError, match="pip install inspect-k8s-sandbox"):
+        async with TaskRollout({f"{spec}@boxed": task}):
+            pass
+
+
 def test_a_response_schema_is_asked_for() -> None:
     schema = ResponseSchema(name="answer", json_schema=JSONSchema(type="object"))
     (name, asked) = sampling_fields(GenerateConfig(response_schema=schema)).popitem()
@@ -506,6 +513,10 @@ async def test_a_server_that_is_not_there_is_an_error_in_the_end(unused_tcp_port
         await endpoint.complete(f"http://127.0.0.1:{unused_tcp_port}/v1", "k", {"messages": []})
     await endpoint.aclose()
     assert 45 < sum(waits.seconds) <= 60, "a server that is restarted is not there for a while"
+
+
+def test_headers_that_a_bridged_agent_sends_are_its_connections_own() -> None:
+    assert sampling_fields(GenerateConfig(extra_headers={"Accept-Encoding": "identity"})) == {}
 
 
 def test_what_cannot_be_honoured_is_refused_by_name() -> None:

@@ -1,0 +1,107 @@
+"""Containers end with the process that started them, however it ends.
+
+Inspect removes a sample's containers with its episode, and those that are left with the eval; nobody does
+where the process is killed, or where the engine did not answer at that moment. So a process of its own, this
+file, is told the name of each Compose project before it starts. When its standard input closes, because the
+other process has ended, it removes what is left of these projects: containers, networks and volumes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_LABEL = "com.docker.compose.project"
+_KINDS = {
+    "container": (["ps", "--all"], "ID", ["rm", "--force", "--volumes"]),
+    "network": (["network", "ls"], "ID", ["network", "rm"]),
+    "volume": (["volume", "ls"], "Name", ["volume", "rm", "--force"]),
+}
+"""How each kind is listed, known and removed; networks and volumes go once no container uses them."""
+
+_PATIENCE_S = 60.0
+"""How long the engine may not answer, or not let go of something."""
+
+_sweeper: subprocess.Popen[bytes] | None = None
+
+
+def remove_at_the_end(project: str) -> None:
+    """Have what is left of a Compose project removed when this process has ended."""
+    global _sweeper
+    if _sweeper is None or _sweeper.poll() is not None:
+        _sweeper = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        atexit.register(_sweeper.communicate)
+    assert _sweeper.stdin is not None
+    _sweeper.stdin.write(f"{project}\n".encode())
+    _sweeper.stdin.flush()
+
+
+def _sweep(projects: set[str]) -> None:
+    """Remove until nothing is found, and nothing is at work that could make more."""
+    until = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < until:
+        ended = _end_commands(projects)
+        found = {kind: _found(kind, projects) for kind in _KINDS}
+        if not ended and all(names == [] for names in found.values()):
+            return
+        for kind, names in found.items():
+            if names:
+                _docker(*_KINDS[kind][2], *names)
+        time.sleep(0.5)  # For what the engine was asked before, or until it answers.
+
+
+def _end_commands(projects: set[str]) -> bool:
+    """End the commands of the projects that outlive who gave them, such as `docker compose up`."""
+    ended = False
+    for pid, words in _commands():
+        if "--project-name" in words and not projects.isdisjoint(words):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            ended = True
+    return ended
+
+
+def _commands() -> Iterator[tuple[int, list[str]]]:
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            yield int(entry.name), (entry / "cmdline").read_text(errors="replace").split("\0")
+        except OSError:
+            continue  # It ended meanwhile.
+
+
+def _found(kind: str, projects: set[str]) -> list[str] | None:
+    """What there is of a kind; None if the engine does not answer."""
+    listing, name, _ = _KINDS[kind]
+    shown = f'{{{{.{name}}}}} {{{{.Label "{_LABEL}"}}}}'
+    lines = _docker(*listing, "--filter", f"label={_LABEL}", "--format", shown)
+    if lines is None:
+        return None
+    return [known for known, _, project in (line.partition(" ") for line in lines) if project in projects]
+
+
+def _docker(*arguments: str) -> list[str] | None:
+    try:
+        done = subprocess.run(
+            ["docker", *arguments], capture_output=True, text=True, timeout=_PATIENCE_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.splitlines() if done.returncode == 0 else None
+
+
+if __name__ == "__main__":
+    _sweep({line.strip() for line in sys.stdin})
