@@ -34,8 +34,8 @@ INSTALL = $(BIN)/python dev/install.py
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help installed demo test check acceptance chaos vllm agents cluster environments tinker gpu bench docs clean \
-	chromium postgres nginx bubblewrap npm
+.PHONY: help installed demo test check acceptance chaos vllm agents docker cluster environments tinker gpu bench docs \
+	clean chromium postgres nginx bubblewrap npm
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -164,6 +164,9 @@ vllm: $(VLLM)/.installed  ## Replicas of vLLM (CPU build), and what may go wrong
 
 agents: $(VENV)/.installed $(AGENTS)/.installed bubblewrap  ## Claude Code, Codex, mini-swe-agent, opencode (npm, bubblewrap); LONG=1 plays each twenty times at once
 	$(BIN)/$(PYTEST) $(MARKED) tests/agents
+
+docker: $(VENV)/.installed bubblewrap  ## Inspect tasks in containers, and what is killed beside them (the engine that runs, or as root of a Debian one of its own, 500 MB; 4 min)
+	$(BIN)/$(PYTEST) tests/docker
 
 cluster: $(TESTS)/.installed postgres nginx $(if $(LONG),$(VLLM)/.installed)  ## Ray, PostgreSQL, fail-over, the examples for Slurm, Kubernetes, systemd, nginx; LONG=1 for rolling restarts and vLLM on Ray
 	CHAOS_EPISODES=100 CHAOS_WORKERS=4 CHAOS_KILLS=1 CHAOS_CLAIM_S=20 \
