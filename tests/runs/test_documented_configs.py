@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tinker
 import yaml
-from transformers import Qwen3Config
+from transformers import LlamaConfig, Qwen3Config
 
 from real_sized import real_sized
 from tinkerscript.config import RunConfig
@@ -37,7 +37,11 @@ QWEN3 = {
     "max_position_embeddings": 512,
     "eos_token_id": 761,
 }
-FAMILIES = {r"tiny|Qwen/Qwen3-.*": Qwen3Config(**QWEN3), r"models/.*|/models/.*": Qwen3Config(**QWEN3)}
+FAMILIES = {
+    r"tiny|Qwen/Qwen3-.*": Qwen3Config(**QWEN3),
+    r"models/.*|/models/.*": Qwen3Config(**QWEN3),
+    r".*/SmolLM2-.*": LlamaConfig(**QWEN3),
+}
 """Names of models in the docs -> a small config of their family. A folder there may be any."""
 
 LARGEST_LOGIT = 30.0

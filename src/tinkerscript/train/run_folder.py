@@ -60,6 +60,9 @@ class RunFolder:
         """
         self._tokenizer: Any = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.path = path or config.new_folder(now)
+        if not config.enable_tinkerscript_mode:
+            # Inspect, which runs in this process too, changes its working folder while it loads a task.
+            self.path = self.path.absolute()
         if path is None:
             check_unused(self.path)
         else:
