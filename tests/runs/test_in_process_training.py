@@ -287,3 +287,20 @@ async def test_tasks_share_a_run_by_weight_and_come_from_installed_packages(
     assert read is not None
     assert [message.role for message in read[0].messages] == ["user", "assistant"]
     assert any("eval/score/tasks.py@words" in line for line in lines)
+
+
+async def test_a_run_stays_in_its_folder_while_the_working_folder_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inspect changes it for the whole process while it loads a task."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    class Moving(QuietReporter):
+        def step(self, step: int, metrics: Mapping[str, float]) -> None:
+            monkeypatch.chdir(elsewhere)
+
+    given = config(tmp_path).model_copy(update={"experiment_dir": "run"})
+    await run_training(given, Moving())
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+    assert not (elsewhere / "run").exists()

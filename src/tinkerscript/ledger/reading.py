@@ -19,7 +19,7 @@ from tinkerscript.ledger.rows import LEDGER_VERSION, create_statements
 
 
 def explained(path: Path | None, error: sqlite3.Error | str) -> str:
-    """What SQLite says is wrong with a ledger, and what to do about it."""
+    """SQLite's error about a ledger, with the remedy if the file is damaged."""
     # The low byte is the kind of an error, what is above says more.
     code = sqlite3.SQLITE_CORRUPT if isinstance(error, str) else getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):

@@ -32,16 +32,18 @@ class Rates:
     """A higher one is too high by all experience."""
 
 
-ADAPTER_RATE, ADAPTER_RATE_SFT, ADAPTER_WIDTH = 4e-5, 2.9e-4, 4096
-"""tinker_cookbook's rate for reinforcement learning with Llama 3.1 8B, and the one of its `get_lr` for
-supervised training: they are for models of this width."""
+ADAPTER_RATE, ADAPTER_WIDTH = 5e-4, 2000
+"""The rate of tinker_cookbook's `get_lr` for supervised training, and the model's width that it is for."""
 
-ADAPTER_EXPONENT = 0.78
-"""A narrower model takes a higher rate, by this power of the width: "LoRA Without Regret" (Schulman et al.
-2025) found 0.775 for Qwen's models and 0.781 for Llama's."""
+ADAPTER_EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
+"""The power of the width by which a narrower model of a family takes a higher rate, as `get_lr` has it; other
+families are not calibrated, and take the same rate at any width."""
+
+SHARE_OF_RL = 0.14
+"""Of that rate in reinforcement learning: 4e-5, the cookbook's rate for Llama 3.1 8B, is that much of it."""
 
 TOO_HIGH = 20
-"""Times the usual rate of an adapter: more is too much by all experience."""
+"""The run warns of a rate that is more than this many times the usual one of an adapter."""
 
 SMALL_MODEL = Rates("all weights of a small model", 1e-4, 5e-3)
 
@@ -55,9 +57,12 @@ ALL_WEIGHTS_SFT = Rates("all weights, supervised", 1e-5, 2e-4)
 def rates_of(config: RunConfig, model: Path) -> Rates:
     """The rates for what the run trains. `model`: its folder."""
     if config.engine.backend == "tinker" or config.engine.lora.rank:
-        at_width = ADAPTER_RATE_SFT if config.method == "sft" else ADAPTER_RATE
-        width = _figure(_model_config(model), *_WIDTH, unknown=ADAPTER_WIDTH)
-        usual = float(f"{at_width * (ADAPTER_WIDTH / width) ** ADAPTER_EXPONENT:.1e}")
+        settings = _model_config(model)
+        width = _figure(settings, *_WIDTH, unknown=ADAPTER_WIDTH)
+        family = str(settings.get("model_type"))
+        exponent = next((power for name, power in ADAPTER_EXPONENTS.items() if family.startswith(name)), 0)
+        rate = ADAPTER_RATE * (ADAPTER_WIDTH / width) ** exponent
+        usual = float(f"{rate if config.method == 'sft' else SHARE_OF_RL * rate:.1e}")
         return Rates("a LoRA adapter", usual, TOO_HIGH * usual)
     if _is_small(model):
         return SMALL_MODEL

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tinker_cookbook.hyperparam_utils import get_lr
 
 from tinkerscript.commands.plan import plan
 from tinkerscript.config import RunConfig
@@ -43,7 +44,7 @@ def test_an_unset_rate_goes_by_what_trains(large: str) -> None:
         "service": resolved(made(large, engine={"backend": "tinker"}), Path(large)),
     }
     assert {name: config.training.learning_rate for name, (config, _) in rates.items()} == {
-        **{"small": 1e-4, "all": 1e-6, "lora": 1.8e-4, "sft": 1e-5, "service": 1.8e-4}
+        **{"small": 1e-4, "all": 1e-6, "lora": 1.9e-4, "sft": 1e-5, "service": 1.9e-4}
     }
     assert rates["all"][1] == ["training.learning_rate: 1e-06, the usual one for all weights"]
 
@@ -61,11 +62,29 @@ def test_a_rate_that_ruins_what_trains_is_said_before_the_run(
     assert resolved(fine, Path(large)) == (fine, [])
 
 
-@pytest.mark.parametrize(("width", "rate"), [(4096, 4e-5), (576, 1.8e-4), (8192, 2.3e-5)])
-def test_an_adapter_of_a_wider_model_takes_smaller_steps(large: str, width: int, rate: float) -> None:
-    (Path(large) / "config.json").write_text(json.dumps(SMOLLM2 | {"hidden_size": width}))
-    config, _ = resolved(made(large, engine={"lora": {"rank": 8}}), Path(large))
-    assert config.training.learning_rate == pytest.approx(rate)
+@pytest.mark.parametrize(
+    ("family", "name", "rate"),
+    [("llama", "meta-llama/Llama-3.1-8B-Instruct", 4e-5), ("qwen3", "Qwen/Qwen3-8B", 6.6e-5)],
+)
+def test_an_adapter_has_the_rate_of_the_cookbook(large: str, family: str, name: str, rate: float) -> None:
+    wide = SMOLLM2 | {"hidden_size": 4096, "model_type": family}
+    (Path(large) / "config.json").write_text(json.dumps(wide))
+
+    def chosen(method: str) -> float:
+        asked = made(large, engine={"lora": {"rank": 8}}, method=method)
+        return resolved(asked, Path(large))[0].training.learning_rate
+
+    assert chosen("sft") == pytest.approx(get_lr(name), rel=0.03)
+    assert chosen("grpo") == rate
+
+
+def test_an_adapter_of_another_family_has_one_rate_at_any_width(large: str) -> None:
+    rates = set[float]()
+    for width in (576, 4096):
+        settings = SMOLLM2 | {"hidden_size": width, "model_type": "gemma3_text"}
+        (Path(large) / "config.json").write_text(json.dumps(settings))
+        rates.add(resolved(made(large, engine={"lora": {"rank": 8}}), Path(large))[0].training.learning_rate)
+    assert rates == {7e-5}
 
 
 def test_a_large_model_has_the_cores_and_a_small_one_has_one(
