@@ -20,6 +20,7 @@ EVALS := $(VENV)/inspect-evals/site-packages
 COOKBOOK := $(VENV)/newest-cookbook/site-packages
 OLDEST := $(VENV)/oldest-sdk/site-packages
 SKYRL_SDK := $(VENV)/skyrl-sdk/site-packages
+PEERS := $(VENV)/bench-peers/site-packages
 BIN := $(VENV)/bin
 PYTEST = python -m pytest -q
 # `LONG=1` runs the tests that take minutes each instead of the others.
@@ -65,6 +66,11 @@ $(OLDEST)/.installed: tests/sdk/oldest.txt
 $(SKYRL_SDK)/.installed: tests/servers/sdk.txt
 $(COOKBOOK)/.installed $(OLDEST)/.installed $(SKYRL_SDK)/.installed: $(VENV)/.installed
 	$(INSTALL) --no-deps --upgrade --target $(@D) $(foreach file,$(filter tests/%,$^),--requirement $(file))
+	touch $@
+
+# What `bench/real.py` compares with. llama.cpp is compiled for this machine, which takes minutes.
+$(PEERS)/.installed: bench/requirements.txt $(VENV)/.installed
+	$(INSTALL) --no-deps --upgrade --target $(PEERS) --requirement $<
 	touch $@
 
 # An environment over .venv: it sees those packages, its own come first.
@@ -191,7 +197,7 @@ gpu:  ## What a GPU shows, in ten minutes, into gpu.md; with gpu-bundle.tar.xz h
 	if [ -f $(BUNDLE) ]; then PYTHONPATH=gpu-bundle/site $(PYTHON) gpu-bundle/bench/gpu.py $(GPU_OPTIONS); \
 		else $(BIN)/python bench/gpu.py $(GPU_OPTIONS); fi
 
-bench: $(VENV)/.installed $(VLLM)/.installed $(TESTS)/.installed chromium postgres  ## Benchmarks, each against a reference measured in the same run (an hour)
+bench: $(VENV)/.installed $(VLLM)/.installed $(TESTS)/.installed $(PEERS)/.installed chromium postgres  ## Benchmarks, each against a reference measured in the same run (an hour)
 	$(BIN)/python bench/bridge.py
 	$(BIN)/python bench/transcripts.py
 	$(BIN)/python bench/engine.py
@@ -207,6 +213,7 @@ bench: $(VENV)/.installed $(VLLM)/.installed $(TESTS)/.installed chromium postgr
 	$(BIN)/python bench/distillation.py
 	$(TESTS)/bin/python bench/page.py
 	$(BIN)/python bench/vllm.py
+	$(BIN)/python bench/real.py
 
 docs: $(TESTS)/.installed  # Build the documentation site in site/; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(TESTS)/bin/mkdocs build --strict --quiet

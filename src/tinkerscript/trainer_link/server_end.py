@@ -25,10 +25,14 @@ from tinkerscript.trainer_link.keys import FailedHandshakes, LinkGuard, ServerKe
 from tinkerscript.trainer_link.messages import (
     LINK_VERSION,
     Demand,
+    Fetched,
     Hello,
     Refused,
     Register,
+    RequestFailed,
+    Resumed,
     Tagged,
+    Tallied,
     ToServer,
     Welcome,
 )
@@ -268,6 +272,8 @@ class ServerLink:
             self._became_connected.clear()
             await self._became_connected.wait()
 
-    def _drop(self, reason: str, detail: str, _: Tagged | None = None) -> None:
+    def _drop(self, reason: str, detail: str, message: Tagged | None = None) -> None:
         logger.warning("link.drop reason=%s detail=%s", reason, detail)
         self._count_drop(reason)
+        if isinstance(message, Resumed | Fetched | Tallied):  # Somebody waits for it.
+            self.send(RequestFailed(request_id=message.request_id, reason=f"the answer is lost: {detail}"))
