@@ -231,6 +231,18 @@ async def test_large_samples_are_registered_few_at_a_time_and_a_group_too_large_
             await link.commit([publication] * 1000)
 
 
+async def test_an_answer_that_no_message_carries_fails_its_request(
+    ipc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that waited for it would wait for good."""
+    async with serving(ipc, tmp_path) as server, trainer(server.address) as link:
+        await link.commit([PublicationRow(policy_version=n, step=0, time=1.0) for n in range(200)])
+        monkeypatch.setattr("tinkerscript.trainer_link.framing.MAX_MESSAGE_BYTES", 400)
+        async with asyncio.timeout(20):
+            with pytest.raises(LinkError, match=r"Resumed of .* a message carries 400"):
+                await link.resume([])
+
+
 async def test_registering_what_cannot_be_is_refused(ipc: str, tmp_path: Path) -> None:
     async with serving(ipc, tmp_path) as server, trainer(server.address) as link:
         await link.register([new_episode("e")])

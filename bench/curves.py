@@ -1,0 +1,129 @@
+"""Train one config with several seeds, and write what docs/results.md shows of it.
+
+    python bench/curves.py NAME CONFIG [--seeds 1 2 3] [--set KEY=VALUE ...] [--runs FOLDER] [--out FOLDER]
+
+Each seed is a run of `tinkerscript train` in FOLDER/NAME-SEED. A run that is there already and ended is not
+trained again. Prints a table of the seeds in Markdown, and writes OUT/results-NAME.png: the held-out score of
+each seed with its 95% interval, and the reward of each training step behind it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+ROOT = Path(__file__).parents[1]
+COLORS = ("#4c78a8", "#e45756", "#54a24b", "#b279a2")
+LAST_FROM_END = 5
+"""Steps whose mean reward the table shows."""
+
+
+@dataclass(frozen=True)
+class Run:
+    seed: int
+    summary: dict[str, Any]
+    rewards: list[tuple[int, float]]
+    """Step -> mean reward of its training episodes."""
+
+    scores: list[tuple[int, float, float]]
+    """Step, held-out score, and the 95% interval to each side of it."""
+
+    sampled: int
+    """Tokens that the policy sampled in all, evaluations included."""
+
+    minutes: float
+    """From the first process' start to the last evaluation."""
+
+    def row(self) -> str:
+        (_, before, around), (step, after, around_after) = self.scores[0], self.scores[-1]
+        last = [reward for _, reward in self.rewards[-LAST_FROM_END:]]
+        return (
+            f"| {self.seed} | {before:.3f} ± {around:.3f} | {after:.3f} ± {around_after:.3f} | {step} | "
+            f"{sum(last) / len(last):.3f} | {self.sampled:,} | {self.minutes:.1f} | "
+            f"{self.summary['max_abs_dlogp']:.0e} | {self.summary['episodes_lost']} |"
+        )
+
+
+def train(config: Path, folder: Path, seed: int, settings: list[str]) -> None:
+    if (folder / "summary.json").exists():
+        return
+    command = [sys.executable, "-m", "tinkerscript", "train", str(config)]
+    for setting in (f"experiment_dir={folder}", f"seed={seed}", *settings):
+        command += ["--set", setting]
+    subprocess.run(command, check=True)
+
+
+def read(folder: Path, seed: int) -> Run:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    with closing(sqlite3.connect(f"file:{folder / 'ledger.sqlite'}?mode=ro", uri=True)) as ledger:
+        scores = ledger.execute(
+            "SELECT step, score, margin FROM evaluations WHERE undone = 0 ORDER BY step, time"
+        ).fetchall()
+        ((sampled, seconds),) = ledger.execute(
+            "SELECT (SELECT sum(sampled_tokens) FROM calls), "
+            "(SELECT max(time) FROM evaluations) - (SELECT min(time) FROM resumptions)"
+        ).fetchall()
+    return Run(
+        seed=seed,
+        summary=json.loads((folder / "summary.json").read_text()),
+        rewards=[(line["step"], line["reward/mean"]) for line in lines if "reward/mean" in line],
+        scores=scores,
+        sampled=sampled,
+        minutes=seconds / 60,
+    )
+
+
+def draw(runs: list[Run], target: Path) -> None:
+    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+        axes = figure.add_subplot()
+        for run, color in zip(runs, COLORS, strict=False):
+            steps, scores, margins = zip(*run.scores, strict=True)
+            axes.plot(*zip(*run.rewards, strict=True), color=color, linewidth=0.8, alpha=0.4)
+            label = f"seed {run.seed}, held out"
+            axes.errorbar(steps, scores, margins, fmt="o-", color=color, capsize=3, label=label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("step")
+        axes.set_ylabel("mean reward (thin: training episodes)")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, loc="best")
+        figure.savefig(target, format="png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name")
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--set", action="append", default=[], dest="settings")
+    parser.add_argument("--runs", type=Path, default=Path("curves"))
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures")
+    options = parser.parse_args()
+    runs = list[Run]()
+    for seed in options.seeds:
+        folder = options.runs.absolute() / f"{options.name}-{seed}"
+        train(options.config, folder, seed, options.settings)
+        runs.append(read(folder, seed))
+    print("| seed | before | after | steps | reward at the end | tokens sampled | minutes | gap | lost |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for run in runs:
+        print(run.row())
+    draw(runs, options.out / f"results-{options.name}.png")
+
+
+if __name__ == "__main__":
+    main()
