@@ -2,8 +2,8 @@
 
     python bench/curves.py NAME CONFIG [--seeds 1 2 3] [--set KEY=VALUE ...] [--runs FOLDER] [--out FOLDER]
 
-Each seed is a run of `tinkerscript train` in FOLDER/NAME-SEED. A run that is there already and ended is not
-trained again. Prints a table of the seeds in Markdown, and writes OUT/results-NAME.png: the held-out score of
+Each seed is a run of `tinkerscript train` in FOLDER/NAME-SEED. A run that is there already goes on, unless it
+has ended. Prints a table of the seeds in Markdown, and writes OUT/results-NAME.png: the held-out score of
 each seed with its 95% interval, and the reward of each training step behind it.
 """
 
@@ -58,9 +58,13 @@ class Run:
 def train(config: Path, folder: Path, seed: int, settings: list[str]) -> None:
     if (folder / "summary.json").exists():
         return
-    command = [sys.executable, "-m", "tinkerscript", "train", str(config)]
-    for setting in (f"experiment_dir={folder}", f"seed={seed}", *settings):
-        command += ["--set", setting]
+    command = [sys.executable, "-m", "tinkerscript", "train"]
+    if folder.exists():
+        command += ["--resume", str(folder)]
+    else:
+        command.append(str(config))
+        settings = [f"experiment_dir={folder}", f"seed={seed}", *settings]
+    command += [word for setting in settings for word in ("--set", setting)]
     subprocess.run(command, check=True)
 
 
