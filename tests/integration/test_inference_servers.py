@@ -201,6 +201,38 @@ async def test_what_changes_the_distribution_is_passed_on_and_the_kind_stays_tru
     assert sent["stop_token_ids"] == [distribution.end, *made.extra_stop_ids]
 
 
+async def test_a_stop_string_is_found_that_other_weights_have_begun(byte_model: Path) -> None:
+    """The server looks for those that begin in what it samples itself."""
+    tokenizer = LightTokenizer(byte_model)
+    letters = tuple(tokenizer.encode("abcdefghijklmnop"))
+    fake = FakeVllm(Distribution(tokenizer.vocab_size, 0, words=letters), Faults())
+    async with opened(fake, byte_model) as sampler:
+        flying = RemoteSampler(sampler.server, sampler.facts, text=tokenizer.decode)
+        (whole,) = (await flying.sample(request(temperature=0.0))).sequences
+        known = ids(whole)
+        more = {"temperature": 0.0, "top_logprobs": 2, "stop": [tokenizer.decode(known[2:5])]}
+        rest = request([*PROMPT, *known[:3]], sampled=3, **more)
+        (found,) = (await flying.sample(rest)).sequences
+        assert (ids(found), found.stop_reason, found.is_cut) == (known[3:5], "stop", False)
+        assert (len(found.logprobs), len(found.top_ids)) == (8, 16)
+        flying.cut()
+        (nothing,) = (await flying.sample(rest)).sequences
+        assert (nothing.sampled, nothing.is_cut) == (b"", True)
+
+
+async def test_a_stream_that_ends_too_soon_is_no_reply(distribution: Distribution, byte_model: Path) -> None:
+    fake = FakeVllm(distribution, Faults())
+    async with opened(fake, byte_model) as sampler:
+        flying = RemoteSampler(sampler.server, sampler.facts, text=str)
+        fake.faults.abort = True
+        with pytest.raises(GatewayError, match="aborted the call; retry"):
+            await flying.sample(request())
+        fake.ends_early = True
+        with pytest.raises(GatewayError, match="ended a stream before its samples were complete") as error:
+            await flying.sample(request())
+        assert error.value.status == 503
+
+
 async def test_replies_never_grow_beyond_the_context(distribution: Distribution, byte_model: Path) -> None:
     fake = FakeVllm(distribution, Faults())
     async with opened(fake, byte_model) as sampler:

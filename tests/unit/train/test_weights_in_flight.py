@@ -1,0 +1,298 @@
+"""Weights move in flight: what one version has begun to sample, the next ones go on with, at any token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from msgspec import structs
+
+from rollout_helpers import update
+from run_ledger import KeptRows
+from small_models import sft_datum
+from tinkerscript.config import TrainingConfig
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.weights import LoraSettings
+from tinkerscript.errors import GatewayError
+from tinkerscript.rollouts.advantages import RolloutGroup
+from tinkerscript.rollouts.alignment import AlignmentReport
+from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.rollouts.rollout import EpisodeRollouts
+from tinkerscript.sampler import (
+    Progress,
+    ProgressCallback,
+    SampledSequence,
+    Sampler,
+    SampleRequest,
+    SampleResult,
+)
+from tinkerscript.train.alignment_check import TrainedModel
+from tinkerscript.train.backends.backend import Publisher
+from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
+from tinkerscript.train.learner import Learner
+from tinkerscript.train.policy import Policy
+
+Spans = list[tuple[int, int]]
+
+
+# What is asked of each version
+
+
+class OneToken(Sampler):
+    """Samples one token of each sequence, its version, and is cut; so often that the reply has `length`."""
+
+    def __init__(self, version: int, asked: list[SampleRequest], length: int) -> None:
+        self.version, self._asked, self._length = version, asked, length
+        self.is_cut = asyncio.Event()
+        self.failing = False
+
+    def cut(self) -> None:
+        self.is_cut.set()
+
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        self._asked.append(request)
+        if self.failing:
+            raise GatewayError(503, "engine_unavailable", "the replica is gone")
+        one = {"sampled": pack_ids([self.version]), "logprobs": pack_logprobs([-0.25 * self.version])}
+        top = {"top_ids": pack_ids([1, 2]), "top_logprobs": pack_logprobs([-1, -2])}
+        if progress is not None:
+            for index in range(request.num_samples):
+                progress(Progress(index=index, offset=0, **one, **top))
+        # The first of several choices ends before the others.
+        ends = [index == 0 < request.num_samples - 1 for index in range(request.num_samples)]
+        if request.sampled + 1 < self._length and not all(ends):
+            await self.is_cut.wait()
+        else:
+            ends = [True] * request.num_samples
+        sequences = [
+            SampledSequence(stop_reason="stop", is_cut=not end, constrained=b"\x01", **one, **top) for end in ends
+        ]
+        return SampleResult(sequences=sequences, policy_version=self.version, seed=request.seed)
+
+
+class OneTokenEach(Publisher):
+    max_context = 100
+
+    def __init__(self, length: int) -> None:
+        self.asked: list[SampleRequest] = []
+        self.samplers: list[OneToken] = []
+        self._length = length
+
+    async def publish(self, policy_version: int) -> Sampler:
+        self.samplers.append(OneToken(policy_version, self.asked, self._length))
+        return self.samplers[-1]
+
+
+async def over_versions(length: int, *, num_samples: int = 1, fails_at: int = -1) -> tuple[Any, Any, Any]:
+    """The result of a call that one version after another goes on with, what was asked, and the progress."""
+    publisher, reports = OneTokenEach(length), list[Progress]()
+    policy = Policy(publisher, KeptRows(), seed=3, in_flight=True)
+    await policy.publish()
+    request = SampleRequest(prompt=pack_ids([7, 8]), max_tokens=9, num_samples=num_samples, top_logprobs=2)
+    call = asyncio.create_task(policy.sample(request, reports.append))
+    for version in range(1, length):
+        while len(publisher.asked) < 1 + (version - 1) * max(1, num_samples - 1):
+            await asyncio.sleep(0)
+        await policy.publish(version)
+        publisher.samplers[-1].failing = version == fails_at
+    return await call, publisher.asked, reports
+
+
+async def test_a_version_is_asked_for_the_rest_after_exactly_what_was_sampled() -> None:
+    result, asked, reports = await over_versions(4)
+    assert [unpack_ids(each.prompt).tolist() for each in asked] == [[7, 8], [7, 8, 0], [7, 8, 0, 1], [7, 8, 0, 1, 2]]
+    assert [each.max_tokens for each in asked] == [9, 8, 7, 6], "all of it counts"
+    assert [each.sampled for each in asked] == [0, 1, 2, 3]
+    (sequence,) = result.sequences
+    assert unpack_ids(sequence.sampled).tolist() == [0, 1, 2, 3]
+    assert unpack_logprobs(sequence.logprobs).tolist() == [0, -0.25, -0.5, -0.75]
+    assert unpack_ids(sequence.top_ids).tolist() == [1, 2] * 4
+    assert sequence.constrained == b"\x01" * 4
+    assert sequence.spans == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert (sequence.is_cut, sequence.stop_reason) == (False, "stop")
+    assert [(each.index, each.offset, unpack_ids(each.sampled).tolist()) for each in reports] == [
+        (0, offset, [offset]) for offset in range(4)
+    ]
+
+
+async def test_each_part_has_a_seed_of_its_own_that_a_repeated_run_has_too() -> None:
+    result, asked, _ = await over_versions(4)
+    seeds = [each.seed for each in asked]
+    assert result.seed == seeds[0]
+    assert len(set(seeds)) == 4
+    assert seeds == [each.seed for each in (await over_versions(4))[1]]
+
+
+async def test_each_choice_has_spans_of_its_own() -> None:
+    result, asked, reports = await over_versions(3, num_samples=3)
+    assert [each.num_samples for each in asked] == [3, 1, 1, 1, 1]
+    assert len({each.seed for each in asked}) == 5
+    assert [each.spans for each in result.sequences] == [[], *[[(0, 0), (1, 1), (2, 2)]] * 2]
+    assert [unpack_ids(each.sampled).tolist() for each in result.sequences] == [[0], [0, 1, 2], [0, 1, 2]]
+    assert sorted((each.index, each.offset) for each in reports) == [
+        (0, 0),
+        *((index, offset) for index in (1, 2) for offset in range(3)),
+    ]
+
+
+async def test_what_fails_for_a_version_that_goes_on_fails_the_call() -> None:
+    with pytest.raises(GatewayError, match="the replica is gone"):
+        await over_versions(3, num_samples=3, fails_at=2)
+
+
+async def test_without_it_a_call_ends_with_the_weights_that_it_began_with() -> None:
+    publisher = OneTokenEach(2)
+    policy = Policy(publisher, KeptRows())
+    await policy.publish()
+    await policy.publish()
+    assert [each.is_cut.is_set() for each in publisher.samplers] == [False, False]
+
+
+# The embedded engine
+
+
+@pytest.fixture(params=[None, LoraSettings(4, targets=("attn",), seed=3)], ids=["all weights", "lora"])
+def trainable(request: pytest.FixtureRequest, random_model: Path, tmp_path: Path) -> Iterator[EmbeddedEngine]:
+    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path, seed=3, lora=request.param) as engine:
+        yield engine
+
+
+class Flown:
+    """A policy whose weights change a lot with each version, and a client of every version."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self.engine = engine
+        self.backend = EmbeddedBackend(engine)
+        self.policy = Policy(self.backend, KeptRows(), seed=11, in_flight=True)
+        self.versions: list[Any] = []
+        self.wanted = asyncio.Event()
+        """Set when the next version is to be published."""
+
+    async def publish(self) -> None:
+        if self.versions:
+            ids = np.random.default_rng(len(self.versions)).integers(2, 64, 24)
+            await self.backend.client.forward_backward([sft_datum(ids)], "cross_entropy")
+            await self.backend.client.optim_step(tinker.AdamParams(learning_rate=0.01))
+        await self.policy.publish(len(self.versions))
+        self.versions.append(await self.engine.create_sampling_client())
+
+    async def keep_publishing(self) -> None:
+        while True:
+            await self.wanted.wait()
+            self.wanted.clear()
+            await self.publish()
+
+    async def logprobs(self, prompt: list[int], spans: Spans, ids: list[int]) -> np.ndarray:
+        """What the version of each span says of its tokens, float32 [R]."""
+        ends = [*(first for _, first in spans[1:]), len(ids)]
+        found: list[Any] = []
+        for (version, first), end in zip(spans, ends, strict=True):
+            known = tinker.ModelInput.from_ints([*prompt, *ids])
+            found += (await self.versions[version].compute_logprobs(known))[len(prompt) + first : len(prompt) + end]
+        return np.array(found, np.float32)
+
+
+async def test_a_thousand_calls_over_publications_at_random_tokens(trainable: EmbeddedEngine) -> None:
+    """None is lost, and every token is there once, as the version of its span gives it after its prefix."""
+    flown, rng = Flown(trainable), np.random.default_rng(5)
+    await flown.publish()
+    publishing = asyncio.create_task(flown.keep_publishing())
+    until_next = 300
+
+    async def call(number: int, results: list[Any]) -> None:
+        prompt = rng.integers(2, 64, rng.integers(1, 12)).tolist()
+        streamed: dict[int, list[int]] = {0: [], 1: []}
+
+        def report(news: Progress) -> None:
+            nonlocal until_next
+            assert news.offset == len(streamed[news.index]), "no gap, and nothing twice"
+            streamed[news.index] += unpack_ids(news.sampled).tolist()
+            until_next -= 1
+            if until_next <= 0:
+                until_next = int(rng.integers(100, 900))
+                flown.wanted.set()
+
+        request = SampleRequest(prompt=pack_ids(prompt), max_tokens=24, num_samples=1 + number % 2)
+        result = await flown.policy.sample(request, report)
+        for index, sequence in enumerate(result.sequences):
+            assert unpack_ids(sequence.sampled).tolist() == streamed[index]
+            results.append((prompt, result, sequence))
+
+    results: list[Any] = []
+    await asyncio.gather(*(call(number, results) for number in range(1000)))
+    publishing.cancel()
+    await asyncio.gather(publishing, return_exceptions=True)
+    assert len(results) == 1500
+    lengths: list[int] = []
+    for prompt, result, sequence in results:
+        spans = sequence.spans or [(result.policy_version, 0)]
+        ids = unpack_ids(sequence.sampled).tolist()
+        assert spans[0][1] == 0
+        assert all(a < b and i < j < len(ids) for (a, i), (b, j) in pairwise(spans))
+        assert len(ids) == 24 or (sequence.stop_reason, ids[-1]) == ("stop", 1)
+        wanted = await flown.logprobs(prompt, spans, ids)
+        np.testing.assert_allclose(unpack_logprobs(sequence.logprobs), wanted, atol=1e-4)
+        lengths.append(len(spans))
+    assert len(flown.versions) > 10
+    assert max(lengths) >= 3
+    assert sum(length > 1 for length in lengths) > 100
+
+
+async def test_each_token_is_compared_and_trained_as_what_its_weights_sampled(trainable: EmbeddedEngine) -> None:
+    flown = Flown(trainable)
+    await flown.publish()
+    prompt, published = [5, 9, 4], asyncio.Event()
+
+    def report(news: Progress) -> None:
+        if news.offset in (5, 12):
+            flown.wanted.set()
+
+    publishing = asyncio.create_task(flown.keep_publishing())
+    request = SampleRequest(prompt=pack_ids(prompt), max_tokens=40, num_samples=4, stop_token_ids=[63])
+    result = await flown.policy.sample(request, report)
+    while flown.wanted.is_set() or flown.policy.version < 2:
+        await asyncio.sleep(0)
+    publishing.cancel()
+    await asyncio.gather(publishing, return_exceptions=True)
+    del published
+    episodes: list[EpisodeRollouts] = []
+    for number, sequence in enumerate(result.sequences):
+        spans = sequence.spans or [(result.policy_version, 0)]
+        call = Call(
+            call_id=f"c{number}",
+            parent_id=None,
+            new_prompt=request.prompt,
+            sampled=sequence.sampled,
+            logprobs=sequence.logprobs,
+            stop_reason=sequence.stop_reason,
+            policy_version=spans[0][0],
+            spans=sequence.spans,
+        )
+        name = f"e{number}"
+        episodes.append(EpisodeRollouts(name, float(number == 0), merge_calls([call], episode_uuid=name), (call,)))
+    report_ = AlignmentReport()
+    config = TrainingConfig.model_validate({"steps": 10, "learning_rate": 0.01, "max_policy_lag": 4})
+    learner = Learner(
+        flown.backend.client, config, model=TrainedModel(trainable.vocabulary), report=report_, seed=1
+    )
+    newest = flown.policy.version
+    lags = {version: newest - version for version in range(newest + 1)}
+    await update(learner, [RolloutGroup("g", tuple(episodes))], step=1, lag_of_version=lags)
+    by_lag = {lag: 0 for lag in lags.values()}
+    for episode in episodes:
+        for version, span in episode.rollouts[0].segments[0].versions:
+            by_lag[lags[version]] += span.stop - span.start
+    assert {lag: gap.tokens for lag, gap in report_.whole.gaps.items() if gap.tokens} == {
+        lag: tokens for lag, tokens in by_lag.items() if tokens
+    }
+    assert by_lag[0], "the newest weights sampled some of it"
+    assert len([lag for lag, tokens in by_lag.items() if tokens]) >= 2
+    assert report_.max_abs_dlogp < 1e-4
+    assert max(gap.max_abs for lag, gap in report_.whole.gaps.items() if lag) > 1e-2
