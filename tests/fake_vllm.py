@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,6 +10,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from inference_fakes import CONTEXT, Distribution, FakeServer, Faults, clamped
+from interchange_helpers import until
 
 
 class FakeVllm(FakeServer):
@@ -82,8 +82,7 @@ class FakeVllm(FakeServer):
         """A chunk for each token; those of a stream beyond `self.streamed` wait."""
         choices = completion.pop("choices")
         for at in range(max(len(choice["token_ids"]) for choice in choices)):
-            while at >= self.streamed:
-                await asyncio.sleep(0.001)
+            await until(lambda at=at: at < self.streamed)
             for choice in choices:
                 if at < (length := len(choice["token_ids"])):
                     some: dict[str, Any] = {

@@ -205,13 +205,15 @@ async def test_a_stop_string_is_found_that_other_weights_have_begun(byte_model: 
     """The server looks for those that begin in what it samples itself."""
     tokenizer = LightTokenizer(byte_model)
     letters = tuple(tokenizer.encode("abcdefghijklmnop"))
-    fake = FakeVllm(Distribution(tokenizer.vocab_size, 0, words=letters), Faults())
+    fake = FakeVllm(Distribution(tokenizer.vocab_size, letters[0], words=letters), Faults())
     async with opened(fake, byte_model) as sampler:
         flying = RemoteSampler(sampler.server, sampler.facts, text=tokenizer.decode)
-        (whole,) = (await flying.sample(request(temperature=0.0))).sequences
+        greedy = {"temperature": 0.0, "stop_token_ids": [0]}
+        (whole,) = (await flying.sample(request(**greedy))).sequences
         known = ids(whole)
-        more = {"temperature": 0.0, "top_logprobs": 2, "stop": [tokenizer.decode(known[2:5])]}
-        rest = request([*PROMPT, *known[:3]], sampled=3, **more)
+        text = tokenizer.decode(known[:5])
+        assert text.index(text[2:]) == 2
+        rest = request([*PROMPT, *known[:3]], sampled=3, top_logprobs=2, stop=[text[2:]], **greedy)
         (found,) = (await flying.sample(rest)).sequences
         assert (ids(found), found.stop_reason, found.is_cut) == (known[3:5], "stop", False)
         assert (len(found.logprobs), len(found.top_ids)) == (8, 16)

@@ -85,7 +85,7 @@ async def test_tokens_arrive_while_the_engine_samples(tmp_path: Path, stop: list
 
 
 async def test_new_weights_go_on_with_a_streamed_call(tmp_path: Path) -> None:
-    """The client sees no gap, and the record, also after a restart, says which weights sampled which token."""
+    """The client sees no gap. The record says which weights sampled which token, also after a restart."""
     with EmbeddedEngine(TINY_MODEL, checkpoint_dir=tmp_path) as engine:
         backend = EmbeddedBackend(engine)
         policy = Policy(backend, KeptRows(), in_flight=True)

@@ -298,8 +298,8 @@ class RunConfig(Section):
         inference = self.inference
         if inference.on_publish == "continue" and self.engine.backend != "embedded":
             raise ValueError(
-                "inference.on_publish: continue needs engine.backend: embedded, since a service completes the "
-                "calls that it has; leave on_publish: move"
+                "inference.on_publish: continue needs engine.backend: embedded, since a service completes "
+                "the calls that it has; leave on_publish: move"
             )
         if not inference.has_replicas:
             return self

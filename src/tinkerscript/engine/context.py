@@ -223,7 +223,6 @@ Sampling = tuple[RunningBatch, Request | None]
 """A request that joins a batch; None: the batch is cut."""
 
 
-
 class EngineThread:
     """Runs jobs in order and keeps every busy `RunningBatch` decoding."""
 

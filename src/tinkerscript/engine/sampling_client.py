@@ -75,7 +75,8 @@ class EmbeddedSamplingClient:
         `stop_ids` stop in addition to `sampling_params.stop`; `report` is called for every token, on the
         engine's thread; each row has `top_logprobs` alternatives per position; `grammar` constrains what is
         sampled; `min_p` leaves out tokens less probable than this share of the most probable one's
-        probability; the last `sampled` ids are the beginning of the reply, by other weights. Raises EngineRequestError as `sample` does, and GrammarError for an unusable grammar.
+        probability; the last `sampled` ids are the beginning of the reply, by other weights. Raises
+        EngineRequestError as `sample` does, and GrammarError for an unusable grammar.
         """
         request = self._request(ids, num_samples, sampling_params)
         request.stop_ids |= frozenset(stop_ids)

@@ -272,8 +272,8 @@ def to_areal(group: RolloutGroup, *, pad_token_id: int = 0, allow: Collection[st
 
     input_ids, loss_mask, versions int32, logprobs float32 and attention_mask bool [G, T], unshifted; rewards
     float32 [G]. A token's version is that of the weights that sampled it; where they changed at an unknown
-    token of a call, the older one. AReaL adds the reward at the last token and passes it back through the mask, so
-    that token must carry loss. Raises ConversionError.
+    token of a call, the older one. AReaL adds the reward at the last token and passes it back through the
+    mask, so that token must carry loss. Raises ConversionError.
     """
     import torch  # noqa: PLC0415 (optional dependency)
 

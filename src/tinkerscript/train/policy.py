@@ -4,8 +4,8 @@ Invariants: versions only increase, even across restarts: each is in the ledger 
 What is sampled depends on the run's seed and on what is asked, not on when: the n-th request for a prompt to
 the weights of a step has a seed of its own, so that a run gets the same tokens with any backend, network or
 number of workers, and after a restart, up to the rounding of log probabilities.
-Where weights move in flight, each token has the log probability that the weights gave it which sampled it after
-exactly the prefix that the call records; what they had computed of that prefix is never used by newer ones.
+Where weights move in flight, each token has the log probability that the weights gave it which sampled it,
+after exactly the prefix that is recorded; what older ones had computed of that prefix is never used.
 """
 
 from __future__ import annotations

@@ -234,4 +234,4 @@ def test_rows_that_are_cut_keep_what_they_have_and_later_ones_begin_elsewhere(ra
     assert [row.stop_reason for row in mixed.future.result(timeout=1)] == ["length"]
     assert [(row.ids, row.stop_reason) for row in late.future.result(timeout=1)] == [([], "cut")] * 2
     (first, second) = waiting.future.result(timeout=1)
-    assert (len(first.ids), len(second.ids)) == (2, 0), "one had the place of the row that ended"
+    assert (len(first.ids), len(second.ids)) == (3, 0), "one had the place of the row that ended"

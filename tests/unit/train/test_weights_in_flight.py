@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,20 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
-from msgspec import structs
 
-from rollout_helpers import update
+from interchange_helpers import until
+from rollout_helpers import make_call, make_episode, make_group, update
 from run_ledger import KeptRows
 from small_models import sft_datum
 from tinkerscript.config import TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.weights import LoraSettings
 from tinkerscript.errors import GatewayError
-from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.sampler import (
     Progress,
     ProgressCallback,
@@ -38,9 +38,6 @@ from tinkerscript.train.backends.backend import Publisher
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.policy import Policy
-
-Spans = list[tuple[int, int]]
-
 
 # What is asked of each version
 
@@ -65,14 +62,19 @@ class OneToken(Sampler):
         if progress is not None:
             for index in range(request.num_samples):
                 progress(Progress(index=index, offset=0, **one, **top))
-        # The first of several choices ends before the others.
-        ends = [index == 0 < request.num_samples - 1 for index in range(request.num_samples)]
-        if request.sampled + 1 < self._length and not all(ends):
+        goes_on = request.sampled + 1 < self._length
+        if goes_on:
             await self.is_cut.wait()
-        else:
-            ends = [True] * request.num_samples
         sequences = [
-            SampledSequence(stop_reason="stop", is_cut=not end, constrained=b"\x01", **one, **top) for end in ends
+            # The first of several choices ends before the others.
+            SampledSequence(
+                stop_reason="stop",
+                is_cut=goes_on and (index > 0 or request.num_samples == 1),
+                constrained=b"\x01",
+                **one,
+                **top,
+            )
+            for index in range(request.num_samples)
         ]
         return SampleResult(sequences=sequences, policy_version=self.version, seed=request.seed)
 
@@ -98,8 +100,8 @@ async def over_versions(length: int, *, num_samples: int = 1, fails_at: int = -1
     request = SampleRequest(prompt=pack_ids([7, 8]), max_tokens=9, num_samples=num_samples, top_logprobs=2)
     call = asyncio.create_task(policy.sample(request, reports.append))
     for version in range(1, length):
-        while len(publisher.asked) < 1 + (version - 1) * max(1, num_samples - 1):
-            await asyncio.sleep(0)
+        asked = 1 + (version - 1) * max(1, num_samples - 1)
+        await until(lambda asked=asked: len(publisher.asked) == asked)
         await policy.publish(version)
         publisher.samplers[-1].failing = version == fails_at
     return await call, publisher.asked, reports
@@ -107,7 +109,12 @@ async def over_versions(length: int, *, num_samples: int = 1, fails_at: int = -1
 
 async def test_a_version_is_asked_for_the_rest_after_exactly_what_was_sampled() -> None:
     result, asked, reports = await over_versions(4)
-    assert [unpack_ids(each.prompt).tolist() for each in asked] == [[7, 8], [7, 8, 0], [7, 8, 0, 1], [7, 8, 0, 1, 2]]
+    assert [unpack_ids(each.prompt).tolist() for each in asked] == [
+        [7, 8],
+        [7, 8, 0],
+        [7, 8, 0, 1],
+        [7, 8, 0, 1, 2],
+    ]
     assert [each.max_tokens for each in asked] == [9, 8, 7, 6], "all of it counts"
     assert [each.sampled for each in asked] == [0, 1, 2, 3]
     (sequence,) = result.sequences
@@ -183,32 +190,48 @@ class Flown:
         await self.policy.publish(len(self.versions))
         self.versions.append(await self.engine.create_sampling_client())
 
-    async def keep_publishing(self) -> None:
-        while True:
-            await self.wanted.wait()
-            self.wanted.clear()
-            await self.publish()
+    @asynccontextmanager
+    async def publishing(self) -> AsyncGenerator[None]:
+        """While the context is open, whenever it is wanted."""
 
-    async def logprobs(self, prompt: list[int], spans: Spans, ids: list[int]) -> np.ndarray:
-        """What the version of each span says of its tokens, float32 [R]."""
-        ends = [*(first for _, first in spans[1:]), len(ids)]
-        found: list[Any] = []
-        for (version, first), end in zip(spans, ends, strict=True):
-            known = tinker.ModelInput.from_ints([*prompt, *ids])
-            found += (await self.versions[version].compute_logprobs(known))[len(prompt) + first : len(prompt) + end]
-        return np.array(found, np.float32)
+        async def publish() -> None:
+            while True:
+                await self.wanted.wait()
+                self.wanted.clear()
+                await self.publish()
+
+        task = asyncio.create_task(publish())
+        yield
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_thousand_calls_over_publications_at_random_tokens(trainable: EmbeddedEngine) -> None:
-    """None is lost, and every token is there once, as the version of its span gives it after its prefix."""
-    flown, rng = Flown(trainable), np.random.default_rng(5)
-    await flown.publish()
-    publishing = asyncio.create_task(flown.keep_publishing())
+def recorded(prompt: list[int], result: SampleResult, sequence: SampledSequence) -> Call:
+    """A choice as the gateway records it."""
+    spans = sequence.spans or [(result.policy_version, 0)]
+    return make_call(
+        None,
+        prompt,
+        unpack_ids(sequence.sampled).tolist(),
+        logprobs=unpack_logprobs(sequence.logprobs).tolist(),
+        policy_version=spans[0][0],
+        spans=spans if len(spans) > 1 else [],
+        stop_reason=sequence.stop_reason,
+    )
+
+
+async def test_of_calls_over_publications_at_random_tokens_nothing_is_lost_or_doubled(
+    trainable: EmbeddedEngine,
+) -> None:
+    """Every token is there once, as the version of its span gives it after its own prefix."""
+    flown, rng, calls = Flown(trainable), np.random.default_rng(5), list[Call]()
+    number = 1000 if trainable.is_lora else 200  # Scoring them takes half a minute.
     until_next = 300
+    await flown.publish()
 
-    async def call(number: int, results: list[Any]) -> None:
+    async def ask(choices: int) -> None:
         prompt = rng.integers(2, 64, rng.integers(1, 12)).tolist()
-        streamed: dict[int, list[int]] = {0: [], 1: []}
+        streamed: list[list[int]] = [[] for _ in range(choices)]
 
         def report(news: Progress) -> None:
             nonlocal until_next
@@ -216,83 +239,60 @@ async def test_a_thousand_calls_over_publications_at_random_tokens(trainable: Em
             streamed[news.index] += unpack_ids(news.sampled).tolist()
             until_next -= 1
             if until_next <= 0:
-                until_next = int(rng.integers(100, 900))
+                until_next = int(rng.integers(number / 10, number))
                 flown.wanted.set()
 
-        request = SampleRequest(prompt=pack_ids(prompt), max_tokens=24, num_samples=1 + number % 2)
+        request = SampleRequest(prompt=pack_ids(prompt), max_tokens=24, num_samples=choices)
         result = await flown.policy.sample(request, report)
-        for index, sequence in enumerate(result.sequences):
-            assert unpack_ids(sequence.sampled).tolist() == streamed[index]
-            results.append((prompt, result, sequence))
+        calls.extend(recorded(prompt, result, sequence) for sequence in result.sequences)
+        assert [unpack_ids(each.sampled).tolist() for each in result.sequences] == streamed
 
-    results: list[Any] = []
-    await asyncio.gather(*(call(number, results) for number in range(1000)))
-    publishing.cancel()
-    await asyncio.gather(publishing, return_exceptions=True)
-    assert len(results) == 1500
+    async with flown.publishing():
+        await asyncio.gather(*(ask(1 + turn % 2) for turn in range(number)))
+    assert len(calls) == number * 1.5
     lengths: list[int] = []
-    for prompt, result, sequence in results:
-        spans = sequence.spans or [(result.policy_version, 0)]
-        ids = unpack_ids(sequence.sampled).tolist()
-        assert spans[0][1] == 0
-        assert all(a < b and i < j < len(ids) for (a, i), (b, j) in pairwise(spans))
-        assert len(ids) == 24 or (sequence.stop_reason, ids[-1]) == ("stop", 1)
-        wanted = await flown.logprobs(prompt, spans, ids)
-        np.testing.assert_allclose(unpack_logprobs(sequence.logprobs), wanted, atol=1e-4)
-        lengths.append(len(spans))
-    assert len(flown.versions) > 10
+    for call in calls:
+        (rollout,) = merge_calls([call], episode_uuid="e")
+        (segment,) = rollout.segments
+        length = len(call.sampled_ids)
+        assert length == 24 or (call.stop_reason, call.sampled_ids[-1]) == ("stop", 1)
+        assert all(a < b and i < j < length for (a, i), (b, j) in pairwise(call.spans))
+        known = tinker.ModelInput.from_ints(rollout.tokens.tolist())
+        for version, span in segment.versions:
+            wanted = (await flown.versions[version].compute_logprobs(known))[span]
+            np.testing.assert_allclose(rollout.logprobs[span], np.array(wanted, np.float32), atol=1e-4)
+        lengths.append(len(segment.versions))
     assert max(lengths) >= 3
-    assert sum(length > 1 for length in lengths) > 100
+    assert sum(length > 1 for length in lengths) > number / 10
 
 
-async def test_each_token_is_compared_and_trained_as_what_its_weights_sampled(trainable: EmbeddedEngine) -> None:
+async def test_each_token_is_compared_and_trains_as_what_its_own_weights_sampled(
+    trainable: EmbeddedEngine,
+) -> None:
     flown = Flown(trainable)
     await flown.publish()
-    prompt, published = [5, 9, 4], asyncio.Event()
 
     def report(news: Progress) -> None:
-        if news.offset in (5, 12):
+        if (news.index, news.offset) in ((3, 3), (3, 12)):
             flown.wanted.set()
 
-    publishing = asyncio.create_task(flown.keep_publishing())
-    request = SampleRequest(prompt=pack_ids(prompt), max_tokens=40, num_samples=4, stop_token_ids=[63])
-    result = await flown.policy.sample(request, report)
-    while flown.wanted.is_set() or flown.policy.version < 2:
-        await asyncio.sleep(0)
-    publishing.cancel()
-    await asyncio.gather(publishing, return_exceptions=True)
-    del published
-    episodes: list[EpisodeRollouts] = []
-    for number, sequence in enumerate(result.sequences):
-        spans = sequence.spans or [(result.policy_version, 0)]
-        call = Call(
-            call_id=f"c{number}",
-            parent_id=None,
-            new_prompt=request.prompt,
-            sampled=sequence.sampled,
-            logprobs=sequence.logprobs,
-            stop_reason=sequence.stop_reason,
-            policy_version=spans[0][0],
-            spans=sequence.spans,
-        )
-        name = f"e{number}"
-        episodes.append(EpisodeRollouts(name, float(number == 0), merge_calls([call], episode_uuid=name), (call,)))
-    report_ = AlignmentReport()
-    config = TrainingConfig.model_validate({"steps": 10, "learning_rate": 0.01, "max_policy_lag": 4})
-    learner = Learner(
-        flown.backend.client, config, model=TrainedModel(trainable.vocabulary), report=report_, seed=1
-    )
-    newest = flown.policy.version
-    lags = {version: newest - version for version in range(newest + 1)}
-    await update(learner, [RolloutGroup("g", tuple(episodes))], step=1, lag_of_version=lags)
-    by_lag = {lag: 0 for lag in lags.values()}
+    request = SampleRequest(prompt=pack_ids([5, 9, 4]), max_tokens=44, num_samples=4, stop_token_ids=[63])
+    async with flown.publishing():
+        result = await flown.policy.sample(request, report)
+        await until(lambda: flown.policy.version == 2)
+    calls = [recorded([5, 9, 4], result, each) for each in result.sequences]
+    episodes = [make_episode([call], float(i == 0), f"e{i}") for i, call in enumerate(calls)]
+    config = TrainingConfig.model_validate({"steps": 10, "learning_rate": 0.01})
+    found = AlignmentReport()
+    model = TrainedModel(trainable.vocabulary)
+    learner = Learner(flown.backend.client, config, model=model, report=found, seed=1)
+    metrics = await update(learner, [make_group(episodes)], step=3, lag_of_version={0: 2, 1: 1, 2: 0})
+    assert metrics["train/sequences"] == 4
+    tokens: Counter[int] = Counter()
     for episode in episodes:
         for version, span in episode.rollouts[0].segments[0].versions:
-            by_lag[lags[version]] += span.stop - span.start
-    assert {lag: gap.tokens for lag, gap in report_.whole.gaps.items() if gap.tokens} == {
-        lag: tokens for lag, tokens in by_lag.items() if tokens
-    }
-    assert by_lag[0], "the newest weights sampled some of it"
-    assert len([lag for lag, tokens in by_lag.items() if tokens]) >= 2
-    assert report_.max_abs_dlogp < 1e-4
-    assert max(gap.max_abs for lag, gap in report_.whole.gaps.items() if lag) > 1e-2
+            tokens[2 - version] += span.stop - span.start
+    assert sorted(tokens) == [0, 1, 2], "each version has sampled some of it"
+    assert {lag: gap.tokens for lag, gap in found.whole.gaps.items()} == tokens
+    assert found.max_abs_dlogp < 1e-4
+    assert min(found.whole.gaps[lag].max_abs for lag in (1, 2)) > 1e-2

@@ -20,9 +20,9 @@ and issues named below; https://github.com/vllm-project/vllm:
   the stop ids of the request in force, so that a turn ends at exactly those.
 - `prompt_logprobs: 0` adds a list with one dict for each prompt token, its id as the key; the first is null.
 - n > 1 with a seed samples n different sequences: those of the seeds that follow it.
-- Streaming through tool parsers loses ids (issues/27482). Completions have none: each chunk of a stream has
-  the `token_ids` and `token_logprobs` that are new in a choice, its first one the `prompt_token_ids`, its last
-  one the `finish_reason`. We stream only what may have to end before it is complete.
+- Streaming through tool parsers loses ids (issues/27482). Completions have no parser: each chunk of a stream
+  has the `token_ids` and `token_logprobs` that are new in a choice, its first one the `prompt_token_ids`, its
+  last one the `finish_reason`. We stream only what may have to end before it is complete.
 - `finish_reason: abort` ends requests that `/pause` or `/abort_requests` dropped. A closed connection aborts.
 - Servers started for weight updates report their version at `GET /weight_info`.
 """

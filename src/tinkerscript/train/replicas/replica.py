@@ -254,7 +254,8 @@ class Replica:
     async def sleep(self) -> None:
         """Give up its devices' memory; calls that wait end. Raises GatewayError."""
         samplers = self._samplers
-        self._samplers = {version: replace(sampler) for version, sampler in samplers.items()}
+        if self._text is not None:  # Afterwards it samples from the same versions.
+            self._samplers = {version: replace(sampler) for version, sampler in samplers.items()}
         await self._interrupt(samplers)
         await self._server.sleep()
 
