@@ -57,24 +57,22 @@ class OneToken(Sampler):
         self._asked.append(request)
         if self.failing:
             raise GatewayError(503, "engine_unavailable", "the replica is gone")
-        one = {"sampled": pack_ids([self.version]), "logprobs": pack_logprobs([-0.25 * self.version])}
-        top = {"top_ids": pack_ids([1, 2]), "top_logprobs": pack_logprobs([-1, -2])}
+        one: dict[str, Any] = {
+            "sampled": pack_ids([self.version]),
+            "logprobs": pack_logprobs([-0.25 * self.version]),
+            "top_ids": pack_ids([1, 2]),
+            "top_logprobs": pack_logprobs([-1, -2]),
+        }
         if progress is not None:
             for index in range(request.num_samples):
-                progress(Progress(index=index, offset=0, **one, **top))
+                progress(Progress(index=index, offset=0, **one))
         goes_on = request.sampled + 1 < self._length
         if goes_on:
             await self.is_cut.wait()
+        # The first of several choices ends before the others.
+        cut = [goes_on and (index > 0 or request.num_samples == 1) for index in range(request.num_samples)]
         sequences = [
-            # The first of several choices ends before the others.
-            SampledSequence(
-                stop_reason="stop",
-                is_cut=goes_on and (index > 0 or request.num_samples == 1),
-                constrained=b"\x01",
-                **one,
-                **top,
-            )
-            for index in range(request.num_samples)
+            SampledSequence(stop_reason="stop", is_cut=each, constrained=b"\x01", **one) for each in cut
         ]
         return SampleResult(sequences=sequences, policy_version=self.version, seed=request.seed)
 
@@ -225,7 +223,7 @@ async def test_of_calls_over_publications_at_random_tokens_nothing_is_lost_or_do
 ) -> None:
     """Every token is there once, as the version of its span gives it after its own prefix."""
     flown, rng, calls = Flown(trainable), np.random.default_rng(5), list[Call]()
-    number = 1000 if trainable.is_lora else 200  # Scoring them takes half a minute.
+    number = 700 if trainable.is_lora else 100  # Every second has two choices. Scoring them takes long.
     until_next = 300
     await flown.publish()
 
@@ -239,7 +237,7 @@ async def test_of_calls_over_publications_at_random_tokens_nothing_is_lost_or_do
             streamed[news.index] += unpack_ids(news.sampled).tolist()
             until_next -= 1
             if until_next <= 0:
-                until_next = int(rng.integers(number / 10, number))
+                until_next = int(rng.integers(number // 10, number))
                 flown.wanted.set()
 
         request = SampleRequest(prompt=pack_ids(prompt), max_tokens=24, num_samples=choices)
