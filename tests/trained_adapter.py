@@ -70,14 +70,18 @@ class Trained:
         before it has sampled some, and the largest difference of a log probability to the trainer's."""
         policy = Policy(self.publisher, KeptRows(), in_flight=True)
         prompt = [5, 9, 13, 21, 34]
+        # A stop id that no token has, so that the reply has all its tokens.
         request = SampleRequest(
-            prompt=pack_ids(prompt), max_tokens=max_tokens, stop_token_ids=[self.engine.vocabulary - 1]
+            prompt=pack_ids(prompt), max_tokens=max_tokens, stop_token_ids=[self.engine.vocabulary]
         )
         await policy.publish()
         scorers = [await self.engine.create_sampling_client()]
         call = asyncio.create_task(policy.sample(request))
         for version in range(1, publications + 1):
-            await begun(version)
+            waiting = asyncio.ensure_future(begun(version))
+            await asyncio.wait([call, waiting], return_when=asyncio.FIRST_COMPLETED)
+            assert not call.done(), call.result()
+            await waiting
             await self.step(1e-3)
             await policy.publish(version)
             scorers.append(await self.engine.create_sampling_client())

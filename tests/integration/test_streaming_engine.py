@@ -99,7 +99,7 @@ async def test_new_weights_go_on_with_a_streamed_call(tmp_path: Path) -> None:
             versions.append(await engine.create_sampling_client())
 
         async def sample(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-            endless = structs.replace(request, stop_token_ids=[engine.vocabulary - 1])
+            endless = structs.replace(request, stop_token_ids=[engine.vocabulary])
             return await policy.sample(endless, progress)
 
         await publish()
