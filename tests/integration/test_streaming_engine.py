@@ -103,6 +103,9 @@ async def test_new_weights_go_on_with_a_streamed_call(tmp_path: Path) -> None:
             return await policy.sample(endless, progress)
 
         await publish()
+        # In a crowd a token takes so long that the client, and what it sets off, is never far behind.
+        parameters = tinker.SamplingParams(max_tokens=1900, stop=[engine.vocabulary])
+        crowd = versions[0].sample(tinker.ModelInput.from_ints([5]), 32, parameters)
         config = run_config(TINY_MODEL)
         ids, text = list[int](), ""
         async with (
@@ -134,6 +137,8 @@ async def test_new_weights_go_on_with_a_streamed_call(tmp_path: Path) -> None:
             end = {"workflow_output": {"reward": 1.0}}
             assert (await http.post("/end_episode", json=end, headers=headers)).status_code == 200
             outcome = (await collect(link, 1))["e"]
+        versions[0].cut()
+        await crowd
         async with (
             running_server(config, tmp_path, environ={}, times=FAST) as (info, _),
             trainer(info.link_address, sample) as link,
