@@ -21,8 +21,8 @@ class FakeVllm(FakeServer):
         self.streamed = CONTEXT
         """How many tokens of each stream are sent."""
 
-        self.ends_early = False
-        """Streams break off with an error after their first chunk."""
+        self.ends_early: int | None = None
+        """Streams break off after their first chunk, with an error of this code, or for 0 without one."""
 
         self.sent = 0
         """How many chunks of streams were."""
@@ -96,8 +96,10 @@ class FakeVllm(FakeServer):
                         some["prompt_token_ids"] = choice["prompt_token_ids"]
                     yield f"data: {json.dumps(completion | {'choices': [some]})}\n\n"
                     self.sent += 1
-                    if self.ends_early:
-                        yield 'data: {"error": {"message": "the engine died", "code": 500}}\n\n'
+                    if self.ends_early is not None:
+                        failure = {"message": "the engine died", "code": self.ends_early}
+                        if self.ends_early:
+                            yield f"data: {json.dumps({'error': failure})}\n\n"
                         return
         yield "data: [DONE]\n\n"
 

@@ -70,9 +70,9 @@ class Trained:
         before it has sampled some, and the largest difference of a log probability to the trainer's."""
         policy = Policy(self.publisher, KeptRows(), in_flight=True)
         prompt = [5, 9, 13, 21, 34]
-        # A stop id that no token has, so that the reply has all its tokens.
+        # With a stop id that is hardly ever sampled.
         request = SampleRequest(
-            prompt=pack_ids(prompt), max_tokens=max_tokens, stop_token_ids=[self.engine.vocabulary]
+            prompt=pack_ids(prompt), max_tokens=max_tokens, stop_token_ids=[self.engine.vocabulary - 1]
         )
         await policy.publish()
         scorers = [await self.engine.create_sampling_client()]

@@ -229,10 +229,15 @@ async def test_a_stream_that_ends_too_soon_is_no_reply(distribution: Distributio
         fake.faults.abort = True
         with pytest.raises(GatewayError, match="aborted the call; retry"):
             await flying.sample(request())
-        fake.ends_early = True
-        with pytest.raises(GatewayError, match="ended a stream before its samples were complete") as error:
-            await flying.sample(request())
-        assert error.value.status == 503
+        for code, status, message in (
+            (0, 503, "ended a stream before its samples were complete; retry"),
+            (500, 503, "answered 500: the engine died; retry"),
+            (400, 400, "refused the request: the engine died"),
+        ):
+            fake.ends_early = code
+            with pytest.raises(GatewayError, match=message) as error:
+                await flying.sample(request())
+            assert error.value.status == status, "a replica that refuses a request is not lost"
 
 
 async def test_replies_never_grow_beyond_the_context(distribution: Distribution, byte_model: Path) -> None:

@@ -159,7 +159,6 @@ async def test_new_weights_go_on_with_a_call(servers: dict[str, RunningVllm]) ->
 
         sequence, gap = await at.fly(3, 1900, begun)
         assert [version for version, _ in sequence.spans] == [0, 1, 2, 3]
-        assert len(sequence.sampled) == 4 * 1900
         assert gap < 1e-3
         print(f"spans {sequence.spans}, largest gap {gap:.1e}")
 

@@ -128,8 +128,14 @@ class _Usage(msgspec.Struct):
     prompt_tokens: int
 
 
+class _Failure(msgspec.Struct):
+    code: int = 500
+
+
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
+    error: _Failure | None = None
+    """In place of the rest of a stream: what would have been the status of a reply."""
 
 
 class _Completion(msgspec.Struct):
@@ -232,10 +238,11 @@ class VllmServer:
             async for line in response.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
-                choices = decode(line.removeprefix("data: ").encode(), _Chunk).choices
-                if not choices:  # An error, after the head of the reply.
-                    break
-                for choice in choices:
+                data = line.removeprefix("data: ").encode()
+                chunk = decode(data, _Chunk)
+                if chunk.error is not None:
+                    self._upstream.refuse(chunk.error.code, data)
+                for choice in chunk.choices:
                     samples[choice.index].take(choice)
                 if all(each.stop_reason for each in samples):
                     return
