@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from inference_fakes import CONTEXT, Distribution, FakeServer, Faults, clamped
+from interchange_helpers import until
 
 
 class FakeVllm(FakeServer):
@@ -15,6 +18,15 @@ class FakeVllm(FakeServer):
 
     def __init__(self, distribution: Distribution, faults: Faults | None = None) -> None:
         super().__init__(distribution, faults)
+        self.streamed = CONTEXT
+        """How many tokens of each stream are sent."""
+
+        self.ends_early: int | None = None
+        """Streams break off after their first chunk, with an error of this code, or for 0 without one."""
+
+        self.sent = 0
+        """How many chunks of streams were."""
+
         for path, endpoint, method in [
             ("/v1/models", self._models, "GET"),
             ("/version", self._version, "GET"),
@@ -62,7 +74,34 @@ class FakeVllm(FakeServer):
             await self.hang(request)
             return Response(status_code=499)
         await self.busy()
+        if body["stream"]:
+            return StreamingResponse(self._stream(self._completion(body)), media_type="text/event-stream")
         return JSONResponse(self._completion(body))
+
+    async def _stream(self, completion: dict[str, Any]) -> AsyncIterator[str]:
+        """A chunk for each token; those of a stream beyond `self.streamed` wait."""
+        choices = completion.pop("choices")
+        for at in range(max(len(choice["token_ids"]) for choice in choices)):
+            await until(lambda at=at: at < self.streamed)
+            for choice in choices:
+                if at < (length := len(choice["token_ids"])):
+                    some: dict[str, Any] = {
+                        "index": choice["index"],
+                        "text": "",
+                        "logprobs": {name: part[at : at + 1] for name, part in choice["logprobs"].items()},
+                        "token_ids": choice["token_ids"][at : at + 1],
+                        "finish_reason": choice["finish_reason"] if at == length - 1 else None,
+                    }
+                    if at == 0:
+                        some["prompt_token_ids"] = choice["prompt_token_ids"]
+                    yield f"data: {json.dumps(completion | {'choices': [some]})}\n\n"
+                    self.sent += 1
+                    if self.ends_early is not None:
+                        failure = {"message": "the engine died", "code": self.ends_early}
+                        if self.ends_early:
+                            yield f"data: {json.dumps({'error': failure})}\n\n"
+                        return
+        yield "data: [DONE]\n\n"
 
     def _invalid(self, body: dict[str, Any]) -> Response | None:
         message = ""

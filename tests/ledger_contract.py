@@ -74,7 +74,7 @@ def episode(number: int = 1, **values: Any) -> EpisodeRow:
     return made(EpisodeRow, number, **values)
 
 
-def call(name: str, parent: str | None = None, tokens: int = 1) -> Call:
+def call(name: str, parent: str | None = None, tokens: int = 1, **values: Any) -> Call:
     return Call(
         call_id=name,
         parent_id=parent,
@@ -83,6 +83,7 @@ def call(name: str, parent: str | None = None, tokens: int = 1) -> Call:
         logprobs=pack_logprobs([-0.5] * tokens),
         stop_reason="stop",
         policy_version=4,
+        **values,
     )
 
 
@@ -278,11 +279,15 @@ class LedgerContract:
             ledger.put_call(1, 1, call(f"one-{number}"))
         ledger.put_call(1, 2, call("two", parent="x"))
         ledger.put_call(2, 1, call("other"))
+        flown = call("flown", tokens=3, policy_version_end=6, spans=[(4, 0), (6, 2)])
+        ledger.put_call(2, 2, flown)
         await ledger.durable()
         ledger.put_call(1, 1, call("one-3"))
         await ledger.close()
         again = await leading(reopen)
-        assert await again.calls([(1, 2)]) == [[call("two", parent="x")]]
+        assert await again.calls([(1, 2), (2, 2)]) == [[call("two", parent="x")], [flown]]
+        versions = [(row.policy_version, row.last_version) for row in await again.rows(CallRow)]
+        assert versions == [(4, 4)] * 5 + [(4, 6)] + [(4, 4)]
         assert await names_of(again, (2, 1), (1, 1), (1, 3)) == [
             ["other"],
             [f"one-{number}" for number in range(4)],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any
 import numpy as np
 import tinker
 
+from run_ledger import KeptRows
 from tinkerscript.config import RunConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.model_folder import TINY_MODEL
-from tinkerscript.rollouts.call import pack_ids
-from tinkerscript.sampler import SampleRequest
+from tinkerscript.rollouts.call import pack_ids, unpack_ids, unpack_logprobs
+from tinkerscript.sampler import SampledSequence, SampleRequest
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
+from tinkerscript.train.policy import Policy
 from tinkerscript.train.replicas.pool import HANG_S, PROVE_S, ReplicaPool
 from tinkerscript.train.replicas.publisher import PROOFS, ReplicaPublisher, named, open_replicas
 
@@ -59,6 +62,40 @@ class Trained:
         )
         await self.pool.announce(version)
         return (await self.pool.sample(request)).policy_version
+
+    async def fly(
+        self, publications: int, max_tokens: int, begun: Callable[[int], Awaitable[None]]
+    ) -> tuple[SampledSequence, float]:
+        """A call that new weights go on with, each published when `begun(version)` says that the version
+        before it has sampled some, and the largest difference of a log probability to the trainer's."""
+        policy = Policy(self.publisher, KeptRows(), in_flight=True)
+        prompt = [5, 9, 13, 21, 34]
+        # With a stop id that is hardly ever sampled.
+        request = SampleRequest(
+            prompt=pack_ids(prompt), max_tokens=max_tokens, stop_token_ids=[self.engine.vocabulary - 1]
+        )
+        await policy.publish()
+        scorers = [await self.engine.create_sampling_client()]
+        call = asyncio.create_task(policy.sample(request))
+        for version in range(1, publications + 1):
+            waiting = asyncio.ensure_future(begun(version))
+            await asyncio.wait([call, waiting], return_when=asyncio.FIRST_COMPLETED)
+            assert not call.done(), call.result()
+            await waiting
+            await self.step(1e-3)
+            await policy.publish(version)
+            scorers.append(await self.engine.create_sampling_client())
+        await begun(publications + 1)
+        (sequence,) = (await call).sequences
+        ids = unpack_ids(sequence.sampled).tolist()
+        known = tinker.ModelInput.from_ints([*prompt, *ids])
+        scores = [(await each.compute_logprobs(known))[len(prompt) :] for each in scorers]
+        versions = np.repeat(
+            [version for version, _ in sequence.spans],
+            np.diff([*(first for _, first in sequence.spans), len(ids)]),
+        )
+        wanted = np.array([scores[version][at] for at, version in enumerate(versions)])
+        return sequence, float(np.abs(unpack_logprobs(sequence.logprobs) - wanted).max())
 
     def folder_of(self, version: int) -> Path:
         """Of a published version."""

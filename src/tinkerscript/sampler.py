@@ -84,6 +84,9 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     role: str = ""
     """The role whose model is to sample; empty: the policy."""
 
+    sampled: int = 0
+    """How many of the prompt's last ids this reply has already: other weights have sampled them."""
+
 
 class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
     """Some sampled tokens (R of them) and their log probabilities."""
@@ -121,6 +124,12 @@ class SampledSequence(SampledTokens, frozen=True, kw_only=True):
     """What the request's constraint did to each sampled id (uint8 `TokenConstraint` [R]); empty: without a
     constraint nothing, with one unknown."""
 
+    is_cut: bool = False
+    """Whether `Sampler.cut` ended it: it is not complete, and `stop_reason` says nothing."""
+
+    spans: list[tuple[int, int]] = []
+    """`Call.spans`, also of a single version, if it was cut; else empty."""
+
 
 class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
     """What answers a `SampleRequest`."""
@@ -130,7 +139,8 @@ class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
     """Of the weights that sampled the first token."""
 
     policy_version_end: int | None = None
-    """Of the weights that sampled the last token, if they changed during the call; else None."""
+    """Of the weights that sampled the last token, if they changed during the call at an unknown token; else
+    None."""
 
     logprob_kind: LogprobKind = "processed"
     seed: int | None = None
@@ -172,6 +182,10 @@ class Sampler(ABC):
         `context_length_exceeded` for a prompt that does not fit, 400 `unsupported_parameter` for what the
         engine does not support (`refuse_unsupported`).
         """
+
+    def cut(self) -> None:  # noqa: B027 (most have weights that nothing takes the place of)
+        """Newer weights are published: end what is being sampled by older ones where it is, if that can be
+        done, so that the newer ones go on with it."""
 
 
 def fitted(request: SampleRequest, max_context: int, engine: str) -> SampleRequest:

@@ -201,6 +201,45 @@ async def test_what_changes_the_distribution_is_passed_on_and_the_kind_stays_tru
     assert sent["stop_token_ids"] == [distribution.end, *made.extra_stop_ids]
 
 
+async def test_a_stop_string_is_found_that_other_weights_have_begun(byte_model: Path) -> None:
+    """The server looks for those that begin in what it samples itself."""
+    tokenizer = LightTokenizer(byte_model)
+    letters = tuple(tokenizer.encode("abcdefghijklmnop"))
+    fake = FakeVllm(Distribution(tokenizer.vocab_size, letters[0], words=letters), Faults())
+    async with opened(fake, byte_model) as sampler:
+        flying = RemoteSampler(sampler.server, sampler.facts, text=tokenizer.decode)
+        greedy = {"temperature": 0.0, "stop_token_ids": [0]}
+        (whole,) = (await flying.sample(request(**greedy))).sequences
+        known = ids(whole)
+        text = tokenizer.decode(known[:5])
+        assert text.index(text[2:]) == 2
+        rest = request([*PROMPT, *known[:3]], sampled=3, top_logprobs=2, stop=[text[2:]], **greedy)
+        (found,) = (await flying.sample(rest)).sequences
+        assert (ids(found), found.stop_reason, found.is_cut) == (known[3:5], "stop", False)
+        assert (len(found.logprobs), len(found.top_ids)) == (8, 16)
+        flying.cut()
+        (nothing,) = (await flying.sample(rest)).sequences
+        assert (nothing.sampled, nothing.is_cut) == (b"", True)
+
+
+async def test_a_stream_that_ends_too_soon_is_no_reply(distribution: Distribution, byte_model: Path) -> None:
+    fake = FakeVllm(distribution, Faults())
+    async with opened(fake, byte_model) as sampler:
+        flying = RemoteSampler(sampler.server, sampler.facts, text=str)
+        fake.faults.abort = True
+        with pytest.raises(GatewayError, match="aborted the call; retry"):
+            await flying.sample(request())
+        for code, status, message in (
+            (0, 503, "ended a stream before its samples were complete; retry"),
+            (500, 503, "answered 500: the engine died; retry"),
+            (400, 400, "refused the request: the engine died"),
+        ):
+            fake.ends_early = code
+            with pytest.raises(GatewayError, match=message) as error:
+                await flying.sample(request())
+            assert error.value.status == status, "a replica that refuses a request is not lost"
+
+
 async def test_replies_never_grow_beyond_the_context(distribution: Distribution, byte_model: Path) -> None:
     fake = FakeVllm(distribution, Faults())
     async with opened(fake, byte_model) as sampler:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_fakes import Faults
+from inference_fakes import CONTEXT, Faults
 from interchange_helpers import until
 from peft_vllm import PeftVllm
 from serving import serving
@@ -122,6 +122,47 @@ async def test_all_weights_take_the_place_of_the_older_ones(tmp_path: Path) -> N
             fake.applies = True
             await publishing
             assert at.verdicts(4)[-1] == "proved"
+
+
+@pytest.mark.parametrize("rank", [8, 0], ids=["adapters", "all weights"])
+async def test_new_weights_go_on_with_a_call(tmp_path: Path, rank: int) -> None:
+    with vllm(tmp_path) as (fake, url):
+        async with trained(tmp_path, [url], rank=rank, targets=["q_proj"], on_publish="continue") as at:
+            fake.streamed = 20
+
+            async def begun(version: int) -> None:
+                await until(lambda: fake.sent == 20 * version)
+                if version == 3:  # What it has sampled is sampled again, and what others have is kept.
+                    fake.streamed = CONTEXT
+                    at.pool.lose(at.pool.replicas[0], "died")
+
+            sequence, gap = await at.fly(2, 70, begun)
+            assert [version for version, _ in sequence.spans] == [0, 1, 2]
+            assert [first for _, first in sequence.spans] == [0, 20, 40]
+            assert len(sequence.sampled) == 4 * 70
+            assert gap < 1e-4
+            asked = [body for body in fake.requests if body["stream"]]
+            assert [len(body["prompt"]) for body in asked] == [5, 25, 45, 45]
+            assert [body["max_tokens"] for body in asked] == [70, 50, 30, 30]
+            assert len({body["cache_salt"] for body in asked}) == 3, "no version has the cache of another one"
+
+
+async def test_a_call_keeps_what_it_has_while_replicas_sleep(tmp_path: Path) -> None:
+    with vllm(tmp_path) as (fake, url):
+        async with trained(tmp_path, [url], targets=["q_proj"], sleep=True, on_publish="continue") as at:
+            fake.streamed = 20
+
+            async def begun(version: int) -> None:
+                await until(lambda: fake.sent == 20 * version)
+                fake.streamed = CONTEXT
+                async with at.publisher.resting():
+                    assert "/sleep" in fake.controls
+
+            sequence, gap = await at.fly(0, 50, begun)
+            assert sequence.spans == [(0, 0)]
+            assert len(sequence.sampled) == 4 * 50
+            assert gap < 1e-4
+            assert [len(body["prompt"]) for body in fake.requests if body["stream"]] == [5, 25]
 
 
 async def test_a_server_with_all_weights_that_was_started_again_gets_them_again(tmp_path: Path) -> None:

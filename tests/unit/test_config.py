@@ -181,6 +181,10 @@ def test_the_docs_are_written_from_the_models() -> None:
             "get the weights that engine.backend: embedded trains",
         ),
         (
+            {"engine": {"backend": "tinker"}, "inference": {"on_publish": "continue"}},
+            "inference.on_publish: continue needs engine.backend: embedded",
+        ),
+        (
             {"inference": {"backend": "trainer"}},
             "launch and replicas are for backend: vllm, not trainer",
         ),

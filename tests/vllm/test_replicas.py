@@ -13,7 +13,7 @@ import httpx
 import pytest
 from vllm_server import RunningVllm, running_vllm
 
-from interchange_helpers import until
+from interchange_helpers import eventually, until
 from tinkerscript.train.replicas.pool import Published
 from tinkerscript.train.replicas.publisher import PROOFS
 from trained_adapter import Trained, trained
@@ -142,6 +142,25 @@ async def test_calls_that_hold_all_slots_move_and_a_new_version_does_not_wait(at
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_new_weights_go_on_with_a_call(servers: dict[str, RunningVllm]) -> None:
+    server = servers["float32"]
+    async with trained(server.log.parent / "float32", [server.url], on_publish="continue") as at:
+
+        async def begun(version: int) -> None:
+            """Another 30 tokens are sampled: the server counts them, and streams each at once."""
+            before, replica = await at.pool.replicas[0].tokens_sampled(), at.pool.replicas[0]
+
+            async def sampled() -> bool:
+                return version == 4 or await replica.tokens_sampled() >= before + 30
+
+            await eventually(sampled)
+
+        sequence, gap = await at.fly(3, 1900, begun)
+        assert [version for version, _ in sequence.spans] == [0, 1, 2, 3]
+        assert gap < 1e-3
+        print(f"spans {sequence.spans}, largest gap {gap:.1e}")
 
 
 async def test_a_replica_that_hangs_is_lost_and_comes_back(

@@ -336,7 +336,11 @@ def _calls(config: RunConfig) -> list[str]:
     here = "" if config.enable_tinkerscript_mode else " (in one process: enable_tinkerscript_mode)"
     lines = ["model calls", f"  {' -> '.join([*way, last])}{here}"]
     if number:
-        running = "move to the newest" if inference.on_publish == "move" else "finish with their own"
+        running = {
+            "move": "move to the newest",
+            "finish": "finish with their own",
+            "continue": "and their calls continue with the newest",
+        }[inference.on_publish]
         lines.append(
             f"  {config.live_versions} live versions and a free slot, of {inference.max_loras} (max_loras); "
             f"running episodes {running}"

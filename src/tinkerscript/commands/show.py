@@ -301,7 +301,8 @@ def _call(turn: CallView) -> str:
     logprob = _number(turn.mean_logprob, ", mean logprob {:.3f}")
     side = ", a side call" if turn.side else ""
     ignored = f", without effect: {', '.join(turn.ignored)}" if turn.ignored else ""
-    version = f"policy version {turn.policy_version}"
+    last = turn.policy_version_end
+    version = f"policy version {turn.policy_version}" + (f" to {last}" if last is not None else "")
     return f"({counted(turn.sampled_tokens, 'token')}, {version}{logprob}{stopped}{side}{ignored})"
 
 

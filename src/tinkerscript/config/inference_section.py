@@ -53,9 +53,11 @@ class InferenceConfig(Section):
     replicas: list[str] = Field(default_factory=list[str])
     """URLs of running replicas to train with."""
 
-    on_publish: Literal["move", "finish"] = "move"
-    """What an episode's next model call samples from when weights were published since its last one: `move`,
-    the newest; `finish`, those that it began with, as long as they may train (`training.max_policy_lag`)."""
+    on_publish: Literal["move", "finish", "continue"] = "move"
+    """What happens to running episodes when weights are published. `move`: a model call ends with the weights
+    that it began with, and the episode's next one has the newest. `continue`: the newest go on with a call at
+    its next token. `finish`, with replicas: an episode keeps the weights that it began with, as long as they
+    may train (`training.max_policy_lag`)."""
 
     sleep: bool = False
     """Whether replicas give up their GPUs' memory while the trainer trains, to share a GPU with it (vLLM's

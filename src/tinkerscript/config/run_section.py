@@ -296,6 +296,11 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _replicas_hold_the_versions(self) -> RunConfig:
         inference = self.inference
+        if inference.on_publish == "continue" and self.engine.backend != "embedded":
+            raise ValueError(
+                "inference.on_publish: continue needs engine.backend: embedded, since a service completes "
+                "the calls that it has; leave on_publish: move"
+            )
         if not inference.has_replicas:
             return self
         if self.engine.backend != "embedded":

@@ -219,7 +219,8 @@ class Job:
     future: Future[Any]
 
 
-Sampling = tuple[RunningBatch, Request]
+Sampling = tuple[RunningBatch, Request | None]
+"""A request that joins a batch; None: the batch is cut."""
 
 
 class EngineThread:
@@ -256,6 +257,10 @@ class EngineThread:
     def sample(self, batch: RunningBatch, request: Request) -> None:
         """Add `request` to `batch` at its next step."""
         self._put((batch, request))
+
+    def cut(self, batch: RunningBatch) -> None:
+        """End the rows of `batch` between two tokens, whatever jobs there are."""
+        self._put((batch, None))
 
     def close(self) -> None:
         """Fail unfinished work and end the thread."""
@@ -294,7 +299,10 @@ class EngineThread:
             else:
                 self._join(*item)
 
-    def _join(self, batch: RunningBatch, request: Request) -> None:
+    def _join(self, batch: RunningBatch, request: Request | None) -> None:
+        if request is None:
+            batch.cut()
+            return
         batch.submit(request)
         if batch not in self._batches:
             self._batches.append(batch)

@@ -94,7 +94,7 @@ class SampledRow:
     ids: list[int]
     logprobs: list[float]
     stop_reason: str
-    """`stop` or `length`."""
+    """`stop` or `length`; `cut`: it is not complete (`RunningBatch.cut`)."""
 
     top: list[Alternatives]
     """One for each sampled id, if the request asked for alternatives."""
@@ -122,12 +122,25 @@ class Request:
 
     min_p: float = 0.0
 
+    sampled: int = 0
+    """How many of the prompt's last ids are the beginning of the reply, by other weights: stop strings may
+    begin there."""
+
     matchers: list[Matcher] | None = None
     """The state of each sample in the request's grammar, if it has one."""
 
     future: Future[list[SampledRow]] = field(default_factory=Future[list[SampledRow]])
     finished: dict[int, SampledRow] = field(default_factory=dict[int, SampledRow])
     """Finished rows by sample index."""
+
+    def finish(self, index: int, row: SampledRow) -> None:
+        self.finished[index] = row
+        if len(self.finished) < self.num_samples:
+            return
+        try:
+            self.future.set_result([self.finished[i] for i in range(self.num_samples)])
+        except InvalidStateError:
+            return  # The caller cancelled.
 
 
 @dataclass(slots=True, eq=False)
@@ -169,16 +182,8 @@ class RunningRow:
             self.constrained.append(constraint)
 
     def finish(self, stop_reason: str) -> None:
-        request = self.request
-        request.finished[self.index] = SampledRow(
-            self.ids, self.logprobs, stop_reason, self.top, bytes(self.constrained)
-        )
-        if len(request.finished) < request.num_samples:
-            return
-        try:
-            request.future.set_result([request.finished[i] for i in range(request.num_samples)])
-        except InvalidStateError:
-            return  # The caller cancelled.
+        row = SampledRow(self.ids, self.logprobs, stop_reason, self.top, bytes(self.constrained))
+        self.request.finish(self.index, row)
 
 
 class RunningBatch:
@@ -212,6 +217,7 @@ class RunningBatch:
         """Positions already in the cache, by row."""
 
         self._settings: RowSettings | None = None
+        self._is_cut = False
 
     @property
     def busy(self) -> bool:
@@ -220,18 +226,33 @@ class RunningBatch:
     def submit(self, request: Request) -> None:
         """Queue a request; its future resolves to its rows in sample order."""
         self._waiting.extend((request, index) for index in range(request.num_samples))
+        if self._is_cut:
+            self.cut()
+
+    def cut(self) -> None:
+        """End every row where it is, and each that is submitted from now on before its first token: newer
+        weights go on with them."""
+        self._is_cut = True
+        rows, waiting = self._drop_all()
+        for row in rows:
+            row.finish("cut")
+        for request, index in waiting:
+            request.finish(index, SampledRow([], [], "cut", []))
 
     def fail(self, error: BaseException) -> None:
-        """Fail every running and waiting request with `error`.
+        """Fail every running and waiting request with `error`."""
+        rows, waiting = self._drop_all()
+        for request in [*(row.request for row in rows), *(request for request, _ in waiting)]:
+            _fail(request, error)
 
-        The cache is dropped: the failure may have left it half grown.
-        """
-        requests = {id(r): r for r in [row.request for row in self._rows] + [r for r, _ in self._waiting]}
+    def _drop_all(self) -> tuple[list[RunningRow], list[tuple[Request, int]]]:
+        """All rows, and those that wait, which leave. The cache goes with them: a failure may have left it
+        half grown."""
+        rows, waiting = self._rows, list(self._waiting)
         self._rows, self._lengths, self._settings = [], [], None
         self._waiting.clear()
         self._cache = KVCache()
-        for request in requests.values():
-            _fail(request, error)
+        return rows, waiting
 
     @torch.inference_mode()
     def advance(self) -> None:
@@ -393,7 +414,10 @@ class RunningBatch:
     def _ends_with_stop_string(self, row: RunningRow) -> bool:
         """Whether the newest token completed a stop string; an earlier one would have ended the row."""
         window = max(len(s.encode()) for s in row.request.stop_strings) + 8
-        text = self._decode(row.ids[-window:])
+        ids = row.ids[-window:]
+        if len(ids) < window and (sampled := row.request.sampled):
+            ids = [*row.request.prompt[-sampled:], *ids][-window:]
+        text = self._decode(ids)
         return any(stop in text for stop in row.request.stop_strings)
 
     def _row_settings(self) -> RowSettings:

@@ -68,21 +68,32 @@ class EmbeddedSamplingClient:
         top_logprobs: int = 0,
         grammar: str | None = None,
         min_p: float = 0.0,
+        sampled: int = 0,
     ) -> Future[list[SampledRow]]:
         """`sample` with what Tinker's method lacks. Cancelling the future ends the sampling.
 
         `stop_ids` stop in addition to `sampling_params.stop`; `report` is called for every token, on the
         engine's thread; each row has `top_logprobs` alternatives per position; `grammar` constrains what is
         sampled; `min_p` leaves out tokens less probable than this share of the most probable one's
-        probability. Raises EngineRequestError as `sample` does, and GrammarError for an unusable grammar.
+        probability; the last `sampled` ids are the beginning of the reply, by other weights. Raises
+        EngineRequestError as `sample` does, and GrammarError for an unusable grammar.
         """
         request = self._request(ids, num_samples, sampling_params)
         request.stop_ids |= frozenset(stop_ids)
         request.report, request.top_logprobs, request.min_p = report, top_logprobs, min_p
+        request.sampled = sampled
         if grammar is not None:
             request.matchers = [self._context.grammars.matcher(grammar) for _ in range(num_samples)]
+            for matcher in request.matchers:
+                for token in ids[len(ids) - sampled :]:
+                    matcher.take(token)
         self._context.thread.sample(self._batch, request)
         return request.future
+
+    def cut(self) -> None:
+        """End all samples of these weights where they are, also those that are still to come: their rows'
+        `stop_reason` is `cut`."""
+        self._context.thread.cut(self._batch)
 
     def compile_grammar(self, grammar: str) -> None:
         """Compile and cache `grammar`, so that `sample_rows` need not. Raises GrammarError."""

@@ -209,7 +209,7 @@ class SampledModel(NamedModel):
             model=header.model,
             prompt=header.prompt,
             choices=choices,
-            policy_version=results[0].policy_version,
+            policy_version=recorded[0].policy_version,
         )
 
     def _distribution(self, call: ModelCall) -> dict[str, Any]:
@@ -253,6 +253,7 @@ class SampledModel(NamedModel):
             # The sampler honored the constraint and does not tell where, nor what its logprobs are of.
             constrained = bytes([TokenConstraint.UNKNOWN]) * (len(sequence.sampled) // 4)
             logprob_kind = "unknown"
+        spans = sequence.spans or [(result.policy_version, 0)]
         fork_reason = turn.fork_reason
         if turn.parent is None and choice_index(call_id) % call.n:
             fork_reason = SAMPLED_AGAIN
@@ -262,11 +263,12 @@ class SampledModel(NamedModel):
             sampled=sequence.sampled,
             logprobs=sequence.logprobs,
             stop_reason=sequence.stop_reason,
-            policy_version=result.policy_version,
+            policy_version=spans[0][0],
             **prepared.recorded_fields(turn),
             **self._distribution(call),
             logprob_kind=logprob_kind,
-            policy_version_end=result.policy_version_end,
+            policy_version_end=spans[-1][0] if len(spans) > 1 else result.policy_version_end,
+            spans=spans if len(spans) > 1 else [],
             seed=result.seed,
             constrained=constrained,
             tokenizer=self._renderer.tokenizer.fingerprint,

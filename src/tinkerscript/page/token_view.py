@@ -91,7 +91,8 @@ def _tokens(
     versions = np.full(len(sampled), -1)
     calls = np.full(len(sampled), -1)
     for number, segment in enumerate(rollout.segments):
-        versions[segment.start : segment.end] = segment.call.policy_version
+        for version, part in segment.versions:
+            versions[part] = version
         calls[segment.start : segment.end] = number
 
     def placed(data: bytes, kind: str) -> Numbers | None:

@@ -166,6 +166,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     reported_tokens: tuple[int, int] = (0, 0)
     """Tokens of the prompt and of the reply, as a server that gives no ids counted them; else 0."""
 
+    spans: list[tuple[int, int]] = []
+    """(policy version, index of the first id that it sampled), in order, if weights were published during the
+    call and went on with it. Empty: `policy_version` sampled all, or where the weights changed is unknown."""
+
     def __post_init__(self) -> None:
         if len(self.sampled) != len(self.logprobs):
             raise ValueError(
@@ -195,7 +199,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
-        """Policy version of the first token and, if the weights changed meanwhile, of the last."""
+        """Of all weights that sampled a part of it, as far as it is known: first those of the first token."""
+        if self.spans:
+            return tuple(version for version, _ in self.spans)
         if self.policy_version_end is None:
             return (self.policy_version,)
         return (self.policy_version, self.policy_version_end)

@@ -30,6 +30,17 @@ class Segment:
     start: int
     end: int
 
+    @property
+    def versions(self) -> list[tuple[int, slice]]:
+        """Each policy version with the span of the rollout that it sampled; the oldest one with all of them
+        where it is unknown which sampled what."""
+        spans = self.call.spans or [(min(self.call.policy_versions), 0)]
+        ends = [*(first for _, first in spans[1:]), self.end - self.start]
+        return [
+            (version, slice(self.start + first, self.start + end))
+            for (version, first), end in zip(spans, ends, strict=True)
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class Rollout:

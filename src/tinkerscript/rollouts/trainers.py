@@ -271,9 +271,9 @@ def to_areal(group: RolloutGroup, *, pad_token_id: int = 0, allow: Collection[st
     it.
 
     input_ids, loss_mask, versions int32, logprobs float32 and attention_mask bool [G, T], unshifted; rewards
-    float32 [G]. A token's version is that of the weights that sampled it; of a call during which they
-    changed, the older one. AReaL adds the reward at the last token and passes it back through the mask, so
-    that token must carry loss. Raises ConversionError.
+    float32 [G]. A token's version is that of the weights that sampled it; where they changed at an unknown
+    token of a call, the older one. AReaL adds the reward at the last token and passes it back through the
+    mask, so that token must carry loss. Raises ConversionError.
     """
     import torch  # noqa: PLC0415 (optional dependency)
 
@@ -296,7 +296,8 @@ def to_areal(group: RolloutGroup, *, pad_token_id: int = 0, allow: Collection[st
 def _versions(rollout: Rollout) -> np.ndarray:
     versions = np.full(len(rollout.tokens), AREAL_FILL["versions"], np.int32)
     for segment in rollout.segments:
-        versions[segment.start : segment.end] = min(segment.call.policy_versions)
+        for version, span in segment.versions:
+            versions[span] = version
     return versions
 
 

@@ -26,7 +26,7 @@ from tinkerscript.rollouts.alignment.diagnosis import (
     diagnose,
     is_comparable,
 )
-from tinkerscript.rollouts.call import Call, FloatArray, IntArray, full_prompts
+from tinkerscript.rollouts.call import FloatArray, IntArray, full_prompts
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.train.backends.backend import TrainerBackend
@@ -193,7 +193,8 @@ class AlignmentCheck:
         present = {0}
         if lags is not None:
             for segment in rollout.segments:
-                behind[segment.start : segment.end] = _lag(segment.call, lags)
+                for version, span in segment.versions:
+                    behind[span] = lags[version]
             present = set(behind[compared].tolist())
         current = Gap()
         for lag in sorted(present):
@@ -212,11 +213,14 @@ class AlignmentCheck:
         *,
         is_older: bool = False,
     ) -> list[Pair]:
-        """The calls at lag 0, or the older ones, each with the logprobs of the sampler and the trainer."""
+        """What weights at lag 0, or older ones, sampled of each call, with the logprobs of sampler and
+        trainer."""
         spans = [
-            slice(segment.start, segment.end)
+            span
             for segment in rollout.segments
-            if (_lag(segment.call, lags) > 0) == is_older and is_comparable(segment.call)
+            if is_comparable(segment.call)
+            for version, span in segment.versions
+            if (lags is not None and lags[version] > 0) == is_older
         ]
         return [Pair(rollout.tokens[span], rollout.logprobs[span], trainer[span]) for span in spans]
 
@@ -240,8 +244,3 @@ class AlignmentCheck:
                 "(training.on_misalignment: stop; `warn` continues)",
                 name=finding.name,
             )
-
-
-def _lag(call: Call, lags: Mapping[int, int] | None) -> int:
-    """The lag of the oldest weights that sampled any of the call."""
-    return max(lags[version] for version in call.policy_versions) if lags is not None else 0

@@ -4,6 +4,8 @@ Invariants: versions only increase, even across restarts: each is in the ledger 
 What is sampled depends on the run's seed and on what is asked, not on when: the n-th request for a prompt to
 the weights of a step has a seed of its own, so that a run gets the same tokens with any backend, network or
 number of workers, and after a restart, up to the rounding of log probabilities.
+Where weights move in flight, each token has the log probability that the weights gave it which sampled it,
+after exactly the prefix that is recorded; what older ones had computed of that prefix is never used.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -19,10 +22,20 @@ from typing import NoReturn
 from msgspec import structs
 
 from tinkerscript.errors import AlignmentError, GatewayError
+from tinkerscript.gateway.sampled_model import sample_all
 from tinkerscript.ledger.history import RowWriter
 from tinkerscript.ledger.rows import PublicationRow
 from tinkerscript.rollouts.call import IntArray, unpack_ids
-from tinkerscript.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult, fitted
+from tinkerscript.sampler import (
+    Progress,
+    ProgressCallback,
+    SampledSequence,
+    SampledTokens,
+    Sampler,
+    SampleRequest,
+    SampleResult,
+    fitted,
+)
 from tinkerscript.train.backends.backend import FrozenModel, Publisher
 from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
 
@@ -63,6 +76,9 @@ class SeededSampler(Sampler):
         for sequence in result.sequences:
             check_lengths(len(sequence.sampled) // 4, len(sequence.logprobs) // 4)
         return result
+
+    def cut(self) -> None:
+        self.sampler.cut()
 
     def seed_for(self, prompt: IntArray) -> int:
         """The seed of the next request for these ids (int32 [P]), in [0, 2^31)."""
@@ -107,10 +123,19 @@ class Policy:
     the policy: `failed` raises it, which ends the run.
     """
 
-    def __init__(self, publisher: Publisher, ledger: RowWriter, *, seed: int = 0, version: int = -1) -> None:
+    def __init__(
+        self,
+        publisher: Publisher,
+        ledger: RowWriter,
+        *,
+        seed: int = 0,
+        version: int = -1,
+        in_flight: bool = False,
+    ) -> None:
         """`seed`: the run's. `version`: the newest so far, also of an earlier process of this run; -1 before
-        the first."""
+        the first. `in_flight`: new weights go on with the calls that older ones are sampling."""
         self._ledger = ledger
+        self._in_flight = in_flight
         self.version = version
         """The newest; -1 before the first."""
 
@@ -151,6 +176,7 @@ class Policy:
         samplers = [await each.publisher.publish(version) for each in self._trained.values()]
         await self._ledger.commit([PublicationRow(policy_version=version, step=step, time=time.time())])
         self.version = version
+        older = [weights.sampler for weights in self._trained.values() if weights.sampler is not None]
         for weights, sampler in zip(self._trained.values(), samplers, strict=True):
             used, weights.used = weights.used, set()
             weights.sampler = SeededSampler(
@@ -163,6 +189,9 @@ class Policy:
             )
         for weights in self._trained.values():
             await weights.publisher.announce(version)
+        if self._in_flight:
+            for each in older:
+                each.cut()
         return version
 
     def resting(self) -> AbstractAsyncContextManager[None]:
@@ -193,7 +222,8 @@ class Policy:
         return weights.sampler
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Serve one request of the gateway: from the newest version, or from the model of its role.
+        """Serve one request of the gateway: from the newest version, and what is cut from those that follow;
+        or from the model of its role.
 
         Raises as `SeededSampler.sample` does, and GatewayError 404 for a role that the run does not have.
         """
@@ -207,14 +237,69 @@ class Policy:
             )
             raise GatewayError(404, "model_not_found", message, param="model")
         try:
-            return await self._newest(weights).sample(request, progress)
+            result = await self._newest(weights).sample(request, progress)
+            sequences = [
+                _joined(_NOTHING, each, result.policy_version) if each.is_cut else each
+                for each in result.sequences
+            ]
+            while cut := [index for index, each in enumerate(sequences) if each.is_cut]:
+                rest = [self._rest(request, result.seed, index, sequences[index]) for index in cut]
+                moved = progress and _moved(progress, [(i, len(sequences[i].sampled) // 4) for i in cut])
+                parts = await sample_all(self._newest(weights), rest, moved)
+                for index, part in zip(cut, parts, strict=True):
+                    sequences[index] = _joined(sequences[index], part.sequences[0], part.policy_version)
+            return structs.replace(result, sequences=sequences)
         except AlignmentError as fault:
             self._fault = fault
             self._broken.set()
             raise
+
+    def _rest(
+        self, request: SampleRequest, seed: int | None, index: int, whole: SampledSequence
+    ) -> SampleRequest:
+        """What remains of the choice `index` of a request whose first tokens were sampled with `seed`."""
+        if seed is not None:
+            origin = f"{seed}/{index}/{self.version}/{len(whole.sampled)}"
+            digest = hashlib.blake2b(origin.encode(), digest_size=4).digest()
+            seed = int.from_bytes(digest, "big") | 1 << 31  # `seed_for` gives smaller ones.
+        return structs.replace(
+            request,
+            prompt=request.prompt + whole.sampled,
+            sampled=len(whole.sampled) // 4,
+            max_tokens=request.max_tokens - len(whole.sampled) // 4,
+            num_samples=1,
+            seed=seed,
+        )
 
     async def failed(self) -> NoReturn:
         """Wait until sampling breaks, then raise its AlignmentError."""
         await self._broken.wait()
         assert self._fault is not None
         raise self._fault
+
+
+_ARRAYS = (*SampledTokens.__struct_fields__, "constrained")
+
+_NOTHING = SampledSequence(stop_reason="length", is_cut=True)
+
+
+def _joined(whole: SampledSequence, part: SampledSequence, version: int) -> SampledSequence:
+    """What was sampled of a choice, and then by the weights of `version`."""
+    spans = whole.spans
+    if part.sampled and (not spans or spans[-1][0] != version):
+        spans = [*spans, (version, len(whole.sampled) // 4)]
+    return structs.replace(
+        part,
+        spans=spans,
+        **{name: getattr(whole, name) + getattr(part, name) for name in _ARRAYS},
+    )
+
+
+def _moved(progress: ProgressCallback, places: Sequence[tuple[int, int]]) -> ProgressCallback:
+    """`progress` of parts, each with the index of its choice and the tokens that this had before."""
+
+    def report(news: Progress) -> None:
+        index, before = places[news.index]
+        progress(structs.replace(news, index=index, offset=before + news.offset))
+
+    return report

@@ -126,7 +126,13 @@ async def run_training(
                 f"sampling.max_tokens: {config.sampling.max_tokens} does not fit the model's context of "
                 f"{backend.max_context} tokens, prompt and reply: a reply without an end fills it"
             )
-        policy = Policy(backend, link, seed=config.seed, version=history.newest_version)
+        policy = Policy(
+            backend,
+            link,
+            seed=config.seed,
+            version=history.newest_version,
+            in_flight=config.inference.on_publish == "continue",
+        )
         learners = await _learners(run, backend, policy, model, stack)
         sampling.policy = policy
         # What runs the episodes.

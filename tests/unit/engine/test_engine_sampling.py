@@ -233,3 +233,35 @@ def test_what_is_not_allowed_is_never_chosen_and_the_logprob_is_the_free_one(tem
 def test_an_id_without_weight_is_never_chosen(uniform: float) -> None:
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]])
     assert choose(logits, torch.tensor([uniform]), settings(1)).ids.item() in (1, 3)
+
+
+def test_a_stop_string_is_found_that_other_weights_have_begun(engine: EmbeddedEngine) -> None:
+    client = engine.create_sampling_client().result()
+    prompt, greedy = [5], tinker.SamplingParams(max_tokens=12, stop=[], temperature=0)
+    ids = client.sample(ints(*prompt), 1, greedy).result().sequences[0].tokens
+    across = tinker.SamplingParams(max_tokens=12, stop=f"w{ids[2]} w{ids[3]}", temperature=0)
+    for sampled, wanted in ((3, ids[3:4]), (0, None)):
+        rows = client.sample_rows([*prompt, *ids[:3]], 1, across, sampled=sampled).result()
+        assert (rows[0].ids == wanted) == (sampled > 0)
+
+
+def test_cutting_ends_all_samples_between_two_slices_of_a_job(engine: EmbeddedEngine) -> None:
+    """Training may take long; the newer weights do not wait for it."""
+    client, other = (engine.create_sampling_client().result() for _ in range(2))
+    began, go_on = threading.Event(), threading.Event()
+
+    def job() -> Generator[None]:
+        began.set()
+        while not go_on.is_set():
+            yield
+
+    slow = engine.context.thread.call_in_slices(job)
+    params = tinker.SamplingParams(max_tokens=40, stop=[])
+    began.wait(timeout=20)
+    client.cut()
+    rows = client.sample_rows([3, 4], 2, params).result(timeout=20)
+    assert [(row.ids, row.stop_reason) for row in rows] == [([], "cut")] * 2
+    assert len(other.sample(ints(3, 4), 1, params).result(timeout=20).sequences[0].tokens) == 40
+    assert not slow.done()
+    go_on.set()
+    slow.result(timeout=20)

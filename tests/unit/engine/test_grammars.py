@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tinker
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -22,6 +23,7 @@ from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import TokenConstraint, full_prompts, unpack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
+from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.train.backends.embedded_engine import EmbeddedSampler
 from tiny_tokenizer import write_model_folder
 
@@ -314,3 +316,14 @@ async def test_an_id_may_end_a_reply(bench: Bench, stop: dict[str, Any]) -> None
         assert choice["finish_reason"] == call.stop_reason
         assert (call.stop_reason == "stop") == (last in [*ends, 262])
     assert ended >= 6
+
+
+async def test_other_weights_go_on_in_the_middle_of_a_grammar(random_bytes: EmbeddedEngine) -> None:
+    client = await random_bytes.create_sampling_client()
+    prompt, settings = [104, 105], {"grammar": "start: /[0-9]{8}/ <[262]>", "stop_ids": [262]}
+    params = tinker.SamplingParams(max_tokens=3, seed=1)
+    (begun,) = client.sample_rows(prompt, 1, params, **settings).result()
+    params = tinker.SamplingParams(max_tokens=40, seed=2)
+    (rest,) = client.sample_rows([*prompt, *begun.ids], 1, params, sampled=3, **settings).result()
+    text = LightTokenizer(random_bytes.folder).decode([*begun.ids, *rest.ids[:-1]])
+    assert (len(text), text.isdigit(), rest.ids[-1]) == (8, True, 262)

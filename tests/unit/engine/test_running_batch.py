@@ -211,3 +211,27 @@ def test_a_batch_goes_on_after_its_cache_could_not_grow(
     run(alone)
     for one, other in zip((running, again), wanted, strict=True):
         assert [row.ids for row in one.future.result()] == [row.ids for row in other.future.result()]
+
+
+def test_rows_that_are_cut_keep_what_they_have_and_later_ones_begin_elsewhere(random_model: Path) -> None:
+    """What has ended stays whole, and a request that comes too late is given back at once."""
+    batch = batch_over(FusedDecoder(load_model(random_model)), max_rows=3)
+    running, mixed, waiting = seeded(5, 6), seeded(7, samples=1, max_tokens=2), seeded(8)
+    for request in (running, mixed, waiting):
+        batch.submit(request)
+    for _ in range(4):
+        batch.advance()
+    batch.cut()
+    assert not batch.busy
+    batch.submit(late := seeded(9))
+    assert not batch.busy
+    alone = batch_over(FusedDecoder(load_model(random_model)))
+    alone.submit(whole := seeded(5, 6))
+    run(alone)
+    for row, wanted in zip(running.future.result(timeout=1), whole.future.result(), strict=True):
+        assert (row.ids, row.stop_reason) == (wanted.ids[: len(row.ids)], "cut")
+        assert len(row.ids) == len(row.logprobs) == 4
+    assert [row.stop_reason for row in mixed.future.result(timeout=1)] == ["length"]
+    assert [(row.ids, row.stop_reason) for row in late.future.result(timeout=1)] == [([], "cut")] * 2
+    (first, second) = waiting.future.result(timeout=1)
+    assert (len(first.ids), len(second.ids)) == (3, 0), "one had the place of the row that ended"

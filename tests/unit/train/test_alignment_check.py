@@ -112,6 +112,28 @@ def test_a_conversation_over_two_versions_is_split_by_call() -> None:
     assert (report.whole.gaps[1].mean_abs, report.whole.gaps[1].tokens) == (pytest.approx(0.5), 2)
 
 
+def test_a_call_over_three_versions_is_split_by_token() -> None:
+    spans = [(3, 0), (4, 5), (5, 9)]
+    items = rollouts(policy_version=3, policy_version_end=5, spans=spans)
+    trainer = honest(items)
+    for item, logprobs in zip(items, trainer, strict=True):
+        (segment,) = item.rollout.segments
+        assert [version for version, _ in segment.versions] == [3, 4, 5]
+        for (_, span), by in zip(segment.versions, (0.6, 0.3, 0.01), strict=True):
+            logprobs[span] -= np.float32(by)
+    report = AlignmentReport()
+    assert check(report).compare(items, trainer, lags={3: 2, 4: 1, 5: 0}, step=9) == items
+    assert {lag: (gap.tokens, round(gap.mean_abs, 4)) for lag, gap in report.whole.gaps.items()} == {
+        2: (20, 0.6),
+        1: (16, 0.3),
+        0: (12, 0.01),
+    }
+    newest = items[0].rollout.segments[0].versions[-1][1]
+    trainer[0][newest] -= 3
+    with pytest.raises(AlignmentError, match=r"logprob_gap.*over 3 tokens of 1 calls"):
+        check(AlignmentReport()).compare(items, trainer, lags={3: 2, 4: 1, 5: 0}, step=9)
+
+
 def test_sequences_with_errors_do_not_train_and_warnings_are_counted() -> None:
     good = make_episode([make_call(None, [1], [2, 3])])
     cold = make_episode([make_call(None, [1], [2, 3], temperature=0.0, top_p=0.5)])

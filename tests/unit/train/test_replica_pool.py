@@ -236,7 +236,7 @@ async def test_an_episode_stays_with_its_replica_and_others_go_where_less_is_to_
         assert [replica.pinned for replica in made.replicas] == [0, 0]
 
 
-@pytest.mark.parametrize(("on_publish", "second"), [("move", 1), ("finish", 0)])
+@pytest.mark.parametrize(("on_publish", "second"), [("move", 1), ("finish", 0), ("continue", 1)])
 async def test_an_episode_moves_or_finishes_with_its_version(
     tmp_path: Path, on_publish: str, second: int
 ) -> None:

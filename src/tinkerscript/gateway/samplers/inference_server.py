@@ -10,7 +10,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import msgspec
@@ -136,9 +136,12 @@ class Upstream:
 
     async def check(self, response: httpx.Response) -> None:
         """Raises GatewayError for a refusal."""
-        if response.is_success:
-            return
-        status, said = response.status_code, self.without_key(message_of_refusal(await response.aread()))
+        if not response.is_success:
+            self.refuse(response.status_code, await response.aread())
+
+    def refuse(self, status: int, body: bytes) -> NoReturn:
+        """Raises GatewayError for a refusal, whose status a stream may tell after its head."""
+        said = self.without_key(message_of_refusal(body))
         if status in (400, 413, 422):
             if _CONTEXT.search(said):
                 raise GatewayError(400, "context_length_exceeded", said, param="messages")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,8 @@ from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.gateway.samplers.inference_server import Upstream
 from tinkerscript.gateway.samplers.probe import Probe, ServerFacts
-from tinkerscript.gateway.samplers.vllm import ServerDescription, ServerSample, VllmServer
-from tinkerscript.rollouts.call import FOREIGN_POLICY, LogprobKind, pack_ids, pack_logprobs
+from tinkerscript.gateway.samplers.vllm import Cut, ServerDescription, ServerSample, VllmServer
+from tinkerscript.rollouts.call import FOREIGN_POLICY, LogprobKind, pack_ids, pack_logprobs, unpack_ids
 from tinkerscript.sampler import (
     ProgressCallback,
     SampledSequence,
@@ -58,11 +58,16 @@ class RemoteSampler(Sampler):
     cache_salt: str = ""
     """Requests with another one never share the server's prefix cache with these."""
 
+    text: Callable[[list[int]], str] | None = None
+    """The text of ids, special tokens included, in which stop strings are looked for that other weights have
+    begun. None: it cannot be cut."""
+
     def __post_init__(self) -> None:
         self._weights = self.facts.weight_version
+        self._is_cut = asyncio.Event()
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Reports no progress: streams of these servers have lost ids, so nothing is streamed."""
+        """Reports no progress."""
         refuse_unsupported(
             request,
             "an inference server",
@@ -76,7 +81,12 @@ class RemoteSampler(Sampler):
         try:
             async with asyncio.timeout(self.timeout_s):
                 sized = fitted(request, self.facts.max_context, "the inference server")
-                samples = await self.server.sample(sized, self.facts.model, cache_salt=self.cache_salt)
+                samples = await self.server.sample(
+                    sized,
+                    self.facts.model,
+                    cache_salt=self.cache_salt,
+                    cut=Cut(self._is_cut, self._ends(request)) if self.text else None,
+                )
         except TimeoutError:
             message = f"the inference server did not answer within {self.timeout_s:g} s"
             raise GatewayError(504, "engine_timeout", message) from None
@@ -87,6 +97,24 @@ class RemoteSampler(Sampler):
             logprob_kind=self._logprob_kind(request),
             policy_version_end=last if last != first else None,
         )
+
+    def cut(self) -> None:
+        """For good: what is asked from now on is cut too."""
+        self._is_cut.set()
+
+    def _ends(self, request: SampleRequest) -> Callable[[Sequence[int]], bool] | None:
+        """Whether ids complete a stop string that may have begun in what the reply has already. The server
+        finds those that begin after it."""
+        text, stops = self.text, request.stop
+        if not (text and stops and request.sampled):
+            return None
+        window = max(len(stop.encode()) for stop in stops) + 8
+        before = unpack_ids(request.prompt)[-request.sampled :][-window:].tolist()
+
+        def ends(ids: Sequence[int]) -> bool:
+            return len(ids) < window and any(stop in text([*before, *ids][-window:]) for stop in stops)
+
+        return ends
 
     def close(self) -> None:
         """Refuse requests from now on, and those that wait."""
@@ -130,7 +158,7 @@ def _number(weights: str | None) -> int:
 def _sequence(sample: ServerSample, top: int) -> SampledSequence:
     """Raises GatewayError 502 if `sample` has fewer than `top` of the most likely ids somewhere."""
     most_likely = [_most_likely(each, top) for each in sample.top] if top else []
-    if top and any(len(pairs) < top for pairs in most_likely or [[]]):
+    if top and sample.ids and min(map(len, most_likely), default=0) < top:
         raise GatewayError(
             502, "engine_error", f"the inference server reported fewer than {top} top_logprobs"
         )
@@ -140,6 +168,7 @@ def _sequence(sample: ServerSample, top: int) -> SampledSequence:
         stop_reason=sample.stop_reason,
         top_ids=pack_ids([token for pairs in most_likely for token, _ in pairs]),
         top_logprobs=pack_logprobs([logprob for pairs in most_likely for _, logprob in pairs]),
+        is_cut=sample.is_cut,
     )
 
 

@@ -20,15 +20,19 @@ and issues named below; https://github.com/vllm-project/vllm:
   the stop ids of the request in force, so that a turn ends at exactly those.
 - `prompt_logprobs: 0` adds a list with one dict for each prompt token, its id as the key; the first is null.
 - n > 1 with a seed samples n different sequences: those of the seeds that follow it.
-- Streaming through tool parsers loses ids (issues/27482), so we do not stream.
+- Streaming through tool parsers loses ids (issues/27482). Completions have no parser: each chunk of a stream
+  has the `token_ids` and `token_logprobs` that are new in a choice, its first one the `prompt_token_ids`, its
+  last one the `finish_reason`. We stream only what may have to end before it is complete.
 - `finish_reason: abort` ends requests that `/pause` or `/abort_requests` dropped. A closed connection aborts.
 - Servers started for weight updates report their version at `GET /weight_info`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -70,6 +74,18 @@ class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
     scores: list[float] = []
     """Log probabilities of the prompt's tokens from `score_from` on, at temperature 1."""
 
+    is_cut: bool = False
+    """Whether a `Cut` ended it: `stop_reason` says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What may end samples before they are complete. What they have by then is their result."""
+
+    event: asyncio.Event
+    ends: Callable[[Sequence[int]], bool] | None = None
+    """Whether a sample of these ids has come to its end, which the server cannot know."""
+
 
 class ServerDescription(msgspec.Struct, frozen=True, kw_only=True):
     """What a server reports about itself."""
@@ -110,6 +126,16 @@ class _Choice(msgspec.Struct):
 
 class _Usage(msgspec.Struct):
     prompt_tokens: int
+
+
+class _Failure(msgspec.Struct):
+    code: int = 500
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: _Failure | None = None
+    """In place of the rest of a stream: what would have been the status of a reply."""
 
 
 class _Completion(msgspec.Struct):
@@ -164,26 +190,64 @@ class VllmServer:
         )
 
     async def sample(
-        self, request: SampleRequest, model: str, *, cache_salt: str = "", score_from: int | None = None
+        self,
+        request: SampleRequest,
+        model: str,
+        *,
+        cache_salt: str = "",
+        score_from: int | None = None,
+        cut: Cut | None = None,
     ) -> list[ServerSample]:
         """Sample `request.num_samples` sequences, in order.
 
         `cache_salt`: requests with another one share no cached prefixes with this one. `score_from`: also
-        report the log probabilities of the prompt's tokens from this position on.
+        report the log probabilities of the prompt's tokens from this position on. `cut`: may end it before.
 
         Raises GatewayError: 400 for a request that the server refuses, 502 for a reply without ids or
         one that contradicts itself or the request, 503 and 504 if no reply came.
         """
         prompt = unpack_ids(request.prompt).tolist()
-        body = await self._upstream.post(
-            "/v1/completions", request_body(request, prompt, model, cache_salt, score_from)
-        )
-        completion = decode(body, _Completion)
+        asked = request_body(request, prompt, model, cache_salt, score_from)
+        if cut is not None:
+            streamed = [_Streamed(request, prompt, cut.ends) for _ in range(request.num_samples)]
+            await self._stream(asked, streamed, cut.event)
+            return [each.sample() for each in streamed]
+        completion = decode(await self._upstream.post("/v1/completions", asked), _Completion)
         choices = sorted(completion.choices, key=lambda choice: choice.index)
         if len(choices) != request.num_samples:
             raise contradiction(f"{len(choices)} choices for a request for {request.num_samples}")
         count = completion.usage.prompt_tokens if completion.usage else None
         return [_sample_of(choice, prompt, count, request.top_logprobs, score_from) for choice in choices]
+
+    async def _stream(self, body: dict[str, Any], samples: list[_Streamed], cut: asyncio.Event) -> None:
+        """Fill `samples` until all are complete or `cut` is set, which closes the connection."""
+        reading = asyncio.ensure_future(self._read(body | {"stream": True}, samples))
+        ending = asyncio.ensure_future(cut.wait())
+        try:
+            await asyncio.wait([reading, ending], return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                reading.result()
+        finally:
+            reading.cancel()
+            ending.cancel()
+            await asyncio.gather(reading, ending, return_exceptions=True)
+
+    async def _read(self, body: dict[str, Any], samples: list[_Streamed]) -> None:
+        async with self._upstream.slot(), self._upstream.open("POST", "/v1/completions", body) as response:
+            await self._upstream.check(response)
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                data = line.removeprefix("data: ").encode()
+                chunk = decode(data, _Chunk)
+                if chunk.error is not None:
+                    self._upstream.refuse(chunk.error.code, data)
+                for choice in chunk.choices:
+                    samples[choice.index].take(choice)
+                if all(each.stop_reason for each in samples):
+                    return
+        message = f"the inference server {self.url} ended a stream before its samples were complete; retry"
+        raise GatewayError(503, "engine_unavailable", message)
 
     async def weight_version(self) -> str | None:
         """Return the server's current name for its weights; None if it has none."""
@@ -245,6 +309,45 @@ class VllmServer:
         await self._upstream.aclose()
 
 
+class _Streamed:
+    """One sample that is being streamed."""
+
+    def __init__(
+        self, request: SampleRequest, prompt: list[int], ends: Callable[[Sequence[int]], bool] | None
+    ) -> None:
+        self._request = request
+        self._prompt = prompt
+        self._ends = ends
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._top: list[dict[int, float]] = []
+        self.stop_reason: StopReason | None = None
+        """None: it is not complete."""
+
+    def take(self, choice: _Choice) -> None:
+        """Add the tokens of a chunk, up to the one that ends the sample."""
+        found = _tokens_of(choice, self._prompt, None, self._request.top_logprobs)
+        for number, (token, logprob) in enumerate(zip(*found[:2], strict=True)):
+            if self.stop_reason:
+                return
+            self._ids.append(token)
+            self._logprobs.append(logprob)
+            self._top += found[2][number : number + 1]
+            if self._ends and self._ends(self._ids):
+                self.stop_reason = "stop"
+        if choice.finish_reason:
+            self.stop_reason = self.stop_reason or _stop_reason(choice.finish_reason)
+
+    def sample(self) -> ServerSample:
+        return ServerSample(
+            ids=self._ids,
+            logprobs=self._logprobs,
+            stop_reason=self.stop_reason or "length",
+            top=self._top,
+            is_cut=self.stop_reason is None,
+        )
+
+
 def request_body(
     request: SampleRequest, prompt: list[int], model: str, cache_salt: str, score_from: int | None
 ) -> dict[str, Any]:
@@ -287,19 +390,27 @@ def request_body(
 def _sample_of(
     choice: _Choice, prompt: list[int], count: int | None, top: int, score_from: int | None
 ) -> ServerSample:
+    ids, logprobs, likeliest = _tokens_of(choice, prompt, count, top)
+    return ServerSample(
+        ids=ids,
+        logprobs=logprobs,
+        stop_reason=_stop_reason(choice.finish_reason),
+        top=likeliest,
+        scores=_scores(choice.prompt_logprobs or [], prompt, score_from),
+    )
+
+
+def _tokens_of(
+    choice: _Choice, prompt: list[int], count: int | None, top: int
+) -> tuple[list[int], list[float], list[dict[int, float]]]:
+    """The ids of a choice, or of a chunk of one, their log probabilities, and the most likely ones."""
     check_prompt(prompt, choice.prompt_token_ids, count)
-    stop_reason = _stop_reason(choice.finish_reason)
     if choice.logprobs is None or choice.token_ids is None:
         raise contradiction(f"it has no token_ids or no logprobs; {VLLM_REMEDIES['ids']}")
     logprobs = [NOT_FINITE if value is None else value for value in choice.logprobs.token_logprobs]
     check_counts(choice.token_ids, logprobs)
-    return ServerSample(
-        ids=choice.token_ids,
-        logprobs=logprobs,
-        stop_reason=stop_reason,
-        top=[_top(entry) for entry in choice.logprobs.top_logprobs or []] if top else [],
-        scores=_scores(choice.prompt_logprobs or [], prompt, score_from),
-    )
+    likeliest = [_top(entry) for entry in choice.logprobs.top_logprobs or []] if top else []
+    return choice.token_ids, logprobs, likeliest
 
 
 def _top(entry: dict[str, float | None] | None) -> dict[int, float]:

@@ -285,8 +285,9 @@ class Contradictions:
             call = first.call
             if not is_comparable(call):
                 continue
-            settings = (call.policy_versions, call.temperature, call.top_p, call.top_k, call.logprob_kind)
-            alike[(rollout.tokens[: first.start].tobytes(), *settings)].append(first)
+            weights = (call.policy_versions, tuple(call.spans))
+            settings = (call.temperature, call.top_p, call.top_k, call.logprob_kind)
+            alike[(rollout.tokens[: first.start].tobytes(), *weights, *settings)].append(first)
         for segments in alike.values():
             if len(segments) > 1:
                 ids = [segment.call.sampled_ids for segment in segments]

@@ -208,6 +208,7 @@ class EmbeddedSampler(FrozenSampler):
             params,
             stop_ids=[*request.stop_token_ids, *request.extra_stop_ids],
             min_p=request.min_p,
+            sampled=request.sampled,
             report=relay.report if relay else None,
             top_logprobs=request.top_logprobs,
             grammar=request.constraint.grammar if request.constraint else None,
@@ -217,6 +218,9 @@ class EmbeddedSampler(FrozenSampler):
         except GrammarError as error:
             assert request.constraint is not None
             raise _unusable(request.constraint, error) from error
+
+    def cut(self) -> None:
+        self._client.cut()
 
     async def _compile(self, constraint: Constraint) -> None:
         """In a thread: the first time it can take a second, and it releases the GIL."""
@@ -291,6 +295,7 @@ def _packed(row: SampledRow) -> SampledSequence:
         top_ids=top_ids,
         top_logprobs=top_logprobs,
         constrained=row.constrained,
+        is_cut=row.stop_reason == "cut",
     )
 
 

@@ -367,6 +367,10 @@ class ReplicaPool(Sampler):
         self._newest = max(version, self._newest)
         await self._tell()
 
+    def cut(self) -> None:
+        for replica in self.replicas:
+            replica.cut(self._newest)
+
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         """By the newest version that may be sampled from, or the one that the episode finishes with.
 
@@ -403,7 +407,7 @@ class ReplicaPool(Sampler):
                     self._unpin(next(iter(self._pins)))
             return pin
         self._pins.move_to_end(affinity)
-        if self.config.on_publish == "move" or pin.version not in self._versions:
+        if self.config.on_publish != "finish" or pin.version not in self._versions:
             pin.version = self._newest
         if not self._may_sample(pin.replica, pin.version):
             self._unpin(affinity)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from msgspec import structs
@@ -26,6 +26,7 @@ from tinkerscript.gateway.samplers.vllm import VllmServer
 from tinkerscript.processes.launcher import Started
 from tinkerscript.rollouts.call import IntArray, pack_ids
 from tinkerscript.sampler import SampleRequest, SampleResult
+from tinkerscript.tokenizer import LightTokenizer
 
 PROOF_TOP = 20
 """Log probabilities that one position gives: the most that vLLM reports by default."""
@@ -61,6 +62,7 @@ class Replica:
         self._connect(self.url)
         self._facts: ServerFacts | None = None
         self._samplers: dict[int, RemoteSampler] = {}
+        self._text: Callable[[list[int]], str] | None = None
         self._calls: dict[asyncio.Task[SampleResult], int] = {}
         """What waits for an answer -> its version."""
 
@@ -117,6 +119,8 @@ class Replica:
         self._samplers.clear()
         self._weights = ""
         self.tokens = 0.0
+        if self.config.on_publish == "continue" and self._text is None:
+            self._text = LightTokenizer(model_folder).decode
         config = self.config.model_copy(update={"start_timeout_s": timeout_s, "model": self.base})
         try:
             async with asyncio.timeout(timeout_s):
@@ -157,8 +161,8 @@ class Replica:
         if self.adapters or self._weights == name:
             return
         self._weights = ""
-        self._samplers.clear()
-        self._abandon_all()
+        samplers, self._samplers = self._samplers, {}
+        await self._interrupt(samplers)
         await self._server.load_weights(name, name.split("-")[-2])
         self._weights = name
 
@@ -183,7 +187,7 @@ class Replica:
         else:
             facts = structs.replace(self._facts, weight_version=str(version))
         self._samplers[version] = RemoteSampler(
-            self._server, facts, timeout_s=self.timeout_s, cache_salt=name
+            self._server, facts, timeout_s=self.timeout_s, cache_salt=name, text=self._text
         )
 
     async def sample(self, request: SampleRequest, version: int) -> SampleResult:
@@ -206,6 +210,21 @@ class Replica:
             message = f"it samples from other weights than those of version {version}"
             raise GatewayError(503, "engine_unavailable", message)
         return result
+
+    def cut(self, newest: int) -> None:
+        """End the calls of older versions where they are."""
+        for version, sampler in self._samplers.items():
+            if version < newest:
+                sampler.cut()
+
+    async def _interrupt(self, samplers: Mapping[int, RemoteSampler]) -> None:
+        """End the calls that wait: where they are if they can go on, while the server has the weights that
+        sampled them; else they raise LostError."""
+        if self._text is not None:
+            for sampler in samplers.values():
+                sampler.cut()
+            await asyncio.gather(*self._calls, return_exceptions=True)
+        self._abandon_all()
 
     def abandon(self, version: int) -> None:
         """The calls that wait for an answer of `version` raise LostError."""
@@ -233,8 +252,11 @@ class Replica:
             call.cancel()
 
     async def sleep(self) -> None:
-        """Give up its devices' memory; calls that wait raise LostError. Raises GatewayError."""
-        self._abandon_all()
+        """Give up its devices' memory; calls that wait end. Raises GatewayError."""
+        samplers = self._samplers
+        if self._text is not None:  # Afterwards it samples from the same versions.
+            self._samplers = {version: replace(sampler) for version, sampler in samplers.items()}
+        await self._interrupt(samplers)
         await self._server.sleep()
 
     async def wake(self) -> None:
