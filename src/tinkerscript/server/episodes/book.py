@@ -329,11 +329,12 @@ class EpisodeBook:
     def planned(self, step: int, *, plan_lag: int = 0) -> list[EpisodeRecord]:
         """The episodes that were planned for a step, or for one up to `plan_lag` before it, and may train in
         it, by sequence."""
-        return [
+        found = (
             each
             for each in self._unfinished.values()
             if each.pool == TRAINER_POOL and step - plan_lag <= each.step <= step and _is_planned(each)
-        ]
+        )
+        return sorted(found, key=attrgetter("sequence"))  # What is open again has come last.
 
     def planned_groups(self, step: int, used: Mapping[int, str]) -> int:
         """How many groups were planned for a step, but for those that were set aside. `used`: as `resume`
