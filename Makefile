@@ -201,7 +201,7 @@ bench: $(VENV)/.installed $(VLLM)/.installed $(TESTS)/.installed $(PEERS)/.insta
 	$(BIN)/python bench/bridge.py
 	$(BIN)/python bench/transcripts.py
 	$(BIN)/python bench/engine.py
-	$(BIN)/python bench/asynchronous.py
+	$(BIN)/python bench/stream.py
 	$(BIN)/python bench/episodes.py
 	$(BIN)/python bench/interchange.py
 	$(BIN)/python bench/ledger.py

@@ -16,7 +16,6 @@ from tinkerscript.model_folder import TINY_MODEL
 
 SMALL = {
     "agents": "--agents 20 --processes 1 2 --turns 2 --think 0.5 --context 6000 --long 1 --big 1",
-    "asynchronous": "--wait 0.5 --steps 2 --rounds 1",
     "bridge": "--episodes 20 --long 40",
     "distillation": f"--steps 2 --seeds 1 --teacher {TINY_MODEL}",
     "engine": "--models tiny --parts sampling training memory --rounds 1",
@@ -26,6 +25,7 @@ SMALL = {
     "interchange": "--rounds 1 --requests 300 --registered 1000",
     "memory": "--parts training",
     "merge": "--tokens 5000 --rounds 1",
+    "stream": "--wait 0.5 --steps 2 --rounds 1",
     "transcripts": "--episodes 4",
     "vllm": "--rounds 1 --connections 4 --per-connection 1",
 }

@@ -78,6 +78,30 @@ def test_a_run_that_is_killed_at_a_random_step_has_the_curve_of_one_that_is_not(
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], abs=1e-4)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(500)
+def test_a_run_whose_groups_stream_is_killed_and_goes_on_with_what_was_in_flight(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    more = {"training.max_policy_lag": 2}
+    command = start(tmp_path, "train", str(DEMO), *as_options(SETTINGS | more))
+    moment = random.randrange(1, 3 * SETTINGS["training.groups_per_step"] * SETTINGS["training.group_size"])
+    print("killed after", moment, "training episodes")
+    kill_when(command, lambda: len(with_result(run)) >= moment)
+    command = resumed(tmp_path)
+    assert command.wait(seconds=240) in (0, WORSE), command.text()
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["episodes_lost"], summary["episodes_discarded"], summary["steps"]) == (0, 0, STEPS)
+    assert summary["max_abs_dlogp"] < 1e-4
+    check_books(run, may_fail=True)
+    assert standing_steps(run) == list(range(1, STEPS + 1))
+    (lags,) = ask(run, "SELECT min(max_lag), max(max_lag) FROM steps WHERE undone = 0")
+    assert 0 <= lags[0] <= lags[1] <= 2
+    positions = "SELECT DISTINCT position FROM episodes WHERE undone = 0 AND position >= 0 ORDER BY position"
+    assert [position for (position,) in ask(run, positions)] == [
+        *range(STEPS * SETTINGS["training.groups_per_step"])
+    ], "each sample once"
+
+
 def steps_of(run: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "reward/mean" in line]

@@ -39,8 +39,9 @@ def test_a_worker_and_the_server_killed_in_the_middle_come_back_and_nothing_is_l
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_the_demo_learns_at_another_temperature(tmp_path: Path) -> None:
-    settings = ["--set=sampling.temperature=0.7", "--set=interchange_server.interchange_server_port=0"]
+@pytest.mark.parametrize("setting", ["sampling.temperature=0.7", "training.max_policy_lag=2"])
+def test_the_demo_learns_at_another_temperature_and_while_groups_stream(tmp_path: Path, setting: str) -> None:
+    settings = [f"--set={setting}", "--set=interchange_server.interchange_server_port=0"]
     task = f"--set=task.name={ROOT / 'examples' / 'arithmetic.py'}@arithmetic"
     folder = "--set=experiment_dir=run"
     command = start(tmp_path, "train", str(ROOT / "examples" / "arithmetic.yaml"), task, folder, *settings)

@@ -17,7 +17,7 @@ from tinkerscript.config import EvaluationConfig, RunConfig, SamplingConfig
 from tinkerscript.errors import ConfigError, NoSuccessError
 from tinkerscript.ledger.health import health_rows
 from tinkerscript.ledger.reader import LedgerReader
-from tinkerscript.ledger.rows import EpisodeRow
+from tinkerscript.ledger.rows import EpisodeRow, StepRow
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
@@ -185,26 +185,23 @@ async def test_evaluations_and_every_fifth_step_have_inspect_logs_by_default(tmp
     assert inspect_labels(folder.path) == ["eval-after", "eval-before", "step-0005"]
 
 
-@pytest.mark.parametrize("limit", [0, 1])
-async def test_what_is_older_than_the_limit_does_not_train(tmp_path: Path, limit: int) -> None:
-    """Asynchronous: the next step is sampled while this one trains, so some of it is a step behind."""
+@pytest.mark.parametrize("limit", [0, 1, 2])
+async def test_groups_train_up_to_the_limit_and_none_is_lost(tmp_path: Path, limit: int) -> None:
+    """Above 0 the next steps' groups are sampled while a step trains, so some of them are behind."""
     watcher = QuietReporter()
-    made = config(tmp_path, steps=4, asynchronous=True)
-    # A config with a limit of 0 is refused: here it makes stale episodes certain.
-    training = made.training.model_copy(update={"max_policy_lag": limit})
-    made = made.model_copy(update={"training": training})
+    made = config(tmp_path, steps=4, max_policy_lag=limit)
     folder = await run_training(made.model_copy(update={"evaluation": EvaluationConfig(episodes=0)}), watcher)
     summary = json.loads((folder.path / "summary.json").read_text())
     assert (summary["steps"], summary["episodes_lost"]) == (4, 0)
     assert [step["policy_version"] for step in watcher.steps] == [1, 2, 3, 4]
-    if limit == 1:
-        assert sum(step.get("lag/1", 0) for step in watcher.steps) > 0
-        assert summary["episodes_discarded"] == 0
-    else:
-        assert summary["episodes_discarded"] > 0
-        assert all(step["episodes/used"] > 0 for step in watcher.steps), "a stale batch is no step"
-        (row,) = [row for row in health_rows(LedgerReader(folder.path)) if row.name == "stale"]
-        assert (row.kind, row.value) == ("warn", f"{summary['episodes_discarded']}"), "whole batches too"
+    assert max(row.max_lag or 0 for row in rows(folder.path, StepRow)) <= limit
+    assert (sum(step.get("lag/1", 0) for step in watcher.steps) > 0) == (limit > 0)
+    assert (summary["episodes_discarded"], summary["episodes_cancelled"]) == (0, 0)
+    assert {
+        step["groups/trained"] + step["groups/same_reward"] + step["groups/dropped"] for step in watcher.steps
+    } == {6}
+    told = {row.name for row in health_rows(LedgerReader(folder.path))}
+    assert ("waits" in told) == (limit > 0)
 
 
 async def test_a_run_with_every_setting_of_the_update(tmp_path: Path) -> None:

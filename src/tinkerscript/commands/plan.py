@@ -232,7 +232,7 @@ def _formula(config: RunConfig, prompt: int) -> tuple[Memory, Workload]:
         tokens=tokens,
         logits_rows=logits_rows(model.get_text_config().vocab_size, device),
         activation_checkpointing=engine.activation_checkpointing,
-        samplers=1 + training.max_policy_lag if samples else 0,
+        samplers=1 + config.max_policy_lag if samples else 0,
         rows=min(engine.max_batch, at_once) if samples else 0,
         prompt=min(prompt, length),
         length=length,

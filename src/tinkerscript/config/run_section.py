@@ -321,7 +321,7 @@ class RunConfig(Section):
         if self.engine.lora.rank and inference.max_loras < needed:
             raise ValueError(
                 f"inference.max_loras: {inference.max_loras} is too few: on_publish: {inference.on_publish} "
-                f"with training.max_policy_lag: {self.training.max_policy_lag} needs {needed}"
+                f"with training.max_policy_lag: {self.max_policy_lag} needs {needed}"
             )
         return self
 
@@ -379,7 +379,18 @@ class RunConfig(Section):
     @property
     def live_versions(self) -> int:
         """Versions that replicas sample from at a time."""
-        return 1 + (self.training.max_policy_lag if self.inference.on_publish == "finish" else 0)
+        return 1 + (self.max_policy_lag if self.inference.on_publish == "finish" else 0)
+
+    @property
+    def max_policy_lag(self) -> int:
+        """`training.max_policy_lag`, also where the config leaves it open."""
+        given = self.training.max_policy_lag
+        return given if given is not None else int(not self.all_tasks)
+
+    @property
+    def replay_lag(self) -> int:
+        """Steps before a checkpoint whose episodes may train again after it."""
+        return 1 + max(self.max_policy_lag, self.training.replay_uses - 1)
 
     @property
     def max_transcript_bytes(self) -> int:

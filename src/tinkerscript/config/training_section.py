@@ -73,19 +73,22 @@ class TrainingConfig(Section):
     differ (`differing_groups`): the others are replaced, by up to three times `groups_per_step`."""
 
     extra_groups: int = Field(default=0, ge=0)
-    """Groups that a step registers beyond those it needs, so that stragglers do not hold it up. The rest
-    is cancelled."""
+    """Groups in flight beyond those that are needed, so that stragglers do not hold a step up. With a
+    `max_policy_lag` of 0 the rest of a step is cancelled."""
 
-    asynchronous: bool = False
-    """True: the next step's episodes are sampled while the current step trains."""
+    max_policy_lag: int | None = Field(default=None, ge=0)
+    """Training steps that an episode may be behind the weights that it trains. 0: each step samples its
+    groups and then trains on them. Above, groups start while others train, as many as can train in time
+    (docs/training.md). null: 0, or 1 where clients register samples of their own."""
 
-    max_policy_lag: int = Field(default=1, ge=0)
-    """Training steps that an episode may be behind the weights that it trains. Stale episodes are counted
-    and left out."""
+    on_stale: Literal["wait", "drop"] = "wait"
+    """What a step does about groups that will be too old after it: `wait` for them, or go on without them
+    (`drop`): once they end, their episodes that are too old carry no loss, and their rewards still count in
+    the baseline of their group."""
 
     replay_uses: int = Field(default=1, ge=1)
     """Training steps that an episode may train in: n - 1 times `groups_per_step` groups of earlier steps join
-    each step. 1: no replay. At most `max_policy_lag` + 1."""
+    each step, up to `replay_uses` - 1 steps old where `max_policy_lag` is less. 1: no replay."""
 
     checkpoint_every: int = Field(default=5, ge=0)
     """Steps between checkpoints, from which `train --resume` continues; 0: only the last step."""
@@ -204,20 +207,6 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"training.minibatch_size: {self.minibatch_size} decides how many optimizer steps there are: "
                 f"leave out minibatches: {self.minibatches}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _lag_allows(self) -> TrainingConfig:
-        """Refuse what would only ever sample stale episodes."""
-        if self.asynchronous and not self.max_policy_lag:
-            raise ValueError(
-                "asynchronous: its episodes are a step behind, so max_policy_lag must be 1 or more, not 0"
-            )
-        if self.replay_uses > self.max_policy_lag + 1:
-            raise ValueError(
-                f"replay_uses: {self.replay_uses} needs a max_policy_lag of {self.replay_uses - 1} or more, "
-                f"not {self.max_policy_lag}: each further use is a step later"
             )
         return self
 

@@ -188,6 +188,7 @@ def health_rows(ledger: LedgerReader) -> list[HealthRow]:
         _reply_length(steps, reward),
         _failed(ledger),
         _stale(steps),
+        _waits(steps),
         _mismatch(ledger, steps),
         _entropy(steps, reward),
         _gradients(steps),
@@ -397,6 +398,22 @@ def _stale(steps: _Steps) -> HealthRow:
         value=f"{stale:,.0f}",
         kind="warn" if stale else "good",
         words="raise training.max_policy_lag, or train fewer episodes a step" if stale else "",
+    )
+
+
+def _waits(steps: _Steps) -> HealthRow | None:
+    waited = steps.recent("time/wait_stale_s")
+    if not waited:
+        return None
+    whole = sum(steps.recent("time/rollout_s")) + sum(steps.recent("time/train_s"))
+    is_long = sum(waited) > 0.1 * whole
+    return HealthRow(
+        name="waits",
+        label="Waiting for old groups",
+        meaning="share of the last steps' time: groups that would have been too old; worth a look above 10%",
+        value=_share(sum(waited), whole),
+        kind="warn" if is_long else "good",
+        words="raise training.max_policy_lag, or set training.on_stale: drop" if is_long else "",
     )
 
 

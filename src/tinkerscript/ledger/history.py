@@ -1,8 +1,9 @@
 """Where a run goes on: from which checkpoint, and what of the past still counts.
 
 A run resumed from the checkpoint of step k builds on the policy versions published up to k. Later steps are
-undone, in one transaction with the row of the resumption. The results for step k + 1 were sampled by the
-checkpoint's own weights and are used again; results of later weights are not.
+undone, in one transaction with the row of the resumption. What started by then and no step up to k used goes
+on or trains again, unless later weights sampled any of its group: such a group is given up, and its sample
+comes first in line.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ class RowWriter(Protocol):
 
 
 class PlannedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode that was planned for the next step."""
+    """An episode that can train in the next step."""
 
     episode_uuid: str
     group_id: str
     position: int
+    step: int
+    """The first that could train on it."""
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +70,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """The highest that was ever published; -1 before the first."""
 
     planned: list[PlannedRow] = []
-    """The next step's episodes, in groups that can still train."""
+    """Episodes that have started, in groups that can still train."""
 
     planned_groups: int = 0
     """Groups that were planned for the next step, those that cannot train any more included, but for those
@@ -75,6 +78,9 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
     next_position: int = 0
     """In the order of training samples: the first that is unused."""
+
+    again: list[int] = []
+    """Positions before it whose groups were given up because weights sampled them that are undone."""
 
     replayed: list[TrainedRow] = []
     """What the latest steps trained on, by step, role, place and episode."""
@@ -110,6 +116,28 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
     used: dict[int, str]
     """What became of episodes, by sequence, in the steps that are undone, and in no step before."""
 
+    spoiled: frozenset[int]
+    """Episodes that no step before used and that weights sampled, or were claimed from, which are undone."""
+
+
+_SPOILED = """
+SELECT DISTINCT e.sequence FROM {s}episodes AS e
+JOIN {s}attempts AS a ON a.episode = e.sequence
+    AND a.attempt = (SELECT max(attempt) FROM {s}attempts WHERE episode = e.sequence)
+LEFT JOIN {s}calls AS c ON c.episode = e.sequence AND c.attempt = a.attempt
+JOIN {s}publications AS p ON (p.undone != 0 OR p.step > ?) AND (
+    p.policy_version IN (c.policy_version, c.last_version)
+    OR (e.state = 'ended' AND p.policy_version = a.policy_version)
+)
+WHERE e.state IN ('claimed', 'ended') AND e.episode_type = 'train' AND e.step BETWEEN 1 AND ? AND e.undone = 0
+    AND (e.consumed = 0 OR e.sequence IN (SELECT episode FROM {s}trained WHERE undone = 0 AND step > ?))
+"""
+
+_AGAIN = """
+SELECT DISTINCT position FROM {s}episodes WHERE position BETWEEN 0 AND ? AND undone != 0
+    AND position NOT IN (SELECT position FROM {s}episodes WHERE position >= 0 AND undone = 0)
+    ORDER BY position
+"""
 
 LAST_STEP = "SELECT coalesce(max(step), 0) FROM {s}steps"
 
@@ -175,7 +203,13 @@ async def find_beginning(ledger: Ledger, checkpoints: Collection[int], *, replay
         next_position=1 + positions[0][0] if positions else 0,
         replayed=trained,
     )
-    return Beginning(history=history, used=used)
+    spoiled = await ledger.read(_SPOILED, (step, step + 1, step))
+    return Beginning(history=history, used=used, spoiled=frozenset(each for (each,) in spoiled))
+
+
+async def given_up_positions(ledger: Ledger, history: History) -> list[int]:
+    """`History.again`, once the resumption is committed."""
+    return [each for (each,) in await ledger.read(_AGAIN, (history.next_position - 1,))]
 
 
 def undo_later(ledger: Ledger, history: History, *, time: float) -> None:

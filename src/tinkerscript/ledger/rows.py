@@ -96,7 +96,8 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     pool: str
     group_size: int
     step: int
-    """The training step that planned it, or that its evaluation follows; 0: a client's own sample."""
+    """The first training step that could train on it, or the one that its evaluation follows; 0: a client's
+    own sample."""
 
     label: str = ""
     """Of its evaluation, such as `before`; empty for training."""

@@ -98,7 +98,9 @@ class EpisodeLine(BaseModel):
     number: int = Field(description="Place in the order in which episodes ended, from 1.")
     uuid: str
     type: Literal["train", "eval"]
-    step: int = Field(description="The training step that it is for, or that the evaluation follows.")
+    step: int = Field(
+        description="The first training step that could train on it, or that the evaluation follows."
+    )
     label: str = Field(description="Of an evaluation: before, step-5, after.")
     group_id: str
     sample: str | None = Field(description="Digest of its sample; null for a chat, which has none.")

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 
 from tinkerscript.errors import NotRecordedError
 from tinkerscript.ledger.reader import LedgerReader
+from tinkerscript.ledger.rows import Use
 from tinkerscript.page.curves import metric_names
 from tinkerscript.page.lines import EpisodeLine, episodes, line
 
@@ -119,15 +120,23 @@ def _number(ledger: LedgerReader, query: str, step: int) -> int | None:
 
 
 def _groups(ledger: LedgerReader, step: int) -> tuple[list[StepGroup], int]:
-    """Planned for the step, or, of clients' own samples, trained in it; and how many episodes were undone."""
-    planned = episodes(ledger, "e.step = ? AND e.label = '' AND e.episode_type = 'train'", (step,))
-    # Not `e.step = 0`, by whose index SQLite would go through all episodes of clients' own samples.
-    own = (
+    """Those that the step took; and how many episodes were planned for it that a resumption has undone."""
+    # Not by `e.step` alone: a group may train later than it could. What trained before only trains again.
+    first = (
+        "coalesce((SELECT min(step) FROM trained WHERE episode = e.sequence AND undone = 0 "
+        f"AND outcome != '{Use.GIVEN_UP}'), e.step)"
+    )
+    planned = f"e.step = ? AND e.label = '' AND (e.consumed = 1 OR e.undone != 0) AND {first} = ?"
+    others = (
         "e.sequence IN (SELECT episode FROM trained WHERE step = ? AND undone = 0) "
-        "AND e.step + 0 = 0 AND e.episode_type = 'train'"
+        f"AND e.step + 0 != ? AND {first} = ?"
     )
     members: dict[str, list[EpisodeLine]] = defaultdict(list)
-    found = [line(ledger, each) for each in [*planned, *episodes(ledger, own, (step,))]]
+    lines = [
+        *episodes(ledger, f"{planned} AND e.episode_type = 'train'", (step, step)),
+        *episodes(ledger, f"{others} AND e.episode_type = 'train'", (step, step, step)),
+    ]
+    found = [line(ledger, each) for each in lines]
     for episode in found:
         if episode.undone is None:
             members[episode.group_id].append(episode)

@@ -200,7 +200,7 @@ async def create_server(
         storage=StorageLimit(
             ledger,
             config.recording_limit_mb,
-            replay_lag=config.training.max_policy_lag + 1,
+            replay_lag=config.replay_lag,
             empty=interchange.empty,
         ),
     )

@@ -169,9 +169,11 @@ class Interchange:
         return self.book.empty(uuids)
 
     async def recall_after(self, step: int, used: Collection[int]) -> None:
-        """Read what a resumption after `step` may change back into the book: what later steps planned, and
-        what they used, by sequence. Raises StoreError."""
+        """Read what a resumption after `step` may change back into the book: what later steps planned, what
+        they used, by sequence, and the rest of groups that are not over. Raises StoreError."""
         await self._recall("step > ?", step)
+        begun = "SELECT group_id FROM {s}episodes WHERE consumed = 0 AND step > 0 AND episode_type = 'train'"
+        await self._recall(f"group_id IN ({begun})")
         for start in range(0, len(used), PAGE):
             among = ", ".join(str(int(each)) for each in list(used)[start : start + PAGE])
             await self._recall(f"sequence IN ({among})")

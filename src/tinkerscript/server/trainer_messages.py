@@ -18,7 +18,14 @@ import msgspec
 
 from tinkerscript.errors import ConfigError, ConflictError, InterchangeError, StoreError, UnknownEpisodeError
 from tinkerscript.ledger import Ledger
-from tinkerscript.ledger.history import History, PlannedRow, find_beginning, tally, undo_later
+from tinkerscript.ledger.history import (
+    History,
+    PlannedRow,
+    find_beginning,
+    given_up_positions,
+    tally,
+    undo_later,
+)
 from tinkerscript.ledger.rows import FactRow, TrainedRow, Use
 from tinkerscript.ledger.storage import StorageLimit
 from tinkerscript.logs import about
@@ -87,10 +94,15 @@ async def read_last_commit(ledger: Ledger) -> LastCommit:
 
 
 async def resume_run(
-    interchange: Interchange, ledger: Ledger, checkpoints: Collection[int], *, replay_lag: int = 0
+    interchange: Interchange,
+    ledger: Ledger,
+    checkpoints: Collection[int],
+    *,
+    replay_lag: int = 0,
+    plan_lag: int = 0,
 ) -> History:
     """Let a trainer go on from the newest of `checkpoints`, in the book and in the ledger; see
-    `find_beginning`.
+    `find_beginning` and `Resume`.
 
     All writes are of one tick, and so of one transaction: what the steps that are undone say of their
     episodes cannot be read again. Raises ConfigError, and changes nothing, if the ledger cannot go on from
@@ -101,11 +113,13 @@ async def resume_run(
     history, book = beginning.history, interchange.book
     await interchange.recall_after(history.step, beginning.used)
     undo_later(ledger, history, time=time.time())
-    for episode in book.resume(history.step, history.resumption, beginning.used):
+    for episode in book.resume(
+        history.step, history.resumption, beginning.used, plan_lag=plan_lag, spoiled=beginning.spoiled
+    ):
         ledger.put(TrainedRow(episode=episode.sequence, step=history.step, outcome=Use.GIVEN_UP))
     planned = [
-        PlannedRow(episode_uuid=each.uuid, group_id=each.group_id, position=each.position)
-        for each in book.planned(history.step + 1)
+        PlannedRow(episode_uuid=each.uuid, group_id=each.group_id, position=each.position, step=each.step)
+        for each in book.planned(history.step + 1, plan_lag=plan_lag)
     ]
     for episode in book.open_ends.values():
         if episode.state == "failed":  # The trainer waits for it: nobody may try it again.
@@ -115,6 +129,7 @@ async def resume_run(
         history,
         planned=planned,
         planned_groups=book.planned_groups(history.step + 1, beginning.used),
+        again=await given_up_positions(ledger, history),
         open_until=max(book.open_ends, default=0),
     )
 
@@ -315,7 +330,11 @@ class TrainerMessageHandler:
 
     async def _begun(self, request: Resume) -> Resumed:
         history = await resume_run(
-            self._interchange, self._ledger, request.checkpoints, replay_lag=request.replay_lag
+            self._interchange,
+            self._ledger,
+            request.checkpoints,
+            replay_lag=request.replay_lag,
+            plan_lag=request.plan_lag,
         )
         return Resumed(request_id=request.request_id, history=history)
 

@@ -1,9 +1,8 @@
-"""From outcomes to batches: `Batch` says which episodes a step or an evaluation waits for, and `Collector`
-hands it their outcomes.
+"""From outcomes to groups: `Batch` holds the groups that a step or an evaluation waits for, and `Collector`
+hands them their outcomes.
 
-Invariants: an outcome belongs to one batch, or the ledger says that it was left out. Episodes are tracked by
-id, not counted, so an outcome that belongs to another batch changes nothing. When a batch closes, the
-episodes that it no longer needs are cancelled.
+Invariants: an outcome belongs to one group, or the ledger says that it was left out. Episodes are tracked by
+id, not counted, so an outcome that belongs to another group changes nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import asyncio
 import logging
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -50,10 +49,24 @@ class Group:
     size: int
     """Episodes in all."""
 
+    started: int = 0
+    """Training steps behind the newest weights when it started."""
+
+    payload: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of its sample; empty for clients' own."""
+
     outcomes: dict[str, Outcome | None] = field(default_factory=dict[str, Outcome | None])
     """By episode uuid; None while the episode runs."""
 
     ended: int = 0
+
+    def add(self, outcome: Outcome) -> bool:
+        """Add an outcome; False if it is a duplicate or its episode is not in this group."""
+        if self.outcomes.get(outcome.episode_uuid, outcome) is not None:
+            return False
+        self.outcomes[outcome.episode_uuid] = outcome
+        self.ended += 1
+        return True
 
     @property
     def is_complete(self) -> bool:
@@ -70,111 +83,89 @@ class Group:
 
 
 class Batch:
-    """The groups of one step or evaluation, and the rule that decides when the batch is complete."""
+    """Groups in the order in which they started: of a step, of an evaluation, or of none yet."""
 
-    def __init__(
-        self,
-        label: str,
-        *,
-        rule: BatchRule,
-        groups: int,
-        group_size: int,
-        max_groups: int = 0,
-        from_clients: bool = False,
-    ) -> None:
-        """`max_groups`: the limit for the rule `differing_groups` (0: `groups`); `from_clients`: groups are
-        not planned, they arrive as clients register them.
-        """
+    def __init__(self, label: str, *, rule: BatchRule = "groups", needed: int = 0) -> None:
+        """`rule`: which complete groups count; `needed`: how many of them a step needs, 0: all."""
         self.label = label
         self.groups: dict[str, Group] = {}
         self._rule: BatchRule = rule
-        self._needed = groups
-        self._group_size = group_size
-        self._max_groups = max_groups or groups
-        self._from_clients = from_clients
-        self._group_of: dict[str, Group] = {}
-        self.payloads: dict[str, Mapping[str, Any]] = {}
-        """Episode uuid -> payload; without clients' own samples."""
+        self._needed = needed
 
-        self.ended = 0
-        """Episodes with an outcome."""
+    def plan(self, episode: PlannedEpisode, *, started: int = 0) -> Group:
+        """Also wait for this episode; returns its group."""
+        new = Group(episode.group_id, 0, started, episode.payload)
+        group = self.groups.setdefault(episode.group_id, new)
+        group.size += 1
+        group.outcomes[episode.episode_uuid] = None
+        return group
 
-        self._accepted = self._complete = self._differing = 0
+    def adopt(self, outcomes: Sequence[Outcome]) -> None:
+        """Add a complete group without a plan: of a sample that a client registered."""
+        group = self.groups.setdefault(outcomes[0].group_id, Group(outcomes[0].group_id, 0))
+        group.outcomes |= {outcome.episode_uuid: outcome for outcome in outcomes}
+        group.size = group.ended = len(group.outcomes)
 
-    def plan(self, group_id: str, episode_uuids: Iterable[str]) -> None:
-        """Also wait for these episodes of the group."""
-        uuids = list(episode_uuids)
-        group = self.groups.setdefault(group_id, Group(group_id, 0))
-        group.size += len(uuids)
-        group.outcomes.update(dict.fromkeys(uuids))
-        self._group_of.update(dict.fromkeys(uuids, group))
-
-    def add(self, outcome: Outcome) -> bool:
-        """Add an outcome; False if it is a duplicate or its episode is not in this batch."""
-        group = self._group_of.get(outcome.episode_uuid)
-        if group is None or group.outcomes[outcome.episode_uuid] is not None:
-            return False
-        self._take(group, outcome)
-        return True
-
-    def adopt(self, outcome: Outcome) -> None:
-        """Add an outcome without a plan: the episode of a sample that a client registered."""
-        size = outcome.group_size or self._group_size
-        group = self.groups.setdefault(outcome.group_id, Group(outcome.group_id, size))
-        self._group_of[outcome.episode_uuid] = group
-        self._take(group, outcome)
-
-    def _take(self, group: Group, outcome: Outcome) -> None:
-        group.outcomes[outcome.episode_uuid] = outcome
-        group.ended += 1
-        self.ended += 1
-        self._accepted += isinstance(outcome, EpisodeAccepted)
-        if group.ended == group.size:
-            self._complete += 1
-            self._differing += group.differs
+    def take(self, groups: Iterable[Group]) -> Batch:
+        """These groups leave for a batch of their own."""
+        taken = Batch(self.label, rule=self._rule, needed=self._needed)
+        taken.groups = {group.group_id: self.groups.pop(group.group_id) for group in list(groups)}
+        return taken
 
     @property
     def outcomes(self) -> dict[str, Outcome]:
         """By episode uuid, of the episodes that ended."""
-        found = (group.outcomes[uuid] for uuid, group in self._group_of.items())
-        return {outcome.episode_uuid: outcome for outcome in found if outcome is not None}
+        found = (each for group in self.groups.values() for each in group.outcomes.items())
+        return {uuid: outcome for uuid, outcome in found if outcome is not None}
+
+    @property
+    def payloads(self) -> dict[str, Mapping[str, Any]]:
+        """By episode uuid; without clients' own samples."""
+        return {
+            uuid: group.payload for group in self.groups.values() if group.payload for uuid in group.outcomes
+        }
+
+    @property
+    def ended(self) -> int:
+        """Episodes with an outcome."""
+        return sum(group.ended for group in self.groups.values())
 
     @property
     def leftovers(self) -> list[str]:
         """Episodes that are still running."""
-        return [uuid for uuid, group in self._group_of.items() if group.outcomes[uuid] is None]
+        found = (each for group in self.groups.values() for each in group.outcomes.items())
+        return [uuid for uuid, outcome in found if outcome is None]
+
+    @property
+    def counted(self) -> list[Group]:
+        """Complete groups that count by the rule."""
+        return [group for group in self.groups.values() if group.is_complete and self.counts(group)]
+
+    def counts(self, group: Group) -> bool:
+        """Whether the rule counts a complete group."""
+        return self._rule == "groups" or group.differs
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every episode has ended."""
+        return all(group.is_complete for group in self.groups.values())
+
+    @property
+    def is_met(self) -> bool:
+        """Whether as many groups count as are needed."""
+        return len(self.counted) >= self._needed
 
     def progress(self, groups_ahead: dict[str, int]) -> BatchProgress:
         """How far it is. `groups_ahead`: complete groups of each pool that wait for a later batch."""
         return BatchProgress(
             label=self.label,
             rule=self._rule,
-            needed=self._needed,
-            have=self._have,
+            needed=self._needed or len(self.groups),
+            have=len(self.counted),
             episodes_ended=self.ended,
-            episodes_expected=len(self._group_of),
+            episodes_expected=sum(len(group.outcomes) for group in self.groups.values()),
             groups_ahead=groups_ahead,
         )
-
-    @property
-    def is_met(self) -> bool:
-        """Whether the batch has enough, or nothing is left to wait for."""
-        if self._have >= self._needed:
-            return True
-        runs_out = self.ended == len(self._group_of) and not self.replacements_needed
-        return runs_out and not self._from_clients
-
-    @property
-    def _have(self) -> int:
-        return self._complete if self._rule == "groups" else self._differing
-
-    @property
-    def replacements_needed(self) -> int:
-        """Groups to register as replacements of complete ones whose rewards are all equal."""
-        if self._rule != "differing_groups":
-            return 0
-        promising = len(self.groups) - self._complete + self._differing
-        return max(0, min(self._needed - promising, self._max_groups - len(self.groups)))
 
     def trainable(self, min_group: int) -> list[Group]:
         """The groups that can train: complete ones with `min_group` accepted episodes."""
@@ -187,7 +178,7 @@ class Batch:
         Of those, one must have failed at a client whose uuid begins with `own_clients`: those of others may
         be broken, and the run's own still at their start.
         """
-        if self._accepted or self._from_clients:
+        if any(group.accepted for group in self.groups.values()):
             return
         failed = [o for o in self.outcomes.values() if isinstance(o, EpisodeFailed) and not o.is_cancelled]
         is_hopeless = len(failed) >= HOPELESS_AFTER and any(
@@ -217,7 +208,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Collector:
-    """Opens and closes batches; `run` receives outcomes until it is cancelled."""
+    """Starts groups and waits for them; `run` receives outcomes until it is cancelled."""
 
     source: EpisodeSource
     progress: ProgressReporter
@@ -231,8 +222,8 @@ class Collector:
     """Gets every new outcome."""
 
     def __post_init__(self) -> None:
-        self._waiting: dict[str, Batch] = {}
-        """Episode uuid -> the open batch that it belongs to."""
+        self._waiting: dict[str, Group] = {}
+        """Episode uuid -> the group that waits for it."""
 
         self._running: dict[str, int] = {}
         """Uuid of each planned episode that has not ended -> its step; 0: an evaluation's."""
@@ -266,7 +257,7 @@ class Collector:
             raise
 
     def receive(self, outcomes: Sequence[Outcome]) -> None:
-        """Deliver outcomes to their batches. The ledger is told of those that nobody waits for."""
+        """Deliver outcomes to their groups. The ledger is told of those that nobody waits for."""
         left_out = list[TrainedRow]()
         for result in outcomes:
             outcome = usable(result)
@@ -287,10 +278,10 @@ class Collector:
         self._received.set()
 
     def _deliver(self, outcome: Outcome) -> str:
-        """Give an outcome to its batch; why it has none, or empty."""
-        batch = self._waiting.pop(outcome.episode_uuid, None)
-        if batch is not None:
-            batch.add(outcome)
+        """Give an outcome to its group; why it has none, or empty."""
+        group = self._waiting.pop(outcome.episode_uuid, None)
+        if group is not None:
+            group.add(outcome)
             return ""
         if not outcome.pool:
             return (
@@ -332,47 +323,41 @@ class Collector:
         await self.source.start(episodes, step=step)
 
     def expect(self, batch: Batch, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
-        """Deliver the outcomes of these episodes to `batch`, which is for `step`."""
+        """Deliver the outcomes of these episodes to groups of `batch`. `step`: the first that could train on
+        them."""
         for episode in episodes:
-            batch.plan(episode.group_id, [episode.episode_uuid])
-            batch.payloads[episode.episode_uuid] = episode.payload
-            self._waiting[episode.episode_uuid] = batch
+            self._waiting[episode.episode_uuid] = batch.plan(episode, started=step - 1)
             self._running[episode.episode_uuid] = step
 
-    async def closed(
-        self, batch: Batch, more: Callable[[int], Sequence[Sequence[PlannedEpisode]]], step: int
-    ) -> int:
-        """Wait until the batch has enough, then cancel the rest; returns how many were cancelled.
+    async def until(
+        self, is_met: Callable[[], bool], batch: Batch, more: Callable[[], Awaitable[bool]] | None = None
+    ) -> None:
+        """Wait until outcomes have made `is_met` true.
 
-        `more(n)` plans n fresh groups if the batch asks for them. Raises NoSuccessError if every episode
-        failed.
+        `more` starts groups if the batch has room, and says whether it did. Raises NoSuccessError if the
+        batch is hopeless.
         """
         with self.progress.phase(batch.label, total=batch.ended + len(batch.leftovers)) as phase:
             seen = 0
             self._tell(batch, at_once=True)
-            while not batch.is_met:
-                if wanted := batch.replacements_needed:
-                    await self.open(batch, more(wanted), step=step)
-                    continue
+            while not is_met():
+                if more is not None and await more():
+                    continue  # Meanwhile outcomes may have come.
                 await self._wait_for_outcomes()
                 phase.advance(batch.ended - seen)
                 seen = batch.ended
                 batch.check_success(self.source.own_clients)
                 self._tell(batch)
-        batch.check_success()
         self._tell(None)
-        leftovers = batch.leftovers
-        self.give_up(leftovers, f"{batch.label} has enough without this episode")
-        return len(leftovers)
 
     async def filled(self, batch: Batch) -> None:
         """Wait until clients' own samples have filled the batch."""
         with self.progress.phase(batch.label, total=0) as phase:
             while True:
                 while self._ready and not batch.is_met:
-                    for outcome in self._ready.popleft():
-                        batch.adopt(outcome)
-                        phase.advance(1)
+                    group = self._ready.popleft()
+                    batch.adopt(group)
+                    phase.advance(len(group))
                 self._tell(batch, at_once=True)
                 if batch.is_met:
                     return
@@ -385,7 +370,7 @@ class Collector:
         self.source.collecting(batch and batch.progress(dict(ahead)), at_once=at_once)
 
     def give_up(self, episode_uuids: Sequence[str], reason: str) -> None:
-        """Cancel episodes that no batch needs."""
+        """Cancel episodes that nothing needs."""
         for uuid in episode_uuids:
             self._waiting.pop(uuid, None)
         self.source.cancel(episode_uuids, reason)

@@ -52,8 +52,8 @@ class EpisodeSource:
         link.set_status(client_samples=client_samples)
 
     async def start(self, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
-        """Run these, which are planned for `step`, or for an evaluation after it. An episode that is known
-        already (by uuid) continues."""
+        """Run these, on which `step` is the first that can train, or which are of an evaluation after it. An
+        episode that is known already (by uuid) continues."""
         await self._link.register(
             [
                 NewEpisode(

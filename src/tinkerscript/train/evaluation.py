@@ -68,9 +68,10 @@ class Evaluator:
         if label in self.finished or not count or self.samples is None:
             return
         plans = self.samples.eval_episodes(label=label, count=count)
-        batch = Batch(f"evaluation {label}", rule="groups", groups=count, group_size=1)
+        batch = Batch(f"evaluation {label}")
         await self.collector.open(batch, [plans], step=step)
-        await self.collector.closed(batch, lambda n: [], 0)
+        await self.collector.until(lambda: batch.is_over, batch)
+        batch.check_success()
         accepted = [o for o in batch.outcomes.values() if isinstance(o, EpisodeAccepted)]
         rewards = [outcome.reward for outcome in accepted]
         role_scores = _role_scores(self.roles, accepted)

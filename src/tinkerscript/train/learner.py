@@ -96,6 +96,9 @@ class Learner:
         self.replayable: list[RolloutGroup] = []
         """The step's own groups that carry a gradient and have no sequence with an error."""
 
+        self.stale: dict[str, str] = {}
+        """Uuid of each episode that is in its group to be compared with and too old to train -> why."""
+
         self.compared: list[Compared] = []
         """The sequences that the last step compared."""
 
@@ -128,8 +131,12 @@ class Learner:
 
     # Groups
 
-    def take(self, groups: Iterable[AcceptedGroup]) -> None:
-        """Begin a step: merge its episodes. A role's groups have those that called it, if they are enough."""
+    def take(self, groups: Iterable[AcceptedGroup], stale: Mapping[str, str] | None = None) -> None:
+        """Begin a step: merge its episodes. A role's groups have those that called it, if they are enough.
+
+        `stale`: uuid of each episode that is too old -> why. Its reward counts, and it has no sequences.
+        """
+        self.stale |= stale or {}
         self.report.begin_step()
         taken: list[RolloutGroup] = []
         for group_id, accepted in groups:
@@ -138,7 +145,8 @@ class Learner:
                 taken.append(RolloutGroup(group_id, tuple(map(self._merged, episodes))))
         for group in taken:
             for episode in group.episodes:
-                self.report.add_episode(episode)
+                if episode.episode_uuid not in self.stale:
+                    self.report.add_episode(episode)
         self.begin(taken)
 
     def group_again(self, outcomes: Sequence[EpisodeAccepted]) -> RolloutGroup:
@@ -150,6 +158,9 @@ class Learner:
         return not self.role or any(call.sampled for call in calls_of(outcome.all_calls, self.role))
 
     def _merged(self, outcome: EpisodeAccepted) -> EpisodeRollouts:
+        if outcome.episode_uuid in self.stale:
+            reward = outcome.reward_of(self.role)
+            return EpisodeRollouts(outcome.episode_uuid, reward, (), metadata=outcome.metadata)
         rollouts = merge_calls(
             outcome.all_calls,
             episode_uuid=outcome.episode_uuid,
@@ -167,6 +178,8 @@ class Learner:
             return Use.TRAINED
         if any(id(rollout) in self.alignment.reasons for rollout in episode.rollouts):
             return Use.MISALIGNED
+        if episode.episode_uuid in self.stale:
+            return Use.STALE
         return Use.NOTHING_TO_TRAIN if self.trains(group) else Use.SAME_REWARD
 
     @property

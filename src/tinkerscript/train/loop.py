@@ -59,7 +59,12 @@ class TrainingLoop:
         """How long the run has trained so far, without the first and the last evaluation."""
 
         self._steps, self._source, self.policy = training.steps, source, policy
-        self._lags = PolicyLags(training, parts.history.versions)
+        self._lags = PolicyLags(
+            training,
+            parts.history.versions,
+            max_lag=parts.config.max_policy_lag,
+            keeps_stale=samples is not None and training.on_stale == "drop",
+        )
         self._collector = Collector(
             source,
             progress,
@@ -83,6 +88,7 @@ class TrainingLoop:
         try:
             await self._begin()
             await self._train()
+            self._stream.end()
             with self.parts.progress.waiting("the last episodes to end"):
                 await self._collector.settled()
         except (Exception, asyncio.CancelledError):
@@ -144,4 +150,5 @@ class TrainingLoop:
             global_step=self.step,
             usable_versions=self._lags.usable(self.step),
         )
+        await self._stream.published(self.step)  # More groups may start.
         return version

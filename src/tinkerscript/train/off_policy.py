@@ -1,8 +1,8 @@
 """What may train although earlier weights sampled it: `PolicyLags` and `ReplayBuffer`.
 
 The lag of an episode is how many training steps the oldest weights that sampled any of it are behind the
-weights that it would train. Invariant: nothing trains at a lag above `max_policy_lag`, and nothing that
-weights sampled which this run does not build on.
+weights that it would train. Invariant: nothing trains at a lag above `max_policy_lag` (or `replay_uses` - 1,
+if it trains again and that is more), and nothing that weights sampled which this run does not build on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Fresh:
     """What of a batch may train."""
 
     groups: list[AcceptedGroup] = field(default_factory=list[AcceptedGroup])
-    """Those with enough fresh episodes (`TrainingConfig.min_group`)."""
+    """Those with a fresh episode and enough to compare it with (`TrainingConfig.min_group`)."""
 
     lags: LagCounts = field(default_factory=LagCounts)
     stale: dict[str, str] = field(default_factory=dict[str, str])
@@ -42,9 +42,18 @@ class Fresh:
 class PolicyLags:
     """How old what was sampled is."""
 
-    def __init__(self, config: TrainingConfig, steps_of: Mapping[int, int] | None = None) -> None:
-        """`steps_of`: policy version -> training steps behind it, of the versions that the run builds on."""
-        self._max = config.max_policy_lag
+    def __init__(
+        self,
+        config: TrainingConfig,
+        steps_of: Mapping[int, int] | None = None,
+        *,
+        max_lag: int,
+        keeps_stale: bool = False,
+    ) -> None:
+        """`steps_of`: policy version -> training steps behind it, of the versions that the run builds on;
+        `keeps_stale`: whether what is too old stays in its group, to be compared with."""
+        self.max, self._max_again = max_lag, max(max_lag, config.replay_uses - 1)
+        self._keeps_stale = keeps_stale
         self._min_group = config.min_group
         self._steps_of = dict(steps_of or {})
 
@@ -55,9 +64,12 @@ class PolicyLags:
         """Policy version -> its lag for weights with `step` steps behind them."""
         return {version: step - steps for version, steps in self._steps_of.items()}
 
-    def usable(self, step: int) -> list[int]:
-        """The policy versions that may train in a step that begins with the weights of `step`."""
-        return [version for version, lag in self.by_version(step).items() if lag <= self._max]
+    def usable(self, step: int) -> list[int] | None:
+        """The policy versions whose episodes count in a step that begins with the weights of `step`; None:
+        all."""
+        if self._keeps_stale:
+            return None
+        return [version for version, lag in self.by_version(step).items() if lag <= self.max]
 
     def of_group(self, group: RolloutGroup, *, step: int) -> LagCounts:
         """The lags of a group's episodes for weights with `step` steps behind them."""
@@ -67,25 +79,28 @@ class PolicyLags:
         )
 
     def may_train(self, group: RolloutGroup, *, step: int) -> bool:
-        """Whether no episode of the group is too old for weights with `step` steps behind them."""
-        return all(self._is_fresh(lag) for lag in self.of_group(group, step=step))
+        """Whether no episode of the group is too old to train weights again with `step` steps behind them."""
+        lags = self.of_group(group, step=step)
+        return all(lag is not None and lag <= self._max_again for lag in lags)
 
     def fresh(self, groups: Iterable[AcceptedGroup], *, step: int) -> Fresh:
         """What of these groups may train weights with `step` steps behind them."""
         found = Fresh()
         for group_id, accepted in groups:
-            kept: list[EpisodeAccepted] = []
+            kept, has_fresh = list[EpisodeAccepted](), False
             for outcome in accepted:
                 lag = self._lag(outcome.policy_versions or {outcome.policy_version_at_claim}, step)
                 found.lags[lag] += 1
-                if self._is_fresh(lag):
+                is_fresh = lag is not None and lag <= self.max
+                has_fresh |= is_fresh
+                if is_fresh or self._keeps_stale:
                     kept.append(outcome)
-                else:
+                if not is_fresh:
                     age = f"{lag} steps old"
                     if lag is None:
                         age = "sampled by weights that this run does not build on"
                     found.stale[outcome.episode_uuid] = f"stale: {age}"
-            if len(kept) >= self._min_group:
+            if has_fresh and len(kept) >= self._min_group:
                 found.groups.append((group_id, kept))
         return found
 
@@ -94,12 +109,9 @@ class PolicyLags:
         known = [steps for steps in behind if steps is not None]
         return step - min(known, default=step) if len(known) == len(behind) else None
 
-    def _is_fresh(self, lag: int | None) -> bool:
-        return lag is not None and lag <= self._max
-
 
 CAPACITY = 256
-"""Groups that are kept at most; `max_policy_lag` usually keeps fewer."""
+"""Groups that are kept at most; their age usually keeps fewer."""
 
 RECENCY = 3.0
 """The n-th oldest group is drawn with a weight of n to this power (Marin's `alpha`): newer ones are closer to

@@ -105,9 +105,11 @@ async def run_training(
         children = await stack.enter_async_context(opening)
         sampling = _LateSampling()
         link = await stack.enter_async_context(_link(config, children, sampling.sample, progress.note))
-        lag = config.training.max_policy_lag + 1 if config.training.replay_uses > 1 else 0
+        lag = config.replay_lag if config.training.replay_uses > 1 else 0
+        plan_lag = config.max_policy_lag if config.training.on_stale == "wait" else config.training.steps
         with progress.waiting("the server to say where the run goes on"):
-            asking = asyncio.create_task(_past(link, folder, replay_lag=lag), name="ask for the past")
+            past = _past(link, folder, replay_lag=lag, plan_lag=plan_lag)
+            asking = asyncio.create_task(past, name="ask for the past")
             history, replayed = await run_beside(children.supervisor, asking)
         run = begin_run(config, folder, progress, ledger=link, history=history, replayed=replayed)
         stack.push_async_exit(progress.exited)
@@ -115,7 +117,7 @@ async def run_training(
         for line in (*about_rates, *_advice(config, samples)):
             progress.note(line)
         if samples:
-            samples.next_position = history.next_position
+            samples.next_position, samples.again = history.next_position, list(history.again)
         # What trains and samples.
         await stack.enter_async_context(
             launched_ranks(children.plan, children.launcher, folder.path, progress.note)
@@ -158,10 +160,11 @@ async def run_training(
 
 
 async def _past(
-    link: TrainerLink, folder: RunFolder, *, replay_lag: int
+    link: TrainerLink, folder: RunFolder, *, replay_lag: int, plan_lag: int
 ) -> tuple[History, list[EpisodeAccepted]]:
     """Where the run goes on, and the episodes that it may train on again."""
-    history = await link.resume(folder.whole_checkpoints(), replay_lag=replay_lag)
+    whole = folder.whole_checkpoints()
+    history = await link.resume(whole, replay_lag=replay_lag, plan_lag=plan_lag)
     return history, await link.fetch(sorted({each.episode for each in history.replayed}))
 
 

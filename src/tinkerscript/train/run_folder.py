@@ -201,9 +201,10 @@ class RunFolder:
         left_out: Mapping[str, str],
     ) -> None:
         """One readable JSON line for each episode of a step, failed ones included. `left_out`: uuid -> why it
-        is in none of the groups, unless its own has too few."""
+        does not train, unless its own group has too few."""
         lines = [
             self._readable(group, episode, advantage)
+            | ({"left_out": left_out[episode.episode_uuid]} if episode.episode_uuid in left_out else {})
             for group in groups
             for episode, advantage in zip(group.episodes, group.advantages(rule).tolist(), strict=True)
         ]

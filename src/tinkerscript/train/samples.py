@@ -75,10 +75,15 @@ class TaskSamples:
         self.next_position = 0
         """In the endless order of training samples."""
 
+        self.again = list[int]()
+        """Positions before it that come first: a resumption gave up their groups."""
+
     def train_groups(self, *, step: int, groups: int, group_size: int) -> list[list[PlannedEpisode]]:
         """The next `groups` samples, each as `group_size` planned episodes."""
-        positions = range(self.next_position, self.next_position + groups)
-        self.next_position += groups
+        positions, self.again = self.again[:groups], self.again[groups:]
+        new = groups - len(positions)
+        positions += range(self.next_position, self.next_position + new)
+        self.next_position += new
         return [
             [self.planned_again(f"step-{step}/sample-{position}", position) for _ in range(group_size)]
             for position in positions

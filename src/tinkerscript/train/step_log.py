@@ -215,7 +215,7 @@ class StepLog:
             batch=step.batch,
             groups=self._own.groups,
             lags=step.lags,
-            max_policy_lag=self._config.training.max_policy_lag,
+            stale=step.stale,
             trains_equal=self._own.trains_equal,
             policy_version=step.policy_version,
             cancelled=step.cancelled,
@@ -224,6 +224,7 @@ class StepLog:
             rollout_s=step.collected - step.began,
             train_s=time.monotonic() - step.collected,
             publish_s=step.publish_s,
+            wait_stale_s=step.wait_stale_s,
         )
 
     async def _log_for_inspect(self, step: TrainingStep, facts: StepFacts) -> None:

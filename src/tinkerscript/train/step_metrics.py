@@ -14,7 +14,7 @@ import os
 import resource
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +52,9 @@ class StepFacts:
     lags: Mapping[int | None, int]
     """Policy lag -> episodes; None: sampled by weights that a resumed run undid."""
 
-    max_policy_lag: int
+    stale: Collection[str]
+    """Uuids of the episodes that were too old to train."""
+
     policy_version: int
     """Published by this step."""
 
@@ -71,6 +73,9 @@ class StepFacts:
 
     publish_s: float = 0.0
     """Of these, to publish."""
+
+    wait_stale_s: float | None = None
+    """Of `rollout_s`: to wait for groups that would have been too old later; None: nothing could be."""
 
     trains_equal: bool = False
     """Whether a teacher or the KL penalty trains groups whose rewards are equal too."""
@@ -152,13 +157,13 @@ def call_lengths(episodes: Sequence[Sequence[Call]]) -> dict[str, float]:
 
 def episodes(facts: StepFacts) -> dict[str, float]:
     accepted = facts.accepted
-    stale = sum(n for lag, n in facts.lags.items() if lag is None or lag > facts.max_policy_lag)
+    used = [each for group in facts.groups for each in group.episodes if each.episode_uuid not in facts.stale]
     return {
         "episodes/accepted": float(len(accepted)),
         "episodes/failed": float(len(facts.outcomes) - len(accepted)),
         "episodes/retried": float(sum(bool(outcome.retries) for outcome in accepted)),
-        "episodes/stale": float(stale),
-        "episodes/used": float(sum(len(group.episodes) for group in facts.groups)),
+        "episodes/stale": float(len(facts.stale)),
+        "episodes/used": float(len(used)),
         "episodes/cancelled": float(facts.cancelled),
     }
 
@@ -185,7 +190,9 @@ def policy(facts: StepFacts) -> dict[str, float]:
 
 
 def timing(facts: StepFacts) -> dict[str, float]:
+    waited = {} if facts.wait_stale_s is None else {"time/wait_stale_s": facts.wait_stale_s}
     return {
+        **waited,
         "time/rollout_s": facts.rollout_s,
         "time/train_s": facts.train_s,
         "time/publish_s": facts.publish_s,

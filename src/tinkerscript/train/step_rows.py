@@ -112,6 +112,7 @@ def trained_rows(learner: Learner, step: int, sequences: Mapping[str, int]) -> I
                 outcome=learner.outcome_of(group, episode),
                 place=places.get(id(group), -1),
                 advantage=advantage,
+                reason=learner.stale.get(episode.episode_uuid, ""),
             )
 
 

@@ -1,7 +1,13 @@
 """`GroupStream`: which groups of episodes start, and which of them a training step takes.
 
-Invariant: a step gets complete groups whose episodes are fresh enough to train. The rest of its batch is left
-out, and the ledger says why.
+Groups start beside the steps, as long as they can train at a lag of at most L: with G groups a step and S
+training steps behind the newest published weights, at most (S + L + 1) G start in all (Fu et al. 2025,
+"AReaL", arXiv:2505.24298). A step takes those that are complete, in the order in which they started. It waits
+for older ones where it would leave more of them behind than the steps after it can train in time.
+
+Invariants: no group trains more than L steps after the weights that it started with, or what is too old of it
+is left out, and the ledger says why. What has started is not thrown away for being slow; at a lag of 0, which
+has no later step for it, the rest of a step is cancelled.
 """
 
 from __future__ import annotations
@@ -9,20 +15,22 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from tinkerscript.config import TrainingConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import NoSuccessError
 from tinkerscript.ledger.history import History
-from tinkerscript.train.collector import Batch, Collector
-from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
+from tinkerscript.ledger.rows import TrainedRow, Use
+from tinkerscript.train.collector import Batch, Collector, Group
+from tinkerscript.train.episode_source import EpisodeSource
 from tinkerscript.train.off_policy import AcceptedGroup, LagCounts, PolicyLags
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_rows import left_out_rows, set_aside_rows
 
 MAX_TRIES = 4
-"""Times `groups_per_step` that `differing_groups` registers at most: a task whose rewards hardly ever differ
-should not hold a step up for good."""
+"""Times `groups_per_step` that `differing_groups` registers at most for a step: a task whose rewards hardly
+ever differ should not hold it up for good."""
 
 
 @dataclass
@@ -38,17 +46,21 @@ class TrainingStep:
     """Of the batch's episodes, of replayed ones, and of batches before it that were stale as a whole."""
 
     stale: Mapping[str, str]
-    """Uuid of each episode that was too old -> why."""
+    """Uuid of each of those that was too old -> why."""
 
     began: float
-    """When the loop began to wait for its batch, on the monotonic clock; so in the next field. With
-    `asynchronous` its episodes have started before."""
+    """When the loop began to wait for its batch, on the monotonic clock; so in the next field. Its episodes
+    may have started before."""
 
     collected: float = field(default_factory=time.monotonic)
     policy_version: int = -1
     """What the step published; before that, the version that it began with."""
 
     publish_s: float = 0.0
+    wait_stale_s: float | None = None
+    """Of the time until `collected`: to wait for groups that would have been too old later. None: at a lag of
+    0, and with clients' own samples."""
+
     cancelled: int = 0
     """Episodes that the batch had no use for when it closed."""
 
@@ -71,49 +83,53 @@ class GroupStream:
     lags: PolicyLags
 
     def __post_init__(self) -> None:
-        self._open: dict[int, Batch] = {}
-        """Step -> its batch, whose episodes have started."""
+        self._pool = self._batch("")
+        """The groups that have started and that no step has taken."""
 
-        self._interrupted: tuple[Batch, int] | None = None
-        """The next step's batch in a resumed run, and how many of its groups were never registered."""
+        self._behind, self._next = 0, 1
+        """Training steps behind the newest published weights, and the step that takes groups next."""
+
+        self._extra = self.config.extra_groups
+        self._lost = 0
+        """At a lag of 0: groups of an interrupted step that cannot train any more. The run would not have
+        replaced them either."""
 
     def restore(self, history: History) -> None:
-        """Wait again for the episodes of the batch that an interrupted run was collecting.
+        """Wait again for the groups that an interrupted run had started.
 
-        Comes before anything is received: outcomes that wait at the server must find their batch.
+        Comes before anything is received: outcomes that wait at the server must find their group.
         """
-        if self.samples is None or not history.planned:
+        self._behind, self._next = history.step, history.step + 1
+        if self.samples is None:
             return
-        batch = self._batch(history.step + 1)
-        planned_again = self.samples.planned_again
-        episodes = [
-            planned_again(plan.group_id, plan.position, episode_uuid=plan.episode_uuid)
-            for plan in history.planned
-        ]
-        self.collector.expect(batch, episodes, step=history.step + 1)
-        # A group that cannot train any more counts: the run would not have replaced it either.
-        self._interrupted = batch, max(0, self._groups - history.planned_groups)
+        for plan in history.planned:
+            episode = self.samples.planned_again(plan.group_id, plan.position, episode_uuid=plan.episode_uuid)
+            self.collector.expect(self._pool, [episode], step=plan.step)
+        if not self.lags.max:
+            self._lost = history.planned_groups - len(self._pool.groups)
 
-    async def start(self, step: int) -> None:
-        """Start the groups of a step, unless they have started."""
-        if step not in self._open:
-            self._open[step] = await self._started(step)
+    async def published(self, step: int) -> None:
+        """Weights with `step` training steps behind them sample now. Above a lag of 0, groups start."""
+        self._behind = step
+        if self.lags.max:
+            await self._start()
 
     async def take(self, step: int, *, version: int) -> TrainingStep:
-        """Wait for the step's groups, and for others while all results are too old to train. With
-        `asynchronous`, the groups of the next step start then.
+        """Wait for the step's groups, and for others while all results are too old to train. Above a lag of
+        0, groups for later steps start then.
 
         `version`: of the policy that trains. If every episode fails, sets the batch aside and raises
         NoSuccessError.
         """
-        began, lags = time.monotonic(), LagCounts()
+        began, lags, stale = time.monotonic(), LagCounts(), dict[str, str]()
         while True:
-            await self.start(step)
-            batch = self._open.pop(step)
-            cancelled = await self._closed(batch, step)
+            batch, waited = await self._taken(step)
+            cancelled = batch.leftovers
+            self.collector.give_up(cancelled, f"{batch.label} has enough without this episode")
             complete = batch.trainable(self.config.min_group)
             found = self.lags.fresh(((each.group_id, each.accepted) for each in complete), step=step - 1)
             lags.update(found.lags)
+            stale |= found.stale
             if not found.all_stale:
                 break
             self.source.note(left_out_rows(batch, step, stale=found.stale))
@@ -126,48 +142,128 @@ class GroupStream:
             batch,
             found.groups,
             lags,
-            stale=found.stale,
+            stale=stale,
             began=began,
             policy_version=version,
-            cancelled=cancelled,
+            wait_stale_s=waited,
+            cancelled=len(cancelled),
         )
-        if self.config.asynchronous and step < self.config.steps:
-            await self.start(step + 1)
+        self._next = step + 1
+        if self.lags.max:
+            await self._start()
         return taken
 
-    @property
-    def _groups(self) -> int:
-        return self.config.groups_per_step + self.config.extra_groups
+    def end(self) -> None:
+        """The last step is over: nothing trains on what is left."""
+        reason = "the run ended before a step could take its group"
+        self.collector.give_up(self._pool.leftovers, reason)
+        left_out = partial(TrainedRow, step=self._behind, outcome=Use.LEFT_OUT, reason=reason)
+        if rows := [left_out(episode=each.sequence) for each in self._pool.outcomes.values()]:
+            self.source.note(rows)
 
-    async def _started(self, step: int) -> Batch:
-        """The batch of a step, with its episodes registered; in a resumed run, the interrupted one first."""
-        (batch, missing), self._interrupted = self._interrupted or (self._batch(step), self._groups), None
-        if self.samples is not None and missing:
-            await self.collector.open(batch, self._plan(step, missing), step=step)
-        return batch
-
-    async def _closed(self, batch: Batch, step: int) -> int:
-        """Wait until the batch has what its rule asks for; returns how many episodes were cancelled then."""
+    async def _taken(self, step: int) -> tuple[Batch, float | None]:
+        """The groups that the step takes, and how long it waited for some that would have been too old."""
         if self.samples is None:
+            batch = self._batch(f"step {step}")
             await self.collector.filled(batch)
-            return 0
+            return batch, None
+        batch, waited = self._pool, None
+        batch.label = f"step {step}"
         try:
-            return await self.collector.closed(batch, lambda n: self._plan(step, n), step)
+            self._extra = self.config.extra_groups
+            await self._start()
+            if not self.lags.max:  # They are started once.
+                self._extra = 0
+            await self.collector.until(lambda: self._has_enough, batch, self._start)
+            if self.lags.max:
+                waited = await self._wait_for_old(step)
+            batch = self._pool.take(self._trains(step))
+            batch.check_success()
         except NoSuccessError as error:
             await self.source.commit(set_aside_rows(batch, step, str(error)))
             raise
+        self._lost = 0
+        return batch, waited
 
-    def _batch(self, step: int) -> Batch:
-        config = self.config
-        return Batch(
-            f"step {step}",
-            rule=config.batch_rule,
-            groups=config.groups_per_step,
-            group_size=config.group_size,
-            max_groups=MAX_TRIES * config.groups_per_step,
-            from_clients=self.samples is None,
-        )
+    async def _wait_for_old(self, step: int) -> float:
+        """Wait for groups that would be too old after the step; returns the seconds."""
+        if not (old := self._awaited(step)):
+            return 0.0
+        began = time.monotonic()
+        with self.progress.waiting(f"{len(old)} groups that would be too old after step {step}"):
+            await self.collector.until(lambda: not self._awaited(step), self._pool, self._start)
+        return time.monotonic() - began
 
-    def _plan(self, step: int, groups: int) -> list[list[PlannedEpisode]]:
+    # The rule
+
+    async def _start(self) -> bool:
+        """Start as many groups as there is room for; returns whether there was any."""
+        if not (room := self._room):
+            return False
         assert self.samples is not None
-        return self.samples.train_groups(step=step, groups=groups, group_size=self.config.group_size)
+        step, size = self._behind + 1, self.config.group_size
+        plans = self.samples.train_groups(step=step, groups=room, group_size=size)
+        await self.collector.open(self._pool, plans, step=step)
+        return True
+
+    @property
+    def _room(self) -> int:
+        """How many groups may start: all that can still train, in what is left of the run."""
+        left = self.config.steps + 1 - self._next
+        if self.samples is None or left <= 0:
+            return 0
+        # What starts now can train up to step `_behind` + L + 1.
+        steps = min(self._behind + self.lags.max + 2 - self._next, left)
+        return max(0, steps * self.config.groups_per_step + self._extra - self._pending)
+
+    @property
+    def _pending(self) -> int:
+        """Groups for which a place in a step is kept. Equal rewards need none, up to a limit."""
+        equal = sum(each.is_complete and not self._pool.counts(each) for each in self._in_time)
+        limit = (MAX_TRIES - 1) * self.config.groups_per_step
+        return len(self._in_time) + self._lost - min(equal, limit)
+
+    @property
+    def _in_time(self) -> list[Group]:
+        """Groups that are not too old for the next step, in the order in which they started."""
+        return [each for each in self._pool.groups.values() if self._last_step(each) >= self._next]
+
+    def _last_step(self, group: Group) -> int:
+        """The last step in which all of a group can train."""
+        return group.started + self.lags.max + 1
+
+    @property
+    def _has_enough(self) -> bool:
+        """Whether a step's worth of groups is complete, or nothing else will be."""
+        found = self._in_time
+        counted = sum(each.is_complete and self._pool.counts(each) for each in found)
+        is_over = all(each.is_complete for each in found) and not self._room
+        return counted >= self.config.groups_per_step or is_over
+
+    def _trains(self, step: int) -> list[Group]:
+        """The groups that the step takes if it takes them now; at a lag of 0 all, also what still runs."""
+        groups = list(self._pool.groups.values())
+        if not self.lags.max:
+            return groups
+        counted = [each for each in self._in_time if each.is_complete and self._pool.counts(each)]
+        due = sum(self._last_step(each) == step for each in counted)
+        later = {each.group_id for each in counted[max(due, self.config.groups_per_step) :]}
+        return [each for each in groups if each.is_complete and each.group_id not in later]
+
+    def _awaited(self, step: int) -> list[Group]:
+        """Groups that run and that the step has to wait for: those that it may not leave behind, and where it
+        would leave more behind than later steps can train in time, the older ones."""
+        if self.config.on_stale == "drop":
+            return []
+        taken = {each.group_id for each in self._trains(step)}
+        behind = [each for each in self._pool.groups.values() if each.group_id not in taken]
+        size, spare = self.config.groups_per_step, self.config.extra_groups
+        too_many = 0
+        for number, group in enumerate(behind, start=1):
+            steps = self._last_step(group) - step
+            if steps <= 0 or number > steps * size + spare:
+                too_many = number
+        return [each for each in behind[:too_many] if not each.is_complete]
+
+    def _batch(self, label: str) -> Batch:
+        return Batch(label, rule=self.config.batch_rule, needed=self.config.groups_per_step)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from tinkerscript.errors import AlignmentError
-from tinkerscript.ledger.rows import TrainedRow
+from tinkerscript.ledger.rows import TrainedRow, Use
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.off_policy import PolicyLags
@@ -41,10 +41,16 @@ class PolicyUpdate:
     def _restore(self, parts: OpenRun) -> None:
         """Fill the replay buffers as an uninterrupted run would have."""
         outcomes = {each.sequence: each for each in parts.replayed}
+        stale = {
+            outcomes[row.episode].episode_uuid: row.reason
+            for row in parts.history.replayed
+            if row.outcome == Use.STALE
+        }
         groups: dict[tuple[int, str, int], list[EpisodeAccepted]] = {}
         for row in parts.history.replayed:
             groups.setdefault((row.step, row.role, row.place), []).append(outcomes[row.episode])
         for learner in self._learners:
+            learner.stale |= stale
             of_role = {key: group for key, group in groups.items() if key[1] == learner.role}
             for step in sorted({step for step, _, _ in of_role}) if learner.replay is not None else ():
                 assert learner.replay is not None
@@ -64,7 +70,7 @@ class PolicyUpdate:
         self._sequences |= {uuid: outcome.sequence for uuid, outcome in step.batch.outcomes.items()}
         try:
             for each in self._learners:
-                each.take(step.groups)
+                each.take(step.groups, step.stale)
             for each in self._learners:
                 await each.check(
                     step=step.number, lag_of_version=by_version, replayed=self._replayed(each, step)

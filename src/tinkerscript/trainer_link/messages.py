@@ -137,6 +137,9 @@ class Resume(Tagged, frozen=True):
     replay_lag: int = 0
     """Of how many steps before the next one it wants to know what they trained on."""
 
+    plan_lag: int = 0
+    """How many steps before the next one what can train in it may have been planned for."""
+
 
 class Fetch(Tagged, frozen=True):
     """What did this episode end with, by sequence? Answered by `Fetched`."""

@@ -239,14 +239,17 @@ class TrainerLink:
             for episode in episodes:
                 self._registering.pop(episode.episode_uuid, None)
 
-    async def resume(self, checkpoints: Sequence[int], *, replay_lag: int = 0) -> History:
+    async def resume(self, checkpoints: Sequence[int], *, replay_lag: int = 0, plan_lag: int = 0) -> History:
         """Begin, or go on from the newest of the steps in `checkpoints`; see `ledger.history.find_beginning`.
         From now on outcomes come.
 
         Raises ConfigError if the ledger cannot go on from them, and LinkError.
         """
         request = Resume(
-            request_id=next(self._request_ids), checkpoints=list(checkpoints), replay_lag=replay_lag
+            request_id=next(self._request_ids),
+            checkpoints=list(checkpoints),
+            replay_lag=replay_lag,
+            plan_lag=plan_lag,
         )
         answer = await self._ask(request)
         assert isinstance(answer, Resumed)

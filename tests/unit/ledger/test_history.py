@@ -57,6 +57,9 @@ class Modelled:
     position: int
     state: str = "registered"
     attempts: int = 0
+    version: int = -1
+    """When it was claimed last."""
+
     cancelled: bool = False
     emptied: bool = False
     offered: bool = False
@@ -141,6 +144,7 @@ class Histories(RuleBasedStateMachine):
             if found is not None:
                 self.model[found.uuid].state = "claimed"
                 self.model[found.uuid].attempts += 1
+                self.model[found.uuid].version = self.version
                 if ends:
                     self.end(found.uuid)
 
@@ -322,13 +326,13 @@ class Histories(RuleBasedStateMachine):
 
     # Beginning again
 
-    @rule(lost=st.integers(0, 2), with_trainer=st.booleans())
-    def begin_again(self, lost: int, with_trainer: bool) -> None:
+    @rule(lost=st.integers(0, 2), with_trainer=st.booleans(), plan_lag=st.integers(0, 3))
+    def begin_again(self, lost: int, with_trainer: bool, plan_lag: int) -> None:
         """`lost`: so many of the newest checkpoints are not whole any more."""
         self.restart()
         if with_trainer:
             self.whole -= {*sorted(self.whole)[::-1][:lost]}
-            self.resume()
+            self.resume(plan_lag)
 
     def restart(self) -> None:
         """Of the server."""
@@ -342,28 +346,42 @@ class Histories(RuleBasedStateMachine):
         )
         self.runner.run(self.interchange.restore())
 
-    def resume(self) -> None:
+    def resume(self, plan_lag: int = 0) -> None:
         """Another trainer goes on."""
         step = max(self.saved & self.whole, default=0)
-        back = self.undo(step)
+        back = self.undo(step, plan_lag)
         self.write()
-        found = self.runner.run(resume_run(self.interchange, self.ledger, self.whole, replay_lag=LAG))
-        self.expect(found, step, back)
+        going_on = resume_run(self.interchange, self.ledger, self.whole, replay_lag=LAG, plan_lag=plan_lag)
+        self.expect(self.runner.run(going_on), step, back)
         self.step = step
         self.publish()
 
-    def undo(self, step: int) -> dict[str, Modelled]:
-        """What comes back of the next step's plan, by uuid, after the model has gone back to `step`."""
+    def undo(self, step: int, plan_lag: int) -> dict[str, Modelled]:
+        """What comes back of what was planned, by uuid, after the model has gone back to `step`."""
         planned = {
             uuid: each
             for uuid, each in self.model.items()
-            if each.kind == "train" and each.step == step + 1 and not each.undone
+            if each.kind == "train" and each.step > 0 and -plan_lag <= each.step - step - 1 <= 0
+            if not each.undone
         }
         lost = {
             each.group for each in planned.values() if each.cancelled or each.emptied or is_gone(each, step)
         }
         groups = {each.group for each in planned.values()}
-        aside = {each.group for each in planned.values() if each.used_after(step) == Use.SET_ASIDE}
+        next_step = [each for each in planned.values() if each.step == step + 1]
+        aside = {each.group for each in next_step if each.used_after(step) == Use.SET_ASIDE}
+        # No call is recorded here: an episode is of the weights that it was claimed from.
+        kept = {version for version, at in self.versions.items() if at <= step}
+        spoiled = {
+            each.group
+            for each in planned.values()
+            if each.state == "ended" and each.version not in kept
+            if not each.consumed or each.used_after(step)
+        }
+        for each in planned.values():
+            each.undone |= each.group in spoiled
+        lost |= spoiled
+        aside |= {each.group for each in next_step if each.undone}
         for group in groups - lost:
             members = [each for each in planned.values() if each.group == group]
             if all(each.state == "ended" and each.used_after(step) in HOPELESS for each in members):
@@ -381,7 +399,7 @@ class Histories(RuleBasedStateMachine):
                 each.cancelled |= not each.is_over
                 each.state = each.state if each.is_over else "failed"
                 each.consumed, each.uses[step] = True, Use.GIVEN_UP
-        self.planned_groups = len(groups - aside)
+        self.planned_groups = len({each.group for each in next_step} - aside)
         return back
 
     def expect(self, found: History, step: int, back: dict[str, Modelled]) -> None:
@@ -395,12 +413,15 @@ class Histories(RuleBasedStateMachine):
         assert {each.episode_uuid: (each.group_id, each.position) for each in found.planned} == {
             uuid: (each.group, each.position) for uuid, each in back.items()
         }
+        assert {each.episode_uuid: each.step for each in found.planned} == {
+            uuid: each.step for uuid, each in back.items()
+        }
         planned = [each for each in self.model.values() if each.kind == "train" and each.step]
-        standing = [each.position for each in planned if not each.undone]
-        assert (found.planned_groups, found.next_position) == (
-            self.planned_groups,
-            1 + max(standing, default=-1),
-        )
+        standing = {each.position for each in planned if not each.undone}
+        assert found.planned_groups == self.planned_groups
+        assert {*range(found.next_position)} - {*found.again} <= standing, "each has started, or starts first"
+        assert not {*found.again} & standing
+        assert max(standing, default=-1) < found.next_position
         assert all(step - LAG < row.step <= step and row.place >= 0 for row in found.replayed)
         replayed = {(row.episode, row.step) for row in found.replayed}
         assert replayed == {

@@ -10,12 +10,21 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from rollout_helpers import make_call
 from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
 from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger import SqliteLedger
 from tinkerscript.ledger.history import Tally, tally
 from tinkerscript.ledger.ledger import WriteBatch
-from tinkerscript.ledger.rows import CheckpointRow, EpisodeRow, ResumptionRow, StepRow, TrainedRow, Use
+from tinkerscript.ledger.rows import (
+    CheckpointRow,
+    EpisodeRow,
+    PublicationRow,
+    ResumptionRow,
+    StepRow,
+    TrainedRow,
+    Use,
+)
 from tinkerscript.protocol import Failure
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.interchange import Interchange
@@ -156,3 +165,37 @@ async def test_a_resumption_plans_other_groups_for_those_that_were_set_aside(tmp
         run.interchange.register(new(3))
         history = await resume_run(run.interchange, run.ledger, [])
         assert ([each.episode_uuid for each in history.planned], history.planned_groups) == (["e2", "e3"], 1)
+
+
+@pytest.mark.parametrize(("plan_lag", "again"), [(0, []), (2, [1])])
+async def test_a_resumption_goes_on_with_what_only_weights_that_stand_have_sampled(
+    tmp_path: Path, plan_lag: int, again: list[int]
+) -> None:
+    """From the checkpoint of step 1. The weights of step 2 sampled a part of the group at position 1; those
+    at 2 and 3 trained in step 2 or are in flight."""
+    async with server(tmp_path) as run:
+        versions = [PublicationRow(policy_version=n, step=n, time=0.0) for n in range(3)]
+        steps = [StepRow(step=step, time=0.0, policy_version=step) for step in (1, 2)]
+        saved = CheckpointRow(step=1, time=0.0, policy_version=1, train_seconds=1.0)
+        await run.ledger.commit([*versions, *steps, saved])
+        await run.train(0, 1, 4, 5)
+        for number in (2, 3, 6, 7, 8, 9):
+            run.interchange.register(new(number))
+        sampled = {"e2": (1, 2), "e6": (1, 1)}
+        for uuid, (first, last) in sampled.items():
+            claimed = run.book.claim("c", "train", 60.0)
+            assert claimed is not None
+            call = make_call(None, [1], [2], policy_version=first, policy_version_end=last)
+            while claimed.uuid != uuid:  # Its sibling is claimed, and has no call yet.
+                claimed = run.book.claim("c", "train", 60.0)
+                assert claimed is not None
+            await run.interchange.commit()
+            run.ledger.put_call(claimed.sequence, 1, call)
+        history = await resume_run(run.interchange, run.ledger, [1], plan_lag=plan_lag)
+        planned = [(each.episode_uuid, each.step) for each in history.planned]
+        assert planned == [("e4", 2), ("e5", 2), ("e6", 2), ("e7", 2)]
+        assert (history.next_position, history.again) == (4, again)
+        assert {run.book.get(f"e{number}").last_failure for number in (2, 3, 8, 9)} == {"cancelled"}
+        assert [each.uuid for each in run.book.open_ends.values()] == ["e4", "e5"]
+        later = await resume_run(run.interchange, run.ledger, [1], plan_lag=plan_lag)
+        assert (later.planned, later.again) == (history.planned, again), "the sample is still to be asked"

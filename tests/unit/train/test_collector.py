@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,58 +12,13 @@ import pytest
 
 from interchange_helpers import until
 from rollout_helpers import make_accepted, make_call
-from run_ledger import KeptRows
-from tinkerscript.config import TrainingConfig
-from tinkerscript.errors import LinkError, NoSuccessError
-from tinkerscript.ledger.history import History, PlannedRow
-from tinkerscript.ledger.rows import TrainedRow, TrainerRow, Use
+from scripted_source import ScriptedSource
+from tinkerscript.errors import LinkError
+from tinkerscript.ledger.rows import TrainerRow
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.collector import Batch, Collector
-from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
-from tinkerscript.train.off_policy import PolicyLags
-from tinkerscript.train.stream import MAX_TRIES, GroupStream
-from tinkerscript.trainer_link.messages import BatchProgress, EpisodeAccepted, EpisodeFailed, Outcome, usable
-
-
-class ScriptedSource(KeptRows, EpisodeSource):
-    """Delivers what the test puts into it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queue: asyncio.Queue[list[Outcome] | Exception] = asyncio.Queue()
-        self.started: list[str] = []
-        self.positions: list[int] = []
-        self.steps: list[int] = []
-        self.cancelled: list[str] = []
-        self.reasons: list[str] = []
-        """One for each call of `cancel`."""
-        self.batches: list[BatchProgress | None] = []
-        self.at_once: list[bool] = []
-
-    async def start(self, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
-        self.started += [episode.episode_uuid for episode in episodes]
-        self.positions += [episode.position for episode in episodes]
-        self.steps.append(step)
-
-    async def outcomes(self) -> list[Outcome]:
-        delivered = await self.queue.get()
-        if isinstance(delivered, Exception):
-            raise delivered
-        return delivered
-
-    def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
-        self.cancelled += episode_uuids
-        self.reasons.append(reason)
-
-    def collecting(self, batch: BatchProgress | None, *, at_once: bool = False) -> None:
-        self.batches.append(batch)
-        self.at_once.append(at_once)
-
-    @property
-    def left_out(self) -> list[tuple[int, int, str]]:
-        """Sequence, step and reason of each episode that the ledger was told is left out."""
-        assert {row.outcome for row in self.of(TrainedRow)} <= {Use.LEFT_OUT}
-        return [(row.episode, row.step, row.reason) for row in self.of(TrainedRow)]
+from tinkerscript.train.episode_source import PlannedEpisode
+from tinkerscript.trainer_link.messages import BatchProgress, EpisodeAccepted, EpisodeFailed, usable
 
 
 def accepted(uuid: str, *, group: str = "g", pool: str = "", size: int = 0, **more: int) -> EpisodeAccepted:
@@ -87,11 +42,11 @@ async def collecting(*, client_samples: bool = True) -> AsyncGenerator[tuple[Col
 
 async def test_the_episodes_of_a_batch_are_started_for_its_step_and_none_is_left_out() -> None:
     async with collecting() as (collector, source):
-        batch = Batch("step 1", rule="groups", groups=1, group_size=2)
+        batch = Batch("step 1")
         await collector.open(batch, [plans("a", "b")], step=1)
         assert (source.started, source.steps) == (["a", "b"], [1])
         source.queue.put_nowait([accepted("a", number=4), accepted("b", number=7)])
-        assert await collector.closed(batch, lambda n: [], 1) == 0
+        await collector.until(lambda: batch.is_over, batch)
         await collector.settled()
         await collector.received_until(7)
         waiting = asyncio.create_task(collector.received_until(8))
@@ -100,12 +55,13 @@ async def test_the_episodes_of_a_batch_are_started_for_its_step_and_none_is_left
         assert source.left_out == [(3, 0, "no batch is waiting for it")]
 
 
-async def test_what_a_batch_does_not_need_is_cancelled_and_the_ledger_is_told() -> None:
+async def test_what_is_given_up_is_cancelled_and_the_ledger_is_told() -> None:
     async with collecting() as (collector, source):
-        batch = Batch("step 1", rule="groups", groups=1, group_size=2)
+        batch = Batch("step 1")
         await collector.open(batch, [plans("a", "b"), plans("c", "d", group="h")], step=1)
         source.queue.put_nowait([accepted("a"), accepted("b")])
-        assert await collector.closed(batch, lambda n: [], 1) == 2
+        await collector.until(lambda: bool(batch.counted), batch)
+        collector.give_up(batch.leftovers, "step 1 has enough without this episode")
         assert source.cancelled == ["c", "d"]
         assert source.reasons == ["step 1 has enough without this episode"]
         failure = {"kind": "cancelled", "message": "enough"}
@@ -132,10 +88,10 @@ UNUSABLE = {
 async def test_a_result_that_cannot_train_is_named_and_is_a_failure_to_its_batch(kind: str) -> None:
     result, reason = UNUSABLE[kind]
     async with collecting() as (collector, source):
-        batch = Batch("step 1", rule="groups", groups=1, group_size=2)
+        batch = Batch("step 1")
         await collector.open(batch, [plans("a", "b")], step=1)
         source.queue.put_nowait([result, accepted("b")])
-        await collector.closed(batch, lambda n: [], 1)
+        await collector.until(lambda: batch.is_over, batch)
         assert [outcome.episode_uuid for outcome in batch.groups["g"].accepted] == ["b"]
         failed = batch.outcomes["a"]
         assert isinstance(failed, EpisodeFailed)
@@ -167,7 +123,7 @@ async def test_groups_of_clients_that_end_in_turns_are_kept_whole() -> None:
         for uuid, group in (("a", "A"), ("b", "B"), ("aa", "A"), ("bb", "B")):
             source.queue.put_nowait([accepted(uuid, group=group, pool="w")])
         for expected in ({"a", "aa"}, {"b", "bb"}):
-            batch = Batch("step", rule="groups", groups=1, group_size=2, from_clients=True)
+            batch = Batch("step", needed=1)
             await collector.filled(batch)
             assert batch.outcomes.keys() == expected
         assert source.kept == []
@@ -183,7 +139,7 @@ async def test_clients_groups_that_never_fill_are_given_up_oldest_first(
         names = [("a", "A"), ("b", "B"), ("c", "C"), ("d", "D"), ("cc", "C")]
         for sequence, (uuid, group) in enumerate(names, start=1):
             source.queue.put_nowait([accepted(uuid, group=group, pool="w", sequence=sequence)])
-        batch = Batch("step", rule="groups", groups=1, group_size=2, from_clients=True)
+        batch = Batch("step", needed=1)
         await collector.filled(batch)
         assert batch.outcomes.keys() == {"c", "cc"}
         reason = "its group 'A' is incomplete, and later ones fill the trainer's memory"
@@ -192,7 +148,7 @@ async def test_clients_groups_that_never_fill_are_given_up_oldest_first(
 
 async def test_the_batch_that_is_filled_and_who_is_ahead_of_it_is_told() -> None:
     async with collecting() as (collector, source):
-        batch = Batch("step 1", rule="groups", groups=1, group_size=2, from_clients=True)
+        batch = Batch("step 1", needed=1)
         filling = asyncio.create_task(collector.filled(batch))
         await until(lambda: bool(source.batches))
         for group in ("A", "B", "C"):
@@ -203,10 +159,10 @@ async def test_the_batch_that_is_filled_and_who_is_ahead_of_it_is_told() -> None
         assert told(source.batches[0]) == (0, 1, {})
         assert set(source.at_once) == {True}, "who is ahead waits for it"
         source.at_once.clear()
-        planned = Batch("step 2", rule="groups", groups=1, group_size=2)
+        planned = Batch("step 2")
         await collector.open(planned, [plans("p", "q")], step=2)
         source.queue.put_nowait([accepted("p"), accepted("q")])
-        await collector.closed(planned, lambda n: [], 2)
+        await collector.until(lambda: planned.is_over, planned)
         assert (source.batches[-1], source.batches[-2] and told(source.batches[-2])) == (
             None,
             (1, 1, {"w": 2}),
@@ -221,11 +177,11 @@ def told(batch: BatchProgress | None) -> tuple[int, int, dict[str, int]]:
 
 async def test_clients_own_samples_are_left_out_by_name_where_a_task_trains() -> None:
     async with collecting(client_samples=False) as (collector, source):
-        batch = Batch("step 1", rule="groups", groups=1, group_size=2)
+        batch = Batch("step 1")
         await collector.open(batch, [plans("a", "b")], step=1)
         theirs = [accepted(f"c{n}", group="w/g", pool="w", size=2, sequence=n) for n in (5, 6)]
         source.queue.put_nowait([*theirs, accepted("a"), accepted("b")])
-        await collector.closed(batch, lambda n: [], 1)
+        await collector.until(lambda: batch.is_over, batch)
         assert batch.outcomes.keys() == {"a", "b"}
         reason = "the run trains on the samples of its task, not on clients' own"
         assert source.left_out == [(5, 0, reason), (6, 0, reason)]
@@ -233,11 +189,11 @@ async def test_clients_own_samples_are_left_out_by_name_where_a_task_trains() ->
 
 async def test_an_error_of_the_source_reaches_who_waits() -> None:
     async with collecting() as (collector, source):
-        batch = Batch("step 1", rule="groups", groups=1, group_size=2)
+        batch = Batch("step 1")
         await collector.open(batch, [plans("a", "b")], step=1)
         source.queue.put_nowait(RuntimeError("the link broke"))
         with pytest.raises(RuntimeError, match="the link broke"):
-            await collector.closed(batch, lambda n: [], 1)
+            await collector.until(lambda: batch.is_over, batch)
 
 
 async def test_a_ledger_that_cannot_be_told_reaches_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,126 +201,9 @@ async def test_a_ledger_that_cannot_be_told_reaches_who_waits(monkeypatch: pytes
         raise LinkError("the server refused this trainer")
 
     async with collecting() as (collector, source):
-        batch = Batch("step 1", rule="groups", groups=1, group_size=2)
+        batch = Batch("step 1")
         await collector.open(batch, [plans("a", "b")], step=1)
         monkeypatch.setattr(source, "note", gone)
         source.queue.put_nowait([accepted("nobody's")])
         with pytest.raises(LinkError, match="refused this trainer"):
-            await collector.closed(batch, lambda n: [], 1)
-
-
-class Samples:
-    """Plans episodes as `TaskSamples` does, without a task."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def train_groups(self, *, step: int, groups: int, group_size: int) -> list[list[PlannedEpisode]]:
-        self.position += groups
-        names = [f"{step}.{self.position - groups + number}" for number in range(groups)]
-        return [
-            [
-                PlannedEpisode("train", name, {}, position=n, episode_uuid=f"{name}.{n}")
-                for n in range(group_size)
-            ]
-            for name in names
-        ]
-
-    def planned_again(self, group_id: str, position: int, **more: str) -> PlannedEpisode:
-        return PlannedEpisode("train", group_id, {"position": position}, position=position, **more)
-
-
-def stream_of(collector: Collector, config: TrainingConfig, samples: Any) -> GroupStream:
-    lags = PolicyLags(config, {0: 0})
-    lags.published(0, step=0)
-    return GroupStream(collector.source, collector, collector.progress, config, samples, lags)
-
-
-async def test_a_step_starts_its_groups_and_the_extra_ones_and_cancels_what_is_left() -> None:
-    config = TrainingConfig(steps=2, groups_per_step=2, extra_groups=1, group_size=2)
-    async with collecting() as (collector, source):
-        stream = stream_of(collector, config, Samples())
-        await stream.start(1)
-        assert source.started == [f"1.{group}.{number}" for group in range(3) for number in range(2)]
-        assert source.steps == [1]
-        source.queue.put_nowait([accepted(uuid) for uuid in source.started[:4]])
-        step = await stream.take(1, version=0)
-        assert (step.number, step.cancelled, step.policy_version, step.max_lag) == (1, 2, 0, 0)
-        assert source.cancelled == ["1.2.0", "1.2.1"]
-        assert [len(group) for _, group in step.groups] == [2, 2]
-        assert source.steps == [1], "the next step's groups wait"
-
-
-async def test_with_asynchronous_the_next_step_starts_before_a_step_trains() -> None:
-    config = TrainingConfig(steps=2, groups_per_step=1, group_size=2, asynchronous=True, max_policy_lag=1)
-    async with collecting() as (collector, source):
-        stream = stream_of(collector, config, Samples())
-        await stream.start(1)
-        for taken in (1, 2):
-            source.queue.put_nowait([accepted(uuid) for uuid in source.started[-2:]])
-            await stream.take(taken, version=0)
-            assert source.steps == [1, 2], "and none after the last one"
-
-
-async def test_groups_without_a_difference_are_replaced_up_to_the_limit() -> None:
-    config = TrainingConfig(steps=1, groups_per_step=1, group_size=2, batch_rule="differing_groups")
-    async with collecting() as (collector, source):
-        taking = asyncio.create_task(stream_of(collector, config, Samples()).take(1, version=0))
-        for group in range(MAX_TRIES):
-            await until(lambda group=group: len(source.started) == 2 * (group + 1))
-            source.queue.put_nowait([accepted(uuid) for uuid in source.started[-2:]])
-        assert len((await taking).batch.groups) == MAX_TRIES
-        assert set(source.steps) == {1}, "the replacements too"
-
-
-async def test_a_step_of_which_every_episode_fails_is_set_aside() -> None:
-    config = TrainingConfig(steps=1, groups_per_step=1, group_size=2)
-    async with collecting() as (collector, source):
-        stream = stream_of(collector, config, Samples())
-        await stream.start(1)
-        failures: list[dict[str, object]] = [{"kind": "task_error", "message": "no"}]
-        source.queue.put_nowait(
-            [EpisodeFailed(episode_uuid=uuid, failures=failures) for uuid in source.started]
-        )
-        with pytest.raises(NoSuccessError, match="step 1: all 2 episodes that ended failed"):
-            await stream.take(1, version=0)
-        assert [(row.step, row.outcome) for row in source.of(TrainedRow)] == [(1, Use.SET_ASIDE)] * 2
-
-
-def planned(uuid: str, position: int) -> PlannedRow:
-    return PlannedRow(episode_uuid=uuid, group_id="g", position=position)
-
-
-@pytest.mark.parametrize(("groups", "missing"), [(1, 0), (2, 1)])
-async def test_an_interrupted_step_goes_on_with_what_it_had_and_registers_the_rest(
-    groups: int, missing: int
-) -> None:
-    """What has ended comes again, as what has not."""
-    config = TrainingConfig(steps=2, groups_per_step=groups, group_size=2, max_policy_lag=2)
-    async with collecting() as (collector, source):
-        stream = stream_of(collector, config, Samples())
-        stream.restore(History(step=1))
-        known = [planned("a", 5), planned("b", 5)]
-        stream.restore(History(step=1, planned=known, planned_groups=1))
-        source.queue.put_nowait([accepted("a", number=1)])
-        await collector.received_until(1)
-        await stream.start(2)
-        new = [f"2.0.{number}" for number in range(2)] * missing
-        assert source.started == new
-        source.queue.put_nowait([accepted(uuid) for uuid in ("b", *new)])
-        batch = (await stream.take(2, version=0)).batch
-        assert (batch.label, batch.outcomes.keys()) == ("step 2", {"a", "b", *new})
-        assert {uuid: payload for uuid, payload in batch.payloads.items() if payload} == {
-            uuid: {"position": 5} for uuid in "ab"
-        }
-        assert source.kept == []
-
-
-async def test_without_samples_of_its_own_a_step_takes_those_of_clients() -> None:
-    config = TrainingConfig(steps=1, groups_per_step=1, group_size=2)
-    async with collecting() as (collector, source):
-        stream = stream_of(collector, config, None)
-        stream.restore(History(planned=[planned("x", 0)], planned_groups=1))
-        source.queue.put_nowait([accepted(uuid, group="G", pool="w") for uuid in ("a", "b")])
-        step = await stream.take(1, version=0)
-        assert (step.batch.outcomes.keys(), step.cancelled, source.started) == ({"a", "b"}, 0, [])
+            await collector.until(lambda: batch.is_over, batch)

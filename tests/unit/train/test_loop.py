@@ -217,7 +217,7 @@ async def running(
 
 
 async def test_each_step_trains_on_its_groups_and_publishes_a_version(tmp_path: Path) -> None:
-    async with running(tmp_path, max_policy_lag=1) as run:
+    async with running(tmp_path) as run:
         await run.loop.run()
     assert run.client.steps == 3
     steps = run.source.of(StepRow)
@@ -241,11 +241,52 @@ async def test_each_step_trains_on_its_groups_and_publishes_a_version(tmp_path: 
     assert run.source.statuses[:4] == [
         {"engine_status": "ENGINE.WEIGHT_SYNCING"},
         {"engine_status": "ENGINE.ROLLING", "policy_version": 0, "global_step": 0, "usable_versions": [0]},
-        {"usable_versions": [0]},
+        {"usable_versions": []},
         {"engine_status": "ENGINE.WEIGHT_SYNCING"},
     ]
-    assert run.source.statuses[-1]["usable_versions"] == [2, 3], "one step behind the newest, and it"
+    assert run.source.statuses[-1]["usable_versions"] == [3]
     assert [step["policy_version"] for step in run.shown.steps] == [1, 2, 3]
+
+
+async def test_groups_start_beside_the_steps(tmp_path: Path) -> None:
+    async with running(tmp_path, max_policy_lag=1) as run:
+        await run.loop.run()
+    assert run.source.starts == [(1, 8), (2, 4)], "two steps' worth, and what the last step needs"
+    assert [row.max_lag for row in run.source.of(StepRow)] == [0, 1, 1]
+    assert [{row.outcome for row in run.trained(step)} for step in (1, 2, 3)] == [{Use.TRAINED}] * 3
+    assert run.source.statuses[-1]["usable_versions"] == [2, 3], "one step behind the newest, and it"
+    assert {step["time/wait_stale_s"] for step in run.shown.steps} == {0}
+
+
+async def test_an_episode_that_is_too_old_counts_in_its_groups_baseline(tmp_path: Path) -> None:
+    """It ends when two further steps have trained, and the step does not wait for it."""
+
+    class Late(Answering):
+        held: Sequence[PlannedEpisode] = ()
+
+        async def start(self, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
+            if step == 1:
+                self.held, episodes = episodes[:2], episodes[2:]
+            await super().start(episodes, step=step)
+            if step == 3:
+                for reward, (each, version) in enumerate(zip(self.held, (0, 2), strict=True)):
+                    self.end(each.episode_uuid, each.group_id, version, reward=float(reward))
+
+    lag = {"max_policy_lag": 1, "on_stale": "drop"}
+    async with running(tmp_path, Late(), steps=4, groups_per_step=1, **lag) as run:
+        await run.loop.run()
+    late = [each for each in run.source.all if each.group_id.endswith("sample-0")]
+    old, new = (
+        next(row for row in run.source.of(TrainedRow) if row.episode == each.sequence) for each in late
+    )
+    assert (old.outcome, old.reason, old.advantage) == (Use.STALE, f"stale: {old.step - 1} steps old", -0.5)
+    assert (new.outcome, new.reason, new.advantage, new.step) == (Use.TRAINED, "", 0.5, old.step)
+    assert old.step > 2
+    assert [step["episodes/stale"] for step in run.shown.steps][old.step - 1] == 1
+    lines = (run.loop.parts.folder.path / "rollouts" / f"step_{old.step:04d}.jsonl").read_text().splitlines()
+    told = {line["episode_uuid"]: line.get("left_out") for line in map(json.loads, lines)}
+    assert (told[late[0].episode_uuid], told[late[1].episode_uuid]) == (old.reason, None)
+    assert not any("usable_versions" in status for status in run.source.statuses), "every result counts"
 
 
 async def test_an_evaluation_follows_a_step_and_is_told_at_once_with_what_it_used(tmp_path: Path) -> None:
@@ -383,7 +424,7 @@ async def test_a_resumed_run_waits_for_what_ended_before_it_gives_out_seeds(tmp_
     for number in range(2):
         source.end(f"known-{number}", "step-1/sample-0", 0, reward=float(number))
     planned = [
-        PlannedRow(episode_uuid=f"known-{number}", group_id="step-1/sample-0", position=0)
+        PlannedRow(episode_uuid=f"known-{number}", group_id="step-1/sample-0", position=0, step=1)
         for number in range(2)
     ]
     history = History(planned=planned, planned_groups=1, next_position=1, open_until=2, versions={0: 0})
@@ -397,7 +438,7 @@ async def test_a_resumed_run_waits_for_what_ended_before_it_gives_out_seeds(tmp_
 
 
 async def test_groups_of_earlier_steps_train_again_also_in_a_resumed_run(tmp_path: Path) -> None:
-    replay = {"replay_uses": 2, "max_policy_lag": 3}
+    replay = {"replay_uses": 2}
     async with running(tmp_path / "whole", **replay) as run:
         await run.loop.run()
     assert [len(run.trained(step)) for step in (1, 2, 3)] == [4, 8, 8]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rollout_helpers import make_accepted, make_call, make_episode, make_group
-from tinkerscript.config import TrainingConfig
+from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import FOREIGN_POLICY, Call
 from tinkerscript.train.off_policy import PolicyLags, ReplayBuffer
@@ -29,7 +29,7 @@ def sampled(version: int, end: int | None = None, **more: Any) -> Call:
 @pytest.mark.parametrize(("sampled_by", "lag"), [([3], 0), ([0, 3], 3), ([3, 1, 2], 2), ([], 1)])
 def test_the_oldest_weights_of_an_episode_are_its_lag(sampled_by: list[int], lag: int) -> None:
     """Without a call, it is the version at its claim: 2. Version n has n steps behind it."""
-    lags = PolicyLags(TrainingConfig(max_policy_lag=2), {version: version for version in range(4)})
+    lags = PolicyLags(TrainingConfig(), {version: version for version in range(4)}, max_lag=2)
     plain = accepted("plain", *(sampled(version) for version in sampled_by), at_claim=2)
     changed = accepted("changed", *(sampled(version, 3) for version in sampled_by), at_claim=2)
     judge = sampled(FOREIGN_POLICY, role="judge")
@@ -43,7 +43,7 @@ def test_the_oldest_weights_of_an_episode_are_its_lag(sampled_by: list[int], lag
 
 def test_an_episode_that_unknown_weights_finished_is_stale() -> None:
     """Its calls began under a known version and ended under one that the trainer never published."""
-    lags = PolicyLags(TrainingConfig(max_policy_lag=2), {0: 0})
+    lags = PolicyLags(TrainingConfig(), {0: 0}, max_lag=2)
     group = [accepted("a", sampled(0)), accepted("b", sampled(0, 0)), accepted("c", sampled(0, -1))]
     found = lags.fresh([("g", group)], step=0)
     assert found.lags == {0: 2, None: 1}
@@ -53,7 +53,7 @@ def test_an_episode_that_unknown_weights_finished_is_stale() -> None:
 
 
 def test_a_group_with_too_few_fresh_episodes_does_not_train() -> None:
-    lags = PolicyLags(TrainingConfig(max_policy_lag=1), {0: 0, 1: 1, 2: 2})
+    lags = PolicyLags(TrainingConfig(), {0: 0, 1: 1, 2: 2}, max_lag=1)
     found = lags.fresh([("g", [accepted("a", sampled(2)), accepted("b", sampled(0))])], step=2)
     assert (found.groups, found.all_stale, found.stale) == ([], False, {"b": "stale: 2 steps old"})
     assert lags.usable(2) == [1, 2]
@@ -61,11 +61,29 @@ def test_a_group_with_too_few_fresh_episodes_does_not_train() -> None:
     assert (lags.usable(3), lags.by_version(3)[0]) == ([2, 3], 3)
 
 
+def test_what_is_too_old_may_stay_in_its_group_to_be_compared_with() -> None:
+    lags = PolicyLags(TrainingConfig(), {0: 0, 1: 1, 2: 2}, max_lag=1, keeps_stale=True)
+    mixed = [accepted("a", sampled(2)), accepted("b", sampled(0))]
+    found = lags.fresh(
+        [("mixed", mixed), ("old", [accepted("c", sampled(0)), accepted("d", sampled(0))])], step=2
+    )
+    assert found.groups == [("mixed", mixed)]
+    assert found.stale == dict.fromkeys("bcd", "stale: 2 steps old")
+    assert lags.usable(2) is None, "every result counts"
+
+
+@pytest.mark.parametrize(("max_lag", "uses", "oldest"), [(0, 1, 0), (0, 3, 2), (3, 2, 3)])
+def test_replayed_groups_may_be_as_old_as_their_uses_need(max_lag: int, uses: int, oldest: int) -> None:
+    lags = PolicyLags(TrainingConfig(replay_uses=uses), {n: n for n in range(5)}, max_lag=max_lag)
+    made = [make_group([make_episode([sampled(version)])]) for version in range(5)]
+    assert [4 - n for n, each in enumerate(made) if lags.may_train(each, step=4)] == [*range(oldest, -1, -1)]
+
+
 # Replay
 
 
 def config(uses: int, groups_per_step: int) -> TrainingConfig:
-    return TrainingConfig(groups_per_step=groups_per_step, max_policy_lag=9, replay_uses=uses)
+    return TrainingConfig(groups_per_step=groups_per_step, replay_uses=uses)
 
 
 def group(name: str) -> RolloutGroup:
@@ -157,13 +175,29 @@ def test_what_is_too_old_leaves_and_is_counted() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"asynchronous": True, "max_policy_lag": 0}, "max_policy_lag must be 1 or more"),
-        ({"replay_uses": 3}, "needs a max_policy_lag of 2 or more, not 1"),
+        ({"asynchronous": True}, "Extra inputs"),
+        ({"max_policy_lag": -1}, "greater than or equal to 0"),
         ({"replay_uses": 0}, "greater than or equal to 1"),
         ({"replay": {"uses": 2}}, "Extra inputs"),
     ],
 )
-def test_settings_that_would_only_make_stale_episodes_are_refused(wrong: dict[str, Any], said: str) -> None:
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         TrainingConfig.model_validate(wrong)
-    assert TrainingConfig(replay_uses=2).max_policy_lag == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "lag", "replay_lag"),
+    [
+        ({}, 1, 2),
+        ({"task": {"name": "t"}}, 0, 1),
+        ({"task": {"name": "t"}, "training": {"replay_uses": 3}}, 0, 3),
+    ],
+)
+def test_a_lag_that_is_left_open_goes_by_whose_samples_train(
+    given: dict[str, Any], lag: int, replay_lag: int
+) -> None:
+    made = RunConfig.model_validate(given)
+    assert (made.max_policy_lag, made.replay_lag) == (lag, replay_lag)
+    told = RunConfig.model_validate(given | {"training": {"max_policy_lag": 4}})
+    assert (told.max_policy_lag, told.replay_lag) == (4, 5)

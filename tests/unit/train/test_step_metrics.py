@@ -34,20 +34,19 @@ def accepted(uuid: str, reward: float, **fields: object) -> EpisodeAccepted:
 
 
 def facts() -> StepFacts:
-    batch = Batch("step 4", rule="groups", groups=2, group_size=2)
-    batch.plan("g", ["a", "b"])
-    batch.plan("h", ["c", "d"])
-    batch.add(accepted("a", 1.0, is_success=True, log_metrics={"turns": 2.0, "limit/token": 1.0}))
+    batch = Batch("step 4")
+    first = accepted("a", 1.0, group_id="g", is_success=True, log_metrics={"turns": 2.0, "limit/token": 1.0})
     told = {"turns": 4.0, "limit/token": 1.0}
-    batch.add(accepted("b", 0.0, is_success=False, log_metrics=told, retries=[{"kind": "x"}]))
-    batch.add(accepted("c", 0.5))
-    batch.add(EpisodeFailed(episode_uuid="d", failures=[{"kind": "task_error"}]))
+    retried = accepted("b", 0.0, is_success=False, log_metrics=told, retries=[{"kind": "x"}])
+    batch.adopt([first, retried])
+    failed = EpisodeFailed(episode_uuid="d", failures=[{"kind": "task_error"}])
+    batch.adopt([accepted("c", 0.5, group_id="h"), failed])
     group = make_group([make_episode([make_call(None, [1], [2])], reward) for reward in (1.0, 0.0)])
     return StepFacts(
         batch=batch,
         groups=[group],
         lags={0: 2, 1: 3, 2: 4, None: 5},
-        max_policy_lag=1,
+        stale={f"old-{number}" for number in range(9)},
         policy_version=7,
         cancelled=6,
         tasks=["one", "two"],

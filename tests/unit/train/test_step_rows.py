@@ -267,7 +267,7 @@ async def test_each_policy_has_rows_of_what_it_sampled(engine: EmbeddedEngine, b
 
 
 async def test_what_trains_again_has_rows_of_that_step_too(engine: EmbeddedEngine, by_hand: ByHand) -> None:
-    steps = Steps(engine, replay_uses=2, max_policy_lag=2)
+    steps = Steps(engine, replay_uses=2)
     await steps.run([by_hand.one("old1", 1.0, 7), by_hand.one("old0", 0.0, 8)])
     replay = steps.learners[0].replay
     assert replay is not None
@@ -332,13 +332,13 @@ def test_tokens_are_kept_of_every_nth_step(recording: str, kept: list[int]) -> N
 
 def test_what_no_policy_took_is_left_out_with_the_reason() -> None:
     cancelled: list[dict[str, object]] = [{"kind": "cancelled", "message": "enough"}]
-    batch = Batch("step 4", rule="groups", groups=1, group_size=1, from_clients=True)
+    batch = Batch("step 4")
     for outcome in (
         make_accepted("old", sequence=3),
         make_accepted("alone", sequence=4),
         EpisodeFailed(episode_uuid="failed", sequence=5, failures=cancelled, group_id="g"),
     ):
-        batch.adopt(outcome)
+        batch.adopt([outcome])
     assert left_out_rows(batch, 4, stale={"old": "stale: too far behind"}) == [
         TrainedRow(episode=3, step=4, outcome=Use.STALE, reason="stale: too far behind"),
         TrainedRow(episode=4, step=4, outcome=Use.GROUP_TOO_SMALL),

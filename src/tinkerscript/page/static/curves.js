@@ -93,7 +93,7 @@ const charts = (names, runs, uses) => names.map((name) => ({ name, about: about(
 function joint(title, names, use) {
   const curves = use.data?.curves ?? {};
   const line = (name) => ({ label: name.split("/").pop(), curve: curves[name], dots: name.startsWith("eval/") });
-  if (title === "Time") return PHASES.every((name) => names.includes(name) && curves[name]) ? [{ name: "Time by phase", about: "seconds of a step; in an asynchronous run the phases overlap", lines: phases(curves), stacked: true }] : [];
+  if (title === "Time") return PHASES.every((name) => names.includes(name) && curves[name]) ? [{ name: "Time by phase", about: "seconds of a step; with a max_policy_lag above 0, groups are sampled in all of them", lines: phases(curves), stacked: true }] : [];
   return together(names).map(([name, list, text]) => ({ name, about: text, lines: list.filter((each) => curves[each]).map(line) }));
 }
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from heapq import nlargest
 from itertools import islice
 from operator import attrgetter, itemgetter
@@ -277,13 +277,22 @@ class EpisodeBook:
         if episode is not None and episode.end_number is not None:
             self._consume(episode)
 
-    def resume(self, step: int, resumption: int, used: Mapping[int, str]) -> list[EpisodeRecord]:
+    def resume(
+        self,
+        step: int,
+        resumption: int,
+        used: Mapping[int, str],
+        *,
+        plan_lag: int = 0,
+        spoiled: Collection[int] = (),
+    ) -> list[EpisodeRecord]:
         """A trainer goes on after `step`: keep what its next step can use, and give up the rest.
 
-        `used`: what became of episodes, by sequence, in later steps, which are undone, and in none before.
-        Returns those that are given up; they are consumed. What the next step or clients' own samples can
-        train on is open again.
+        `used`: what became of episodes, by sequence, in later steps, which are undone, and in none before;
+        `plan_lag`: see `Resume`; `spoiled`: see `Beginning`. Returns those that are given up; they are
+        consumed. What the next step or clients' own samples can train on is open again.
         """
+        first = max(1, step + 1 - plan_lag)
         kept, given_up = list[EpisodeRecord](), list[EpisodeRecord]()
         groups: dict[str, list[EpisodeRecord]] = {}
         for episode in self._episodes.values():
@@ -292,7 +301,7 @@ class EpisodeBook:
                 was = used.get(episode.sequence)
                 if is_training and was not in LOST_TO_CLIENTS and not episode.emptied:
                     kept.append(episode)
-            elif is_training and episode.step == step + 1 and not episode.undone:
+            elif is_training and first <= episode.step <= step + 1 and not episode.undone:
                 groups.setdefault(episode.group_id, []).append(episode)
             elif not is_training or episode.step:  # What no trainer planned is not its own.
                 is_cut_short = not is_training and not episode.consumed
@@ -302,7 +311,11 @@ class EpisodeBook:
                 if not episode.consumed:
                     given_up.append(episode)
         for group in groups.values():
-            (kept if _can_train(group, used) else given_up).extend(group)
+            is_spoiled = any(episode.sequence in spoiled for episode in group)
+            (kept if _can_train(group, used) and not is_spoiled else given_up).extend(group)
+            for episode in group if is_spoiled else ():  # Its sample is asked again.
+                episode.undone = resumption
+                self._touch(episode)
         for episode in kept:
             if episode.consumed:
                 self._reopen(episode)
@@ -313,13 +326,15 @@ class EpisodeBook:
             self._consume(episode)
         return given_up
 
-    def planned(self, step: int) -> list[EpisodeRecord]:
-        """The episodes that were planned for a step and may train in it, by sequence."""
-        return [
+    def planned(self, step: int, *, plan_lag: int = 0) -> list[EpisodeRecord]:
+        """The episodes that were planned for a step, or for one up to `plan_lag` before it, and may train in
+        it, by sequence."""
+        found = (
             each
             for each in self._unfinished.values()
-            if each.pool == TRAINER_POOL and each.step == step and _is_planned(each)
-        ]
+            if each.pool == TRAINER_POOL and step - plan_lag <= each.step <= step and _is_planned(each)
+        )
+        return sorted(found, key=attrgetter("sequence"))  # What is open again has come last.
 
     def planned_groups(self, step: int, used: Mapping[int, str]) -> int:
         """How many groups were planned for a step, but for those that were set aside. `used`: as `resume`
@@ -623,7 +638,7 @@ def _is_planned(episode: EpisodeRecord) -> bool:
 
 
 def _can_train(group: list[EpisodeRecord], used: Mapping[int, str]) -> bool:
-    """Whether a group that was planned for the next step may still train: no member was cancelled, set aside,
+    """Whether a group that no step has used may still train: no member was cancelled, set aside,
     given up or emptied, and not every result was left out or too old."""
     for episode in group:
         is_cancelled = episode.state == "failed" and episode.failures[-1].kind == CANCELLED

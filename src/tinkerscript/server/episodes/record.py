@@ -87,7 +87,8 @@ class EpisodeRecord:
     """Number of episodes in the group; 0 if unknown."""
 
     step: int = 0
-    """The training step that planned it, or that its evaluation follows; 0: a client's own sample."""
+    """The first training step that could train on it, or the one that its evaluation follows; 0: a client's
+    own sample."""
 
     label: str = ""
     """Of its evaluation; empty for training."""
