@@ -78,10 +78,7 @@ def main() -> None:
     options = parser.parse_args()
     wait = options.wait or run(0.5, 3, lag=0)["train_s"]
     print(json.dumps({"rollout_waits_s": round(wait, 2)}), flush=True)
-    pairs = [
-        tuple(run(wait, options.steps, lag=lag) for lag in (1, 0))
-        for _ in range(options.rounds)
-    ]
+    pairs = [tuple(run(wait, options.steps, lag=lag) for lag in (1, 0)) for _ in range(options.rounds)]
     for name, index in (("lag 1", 0), ("lag 0", 1)):
         medians = {key: round(statistics.median(p[index][key] for p in pairs), 2) for key in pairs[0][index]}
         print(json.dumps({"training": name, **medians}))
