@@ -1,90 +1,243 @@
-"""Training while groups stream, at a lag of one step, against synchronous training, with slow workers.
+"""What groups that stream gain on episodes of very unequal length: a simulation.
 
-    python bench/stream.py [--wait SECONDS] [--steps N] [--rounds N]
+Server, ledger, loop and workers are the real ones; the engine only sleeps.
 
-Trains the tiny model as a user does, with a rollout that mostly waits (`bench/slow_rollout.py`); only
-`training.max_policy_lag` differs: 1, where groups run while a step trains, and 0.
-Without `--wait` the rollout waits as long as a step trains, measured first: there, overlapping the two gains
-most (a factor of 2 at best). Episodes a second of the clock, from the end of the first step to that of the
-last.
+    python bench/stream.py [--laws log_normal ...] [--lags 0 1 2 4 8] [--steps N] [--scale SECONDS]
+        [--train SECONDS] [--concurrency N] [--failing SHARE] [--kill-every SECONDS] [--on-stale wait]
+
+A second of the simulation takes `--scale` seconds of the clock. The laws are those of `slow_rollout.py`. Each
+line has, from the end of the first step to that of the last:
+
+- `steps_per_s`, of the simulation, and `of_bound`: its share of what the slower side could do if it never
+  waited, sampling with `--concurrency` episodes at once or training;
+- `idle`, the share of the time in which no step trained, and `wait_stale`, that in which a step waited for
+  old groups;
+- `lags`: episodes by the age of the oldest weights that sampled them; `discarded`: those that had a result
+  and did not train;
+- `long_trained`: of the longest twentieth of what started early enough to train, how much did; and `ks`, the
+  Kolmogorov-Smirnov distance of the durations that trained from those that started, with its 5% limit;
+- `start_to_training`: the median time from an episode's start to the end of its step.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
+import random
+import sqlite3
 import statistics
-import subprocess
-import sys
 import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-import yaml
+import numpy as np
+import psutil
+import tinker
+from rich.console import Console
+
+from slow_rollout import seconds_of
+from tinkerscript.config import RunConfig
+from tinkerscript.dashboard.terminal import LineReporter
+from tinkerscript.rollouts.call import pack_ids, pack_logprobs
+from tinkerscript.sampler import ProgressCallback, SampledSequence, Sampler, SampleRequest
+from tinkerscript.train.backends import BACKENDS
+from tinkerscript.train.backends.backend import FrozenSampler
+from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
+from tinkerscript.train.run import run_training
 
 ROOT = Path(__file__).parents[1]
+GROUPS, GROUP_SIZE = 8, 8
+LOGPROB = -1.0
+LAWS = ("constant", "log_normal", "bimodal")
 
 
-def config_of(run_dir: Path, steps: int, *, lag: int) -> dict[str, Any]:
+class SleepingClient:
+    """Trains nothing, for as long as it is told to."""
+
+    train_s = 0.0
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    async def forward(self, data: list[tinker.Datum], *_: Any) -> tinker.ForwardBackwardOutput:
+        lengths = [each.model_input.length for each in data]
+        rows = [{"logprobs": tinker.TensorData.from_numpy(np.full(n, LOGPROB, np.float32))} for n in lengths]
+        return tinker.ForwardBackwardOutput(
+            loss_fn_output_type="ArrayRecord", loss_fn_outputs=rows, metrics={"loss:sum": 0.0}
+        )
+
+    async def forward_backward(self, data: list[tinker.Datum], *_: Any) -> tinker.ForwardBackwardOutput:
+        await asyncio.sleep(self.train_s)
+        return await self.forward(data)
+
+    async def optim_step(self, _: tinker.AdamParams) -> tinker.types.OptimStepResponse:
+        return tinker.types.OptimStepResponse(metrics={})
+
+    def save_state(self, name: str) -> Any:
+        return self._client.save_state(name)
+
+
+class SleepingSampler(FrozenSampler):
+    """Answers everything at once."""
+
+    async def _sequences(
+        self, request: SampleRequest, params: tinker.SamplingParams, progress: ProgressCallback | None
+    ) -> list[SampledSequence]:
+        ids, logprobs = pack_ids([0, 1]), pack_logprobs([LOGPROB, LOGPROB])
+        return [SampledSequence(sampled=ids, logprobs=logprobs, stop_reason="length")]
+
+
+class SleepingBackend(EmbeddedBackend):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.client = SleepingClient(self._client)
+
+    async def publish(self, policy_version: int) -> Sampler:
+        return SleepingSampler(policy_version)
+
+
+def config_of(folder: Path, lag: int, options: argparse.Namespace) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "experiment_dir": str(folder),
+            "interchange_server": {"interchange_server_port": 0},
+            "task": {
+                "name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic",
+                "train_args": {"split": "train"},
+                "eval_args": {"split": "test"},
+            },
+            "training": {
+                "steps": options.steps,
+                "groups_per_step": GROUPS,
+                "group_size": GROUP_SIZE,
+                "max_policy_lag": lag,
+                "on_stale": options.on_stale,
+                "checkpoint_every": 0,
+            },
+            "evaluation": {"episodes": 0},
+            "workers": {
+                "count": options.workers,
+                "concurrency": options.concurrency // options.workers,
+                "script": str(ROOT / "bench" / "slow_rollout.py"),
+            },
+        }
+    )
+
+
+def kill_workers(every_s: float, ended: threading.Event) -> None:
+    """One after the other; the run starts them again."""
+    while not ended.wait(every_s):
+        workers = [
+            each for each in psutil.Process().children(recursive=True) if "slow_rollout.py" in _command(each)
+        ]
+        if workers:
+            with suppress(psutil.Error):
+                random.choice(workers).kill()
+
+
+def _command(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def simulate(law: str, lag: int, options: argparse.Namespace) -> dict[str, Any]:
+    os.environ["SLOW_ROLLOUT"] = f"{law} {options.scale} {options.failing}"
+    SleepingClient.train_s = options.train * options.scale
+    ended = threading.Event()
+    if options.kill_every:
+        threading.Thread(target=kill_workers, args=(options.kill_every, ended), daemon=True).start()
+    with tempfile.TemporaryDirectory() as name, patch.dict(BACKENDS, embedded=lambda: SleepingBackend):
+        folder = Path(name) / "run"
+        asyncio.run(run_training(config_of(folder, lag, options), LineReporter(Console(quiet=True))))
+        ended.set()
+        return measured(folder, law, options)
+
+
+def measured(folder: Path, law: str, options: argparse.Namespace) -> dict[str, Any]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    counted = [line for line in lines if "time/train_s" in line][1:]
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as ledger:
+        steps = dict(ledger.execute("SELECT step, time FROM steps WHERE undone = 0"))
+        episodes = ledger.execute(
+            "SELECT e.uuid, e.step, e.state, min(a.claimed_at), "
+            "(SELECT max(t.step) FROM trained AS t WHERE t.episode = e.sequence AND t.outcome = 'trained'), "
+            "(SELECT min(p.step) FROM calls AS c JOIN publications AS p USING (policy_version) "
+            "WHERE c.episode = e.sequence) "
+            "FROM episodes AS e JOIN attempts AS a ON a.episode = e.sequence GROUP BY e.sequence"
+        ).fetchall()
+    first, last = min(steps), max(steps)
+    seconds = (steps[last] - steps[first]) / options.scale
+    rate = (last - first) / seconds
+    drawn = [seconds_of(f"{number}", law) for number in range(100_000)]
+    bound = min(
+        1 / options.train if options.train else float("inf"),
+        options.concurrency / statistics.mean(drawn) / (GROUPS * GROUP_SIZE),
+    )
+    durations = {uuid: seconds_of(uuid, law) for uuid, *_ in episodes}
+    # What started late had no time to train: it would count against long episodes.
+    early = [each for each in episodes if each[1] <= last - options.margin]
+    trained = [each for each in early if each[4]]
+    limit = np.quantile([durations[each[0]] for each in early], 0.95)
+    long = [each for each in early if durations[each[0]] >= limit]
+    found, everything = ([durations[each[0]] for each in some] for some in (trained, early))
+    took = [(steps[each[4]] - each[3]) / options.scale for each in trained]
+    waited = sum(line.get("time/wait_stale_s", 0) for line in counted) / options.scale
+    train_s = sum(line["time/train_s"] + line["time/publish_s"] for line in counted) / options.scale
     return {
-        "experiment_dir": str(run_dir),
-        "interchange_server": {"interchange_server_port": 0},
-        "task": {
-            "name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic",
-            "train_args": {"split": "train"},
-            "eval_args": {"split": "test"},
-        },
-        "training": {
-            "steps": steps,
-            "groups_per_step": 4,
-            "group_size": 8,
-            "learning_rate": 1e-5,
-            "max_policy_lag": lag,
-            "checkpoint_every": 0,
-        },
-        "evaluation": {"episodes": 0},
-        "workers": {"count": 1, "concurrency": 32, "script": str(ROOT / "bench" / "slow_rollout.py")},
+        "steps_per_s": round(rate, 4),
+        "of_bound": round(rate / bound, 2),
+        "idle": round(1 - train_s / seconds, 2),
+        "wait_stale": round(waited / seconds, 2),
+        "lags": dict(sorted(Counter(each[4] - 1 - each[5] for each in trained).items())),
+        "discarded": sum(each[2] == "ended" and not each[4] for each in early),
+        "long_trained": round(sum(bool(each[4]) for each in long) / len(long), 3),
+        "ks": round(distance(found, everything), 3),
+        "ks_limit": round(1.358 * (1 / len(found) + 1 / len(everything)) ** 0.5, 3),
+        "start_to_training": round(statistics.median(took), 1),
     }
 
 
-def run(wait_s: float, steps: int, *, lag: int) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder) / "run"
-        config = Path(folder) / "config.yaml"
-        config.write_text(yaml.safe_dump(config_of(run_dir, steps, lag=lag)))
-        command = [sys.executable, "-m", "tinkerscript", "train", str(config)]
-        environment = os.environ | {"SLOW_ROLLOUT_S": str(wait_s)}
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
-        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    counted = lines[1:]
-    # A step's time: waiting for its episodes, then training; what they did before is another step's time.
-    seconds = sum(line["time/rollout_s"] + line["time/train_s"] for line in counted)
-    return {
-        "episodes_per_s": sum(line["episodes/accepted"] for line in counted) / seconds,
-        "train_s": statistics.median(line["time/train_s"] for line in counted),
-        "waiting_s": statistics.median(line["time/rollout_s"] for line in counted),
-        "failed": sum(line["episodes/failed"] for line in counted),
-    }
+def distance(some: list[float], others: list[float]) -> float:
+    """Kolmogorov-Smirnov's: the largest difference of the two distribution functions."""
+    values = np.sort(np.array(some + others))
+    left, right = (
+        np.searchsorted(np.sort(each), values, side="right") / len(each) for each in (some, others)
+    )
+    return float(np.abs(left - right).max())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--wait", type=float, default=0.0)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--laws", nargs="+", choices=LAWS, default=["log_normal"])
+    parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2, 4, 8])
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--scale", type=float, default=0.1)
+    parser.add_argument(
+        "--train", type=float, default=20.0, help="seconds of the simulation that a step trains"
+    )
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--concurrency", type=int, default=512)
+    parser.add_argument("--failing", type=float, default=0.0)
+    parser.add_argument("--kill-every", type=float, default=0.0, help="seconds of the clock; 0: never")
+    parser.add_argument("--on-stale", choices=("wait", "drop"), default="wait")
+    parser.add_argument("--margin", type=int, default=4, help="steps at the end whose episodes do not count")
     options = parser.parse_args()
-    wait = options.wait or run(0.5, 3, lag=0)["train_s"]
-    print(json.dumps({"rollout_waits_s": round(wait, 2)}), flush=True)
-    pairs = [tuple(run(wait, options.steps, lag=lag) for lag in (1, 0)) for _ in range(options.rounds)]
-    for name, index in (("lag 1", 0), ("lag 0", 1)):
-        medians = {key: round(statistics.median(p[index][key] for p in pairs), 2) for key in pairs[0][index]}
-        print(json.dumps({"training": name, **medians}))
-    ratios = [one["episodes_per_s"] / other["episodes_per_s"] for one, other in pairs]
-    spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-    print(json.dumps({"lag_1_over_lag_0": spread}))
+    for law in options.laws:
+        for lag in options.lags:
+            began = time.monotonic()
+            found = simulate(law, lag, options)
+            print(json.dumps({"law": law, "max_policy_lag": lag, **found}), flush=True)
+            print(f"  {time.monotonic() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
