@@ -25,7 +25,7 @@ SMALL = {
     "interchange": "--rounds 1 --requests 300 --registered 1000",
     "memory": "--parts training",
     "merge": "--tokens 5000 --rounds 1",
-    "stream": "--wait 0.5 --steps 2 --rounds 1",
+    "stream": "--lags 1 --steps 4 --margin 1 --train 2",
     "transcripts": "--episodes 4",
     "vllm": "--rounds 1 --connections 4 --per-connection 1",
 }
