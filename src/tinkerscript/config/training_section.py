@@ -82,9 +82,9 @@ class TrainingConfig(Section):
     (docs/training.md). null: 0, or 1 where clients register samples of their own."""
 
     on_stale: Literal["wait", "drop"] = "wait"
-    """What a step does about groups that will be too old after it: `wait` for them, or go on without them
-    (`drop`): once they end, their episodes that are too old carry no loss, and their rewards still count in
-    the baseline of their group."""
+    """What a step does about running groups that will be too old to train after it. `wait`: it waits for
+    them. `drop`: it goes on without them. When such a group ends, its episodes that are too old carry no
+    loss, but their rewards still count in the group's baseline."""
 
     replay_uses: int = Field(default=1, ge=1)
     """Training steps that an episode may train in: n - 1 times `groups_per_step` groups of earlier steps join
