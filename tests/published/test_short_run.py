@@ -17,9 +17,9 @@ SHORT: dict[str, Any] = {
     "task.name": f"{EXAMPLE / 'tasks.py'}@formats",
     "experiment_dir": "run",
     "interchange_server.interchange_server_port": 0,
-    "sampling.max_tokens": 48,
+    "sampling.max_tokens": 32,
     "training.steps": 2,
-    "training.groups_per_step": 4,
+    "training.groups_per_step": 2,
     "evaluation.episodes": 0,
     "evaluation.every_steps": 0,
 }
@@ -33,7 +33,7 @@ def test_two_steps_change_the_weights_and_each_reward_is_that_of_the_recorded_to
     command = start(tmp_path, "train", str(EXAMPLE / "sums.yaml"), *as_options(settings))
     assert command.wait(seconds=570) == 0, command.text()
     result = summary(tmp_path)
-    assert (result["episodes_lost"], result["episodes_failed"], result["train_episodes"]) == (0, 0, 64)
+    assert (result["episodes_lost"], result["episodes_failed"], result["train_episodes"]) == (0, 0, 32)
     assert result["max_abs_dlogp"] <= 1e-4
     run = tmp_path / "run"
     assert standing_steps(run) == [1, 2]
