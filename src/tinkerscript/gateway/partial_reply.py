@@ -1,8 +1,8 @@
-"""`PartialReply`: the text of a reply while its ids are still being sampled.
+"""`PartialReply` reads the text of a reply while its ids are still being sampled.
 
-Invariant: whatever comes next, the text returned so far is a prefix of what `ChatRenderer.parse`, or `text`,
-returns for all ids. Where that cannot be known (a tool call that may turn out malformed, a format that is
-read only as a whole), no more text is returned. Time is linear in the number of ids.
+Invariant: the text returned so far is a prefix of what `ChatRenderer.parse` or `text` returns for all
+ids. Where that is uncertain (a tool call that may turn out malformed, a format that can only be read
+whole), no more text is returned. Time is linear in the number of ids.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TokenBytes = Callable[[int], Sequence[int] | None]
 
 class _State(Enum):
     START = auto()
-    """Before any text: reasoning may still start."""
+    """No text yet, so reasoning may still start."""
 
     REASONING = auto()
     CONTENT = auto()
@@ -27,7 +27,7 @@ class _State(Enum):
 
 
 class PartialReply:
-    """A reply while it is sampled: `feed` ids, get the text that can no longer change."""
+    """Feed it ids, and it returns the text that can no longer change."""
 
     def __init__(
         self,
@@ -39,16 +39,16 @@ class PartialReply:
         cut_at: Sequence[str] = (),
         plain: bool = False,
     ) -> None:
-        """`tool_calls` and `cut_at` are those of `ParseOptions`; `plain`: all text is content, as it is.
+        """`tool_calls` and `cut_at` are as in `ParseOptions`; `plain` means that all text is content.
 
-        Of a reply that is not plain and has no `reply_format`, no text is returned.
+        Without `plain` and without a `reply_format`, no text is returned.
         """
         self._token_bytes = token_bytes
         self._format = reply_format or ReplyFormat()
         calls = self._format.calls if tool_calls and not plain else None
         self._call_openers = calls.openers if calls else ()
         self._bare = calls.bare if calls else ""
-        """Characters with which content starts that may be a call."""
+        """Characters that may start a call without an opener."""
 
         self._stop_ids = frozenset(stop_ids)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -62,7 +62,7 @@ class PartialReply:
         """Text that may be part of a marker."""
 
     def feed(self, ids: Iterable[int]) -> tuple[str, str]:
-        """The new reasoning and content that can no longer change; either may be empty."""
+        """Return the new reasoning and content that can no longer change; either may be empty."""
         reasoning, content = list[str](), list[str]()
         for token in ids:
             if self._state is _State.UNDECIDED:
@@ -76,7 +76,6 @@ class PartialReply:
         return "".join(reasoning), "".join(content)
 
     def _read(self, reasoning: list[str], content: list[str]) -> None:
-        """Take from the text what is certain."""
         if self._state is _State.START:
             self._start()
         if self._state is _State.REASONING:
@@ -100,7 +99,7 @@ class PartialReply:
             self._state, self._text = _State.CONTENT, self._text[len(marker) :]
             reasoning.append(self._reasoning.end())
         elif marker:
-            # A call ends the reasoning unless an end marker follows.
+            # A call ends the reasoning, unless an end marker follows later.
             self._state = _State.UNDECIDED
 
     def _read_content(self, content: list[str]) -> None:
@@ -118,9 +117,9 @@ class PartialReply:
             self._state = _State.UNDECIDED
 
     def _taken(self, markers: Sequence[str]) -> tuple[str, str]:
-        """Take the text before the first of `markers`, or before what may be the start of one.
+        """Take the text before the first of `markers`, or before a possible start of one.
 
-        Returns the text, and the marker that follows it; "" if none does.
+        Returns the text and the marker that follows it, or "".
         """
         found = min(
             ((at, marker) for marker in markers if (at := self._text.find(marker)) >= 0), default=None
@@ -131,15 +130,15 @@ class PartialReply:
 
 
 def _started(text: str, markers: Sequence[str]) -> int:
-    """Length of the longest end of `text` that one of `markers` starts with."""
+    """Return the length of the longest suffix of `text` that is a prefix of one of `markers`."""
     longest = min(len(text), max(map(len, markers), default=0))
     return next((n for n in range(longest, 0, -1) if any(m.startswith(text[-n:]) for m in markers)), 0)
 
 
 class _StablePrefix:
-    """The prefix that cannot change of a text that will be cut at stop strings and then stripped.
+    """The stable prefix of a text that will be cut at stop strings and then stripped.
 
-    White space around the text counts for stop strings, and is dropped.
+    White space around the text can match stop strings, but is dropped.
     """
 
     def __init__(self, cut_at: Sequence[str], *, strip: bool = True) -> None:
@@ -148,10 +147,10 @@ class _StablePrefix:
         self._longest = max((len(stop) for stop in cut_at), default=1)
         self._held = ""
         self._blank = strip
-        """Whether the text is all white space so far."""
+        """Whether the text is only white space so far."""
 
         self._leading = strip
-        """Whether no text was returned so far, so that white space is dropped."""
+        """Whether nothing was returned so far, so that leading white space is dropped."""
 
         self._ended = False
 
@@ -174,7 +173,7 @@ class _StablePrefix:
         return self._returned(stable)
 
     def _begun(self, text: str) -> str:
-        """`text` if it begins what is not white space; nothing while all is."""
+        """Return `text` once the reply has anything but white space."""
         self._blank = not text.strip()
         if not self._blank:
             return text
@@ -184,7 +183,7 @@ class _StablePrefix:
         return ""
 
     def end(self) -> str:
-        """The rest of a text that is complete."""
+        """Return the rest of a complete text."""
         if self._ended:
             return ""
         self._ended = True

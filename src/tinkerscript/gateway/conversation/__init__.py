@@ -1,5 +1,5 @@
-"""Whether a prompt continues a conversation, decided here alone, and the ids of each conversation.
+"""Decides whether a prompt continues a conversation, and keeps the ids of each conversation.
 
-`tree` finds the call that a request continues, or says why there is none, and holds the ids exactly as they
-were prompted and sampled; `session` makes the prompts of one claim.
+`tree` finds the call that a request continues, or says why there is none, and stores the ids exactly as
+they were prompted and sampled. `session` makes the prompts of one claim.
 """

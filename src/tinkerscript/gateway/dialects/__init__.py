@@ -1,7 +1,7 @@
-"""The wire formats that the gateway speaks, in one table.
+"""The table of wire formats that the gateway speaks.
 
-To add one, write its `Dialect` in a module of its own and enter it in `DIALECTS`: its routes, its API
-documentation, and the shape of its errors follow from there.
+To add one, write its `Dialect` in a module of its own and add it to `DIALECTS`. Its routes, API
+documentation and error format follow from that.
 """
 
 from __future__ import annotations

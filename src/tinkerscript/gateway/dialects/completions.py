@@ -1,6 +1,6 @@
-"""OpenAI's older text completions: text or ids in, text out, without a chat format or a BOS token.
+"""OpenAI's older text completions, without a chat format or a BOS token.
 
-A text prompt is encoded as it stands; a prompt of ids is sampled from as it is. Our extensions: `top_k`, and
+Text prompts are encoded unchanged, and prompts of ids are used unchanged. Our extensions: `top_k`, and
 `return_token_ids`, which adds `token_ids` and `prompt_token_ids` to each choice.
 
 Source: https://platform.openai.com/docs/api-reference/completions
@@ -50,7 +50,6 @@ _DECODER = msgspec.json.Decoder(_Request)
 
 
 def _prompts(tokenizer: LightTokenizer, prompt: _Prompt) -> list[bytes]:
-    """The ids (int32) of each prompt."""
     if isinstance(prompt, str):
         return [_ids(tokenizer, prompt, "prompt")]
     ids = [each for each in prompt if isinstance(each, int)]
@@ -103,7 +102,7 @@ class _ChoiceWriter:
         return choice
 
     def _logprobs(self, index: int, tokens: SampledTokens) -> dict[str, Any]:
-        """Parallel lists, one entry per sampled id, the stop token included."""
+        """Return parallel lists with one entry per sampled id, including the stop token."""
         decode, top = self.tokenizer.decode, self.call.top_logprobs
         ids = unpack_ids(tokens.sampled).tolist()
         names = [decode(token) for token in unpack_ids(tokens.top_ids).tolist()]
@@ -113,7 +112,7 @@ class _ChoiceWriter:
             "tokens": [decode(token) for token in ids],
             "token_ids": ids,  # Our extension, as in chat completions.
             "token_logprobs": unpack_logprobs(tokens.logprobs).tolist(),
-            # Keyed by text: where two ids have the same text, the more likely one wins.
+            # Keys are texts. If two ids have the same text, the more likely one wins.
             "top_logprobs": [
                 dict(reversed(most_likely[position * top : (position + 1) * top]))
                 for position in range(len(ids))
@@ -125,7 +124,7 @@ class _ChoiceWriter:
 
 
 class _TextOffsets:
-    """Where the text of each token starts, in characters of the reply."""
+    """Computes where the text of each token starts, in characters of the reply."""
 
     def __init__(self, tokenizer: LightTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -141,8 +140,6 @@ class _TextOffsets:
 
 
 class _CompletionEvents(ChunkStream):
-    """`text_completion` chunks."""
-
     def __init__(self, tokenizer: LightTokenizer, call: ModelCall, header: ReplyHeader) -> None:
         super().__init__(call, header, "cmpl", "text_completion")
         self._writer = _ChoiceWriter(tokenizer, call)
