@@ -1,11 +1,12 @@
 """Tinker environments of Inspect tasks: `InspectEnv`, groups of them, and datasets of groups.
 
-An `InspectEnv` answers the model calls of a running episode one `step` at a time; the solver runs as it is.
+An `InspectEnv` answers the model calls of a running episode one `step` at a time; the solver runs
+unchanged.
 
-Invariants: each observation extends the previous one and its action unless `fork` says otherwise; a failure
-raises TaskFailedError and is never a reward of 0; `cleanup` ends what the trainer left unfinished. A group
-builder pickles small, and a dataset's batches depend only on its options, so a resumed run gets the same
-ones.
+Invariants: each observation extends the previous one and its action unless `fork` says otherwise. A
+failure raises TaskFailedError and is never a reward of 0. `cleanup` ends what the trainer left
+unfinished. Group builders pickle small, and a dataset's batches depend only on its options, so a
+resumed run gets the same ones.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ __all__ = ["EnvOptions", "EnvType", "InspectEnv", "InspectEnvGroupBuilder", "Ins
 logger = logging.getLogger(__name__)
 
 EnvType = Literal["single_turn", "multi_turn", "task"]
-"""`single_turn`: one action, then the score. `multi_turn`: an agent with bash, python and submit. `task`: the
-task's own solver decides. The last two end after `max_turns` actions."""
+"""`single_turn`: one action, then the score. `multi_turn`: an agent with bash, python and submit. `task`:
+the task's own solver decides. The last two end after `max_turns` actions."""
 
 _STOPS = {
     "message": StopReason.MAX_TURNS,
@@ -83,11 +84,11 @@ _STOPS = {
 
 @dataclass(frozen=True)
 class EnvOptions:
-    """Options shared by the environments of a dataset. They are pickled, so functions must be importable."""
+    """Options of a dataset's environments. They are pickled, so functions must be importable."""
 
     env_type: EnvType = "single_turn"
     max_turns: int = 10
-    """Most actions of an episode that is not `single_turn`; another model call ends it, and it is scored."""
+    """Maximum actions of an episode that is not `single_turn`. A further model call ends and scores it."""
 
     scorer_weights: Mapping[str, float] | None = None
     """Weight of each scorer by name; equal if None."""
@@ -96,7 +97,8 @@ class EnvOptions:
     """How the episodes differ from the task as written."""
 
     applied: frozenset[str] = frozenset()
-    """Fields of `InspectEnv.generate_config` by which the caller samples. Nobody is warned of them."""
+    """Fields of `InspectEnv.generate_config` that the caller applies when sampling, so that no warning is
+    logged."""
 
     def __post_init__(self) -> None:
         """Raises EnvironmentConfigError for an option that cannot work."""
@@ -110,10 +112,10 @@ class EnvOptions:
 class InspectEnv(Env):
     """One episode of one sample. Single use; starts at `initial_observation`.
 
-    Metrics of a step: `fork` is 1 if the next observation does not extend this one and its action. Metrics of
-    the last step: `stop/<reason>`, `turns`, `score/<scorer>`, `correct` (1 for full marks of the scorers),
-    `format_valid` (1 if every action ended where it should and its tool calls parsed), and `action_unseen`,
-    which is 1 if a limit of the task ended the solver before it got the action.
+    Metrics of a step: `fork` is 1 if the next observation does not extend this one and its action.
+    Metrics of the last step: `stop/<reason>`, `turns`, `score/<scorer>`, `correct` (1 for full marks of
+    the scorers), `format_valid` (1 if every action ended where it should and its tool calls parsed),
+    and `action_unseen`, which is 1 if a limit of the task ended the solver before it got the action.
     """
 
     def __init__(
@@ -125,8 +127,10 @@ class InspectEnv(Env):
         *,
         task: InspectTaskInfo | None = None,
     ) -> None:
-        """`task` is the sample's task, needed if the runner has several; `options.runner` selects among the
-        options with which the runner has it."""
+        """`task` is the sample's task, needed if the runner has several.
+
+        `options.runner` selects one of the options with which the runner has it.
+        """
         self._runner = runner
         self._task = task
         self._sample = sample
@@ -147,13 +151,13 @@ class InspectEnv(Env):
         """Messages of each prompt, and the message of its action."""
 
         self.unapplied: set[str] = set()
-        """What the task asks of sampling that the trainer decides instead, as `name=value`."""
+        """The task's sampling settings that the trainer decides instead, as `name=value`."""
 
         self.scored: EpisodeReward | None = None
-        """The reward; None until the episode is scored."""
+        """None until the episode is scored."""
 
         self.record: EvalSample | None = None
-        """Inspect's record of the episode, also of one that failed; None until it has ended."""
+        """Inspect's record of the episode, even if it failed; None until it has ended."""
 
     async def initial_observation(
         self,
@@ -202,9 +206,9 @@ class InspectEnv(Env):
     async def finish(self) -> tuple[float, Metrics]:
         """Score an episode that the trainer stopped early, ending its solver where it stands.
 
-        Returns the reward that no step has returned yet, 0 if the last step did, and the metrics without
-        `stop/`, which the trainer reports. Raises TaskFailedError if the episode never started, or the solver
-        or a scorer raises.
+        Returns the reward that no step has returned yet (0 if the last step did), and the metrics
+        without `stop/`, which the trainer reports. Raises TaskFailedError if the episode never started,
+        or the solver or a scorer raises.
         """
         if self._rewarded:
             return 0.0, {}
@@ -224,7 +228,7 @@ class InspectEnv(Env):
             self._episode.cancel()
             await asyncio.wait({self._episode})
             if not self._episode.cancelled():
-                self._episode.exception()  # retrieve it, or asyncio logs it as never retrieved
+                self._episode.exception()  # Otherwise asyncio logs it as never retrieved.
 
     def _keep_record(self, record: EvalSample) -> None:
         self.record = record
@@ -257,7 +261,7 @@ class InspectEnv(Env):
         return 1 if self._options.env_type == "single_turn" else self._options.max_turns
 
     def _refuse(self) -> None:
-        """End the solver, which called the model once too often; it is scored on what it has."""
+        """End a solver that called the model once too often; it is scored on what it has."""
         limit = self._allowed_turns
         self._pending.finish(LimitExceededError("custom", value=limit + 1, limit=limit, message="max_turns"))
 
@@ -270,7 +274,7 @@ class InspectEnv(Env):
 
     @property
     def generate_config(self) -> GenerateConfig:
-        """What the solver's pending call asks for, the task's own config included."""
+        """The settings of the solver's pending call, including the task's own config."""
         return self._call.request.config if self._call else GenerateConfig()
 
     def _observation(self) -> tuple[tinker.ModelInput, StopCondition]:
@@ -316,7 +320,7 @@ class InspectEnv(Env):
 class InspectEnvGroupBuilder(EnvGroupBuilder):
     """Makes the group of one sample: `num_envs` episodes to compare with each other.
 
-    Single use. Pickles; the process that unpickles it loads the task once.
+    Single use. The process that unpickles it loads the task once.
     """
 
     task: InspectTaskInfo
@@ -345,7 +349,8 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
-        """Score episodes the trainer stopped early; the others returned their reward in the last step."""
+        """Score episodes that the trainer stopped early; the others returned their reward in the last
+        step."""
         envs = [env for env in env_group if isinstance(env, InspectEnv)]
         if len(envs) != len(trajectory_group):
             raise UnsupportedError(f"{len(trajectory_group)} trajectories, {len(envs)} Inspect environments")
@@ -368,7 +373,7 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
             logger.exception("the eval of the task %r did not close", self.task.name)
 
     def logging_tags(self) -> list[str]:
-        """The task's name without its package."""
+        """Return the task's name without its package."""
         return [self.task.name.rpartition("/")[2]]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -378,7 +383,7 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
 class InspectRLDataset(RLDataset):
     """A task's samples in batches of groups; the last batch may be smaller.
 
-    Epochs follow one another without a gap, each in the dataset's order or, shuffled, in an order of its own.
+    Epochs follow one another without a gap, each in the dataset's order or, shuffled, in a new order.
     """
 
     def __init__(
@@ -393,8 +398,8 @@ class InspectRLDataset(RLDataset):
     ) -> None:
         """`builder` is the template of every group. `batch_size` counts samples, one group each.
 
-        `shuffle_seed=None` draws a seed, which `shuffle_seed` then has. Raises EnvironmentConfigError for
-        counts below 1.
+        With `shuffle_seed=None`, a seed is drawn, which the `shuffle_seed` property returns. Raises
+        EnvironmentConfigError for counts below 1.
         """
         require_counts(batch_size=batch_size, num_epochs=num_epochs)
         self._builder = builder
@@ -407,12 +412,10 @@ class InspectRLDataset(RLDataset):
 
     @property
     def samples(self) -> Sequence[Sample]:
-        """The samples in the dataset's order."""
         return self._samples
 
     @property
     def task(self) -> InspectTaskInfo:
-        """The samples' task."""
         return self._builder.task
 
     @property
@@ -434,11 +437,10 @@ class InspectRLDataset(RLDataset):
     def split(
         self, test_samples: int, *, seed: int = 0, num_envs_per_group: int = 1
     ) -> tuple[InspectRLDataset, InspectRLDataset]:
-        """Split into train and test. The test dataset is one epoch of `test_samples` samples drawn with
-        `seed`.
+        """Split into train and test, where test is one epoch of `test_samples` samples drawn with `seed`.
 
-        `num_envs_per_group` applies to the test groups. Raises EnvironmentConfigError if either would be
-        empty.
+        `num_envs_per_group` applies to the test groups. Raises EnvironmentConfigError if either would
+        be empty.
         """
         require_counts(test_samples=test_samples)
         if not test_samples < len(self._samples):
@@ -472,7 +474,7 @@ class InspectRLDataset(RLDataset):
 
 
 def _logs(outcome: EpisodeOutcome) -> Logs:
-    """Each scorer's answer and explanation, without what UTF-8 cannot hold."""
+    """Return each scorer's answer and explanation, without what UTF-8 cannot encode."""
     logs: Logs = {}
     for name, score in outcome.scores.items():
         texts = {"answer": score.answer, "explanation": score.explanation}
@@ -483,7 +485,7 @@ def _logs(outcome: EpisodeOutcome) -> Logs:
 
 
 def _warn_of_unapplied(task: InspectTaskInfo, fields: Sequence[str]) -> None:
-    """Say once per process what of the task's sampling parameters does not apply."""
+    """Warn once per process about the task's sampling settings that do not apply."""
     if fields and (task.name, *fields) not in _WARNED:
         _WARNED.add((task.name, *fields))
         logger.warning(
@@ -496,7 +498,8 @@ _WARNED: set[tuple[str, ...]] = set()
 
 
 def _stop_condition(renderer: Renderer, config: GenerateConfig) -> StopCondition:
-    """The renderer's stops, and the task's as text; ids become their text, as Tinker takes one kind only."""
+    """Return the renderer's stops and the task's as text; ids become text, because Tinker takes one kind
+    only."""
     stops = renderer.get_stop_sequences()
     if not config.stop_seqs:
         return stops

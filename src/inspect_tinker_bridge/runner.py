@@ -1,11 +1,11 @@
 """`TaskRunner`: one persistent Inspect eval that runs every episode of one or more tasks.
 
-Tasks enter the eval through its `TaskSource`, the samples of each through a `SampleSource` of its own, which
-delivers their outcomes too.
+Tasks enter the eval through its `TaskSource`. Each task has a `SampleSource`, which feeds its samples
+and delivers their outcomes.
 
-Invariants: every `run` ends with an outcome or an error, whatever the solver, the scorers or the eval itself
-do; a task that ends takes no other task's episodes with it; closing restores the process state. Inspect
-allows one eval per process at a time, so one runner is open at a time.
+Invariants: every `run` ends with an outcome or an error, whatever the solver, the scorers or the eval
+do. A task that ends does not end the episodes of other tasks. Closing restores the process state.
+Inspect allows one eval per process at a time, so one runner is open at a time.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class RunnerOptions:
     """Let scorers call the policy. Such calls become ordinary model calls of the episode."""
 
     solver: Solver | None = None
-    """Takes the place of the task's solver."""
+    """Replaces the task's solver."""
 
     policy_roles: Sequence[str] = ()
-    """Inspect model roles whose calls go to the episode's policy too, with `GenerateRequest.role`."""
+    """Inspect model roles that the episode's policy answers too; see `GenerateRequest.role`."""
 
 
 class TaskRunner:
@@ -75,7 +75,7 @@ class TaskRunner:
         async with TaskRunner(info) as runner:
             outcome = await runner.run(info.samples[0], policy)
 
-    Cancelling a `run` ends that episode only.
+    Cancelling a `run` ends only that episode.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TaskRunner:
 
     @property
     def is_open(self) -> bool:
-        """Whether `run` can be called: entered, not closed, and its eval alive."""
+        """Whether `run` can be called: entered, not closed, and with a live eval."""
         return self._eval is not None and self._stopped is None and not self._closing
 
     async def __aenter__(self) -> TaskRunner:
@@ -126,14 +126,14 @@ class TaskRunner:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the eval; episodes that still run are abandoned and their sandboxes removed."""
+        """End the eval; running episodes are abandoned and their sandboxes removed."""
         if self._eval is not None:
             await self._close(self._eval)
 
     async def add(self, task: InspectTaskInfo, options: RunnerOptions | None = None) -> None:
-        """Add a task, with options of its own, while others run; nothing happens if it is there.
+        """Add a task with these options while others run, unless it is there already.
 
-        Raises RunnerError, from the cause, if the task does not start; the others go on.
+        Raises RunnerError, from the cause, if the task does not start; the others continue.
         """
         options = options or RunnerOptions()
         entry = next((entry for entry in self._entries if entry.serves(task, options)), None)
@@ -153,15 +153,15 @@ class TaskRunner:
     ) -> EpisodeOutcome:
         """Run one episode of `sample`: the solver, then the scorers.
 
-        `task` selects one of several tasks, None the first; `options` selects among the options with which
-        the same task was added. `on_record` gets Inspect's record of the episode, also if this then raises;
-        an episode that is abandoned has none.
+        `task` selects one of several tasks (None: the first), and `options` one of the options with
+        which the task was added. `on_record` gets Inspect's record of the episode, even if this then
+        raises; an abandoned episode has none.
 
-        Raises InvalidTaskError for a task the runner does not have, RunnerError if the eval is closed or the
-        eval or the task dies, SandboxError if the sample's sandbox is not available on this machine,
-        SelfGradingError if a scorer called the policy, and the policy's own exception if the episode then
-        ended with an error. Any other exception of the solver or a scorer is the outcome's `error`.
-        Cancelling ends the episode without a score.
+        Raises InvalidTaskError for a task the runner does not have, RunnerError if the eval is closed
+        or the eval or the task dies, SandboxError if the sample's sandbox is not available on this
+        machine, SelfGradingError if a scorer called the policy, and the policy's own exception if the
+        episode then ended with an error. Any other exception of the solver or a scorer is the outcome's
+        `error`. Cancelling ends the episode without a score.
         """
         if not self.is_open:
             raise self._error() from self._cause
@@ -186,7 +186,7 @@ class TaskRunner:
             del self._episodes[epoch], entry.running[epoch]
 
     def finish(self, policy: ChatPolicy) -> None:
-        """End the solver of the policy's episode where it stands; the scorers run."""
+        """End the solver of the policy's episode where it stands, and run the scorers."""
         for epoch, episode in self._episodes.items():
             if episode.policy is policy:
                 episode.is_finishing = True
@@ -199,7 +199,6 @@ class TaskRunner:
         return next((entry for entry in entries if entry.options == options), entries[0])
 
     async def _start(self, entry: _TaskEntry) -> None:
-        """Start the entry's task in the running eval, unless it runs."""
         if entry.feed.is_open:
             return
         async with entry.starting:
@@ -217,9 +216,9 @@ class TaskRunner:
                 raise self._error(entry) from self._cause
 
     async def _check_sandbox(self, entry: _TaskEntry, sample: Sample) -> None:
-        """Check up front: one missing provider would end the task, and its other episodes with it.
+        """Check the provider first, because a missing one would end the task with all its episodes.
 
-        Docker's engine may be away later, and is waited for: it may be starting again.
+        If Docker's engine was there before, it may be restarting, so we wait for it.
         """
         override = entry.options.sandbox
         own = entry.info.task.sandbox or sample.sandbox
@@ -294,7 +293,7 @@ class TaskRunner:
         return _episode_task(entry, self._episodes)
 
     def _task_ended(self, log: EvalLog) -> None:
-        """End what waits for a task that is gone; its next run starts it again."""
+        """End the episodes of a task that ended. The task's next run starts it again."""
         number = (log.eval.metadata or {}).get(_ENTRY)
         for entry in self._entries:
             if entry.number == number:
@@ -323,14 +322,12 @@ class TaskRunner:
 
 
 _ENTRY = "inspect_tinker_bridge_entry"
-"""Key in a task's metadata: which entry it is."""
+"""Key in a task's metadata that identifies its entry."""
 
 _NUMBERS = itertools.count(1)
 
 
 class _TaskEntry:
-    """One task of a runner, with its options and its running episodes."""
-
     def __init__(self, info: InspectTaskInfo, options: RunnerOptions, episodes: Episodes) -> None:
         self.info = info
         self.options = options
@@ -351,7 +348,7 @@ class _TaskEntry:
 
 
 class _TaskFeed(TaskSource):
-    """An eval's tasks: those that it begins with, and those added later. It stays alive until `close`."""
+    """An eval's tasks: the first ones, and those added later. It stays alive until `close`."""
 
     def __init__(self, on_task_ended: Callable[[EvalLog], None]) -> None:
         self.first: list[Task] = []
@@ -403,7 +400,7 @@ class _SampleFeed(SampleSource):
     def __init__(self, episodes: Episodes) -> None:
         self.started = asyncio.Event()
         self.on_started: Callable[[Context], None] = lambda context: None
-        """Called with a context of the eval's own."""
+        """Called with the eval's context."""
 
         self._context: Context | None = None
         self._episodes = episodes
@@ -413,18 +410,17 @@ class _SampleFeed(SampleSource):
 
     @property
     def is_open(self) -> bool:
-        """Whether it has started and takes samples."""
         return self.started.is_set() and not self._closed
 
     @property
     def busy(self) -> bool:
-        """Whether Inspect is still working on a sample, abandoned ones included."""
+        """Whether Inspect is still working on a sample, including abandoned ones."""
         return self._running > 0
 
     def submit(self, sample: Sample, epoch: int) -> None:
         """Hand over a sample.
 
-        `enqueue_sample` works only in the eval's own context; copies of it may nest.
+        `enqueue_sample` only works in the eval's own context; copies allow nested calls.
         """
         if self._context is None:
             raise RunnerError("the eval has not started")
@@ -502,7 +498,6 @@ def _error_in(logs: list[EvalLog]) -> str | None:
 
 
 async def _first_of(task: asyncio.Task[None], *events: asyncio.Event) -> None:
-    """Wait for the end of the task or an event, whichever comes first."""
     waiters = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         await asyncio.wait({task, *waiters}, return_when=asyncio.FIRST_COMPLETED)
@@ -513,7 +508,7 @@ async def _first_of(task: asyncio.Task[None], *events: asyncio.Event) -> None:
 
 
 async def _end_of(task: asyncio.Task[None]) -> None:
-    """Wait for the task to end, even if the caller is cancelled meanwhile; re-raise that afterwards."""
+    """Wait for the task to end even if the caller is cancelled, and re-raise that afterwards."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:

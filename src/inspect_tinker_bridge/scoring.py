@@ -1,10 +1,10 @@
 """Scores, rewards and reports of finished episodes.
 
-`score_episode` turns the scores of an outcome into a reward, `report_of` summarizes them for results and
-metrics; `compute_reward` scores a conversation without an episode.
+`score_episode` turns the scores of an outcome into a reward, and `report_of` summarizes them for
+results and metrics. `compute_reward` scores a conversation without an episode.
 
-Invariant: an error, no score at all, or a score or reward that is not a finite number fails the episode. It
-is never a reward of 0. A scorer that returns None, as Inspect allows, does not count.
+Invariant: an error, a missing score, or a score or reward that is not a finite number fails the
+episode; it is never a reward of 0. A scorer that returns None, as Inspect allows, does not count.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 _MAX_EXPLANATION = 2000
-"""Characters of a scorer's explanation that a report keeps."""
+"""Reports keep this many characters of a scorer's explanation."""
 
 _TO_FLOAT = value_to_float()
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
@@ -60,10 +60,9 @@ _WORDS = {CORRECT, INCORRECT, NOANSWER, PARTIAL, "yes", "no", "true", "false"}
 
 @dataclass(frozen=True)
 class EpisodeReward:
-    """The reward of one episode and its components."""
-
     reward: float
-    """Weighted mean of the scorers that returned a score; one with several values counts with their mean."""
+    """Weighted mean of the scorers that returned a score. A scorer with several values counts with their
+    mean."""
 
     values: dict[str, float]
     """Every value: `scorer` for a single one, `scorer/key` for a dict, `scorer/0` for a list."""
@@ -73,9 +72,9 @@ class EpisodeReward:
 
 
 def check_weights(weights: Mapping[str, float], scorers: Collection[str]) -> None:
-    """Raise EnvironmentConfigError unless each scorer, and no other name, has a weight.
+    """Raise EnvironmentConfigError unless exactly the scorers have weights.
 
-    Weights are finite and at least 0, and not all 0.
+    Weights must be finite, at least 0, and not all 0.
     """
     if set(weights) != set(scorers):
         raise EnvironmentConfigError(
@@ -93,11 +92,11 @@ def _check_weight_values(weights: Mapping[str, float]) -> None:
 def score_episode(outcome: EpisodeOutcome, weights: Mapping[str, float] | None = None) -> EpisodeReward:
     """Convert scores to floats as Inspect's `value_to_float` does, and average the scorers.
 
-    `weights`: weight of each scorer by name (see `check_weights`); equal weights if None. The weight of a
-    scorer that returned None is shared by the others.
+    `weights` maps scorer names to weights (see `check_weights`); equal weights if None. The others
+    share the weight of a scorer that returned None.
 
-    Raises TaskFailedError if the solver or a scorer raised (with file and line), no score counts, or a value
-    is not a finite number; EnvironmentConfigError if a score has no weight.
+    Raises TaskFailedError if the solver or a scorer raised (with file and line), no score counts, or a
+    value is not a finite number; EnvironmentConfigError if a score has no weight.
     """
     if outcome.error is not None:
         cause = f"{outcome.error}{_place(outcome.traceback)}"
@@ -122,11 +121,12 @@ def score_episode(outcome: EpisodeOutcome, weights: Mapping[str, float] | None =
 
 @dataclass(frozen=True)
 class EpisodeReport:
-    """Summary of one scored episode in plain JSON values, for results, metrics and logs."""
+    """A summary of one scored episode in plain JSON values, for results, metrics and logs."""
 
     metadata: dict[str, Any]
-    """`sample_id`, `scores` (every value as a float), `explanations` (each scorer's answer and explanation),
-    `answer`, `limit` (type of the limit that ended it, or None) and `tool_errors` (count by kind)."""
+    """`sample_id`, `scores` (every value as a float), `explanations` (each scorer's answer and
+    explanation), `answer`, `limit` (type of the limit that ended the episode, or None) and
+    `tool_errors` (count by kind)."""
 
     metrics: dict[str, float]
     """`score/<scorer>`, `score/<scorer>/<key>`, `limit/<kind>` and `tool_error/<kind>`."""
@@ -135,7 +135,7 @@ class EpisodeReport:
 def report_of(
     outcome: EpisodeOutcome, scored: EpisodeReward, unapplied: Collection[str] = ()
 ) -> EpisodeReport:
-    """Summarize an episode. `unapplied`: what the task asked of the model that does not apply to it."""
+    """Summarize an episode. `unapplied` lists settings of the task that do not apply to this model."""
     replies = (message.text for message in reversed(outcome.messages) if message.role == "assistant")
     explained = {
         name: {
@@ -165,7 +165,7 @@ def report_of(
 
 
 def _writable(text: str) -> str:
-    """`text` without what UTF-8 cannot hold, which a model may write as JSON: `"\\ud800"`."""
+    """Replace what UTF-8 cannot encode; a model may write `"\\ud800"` in JSON."""
     return text.encode(errors="replace").decode()
 
 
@@ -180,10 +180,10 @@ async def compute_reward(
 
     Returns the reward and every value by name, as in `EpisodeReward`.
 
-    `conversation`: Inspect messages or dictionaries in OpenAI's chat format; the answer passed to `submit` is
-    scored if there is one, else the last assistant message. `info`: the sample, or a row of
-    `inspect_dataset_to_hf`. `sandbox_envs`: for scorers that read a sandbox. `weights`: in the order of
-    `scorers`, or by name.
+    `conversation` has Inspect messages, or dictionaries in OpenAI's chat format; the answer passed to
+    `submit` is scored, or else the last assistant message. `info` is the sample, or a row of
+    `inspect_dataset_to_hf`. `sandbox_envs` are for scorers that read a sandbox. `weights` are in the
+    order of `scorers`, or by name.
 
     Raises TaskFailedError, from the cause, if a scorer raises or there is no usable score, and
     EnvironmentConfigError for no scorers or weights that do not match.
@@ -208,7 +208,7 @@ async def compute_reward(
 
 
 def to_number(value: object) -> float | None:
-    """The value as a finite float, or None: a number, a bool, or a scalar of NumPy or torch."""
+    """Return a number, a bool, or a scalar of NumPy or torch as a finite float; otherwise None."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:
         return None
     scalar: Any = value
@@ -220,7 +220,7 @@ def to_number(value: object) -> float | None:
 
 
 def _shown(value: object) -> str:
-    """A value in an error, cut; `repr` refuses integers of thousands of digits."""
+    """Show a value in an error, cut. `repr` refuses integers of thousands of digits."""
     try:
         return repr(value)[:200]
     except ValueError:
@@ -228,7 +228,7 @@ def _shown(value: object) -> str:
 
 
 def _place(traceback: str) -> str:
-    """File and line of what raised: in code that was not installed as a package, if any of it ran."""
+    """Return file and line of the error, preferably in code that was not installed as a package."""
     frames = _FRAME.findall(traceback)
     own = [frame for frame in frames if not any(each in frame[0] for each in _INSTALLED)]
     return " ({}, line {})".format(*(own or frames)[-1]) if frames else ""
@@ -264,7 +264,7 @@ def _final_state(sample: Sample, messages: list[ChatMessage]) -> TaskState:
 
 
 def _final_output(messages: Sequence[ChatMessage], submit: str = "submit") -> ModelOutput:
-    """What scorers score: the answer submitted last, else the last assistant message."""
+    """Return what scorers score: the answer submitted last, or else the last assistant message."""
     replies = [message for message in messages if isinstance(message, ChatMessageAssistant)]
     if not replies:
         return ModelOutput(model=MODEL_NAME)
@@ -301,7 +301,7 @@ def _number(outcome: EpisodeOutcome, key: str, value: object, reason: str | None
 
 
 def _is_convertible(value: str) -> bool:
-    """Whether `value_to_float` understands the text; it would turn any other text into 0."""
+    """Whether `value_to_float` understands the text; it turns any other text into 0."""
     if value in _WORDS or value.lower() in _WORDS:
         return True
     try:

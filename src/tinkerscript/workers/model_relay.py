@@ -1,10 +1,10 @@
-"""Relays of model calls in the worker's process, for programs that must not or cannot hold a claim's key.
+"""Relays for model calls of programs that must not, or cannot, hold a claim's key.
 
-`ModelRelay` is for a library that keeps its model clients, one for each endpoint and key, and would keep one
+`ModelRelay` is for a library that keeps one model client per endpoint and key, and so would keep one
 for every claim. It gets the relay's address once, and a request header names the conversation, which an
 episode has announced. `AgentRelay` is for an agent in a sandbox.
 
-Invariant: a claim's key never reaches the program, only the server; only routes of the model pass.
+Invariant: only the server sees a claim's key, never the program; only routes of the model pass.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class RelayedEpisode:
-    """The conversations of one episode, and what ended its model calls."""
+    """The conversations of one episode, and the error that ended its model calls."""
 
     def __init__(self, model: EpisodeModel, routes: dict[str, RelayedEpisode]) -> None:
         self.model = model
@@ -50,10 +50,10 @@ class RelayedEpisode:
         self._sessions: set[str] = set()
         self.calls = 0
         self.error: ClientError | None = None
-        """Why calls cannot go on: the claim is lost, or the server is not there."""
+        """Why no further calls are possible: the claim is lost, or the server cannot be reached."""
 
     def announce(self, session: str) -> None:
-        """Requests that name this session are of this episode."""
+        """Assign requests that name this session to this episode."""
         self._routes[session] = self
         self._sessions.add(session)
 
@@ -64,11 +64,11 @@ class RelayedEpisode:
 
 
 class ModelRelay:
-    """Listens on this machine alone, inside its `async with` block."""
+    """Listens only on this machine, inside its `async with` block."""
 
     def __init__(self) -> None:
         self.url = ""
-        """The base URL for OpenAI's clients: it ends in `/v1`."""
+        """The base URL for OpenAI's clients, which ends in `/v1`."""
 
         self._routes: dict[str, RelayedEpisode] = {}
         app = web.Application(client_max_size=MAX_BODY_BYTES)
@@ -89,7 +89,7 @@ class ModelRelay:
 
     @property
     def open_sessions(self) -> int:
-        """Conversations that may be continued."""
+        """The number of conversations that may be continued."""
         return len(self._routes)
 
     @contextmanager
@@ -115,7 +115,7 @@ class ModelRelay:
             return _refused(error.status, error.reason, error.code)
         except ClientError as error:
             relayed.error = error
-            return _refused(400, str(error))  # No client tries this status again.
+            return _refused(400, str(error))  # No client retries this status.
         relayed.calls += 1
         return answer
 
@@ -127,29 +127,28 @@ class AgentRelay:
         self._model = model
         self._models: dict[str, Any] = {}
         self.answered = 0
-        """Model calls that were answered."""
 
         self.refusals: Counter[str] = Counter()
-        """What was asked for and refused, here or by the gateway: `STATUS METHOD PATH`."""
+        """Requests that were refused, here or by the gateway: `STATUS METHOD PATH`."""
 
         self.last_refusal = ""
-        """The gateway's words when it last refused a call."""
+        """The gateway's message when it last refused a call."""
 
         self.refused = False
-        """Whether the last model call was one that the gateway does not support."""
+        """Whether the gateway does not support the last model call."""
 
         self.lost: ClaimLostError | None = None
         """Set when the gateway says that the claim is lost."""
 
     async def context_length(self) -> int:
-        """Tokens that a prompt and its reply may have together. Raises ClientError."""
+        """Return the maximum tokens of a prompt and its reply together. Raises ClientError."""
         url = f"{self._model.anthropic_base_url.rstrip('/')}{AGENT_MODELS}"
         self._models = await self._model.endpoint.get_json(url, self._model.api_key)
         return int(self._models["data"][0]["max_model_len"])
 
     @asynccontextmanager
     async def listening(self, listening: socket) -> AsyncGenerator[None]:
-        """Serve what connects to a socket of the sandbox. Takes the socket."""
+        """Serve connections to a socket of the sandbox, and close the socket at the end."""
         application = web.Application(client_max_size=MAX_BODY_BYTES)
         application.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
@@ -172,7 +171,7 @@ class AgentRelay:
         except RequestRefusedError as error:
             self.refusals[f"{error.status} POST {request.path}"] += 1
             self.last_refusal = error.reason
-            # A prompt that is too long is the agent's own doing.
+            # A prompt that is too long is the agent's own mistake.
             self.refused = error.status == 400 and error.code != "context_length_exceeded"
             return _refused(error.status, error.reason, error.code)
         except ClaimLostError as error:
@@ -187,7 +186,7 @@ class AgentRelay:
 
 
 async def _streamed(request: web.Request, url: str, model: EpisodeModel, body: bytes) -> web.StreamResponse:
-    """Answer with what the gateway answers at `url`, as it comes. Raises ClientError if it refuses."""
+    """Stream the gateway's answer from `url`. Raises ClientError if the gateway refuses."""
     async with await model.endpoint.open_stream(url, model.api_key, body) as reply:
         answer = web.StreamResponse(headers={"Content-Type": reply.headers["Content-Type"]})
         await answer.prepare(request)

@@ -1,13 +1,13 @@
 """`verifiers:ENV`: environments of verifiers 0.4. Each episode is a slot of an `Env`, inside its `serving()`.
 
-verifiers' interception servers keep a model client for each endpoint and key, so all episodes share one
-endpoint, a `ModelRelay`, which knows each claim by the ids of the episode's traces. And verifiers' `null`
-harness starts a Python program, which takes a second, for every turn: `SharedChatHarness` runs the same
-program, from the same source, as a coroutine.
+verifiers' interception servers keep a model client for each endpoint and key. So all episodes share one
+endpoint, a `ModelRelay`, which knows each claim by the ids of the episode's traces. verifiers' `null`
+harness starts a Python program for every turn, which takes a second; `SharedChatHarness` runs the same
+source as a coroutine.
 
-Invariants: an episode that verifiers does not call ok is a failure, with verifiers' own reason, unless the
-environment itself ended it: then what its agents did until there is scored, as in verifiers' evaluation. What
-the chat program would print and exit with is what the harness returns.
+Invariants: an episode that verifiers does not call ok fails with verifiers' reason, unless the
+environment itself ended it. In that case, what its agents did so far is scored, as in verifiers'
+evaluation. The harness returns what the chat program would print and exit with.
 """
 
 # verifiers is not installed where types are checked.
@@ -61,7 +61,7 @@ NO_KEY = "TINKERSCRIPT_NO_KEY"
 
 HARNESS_ID = "tinkerscript"
 
-# verifiers imports a harness by its id from this package; ours is not installed there.
+# verifiers imports harnesses by id from this package, where ours is not installed.
 sys.modules[f"verifiers.v1.harnesses.{HARNESS_ID}"] = sys.modules[__name__]
 
 
@@ -69,15 +69,16 @@ class VerifiersEnvironment(Task):
     """An environment of verifiers 0.4.
 
     Its arguments are the environment's config (`taskset`, `agent` and other roles, `timeout`, ...), and
-    `select`, which chooses tasks as `vf-eval --select` does. A role without a harness of its own gets the
-    chat loop `null`, run in this process; a role without a runtime gets `subprocess`. `bash` and `prime`,
-    which verifiers would take, run what the model writes on this machine, or need an account.
+    `select`, which chooses tasks as `vf-eval --select` does. A role without a harness gets the chat
+    loop `null`, run in this process; a role without a runtime gets `subprocess`. verifiers' own
+    defaults, `bash` and `prime`, run what the model writes on this machine or need an account.
     """
 
     def __init__(
         self, environment: str, /, *, select: Mapping[str, Any] | None = None, **config: Any
     ) -> None:
-        """Raises ConfigError for an environment that is not installed, or a config that it does not take."""
+        """Raises ConfigError for an environment that is not installed, or a config that it does not
+        accept."""
         _check_installed(environment)
         taskset = {**config.pop("taskset", {}), "id": environment}
         try:
@@ -114,7 +115,7 @@ class VerifiersEnvironment(Task):
     @classmethod
     @asynccontextmanager
     async def resources(cls, tasks: Sequence[Any]) -> AsyncGenerator[None]:
-        """One relay, and each environment's own servers."""
+        """Start one relay, and each environment's own servers."""
         async with AsyncExitStack() as stack:
             relay = await stack.enter_async_context(ModelRelay())
             stack.push_async_callback(_PROGRAM.aclose)
@@ -135,7 +136,7 @@ class VerifiersEnvironment(Task):
 
 
 def _check_installed(environment: str) -> None:
-    """Raises ConfigError for a package that is not installed, or is written for verifiers' older API."""
+    """Raises ConfigError for a package that is not installed, or uses verifiers' older API."""
     name = environment.rpartition("/")[2].partition("@")[0].replace("-", "_")
     if name.isidentifier() and find_spec(f"verifiers.v1.tasksets.{name}") is not None:
         return
@@ -154,7 +155,7 @@ def _check_installed(environment: str) -> None:
 
 
 def _roles(environment: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with a runtime and a harness for each role that names none."""
+    """Add a runtime and a harness to each role that names none."""
     kind = env_config_type(environment, str(config.get("id", "")))
     bundled = default_harness_id(environment) == environment
     filled: dict[str, Any] = {}
@@ -180,10 +181,11 @@ def _as_sample(task: EnvTask[Any, Any, Any]) -> TaskSample:
 
 
 def _output(episode: EnvEpisode[Any, Any, Any], policy: str, calls: int) -> WorkflowOutput:
-    """The episode's rewards and metrics by name; with several agents, each as `agent/name`.
+    """Return the episode's rewards and metrics by name; with several agents, as `agent/name`.
 
-    The reward is the mean over the traces of `policy` that verifiers would train on. An agent with another
-    `model` plays a role of the run, whose reward is the score with the role's name. Raises WorkerError.
+    The reward is the mean over the traces of `policy` that verifiers would train on. An agent with
+    another `model` plays a role of the run; its reward is the score with the role's name. Raises
+    WorkerError.
     """
     ended_by = _ended_by(episode)
     several = len(episode.traces) > 1
@@ -219,9 +221,10 @@ def _mean_reward(traces: Sequence[EnvTrace[Any, Any, Any]]) -> float:
 
 
 def _ended_by(episode: EnvEpisode[Any, Any, Any]) -> str:
-    """What the environment's `run()` raised, for instance about a reply it cannot use; empty if nothing.
+    """Return what the environment's `run()` raised, for instance for a reply it cannot use, or "".
 
-    Raises WorkerError, with what verifiers recorded, for every other failure: of an agent, of the scoring.
+    Raises WorkerError, with what verifiers recorded, for every other failure of an agent or of the
+    scoring.
     """
     if episode.ok:
         return ""
@@ -238,11 +241,10 @@ _arguments: ContextVar[argparse.Namespace] = ContextVar("arguments of the chat p
 
 
 class SharedChatHarness(NullHarness):
-    """The `null` harness without a process of its own. Needs the `subprocess` runtime, whose folder it
-    uses."""
+    """The `null` harness without a separate process. Needs the `subprocess` runtime, whose folder it uses."""
 
     async def setup(self, runtime: Runtime) -> None:
-        """Nothing to install."""
+        """There is nothing to install."""
         if not isinstance(runtime, SubprocessRuntime):
             raise TypeError(
                 f"the harness {HARNESS_ID!r} runs beside the worker, not in a {type(runtime).__name__}; "
@@ -265,7 +267,7 @@ class SharedChatHarness(NullHarness):
 
 
 class _InThisProcess:
-    """A runtime whose main program is the chat program, as a coroutine."""
+    """A runtime that runs the chat program as a coroutine."""
 
     def __init__(self, runtime: SubprocessRuntime) -> None:
         self._runtime = runtime
@@ -296,7 +298,7 @@ class _InThisProcess:
 
 
 class _ChatProgram:
-    """The chat program as a module of its own, with one pool of connections for all who run it."""
+    """The chat program as a module, with one connection pool for everyone who runs it."""
 
     def __init__(self) -> None:
         module = ModuleType("verifiers_chat_program")
@@ -309,7 +311,7 @@ class _ChatProgram:
         module.__dict__["DefaultAsyncHttpxClient"] = self._shared_pool
 
     def arguments(self, argv: list[str]) -> argparse.Namespace:
-        """What the program itself makes of its command line."""
+        """Parse a command line as the program does."""
         former, sys.argv = sys.argv, ["chat", *argv]
         try:
             return self._parse()
@@ -317,8 +319,8 @@ class _ChatProgram:
             sys.argv = former
 
     def _shared_pool(self, **options: Any) -> Any:
-        """Connections to the interception server of this process: no certificates, and no limit on
-        reading."""
+        """Return connections to this process's interception server, without certificates or a read
+        timeout."""
         if self._pool is None:
             self._pool = self._new_pool(verify=False, timeout=None)
         return self._pool
