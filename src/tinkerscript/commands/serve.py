@@ -1,6 +1,7 @@
 """`tinkerscript serve`: a model, or the episodes of a run whose trainer is started separately.
 
-Owns the child processes: the server and, for a model, `tinkerscript engine`. They end with the command.
+Owns the child processes, which end with the command: the server and, for a model, `tinkerscript
+engine`.
 """
 
 from __future__ import annotations
@@ -46,22 +47,20 @@ from tinkerscript.processes.supervisor import Supervisor
 from tinkerscript.train.identity import check_unused, check_whole, identify
 
 READY_POLL_S = 0.2
-"""Between two looks at whether a model has loaded."""
+"""Seconds between checks whether the model has loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model behind a server, and the supervisor of both."""
-
     name: str
     address: ServerAddress
     supervisor: Supervisor
 
 
 def served_config(folder: Path, host: str, port: Port) -> RunConfig:
-    """The config that serves the model in `folder`; answers are limited only by the context length.
+    """Return the config that serves the model in `folder`, with replies limited only by the context length.
 
-    Raises ConfigError for a model that does not say its context length.
+    Raises ConfigError for a model without a context length.
     """
     return RunConfig(
         engine=EngineConfig(model=str(folder.absolute())),
@@ -76,8 +75,8 @@ async def served_checkpoint(
 ) -> AsyncGenerator[Served]:
     """Run a model's server and engine as supervised children while the block runs, once they answer.
 
-    Port 0 takes a free port. `max_restarts`: of each child. Raises ConfigError for a folder that holds no
-    model, or a port in use.
+    Port 0 takes a free port. `max_restarts` applies to each child. Raises ConfigError for a folder
+    without a model, or a port in use.
     """
     folder = model_folder(checkpoint, weights=True, note=note)
     config = served_config(folder, host, port)
@@ -102,7 +101,7 @@ async def _until_it_samples(address: ServerAddress, supervisor: Supervisor) -> N
     try:
         async with httpx.AsyncClient(base_url=address.url, headers=headers, trust_env=False) as http:
             while not watch.done():
-                with suppress(httpx.TransportError):  # The server starts again.
+                with suppress(httpx.TransportError):  # The server is restarting.
                     reply = await http.get("/get_engine_status")
                     if reply.is_success and reply.json()["engine_status"] == "ENGINE.ROLLING":
                         return
@@ -134,7 +133,7 @@ async def serve_run(
     Raises ConfigError.
     """
     if (path is None) == (resume is None):
-        raise ConfigError("give one of CONFIG, --resume RUN_DIR and --checkpoint DIR")
+        raise ConfigError("give exactly one of CONFIG, --resume RUN_DIR and --checkpoint DIR")
     resume = resume and followed(resume)
     config = load_config(path or (resume or Path()) / "config.yaml", overrides)
     if config.method == "sft":
@@ -159,7 +158,7 @@ async def serve_run(
         if is_shared(config.interchange_server.store):
             patience_s = math.inf
             log = folder / "logs" / "server.log"
-            console.print(f"serving {folder} once no other server does (log: {log})", soft_wrap=True)
+            console.print(f"waiting until no other server serves {folder} (log: {log})", soft_wrap=True)
         address = await server_address(folder, server, supervisor, patience_s=patience_s)
         print_wrapped(console, _greeting(config, folder, address))
         await supervisor.failed()

@@ -1,4 +1,4 @@
-"""`tinkerscript engine`: a model by itself, for a server over its link or for Tinker's clients over HTTP.
+"""`tinkerscript engine`: a model on its own, for a server over its link or for Tinker's clients over HTTP.
 
 Owns the engine for as long as the command runs.
 """
@@ -63,8 +63,8 @@ async def serve_tinker(
 ) -> int:
     """Serve Tinker's wire protocol to unmodified clients, until cancelled.
 
-    The model's `name`, if it is empty, is its folder: clients on this machine find its tokenizer by it.
-    Raises ConfigError for a folder that holds no model.
+    If `name` is empty, the model is named after its folder, so that clients on this machine find its
+    tokenizer. Raises ConfigError for a folder without a model.
     """
     folder = model_folder(checkpoint, weights=True, note=console.print)
     folder = folder if hub_id_of(folder) else folder.resolve()
@@ -98,12 +98,13 @@ async def serve_tinker(
 
 
 def _wire_server() -> ModuleType:
-    """Raises ConfigError if the installed SDK is too old for it: the server reads requests by its types."""
+    """Raises ConfigError if the installed SDK is too old, because the server parses requests with its
+    types."""
     try:
         from tinkerscript.tinker_api import wire_server
     except ImportError as error:
         raise ConfigError(
             f"tinkerscript engine --port needs tinker 0.38 or later, and {tinker.__version__} is installed "
-            f"({error}); run it in an environment of its own: its clients may have any tinker from 0.24 on"
+            f"({error}); run it in a separate environment: its clients may use any tinker from 0.24 on"
         ) from error
     return wire_server

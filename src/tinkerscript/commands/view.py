@@ -22,18 +22,18 @@ from tinkerscript.lifecycle import shorten_collections
 from tinkerscript.page.web_app import create_page
 
 NICENESS = 10
-"""A page must not take the processor from a run beside it."""
+"""The page should not take processor time from a run on the same machine."""
 
 PAGE_GRACE_S = 1
-"""Seconds that open requests, such as event streams, get at the end."""
+"""Seconds for open requests, such as event streams, to finish at the end."""
 
 
 async def view_command(
     root: Path, console: Console, *, host: str, port: int | None, opens: bool, certificate: str, key: str
 ) -> int:
-    """Serve the page of the runs in `root` until cancelled. `port`: None for the default one or any other.
+    """Serve the page of the runs in `root` until cancelled. `port` None means the default one or a free one.
 
-    Raises ConfigError: no runs, a port in use, an address that takes a token.
+    Raises ConfigError for a folder without runs, a port in use, or an address that needs a token.
     """
     find_runs(root)
     check_reach(host, os.environ)
@@ -49,7 +49,7 @@ async def view_command(
 
 
 async def serve_page(root: Path, listener: socket.socket, *, certificate: str = "", key: str = "") -> int:
-    """Serve the page of the runs in `root` until cancelled. The admin token is in the environment."""
+    """Serve the page of the runs in `root` until cancelled. The environment has the admin token."""
     section = InterchangeConfig(
         tls_certificate=certificate, tls_key=key, trusted_proxies=["127.0.0.1", "::1"]
     )
@@ -68,7 +68,7 @@ async def serve_page(root: Path, listener: socket.socket, *, certificate: str = 
 
 
 def check_reach(host: str, environ: Mapping[str, str]) -> None:
-    """Raises ConfigError for an address that other machines reach, if no good token protects the page."""
+    """Raises ConfigError if other machines can reach the address and no good token protects the page."""
     if is_loopback(host):
         return
     token = read_token(environ, ADMIN_TOKEN)

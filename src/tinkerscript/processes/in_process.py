@@ -98,7 +98,7 @@ class _Client(AsyncTinkerScriptClient):
         )
         self._app = app
 
-    def again(self, timeout_s: float | None) -> AsyncTinkerScriptClient:
+    def with_timeout(self, timeout_s: float | None) -> AsyncTinkerScriptClient:
         return self
 
     async def send(self, request: HttpRequest) -> Reply:

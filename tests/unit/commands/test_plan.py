@@ -183,7 +183,7 @@ def test_a_checkpoint_takes_what_the_plan_says() -> None:
     """The tiny model's are 2.8 MB of weights and 5.5 MB of AdamW's moments."""
     lines = plan(load_config(EXAMPLES / "arithmetic.yaml"))
     (checkpoints,) = [line for line in lines if line.startswith("  checkpoints ")]
-    assert checkpoints.endswith("24 MiB: 2 that are kept and one that is written, 8 MiB each"), checkpoints
+    assert checkpoints.endswith("24 MiB: 2 that are kept and one being written, 8 MiB each"), checkpoints
 
 
 def test_the_plan_says_what_is_not_held_out() -> None:

@@ -101,7 +101,7 @@ def test_what_a_launcher_cannot_place_is_refused(text: str, message: str) -> Non
 def test_the_plan_prints_the_commands_that_are_executed() -> None:
     config = load_config(VLLM, ["workers.count=2", "workers.max_count=8", "cluster.launcher=ray"])
     lines = plan(config)
-    assert lines[0] == "processes that the run starts, on a Ray of its own on this machine"
+    assert lines[0] == "processes that the run starts, on a new Ray cluster on this machine"
     for process in plan_of(config, Path("run")):
         program = [word for word in process.command if not word.startswith("run")][:3]
         assert any(all(word in line for word in program) for line in lines), process.name
