@@ -74,11 +74,11 @@ def _processes(config: RunConfig) -> list[str]:
     for _, group in groupby(plan_of(config, config.new_folder(datetime.now())), key=_alike):
         first, *more = group
         name = f"{first.name}-{more[-1].name.split()[-1]}" if more else first.name
-        room = first.room
+        room = first.resources
         gpus = f" and {room.gpus} GPU" if room.gpus else ""
         facts = [
             *([f"{room.cpus:g} CPU{gpus}{' each' if more else ''}"] if room.cpus else []),
-            *(["with the trainer"] if first.is_beside and first.name != TRAINER_PROCESS else []),
+            *(["with the trainer"] if first.on_trainer_machine and first.name != TRAINER_PROCESS else []),
             *([f"after the {' and the '.join(first.after)}"] if first.after else []),
             *(["while episodes wait"] if first.on_demand else []),
             *([f"restarted at most {first.restarts} times"] if first.restarts else []),

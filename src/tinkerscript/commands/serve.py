@@ -32,7 +32,7 @@ from tinkerscript.config import (
 )
 from tinkerscript.dashboard.terminal import print_wrapped
 from tinkerscript.errors import ConfigError
-from tinkerscript.files import followed, write_atomically
+from tinkerscript.files import resolve_link, write_atomically
 from tinkerscript.ledger import is_shared
 from tinkerscript.model_folder import context_of, model_folder, model_name, pinned_model
 from tinkerscript.processes.children import (
@@ -134,7 +134,7 @@ async def serve_run(
     """
     if (path is None) == (resume is None):
         raise ConfigError("give exactly one of CONFIG, --resume RUN_DIR and --checkpoint DIR")
-    resume = resume and followed(resume)
+    resume = resume and resolve_link(resume)
     config = load_config(path or (resume or Path()) / "config.yaml", overrides)
     if config.method == "sft":
         raise ConfigError("method: sft has no episodes to serve; train with `tinkerscript train`")

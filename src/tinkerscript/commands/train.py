@@ -42,11 +42,11 @@ from tinkerscript.dashboard.terminal import (
     shown_progress,
 )
 from tinkerscript.errors import ConfigError, StoreError, TinkerScriptError
-from tinkerscript.files import followed, is_disk_full
+from tinkerscript.files import is_disk_full, resolve_link
 from tinkerscript.ledger import is_here
 from tinkerscript.ledger.health import BestScore, HealthRow, best_score, health_rows, verdict
 from tinkerscript.ledger.reader import LedgerReader
-from tinkerscript.lifecycle import waited_lock, without_garbage_collection
+from tinkerscript.lifecycle import hold_lock, without_garbage_collection
 from tinkerscript.model_folder import pinned_model, same_model
 from tinkerscript.protocol import FleetClient, FleetResponse
 from tinkerscript.remote_folder import Uploads, is_url, name_of, resumable_folder
@@ -120,7 +120,7 @@ def resumed(name: str | None, console: Console) -> Path | None:
     if name is None or not is_url(name):
         return None if name is None else Path(name)
     RUNS.mkdir(exist_ok=True)
-    with waited_lock(RUNS / f".{name_of(name)}.lock"):  # Other ranks of this run may download it too.
+    with hold_lock(RUNS / f".{name_of(name)}.lock"):  # Other ranks of this run may download it too.
         return resumable_folder(name, RUNS, note=lambda text: _print(console, text))
 
 
@@ -224,7 +224,7 @@ def open_run(
     if resume is not None:
         if path is not None or join is not None:
             raise ConfigError("--resume uses the run's own config: give no CONFIG and no --join with it")
-        resume = followed(resume)
+        resume = resolve_link(resume)
         if not (resume / "config.yaml").exists():
             raise ConfigError(f"--resume: there is no run in {resume}")
         return load_config(resume / "config.yaml", overrides), resume
@@ -239,7 +239,7 @@ def open_run(
     if join is not None:
         if config.method == "sft":
             raise ConfigError("--join needs episodes, and method: sft has none")
-        join = followed(join)
+        join = resolve_link(join)
         return _joining(config, join), join
     folder = config.new_folder(datetime.now())
     if is_url(config.experiment_dir):
