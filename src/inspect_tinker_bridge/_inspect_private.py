@@ -45,7 +45,7 @@ from inspect_ai.util._sandbox.registry import (
 )
 
 _LOGGERS = ("", "httpx", "httpx2")
-"""Loggers that Inspect's first eval changes: their levels, and the root logger's handlers."""
+"""Loggers with a level or handlers that Inspect's first eval changes."""
 
 
 def task_names_in_file(path: Path) -> list[str]:
@@ -77,7 +77,6 @@ def create_registered(name: str, args: dict[str, Any]) -> Task:
 
 
 def registered_names() -> list[str]:
-    """Return all task names known to the process, including entry points of installed packages."""
     entrypoints.ensure_entry_points()
     return sorted(registry_info(task).name for task in registry_find(lambda info: info.type == "task"))
 
@@ -92,13 +91,12 @@ def active_epoch() -> int | None:
 
 
 def sandbox_provider(name: str) -> type[SandboxEnvironment] | None:
-    """Return the sandbox provider registered under `name`, also by an installed package, or None."""
+    """Return the sandbox provider registered under `name`, or None."""
     entrypoints.ensure_entry_points()
     return registry_find_sandboxenv(name) if registry_has_sandboxenv(name) else None
 
 
 def sandbox_provider_names() -> list[str]:
-    """Return all provider names, without their package."""
     entrypoints.ensure_entry_points()
     found = registry_find(lambda info: info.type == "sandboxenv")
     return sorted({registry_info(provider).name.rpartition("/")[2] for provider in found})
@@ -128,7 +126,7 @@ async def start_sandboxes(
     setup: bytes | None,
     metadata: dict[str, Any],
 ) -> dict[str, SandboxEnvironment]:
-    """Start a sample's sandboxes, copy its files and run its setup. Cleans up on failure."""
+    """Start a sample's sandboxes, copy its files and run its setup, or clean up on failure."""
     return await sandbox_context.init_sandbox_environments_sample(
         provider, task_name, config, files, setup, metadata
     )
@@ -159,7 +157,7 @@ def current_sandboxes(environments: dict[str, SandboxEnvironment]) -> Generator[
 def tell_docker_projects(tell: Callable[[str], None]) -> None:
     """Call `tell` with the name of each future Compose project before it starts.
 
-    Private because there is no public hook, and Inspect makes up the names.
+    Private because there is no public hook, and Inspect invents the names.
     """
     own = docker.project_startup  # pyright: ignore[reportPrivateImportUsage]
 
@@ -171,11 +169,10 @@ def tell_docker_projects(tell: Callable[[str], None]) -> None:
 
 
 async def dead_container() -> str:
-    """Return the engine's message if the current sample's container is gone; empty if it runs or there is
-    none.
+    """Return the engine's message if the current sample's container is gone, otherwise an empty string.
 
-    Private because the result of a command does not show this: if the engine does not answer, Inspect
-    returns a failed command. The public `sandbox()` would add the command to the sample's record.
+    Private because Inspect returns an ordinary failed command if the engine does not answer, and the
+    public `sandbox()` would add a command to the sample's record.
     """
     environments = sandbox_context.sandbox_environments_context_var.get(None) or {}
     for environment in environments.values():
@@ -186,7 +183,7 @@ async def dead_container() -> str:
 
 
 def mark_choices(state: TaskState) -> None:
-    """Mark the choices that the state's output names, as `multiple_choice()` does after generating."""
+    """Mark the choices in the state's output, as `multiple_choice()` does after generating."""
     set_choices_based_on_generated_response(state, parse_answers(state, multiple_correct=True))
 
 
@@ -199,16 +196,16 @@ def scorer_names(scorers: Sequence[Scorer]) -> list[str]:
 
 
 def cancel_sample(epoch: int) -> None:
-    """Cancel a sample without a score, releasing its sandbox and cancelling its tools.
+    """Cancel a sample without a score, release its sandbox and cancel its tools.
 
-    Private because the public API can only end a sample from within it. A sample that is starting ends
-    once it has started; an unknown sample (not begun, or over) is ignored.
+    Private because the public API can only end a sample from within. A starting sample ends after its
+    start; an unknown sample is ignored.
     """
     _interrupt(epoch, "cancel")
 
 
 def score_sample(epoch: int) -> None:
-    """Cancel a sample's solver and its tools, and run the scorers. Private for the same reason."""
+    """Cancel a sample's solver and tools, and run the scorers. Private for the same reason."""
     _interrupt(epoch, "score")
 
 
@@ -232,7 +229,7 @@ def overridden_sandbox(task: Task, sandbox: SandboxEnvironmentType) -> SandboxEn
 async def with_inline_images(sample: Sample) -> Sample:
     """Return the sample with the images of its input as data URLs.
 
-    Private because evals do this only for the samples that they begin with.
+    Private because evals do this only for their first samples.
     """
     plan = capture_task_input_media([sample])
     return await materialize_sample_input(sample, plan) if plan else sample
@@ -250,10 +247,10 @@ def silent_display() -> Generator[None]:
 
 
 def without_live_sessions() -> None:
-    """Turn off live sessions (ACP), which let editors follow a sample, in this context.
+    """Turn off live sessions (ACP), with which editors follow a sample, in this context.
 
-    Private because there is no public switch; versions of Inspect without the flag keep their sessions.
-    They cost a tenth of a short episode's CPU time.
+    Private because there is no public switch. They cost a tenth of a short episode's CPU time. Versions
+    of Inspect without the flag keep them.
     """
     flag: ContextVar[bool] | None = getattr(transport, "_acp_live_active", None)
     if flag is not None:
@@ -263,7 +260,7 @@ def without_live_sessions() -> None:
 class ProcessState:
     """Process state that Inspect's first eval changes: `sys.excepthook`, log levels, root handlers.
 
-    Captured at construction and restored by `restore`, which may be called repeatedly. Inspect's own
+    It is captured at construction and restored by `restore`, which may be called repeatedly. Inspect's
     logger stays at level ERROR, because otherwise it writes a trace record of every model call to a
     file.
     """

@@ -1,9 +1,9 @@
-"""Containers end with the process that started them, however it ends.
+"""Remove containers when the process that started them ends.
 
-Inspect removes a sample's containers at the end of its episode or of the eval, but not if the process
-is killed, or if the engine does not answer at that moment. So a separate process, this file, receives
-the name of each Compose project before it starts. When its standard input closes because the first
-process has ended, it removes the remaining containers, networks and volumes of these projects.
+Inspect removes a sample's containers at the end of its episode or eval, but not if the process is
+killed or the engine does not answer at that moment. Therefore this file runs as a separate process,
+which receives the name of each Compose project before it starts. When its standard input closes, it
+removes the remaining containers, networks and volumes of these projects.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KINDS = {
     "network": (["network", "ls"], "ID", ["network", "rm"]),
     "volume": (["volume", "ls"], "Name", ["volume", "rm", "--force"]),
 }
-"""How to list, identify and remove each kind. Networks and volumes can go once no container uses them."""
+"""The commands to list and remove each kind. Networks and volumes can go when no container uses them."""
 
 _PATIENCE_S = 60.0
 """Seconds to wait for an engine that does not answer or cannot remove something yet."""
@@ -32,7 +32,7 @@ _sweeper: subprocess.Popen[bytes] | None = None
 
 
 def remove_at_the_end(project: str) -> None:
-    """Have the rest of a Compose project removed when this process ends."""
+    """Remove the rest of a Compose project when this process ends."""
     global _sweeper
     if _sweeper is None or _sweeper.poll() is not None:
         _sweeper = subprocess.Popen(
@@ -84,7 +84,7 @@ def _commands() -> Iterator[tuple[int, list[str]]]:
 
 
 def _found(kind: str, projects: set[str]) -> list[str] | None:
-    """Return what exists of a kind; None if the engine does not answer."""
+    """Return the objects of a kind, or None if the engine does not answer."""
     listing, name, _ = _KINDS[kind]
     shown = f'{{{{.{name}}}}} {{{{.Label "{_LABEL}"}}}}'
     lines = _docker(*listing, "--filter", f"label={_LABEL}", "--format", shown)

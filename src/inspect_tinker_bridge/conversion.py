@@ -1,14 +1,12 @@
-"""Conversion of Inspect's samples to JSON, and of messages to OpenAI's chat format, in both directions.
+"""Convert Inspect's samples to JSON, and messages to OpenAI's chat format, in both directions.
 
 `sample_to_json` and `sample_from_json` convert samples. `to_dicts` and `from_dicts` convert stored
-conversations (datasets, logs, recorded calls). `ChatConverter` converts the live model calls of an
-episode: requests out, completions in.
+conversations. `ChatConverter` converts the live model calls of an episode.
 
 Invariants: `sample_from_json(sample_to_json(sample))` equals the sample, including its id's type, its
-None values and its sandbox, which pydantic's own round trip loses. Text, reasoning and tool arguments
-survive to the character; what cannot be expressed raises UnsupportedError and is never dropped.
-Conversions take microseconds, because Inspect's own converters take about a millisecond each way, a
-large part of a short episode's CPU time.
+None values and its sandbox, which pydantic's round trip loses. Text, reasoning and tool arguments
+survive to the character; what cannot be expressed raises UnsupportedError. Conversions take
+microseconds. Inspect's converters take a millisecond, a large part of a short episode's CPU time.
 """
 
 from __future__ import annotations
@@ -68,9 +66,11 @@ __all__ = [
 ]
 
 MessageDict: TypeAlias = dict[str, Any]
-"""`role` and `content`, plus `tool_calls` (arguments as JSON text), `tool_call_id`, `name`,
-`reasoning_content` and `error` where they apply. `content` is text, or with images a list of `text` and
-`image_url` parts."""
+"""A message with `role`, `content` and, where they apply, `tool_calls` (arguments as JSON text),
+`tool_call_id`, `name`, `reasoning_content` and `error`.
+
+`content` is text, or with images a list of `text` and `image_url` parts.
+"""
 
 Json: TypeAlias = dict[str, Any]
 
@@ -89,8 +89,7 @@ _SENT = {
     "top_logprobs": "top_logprobs",
     "parallel_tool_calls": "parallel_tool_calls",
 }
-"""GenerateConfig field -> OpenAI name, for the fields that requests carry. The server refuses what it does
-not support."""
+"""The OpenAI names of GenerateConfig fields in requests. The server refuses what it does not support."""
 
 _INSPECTS_OWN = {
     "max_retries",
@@ -104,10 +103,10 @@ _INSPECTS_OWN = {
     "internal_tools",
     "extra_headers",
 }
-"""GenerateConfig fields that Inspect applies itself or that configure its own connections."""
+"""GenerateConfig fields that Inspect applies or that configure its connections."""
 
 _INSPECTS_OWN_AT_HAND = {"cache", "cache_prompt", "batch", "fail_on_refusal", "reasoning_history"}
-"""Further fields of this kind, without effect here."""
+"""Further such fields without effect here."""
 
 _TUNING = {
     "temperature",
@@ -125,18 +124,18 @@ _TUNING = {
     "reasoning_tokens",
     "reasoning_summary",
 }
-"""GenerateConfig fields that tune sampling. In a Tinker environment, the trainer decides them."""
+"""GenerateConfig fields that tune sampling. In a Tinker environment the trainer decides them."""
 
 LEFT_OUT = _TUNING - _SENT.keys()
-"""Fields that no request carries: they tune how other providers' models reason and write."""
+"""Fields that tune other providers' models, and that no request carries."""
 
 _LEFT_OUT = LEFT_OUT | _INSPECTS_OWN_AT_HAND
 
 _MAX_DEPTH = 100
-"""Maximum nesting of a tool call's arguments; pydantic, which writes logs, allows about 250."""
+"""The maximum nesting of a tool call's arguments. pydantic, which writes logs, allows about 250."""
 
 _MAX_BITS = 3400
-"""Maximum bits of an integer in a tool call's arguments: about 1,000 digits. Python writes at most 4,300."""
+"""The maximum size of an integer in arguments: about 1,000 digits. Python writes at most 4,300."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -149,8 +148,7 @@ _STOP_REASONS: dict[str, StopReason] = {
 
 
 def sample_to_json(sample: Sample) -> dict[str, Any]:
-    """Return the sample as JSON values without unset fields. Metadata that JSON cannot hold becomes its
-    `repr`."""
+    """Return the sample as JSON values without unset fields. Other metadata becomes its `repr`."""
     held: dict[str, Any] = from_json(to_json(sample, fallback=repr))
     return {name: value for name, value in held.items() if value is not None}
 
@@ -166,17 +164,17 @@ def sample_from_json(held: Mapping[str, Any]) -> Sample:
 
 
 def sample_digest(sample: Sample) -> str:
-    """Return a digest of the problem, equal on two machines if they mean the same one, regardless of its id.
+    """Return a digest of the problem that is equal on all machines and independent of its id.
 
-    It covers input, choices, target and metadata. Of absolute paths, only the last part counts, because
-    folders differ between machines; of objects of unknown types, only the type counts.
+    It covers input, choices, target and metadata. Of absolute paths only the last part counts, and of
+    objects of unknown types only the type.
     """
     problem = (sample.input, sample.choices, sample.target, sample.metadata)
     return hashlib.sha256(repr(_settled(problem)).encode()).hexdigest()[:32]
 
 
 def sample_summary(sample: Sample) -> dict[str, Any]:
-    """Describe the sample for people and programs that cannot load its task.
+    """Describe the sample for readers that cannot load its task.
 
     Returns `id`, `input`, `choices`, `target`, `metadata` as JSON values, and its `digest`.
     """
@@ -206,7 +204,7 @@ def _showable(value: Any) -> Any:
 
 
 def _settled(value: Any) -> Any:
-    """Return something with a `repr` that is the same in every process with an equal value."""
+    """Return something with the same `repr` in every process."""
     if value is None or isinstance(value, bool | int | bytes):
         return value
     if isinstance(value, float):
@@ -242,7 +240,7 @@ def sample_of_row(row: Mapping[str, Any] | str) -> Sample:
 def to_dicts(messages: Sequence[ChatMessage]) -> list[MessageDict]:
     """Convert Inspect messages for storage.
 
-    Raises UnsupportedError for content other than text, reasoning and images, such as audio.
+    Raises UnsupportedError for content other than text, reasoning and images.
     """
     return [_to_dict(message) for message in messages]
 
@@ -259,13 +257,13 @@ def from_dicts(conversation: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
 class ChatConverter:
     """Converts the model calls of one episode.
 
-    It remembers the arguments of each tool call as the server sent them, so that the next request
-    repeats them to the character and the server recognizes its own reply.
+    It remembers the arguments of each tool call as the server sent them. The next request repeats them
+    exactly, so that the server recognizes its reply.
     """
 
     def __init__(self) -> None:
         self._arguments: dict[str, tuple[str, dict[str, Any]]] = {}
-        """Tool call id -> (arguments as sent, arguments as parsed)."""
+        """The arguments of each tool call, as sent and as parsed."""
 
     def request(
         self,
@@ -274,10 +272,7 @@ class ChatConverter:
         tool_choice: ToolChoice,
         config: GenerateConfig,
     ) -> Json:
-        """Build the body of a chat completions request.
-
-        Raises UnsupportedError naming what it cannot carry.
-        """
+        """Build the body of a chat completions request. Raises UnsupportedError with the field."""
         body: Json = {"model": "policy", "messages": [self._message(message) for message in messages]}
         if tools:
             body["tools"] = [_tool(tool) for tool in tools]
@@ -343,9 +338,9 @@ class ChatConverter:
 
 
 def sampling_fields(config: GenerateConfig) -> Json:
-    """Return the request fields of a GenerateConfig. Raises UnsupportedError naming fields it cannot carry.
+    """Return the request fields of a GenerateConfig. Raises UnsupportedError with unsupported fields.
 
-    Fields that only tune how some other models reason or write are left out: see `unapplied`.
+    Fields that only tune some other models are left out (see `unapplied`).
     """
     wanted = _wanted(config)
     _refuse(wanted.keys() - _SENT.keys() - {"response_schema"} - _LEFT_OUT - _INSPECTS_OWN)
@@ -358,17 +353,15 @@ def sampling_fields(config: GenerateConfig) -> Json:
 
 
 def unapplied(config: GenerateConfig) -> list[str]:
-    """Return the fields of a GenerateConfig that no request carries, as `name=value`, because our models
-    lack them."""
+    """Return the set fields of a GenerateConfig that no request carries, as `name=value`."""
     wanted = _wanted(config)
     return [f"{name}={wanted[name]!r}" for name in sorted(wanted) if name in LEFT_OUT]
 
 
 def check_for_tinker(config: GenerateConfig, *, applied: Collection[str] = ()) -> list[str]:
-    """Return the fields of a GenerateConfig that the trainer decides, as `name=value`, except those
-    `applied`.
+    """Return the fields of a GenerateConfig that the trainer decides, as `name=value`, except `applied` ones.
 
-    Raises UnsupportedError naming what a Tinker environment can neither apply nor leave to the trainer,
+    Raises UnsupportedError for fields that a Tinker environment cannot apply or leave to the trainer,
     such as several choices or logprobs.
     """
     wanted = _wanted(config)
@@ -423,7 +416,7 @@ def _stored_part(part: Content) -> dict[str, Any]:
 
 
 def _base_dict(message: ChatMessage, *, images: bool = False) -> MessageDict:
-    """Convert role, text and reasoning. With `images`, images are left out; otherwise they are refused."""
+    """Convert role, text and reasoning. Images are left out with `images` and refused without."""
     text, reasoning = _texts(message.content, images=images)
     converted: MessageDict = {"role": message.role, "content": text}
     return converted | ({"reasoning_content": reasoning} if reasoning else {})
@@ -512,10 +505,10 @@ def _assistant_content(message: Mapping[str, Any]) -> str | list[Content]:
 
 
 def parse_arguments(raw: str) -> tuple[dict[str, Any], str | None]:
-    """Parse the arguments of a sampled tool call, and say what is wrong with them. Never raises.
+    """Parse the arguments of a sampled tool call, and return a description of any problem. Never raises.
 
-    They must be a JSON object without what no tool, sandbox or log could take: lone surrogates, NUL
-    characters, values nested more than 100 deep, integers of thousands of digits.
+    They must be a JSON object without values that a tool, sandbox or log could not take: lone
+    surrogates, NUL characters, values nested more than 100 deep, integers of thousands of digits.
     """
     try:
         arguments = json.loads(raw or "{}")
@@ -530,8 +523,7 @@ def parse_arguments(raw: str) -> tuple[dict[str, Any], str | None]:
 
 
 def tool_call(call_id: str, name: str, arguments: dict[str, Any], problem: str | None) -> ToolCall:
-    """Make a sampled tool call. `problem` is what is wrong with its arguments; the name may be unusable
-    too."""
+    """Make a sampled tool call. `problem` describes invalid arguments; the name may be invalid too."""
     if (unusable := _unusable_text(name)) is not None:
         name = name.encode("ascii", "backslashreplace").decode().replace("\0", "\\0")
         problem = f"the tool's name, {name}, {unusable.replace('have', 'has', 1)}"

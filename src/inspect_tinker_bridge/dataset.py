@@ -1,6 +1,6 @@
-"""An Inspect dataset as a Hugging Face dataset: one row per sample, with the prompt the model would see.
+"""Convert an Inspect dataset to a Hugging Face dataset: one row per sample with the model's prompt.
 
-Invariant: a row's `info` holds its whole sample as JSON, so no row depends on the content of others.
+Invariant: a row's `info` holds its whole sample as JSON, so that rows are independent.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = ["FEATURES", "DatasetRow", "inspect_dataset_to_hf"]
 
 class DatasetRow(TypedDict):
     prompt: list[MessageDict]
-    """Messages of the first model call: `role`, `content` (text), and `message` (the whole message as
+    """The messages of the first model call: `role`, `content` (text), and `message` (the whole message as
     JSON)."""
 
     answer: str | None
-    """The target, with several targets on separate lines; None if there is none."""
+    """The target, with several targets on separate lines, or None."""
 
     info: str
-    """JSON with `task` (its name) and `sample` (the whole sample); `conversion.sample_of_row` reads it."""
+    """JSON with the task's name and the whole sample. `conversion.sample_of_row` reads it."""
 
     id: str
     """The sample's id as text. `info` keeps its type."""
@@ -56,11 +56,9 @@ def inspect_dataset_to_hf(
 ) -> Dataset:
     """Convert a task's samples to a dataset with the columns of `DatasetRow`.
 
-    Runs every sample's solver up to its first model call, in a thread with its own event loop; no other
+    Every sample's solver runs up to its first model call, in a thread with its own event loop; no other
     eval may run in the process meanwhile. `additional_system_content` is appended to the system
-    message, or becomes one.
-
-    Raises UnsupportedError for a prompt with content other than text, reasoning and images,
+    message, or becomes one. Raises UnsupportedError for content other than text, reasoning and images,
     TaskFailedError if a solver raises or first asks the model of a role, and RunnerError.
     """
     info = task if isinstance(task, InspectTaskInfo) else load_inspect_task(task)

@@ -1,9 +1,8 @@
 """Episodes inside an eval: their model calls, the policies that answer them, and their outcomes.
 
-Invariants: a model call belongs to exactly one episode, found through a context variable that is set in
-the solver's context but not in the scorers'; a call without one comes from a scorer that grades with
-the policy. Every call that `PendingCalls.generate` accepts is taken by `next_call`, or fails with the
-limit of `finish`.
+Invariants: a model call belongs to exactly one episode, found through a context variable in the
+solver's context. A call without one comes from a scorer that grades with the policy. Every call that
+`PendingCalls.generate` accepts is taken by `next_call`, or fails with the limit of `finish`.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ from inspect_tinker_bridge.errors import (
 )
 
 MODEL_NAME = "tinkerbridge/policy"
-"""Name of the trained model in Inspect's states and logs."""
+"""The name of the trained model in Inspect's states and logs."""
 
 UNLIMITED = 1_000_000
-"""Value for Inspect's own concurrency limits, because callers decide how many episodes run at once."""
+"""Disables Inspect's concurrency limits, because callers decide how many episodes run at once."""
 
 
 @dataclass(frozen=True)
@@ -64,38 +63,37 @@ class GenerateRequest:
     tool_choice: ToolChoice
     config: GenerateConfig
     role: str = ""
-    """The role whose model was asked (`RunnerOptions.policy_roles`); empty for the policy."""
+    """The role of the requested model, or empty for the policy."""
 
 
 class ChatPolicy(Protocol):
     """Answers the model calls of one episode. Calls overlap if the solver makes them concurrently.
 
-    A policy may have a method `count_text_tokens(text) -> int`, for agents that count tokens; without
+    A policy may have a method `count_text_tokens(text) -> int` for agents that count tokens. Without
     one, three bytes of UTF-8 count as a token.
     """
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
-        """Answer one call.
+        """Answer one call. Exceptions propagate through the solver.
 
-        Exceptions propagate through the solver; if one ends the episode, `TaskRunner.run` raises it
-        again. `inspect_ai.util.LimitExceededError` ends the solver and lets the scorers run.
+        `TaskRunner.run` raises one that ends the episode. `inspect_ai.util.LimitExceededError` ends the
+        solver and lets the scorers run.
         """
         ...
 
 
 @dataclass(frozen=True)
 class EpisodeOutcome:
-    """How one episode ended."""
-
     sample_id: int | str
     scores: dict[str, Score]
-    """By scorer name; empty if the solver or a scorer raised."""
+    """Scores by scorer name, which are empty if the solver or a scorer raised."""
 
     error: str | None
-    """What the solver or a scorer raised, or None."""
+    """The exception of the solver or a scorer, or None."""
 
     limit: str | None
-    """Type of the limit that ended the solver (`message`, `token`, `turn`, `time`, `custom`...), or None."""
+    """The type of the limit that ended the solver (`message`, `token`, `turn`, `time`, `custom`...), or
+    None."""
 
     messages: list[ChatMessage]
 
@@ -128,22 +126,22 @@ class RunningEpisode:
     ended: asyncio.Future[EpisodeOutcome]
     calls: set[asyncio.Task[ModelOutput]] = field(default_factory=set["asyncio.Task[ModelOutput]"])
     failure: Exception | None = None
-    """The policy's last exception, raised to the caller if the episode then ended with an error."""
+    """The policy's last exception, which is raised to the caller if the episode ends with an error."""
 
     scorer_error: Exception | None = None
-    """What a scorer raised. Inspect drops it if the trainer stopped the episode before."""
+    """A scorer's exception, which Inspect drops if the trainer had stopped the episode."""
 
     is_finishing: bool = False
-    """Whether the solver should end where it stands, or before it begins."""
+    """Whether the solver should end now, or before it begins."""
 
     self_graded: bool = False
     scoring: set[CancelScope] = field(default_factory=set[CancelScope])
 
     on_record: Callable[[EvalSample], None] = lambda record: None
-    """Gets Inspect's record of the episode, whatever its outcome."""
+    """Receives Inspect's record of the episode, whatever its outcome."""
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
-        """Ask the policy. Raises EpisodeAbandonedError once the episode has ended."""
+        """Ask the policy. Raises EpisodeAbandonedError after the end of the episode."""
         if self.ended.done():
             raise EpisodeAbandonedError("the episode has ended; its model calls are refused")
         call = asyncio.create_task(_answer(self.policy, request))
@@ -178,7 +176,7 @@ class RunningEpisode:
             self.ended.set_result(outcome)
 
     def abandon(self, error: Exception | None = None) -> None:
-        """End without a score, with `error` if given: pending model calls fail, later ones are refused."""
+        """End without a score. Pending model calls fail with `error` if given, and later ones are refused."""
         if not self.ended.done():
             if error is None:
                 self.ended.cancel()
@@ -197,7 +195,7 @@ class PendingCall:
 
 
 class PendingCalls:
-    """A policy with model calls that queue until the code that drives the episode answers them."""
+    """A policy that queues model calls for the code that drives the episode."""
 
     def __init__(
         self,
@@ -212,7 +210,7 @@ class PendingCalls:
         self._waiting: set[asyncio.Future[ModelOutput]] = set()
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
-        """Queue the call and wait for its reply. Raises the limit once `finish` was called."""
+        """Queue the call and wait for its reply. Raises the limit after `finish`."""
         if self._limit is not None:
             self._on_ignored_limit()
             raise self._limit
@@ -244,7 +242,7 @@ class PendingCalls:
 
 
 Episodes = Mapping[int, RunningEpisode]
-"""Running episodes by Inspect epoch number, unique to each."""
+"""Running episodes by Inspect's epoch number, which is unique."""
 
 _CURRENT: ContextVar[RunningEpisode | None] = ContextVar("inspect_tinker_bridge_episode", default=None)
 
@@ -259,7 +257,7 @@ def current_policy() -> ChatPolicy:
 
 @solver
 def bind_episode(episodes: Episodes) -> Solver:
-    """A setup solver that assigns the model calls of its context to the sample's episode."""
+    """A setup solver that assigns its context's model calls to the sample's episode."""
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         episode = episodes.get(state.epoch)
@@ -274,7 +272,7 @@ def bind_episode(episodes: Episodes) -> Solver:
 
 
 def guarded(own: Solver) -> Solver:
-    """Wrap a solver so that everything it raises only fails its episode (see `reportable`)."""
+    """Wrap a solver so that its exceptions only fail its episode (see `reportable`)."""
     if isinstance(own, Sequence):
         return chain([guarded(each) for each in cast("Sequence[Solver]", own)])
 
@@ -291,10 +289,10 @@ def guarded(own: Solver) -> Solver:
 
 
 def reportable(error: BaseException) -> BaseException:
-    """Return `error`, or a replacement that Inspect can handle without ending the eval with all its episodes.
+    """Return `error`, or a replacement that does not end the eval with all its episodes.
 
     Inspect fails on errors that are not an Exception, and on messages that UTF-8 cannot encode, such as
-    a text that a model wrote as JSON (`"\\ud800"`).
+    text that a model wrote as JSON (`"\ud800"`).
     """
     if isinstance(error, KeyboardInterrupt | GeneratorExit):
         return error
@@ -313,7 +311,7 @@ def reportable(error: BaseException) -> BaseException:
 
 
 def cancellable(scorer: Scorer, episodes: Episodes) -> Scorer:
-    """Wrap a scorer so that it ends when its episode is abandoned; Inspect would end only the solver.
+    """Wrap a scorer so that it ends with its abandoned episode. Inspect would only end the solver.
 
     It raises if the sample's container is gone, because then correct commands failed too.
     """
@@ -344,7 +342,7 @@ def cancellable(scorer: Scorer, episodes: Episodes) -> Scorer:
 
 
 def policy_model(episodes: Episodes, *, allow_self_grading: bool = False) -> Model:
-    """Return the Inspect model that forwards each call to the policy of the calling episode."""
+    """Return the Inspect model that forwards calls to the policy of the calling episode."""
     _price_policy()
     return _made(MODEL_NAME, episodes, allow_self_grading=allow_self_grading)
 
@@ -364,10 +362,10 @@ def _made(name: str, episodes: Episodes, *, allow_self_grading: bool, role: str 
 
 
 class _UntimedModel(Model):
-    """A model with calls that no GenerateConfig times out, retries or holds back.
+    """A model with calls that no GenerateConfig times out, retries or delays.
 
-    It overrides a protected method, because the public API merges the configs of task, solver and call
-    before the model API sees them, and `attempt_timeout` would discard a finished reply.
+    It overrides a protected method. The public API merges the configs of task, solver and call earlier,
+    and `attempt_timeout` would discard a finished reply.
     """
 
     def _resolve_config(self, config: GenerateConfig | None) -> GenerateConfig:
@@ -384,13 +382,13 @@ _CONNECTION_FIELDS = (
     "adaptive_connections",
     "batch",
 )
-"""GenerateConfig fields about the connection to a model's server, which a policy does not have."""
+"""GenerateConfig fields about connections, which a policy does not have."""
 
 
 class TuningLeftOut(Model):
     """A model that drops the fields of `conversation.unapplied` from every GenerateConfig.
 
-    Inspect's providers would send them to a server that refuses what its model does not support.
+    Inspect's providers would send them to a server that refuses them.
     """
 
     def _resolve_config(self, config: GenerateConfig | None) -> GenerateConfig:
@@ -399,7 +397,7 @@ class TuningLeftOut(Model):
 
 @functools.cache
 def refusing_model(role: str) -> Model:
-    """Return an Inspect model that answers with an error, to stand in for a role's model."""
+    """Return an Inspect model that answers with an error in place of a role's model."""
     model = get_model(f"{MODEL_NAME}-without-{role}", memoize=False)
     if isinstance(model.api, _PolicyAPI):
         model.api.instead_of = role
@@ -407,8 +405,7 @@ def refusing_model(role: str) -> Model:
 
 
 def _price_policy() -> None:
-    """Let tasks with a `cost_limit` run: Inspect requires a price for every model, and the policy has
-    none."""
+    """Set a price for the policy, which Inspect requires for tasks with a `cost_limit`."""
     known = get_model_info(MODEL_NAME) or ModelInfo()
     if known.cost is None:
         free = ModelCost(input=0, output=0, input_cache_write=0, input_cache_read=0)
@@ -416,7 +413,7 @@ def _price_policy() -> None:
 
 
 def estimated_tokens(text: str) -> int:
-    """Estimate the tokens of a text without a tokenizer, rather too high."""
+    """Estimate the number of tokens without a tokenizer, rather too high."""
     return max(1, len(text.encode(errors="replace")) // 3)
 
 
@@ -427,13 +424,13 @@ class _PolicyAPI(ModelAPI):
         self.allow_self_grading = False
         self.role = ""
         self.instead_of: str | None = None
-        """The role that this model stands in for; it then refuses every call."""
+        """The role that this model replaces. It then refuses every call."""
 
     def max_connections(self) -> int:
         return UNLIMITED
 
     def canonical_name(self) -> str:
-        """The name under which Inspect looks up prices and the size of the context."""
+        """The name under which Inspect looks up prices and context lengths."""
         return MODEL_NAME
 
     def should_retry(self, ex: BaseException) -> bool:
@@ -483,6 +480,6 @@ async def _answer(policy: ChatPolicy, request: GenerateRequest) -> ModelOutput:
 
 
 def _is_cancelling() -> bool:
-    """Whether the current task itself is being cancelled, not just what it awaits."""
+    """Return whether the current task, and not only what it awaits, is being cancelled."""
     task: asyncio.Task[Any] | None = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,11 +1,8 @@
-"""From a task to a Tinker dataset: `load_environment`, and `InspectRLDatasetBuilder` for tinker_cookbook
-configs.
+"""Turn a task into a Tinker dataset: `load_environment`, and `InspectRLDatasetBuilder` for tinker_cookbook.
 
-Importing this module registers renderer names of older documents with tinker_cookbook, so that programs
-that use them run.
-
-Invariants: every option is checked before the first episode, and none is dropped. Train and test sets
-never share a sample unless the task's own arguments make them.
+Importing this module registers older renderer names with tinker_cookbook. Invariants: every option is
+checked before the first episode, and none is dropped. Train and test sets never share a sample unless
+the task's arguments make them.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ from inspect_tinker_bridge.tasks import (
 __all__ = ["InspectRLDatasetBuilder", "load_environment"]
 
 OLD_RENDERER_NAMES = {"LlamaRenderer": "llama3", "QwenRenderer": "qwen3"}
-"""Renderer name in older documents -> current name in tinker_cookbook."""
+"""Current names in tinker_cookbook of older renderer names."""
 
 
 def load_environment(
@@ -128,8 +125,8 @@ def load_environment(
 class InspectRLDatasetBuilder(RLDatasetBuilder):
     """Configures an Inspect task as the dataset of `tinker_cookbook.rl.train` and its command line.
 
-    The test set is `test_samples` held-out samples, or the task created with `test_task_args`, or none.
-    The other fields are those of `load_environment`.
+    The test set is `test_samples` held-out samples, or the task with `test_task_args`, or none. The
+    other fields are those of `load_environment`.
     """
 
     task: str = chz.field(doc="file.py@name or a registered name")
@@ -187,7 +184,7 @@ _SHARED = (
     *("env_type", "batch_size", "max_samples", "max_turns", "sandbox_type", "sandbox_config"),
     *("submit_instruction", "scorer_weights", "model_roles", "allow_self_grading", "tool_timeout"),
 )
-"""Fields that `load_environment` takes under the same name, for both datasets."""
+"""Fields of `load_environment` that apply to both datasets."""
 
 
 def _check_self_grading(env_type: str, allow_self_grading: bool) -> None:
@@ -199,7 +196,7 @@ def _check_self_grading(env_type: str, allow_self_grading: bool) -> None:
 
 
 def _check_task(info: InspectTaskInfo, samples: Sequence[Sample], options: EnvOptions) -> None:
-    """Before the first episode, find what would fail every one, including sandboxes."""
+    """Find problems that would fail every episode, including sandboxes."""
     if not samples:
         raise InvalidTaskError(f"the task {info.name!r} has no samples")
     if not info.scorers:
@@ -222,8 +219,7 @@ def _renderer_names() -> list[str]:
 
 
 def _make_renderer(renderer: Renderer | str, tokenizer: Tokenizer | None, image_processor: Any) -> Renderer:
-    """Return the renderer itself, or the one of that name. Raises EnvironmentConfigError listing known
-    names."""
+    """Return the renderer itself, or the one of that name. Raises EnvironmentConfigError with known names."""
     if isinstance(renderer, Renderer):
         if tokenizer is not None or image_processor is not None:
             raise EnvironmentConfigError(

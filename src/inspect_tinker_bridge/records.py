@@ -1,8 +1,8 @@
 """Inspect's records of episodes: a log of several (`write_inspect_log`), or a packed transcript of one.
 
-Invariants: a log appears only once it is complete. `pack_transcript` never raises, whatever a task put
-into a record, and its result stays within the bounds: long texts are cut first, then events in the
-middle are left out.
+Invariants: a log appears only when it is complete. `pack_transcript` never raises, whatever a record
+contains, and its result stays within the bounds: long texts are cut first, then events in the middle
+are left out.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from pydantic_core import from_json, to_json
 from inspect_tinker_bridge.episodes import MODEL_NAME
 
 MAX_JSON_BYTES = 16 * 2**20
-"""Maximum size before compression, which readers have to be ready for."""
+"""The maximum size before compression, which bounds readers' memory."""
 
 TEXT_CHARS = (20_000, 2_000, 200)
-"""Lengths to which the texts of a long transcript are cut, one after the other."""
+"""Lengths to which the texts of a long transcript are cut, in turn."""
 
 EVENTS_AT_ENDS = 100
-"""How many events to keep at each end of a transcript that is still too long then."""
+"""The number of events to keep at each end of a transcript that is still too long."""
 
 LEVEL = 3
 
@@ -62,10 +62,10 @@ class SavedRollout:
     batch: int | None
     record: EvalSample
     reward: float | None
-    """None for a failed episode."""
+    """The reward, or None for a failed episode."""
 
     turns: Sequence[tuple[list[int], list[int]]] = ()
-    """Prompt ids and sampled ids of each action."""
+    """The prompt ids and sampled ids of each action."""
 
 
 def write_inspect_log(path: Path, rollouts: Sequence[SavedRollout]) -> None:
@@ -116,8 +116,8 @@ def _mean_reward(rollouts: Sequence[SavedRollout]) -> EvalResults:
 def pack_transcript(record: EvalSample, max_bytes: int) -> bytes:
     """Return the record, with events, scores and store, as JSON of an `EvalSample` in a zstd frame.
 
-    The frame has at most `max_bytes` bytes. It is empty if the record cannot be written, or is too long
-    even with short texts. As in Inspect's own logs, `events_data` has what model calls have in common.
+    The frame has at most `max_bytes` bytes, or none if the record cannot be written or is too long even
+    with short texts. As in Inspect's logs, `events_data` has what model calls share.
     """
     try:
         return _packed(record, max_bytes)
@@ -155,7 +155,6 @@ def _within(text: bytes, max_bytes: int) -> bytes:
 
 
 def _cut(value: Any, chars: int | None) -> Any:
-    """Cut each text in `value` to `chars` characters, without what UTF-8 cannot encode."""
     if isinstance(value, str):
         left = value[:chars].encode("utf-8", "replace").decode()
         more = 0 if chars is None else len(value) - chars

@@ -1,10 +1,10 @@
-"""Inspect messages to prompt ids with a renderer, and sampled actions to Inspect model outputs.
+"""Render Inspect messages as prompt ids, and turn sampled actions into Inspect model outputs.
 
 Invariants: text survives to the character, and what a renderer cannot express raises UnsupportedError.
 Samples are data: an action that does not parse becomes text or a failed tool call, never an exception.
 While the history is unmodified, the next prompt is the previous prompt ids + sampled ids + newly
-rendered ids (`TokenBuffer`); sampled text is never tokenized again. If the history was modified, or the
-renderer itself rewrites it, the whole prompt is rendered as a fork.
+rendered ids (`TokenBuffer`), so that sampled text is never tokenized again. If the history was modified
+or the renderer rewrites it, the whole prompt is rendered as a fork.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from inspect_tinker_bridge.conversion import parse_arguments, tool_call
 from inspect_tinker_bridge.errors import UnsupportedError
 
 UNPARSED = "unparsed_tool_call"
-"""Function name of a tool call that the renderer could not parse; its argument `raw_text` has the text."""
+"""The function name of a tool call that did not parse. Its argument `raw_text` has the text."""
 
 
 TOOLS_AS_TEXT = """\
@@ -68,33 +68,33 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""  # noqa: E501
-"""How the system message declares tools for a renderer without tools; the wording of Qwen and Hermes."""
+"""The declaration of tools for a renderer without tools, in the wording of Qwen and Hermes."""
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class ContinuingRenderer(Renderer):
-    """A renderer that can parse sampled ids and continue a conversation after them."""
+    """A renderer that can continue a conversation after sampled ids."""
 
     @abstractmethod
     def read(self, action: list[int], tools: list[ToolSpec]) -> tuple[Message, ParseTermination]:
-        """Parse an action, and say how it ended. Without `tools`, what looks like a call is text."""
+        """Parse an action, and return how it ended. Without `tools`, calls are text."""
 
     @abstractmethod
     def continuation(
         self, prompt: list[int], action: list[int], history: list[Message], messages: list[Message]
     ) -> list[int] | None:
-        """Return the ids to append to `prompt` and its sampled `action`, to generate after `messages`.
+        """Return the ids to append to `prompt` and its sampled `action` to generate after `messages`.
 
         `history` is the conversation of the prompt and the action's message. Returns None if the
-        renderer writes the history differently once the messages follow it.
+        renderer rewrites the history when the messages follow.
         """
 
 
 def to_renderer_messages(
     renderer: Renderer, messages: Sequence[ChatMessage], tools: Sequence[ToolInfo], tool_choice: ToolChoice
 ) -> list[Message]:
-    """Convert a conversation, and declare its tools as the renderer does, or as text if it cannot.
+    """Convert a conversation with its tools, as text if the renderer has no tools.
 
     Raises UnsupportedError for content other than text, reasoning and images.
     """
@@ -128,8 +128,7 @@ def to_renderer_message(renderer: Renderer, message: ChatMessage) -> Message:
 
 
 def _as_text(message: Message) -> Message:
-    """Rewrite a message for a renderer without tools: calls as the assistant's text, results as the
-    user's."""
+    """Rewrite a message for a renderer without tools: calls as assistant text, results as user text."""
     calls = [
         f'<tool_call>\n{{"name": {json.dumps(call.function.name)}, "arguments": {call.function.arguments}}}'
         "\n</tool_call>"
@@ -147,7 +146,6 @@ def _as_text(message: Message) -> Message:
 
 
 def _with_calls(message: Message) -> Message:
-    """Parse the calls in an action's text."""
     content = message["content"]
     parts = [TextPart(type="text", text=content)] if isinstance(content, str) else content
     calls: list[RendererToolCall] = []
@@ -198,15 +196,15 @@ def _to_renderer_message(message: ChatMessage) -> Message:
 class ParsedAction:
     message: Message
     is_well_formed: bool
-    """Whether it ended where it should and everything that looks like a tool call parsed."""
+    """Whether the action ended properly and all its tool calls parsed."""
 
 
 def parse_action(
     renderer: Renderer, action: list[int], tools: list[ToolSpec], *, stop_texts: Sequence[str] = ()
 ) -> ParsedAction:
-    """Parse an action (token ids). Without `tools`, what looks like a tool call is text.
+    """Parse an action (token ids), where calls are text without `tools`.
 
-    The text ends before the first of `stop_texts`, the task's own stop sequences.
+    The text ends before the first of `stop_texts`, the task's stop sequences.
     """
     text = _text(renderer, action)
     stopped = any(stop in text for stop in stop_texts)
@@ -239,7 +237,6 @@ def _text(renderer: Renderer, action: list[int]) -> str:
 
 
 def _end(renderer: Renderer) -> list[int]:
-    """Return ids that end a message where the renderer expects an end."""
     stop = renderer.get_stop_sequences()[0]
     return [stop] if isinstance(stop, int) else renderer.tokenizer.encode(stop, add_special_tokens=False)
 
@@ -266,7 +263,7 @@ def to_model_output(
 ) -> ModelOutput:
     """Build the solver's model output. `truncated` means that sampling reached its token limit.
 
-    NUL characters, which no sandbox accepts, become U+FFFD, as undecodable bytes do.
+    NUL characters, which no sandbox accepts, become U+FFFD like undecodable bytes.
     """
     calls = _to_inspect_calls(message)
     stop: StopReason = "max_tokens" if truncated else "tool_calls" if calls else "stop"
@@ -386,8 +383,8 @@ Piece: TypeAlias = int | tinker.ModelInputChunk
 class Prompt:
     pieces: list[Piece]
     is_fork: bool
-    """Whether it does not extend the previous prompt and its action: the history was modified, the solver
-    switched conversations, or the renderer rewrites the history."""
+    """Whether it does not extend the previous prompt and action, because the history was modified, the
+    solver switched conversations, or the renderer rewrites the history."""
 
     @property
     def length(self) -> int:
@@ -407,7 +404,7 @@ class Prompt:
 class _Turn:
     messages: list[Message]
     rendered: list[Piece]
-    """`messages` rendered for generation, regardless of what was sampled."""
+    """`messages` rendered for generation, independent of what was sampled."""
 
     ids: list[Piece]
     """The prompt that was sampled from, and the action."""
@@ -417,12 +414,12 @@ class _Turn:
     reply: Message
 
     def is_continued_by(self, messages: list[Message]) -> bool:
-        """Whether `messages` repeat this turn and its reply."""
+        """Return whether `messages` repeat this turn and its reply."""
         return messages[: len(self.messages) + 1] == [*self.messages, self.reply]
 
 
 class TokenBuffer:
-    """Renders the successive prompts of one episode. One per episode, one call at a time."""
+    """Renders the successive prompts of one episode, one call at a time."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
@@ -446,8 +443,7 @@ class TokenBuffer:
         return Prompt(pieces, is_fork=pieces[: len(previous)] != previous)
 
     def record(self, action: list[int], reply: Message) -> None:
-        """Record the action sampled for the last prompt, and `reply`, the message that the solver got for
-        it."""
+        """Record the action for the last prompt, and `reply`, the solver's message for it."""
         if self._pending is None:
             raise ValueError("record() needs a prompt; call render() first")
         messages, rendered, pieces = self._pending

@@ -1,11 +1,9 @@
-"""`TaskRunner`: one persistent Inspect eval that runs every episode of one or more tasks.
+"""`TaskRunner` is a persistent Inspect eval that runs every episode of one or more tasks.
 
-Tasks enter the eval through its `TaskSource`. Each task has a `SampleSource`, which feeds its samples
-and delivers their outcomes.
-
-Invariants: every `run` ends with an outcome or an error, whatever the solver, the scorers or the eval
-do. A task that ends does not end the episodes of other tasks. Closing restores the process state.
-Inspect allows one eval per process at a time, so one runner is open at a time.
+Tasks enter the eval through its `TaskSource`. Each has a `SampleSource` that feeds its samples and
+delivers their outcomes. Invariants: every `run` ends with an outcome or an error, whatever the solver,
+the scorers or the eval do. The end of a task leaves the episodes of other tasks running. Closing
+restores the process state. One runner is open at a time, because Inspect allows one eval per process.
 """
 
 from __future__ import annotations
@@ -43,30 +41,30 @@ from inspect_tinker_bridge.sandbox import SandboxConfig, check_provider
 from inspect_tinker_bridge.tasks import AgentOptions, InspectTaskInfo, with_agent
 
 _BACK_WITHIN_S = 60.0
-"""How long Docker's engine may be away between two episodes."""
+"""Seconds that Docker's engine may be away between two episodes."""
 
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """How a runner's episodes differ from the task as written."""
+    """The differences of a runner's episodes from the task."""
 
     model_roles: Mapping[str, str | Model] | None = None
     """Inspect model roles, such as the grader of model-graded scorers."""
 
     sandbox: SandboxConfig | None = None
-    """Replaces the task's own sandbox, like `inspect eval --sandbox`."""
+    """A sandbox that replaces the task's, like `inspect eval --sandbox`."""
 
     agent: AgentOptions | None = None
-    """Turns the solver's `generate()` into an agent; None leaves it a single model call."""
+    """Turns the solver's `generate()` into an agent. None leaves a single model call."""
 
     allow_self_grading: bool = False
-    """Let scorers call the policy. Such calls become ordinary model calls of the episode."""
+    """Whether scorers may call the policy. Such calls become ordinary calls of the episode."""
 
     solver: Solver | None = None
-    """Replaces the task's solver."""
+    """A solver that replaces the task's."""
 
     policy_roles: Sequence[str] = ()
-    """Inspect model roles that the episode's policy answers too; see `GenerateRequest.role`."""
+    """Inspect model roles that the episode's policy answers too (see `GenerateRequest.role`)."""
 
 
 class TaskRunner:
@@ -81,7 +79,6 @@ class TaskRunner:
     def __init__(
         self, task: InspectTaskInfo | Sequence[InspectTaskInfo], options: RunnerOptions | None = None
     ) -> None:
-        """Raises InvalidTaskError if there is no task."""
         tasks = [task] if isinstance(task, InspectTaskInfo) else list(task)
         if not tasks:
             raise InvalidTaskError("a TaskRunner needs at least one task")
@@ -102,11 +99,11 @@ class TaskRunner:
 
     @property
     def is_open(self) -> bool:
-        """Whether `run` can be called: entered, not closed, and with a live eval."""
+        """Whether `run` can be called."""
         return self._eval is not None and self._stopped is None and not self._closing
 
     async def __aenter__(self) -> TaskRunner:
-        """Start the eval. Raises RunnerError, from the cause, if it does not start."""
+        """Start the eval. Raises RunnerError from the cause."""
         if self._eval is not None:
             raise RunnerError("a TaskRunner can be entered only once; create another one")
         self._eval = asyncio.create_task(self._run_eval(), name=f"inspect-eval-{self.task.name}")
@@ -126,14 +123,14 @@ class TaskRunner:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the eval; running episodes are abandoned and their sandboxes removed."""
+        """End the eval, abandon running episodes and remove their sandboxes."""
         if self._eval is not None:
             await self._close(self._eval)
 
     async def add(self, task: InspectTaskInfo, options: RunnerOptions | None = None) -> None:
-        """Add a task with these options while others run, unless it is there already.
+        """Add a task with these options, unless the runner has it.
 
-        Raises RunnerError, from the cause, if the task does not start; the others continue.
+        Raises RunnerError from the cause if the task does not start; other tasks continue.
         """
         options = options or RunnerOptions()
         entry = next((entry for entry in self._entries if entry.serves(task, options)), None)
@@ -186,7 +183,7 @@ class TaskRunner:
             del self._episodes[epoch], entry.running[epoch]
 
     def finish(self, policy: ChatPolicy) -> None:
-        """End the solver of the policy's episode where it stands, and run the scorers."""
+        """End the solver of the policy's episode, and run the scorers."""
         for epoch, episode in self._episodes.items():
             if episode.policy is policy:
                 episode.is_finishing = True
@@ -218,7 +215,7 @@ class TaskRunner:
     async def _check_sandbox(self, entry: _TaskEntry, sample: Sample) -> None:
         """Check the provider first, because a missing one would end the task with all its episodes.
 
-        If Docker's engine was there before, it may be restarting, so we wait for it.
+        A Docker engine that was there before may be restarting, so this waits for it.
         """
         override = entry.options.sandbox
         own = entry.info.task.sandbox or sample.sandbox
@@ -293,7 +290,7 @@ class TaskRunner:
         return _episode_task(entry, self._episodes)
 
     def _task_ended(self, log: EvalLog) -> None:
-        """End the episodes of a task that ended. The task's next run starts it again."""
+        """End the episodes of an ended task. The next run starts it again."""
         number = (log.eval.metadata or {}).get(_ENTRY)
         for entry in self._entries:
             if entry.number == number:
@@ -322,7 +319,7 @@ class TaskRunner:
 
 
 _ENTRY = "inspect_tinker_bridge_entry"
-"""Key in a task's metadata that identifies its entry."""
+"""The key in a task's metadata that identifies its entry."""
 
 _NUMBERS = itertools.count(1)
 
@@ -337,30 +334,29 @@ class _TaskEntry:
         self.reset(episodes)
 
     def reset(self, episodes: Episodes) -> None:
-        """Get ready for the task to start."""
         self.feed = _SampleFeed(episodes)
         self.ended = asyncio.Event()
         self.stopped: str | None = None
-        """Why the task ended; None while it runs."""
+        """The reason for the task's end, or None while it runs."""
 
     def serves(self, info: InspectTaskInfo, options: RunnerOptions) -> bool:
         return self.info is info and self.options == options
 
 
 class _TaskFeed(TaskSource):
-    """An eval's tasks: the first ones, and those added later. It stays alive until `close`."""
+    """The tasks of an eval, including later ones. It lives until `close`."""
 
     def __init__(self, on_task_ended: Callable[[EvalLog], None]) -> None:
         self.first: list[Task] = []
         self._on_task_ended = on_task_ended
         self._context: Context | None = None
         self._next: asyncio.Future[list[Task] | None] | None = None
-        """What Inspect waits for while no task runs."""
+        """What Inspect awaits while no task runs."""
 
         self._closed = False
 
     def add(self, task: Task) -> None:
-        """Add a task to the running eval. Raises what Inspect finds wrong with it."""
+        """Add a task to the running eval. Raises the errors that Inspect finds in it."""
         if self._next is not None and not self._next.done():
             self._next.set_result([task])
         elif self._context is not None:
@@ -369,7 +365,7 @@ class _TaskFeed(TaskSource):
             raise RunnerError("the eval has not started")
 
     def close(self) -> None:
-        """Let the eval end once no task runs."""
+        """Let the eval end when no task runs."""
         self._closed = True
         if self._next is not None and not self._next.done():
             self._next.set_result(None)
@@ -387,14 +383,14 @@ class _TaskFeed(TaskSource):
         self._on_task_ended(log)
 
     def started(self, context: Context) -> None:
-        """Keep a context of the eval, in which tasks can be added."""
+        """Keep a context of the eval in which tasks can be added."""
         self._context = context
 
 
 class _SampleFeed(SampleSource):
     """Feeds one task's samples into the eval and delivers its outcomes.
 
-    Inspect awaits `next_samples` only while the task is idle, so every submission wakes it.
+    Inspect awaits `next_samples` only while the task is idle, so that every submission must wake it.
     """
 
     def __init__(self, episodes: Episodes) -> None:
@@ -414,14 +410,11 @@ class _SampleFeed(SampleSource):
 
     @property
     def busy(self) -> bool:
-        """Whether Inspect is still working on a sample, including abandoned ones."""
+        """Return whether Inspect still works on a sample, including abandoned ones."""
         return self._running > 0
 
     def submit(self, sample: Sample, epoch: int) -> None:
-        """Hand over a sample.
-
-        `enqueue_sample` only works in the eval's own context; copies allow nested calls.
-        """
+        """Submit a sample. `enqueue_sample` only works in the eval's context; copies allow nested calls."""
         if self._context is None:
             raise RunnerError("the eval has not started")
         self._context.copy().run(enqueue_sample, sample, epoch=epoch)
@@ -508,7 +501,7 @@ async def _first_of(task: asyncio.Task[None], *events: asyncio.Event) -> None:
 
 
 async def _end_of(task: asyncio.Task[None]) -> None:
-    """Wait for the task to end even if the caller is cancelled, and re-raise that afterwards."""
+    """Wait for the task even if the caller is cancelled, and re-raise that afterwards."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:

@@ -1,10 +1,9 @@
 """Scores, rewards and reports of finished episodes.
 
-`score_episode` turns the scores of an outcome into a reward, and `report_of` summarizes them for
-results and metrics. `compute_reward` scores a conversation without an episode.
-
-Invariant: an error, a missing score, or a score or reward that is not a finite number fails the
-episode; it is never a reward of 0. A scorer that returns None, as Inspect allows, does not count.
+`score_episode` turns the scores of an outcome into a reward, and `report_of` summarizes them.
+`compute_reward` scores a conversation without an episode. Invariant: an error, a missing score, or a
+score or reward that is not a finite number fails the episode; it is never a reward of 0. A scorer that
+returns None, as Inspect allows, does not count.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ __all__ = [
 ]
 
 _MAX_EXPLANATION = 2000
-"""Reports keep this many characters of a scorer's explanation."""
+"""The length of a scorer's explanation in reports."""
 
 _TO_FLOAT = value_to_float()
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
@@ -61,14 +60,14 @@ _WORDS = {CORRECT, INCORRECT, NOANSWER, PARTIAL, "yes", "no", "true", "false"}
 @dataclass(frozen=True)
 class EpisodeReward:
     reward: float
-    """Weighted mean of the scorers that returned a score. A scorer with several values counts with their
+    """The weighted mean of the scorers that returned a score. Several values of a scorer count with their
     mean."""
 
     values: dict[str, float]
     """Every value: `scorer` for a single one, `scorer/key` for a dict, `scorer/0` for a list."""
 
     correct: bool = False
-    """Whether the scorers gave full marks: a weighted mean of at least 1."""
+    """Whether the weighted mean is at least 1, full marks."""
 
 
 def check_weights(weights: Mapping[str, float], scorers: Collection[str]) -> None:
@@ -92,11 +91,10 @@ def _check_weight_values(weights: Mapping[str, float]) -> None:
 def score_episode(outcome: EpisodeOutcome, weights: Mapping[str, float] | None = None) -> EpisodeReward:
     """Convert scores to floats as Inspect's `value_to_float` does, and average the scorers.
 
-    `weights` maps scorer names to weights (see `check_weights`); equal weights if None. The others
-    share the weight of a scorer that returned None.
-
-    Raises TaskFailedError if the solver or a scorer raised (with file and line), no score counts, or a
-    value is not a finite number; EnvironmentConfigError if a score has no weight.
+    `weights` are by scorer name, or equal if None. A scorer that returned None leaves its weight to the
+    others. Raises TaskFailedError (with file and line) if the solver or a scorer raised, if no score
+    counts, or if a value is not a finite number, and EnvironmentConfigError for a score without a
+    weight.
     """
     if outcome.error is not None:
         cause = f"{outcome.error}{_place(outcome.traceback)}"
@@ -121,11 +119,11 @@ def score_episode(outcome: EpisodeOutcome, weights: Mapping[str, float] | None =
 
 @dataclass(frozen=True)
 class EpisodeReport:
-    """A summary of one scored episode in plain JSON values, for results, metrics and logs."""
+    """A summary of one scored episode in plain JSON values."""
 
     metadata: dict[str, Any]
     """`sample_id`, `scores` (every value as a float), `explanations` (each scorer's answer and
-    explanation), `answer`, `limit` (type of the limit that ended the episode, or None) and
+    explanation), `answer`, `limit` (the type of the limit that ended the episode, or None) and
     `tool_errors` (count by kind)."""
 
     metrics: dict[str, float]
@@ -165,7 +163,7 @@ def report_of(
 
 
 def _writable(text: str) -> str:
-    """Replace what UTF-8 cannot encode; a model may write `"\\ud800"` in JSON."""
+    """Replace text that UTF-8 cannot encode, such as `"\ud800"` from a model's JSON."""
     return text.encode(errors="replace").decode()
 
 
@@ -178,15 +176,12 @@ async def compute_reward(
 ) -> tuple[float, dict[str, float]]:
     """Score a finished conversation with Inspect scorers, without an episode.
 
-    Returns the reward and every value by name, as in `EpisodeReward`.
-
-    `conversation` has Inspect messages, or dictionaries in OpenAI's chat format; the answer passed to
-    `submit` is scored, or else the last assistant message. `info` is the sample, or a row of
-    `inspect_dataset_to_hf`. `sandbox_envs` are for scorers that read a sandbox. `weights` are in the
-    order of `scorers`, or by name.
-
-    Raises TaskFailedError, from the cause, if a scorer raises or there is no usable score, and
-    EnvironmentConfigError for no scorers or weights that do not match.
+    Returns the reward and every value by name, as in `EpisodeReward`. `conversation` has Inspect
+    messages, or dictionaries in OpenAI's chat format; the last submitted answer is scored, or else the
+    last assistant message. `info` is the sample, or a row of `inspect_dataset_to_hf`. `sandbox_envs`
+    are for scorers that read a sandbox. `weights` are in the order of `scorers`, or by name. Raises
+    TaskFailedError from the cause if a scorer raises or no score is usable, and EnvironmentConfigError
+    for missing scorers or weights that do not match.
     """
     if not scorers:
         raise EnvironmentConfigError("there are no scorers; pass at least one")
@@ -208,7 +203,7 @@ async def compute_reward(
 
 
 def to_number(value: object) -> float | None:
-    """Return a number, a bool, or a scalar of NumPy or torch as a finite float; otherwise None."""
+    """Return a number, a bool, or a scalar of NumPy or torch as a finite float, otherwise None."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:
         return None
     scalar: Any = value
@@ -220,7 +215,7 @@ def to_number(value: object) -> float | None:
 
 
 def _shown(value: object) -> str:
-    """Show a value in an error, cut. `repr` refuses integers of thousands of digits."""
+    """Shorten a value for an error. `repr` refuses integers of thousands of digits."""
     try:
         return repr(value)[:200]
     except ValueError:
@@ -228,7 +223,7 @@ def _shown(value: object) -> str:
 
 
 def _place(traceback: str) -> str:
-    """Return file and line of the error, preferably in code that was not installed as a package."""
+    """Return file and line of the error, preferably outside of installed packages."""
     frames = _FRAME.findall(traceback)
     own = [frame for frame in frames if not any(each in frame[0] for each in _INSTALLED)]
     return " ({}, line {})".format(*(own or frames)[-1]) if frames else ""
@@ -264,7 +259,7 @@ def _final_state(sample: Sample, messages: list[ChatMessage]) -> TaskState:
 
 
 def _final_output(messages: Sequence[ChatMessage], submit: str = "submit") -> ModelOutput:
-    """Return what scorers score: the answer submitted last, or else the last assistant message."""
+    """Return the answer submitted last, or else the last assistant message, for the scorers."""
     replies = [message for message in messages if isinstance(message, ChatMessageAssistant)]
     if not replies:
         return ModelOutput(model=MODEL_NAME)
@@ -301,7 +296,7 @@ def _number(outcome: EpisodeOutcome, key: str, value: object, reason: str | None
 
 
 def _is_convertible(value: str) -> bool:
-    """Whether `value_to_float` understands the text; it turns any other text into 0."""
+    """Return whether `value_to_float` understands the text. It turns any other text into 0."""
     if value in _WORDS or value.lower() in _WORDS:
         return True
     try:

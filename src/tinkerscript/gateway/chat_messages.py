@@ -1,22 +1,20 @@
 """The normalized form of messages, and the keys that compare them.
 
 A normalized message is a dictionary with `role`, `content` (always a string), and optionally `name`,
-`tool_call_id`, `reasoning_content`, and `tool_calls` (in OpenAI's form, arguments as a JSON string).
-Three more fields are never rendered: `id`, the call that sampled an assistant message, if the caller
-named it; `instructions`, true for a system message that applies to one request; and `is_error` of a
-tool result.
+`tool_call_id`, `reasoning_content` and `tool_calls` (OpenAI's form, arguments as a JSON string). Three
+more fields are never rendered: `id`, the call that sampled an assistant message, if the caller named
+it; `instructions`, true for a system message that applies to one request; and `is_error` of a tool
+result.
 
 Two messages are the same if and only if their keys are equal:
 
-- None equals "", and text parts are concatenated (the dialects do both).
+- None equals "", and text parts are concatenated.
 - White space around an assistant's message is ignored, because many programs strip it. Other messages
-  are compared exactly, because their author sends them again unchanged.
-- Arguments of tool calls are compared as JSON values: key order, white space, escapes, and the spelling
-  of a number (`1.0`, `1`) are ignored, and an empty string is `{}`. Text that is not JSON is compared
-  as text.
-- Ids are ignored, but a tool result's position among the preceding calls counts. (Ids only choose among
-  equal candidates; see `conversation.tree`.)
-- Reasoning is ignored here; `conversation.tree` compares it if it was sent back.
+  are compared exactly.
+- Arguments of tool calls are compared as JSON values, with `{}` for an empty string and `1.0` equal to
+  `1`. Text that is not JSON is compared as text.
+- Ids are ignored, but a tool result's position among the preceding calls counts.
+- Reasoning is ignored; `conversation.tree` compares it if it was sent back.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ _ORDERED = msgspec.json.Encoder(order="deterministic")
 
 
 _SHORT_TEXT = 4096
-"""Canonical arguments of up to this many characters are cached, because every later turn repeats them."""
+"""The length up to which canonical arguments are cached, because every later turn repeats them."""
 
 
 _SHORT_TEXTS = 1024
@@ -85,14 +83,13 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
 
 
 def given_ids(message: Mapping[str, Any]) -> list[str]:
-    """Return the ids in an assistant message: its own, if the dialect has one, and its tool calls'."""
+    """Return the ids of an assistant message and of its tool calls."""
     ids = [call["id"] for call in message.get("tool_calls") or () if call.get("id")]
     return [message["id"], *ids] if message.get("id") else ids
 
 
 def with_ids_of(reply: ChatMessage, repeated: ChatMessage, results: list[ChatMessage]) -> list[ChatMessage]:
-    """Return `results` with the call ids of `reply`, which the caller sent back as `repeated` with other
-    ids."""
+    """Return `results` with the call ids of `reply`. The caller sent it back as `repeated` with other ids."""
     ours = [call["id"] for call in reply.get("tool_calls") or ()]
     positions = _call_positions(repeated)
     renamed = {id_: ours[position] for id_, position in positions.items() if ours[position] != id_}
@@ -112,7 +109,7 @@ def tools_key(tools: list[Tool]) -> bytes:
 
 
 def canonical_json(text: str) -> str:
-    """Return the same text for every spelling of a JSON value, and `text` itself if it is not JSON."""
+    """Return one text for all spellings of a JSON value, or `text` itself if it is not JSON."""
     return _canonical_short(text) if len(text) <= _SHORT_TEXT else _canonical(text)
 
 
@@ -137,7 +134,7 @@ def joined_parts(parts: Sequence[str]) -> str:
 
 
 def is_expressible(name: object, arguments: object) -> bool:
-    """Whether OpenAI's form can express a call, which needs a name and a JSON object of arguments."""
+    """Return whether OpenAI's form can express a call: a name and a JSON object of arguments."""
     if not isinstance(name, str) or not name or not is_encodable(name) or not isinstance(arguments, dict):
         return False
     try:
@@ -148,12 +145,12 @@ def is_expressible(name: object, arguments: object) -> bool:
 
 
 def is_encodable(text: str) -> bool:
-    """Whether `text` has no lone surrogates, which JSON escapes can produce."""
+    """Return whether `text` has no lone surrogates, which JSON escapes can produce."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def continued(history: list[ChatMessage], messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Return `history` followed by `messages`. Instructions apply to one request, so old ones are dropped."""
+    """Append `messages` to `history`, without the instructions of earlier requests."""
     first = [message for message in messages if message.get("instructions")]
     kept = [message for message in history if not message.get("instructions")]
     return first + kept + messages[len(first) :]
@@ -171,6 +168,5 @@ def _numbers_by_value(value: Any) -> Any:
 
 
 def _call_positions(message: ChatMessage) -> dict[str | None, int]:
-    """Map the id of each tool call to its position."""
     calls = message.get("tool_calls") or ()
     return {call["id"]: position for position, call in enumerate(calls) if call.get("id")}

@@ -1,9 +1,9 @@
-"""`ChatTemplate` renders a model's own Jinja chat template as transformers does, without importing it.
+"""`ChatTemplate` renders a model's Jinja chat template as transformers does, without importing it.
 
 Templates differ in the messages they accept: arguments as an object or as JSON text, missing content as
-"" or None, tool call ids of nine characters. We find out which by rendering one conversation with a
-tool call. The environment copies `transformers.utils.chat_template_utils` (version 5.5), and a test
-compares the two.
+"" or None, tool call ids of nine characters. Rendering one conversation with a tool call shows which.
+The environment copies `transformers.utils.chat_template_utils` (version 5.5), and a test compares the
+two.
 """
 
 from __future__ import annotations
@@ -86,15 +86,15 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""  # noqa: E501
-"""How the system message declares tools if the template does not; the wording of Qwen and Hermes."""
+"""The declaration of tools for templates without one, in the wording of Qwen and Hermes."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """How a template expects messages that call tools."""
+    """The form in which a template expects messages with tool calls."""
 
     empty_content: str | None = ""
-    """The content of a message that has only tool calls."""
+    """The content of a message with only tool calls."""
 
     parsed_arguments: bool = True
     """Whether arguments are an object rather than JSON text."""
@@ -103,7 +103,7 @@ class MessageForm:
     """Whether tool call ids have nine letters or digits (Mistral)."""
 
     tools_in: str = ""
-    """The role of the message that declares the tools as text; empty if the template writes them itself."""
+    """The role of the message that declares the tools as text, or empty if the template writes them."""
 
     def of(self, message: ChatMessage) -> dict[str, Any]:
         given = {name: value for name, value in message.items() if name in _FIELDS}
@@ -137,12 +137,11 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """`templates` maps names to Jinja sources: `default`, and `tool_use` if requests with tools have
-        their own.
+        another. `origin` is the file for error messages, and `clock` gives the time that templates may
+        write.
 
-        `tokens` are the special tokens that templates see, `origin` is the file for error messages,
-        `clock` gives the time that templates may write, and `kwargs` are further variables. Raises
-        ConfigError if a template does not compile, if there is no `default`, or if the template does
-        not use one of `kwargs`.
+        Raises ConfigError if a template does not compile, if there is no `default`, or if the template
+        does not use one of `kwargs`.
         """
         if "default" not in templates:
             names = ", ".join(sorted(templates))
@@ -173,10 +172,9 @@ class ChatTemplate:
         generation: bool,
         now: datetime | None = None,
     ) -> str:
-        """Render the conversation; with `generation`, including the header of the assistant's next reply.
+        """Render the conversation, with `generation` including the header of the assistant's next reply.
 
-        `now` is the time that the template may write. Raises GatewayError 400 for messages that it
-        refuses.
+        Raises GatewayError 400 for messages that the template refuses.
         """
         try:
             return self._rendered(messages, tools, generation, self.form, now or self._clock())
@@ -209,8 +207,8 @@ class ChatTemplate:
         )
 
     def _find_form(self) -> MessageForm:
-        """Return the first form in which the template writes a tool call and its result. If it does not
-        write tools at all, they become text."""
+        """Return the first form in which the template writes a tool call and its result, or a textual
+        form."""
         if self._writes_tools():
             for content, parsed, short in product(("", None), (True, False), (False, True)):
                 form = MessageForm(content, parsed, short)
@@ -225,7 +223,7 @@ class ChatTemplate:
         return MessageForm()
 
     def _writes_tools(self) -> bool:
-        """Whether the template writes tools itself. Some do so only with a system message or a call."""
+        """Return whether the template writes tools. Some do so only with a system message or a call."""
         system: ChatMessage = {"role": "system", "content": "probe_system"}
         conversations = (PROBE_CALL[:1], [system, *PROBE_CALL[:1]])
         return any(PROBE_TOOL_NAME in self._probed(messages, MessageForm()) for messages in conversations)
@@ -241,14 +239,14 @@ _REFUSALS = (
     jinja2.TemplateError,
     *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError),
 )
-"""What rendering may raise for messages that a template does not expect."""
+"""The exceptions of rendering for unexpected messages."""
 
 
 def _as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], role: str) -> list[ChatMessage]:
     """Rewrite a conversation for a template without tools.
 
     The first message of `role` declares the tools. Calls become text of the assistant, and the results
-    of a turn become one text of the user.
+    of a turn one text of the user.
     """
     written: list[ChatMessage] = []
     for number, message in enumerate(messages):
@@ -282,9 +280,9 @@ def _call_text(function: Mapping[str, Any]) -> str:
 
 
 def templates_with_defaults(folder: Path, kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """Return the template files of a model folder, by name, with `kwargs` as the defaults of their arguments.
+    """Return the template files of a model folder by name, with `kwargs` as the defaults of their arguments.
 
-    A checkpoint with these files prompts as in training, wherever it is served. Empty without `kwargs`.
+    A checkpoint with these files prompts as in training wherever it is served. Empty without `kwargs`.
     """
     if not kwargs:
         return {}
@@ -301,7 +299,7 @@ def templates_with_defaults(folder: Path, kwargs: Mapping[str, Any]) -> dict[str
 
 
 def _check_kwargs(kwargs: Mapping[str, Any], source: str, origin: str) -> None:
-    """Raises ConfigError for an argument that the template does not have, or that we set ourselves."""
+    """Raise ConfigError for an argument that the template does not have, or that we set."""
     if not kwargs:
         return
     parsed = _environment().parse(source)

@@ -1,7 +1,7 @@
 """`ClaimBook` is what the gateway needs from the server: it checks keys and stores calls.
 
-The server implements it on its episodes; `testing.MemoryClaimBook` is an in-memory fake. Invariant: a
-call is recorded only for a claim that still holds its lease.
+The server implements it on its episodes; `testing.MemoryClaimBook` is a fake. Invariant: a call is only
+recorded for a claim that holds its lease.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class OpenClaim:
     """The policy version at the time of the claim."""
 
     continues: bool = True
-    """Whether calls may extend any earlier call. False for a model served without episodes, whose calls
-    can extend only calls given to `ClaimBook.keep`."""
+    """Whether calls may extend any earlier call. A model served without episodes extends only calls given
+    to `ClaimBook.keep`."""
 
 
 class ClaimBook(ABC):
@@ -34,30 +34,30 @@ class ClaimBook(ABC):
     async def open(self, key: str) -> OpenClaim:
         """Return the claim of `key` and renew its lease.
 
-        Raises GatewayError: 401 `invalid_api_key` for an unknown key, 409 `claim_lost` with the reason
-        if the claim no longer holds the lease.
+        Raises GatewayError 401 `invalid_api_key` for an unknown key, and 409 `claim_lost` for a lost
+        lease.
         """
 
     async def begin(self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0) -> int:
-        """Reserve the claim's limits before sampling; the lease does not expire until `end`.
+        """Reserve the claim's limits before sampling. The lease does not expire until `end`.
 
-        `num_bytes` is the size of what is recorded besides the samples. Returns how many tokens each
-        sample may have: `max_tokens`, or fewer if the claim has fewer left. Raises GatewayError: 409
-        `claim_lost`, 403 `claim_limit_exceeded` if the claim has used up its calls, tokens or bytes,
-        429 if calls in flight may use them up.
+        `num_bytes` is the size of the record besides the samples. Returns the granted number of tokens
+        per sample, at most `max_tokens`. Raises GatewayError 409 `claim_lost`, 403
+        `claim_limit_exceeded` if the claim has used up its calls, tokens or bytes, and 429 if calls in
+        flight may use them up.
         """
         return max_tokens
 
     def end(  # noqa: B027
         self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0
     ) -> None:
-        """Give back what `begin` reserved; `max_tokens` is the number that it returned."""
+        """Give back what `begin` reserved. `max_tokens` is the number that it returned."""
 
     @abstractmethod
     async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
         """Store the calls of one request durably, all or none, and renew the lease.
 
-        Raises GatewayError 409 `claim_lost`, and stores nothing, if the claim has lost the lease.
+        Raises GatewayError 409 `claim_lost` and stores nothing if the lease is lost.
         """
 
     def keep(self, claim: OpenClaim, calls: Sequence[Call]) -> None:  # noqa: B027
@@ -69,7 +69,7 @@ class ClaimBook(ABC):
 
     @abstractmethod
     async def calls(self, claim: OpenClaim) -> list[Call]:
-        """Return the calls recorded for this claim, oldest first, to restore its session after a restart.
+        """Return the recorded calls of this claim, oldest first, to restore its session after a restart.
 
-        Raises GatewayError 409 `claim_lost` if the claim has lost the lease.
+        Raises GatewayError 409 `claim_lost` if the lease is lost.
         """

@@ -47,7 +47,7 @@ class Gateway:
     """Routes under `/v1`, for the server's application."""
 
     routes: dict[str, Responder]
-    """Maps the whole path of a POST route to its responder."""
+    """Responders of POST routes by path."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Gateway:
         model_names: Sequence[str],
         roles: Mapping[str, NamedModel],
     ) -> None:
-        """`model_names` are the policy's names in the list of models; `roles` maps names to their models."""
+        """`model_names` are the policy's names in the list of models."""
         self._policy = policy
         self._claims = claims
         self._roles = dict(roles)
@@ -105,8 +105,8 @@ class Gateway:
         await (role or self._policy).handle(path, caller, body)
 
     def _named_in(self, body: bytes) -> NamedModel | None:
-        """Return the model of the role that a request names; None for the policy, which also refuses
-        malformed requests."""
+        """Return the model of the role that a request names, or None for the policy and for malformed
+        requests."""
         try:
             name = _READ_NAME(body).model
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -152,12 +152,10 @@ def create_gateway(
     """Create the gateway for the model in `model_folder`, which replies call `model_name`.
 
     `accepted_names` are further names for the policy; if it is empty and there are no roles, any name
-    is accepted. `outside` maps a role to the server that answers for it. `sampled` maps a role to its
-    chat format; `sampler` samples for it. `frozen` roles do not train, so they follow the program's
-    sampling parameters regardless of `sampling.precedence`.
-
-    Raises ConfigError if the folder's tokenizer, config or chat format cannot be used, or if a role has
-    one of the policy's names.
+    is accepted. `outside` maps roles to the servers that answer for them, and `sampled` roles to chat
+    formats for which `sampler` samples. `frozen` roles do not train, so they follow the program's
+    sampling parameters regardless of `sampling.precedence`. Raises ConfigError if the folder's
+    tokenizer, config or chat format is not usable, or if a role has one of the policy's names.
     """
     names = list(dict.fromkeys([model_name, POLICY, model_folder.name, *accepted_names]))
     renderer = ChatRenderer(model_folder, chat_template_kwargs)
@@ -213,7 +211,7 @@ def gateway_of(
 
 
 def _sampled(config: RunConfig, folder: Path) -> dict[str, ChatRenderer]:
-    """Return the chat formats of the roles that the trainer samples for; `folder` is the policy's."""
+    """Return the chat formats of the roles for which the trainer samples."""
     found: dict[str, ChatRenderer] = {}
     for name, role in config.episode_roles.items():
         if role.kind == "outside":

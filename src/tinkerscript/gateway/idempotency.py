@@ -1,19 +1,17 @@
 """`IdempotencyCache` finds requests that repeat an earlier one and should get its reply.
 
-A request is a repetition in two cases; in every other case both requests are sampled:
+A request is a repetition in two cases; otherwise it is sampled:
 
-1. Both have the same `Idempotency-Key`. While the first one is in flight, others wait for it; if it
-   fails, one of them takes its place. Once it is recorded, they get the recorded reply, even after a
-   restart of the server, because calls store the key. The same key with another body is refused with
-   422.
-2. The later one is marked as a retry (`x-stainless-retry-count` above 0, as set by OpenAI's and
-   Anthropic's clients) and has the same body, byte for byte, as a request that was recorded but whose
-   client disconnected before the reply was sent. A retry waits while such a request is being recorded.
-   Each original serves one retry, and none after a restart.
+1. It has the `Idempotency-Key` of an earlier one. While that is in flight, others wait; if it fails,
+   one of them takes its place. After it is recorded they get the recorded reply, even after a restart,
+   because calls store the key. The key with another body is refused with 422.
+2. It is marked as a retry (`x-stainless-retry-count` above 0, from OpenAI's and Anthropic's clients)
+   and has the same body as a request that was recorded after its client had disconnected. A retry waits
+   while such a request is being recorded. Each original serves one retry, and none after a restart.
 
-If the client disconnects during sampling, sampling stops and nothing is recorded, so a retry is
-sampled. A reply that cannot be reproduced (`recorded_completion`) is sampled again. Memory is bounded
-per claim and freed with it.
+A client that disconnects during sampling stops it and nothing is recorded, so that a retry is sampled.
+So is a reply that cannot be reproduced (`recorded_completion`). Memory is bounded per claim and freed
+with it.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ _DIGEST_BYTES = 16
 
 class RequestFingerprint(msgspec.Struct, frozen=True):
     key: str
-    """The `Idempotency-Key`, or ""."""
 
     is_retry: bool
     digest: str
@@ -53,30 +50,30 @@ class RequestFingerprint(msgspec.Struct, frozen=True):
 class Attempt:
     fingerprint: RequestFingerprint
     call_id: str | None = None
-    """Id of the first choice's call, once all choices are recorded."""
+    """The id of the first choice's call, after all choices are recorded."""
 
     is_recording: bool = False
-    """Whether the sample is complete, so that it is recorded even if the client disconnects."""
+    """Whether the sample is complete, and is recorded even if the client disconnects."""
 
     delivered: bool = False
     """Whether the client was still connected when the reply was sent."""
 
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the attempt ends, successfully or not."""
+    """Set when the attempt ends, even by an error."""
 
 
 class IdempotencyCache:
     def __init__(self, calls: Iterable[Call] = ()) -> None:
-        """Restore the keys of `calls`, which the claim recorded before a restart, oldest first."""
+        """Restore the keys of `calls`, recorded before a restart, oldest first."""
         self._in_flight: dict[str, Attempt] = {}
 
         self._keyless: list[Attempt] = []
 
         self._recorded: OrderedDict[str, tuple[str, str]] = OrderedDict()
-        """Idempotency key -> digest of the request, id of the first choice's call."""
+        """The request's digest and the id of the first choice's call, by idempotency key."""
 
         self._undelivered: OrderedDict[str, str] = OrderedDict()
-        """Id of the first choice's call -> digest of the request."""
+        """The request's digest by the id of the first choice's call."""
 
         for call in calls:
             if call.idempotency_key:
@@ -149,7 +146,7 @@ def _is_being_recorded(original: Attempt, retry: RequestFingerprint) -> bool:
 
 
 def choice_id(call_id: str, index: int) -> str:
-    """Return the call id of one choice of a request. The first choice's id is the reply's id."""
+    """Return the call id of one choice. The first choice's is the reply's id."""
     return f"{call_id}-{index}" if index else call_id
 
 

@@ -39,17 +39,16 @@ from tinkerscript.rollouts.call import calls_of, utf8_size
 ENCODER = msgspec.json.Encoder()
 
 _Handler = Callable[[Any, Caller, bytes], Awaitable[None]]
-"""Takes a dialect, a caller, and the request's body."""
 
 
 _IDS = random.Random()
-"""Makes call ids. It is seeded once, because `uuid4` would cost a system call per id."""
+"""A generator of call ids. `uuid4` would cost a system call per id."""
 
 UNCOUNTED_STATUSES = frozenset({409, 429, 503, 504})
-"""Statuses that do not count as failed calls: the claim was lost, or the engine was away or busy."""
+"""Statuses of a lost claim or a busy engine, which do not count as failed calls."""
 
 LONG_BODY = 2**18
-"""Requests of at least this many bytes are read in a thread; reading one takes half a millisecond."""
+"""The length in bytes from which a request is parsed in a thread, which takes half a millisecond."""
 
 
 @dataclass(slots=True)
@@ -60,13 +59,13 @@ class ClaimState:
     in_flight: int = 0
 
     failed: int = 0
-    """Calls that were refused or failed in the engine."""
+    """The number of calls that were refused or failed in the engine."""
 
     @contextmanager
     def answering(self) -> Generator[None]:
         """Count a call as in flight, and as failed if it raises.
 
-        Raises GatewayError: 403 after too many failed calls, 429 for too many at once.
+        Raises GatewayError 403 after too many failed calls, and 429 for too many at once.
         """
         if self.failed >= FAILED_CALLS.limit:
             raise FAILED_CALLS.refusal(self.failed + 1)
@@ -89,13 +88,12 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     call: ModelCall
     session: Session
     turns: list[Turn]
-    """One per prompt; messages make one prompt."""
+    """One turn per prompt. Messages make one prompt."""
 
     header: ReplyHeader
     attempt: Attempt
 
     def recorded_fields(self, turn: Turn) -> dict[str, Any]:
-        """Return the fields of a recorded call that come from the request and its turn."""
         fingerprint = self.attempt.fingerprint
         return {
             "parent_id": turn.parent.call_id if turn.parent else None,
@@ -108,7 +106,6 @@ class PreparedRequest(msgspec.Struct, frozen=True):
         }
 
     def recorded_bytes(self, number: int = 0) -> int:
-        """Return how many bytes a turn and its choices record besides the samples."""
         turn, texts = self.turns[number], self.turns[number].texts
         return self.call.n * len(turn.new_prompt) + sum(map(utf8_size, texts))
 
@@ -117,7 +114,8 @@ class NamedModel(ABC):
     def __init__(
         self, name: str, claims: ClaimBook, renderer: ConversationRenderer, *, role: str = ""
     ) -> None:
-        """`name` is what replies call the model; `role` is recorded with its calls, empty for the policy."""
+        """`name` is the model's name in replies. `role` is recorded with the calls, and empty for the
+        policy."""
         self.name = name
         self.role = role
         self.max_context: int | None = None
@@ -145,18 +143,16 @@ class NamedModel(ABC):
         self._states.pop((episode_uuid, attempt), None)
 
     @abstractmethod
-    def _check(self, call: ModelCall) -> None:
-        """Raise GatewayError for a call that this model cannot answer."""
+    def _check(self, call: ModelCall) -> None: ...
 
     @abstractmethod
     async def _completed(
         self, prepared: PreparedRequest, caller: Caller, live: StreamedReply | None
     ) -> Completion | None:
-        """Make and record the completion while `live` streams it; None if the caller disconnects first."""
+        """Make and record the completion while `live` streams it. None if the caller disconnects first."""
 
     @abstractmethod
-    def _streamed(self, dialect: Dialect[Any], call: ModelCall, header: ReplyHeader) -> StreamedReply:
-        """Return a stream for the reply to `call`, with nothing sent yet."""
+    def _streamed(self, dialect: Dialect[Any], call: ModelCall, header: ReplyHeader) -> StreamedReply: ...
 
     @abstractmethod
     async def _recorded(self, state: ClaimState, call: ModelCall, call_id: str) -> Completion | None:
@@ -189,11 +185,11 @@ class NamedModel(ABC):
             await caller.send_events(live.failure(error), last=True)
 
     async def _answer(self, dialect: Dialect[Any], caller: Caller, body: bytes) -> None:
-        """Sample, or repeat a recorded reply, once no request with the same key is in flight.
+        """Sample, or repeat a recorded reply, after requests with the same key have ended.
 
-        Each step yields to the event loop, so requests that arrive together run the same step one after
-        another. Other tasks run in between, and a step's code is in the processor's caches for all but
-        the first request, which saves a fifth of the time per request.
+        Each step yields to the event loop, so that requests that arrive together run the same step one
+        after another. Its code then stays in the processor's caches, which saves a fifth of the time
+        per request.
         """
         claim = await self._claims.open(caller.key)
         state = await self._state(claim)
@@ -300,7 +296,7 @@ def _read(dialect: Dialect[Any], caller: Caller, body: bytes) -> tuple[RequestFi
 
 
 def _dialects(renderer: ConversationRenderer) -> Iterator[Dialect[Any]]:
-    """Yield every wire format for one model's tokenizer, also in agent mode where that exists."""
+    """Yield every wire format for a tokenizer, also in agent mode where it exists."""
     for dialect in DIALECTS:
         yield dialect(renderer.tokenizer)
         if dialect.path in AGENT_FIELDS:
@@ -308,6 +304,6 @@ def _dialects(renderer: ConversationRenderer) -> Iterator[Dialect[Any]]:
 
 
 def route_of(dialect: Dialect[Any], *, counts: bool = False) -> str:
-    """Return the whole path of a dialect's requests, or with `counts`, of its token counting."""
+    """Return the path of a dialect's requests, or of its token counting with `counts`."""
     path = dialect.count_path if counts and isinstance(dialect, TokenCounter) else dialect.path
     return (AGENT_PREFIX if dialect.agent_mode else "") + path

@@ -1,7 +1,7 @@
 """`OutsideModel` answers the calls of a role from an outside server.
 
-We only know its text, so its calls are recorded without ids and never train. Invariants: every answer
-of the server is recorded and counts toward the claim's limits, even if its caller has disconnected;
+Only the text of an answer is known, so its calls are recorded without ids and never train. Invariants:
+every answer is recorded and counts toward the claim's limits, even if its caller has disconnected;
 request fields that need token ids are refused.
 """
 
@@ -35,24 +35,25 @@ from tinkerscript.rollouts.call import FOREIGN_POLICY, Call
 from tinkerscript.tokenizer import LightTokenizer
 
 REPLY_TOKENS = 4096
-"""Maximum tokens of a reply if the program sets none."""
+"""The maximum length of a reply if the program sets none."""
 
 MAX_TIMEOUTS = 16
-"""Requests of one claim that may time out. They are limited because a server may charge for them, although
-they are not recorded."""
+"""Requests of one claim that may time out. They are limited because a server may charge for them without
+an answer to record."""
 
 
 logger = logging.getLogger(__name__)
 
 
 class TextOnly:
-    """A renderer that produces no ids: an outside model's tokenizer is unknown."""
+    """A renderer without ids, because an outside model's tokenizer is unknown."""
 
     uses_template = False
     max_context = 2**31
 
     def __init__(self, tokenizer: LightTokenizer) -> None:
-        """`tokenizer` is the policy's. The dialects require one, but no request to this model uses it."""
+        """The dialects require a tokenizer, so `tokenizer` is the policy's. No request to this model uses
+        it."""
         self.tokenizer = tokenizer
 
     def render(self, messages: list[ChatMessage], tools: list[Tool]) -> list[int]:

@@ -1,6 +1,6 @@
-"""`OutsideServer` requests chat completions from the OpenAI-compatible server of a role.
+"""`OutsideServer` requests chat completions from a role's OpenAI-compatible server.
 
-Invariants: the key is sent only to this server, in the `Authorization` header. At most `IN_FLIGHT`
+Invariants: the key is only sent to this server, in the `Authorization` header. At most `IN_FLIGHT`
 requests are open, and redirects are not followed.
 
 Source: https://platform.openai.com/docs/api-reference/chat
@@ -27,7 +27,7 @@ class OutsideReply(Struct, kw_only=True):
     message: ChatMessage
     finish_reason: FinishReason
     tokens: tuple[int, int]
-    """Prompt and reply tokens as counted by the server; 0 if it does not count them."""
+    """Prompt and reply tokens as counted by the server, or 0."""
 
 
 class _Function(Struct):
@@ -67,13 +67,13 @@ class _Body(Struct):
 
 
 IN_FLIGHT = 64
-"""Open requests per role's server, of all gateway processes together."""
+"""Open requests per role's server, over all gateway processes."""
 
 _READ_BODY = msgspec.json.Decoder(_Body).decode
 
 
 class OutsideServer:
-    """The server of one role. Raises only GatewayError, which names the role and never the address."""
+    """The server of one role. It only raises GatewayError, which contains the role but not the address."""
 
     def __init__(
         self,
@@ -84,7 +84,6 @@ class OutsideServer:
         timeout_s: float,
         in_flight: int = IN_FLIGHT,
     ) -> None:
-        """`timeout_s` limits one request, `in_flight` the number of open requests."""
         self._model = config.model
         self._length_field = "max_tokens"
         self._upstream = Upstream(
@@ -107,8 +106,8 @@ class OutsideServer:
     ) -> OutsideReply:
         """Send a chat request and return the answer. `report` gets new reasoning and text as they arrive.
 
-        Raises GatewayError: 400 if the server refuses the request, 503 if it should be retried, 504
-        after the timeout, 502 for a malformed reply.
+        Raises GatewayError 400 if the server refuses the request, 503 if it should be retried, 504
+        after the timeout, and 502 for a malformed reply.
         """
         body: dict[str, Any] = {"model": self._model, **request}
         if report:
@@ -204,10 +203,9 @@ def _tool_call(position: int, call: _ToolCall) -> dict[str, Any]:
 async def outside_servers(
     config: RunConfig, environ: Mapping[str, str], *, processes: int = 1
 ) -> AsyncGenerator[dict[str, OutsideServer]]:
-    """Create the outside servers of a run, by role. Leaving the context closes their connections.
+    """Open the outside servers of a run, by role.
 
-    `processes` is how many processes share the limit of open requests. Raises ConfigError for a key
-    that is not set.
+    `processes` share the limit of open requests. Raises ConfigError for a key that is not set.
     """
     async with AsyncExitStack() as stack:
         servers: dict[str, OutsideServer] = {}

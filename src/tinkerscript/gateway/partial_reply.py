@@ -1,8 +1,8 @@
 """`PartialReply` reads the text of a reply while its ids are still being sampled.
 
 Invariant: the text returned so far is a prefix of what `ChatRenderer.parse` or `text` returns for all
-ids. Where that is uncertain (a tool call that may turn out malformed, a format that can only be read
-whole), no more text is returned. Time is linear in the number of ids.
+ids. Where that is uncertain, as in a possibly malformed tool call, no more text is returned. Time is
+linear in the number of ids.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _State(Enum):
 
 
 class PartialReply:
-    """Feed it ids, and it returns the text that can no longer change."""
+    """Reads ids and returns the text that can no longer change."""
 
     def __init__(
         self,
@@ -39,10 +39,8 @@ class PartialReply:
         cut_at: Sequence[str] = (),
         plain: bool = False,
     ) -> None:
-        """`tool_calls` and `cut_at` are as in `ParseOptions`; `plain` means that all text is content.
-
-        Without `plain` and without a `reply_format`, no text is returned.
-        """
+        """`tool_calls` and `cut_at` are as in `ParseOptions`. With `plain` all text is content; without it
+        and without a `reply_format`, no text is returned."""
         self._token_bytes = token_bytes
         self._format = reply_format or ReplyFormat()
         calls = self._format.calls if tool_calls and not plain else None
@@ -62,7 +60,7 @@ class PartialReply:
         """Text that may be part of a marker."""
 
     def feed(self, ids: Iterable[int]) -> tuple[str, str]:
-        """Return the new reasoning and content that can no longer change; either may be empty."""
+        """Return the new reasoning and content that can no longer change."""
         reasoning, content = list[str](), list[str]()
         for token in ids:
             if self._state is _State.UNDECIDED:
@@ -117,10 +115,8 @@ class PartialReply:
             self._state = _State.UNDECIDED
 
     def _taken(self, markers: Sequence[str]) -> tuple[str, str]:
-        """Take the text before the first of `markers`, or before a possible start of one.
-
-        Returns the text and the marker that follows it, or "".
-        """
+        """Return the text before the first of `markers` or before a possible start of one, and that marker
+        or ""."""
         found = min(
             ((at, marker) for marker in markers if (at := self._text.find(marker)) >= 0), default=None
         )
@@ -147,7 +143,6 @@ class _StablePrefix:
         self._longest = max((len(stop) for stop in cut_at), default=1)
         self._held = ""
         self._blank = strip
-        """Whether the text is only white space so far."""
 
         self._leading = strip
         """Whether nothing was returned so far, so that leading white space is dropped."""
@@ -173,7 +168,6 @@ class _StablePrefix:
         return self._returned(stable)
 
     def _begun(self, text: str) -> str:
-        """Return `text` once the reply has anything but white space."""
         self._blank = not text.strip()
         if not self._blank:
             return text
@@ -183,7 +177,6 @@ class _StablePrefix:
         return ""
 
     def end(self) -> str:
-        """Return the rest of a complete text."""
         if self._ended:
             return ""
         self._ended = True

@@ -52,8 +52,8 @@ from tinkerscript.tokenizer import (
 QWEN3_TYPES = frozenset({"qwen3", "qwen3_moe"})
 
 LONG_TEXT = 100
-"""Texts of at least this many characters are encoded after rendering. Renderers search shorter ones, such
-as the header of a reply, for ids."""
+"""The length in characters from which a text is encoded after rendering. Renderers search shorter texts,
+such as the header of a reply, for ids."""
 
 PROBE_CONVERSATIONS: list[tuple[list[ChatMessage], list[Tool]]] = [
     (PROBE_CALL[:1], []),
@@ -67,7 +67,7 @@ PROBE_CONVERSATIONS: list[tuple[list[ChatMessage], list[Tool]]] = [
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """Ids of the markers around reasoning and tool calls in Qwen3's format."""
+    """The ids of the markers around reasoning and tool calls in Qwen3's format."""
 
     think: int
     think_end: int
@@ -76,16 +76,14 @@ class Markers:
 
 
 class _Unencoded(int):
-    """A placeholder id for a text that is not encoded yet."""
-
     text: str
 
 
 class _DeferringTokenizer:
     """A tokenizer that leaves long texts unencoded until `encoded` fills them in.
 
-    Renderers attribute every id to a message, which takes a fifth of the time of a long prompt, and we
-    do not use the result. With placeholders, they handle one id per long text.
+    Renderers attribute every id to a message, which takes a fifth of the time of a long prompt and is
+    not needed. With a placeholder they handle one id per long text.
     """
 
     def __init__(self, tokenizer: LightTokenizer) -> None:
@@ -120,10 +118,10 @@ class ParseOptions(msgspec.Struct, frozen=True):
     """If false, the markup of tool calls stays in the content."""
 
     cut_at: Sequence[str] = ()
-    """Stop strings at which the text is cut. The sampled ids are not cut."""
+    """Stop strings at which the text, but not the ids, is cut."""
 
     tools: Sequence[Tool] = ()
-    """The request's tools. Some formats need their schemas to tell strings from numbers."""
+    """The request's tools, with schemas that some formats need to tell strings from numbers."""
 
 
 class ChatRenderer:
@@ -136,8 +134,8 @@ class ChatRenderer:
     def __init__(self, folder: Path, template_kwargs: Mapping[str, Any] | None = None) -> None:
         """Choose the renderer for the model in `folder` and pass `template_kwargs` to its chat template.
 
-        Raises ConfigError if the folder cannot be read, if the model has neither renderer nor chat
-        template, or if the template does not have one of the arguments.
+        Raises ConfigError if the folder is unreadable, if the model has neither renderer nor chat
+        template, or if the template lacks one of the arguments.
         """
         self.template_kwargs = dict(template_kwargs or {})
         """Arguments of the chat template, which determine the prompts."""
@@ -152,10 +150,10 @@ class ChatRenderer:
         if self._renderer is None and self._template is None:
             raise _no_renderer(folder)
         self.reply_format = _format_of(self._renderer, self._template)
-        """How to read replies; None if only the renderer can, and only whole replies."""
+        """The format of replies, or None if only the renderer can read them, and only whole."""
 
         self.markers = _markers(self.tokenizer) if isinstance(self._renderer, Qwen3Renderer) else None
-        """Ids of the markers for grammars; None if they are unknown for this format."""
+        """The ids of markers for grammars, or None if unknown."""
 
         self.max_context = context_of(folder)
 
@@ -174,9 +172,9 @@ class ChatRenderer:
         return self._template
 
     def render(self, messages: list[ChatMessage], tools: list[Tool]) -> list[int]:
-        """Return the prompt ids [P] of a conversation, including the header of the assistant's next message.
+        """Return the prompt ids [P] of a conversation, with the header of the assistant's next message.
 
-        Raises GatewayError 400 for messages or tools that the model's chat format cannot express.
+        Raises GatewayError 400 for messages or tools that the chat format cannot express.
         """
         given, specs = self._marked(messages, tools)
         unmarked = given is messages and specs is tools
@@ -198,9 +196,9 @@ class ChatRenderer:
     ) -> list[int] | None:
         """Return the ids to append to `tail + sampled` so that the assistant replies to `messages` next.
 
-        `tail` is only the last turn's prompt, so the cost does not grow with the number of turns.
-        `history` returns the whole conversation including the sampled reply, which chat templates need.
-        Returns None if the chat format cannot continue from there.
+        `tail` is only the last turn's prompt, so that the cost does not grow with the number of turns.
+        `history` returns the whole conversation with the sampled reply, which chat templates need.
+        Returns None if the chat format cannot continue.
         """
         if self._renderer is None:
             conversation = history()
@@ -212,8 +210,8 @@ class ChatRenderer:
         given = self.tokenizer.escaper.messages(messages)
         new_ids = self._bridge(tail, sampled, given, tools)
         if new_ids is None and self._ends_in_reasoning(sampled):
-            # The renderer refuses to continue a turn that it would not have written. Only the turn's
-            # end matters for what follows, so we pass that alone.
+            # The renderer refuses to continue a turn that it would not have written. Only the end of
+            # the turn matters for what follows.
             new_ids = self._bridge(tail, sampled[-1:], given, tools)
         return new_ids and self._checked(new_ids, given is messages)
 
@@ -243,7 +241,6 @@ class ChatRenderer:
         return self._deferring.encoded(ids)
 
     def _marked(self, messages: list[ChatMessage], tools: list[Tool]) -> tuple[list[ChatMessage], list[Tool]]:
-        """Mark the special tokens in the texts of both."""
         escaper = self.tokenizer.escaper
         return escaper.messages(messages), escaper.marked(tools, tools) if tools else tools
 
@@ -273,10 +270,8 @@ class ChatRenderer:
         return ids
 
     def parse(self, sampled: list[int], options: ParseOptions) -> ChatMessage:
-        """Return the assistant message in `sampled` [R], without losing any text.
-
-        Malformed tool calls and the text between calls stay in the content.
-        """
+        """Return the assistant message in `sampled` [R], without losing text. Malformed tool calls stay
+        content."""
         ids = self._before_stop(sampled)
         if self.reply_format is not None:
             read = self.reply_format.read(
@@ -291,8 +286,7 @@ class ChatRenderer:
         return _message(content, parsed.reasoning_content or "", named, options.cut_at)
 
     def partial(self, options: ParseOptions) -> PartialReply:
-        """Return a reader for a reply that is still being sampled; its text is a prefix of what `parse`
-        returns."""
+        """Return a reader for an incomplete reply. Its text is a prefix of what `parse` returns."""
         return PartialReply(
             self.tokenizer.token_bytes,
             self.reply_format,
@@ -314,7 +308,8 @@ class ChatRenderer:
         return sampled[:end]
 
     def _content(self, ids: list[int], parsed: ParsedResponse, calls: list[ParsedToolCall]) -> str:
-        """Return the text outside `calls`; renderers return only the text before the first attempted call."""
+        """Return the text outside `calls`, because renderers only return the text before the first
+        attempt."""
         spans = [attempt.token_span for attempt in parsed.tool_calls if attempt.token_span is not None]
         position = spans[0][0] if spans else len(ids)
         parts = [parsed.content]
@@ -338,7 +333,7 @@ def _library_renderer(
 ) -> Renderer | None:
     """Return the model's renderer from `renderers`, or None if none matches the template.
 
-    Raises ConfigError if no renderer fits and there is no template.
+    Raises ConfigError if there is no template either.
     """
     for config, name in _candidates(folder, template_kwargs):
         deferring.tokenizer.name_or_path = name or str(folder)
@@ -382,9 +377,9 @@ def _candidates(
 
 
 def _writes_history_alike(config: RendererConfig) -> bool:
-    """Whether the renderer must match the template for a history without reasoning.
+    """Return whether the renderer must match the template for a history without reasoning.
 
-    With thinking disabled it does not: the empty reasoning that opens each prompt stays in the history.
+    With thinking disabled it need not: the empty reasoning that opens each prompt stays in the history.
     """
     return not isinstance(config, Qwen3RendererConfig) or config.enable_thinking
 
@@ -392,7 +387,8 @@ def _writes_history_alike(config: RendererConfig) -> bool:
 def _fits(
     renderer: Renderer, deferring: _DeferringTokenizer, template: TemplateRendering, *, has_history: bool
 ) -> bool:
-    """Whether the renderer writes the template's ids for every probe conversation that the template accepts.
+    """Return whether the renderer writes the template's ids for the probe conversations that the template
+    accepts.
 
     Without `has_history`, conversations with assistant messages are skipped.
     """
@@ -442,7 +438,6 @@ def _is_complete(call: ParsedToolCall) -> bool:
 
 
 def _message(content: str, reasoning: str, calls: Sequence[NamedCall], cut_at: Sequence[str]) -> ChatMessage:
-    """Build the message of a reply, stripping the white space around its texts."""
     message: ChatMessage = {"role": "assistant", "content": _cut_and_stripped(content, cut_at)}
     if reasoning.strip():
         message["reasoning_content"] = _cut_and_stripped(reasoning, cut_at)
@@ -460,7 +455,7 @@ def _openai_tool_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_and_stripped(text: str, stops: Sequence[str]) -> str:
-    """Cut `text` at the first stop string and strip its start; also strip its end if nothing was cut."""
+    """Cut `text` at the first stop string and strip it. The end is only stripped if nothing was cut."""
     cut = _cut_at_stops(text, stops)
     return text.strip() if cut == text else cut.lstrip()
 

@@ -1,8 +1,8 @@
-"""How model families write reasoning and tool calls, and how to read a reply's text.
+"""The formats of reasoning and tool calls by model family, and the parser of a reply's text.
 
 Replies are read by their text, as inference servers do: a model that spells out `<tool_call>` calls a
-tool. Invariant: no text is lost. What is neither reasoning nor part of a complete call stays content,
-including calls whose name or arguments OpenAI's form cannot express.
+tool. Invariant: no text is lost. Everything but reasoning and complete calls stays content, including
+calls that OpenAI's form cannot express.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class ReadReply:
-    """The parts of a reply, with the white space around them."""
+    """The parts of a reply, with their white space."""
 
     content: Sequence[str]
     """The texts outside the calls."""
@@ -57,7 +57,7 @@ class CallFormat:
     """Each call starts with one of these."""
 
     blocks: Callable[[str, Mapping[str, Any]], Iterator[Block]]
-    """Yields the complete calls in a text, in order, given the schemas of the tools by name."""
+    """A function that yields the complete calls in a text, given the schemas of the tools by name."""
 
     bare: str = ""
     """Characters that start a call without an opener."""
@@ -70,13 +70,13 @@ class ReplyFormat:
     """Whether the prompt ends inside reasoning."""
 
     calls: CallFormat | None = None
-    """None if we do not know how the model calls tools, so calls stay text."""
+    """The format of calls, or None if it is unknown, so that calls stay text."""
 
     harmony: bool = False
     """Whether replies consist of messages on channels (gpt-oss)."""
 
     one_call: bool = False
-    """Whether the chat template can write only one call. A reply with several then stays text."""
+    """Whether the chat template can only write one call. A reply with several then stays text."""
 
     @property
     def reads_calls(self) -> bool:
@@ -105,7 +105,7 @@ class ReplyFormat:
         return ReadReply([*content, rest[position:]], reasoning, calls)
 
     def split_reasoning(self, text: str) -> tuple[str, str, bool]:
-        """Return the reasoning, the text after it, and whether the reasoning is over or absent."""
+        """Return the reasoning, the text after it, and whether the reasoning has ended or is absent."""
         opener, closer = self.thinking
         body = text.lstrip()
         if body.startswith(opener):
@@ -121,8 +121,8 @@ class ReplyFormat:
 def reply_format(written_call: str, prompt: str, *, source: str, one_call: bool = False) -> ReplyFormat:
     """Return the format of a chat template.
 
-    `written_call` is what the template writes for a call of PROBE_TOOL, `prompt` is any of its prompts,
-    `source` is the template itself, and `one_call` says that it cannot write two calls.
+    `written_call` is the template's text for a call of PROBE_TOOL, `prompt` any prompt, `source` the
+    template, and `one_call` says that it cannot write two calls.
     """
     if "<|channel|>" in source and "<|message|>" in source:
         return ReplyFormat(harmony=True)
@@ -205,7 +205,7 @@ def _types(schema: Any) -> dict[str, Any]:
 
 
 def _typed(text: str, declared: Any) -> Any:
-    """Convert an unquoted argument: text if declared as a string, otherwise JSON if it is valid JSON."""
+    """Convert an unquoted argument: text if declared as a string, otherwise JSON if valid."""
     if declared == "string":
         return text
     try:

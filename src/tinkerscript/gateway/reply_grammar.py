@@ -1,9 +1,8 @@
-"""`constraint_of` expresses a request's requirements on the form of its reply as a grammar over token ids.
+"""`constraint_of` expresses a request's requirements on the reply's form as a grammar over token ids.
 
-Invariant: `ChatRenderer.parse` reads every complete reply that the grammar allows as what was required.
-Nothing is added to the prompt.
-
-The grammars use llguidance's Lark dialect, where `<[7]>` is the token with id 7.
+Invariant: `ChatRenderer.parse` reads every complete reply of the grammar as what was required. Nothing
+is added to the prompt. The grammars use llguidance's Lark dialect, in which `<[7]>` is the token with
+id 7.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ JsonSchema = dict[str, Any]
 
 
 def constraint_of(call: ModelCall, markers: Markers | None, stop_ids: Sequence[int]) -> Constraint | None:
-    """Return the constraint that `call` needs, if any.
+    """Return the constraint for `call`, if any.
 
     Raises GatewayError 400 for tool calls in a chat format with unknown markers.
     """

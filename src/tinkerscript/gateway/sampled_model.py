@@ -1,7 +1,7 @@
 """`SampledModel` answers calls by sampling, and records every call as token ids.
 
-Invariants: a request that failed or was abandoned records nothing. A completion is made only after all
-its calls are recorded, and making it again from the record gives the same completion.
+Invariants: a request that failed or was abandoned records nothing. A completion is made after its calls
+are recorded, and the record reproduces it.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class SampledModel(NamedModel):
         accepted_names: Collection[str] | None = None,
         other_names: Collection[str] = (),
     ) -> None:
-        """`role` is empty for the policy. `accepted_names` are what requests may call the model; None
-        accepts anything. `other_names` are the names of other models, for the error message."""
+        """`accepted_names` are what requests may call the model, where None accepts anything.
+        `other_names` are names of other models, for the error message."""
         super().__init__(name, claims, renderer, role=role)
         self._sampler = sampler
         self._renderer = renderer
@@ -100,7 +100,7 @@ class SampledModel(NamedModel):
 
     @asynccontextmanager
     async def _granted(self, prepared: PreparedRequest) -> AsyncGenerator[list[SampleRequest]]:
-        """Yield one request per prompt, with its length limited to what the claim has left."""
+        """Yield one request per prompt, shortened to what the claim has left."""
         granted: list[tuple[SampleRequest, int]] = []
         try:
             for number, request in enumerate(self._requests(prepared)):
@@ -139,7 +139,7 @@ class SampledModel(NamedModel):
         return StreamedReply(dialect.events(call, header), messages, frozenset(self._extra_stops(call)))
 
     def _requests(self, prepared: PreparedRequest) -> list[SampleRequest]:
-        """Return one request per prompt, with the config's values for whatever the caller did not set."""
+        """Return one request per prompt, with the config's values for fields that the caller did not set."""
         call, renderer = prepared.call, self._renderer
         max_tokens = self._sampling.reply_tokens if call.max_tokens is None else call.max_tokens
         if call.logprobs:
@@ -171,9 +171,10 @@ class SampledModel(NamedModel):
         return self._renderer.partial(ParseOptions(call.parse_tool_calls, call.stop))
 
     async def _record(self, prepared: PreparedRequest, results: Sequence[SampleResult]) -> Completion:
-        """Record what was sampled for each prompt.
+        """Record the samples of each prompt.
 
-        Raises GatewayError: 502 if the engine returned the wrong number of sequences, 409 `claim_lost`.
+        Raises GatewayError 502 if the engine returned the wrong number of sequences, and 409
+        `claim_lost`.
         """
         call, header = prepared.call, prepared.header
         for result in results:
@@ -190,7 +191,7 @@ class SampledModel(NamedModel):
             self._call(choice_id(header.call_id, number), prepared, turn, *sampled, message)
             for number, (turn, sampled, message) in enumerate(zip(turns, sequences, messages, strict=True))
         ]
-        # All choices or none: a failed request must leave nothing to train on.
+        # A failed request must leave nothing to train on, so all choices are recorded or none.
         await self._claims.record(prepared.claim, recorded)
         choices: list[Choice] = []
         for turn, (_, sequence), message, made in zip(turns, sequences, messages, recorded, strict=True):
@@ -209,7 +210,6 @@ class SampledModel(NamedModel):
         )
 
     def _distribution(self, call: ModelCall) -> dict[str, Any]:
-        """Return the sampling parameters, as a request and a recorded call have them."""
         own = self._sampling.temperature
         if self._sampling.precedence == "run":
             return {"temperature": own}
@@ -222,7 +222,7 @@ class SampledModel(NamedModel):
         }
 
     def _extra_stops(self, call: ModelCall) -> list[int]:
-        """Return ids that end a reply to `call` without being part of its text."""
+        """Return ids that end a reply without being part of its text."""
         return [token for token in call.stop_token_ids if token not in self._renderer.stop_token_ids]
 
     def _parse(self, call: ModelCall, sequence: SampledSequence) -> ChatMessage:
@@ -246,8 +246,7 @@ class SampledModel(NamedModel):
         constrained, logprob_kind = sequence.constrained, result.logprob_kind
         messages, tools = ("", "") if choice_index(call_id) % call.n else turn.texts
         if is_constrained(call) and not constrained:
-            # The sampler honored the constraint without reporting where it applied, or which logprobs
-            # it returns.
+            # The sampler did not report where it applied the constraint, or which logprobs it returns.
             constrained = bytes([TokenConstraint.UNKNOWN]) * (len(sequence.sampled) // 4)
             logprob_kind = "unknown"
         spans = sequence.spans or [(result.policy_version, 0)]
@@ -286,10 +285,10 @@ def unknown_model(name: str, known: Collection[str]) -> GatewayError:
 def recorded_completion(
     call: ModelCall, call_id: str, calls: Iterable[Call], session: Session, model: str
 ) -> Completion | None:
-    """Rebuild the completion of `call` that was recorded as `call_id` and its siblings among `calls`.
+    """Rebuild the completion of `call` from the recorded calls `call_id` and siblings.
 
-    Returns None if it cannot be reproduced: the server stopped before all choices were recorded, the
-    request had several prompts, or it asked for top logprobs, which are not recorded.
+    Returns None if it cannot be reproduced: not all choices were recorded before a restart, the request
+    had several prompts, or it asked for top logprobs, which are not recorded.
     """
     if call.top_logprobs or len(call.prompts) > 1:
         return None
@@ -328,7 +327,7 @@ def _choice(tokens: SampledTokens, recorded: Call, message: ChatMessage) -> Choi
 async def sample_all(
     sampler: Sampler, requests: Sequence[SampleRequest], progress: ProgressCallback | None = None
 ) -> list[SampleResult]:
-    """Sample all requests concurrently; the first error cancels the others.
+    """Sample all requests concurrently. The first error cancels the others.
 
     `progress` gets the sequences of all requests under consecutive numbers.
     """

@@ -1,8 +1,8 @@
 """`StreamedReply` turns the progress of a sample into events.
 
 Invariant: what was sent of a choice is a prefix of what is recorded, in ids and in text; otherwise the
-stream ends with an error. Repeated reports, and reports after a gap, change nothing. The final result
-fills in what is missing.
+stream ends with an error. Repeated reports and reports after a gap are ignored, and the final result
+fills gaps.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _FIELDS = ("sampled", "logprobs", "top_ids", "top_logprobs")
 
 
 class _StreamedChoice:
-    """What was reported of one choice, and how much of that was sent."""
+    """The reported tokens and text of one choice, and how much was sent."""
 
     __slots__ = ("_content", "_hidden", "_ids", "_message", "_pending", "_reasoning", "_texts")
 
     def __init__(self, message: PartialReply | None, hidden: frozenset[int]) -> None:
-        """`message` turns ids into text; it is None if text is reported directly."""
+        """`message` turns ids into text, and is None if text is reported directly."""
         self._hidden = hidden
         self._content = list[str]()
 
@@ -59,18 +59,17 @@ class _StreamedChoice:
         return agrees
 
     def add_text(self, reasoning: str, content: str) -> None:
-        """Add text that was reported directly."""
         self._texts.append((reasoning, content))
 
     def take_text(self, index: int) -> list[MessageDelta]:
-        """Return the text that was reported directly and mark it as sent."""
+        """Return the directly reported text that was not sent, and mark it as sent."""
         texts, self._texts = self._texts, []
         self._reasoning += [reasoning for reasoning, _ in texts]
         self._content += [content for _, content in texts]
         return [MessageDelta(index=index, content=content, reasoning=text) for text, content in texts]
 
     def news(self, index: int) -> MessageDelta | None:
-        """Return the tokens that were reported but not sent, and mark them as sent."""
+        """Return the reported tokens that were not sent, and mark them as sent."""
         if self._message is None or not self._pending["sampled"]:
             return None
         tokens = {name: bytes(data) for name, data in self._pending.items()}
@@ -83,7 +82,7 @@ class _StreamedChoice:
         return MessageDelta(index=index, content=content, reasoning=reasoning, **tokens)
 
     def rest(self, index: int, choice: Choice) -> MessageDelta | None:
-        """Return what remains to be sent of the whole choice. Raises GatewayError 500 if its text differs."""
+        """Return the unsent rest of the choice. Raises GatewayError 500 if its text differs."""
         content = _after("".join(self._content), choice.message["content"])
         reasoning = _after("".join(self._reasoning), choice.message.get("reasoning_content", ""))
         tokens = choice.span(self.sent)
@@ -96,7 +95,7 @@ class _StreamedChoice:
 
 
 class StreamedReply:
-    """One streamed reply: `follow` while sampling, then `finish` with what was recorded."""
+    """A streamed reply. Call `follow` while sampling and `finish` with the record."""
 
     def __init__(
         self,
@@ -104,7 +103,7 @@ class StreamedReply:
         messages: Sequence[PartialReply | None],
         hidden: frozenset[int] = frozenset(),
     ) -> None:
-        """`messages` has one reader per choice; `hidden` are ids that are not part of the text."""
+        """`messages` has one reader per choice. `hidden` ids are not part of the text."""
         self._events = events
         self._choices = [_StreamedChoice(message, hidden) for message in messages]
         self._diverged = False
@@ -113,7 +112,7 @@ class StreamedReply:
     async def follow(self, work: asyncio.Future[Any], caller: Caller) -> None:
         """Send text and tokens as they arrive, until `work` ends or the caller disconnects.
 
-        Raises GatewayError 503 if the engine restarted the sample after some of its tokens were sent.
+        Raises GatewayError 503 if the engine restarted the sample after some tokens were sent.
         """
         disconnected = caller.disconnected()
 
@@ -133,7 +132,7 @@ class StreamedReply:
         self._wake.set()
 
     def report(self, report: Progress) -> None:
-        """Add a report. Repeated tokens, malformed reports and reports after a gap are dropped."""
+        """Add a report. Repeated, malformed and late reports are dropped."""
         if not 0 <= report.index < len(self._choices) or len(report.sampled) != len(report.logprobs):
             logger.warning("progress.drop index=%d bytes=%d", report.index, len(report.sampled))
             return
@@ -184,7 +183,7 @@ class StreamedReply:
 
 
 def _after(sent: str, text: str) -> str:
-    """Return the part of `text` after `sent`. Raises GatewayError 500 if it does not start with `sent`."""
+    """Return the part of `text` after `sent`. Raises GatewayError 500 without that prefix."""
     if not text.startswith(sent):
         logger.error("stream.mismatch sent=%r text=%r", sent[-80:], text[:200])
         message = "the text that was streamed is not the text that was sampled (a bug in this server)"

@@ -1,13 +1,13 @@
-"""`TemplateRendering` makes prompts, continuations and replies with a model's chat template, as token ids.
+"""`TemplateRendering` makes prompts, continuations and replies as token ids with a model's chat template.
 
 Every continuation is verified. The conversation is rendered as text twice: up to the header of the last
 reply, and with the reply and the new messages. If the first text is a prefix of the second, and the
-text after it reads as the reply that was sampled (up to white space around its content), then what
-follows the reply is appended to the sampled ids. Otherwise the template rewrites history (it may strip
-reasoning, move tools or shorten results), and there is no continuation.
+text after it reads as the sampled reply (up to white space around its content), the text after the
+reply is appended to the sampled ids. Otherwise the template rewrites history (it may strip reasoning,
+move tools or shorten results), and there is no continuation.
 
 Invariant: sampled ids are never encoded again, and exactly what the template writes after the reply is
-appended. A turn costs two text renderings of the whole conversation and the encoding of the new part.
+appended. A turn costs two text renderings of the conversation and the encoding of the new part.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ANSWERED: list[ChatMessage] = [
 ]
 
 _HEADERS = 8
-"""How many headers to try, from the end of a conversation, as the start of its last reply."""
+"""The number of headers to try, from the end, as the start of a conversation's last reply."""
 
 _TWO_CALLS: list[ChatMessage] = [
     PROBE_CALL[0],
@@ -41,7 +41,7 @@ _TWO_CALLS: list[ChatMessage] = [
 
 
 class TemplateRendering:
-    """Renders conversations with one model's chat template. Messages and tools must already have marks."""
+    """Renders conversations with a model's chat template. Messages and tools must already have marks."""
 
     def __init__(self, template: ChatTemplate, tokenizer: LightTokenizer, folder: Path) -> None:
         """Raises ConfigError if the template cannot write a reply or no token ends one."""
@@ -66,7 +66,7 @@ class TemplateRendering:
         )
 
     def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
-        """Return the ids of a conversation, including the header of the assistant's next message.
+        """Return the ids of a conversation, with the header of the assistant's next message.
 
         Raises GatewayError 400 for messages that the template refuses and for tools that it ignores.
         """
@@ -87,8 +87,7 @@ class TemplateRendering:
         messages: Sequence[ChatMessage],
         tools: Sequence[Tool],
     ) -> list[int] | None:
-        """Return the ids to append after `sampled`, the last message of `history`, to prompt for the next
-        reply.
+        """Return the ids to append after `sampled`, the last message of `history`, for the next reply.
 
         Returns None if the template rewrites the history or ends the reply differently. Raises
         GatewayError 400 for messages that it cannot render.
@@ -107,7 +106,7 @@ class TemplateRendering:
             return None
         if sampled and sampled[-1] in self.stop_ids:
             ids = self._tokenizer.encode(whole[end:])
-            # Some templates do not end a reply; the token that follows it does (GLM).
+            # Some templates (GLM's) do not end a reply; the next token does.
             return ids[1:] if self._ends_turns or ids[:1] == [sampled[-1]] else None
         if not self.format.split_reasoning(self._tokenizer.decode(sampled))[2]:
             start = whole.rfind(self.format.thinking[1], len(prompt), end)
@@ -150,7 +149,7 @@ class TemplateRendering:
         raise GatewayError(400, "invalid_messages", message, param="messages")
 
     def _with_reasoning(self, reply: ChatMessage) -> ChatMessage:
-        """Move reasoning that is written into the content to its own field, where templates look for it."""
+        """Move reasoning from the content to the field where templates look for it."""
         if reply.get("reasoning_content") or self.format.harmony:
             return reply
         reasoning, content, _ = self.format.split_reasoning(reply["content"])
@@ -160,8 +159,8 @@ class TemplateRendering:
     def _starts_of_reply(self, prompt: str, past: str) -> list[int]:
         """Return the positions in `past` where the last reply may begin, most likely first.
 
-        After the prompt, if `past` still starts with it. Otherwise after each header, because templates
-        may write earlier messages differently once there is a reply (Mistral's system message,
+        This is after the prompt if `past` starts with it. Otherwise it is after one of the headers,
+        because templates may rewrite earlier messages once there is a reply (Mistral's system message,
         DeepSeek's tool results, gpt-oss's reasoning).
         """
         if past.startswith(prompt):
@@ -171,7 +170,7 @@ class TemplateRendering:
         return [found.end() for found in re.finditer(headers, past)][: -_HEADERS - 1 : -1]
 
     def _header(self, prompt: str) -> str:
-        """Return the end of a prompt, from its last special token on."""
+        """Return the end of a prompt from its last special token on."""
         return prompt[max((prompt.rfind(token) for token in self._tokenizer.added_tokens), default=0) :]
 
     def _end_of_turn(self, text: str, start: int) -> int | None:
@@ -181,8 +180,7 @@ class TemplateRendering:
         return self._tokenizer.encode_after(next(iter(self._stops), ""), text)
 
     def _find_stop_ids(self, folder: Path) -> list[int]:
-        """Return the ids that end a turn: the token the template writes first, then those in the model's
-        files.
+        """Return the ids that end a turn: the template's first, then those in the model's files.
 
         The end of the last reply counts before the end of earlier ones, because gpt-oss ends earlier
         replies with a token that also occurs within replies.
@@ -202,8 +200,7 @@ class TemplateRendering:
         )
 
     def _written(self, messages: Sequence[ChatMessage]) -> str:
-        """Return what the template writes for the answer to a question, without the end of the turn; "" if
-        it refuses."""
+        """Return the template's text for the answer to a question, without the end of the turn, or ""."""
         try:
             prompt = self._template.text(messages[:1], [PROBE_TOOL], generation=True)
             past = self._template.text(messages, [PROBE_TOOL], generation=False)
@@ -220,7 +217,7 @@ def _calls(reply: ChatMessage) -> Iterator[tuple[str, Any]]:
 
 
 def _call_key(name: str, arguments: Any) -> tuple[str, str]:
-    """Return a key that is equal for `7` and `"7"`, because some formats write both the same way."""
+    """Return an equal key for `7` and `"7"`, which some formats write the same way."""
     if isinstance(arguments, dict):
         values = cast("dict[str, Any]", arguments).items()
         arguments = {key: text if isinstance(text, str) else json.dumps(text) for key, text in values}

@@ -100,7 +100,7 @@ def test_the_memory_of_a_models_training_and_sampling(tmp_path: Path) -> None:
 
     node = load_config(EXAMPLES / "scale" / "one_node.yaml", [f"engine.model={tmp_path}"])
     to_train, of_vllm = memory_lines(plan(node))
-    assert "3.2 GiB of weights a GPU" in of_vllm
+    assert "3.2 GiB of weights per GPU" in of_vllm
 
 
 def test_frozen_roles_count_once_for_each_base_that_is_not_there_already(tmp_path: Path) -> None:

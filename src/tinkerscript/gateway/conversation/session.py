@@ -2,7 +2,7 @@
 
 Invariant: a prompt that continues a call starts with that call's prompt and sampled ids, byte for byte.
 Every other prompt is a new root with a reason (`FORK_REASONS`). Calls of a claim may run concurrently,
-so work in threads only reads data that never changes.
+so work in threads only reads immutable data.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LONG_PROMPT = 8_192
-"""At least this many bytes of text or ids are rendered, encoded or decoded in a thread: about 2,000
-tokens, which take a millisecond or two."""
+"""The size in bytes from which text or ids are processed in a thread: about 2,000 tokens, or a
+millisecond."""
 
 LONG_HISTORY = 2**18
-"""At least this many bytes of text are compared with earlier calls in a thread."""
+"""The size in bytes from which text is compared with earlier calls in a thread."""
 
 _THREADS = ThreadPoolExecutor(2, "long prompts")
-"""Few threads, because everything except encoding holds the GIL and so delays the event loop."""
+"""There are few threads, because everything except encoding holds the GIL and delays the event loop."""
 
 
 class ConversationRenderer(Protocol):
-    """Makes the ids of prompts, as `ChatRenderer` does. They are empty for a model without known ids."""
+    """Makes the ids of prompts. They are empty for a model with unknown ids."""
 
     tokenizer: LightTokenizer
     max_context: int
-    """Maximum length of prompt and reply together, in tokens."""
+    """The maximum length of prompt and reply together, in tokens."""
 
     @property
     def uses_template(self) -> bool: ...
@@ -84,7 +84,6 @@ class Session:
         self._messages = MessageIndex()
         self._prompts = PromptIndex()
         self._recording: list[Turn] = []
-        """Turns that are about to be recorded."""
 
     @classmethod
     def restore(cls, renderer: ConversationRenderer, calls: Iterable[Call]) -> Session:
@@ -96,10 +95,9 @@ class Session:
         return session
 
     def plan(self, messages: list[ChatMessage], tools: list[Tool]) -> Turn:
-        """Find the call that `messages` continue, and make the prompt.
+        """Find the call that `messages` continue, and make the prompt. The turn is in flight until `release`.
 
-        The turn is in flight until `release`. Raises GatewayError 400 `context_length_exceeded` if the
-        context has no room for a reply.
+        Raises GatewayError 400 `context_length_exceeded` if the context has no room for a reply.
         """
         with self._placed(messages, tools, _keys_of(messages, tools)) as place:
             return self._started(self._turn(place, place.prompt(self._renderer)), "messages")
@@ -107,7 +105,7 @@ class Session:
     async def plan_async(
         self, messages: list[ChatMessage], tools: list[Tool], *, starts: bool = True
     ) -> Turn:
-        """Like `plan`, but render and encode long messages in a thread, so that other requests do not wait.
+        """Like `plan`, but process long messages in a thread.
 
         Without `starts`, the turn is not in flight and may be too long.
         """
@@ -158,10 +156,10 @@ class Session:
         return turn
 
     def recording(self, turns: Iterable[Turn]) -> list[Turn]:
-        """Label the turns of a request that is about to be recorded.
+        """Label the turns of a request before they are recorded.
 
-        Of parallel requests, only one is the first of the claim. Turns that had nothing to continue
-        when they were planned get their fork reason here.
+        Of parallel requests only one is the first of the claim. Turns that had nothing to continue when
+        they were planned get their fork reason here.
         """
         labelled: list[Turn] = []
         for turn in turns:
@@ -181,13 +179,13 @@ class Session:
         return reason or (NEW_CONVERSATION if self._recording else None)
 
     def release(self, turn: Turn) -> None:
-        """End the request of a planned turn, recorded or not."""
+        """End the request of a planned turn."""
         self._recording = [each for each in self._recording if each.prompt is not turn.prompt]
         if turn.parent:
             turn.parent.pending -= 1
 
     async def prompt_tokens(self, messages: list[ChatMessage], tools: list[Tool]) -> int:
-        """Return the length of the prompt that `plan` would make, in tokens, without side effects."""
+        """Return the length in tokens of the prompt that `plan` would make, without side effects."""
         return len((await self.plan_async(messages, tools, starts=False)).prompt) // 4
 
     def messages_of(self, call_id: str) -> list[ChatMessage]:
@@ -213,7 +211,7 @@ class Session:
         return stream[: len(stream) - len(node.sampled)]
 
     def reply_of(self, call_id: str) -> ChatMessage:
-        """Return the message that a recorded call sampled. Raises KeyError."""
+        """Return the message of a recorded call. Raises KeyError."""
         return self._recorded(call_id).reply
 
     def add(self, turn: Turn, call_id: str, sampled: bytes, reply: ChatMessage) -> None:
@@ -268,7 +266,6 @@ class Session:
 
     @property
     def _refusal(self) -> str:
-        """Why a prompt does not extend the call that it continues."""
         return TEMPLATE_REWRITES if self._renderer.uses_template else RENDERER_REFUSED
 
     def _recorded(self, call_id: str) -> Node:
@@ -311,7 +308,7 @@ class _Keys(NamedTuple):
 
 
 class _Place:
-    """Where messages belong in the tree of calls. Threads may read it, because nothing in it changes."""
+    """The place of messages in the tree of calls. It is immutable, so that threads may read it."""
 
     def __init__(self, path: MessagePath, tools: list[Tool], node: Node | None) -> None:
         self.path = path
@@ -348,7 +345,7 @@ def _texts_of(messages: list[ChatMessage], tools: list[Tool]) -> tuple[str, str]
 
 
 async def in_thread_if(is_long: bool, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `work`, in a thread if `is_long`, so that the event loop is not blocked."""
+    """Run `work`, in a thread if `is_long` so that the event loop is not blocked."""
     if not is_long:
         return work(*args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_THREADS, partial(work, *args, **kwargs))

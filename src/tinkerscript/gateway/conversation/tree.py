@@ -1,4 +1,4 @@
-"""The calls of a claim as a tree of token buffers, and how a request finds its place in it.
+"""The calls of a claim as a tree of token buffers, and the search for a request's place in it.
 
 Each `Node` stores only the ids that are new since its parent. Invariant: `Node.stream` is exactly what
 the model saw and sampled, from the first prompt on.
@@ -8,22 +8,21 @@ in a trie, and a call's reply ends a path:
 
     system -> user -> reply of call 1 -> tool -> reply of call 2 -> ...
 
-A request continues a call whose path equals its messages up to its last assistant message, with the
-same tools. Content decides which calls qualify; ids only choose among them:
+A request continues a call with a path that equals its messages up to its last assistant message, with
+the same tools. Content decides which calls qualify; ids only choose among them:
 
 - If an assistant message carries an id that we issued (the message's or a tool call's), it must be the
   reply of that call, or the history is edited. An id never excuses different content.
-- Reasoning may be dropped; if it is sent back, it must be what was sampled.
-- If several calls match, the first that no other call continues, recorded or in flight, is chosen.
+- Reasoning may be dropped. If it is sent back, it must be what was sampled.
+- Of several matching calls, the first that no other call continues, recorded or in flight, is chosen.
   Parallel conversations with equal messages therefore continue one call each.
 
-Invariant: `find` returns a call whose whole conversation the request repeats. It costs one look-up per
-message of the request and one step per turn for each candidate; memory is linear in the text.
+Invariant: `find` returns a call with a conversation that the request repeats entirely. It costs one
+look-up per message and one step per turn for each candidate; memory is linear in the text.
 
-Text completions have no messages, so they are matched by ids. A prompt continues the longest stream
-(prompt and sampled ids) that it starts with, byte for byte; among equal streams, the first that no call
-continues. A look-up costs one step per stream length and one comparison; a claim without text
-completions pays nothing.
+Text completions are matched by ids. A prompt continues the longest stream (prompt and sampled ids) that
+it starts with; among equal streams, the first that no call continues. A look-up costs one step per
+stream length and one comparison.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ from tinkerscript.gateway.chat_messages import (
 from tinkerscript.rollouts.call import MatchedBy
 
 PROMPT = "prompt"
-"""Role of the single message that stands for a prompt given as text or ids. No chat uses it."""
+"""The role of the message that stands for a prompt of text or ids. No chat uses it."""
 
 
 NEW_CONVERSATION = "new_conversation"
-"""The messages belong to no known conversation (a subagent, an independent call)."""
+"""The messages belong to no known conversation, as in a subagent's first call."""
 
 
 SAMPLED_AGAIN = "sampled_again"
-"""The same messages were requested before (a parallel sample, a retry after the reply was delivered)."""
+"""The same messages were requested before, as by a parallel sample or a retry after delivery."""
 
 
 NO_NEW_MESSAGES = "no_new_messages"
@@ -93,7 +92,7 @@ RENDERER_REFUSED = "renderer_refused"
 
 
 TEMPLATE_REWRITES = "template_rewrites"
-"""The model's chat template rewrites earlier messages once there are new ones: it strips reasoning, moves
+"""The model's chat template rewrites earlier messages when new ones follow: it strips reasoning, moves
 tools, or ends a turn differently."""
 
 
@@ -111,7 +110,6 @@ FORK_REASONS = (
     RENDERER_REFUSED,
     TEMPLATE_REWRITES,
 )
-"""Every value of `Turn.fork_reason`."""
 
 
 ROOT_STATE = 0
@@ -126,10 +124,10 @@ class Conversation(NamedTuple):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt and its place in the tree: what to sample from, and what to record about it."""
+    """A prompt and its place in the tree."""
 
     parent: Node | None
-    """The call that the prompt extends; None for a fork, whose whole prompt is rendered."""
+    """The call that the prompt extends, or None for a fork with a fully rendered prompt."""
 
     prompt: bytes
     """The whole prompt (int32)."""
@@ -139,7 +137,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     matched_by: MatchedBy | None = None
     fork_reason: str | None
-    """One of `FORK_REASONS`; None if the prompt extends a call or is the first of its claim."""
+    """One of `FORK_REASONS`, or None if the prompt extends a call or is the first of its claim."""
 
     new_messages: list[ChatMessage]
     tools: list[Tool]
@@ -150,7 +148,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of `new_messages`; empty if not computed yet."""
 
     texts: tuple[str, str] = ("", "")
-    """`new_messages` and `tools` as recorded JSON; empty for a turn that is not recorded."""
+    """`new_messages` and `tools` as recorded JSON, or empty for a turn that is not recorded."""
 
 
 class Node:
@@ -167,14 +165,15 @@ class Node:
 
         before = turn.parent.reply if turn.parent else None
         self.keys = [*(turn.keys or message_keys(turn.new_messages, before)), reply_key(reply)]
-        """Keys of the messages including the reply, kept because computing them reads long tool arguments."""
+        """The keys of the messages with the reply. They are kept because computing them reads long tool
+        arguments."""
 
         self.written = [
             (index, reasoning_of(message))
             for index, message in enumerate(turn.new_messages)
             if message["role"] == "assistant"
         ]
-        """Index and reasoning of assistant messages that the caller wrote; only a root has any."""
+        """Index and reasoning of assistant messages that the caller wrote. Only a root has any."""
 
         self.state = ROOT_STATE
         """The trie state after the reply; `MessageIndex` sets it."""
@@ -211,47 +210,47 @@ _TAIL = 32
 
 
 class MessagePath(NamedTuple):
-    """How far the messages of one request follow the recorded conversations."""
+    """The part of the recorded conversations that the messages of one request follow."""
 
     messages: list[ChatMessage]
     keys: list[Hashable]
     tools_key: bytes
     history_length: int
-    """Number of messages up to and including the last assistant message; 0 if there is none."""
+    """The number of messages up to the last assistant message, or 0."""
 
     states: list[int]
     """The trie states before, between and after the messages, as far as they exist."""
 
     @property
     def history_state(self) -> int | None:
-        """The state after the last assistant message; None if no conversation reached it."""
+        """The state after the last assistant message, or None if no conversation reached it."""
         return self.states[self.history_length] if self.history_length < len(self.states) else None
 
     @property
     def end_state(self) -> int | None:
-        """The state after all messages; None if no conversation reached it."""
+        """The state after all messages, or None if no conversation reached it."""
         return self.states[-1] if len(self.states) > len(self.messages) else None
 
 
 class MessageIndex:
     def __init__(self) -> None:
         self._edges: dict[tuple[int, Hashable], int] = {}
-        """The trie: state and message key -> next state."""
+        """The next trie state by state and message key."""
 
         self._replies: dict[int, list[Node]] = {}
-        """State -> calls whose reply leads to it."""
+        """The calls with replies that lead to a state."""
 
         self._prompted: dict[int, set[bytes]] = {}
-        """State -> keys of the tools with which a reply was sampled from it."""
+        """The keys of the tools with which a reply was sampled from a state."""
 
         self._through: dict[int, Node] = {}
-        """State -> last call whose path passes through it or ends there."""
+        """The last call with a path through a state."""
 
         self._named: dict[str, Node] = {}
-        """Call id, or id of a tool call -> call."""
+        """Calls by their id or the id of a tool call."""
 
         self._by_reply: dict[tuple[Hashable, Hashable], Node] = {}
-        """Key of the message before (None: any) and key of the reply -> last such call."""
+        """The last call by the key of the message before (None: any) and the key of the reply."""
 
     def add(self, node: Node) -> None:
         keys = node.keys
@@ -275,8 +274,7 @@ class MessageIndex:
     def walk(
         self, messages: list[ChatMessage], tools_key: bytes, keys: list[Hashable] | None = None
     ) -> MessagePath:
-        """Follow the recorded conversations as far as `messages` do. `keys` are the messages' keys, if
-        known."""
+        """Follow the recorded conversations as far as `messages` do."""
         keys = list(message_keys(messages)) if keys is None else keys
         states = [ROOT_STATE]
         for key in keys:
@@ -287,7 +285,7 @@ class MessageIndex:
         return MessagePath(messages, keys, tools_key, _history_length(messages), states)
 
     def find(self, path: MessagePath) -> Node | None:
-        """Return the call that a request continues, by the rules above."""
+        """Return the call that a request continues."""
         last: Node | None = None
         for node in self._ending_at(path.history_state):
             if node.tools_key == path.tools_key and self._agrees(node, path.messages):
@@ -304,7 +302,7 @@ class MessageIndex:
         return None
 
     def fork_reason(self, path: MessagePath) -> str | None:
-        """Return why a request continues no call; None for the first request of a claim."""
+        """Return why a request continues no call, or None for the first request of a claim."""
         if not self._edges:
             return None
         if path.history_length == len(path.messages) and self.find(path):
@@ -321,7 +319,7 @@ class MessageIndex:
         return self._edit(path)
 
     def _agrees(self, node: Node, messages: Sequence[ChatMessage]) -> bool:
-        """Whether ids and reasoning in `messages` match the calls up to `node`."""
+        """Return whether ids and reasoning in `messages` match the calls up to `node`."""
         current: Node | None = node
         while current is not None:
             given = messages[current.reply_index]
@@ -360,7 +358,7 @@ class MessageIndex:
     def _edit_of_equal_reply(self, history: Conversation) -> str | None:
         """Return how `history` differs from a conversation that ended with the same reply.
 
-        Two replies may be equal by chance, so if only the reply matches, only missing messages count.
+        Equal replies may be a coincidence. If only the reply matches, only missing messages count.
         """
         *_, before, reply = (None, None, *history.keys)
         if known := self._by_reply.get((before, reply)):
@@ -377,7 +375,7 @@ class PromptIndex:
     def __init__(self) -> None:
         self._unindexed: list[Node] = []
         self._by_end: dict[int, dict[bytes, list[Node]]] = {}
-        """Length of a stream in bytes -> its last `_TAIL` bytes -> calls."""
+        """Calls by a stream's length in bytes and its last `_TAIL` bytes."""
 
         self._prompts: set[int] = set()
         """Hashes of prompts that were given as text or ids."""
@@ -399,7 +397,7 @@ class PromptIndex:
         return None
 
     def fork_reason(self, prompt: bytes) -> str | None:
-        """Return why `prompt` continues no call; None for the first one of a claim."""
+        """Return why `prompt` continues no call, or None for the first one of a claim."""
         self._index()
         if not self._by_end:
             return None
@@ -422,7 +420,7 @@ def _history_length(messages: Sequence[ChatMessage]) -> int:
 
 
 def edit_reason(known: Conversation, given: Conversation) -> str | None:
-    """Return how the messages `given` differ from the conversation `known`, or None if they do not.
+    """Return how `given` differs from the conversation `known`, or None.
 
     Both end with the same reply, or where the shorter one ends. The first difference decides.
     """
@@ -457,7 +455,7 @@ def _edit_of_message(was: ChatMessage, now: ChatMessage, was_key: Hashable, now_
 
 
 def _calls_in(key: Hashable) -> Hashable:
-    """Return the key of an assistant message's tool calls, the second part of the message's key."""
+    """Return the tool calls in an assistant message's key."""
     return key[1] if isinstance(key, tuple) else None
 
 

@@ -1,8 +1,8 @@
-"""Agent mode accepts, and ignores, fields that coding agents send whether or not a server honors them.
+"""Agent mode ignores fields that coding agents send whether or not a server honors them.
 
-Under `/agent`, every route in `AGENT_FIELDS` also accepts those fields, and drops them before the
-request is parsed. Invariants: dropped fields are recorded with the call (`Call.ignored`) and counted in
-the alignment report; any other unknown field is still refused.
+Under `/agent`, every route in `AGENT_FIELDS` drops those fields before it parses the request.
+Invariants: dropped fields are recorded with the call (`Call.ignored`) and counted in the alignment
+report; any other unknown field is refused.
 
 Sources: requests of Claude Code 2.1, Codex CLI 0.169, opencode 1.18 and mini-swe-agent 2.4.
 """
@@ -17,10 +17,10 @@ import msgspec
 from tinkerscript.errors import GatewayError
 
 AGENT_PREFIX = "/agent"
-"""Prefix of the routes in agent mode: an agent's base URL is `http://HOST/agent/v1`."""
+"""The prefix of routes in agent mode. An agent's base URL is `http://HOST/agent/v1`."""
 
 SIDE_MODEL = "side"
-"""Agents ask for this model for what is not part of their task, such as a title or a summary."""
+"""The model that agents request for side tasks, such as a title or a summary."""
 
 AGENT_FIELDS: Mapping[str, Sequence[str]] = {
     "/v1/chat/completions": (
@@ -62,11 +62,11 @@ AGENT_FIELDS: Mapping[str, Sequence[str]] = {
         "tools[type=web_search_20250305]",
     ),
 }
-"""Path of a route -> fields to drop from its requests.
+"""The fields to drop from requests, by path of the route.
 
 `a.b` is a field of an object, `a[].b` a field of each element of a list, and `a[type=b]` the elements
-of a list that have this type. Tools of such types run on the provider's servers, so the model does not
-get to see them.
+of a list with this type. Tools of such types run on the provider's servers, so the model does not see
+them.
 """
 
 _DECODER = msgspec.json.Decoder()
@@ -74,7 +74,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def without_agent_fields(path: str, body: bytes) -> tuple[bytes, list[str]]:
-    """Drop the fields in `AGENT_FIELDS` from a request, and return the names of those that were set.
+    """Drop the fields in `AGENT_FIELDS` from a request, and return the names of the set ones.
 
     Raises GatewayError 400 for a body that is not JSON.
     """
@@ -87,7 +87,7 @@ def without_agent_fields(path: str, body: bytes) -> tuple[bytes, list[str]]:
 
 
 def _remove(value: Any, path: Sequence[str]) -> bool:
-    """Remove a field from `value` wherever it is set. Returns whether it was."""
+    """Remove a field from `value` wherever it is set, and return whether it was."""
     if not isinstance(value, dict):
         return False
     fields = cast("dict[str, Any]", value)

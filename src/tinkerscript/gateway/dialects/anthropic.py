@@ -1,10 +1,9 @@
 """Anthropic Messages: the route, its replies, events and errors. `anthropic_request` parses requests.
 
 Our extension `return_token_ids` adds `prompt_token_ids` and `token_ids` (with a grammar also
-`constrained`) to the reply, or to the first and last event of a stream.
-
-The signature of a thinking block is its message's id, so that the session finds the reply again. It is
-no proof: texts are compared, and edited thinking makes a fork.
+`constrained`) to the reply, or to the first and last event of a stream. The signature of a thinking
+block is its message's id, so that the session finds the reply again. It proves nothing: texts are
+compared, and edited thinking makes a fork.
 
 Invariant: content blocks come one after another, and their deltas add up to the content of the whole
 reply. Tool calls come last, each in one delta.
@@ -65,7 +64,7 @@ def message_id(call_id: str) -> str:
 def message_of(
     tokenizer: LightTokenizer, call: MessagesCall, header: ReplyHeader, choice: Choice | None
 ) -> dict[str, Any]:
-    """Return the reply, or without a choice, the message that starts a stream."""
+    """Return the reply, or without a choice the message that starts a stream."""
     message: dict[str, Any] = {
         "id": message_id(header.call_id),
         "type": "message",
@@ -91,7 +90,6 @@ def _blocks_of(call_id: str, message: ChatMessage, *, thinking: bool) -> list[di
 
 
 def _tool_use_block(call: dict[str, Any]) -> dict[str, Any]:
-    """Keep the arguments exactly as they are recorded."""
     function = call["function"]
     arguments = msgspec.Raw(function["arguments"].encode())
     return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
@@ -118,7 +116,7 @@ def usage_of(tokenizer: LightTokenizer, prompt_tokens: int, choice: Choice | Non
 
 
 def _matched_stop(tokenizer: LightTokenizer, choice: Choice, stops: Sequence[str]) -> str | None:
-    """Return the stop string that ended a choice, the first one in the sampled text."""
+    """Return the first stop string in the sampled text of a choice."""
     if not stops or choice.finish_reason != "stop":
         return None
     text = tokenizer.decode(unpack_ids(choice.sampled).tolist())
@@ -167,7 +165,6 @@ class MessageEvents(EventStream):
         return named_event(AnthropicMessages.error(error))
 
     def _begin(self, kind: _Kind) -> bytes:
-        """Open a block, unless it is open already."""
         if self._open == kind:
             return b""
         ended = self._end()
@@ -176,7 +173,6 @@ class MessageEvents(EventStream):
         return ended + self._start_block({"type": kind, kind: "", **empty})
 
     def _end(self) -> bytes:
-        """Close the open block, if any."""
         kind, self._open = self._open, None
         if kind is None:
             return b""
@@ -230,7 +226,7 @@ class AnthropicMessages(TokenCounter[MessagesCall]):
     def error_body(
         status: int, message: str, *, code: str | None = None, param: str | None = None
     ) -> dict[str, Any]:
-        """Write an error like Anthropic's, with our stable code as its `error_code`."""
+        """Write an error in Anthropic's form, with our stable code as `error_code`."""
         # Programs recognize this error by its first words.
         message = f"prompt is too long: {message}" if code == "context_length_exceeded" else message
         kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")

@@ -1,11 +1,10 @@
-"""Anthropic Messages: requests for a message, and for the token count of its prompt.
+"""Anthropic Messages: requests for a message and for the token count of its prompt.
 
-Accepted and ignored: `cache_control`, `metadata`, a tool's `strict` (arguments stay as the model
-sampled them) and `eager_input_streaming`, and the headers `anthropic-version` and `anthropic-beta`.
-
-`thinking` only decides what is shown: thinking blocks for `enabled` and `adaptive`, nothing for
-`disabled` or null. The model reasons as it was trained to, and everything it samples is recorded. As at
-Anthropic, `budget_tokens` is a target and `max_tokens` is the limit.
+Accepted and ignored: `cache_control`, `metadata`, a tool's `strict` (arguments stay as sampled) and
+`eager_input_streaming`, and the headers `anthropic-version` and `anthropic-beta`. `thinking` only
+decides what is shown: thinking blocks for `enabled` and `adaptive`, nothing for `disabled` or null. The
+model reasons as it was trained to, and everything is recorded. As at Anthropic, `budget_tokens` is a
+target and `max_tokens` the limit.
 
 Invariant: the blocks of a reply, sent back unchanged, become the message that was sampled. Tool-use ids
 are kept, text blocks are concatenated, and thinking may be left out; its signature names the reply.
@@ -45,7 +44,7 @@ from tinkerscript.gateway.dialects.validation import (
 from tinkerscript.limits import MESSAGES, STOPS, TOOLS
 
 MESSAGE_PREFIX = "msg_"
-"""A message's id is this and the call's id."""
+"""The prefix of a message's id before the call's id."""
 
 Blocks = str | list[dict[str, Any]]
 
@@ -107,7 +106,7 @@ class MessagesCall(ModelCall, frozen=True, kw_only=True):
     }
 
     show_thinking: bool = False
-    """Whether the reply has thinking blocks. Reasoning is sampled and recorded either way."""
+    """Whether the reply has thinking blocks. Reasoning is sampled and recorded regardless."""
 
 
 class _Thinking(Struct, forbid_unknown_fields=True):
@@ -172,7 +171,7 @@ _PROMPT = msgspec.json.Decoder(_Prompt)
 
 
 def parse_request(body: bytes) -> MessagesCall:
-    """Raises GatewayError 400 that names the invalid or unsupported field."""
+    """Parse a request. Raises GatewayError 400 with the invalid or unsupported field."""
     request = decode(_REQUEST, body)
     _refuse_thread(request)
     stops = request.stop_sequences or []
@@ -191,7 +190,7 @@ def parse_request(body: bytes) -> MessagesCall:
 
 
 def parse_count(body: bytes) -> MessagesCall:
-    """Raises GatewayError 400 that names the invalid or unsupported field."""
+    """Parse a request to count tokens. Raises GatewayError 400 with the invalid or unsupported field."""
     prompt = decode(_PROMPT, body)
     return MessagesCall(**_prompt_arguments(prompt))
 
@@ -281,7 +280,7 @@ def _tool(tool: dict[str, Any], where: str) -> Tool:
 
 
 def _user(role: str, content: Blocks, where: str) -> Iterable[ChatMessage]:
-    """Return one message per tool result, and one per run of text blocks."""
+    """Return one message per tool result and per run of text blocks."""
     if isinstance(content, str) or not content:
         return [{"role": role, "content": content or ""}]
     found: list[ChatMessage] = []
@@ -303,7 +302,8 @@ def _tool_result(block: dict[str, Any], where: str) -> ChatMessage:
     content = _text(result.content, f"{where}.content")
     message: ChatMessage = {"role": "tool", "content": content, "tool_call_id": result.tool_use_id}
     if result.is_error:
-        # Recorded only: chat formats have no field for it, and we add nothing to the text.
+        # The flag is only recorded: chat formats have no field for it, and nothing is added to the
+        # text.
         message["is_error"] = True
     return message
 

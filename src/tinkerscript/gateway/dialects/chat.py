@@ -1,11 +1,9 @@
-"""OpenAI chat completions: every field is honored, or refused by name.
+"""OpenAI chat completions. Every field is honored, or refused by name.
 
-Our extensions: `top_k`, and `return_token_ids`, which adds `prompt_token_ids` to the reply and
+Our extensions are `top_k` and `return_token_ids`, which adds `prompt_token_ids` to the reply and
 `token_ids` to each choice (with a grammar also `constrained`, its `TokenConstraint`s). Logprob entries
-always have a `token_id`.
-
-`developer` messages become system messages. A tool's `strict` is accepted and not enforced: unless
-`tool_choice` requires a call, arguments stay as the model sampled them.
+always have a `token_id`. `developer` messages become system messages. A tool's `strict` is not
+enforced: unless `tool_choice` requires a call, arguments stay as sampled.
 
 Source: https://platform.openai.com/docs/api-reference/chat
 """
@@ -138,7 +136,7 @@ _CHAT = msgspec.json.Decoder(_Chat)
 
 
 def read_chat(data: bytes) -> tuple[list[ChatMessage], list[Tool]]:
-    """Parse the messages and tools of a JSON object like a request's. Raises GatewayError 400."""
+    """Parse the messages and tools of a JSON object in a request's form. Raises GatewayError 400."""
     return _normalized_chat(decode(_CHAT, data))
 
 

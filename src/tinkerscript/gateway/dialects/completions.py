@@ -1,7 +1,7 @@
 """OpenAI's older text completions, without a chat format or a BOS token.
 
-Text prompts are encoded unchanged, and prompts of ids are used unchanged. Our extensions: `top_k`, and
-`return_token_ids`, which adds `token_ids` and `prompt_token_ids` to each choice.
+Text prompts are encoded unchanged, and prompts of ids are used unchanged. Our extensions are `top_k`
+and `return_token_ids`, which adds `token_ids` and `prompt_token_ids` to each choice.
 
 Source: https://platform.openai.com/docs/api-reference/completions
 """
@@ -102,7 +102,7 @@ class _ChoiceWriter:
         return choice
 
     def _logprobs(self, index: int, tokens: SampledTokens) -> dict[str, Any]:
-        """Return parallel lists with one entry per sampled id, including the stop token."""
+        """Return parallel lists with an entry per sampled id, including the stop token."""
         decode, top = self.tokenizer.decode, self.call.top_logprobs
         ids = unpack_ids(tokens.sampled).tolist()
         names = [decode(token) for token in unpack_ids(tokens.top_ids).tolist()]
@@ -112,7 +112,7 @@ class _ChoiceWriter:
             "tokens": [decode(token) for token in ids],
             "token_ids": ids,  # Our extension, as in chat completions.
             "token_logprobs": unpack_logprobs(tokens.logprobs).tolist(),
-            # Keys are texts. If two ids have the same text, the more likely one wins.
+            # The keys are texts. Of ids with the same text, the most likely one wins.
             "top_logprobs": [
                 dict(reversed(most_likely[position * top : (position + 1) * top]))
                 for position in range(len(ids))
@@ -124,7 +124,7 @@ class _ChoiceWriter:
 
 
 class _TextOffsets:
-    """Computes where the text of each token starts, in characters of the reply."""
+    """Computes the start of each token's text, in characters of the reply."""
 
     def __init__(self, tokenizer: LightTokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,7 +1,7 @@
-"""The `Dialect` seam: one class per wire format, over a neutral `ModelCall` and `Completion`.
+"""`Dialect` is the interface of a wire format, over a neutral `ModelCall` and `Completion`.
 
 A dialect parses requests and writes replies, events and errors. Invariants: fields that this server
-does not honor are refused by name, and no text is ever added to a prompt.
+does not honor are refused by name, and no text is added to a prompt.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ENCODER = msgspec.json.Encoder()
 class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     """A request for the model in any wire format. None means that the caller did not set the field.
 
-    Dialects subclass it if their replies need more of the request.
+    Dialects subclass it for further fields that their replies need.
     """
 
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {
@@ -52,53 +52,54 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
         "json_schema": "response_format",
         "parallel_tool_calls": "parallel_tool_calls",
     }
-    """What the wire format calls fields that a sampler may refuse."""
+    """The wire format's names of fields that a sampler may refuse."""
 
     model: str
     messages: list[ChatMessage]
-    """Normalized; empty if and only if there are `prompts`."""
+    """The normalized messages, which are empty if and only if there are `prompts`."""
 
     tools: list[Tool]
     parse_tool_calls: bool
-    """If false, tool calls that the model writes stay text."""
+    """Whether tool calls are parsed or stay text."""
 
     template_kwargs: dict[str, Any] = {}
     """Arguments for the chat template."""
 
     prompts: list[bytes] = []
-    """Prompts as ids (int32), instead of messages. Each gets `n` plain-text completions."""
+    """Prompts as ids (int32) instead of messages. Each gets `n` plain-text completions."""
 
     previous: str | None = None
-    """Id of an earlier call of the same claim that `messages` continue."""
+    """The id of an earlier call of the same claim that `messages` continue."""
 
     store: bool = False
-    """Whether later requests may name the reply as `previous`; in an episode they always may."""
+    """Whether later requests may name the reply as `previous`. In an episode they always may."""
 
     n: int = 1
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float = 1.0
     top_k: int = -1
-    """-1: no limit."""
+    """-1 means no limit."""
 
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop: list[str] = []
     stop_token_ids: list[int] = []
-    """Ids that end the reply, besides those that end a turn. They are not part of its text."""
+    """Ids that end the reply besides those that end a turn. They are not part of its text."""
 
     logprobs: bool = False
     top_logprobs: int = 0
-    """How many of the most likely ids to report at each sampled position."""
+    """The number of most likely ids to report at each position."""
 
     required_tools: list[str] = []
-    """The reply must call one of these; if empty, the model decides."""
+    """The tools of which the reply must call one. If empty, the model decides."""
 
     parallel_tool_calls: bool = True
 
     json_schema: dict[str, Any] | None = None
-    """JSON schema of the reply; `{"type": "object"}` for any object. The reply may also be a tool call."""
+    """The JSON schema of the reply, where `{"type": "object"}` is any object. The reply may also be a tool
+    call."""
 
     return_token_ids: bool = False
     stream: bool = False
@@ -106,32 +107,32 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     stream_usage: bool = False
 
     ignored: list[str] = []
-    """Fields that agent mode left out of the request (`AGENT_FIELDS`)."""
+    """The fields that agent mode dropped (`AGENT_FIELDS`)."""
 
     side: bool = False
-    """Whether an agent asked for `SIDE_MODEL`."""
+    """Whether an agent requested `SIDE_MODEL`."""
 
 
 class Choice(SampledTokens, frozen=True, kw_only=True):
     message: ChatMessage
     finish_reason: FinishReason
     constrained: bytes = b""
-    """The effect of a grammar on each sampled id (uint8 `TokenConstraint`); empty without a grammar."""
+    """The effect of a grammar on each sampled id (uint8 `TokenConstraint`), or empty."""
 
     reported_tokens: int = 0
-    """Token count from a server that returns no ids."""
+    """The token count of a server that returns no ids."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.sampled) // 4 or self.reported_tokens
 
     def token_fields(self) -> dict[str, list[int]]:
-        """Return our extension of a reply, for callers that ask for token ids."""
+        """Return our extension of a reply for callers that request token ids."""
         ids = unpack_ids(self.sampled).tolist()
         return {"token_ids": ids, **self.constraint_field()}
 
     def constraint_field(self) -> dict[str, list[int]]:
-        """Return our extension of the last event of a stream, where the ids were sent before."""
+        """Return our extension of the last event of a stream that has already sent the ids."""
         return {"constrained": list(self.constrained)} if self.constrained else {}
 
 
@@ -139,17 +140,17 @@ class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a reply that is known before sampling."""
 
     call_id: str
-    """Id of the first choice's call."""
+    """The id of the first choice's call."""
 
     created: int
     """Unix time in seconds."""
 
     model: str
     prompt: bytes
-    """Ids of the first prompt (int32)."""
+    """The ids of the first prompt (int32)."""
 
     reported_prompt_tokens: int = 0
-    """Token count from a server that returns no ids."""
+    """The token count of a server that returns no ids."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -158,14 +159,14 @@ class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 class Completion(ReplyHeader, frozen=True, kw_only=True):
     choices: list[Choice]
-    """The first prompt's choices come first."""
+    """The choices of all prompts, in the order of the prompts."""
 
     policy_version: int
-    """Below 0 for weights that the run never published."""
+    """The policy version, which is negative for weights that the run never published."""
 
 
 class MessageDelta(SampledTokens, frozen=True, kw_only=True):
-    """New text and tokens of one choice. They are not aligned, because text may be held back for a while."""
+    """New text and tokens of one choice. They are not aligned, because text may be held back."""
 
     index: int
 
@@ -177,7 +178,7 @@ class MessageDelta(SampledTokens, frozen=True, kw_only=True):
 
 
 class EventStream(ABC):
-    """One streamed reply. Each method returns the bytes to send now, possibly none."""
+    """A streamed reply. Each method returns the bytes to send now."""
 
     @abstractmethod
     def start(self) -> bytes: ...
@@ -187,9 +188,9 @@ class EventStream(ABC):
 
     @abstractmethod
     def finish(self, completion: Completion) -> bytes:
-        """Return the last events: tool calls, the reason why each choice ended, usage, the end of the stream.
+        """Return the last events: tool calls, the end of each choice, usage, the end of the stream.
 
-        By now, `delta` got all content, reasoning and ids, and the calls are recorded.
+        By then `delta` has had all content, reasoning and ids, and the calls are recorded.
         """
 
     @abstractmethod
@@ -200,22 +201,18 @@ CallT = TypeVar("CallT", bound=ModelCall)
 
 
 class Dialect(ABC, Generic[CallT]):
-    """A wire format. The API documentation of a subclass's route is the subclass's docstring."""
+    """A wire format. A subclass's docstring is the API documentation of its route."""
 
     path: ClassVar[str]
-    """Such as `/v1/chat/completions`."""
+    """The path, such as `/v1/chat/completions`."""
 
     def __init__(self, tokenizer: LightTokenizer, *, agent_mode: bool = False) -> None:
-        """`tokenizer` encodes text prompts and decodes single tokens. `agent_mode` allows `AGENT_FIELDS`
-        in requests."""
+        """`tokenizer` encodes text prompts and decodes single tokens. `agent_mode` drops `AGENT_FIELDS`."""
         self.tokenizer = tokenizer
         self.agent_mode = agent_mode
 
     def read(self, parse: Callable[[bytes], CallT], body: bytes) -> CallT:
-        """Parse a request with `parse`, in agent mode without `AGENT_FIELDS`.
-
-        Raises GatewayError 400, also if the call exceeds one of `limits`.
-        """
+        """Parse a request with `parse`. Raises GatewayError 400, also for a call beyond one of `limits`."""
         if not self.agent_mode:
             return within_limits(parse(body))
         body, ignored = without_agent_fields(self.path, body)
@@ -224,7 +221,7 @@ class Dialect(ABC, Generic[CallT]):
 
     @abstractmethod
     def parse(self, body: bytes) -> CallT:
-        """Parse a request. Raises GatewayError 400 that names the invalid or unsupported field."""
+        """Parse a request. Raises GatewayError 400 with the invalid or unsupported field."""
 
     @abstractmethod
     def reply(self, call: CallT, completion: Completion) -> dict[str, Any]: ...
@@ -236,8 +233,7 @@ class Dialect(ABC, Generic[CallT]):
     @abstractmethod
     def error_body(
         status: int, message: str, *, code: str | None = None, param: str | None = None
-    ) -> dict[str, Any]:
-        """Return the body of an error reply with this HTTP status."""
+    ) -> dict[str, Any]: ...
 
     @classmethod
     def error(cls, error: GatewayError) -> dict[str, Any]:
@@ -246,20 +242,20 @@ class Dialect(ABC, Generic[CallT]):
 
 
 class TokenCounter(Dialect[CallT]):
-    """A dialect with a second route that counts the tokens of a prompt."""
+    """A dialect with a second route for the token count of a prompt."""
 
     count_path: ClassVar[str]
 
     @abstractmethod
     def parse_count(self, body: bytes) -> CallT:
-        """Parse a request to count its prompt's tokens. Raises GatewayError 400."""
+        """Parse a request to count tokens. Raises GatewayError 400."""
 
     @abstractmethod
     def count_reply(self, tokens: int) -> dict[str, Any]: ...
 
 
 def within_limits(call: CallT) -> CallT:
-    """Return `call`. Raises GatewayError 400 if it exceeds a limit that holds for every wire format."""
+    """Return `call`. Raises GatewayError 400 if it exceeds a limit of every wire format."""
     limits.MODEL_CHARS.check(len(call.model))
     limits.PREVIOUS.check(len(call.previous or ""))
     limits.MESSAGES.check(len(call.messages))
@@ -295,14 +291,14 @@ def _check_tools(tools: list[Tool]) -> None:
         limits.TOOL_NAME.check(len(tool["function"]["name"]), f"tools[{index}].name")
     encoded = _ENCODER.encode(tools)
     limits.TOOLS_BYTES.check(len(encoded))
-    # Values nest no deeper than they have brackets, so most need no walk.
+    # Counting brackets bounds the depth, so that most values need no walk.
     depth = limits.TOOLS_DEPTH
     if encoded.count(b"{") + encoded.count(b"[") > depth.limit and limits.depth_is_beyond(tools, depth.limit):
         raise depth.refusal(depth.limit + 1)
 
 
 def named_event(data: dict[str, Any]) -> bytes:
-    """Return a server-sent event that is named after its data's `type` (OpenAI Responses, Anthropic).
+    """Return a server-sent event named after its data's `type` (OpenAI Responses, Anthropic).
 
     Source: https://html.spec.whatwg.org/multipage/server-sent-events.html
     """
@@ -311,9 +307,9 @@ def named_event(data: dict[str, Any]) -> bytes:
 
 
 def reasoning_tokens(tokenizer: LightTokenizer, choice: Choice) -> int:
-    """Return how many sampled ids are reasoning, including markers.
+    """Return the number of sampled ids that are reasoning, including markers.
 
-    All, if the reasoning was cut off; 0 for formats with another marker at the end of reasoning.
+    If the reasoning was cut off these are all ids. For formats with another end marker the result is 0.
     """
     marker = tokenizer.convert_tokens_to_ids(THINK_END)
     if marker is None or not choice.message.get("reasoning_content"):

@@ -1,4 +1,4 @@
-"""Shared by OpenAI's formats: errors, request fields, logprob entries, usage, stream chunks.
+"""Shared parts of OpenAI's formats: errors, request fields, logprob entries, usage, stream chunks.
 
 Source: https://platform.openai.com/docs/api-reference
 """
@@ -116,7 +116,7 @@ def usage_of(call: ModelCall, completion: Completion) -> dict[str, int]:
 def envelope_of(header: ReplyHeader, prefix: str, kind: str) -> dict[str, Any]:
     """Return the fields that identify a reply and its chunks.
 
-    `system_fingerprint` names the policy version; it is null before sampling, and for weights without a
+    `system_fingerprint` names the policy version. It is null before sampling, and for weights without a
     version.
     """
     version = header.policy_version if isinstance(header, Completion) else -1
@@ -130,7 +130,7 @@ def envelope_of(header: ReplyHeader, prefix: str, kind: str) -> dict[str, Any]:
 
 
 class ChunkStream(EventStream):
-    """A streamed reply of chunks in one envelope, with the usage last if requested."""
+    """A streamed reply of chunks, with the usage last if requested."""
 
     def __init__(self, call: ModelCall, header: ReplyHeader, prefix: str, kind: str) -> None:
         self._call = call
@@ -161,7 +161,7 @@ class ChunkStream(EventStream):
 def logprob_entries(
     tokenizer: LightTokenizer, call: ModelCall, tokens: SampledTokens
 ) -> list[dict[str, Any]]:
-    """Return one entry per sampled id, including the stop token, with the requested `top_logprobs`.
+    """Return an entry per sampled id, including the stop token, with the requested `top_logprobs`.
 
     Our extension `token_id` is in each entry, because several ids may have the same text.
     """

@@ -1,10 +1,9 @@
 """OpenAI Responses: the route, its replies and its events. `responses_request` parses requests.
 
-Our extensions: `top_k` and `return_token_ids` in the request. The latter adds `prompt_token_ids` and
-`token_ids` (with a grammar also `constrained`) to the response. Each logprob entry has a `token_id`.
-
-Ids are the call's id with a prefix: `resp_` for the response; `rs_`, `msg_` and `fc_` for its items.
-They identify the call when a conversation is sent back.
+Our extensions are `top_k` and `return_token_ids`, which adds `prompt_token_ids` and `token_ids` (with a
+grammar also `constrained`) to the response. Each logprob entry has a `token_id`. Ids are the call's id
+with a prefix: `resp_` for the response; `rs_`, `msg_` and `fc_` for its items. They identify the call
+when a conversation is sent back.
 
 Invariant: items come one after another, and the last event repeats them. Function calls come last, each
 with its arguments in one delta.
@@ -50,7 +49,6 @@ class ResponseWriter:
     call: ResponsesCall
 
     def pending(self, header: ReplyHeader) -> dict[str, Any]:
-        """Return the response before anything is sampled."""
         return {
             "id": f"{RESPONSE_PREFIX}{header.call_id}",
             "object": "response",
@@ -79,7 +77,7 @@ class ResponseWriter:
         return response
 
     def items(self, call_id: str, choice: Choice) -> list[Item]:
-        """Return the output items: reasoning, if any; text, unless there are only tool calls; tool calls."""
+        """Return the output items: any reasoning, text unless there are only tool calls, and tool calls."""
         message, items = choice.message, list[Item]()
         if reasoning := message.get("reasoning_content"):
             items.append(self.reasoning(call_id, reasoning))
@@ -112,7 +110,7 @@ class ResponseWriter:
         }
 
     def entries(self, tokens: SampledTokens) -> list[dict[str, Any]]:
-        """Return one logprob entry per sampled id, including markup and stop token; none unless requested."""
+        """Return a logprob entry per sampled id, including markup and stop token, if requested."""
         return logprob_entries(self.tokenizer, self.call, tokens) if self.call.logprobs else []
 
     def _usage(self, inputs: int, choice: Choice) -> dict[str, Any]:
@@ -140,7 +138,7 @@ class ResponseWriter:
 
 
 _TEXT = {"reasoning": "reasoning_text", "message": "output_text"}
-"""Item type -> name of the events for its text."""
+"""The names of the events for an item's text, by item type."""
 
 
 class ResponseEvents(EventStream):
@@ -155,13 +153,13 @@ class ResponseEvents(EventStream):
         self._items = 0
 
         self._open: Item | None = None
-        """The item that deltas extend, without their text."""
+        """The item that deltas extend, without its text."""
 
         self._text: list[str] = []
         """The deltas of the open item."""
 
         self._logprobs: list[dict[str, Any]] = []
-        """Entries of ids with text that has not been sent yet."""
+        """The entries of ids with unsent text."""
 
     def start(self) -> bytes:
         return self._opening
@@ -186,7 +184,8 @@ class ResponseEvents(EventStream):
         return rest + self._lifecycle(response["status"], response)
 
     def failure(self, error: GatewayError) -> bytes:
-        """Return an `error`, which OpenAI's clients raise, and the failed response others wait for."""
+        """Return an `error`, which OpenAI's clients raise, and the failed response, for which other
+        clients wait."""
         flat = {"code": error.code, "message": error.message, "param": error.param}
         # The `error` has our code; a response may only have one of OpenAI's.
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
@@ -197,7 +196,6 @@ class ResponseEvents(EventStream):
         )
 
     def _begin(self, item: Item) -> bytes:
-        """Open a text item, unless it is open already, and close the previous one."""
         if self._open and self._open["type"] == item["type"]:
             return b""
         # The previous item must be reasoning: only reasoning is followed by text.
@@ -208,13 +206,11 @@ class ResponseEvents(EventStream):
         return ended + self._added(item | {"content": []}) + self._part("content_part.added", item)
 
     def _end(self, item: Item) -> bytes:
-        """Close the open item with its final content."""
         self._open = None
         self._text.clear()
         return self._text_done(item) + self._part("content_part.done", item) + self._done(item)
 
     def _whole(self, item: Item) -> bytes:
-        """Write an item of which nothing has been sent."""
         if item["type"] != "function_call":
             added = self._added(item | {"content": []}) + self._part(
                 "content_part.added", self._write.message(self._header.call_id, "", [])

@@ -1,16 +1,15 @@
-"""OpenAI Responses: requests for a response, and for the token count of its prompt.
+"""OpenAI Responses: requests for a response and for the token count of its prompt.
 
 `previous_response_id` continues a response of the same claim, even after a restart and regardless of
-`store`, because the calls of a claim are kept. A model that is served outside episodes keeps the latest
-in memory, unless `store` is false. As with OpenAI, that response's instructions do not carry over, and
-its tools must be sent again. `include` supports `message.output_text.logprobs` (one entry per sampled
-id, on the text part) and `reasoning.encrypted_content` (the reasoning in base64). Accepted and ignored:
-`metadata`, a function's `strict`, and the fields about caches and users.
+`store`, because the calls of a claim are kept. A model served outside episodes keeps the latest in
+memory unless `store` is false. As with OpenAI, that response's instructions do not carry over, and its
+tools must be sent again. `include` supports `message.output_text.logprobs` (an entry per sampled id)
+and `reasoning.encrypted_content` (the reasoning in base64). Accepted and ignored: `metadata`, a
+function's `strict`, and the fields about caches and users.
 
 Invariant: the items of a response, sent back unchanged, become the one message that was sampled, with
-or without its reasoning, and whether a call's output follows the call or all calls. Consecutive items
-belong to one message as long as they come in the order of a reply (reasoning, text, calls) and no id
-contradicts that.
+or without its reasoning, and wherever a call's output stands. Consecutive items belong to one message
+while they are in the order of a reply (reasoning, text, calls) and no id contradicts that.
 
 Source: https://platform.openai.com/docs/api-reference/responses/create
 """
@@ -49,12 +48,12 @@ from tinkerscript.gateway.dialects.validation import (
 from tinkerscript.limits import MESSAGES, TOOLS
 
 RESPONSE_PREFIX = "resp_"
-"""A response's id is this and the call's id."""
+"""The prefix of a response's id before the call's id."""
 
 Parts = str | list[dict[str, Any]]
 
 _OUR_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})(?:_\d+)?")
-"""Ids of our output items: the id of the call, and for a function call also its number."""
+"""Match the ids of our output items: the call's id, and a function call's number."""
 
 _ORDER = ("reasoning", "message", "function_call")
 
@@ -152,7 +151,7 @@ def encrypt(reasoning: str) -> str:
 
 
 def normalized_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
-    """Normalize function tools, also inside namespaces.
+    """Normalize function tools, also in namespaces.
 
     Raises GatewayError 400 for tools that OpenAI's servers would run.
     """
@@ -167,7 +166,7 @@ def normalized_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
 
 
 def namespaces_of(tools: Iterable[dict[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Map the model's name for each tool in a namespace to the namespace and the tool's name."""
+    """Return the namespace and name of each tool in a namespace, by the model's name for it."""
     return {
         namespaced(space["name"], tool["name"]): (space["name"], tool["name"])
         for space in tools
@@ -182,7 +181,7 @@ def namespaced(namespace: str, name: str) -> str:
 
 
 def _tools_of(space: _Namespace, where: str) -> Iterable[Tool]:
-    """Yield the tools of a namespace, with its description in front of theirs."""
+    """Yield the tools of a namespace, with its description before theirs."""
     for index, inner in enumerate(space.tools):
         function = _tool(inner, f"{where}.tools[{index}]")["function"]
         described = [text for text in (space.description, function.get("description")) if text]
@@ -191,14 +190,14 @@ def _tools_of(space: _Namespace, where: str) -> Iterable[Tool]:
 
 
 class _Conversation:
-    """The messages so far, and the assistant message that further items may belong to."""
+    """The messages so far, and the assistant message to which further items may belong."""
 
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
         self._reply: ChatMessage | None = None
 
         self._last: str = ""
-        """Type of the last item of `_reply`."""
+        """The type of the last item of `_reply`."""
 
     def add(self, item: dict[str, Any], where: str) -> None:
         match _type_of(item, where):
@@ -227,7 +226,7 @@ class _Conversation:
             reply["reasoning_content"] = reply.get("reasoning_content", "") + text
 
     def _message_of(self, kind: str, item_id: str) -> ChatMessage:
-        """Return the assistant message that an item belongs to."""
+        """Return the assistant message to which an item belongs."""
         ours = _OUR_ID.fullmatch(item_id)
         call_id = ours[1] if ours else None
         if self._reply is None or not self._continues(self._reply, kind, call_id):
@@ -307,10 +306,10 @@ class ResponsesCall(ModelCall, frozen=True, kw_only=True):
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {**ModelCall.FIELD_NAMES, "json_schema": "text.format"}
 
     echo: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
-    """The fields of the request that the response repeats."""
+    """The request's fields that the response repeats."""
 
     namespaces: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict[str, tuple[str, str]])
-    """The model's name for each tool in a namespace -> namespace and name."""
+    """Namespace and name of tools in namespaces, by the model's name."""
 
     encrypted_reasoning: bool = False
     """Whether reasoning items repeat their text in `encrypted_content`."""
@@ -394,7 +393,7 @@ _PROMPT = msgspec.json.Decoder(_Prompt)
 
 
 def parse_request(body: bytes) -> ResponsesCall:
-    """Raises GatewayError 400 that names the invalid or unsupported field."""
+    """Parse a request. Raises GatewayError 400 with the invalid or unsupported field."""
     request = decode(_REQUEST, body)
     include, prompt = _include(request.include or ()), _prompt_arguments(request)
     return ResponsesCall(
@@ -413,7 +412,7 @@ def parse_request(body: bytes) -> ResponsesCall:
 
 
 def parse_count(body: bytes) -> ResponsesCall:
-    """Raises GatewayError 400 that names the invalid or unsupported field."""
+    """Parse a request to count tokens. Raises GatewayError 400 with the invalid or unsupported field."""
     prompt = decode(_PROMPT, body)
     return ResponsesCall(**_prompt_arguments(prompt))
 
@@ -483,7 +482,6 @@ def _set_fields(value: Struct) -> dict[str, Any]:
 
 
 def _echo(request: _Request) -> dict[str, Any]:
-    """Return the fields of the request that the response repeats, with OpenAI's defaults."""
     return {
         "background": False,
         "instructions": request.instructions,

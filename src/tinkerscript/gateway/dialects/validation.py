@@ -1,4 +1,4 @@
-"""Strict parsing of requests into typed structs, with errors that name the field.
+"""Parse requests strictly into typed structs, with errors that name the field.
 
 Invariant: a field is honored or refused by name. A null field counts as not set.
 """
@@ -30,7 +30,7 @@ DIRECT = {"type": "direct"}
 
 
 class Unsupported:
-    """Annotates a known field that is refused unless it is null or one of `values`, which have no effect.
+    """Marks a known field that is refused unless it is null or one of `values`, which have no effect.
 
     Fields that are Python keywords have a trailing underscore.
     """
@@ -40,11 +40,11 @@ class Unsupported:
 
 
 SHOWN_CHARS = 80
-"""Errors quote at most this many characters of a refused value."""
+"""The length of a quoted value in errors."""
 
 
 def sampling_arguments(request: Any) -> dict[str, Any]:
-    """Return the fields that all formats share, as arguments of `ModelCall`."""
+    """Return the fields of all formats as arguments of `ModelCall`."""
     return {
         "model": request.model,
         "temperature": request.temperature,
@@ -56,7 +56,7 @@ def sampling_arguments(request: Any) -> dict[str, Any]:
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Decode a request. Raises GatewayError 400 that names the invalid field."""
+    """Decode a request. Raises GatewayError 400 with the invalid field."""
     try:
         request = decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -67,9 +67,9 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def convert(value: Mapping[str, Any], kind: type[T], where: str) -> T:
-    """Convert the part of a request at `where` to a struct; null fields count as not set.
+    """Convert the part of a request at `where` to a struct, where null fields count as not set.
 
-    Raises GatewayError 400 that names the invalid field.
+    Raises GatewayError 400 with the invalid field.
     """
     given = {name: each for name, each in value.items() if each is not None}
     try:
@@ -80,7 +80,7 @@ def convert(value: Mapping[str, Any], kind: type[T], where: str) -> T:
 
 
 def _honored(request: T, where: str) -> T:
-    """Return `request`. Raises GatewayError 400 for the first `Unsupported` field with a value of effect."""
+    """Return `request`. Raises GatewayError 400 for the first `Unsupported` field with an effect."""
     for name, unset in _unsupported_fields(type(request)).items():
         value = getattr(request, name)
         if value is not None and value not in unset.values:
@@ -103,7 +103,7 @@ def _unsupported_fields(kind: type[Any]) -> dict[str, Unsupported]:
 def _explained(text: str, where: str = "") -> GatewayError:
     """Translate msgspec's message, such as "Expected `int`, got `str` - at `$.n`".
 
-    Fields that are declared as None are known but not supported.
+    Fields declared as None are known but not supported.
     """
     problem, _, place = text.partition(" - at ")
     inner = place.strip("`").removeprefix("$")
@@ -126,8 +126,7 @@ def invalid(param: str | None, message: str, *, code: str = "invalid_value") -> 
 
 
 def unsupported(param: str, value: object, remedy: str = "") -> GatewayError:
-    """Return the error for a value that this server does not honor. By default, it advises to leave the
-    field out."""
+    """Return the error for a value that this server does not honor. The default remedy is to leave it out."""
     shown = msgspec.json.encode(value).decode()
     message = (
         f"{param}={shown[:SHOWN_CHARS]} is not supported by this server; {remedy or f'leave {param} out'}"
@@ -141,8 +140,10 @@ def unsupported_content(kind: object, where: str) -> GatewayError:
 
 
 def required_tools(names: Sequence[str] | None, tools: Sequence[Tool]) -> list[str]:
-    """Return the tools of which one must be called; all of `tools` if `names` is None. Raises GatewayError
-    400."""
+    """Return the tools of which one must be called, or all `tools` if `names` is None.
+
+    Raises GatewayError 400.
+    """
     known = [tool["function"]["name"] for tool in tools]
     names = known if names is None else names
     for name in names:

@@ -1,7 +1,7 @@
 """`Upstream` is the HTTP connection to a server that samples for us.
 
 Invariants: a request that may have sampled is retried at most once, and only before the first byte of a
-reply. A cancelled request closes its connection, which tells the server to stop.
+reply. A cancelled request closes its connection, which stops the server's work.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 _CONTEXT = re.compile(r"context length|maximum context|longer than the model|max_model_len", re.IGNORECASE)
-"""How servers say that a prompt does not fit."""
+"""Match the servers' messages that a prompt is too long."""
 
 
 _SHOWN = 500
-"""Errors quote at most this many characters of a server's message."""
+"""The length of a quoted server message in errors."""
 
 
 _NOTHING_ANSWERED = (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError)
-"""Before the first byte of a reply, these errors mean that none will come."""
+"""Errors that, before the first byte of a reply, mean that none will come."""
 
 
 class Upstream:
-    """HTTP to one server, with at most `max_in_flight` concurrent requests. Raises only GatewayError."""
+    """HTTP to one server with limited concurrency. Raises only GatewayError."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class Upstream:
         timeout_s: float = 300.0,
         name: str = "",
     ) -> None:
-        """`base_url` may end in `/v1`, as for OpenAI's clients. Errors show the server's name or address,
-        never the key."""
+        """`base_url` may end in `/v1`, as for OpenAI's clients. Errors contain the server's name or
+        address, never the key."""
         self.url = base_url.rstrip("/").removesuffix("/v1")
         self.name = name or f"the inference server {self.url}"
         self._key = api_key
@@ -77,7 +77,7 @@ class Upstream:
         return reply
 
     async def post_optional(self, path: str, body: Any) -> bytes | None:
-        """Like `post`, without the limit on concurrent requests; None if the path does not exist."""
+        """Like `post`, without the limit on concurrency. None if the path does not exist."""
         return await self._send("POST", path, body)
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class Upstream:
 
     @asynccontextmanager
     async def slot(self) -> AsyncGenerator[None]:
-        """Hold one of the slots for open requests. Raises GatewayError 503 if none becomes free in time."""
+        """Hold a slot for a request. Raises GatewayError 503 if none becomes free in time."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._slots.acquire()
@@ -110,7 +110,7 @@ class Upstream:
 
     @asynccontextmanager
     async def open(self, method: str, path: str, body: Any) -> AsyncGenerator[httpx.Response]:
-        """Yield the unread reply to a request. Raises GatewayError, also for errors while it is read."""
+        """Yield the unread reply to a request. Raises GatewayError, also while it is read."""
         if self._is_closed:
             raise _shutting_down()
         try:
@@ -140,8 +140,7 @@ class Upstream:
             self.refuse(response.status_code, await response.aread())
 
     def refuse(self, status: int, body: bytes) -> NoReturn:
-        """Raise the GatewayError for a refusal. In a stream, the status may come after the response's
-        head."""
+        """Raise the GatewayError for a refusal. In a stream the status may follow the response's head."""
         said = self.without_key(message_of_refusal(body))
         if status in (400, 413, 422):
             if _CONTEXT.search(said):
@@ -205,7 +204,7 @@ def message_of_refusal(body: bytes) -> str:
 
 
 def _has_message(body: bytes) -> bool:
-    """Whether a 404 came from an endpoint that exists (an unknown model), not from a missing one."""
+    """Return whether a 404 came from an existing endpoint, as for an unknown model."""
     try:
         refusal = msgspec.json.decode(body, type=_Refusal)
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -1,7 +1,7 @@
-"""The start-up probe measures what an inference server does before an episode depends on it.
+"""The start-up probe measures the behavior of an inference server before an episode depends on it.
 
-Invariant: every fact was observed in replies, not derived from a version number. A server with replies
-that cannot be recorded as what was sampled is refused, with the reason and the remedy.
+Invariant: every fact is observed in replies, not derived from a version. A server with replies that
+cannot be recorded as what was sampled is refused, with the reason and the remedy.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from tinkerscript.rollouts.call import LogprobKind, pack_ids
 from tinkerscript.sampler import SampleRequest
 
 PROBE_TOP = 5
-"""How many of the most likely tokens to compare: OpenAI's limit, so every server allows it."""
+"""The number of most likely tokens to compare. It is OpenAI's limit, so every server allows it."""
 
 HOT = 2.0
-"""The second temperature to sample at; no server refuses it."""
+"""A second temperature, which every server accepts."""
 
 CLEAR_GAP = 0.3
-"""Two tokens need at least this gap in nats to reveal the kind of logprobs at another temperature."""
+"""The gap in nats between two tokens that is needed to recognize the kind of logprobs."""
 
 RATIO_MARGIN = 0.15
-"""Tolerance for the ratio of the gaps, because low-precision kernels add noise."""
+"""The tolerance for the ratio of gaps, because low-precision kernels add noise."""
 
 SAMPLES = 4
 TOKENS = 32
-"""Per sample, sampled at temperature 1 and scored again."""
+"""The length of a sample at temperature 1, which is scored again."""
 
 MAX_MEAN_GAP = 0.1
-"""Maximum mean gap in nats between reported and rescored logprobs, because prefill and decode differ."""
+"""The maximum mean gap in nats between reported and rescored logprobs. Prefill and decode differ."""
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     model: str
     max_context: int
-    """Maximum length of prompt and reply together, in tokens."""
+    """The maximum length of prompt and reply together, in tokens."""
 
     logprob_kind: LogprobKind
     rescored: bool
@@ -64,7 +64,7 @@ class Probe:
     server: VllmServer
     model: str
     prompts: Sequence[list[int]]
-    """At least one, as ids; the first few tokens of a chat suffice."""
+    """Prompts as ids. The first few tokens of a chat suffice."""
 
     async def run(
         self, description: ServerDescription, *, text: str = "", ids: Sequence[int] = (), rescore: bool = True
@@ -94,7 +94,7 @@ class Probe:
             raise self._missing("its log probabilities are above zero: these are logits", "logits")
 
     async def _logprob_kind(self) -> LogprobKind:
-        """Compare two temperatures: a higher one shrinks the gap between two tokens, unless logprobs
+        """Compare two temperatures. A higher one shrinks the gap between two tokens, unless logprobs
         ignore it."""
         for prompt in self.prompts:
             cold = await self._top(prompt, 1.0)
@@ -192,6 +192,5 @@ class Probe:
 
 
 def _mean_gap(reported: Sequence[float], scores: Sequence[float]) -> float:
-    """Return the mean absolute difference, or infinity if a value is not finite."""
     gap = fmean(abs(a - b) for a, b in zip(reported, scores, strict=True))
     return gap if math.isfinite(gap) else math.inf

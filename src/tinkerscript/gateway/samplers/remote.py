@@ -1,7 +1,7 @@
-"""`RemoteSampler` samples from a vLLM server; `remote_sampler` opens the server in the config.
+"""`RemoteSampler` samples from a vLLM server, and `remote_sampler` opens the server in the config.
 
-Invariants: every sampler was probed before use. Results contain what the server reported, with the
-number that it gives its weights as their version. A request that cannot be honored in full is refused.
+Invariants: every sampler is probed before use. Results contain what the server reported, with its
+number for the weights as their version. A request that cannot be honored fully is refused.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from tinkerscript.sampler import (
 )
 
 PROGRESS_POLL_S = 0.25
-"""Seconds between checks for a server that is starting."""
+"""Seconds between checks of a starting server."""
 
 PROBE_TIMEOUT_S = 60.0
-"""Per request of the probe. The first requests may compile kernels."""
+"""The timeout of a probe request in seconds. The first requests may compile kernels."""
 
 PROMPTS = ("Tell me something.", "Write one sentence about the sea.", "What is 17 + 25?")
-"""The probe samples replies to these user messages."""
+"""The user messages to which the probe samples replies."""
 
 TOKENIZER_TEXT = "Ünïcode 漢字 12345\n\n\tdef f(x): return x  # e\u0301 🙂"
-"""Encoded by us and by the server. It covers cases that tokenizers handle differently."""
+"""A text with cases that tokenizers handle differently, encoded by us and by the server."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,22 +51,22 @@ class RemoteSampler(Sampler):
 
     server: VllmServer
     facts: ServerFacts
-    """Without a `weight_version`, the server is not asked for it again."""
+    """The server's facts. Without a `weight_version`, the server is not asked for it again."""
 
     timeout_s: float = 300.0
     cache_salt: str = ""
     """Requests with different salts never share the server's prefix cache."""
 
     text: Callable[[list[int]], str] | None = None
-    """Decodes ids, including special tokens, to find stop strings that earlier weights began to sample.
-    None if samples cannot be cut."""
+    """Decodes ids with special tokens, to find stop strings that earlier weights began. None if samples
+    cannot be cut."""
 
     def __post_init__(self) -> None:
         self._weights = self.facts.weight_version
         self._is_cut = asyncio.Event()
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Sample. Progress is not reported."""
+        """Sample, without reporting progress."""
         refuse_unsupported(
             request,
             "an inference server",
@@ -102,7 +102,7 @@ class RemoteSampler(Sampler):
         self._is_cut.set()
 
     def _ends(self, request: SampleRequest) -> Callable[[Sequence[int]], bool] | None:
-        """Return a test for stop strings that began in the part of the reply that was sampled earlier.
+        """Return a test for stop strings that began in the earlier part of the reply, or None.
 
         The server finds stop strings that begin later.
         """
@@ -125,12 +125,11 @@ class RemoteSampler(Sampler):
         await self.server.aclose()
 
     async def _versions(self, before: str | None) -> tuple[int, int]:
-        """Return the first and last version that may have sampled; they differ if the weights may have
-        changed.
+        """Return the first and last version that may have sampled.
 
-        The server reports its weights only outside of calls, so we compare with the previous request,
-        and the first call after an update always counts as changed. Raises GatewayError 503 if one of
-        the two has no version, as after a restart of the server.
+        The server reports its weights only outside of calls. They are compared with the previous
+        request's, so that the first call after an update always counts as changed. Raises GatewayError
+        503 if one of the two has no version, as after a restart of the server.
         """
         if self.facts.weight_version is not None:
             self._weights = await self.server.weight_version()
@@ -146,7 +145,7 @@ class RemoteSampler(Sampler):
     def _logprob_kind(self, request: SampleRequest) -> LogprobKind:
         """Return the kind of the logprobs, which vLLM renormalizes after top-p, top-k and min-p.
 
-        `processed` means before these. With them, and with a repetition penalty, the kind is unknown.
+        `processed` means before these. With them or a repetition penalty the kind is unknown.
         """
         truncated = request.top_p < 1 or request.top_k > 0 or request.min_p > 0
         if request.repetition_penalty != 1 or (truncated and self.facts.logprob_kind == "processed"):
@@ -159,7 +158,7 @@ def _number(weights: str | None) -> int:
 
 
 def _sequence(sample: ServerSample, top: int) -> SampledSequence:
-    """Raises GatewayError 502 if a position has fewer than `top` of the most likely ids."""
+    """Raise GatewayError 502 if a position has fewer than `top` of the most likely ids."""
     most_likely = [_most_likely(each, top) for each in sample.top] if top else []
     if top and sample.ids and min(map(len, most_likely), default=0) < top:
         raise GatewayError(
@@ -176,7 +175,7 @@ def _sequence(sample: ServerSample, top: int) -> SampledSequence:
 
 
 def _most_likely(logprobs: dict[int, float], number: int) -> list[tuple[int, float]]:
-    """Return the best `number`. A server may add the sampled token to those requested."""
+    """Return the best `number`. A server may add the sampled token to the requested ones."""
     return sorted(logprobs.items(), key=lambda pair: -pair[1])[:number]
 
 
@@ -184,10 +183,10 @@ def _most_likely(logprobs: dict[int, float], number: int) -> list[tuple[int, flo
 async def remote_sampler(
     config: InferenceConfig, *, model_folder: Path, environ: Mapping[str, str], timeout_s: float
 ) -> AsyncGenerator[RemoteSampler]:
-    """Open a probed sampler for the server in `config`. Leaving the context closes its connections.
+    """Open a probed sampler for the server in `config`.
 
     `model_folder` has the tokenizer and chat format of the served model. Raises ConfigError if the
-    server cannot be reached or used.
+    server is unreachable or unusable.
     """
     async with aclosing(inference_server(config, environ, timeout_s=timeout_s)) as server:
         facts = await examine(server, config, model_folder)
@@ -196,7 +195,7 @@ async def remote_sampler(
 
 
 def inference_server(config: InferenceConfig, environ: Mapping[str, str], *, timeout_s: float) -> VllmServer:
-    """Create the client of the server in `config`, without contacting it. Raises ConfigError."""
+    """Return a client of the server in `config` without contacting it. Raises ConfigError."""
     if not config.base_url:
         raise ConfigError("inference.backend: vllm needs inference.base_url, such as http://127.0.0.1:8000")
     upstream = Upstream(
@@ -251,8 +250,7 @@ def _choose_model(description: ServerDescription, config: InferenceConfig, serve
 
 
 def api_key(variable: str, environ: Mapping[str, str]) -> str:
-    """Return the key in an environment variable, or "" without a variable. Raises ConfigError if it is not
-    set."""
+    """Return the key in an environment variable, or "" without a variable. Raises ConfigError."""
     if not variable:
         return ""
     key = environ.get(variable, "").strip()

@@ -43,7 +43,7 @@ from tinkerscript.rollouts.call import StopReason, unpack_ids
 from tinkerscript.sampler import SampleRequest
 
 TOKEN_ID = "token_id:"
-"""Prefix of an id that stands for a token's text."""
+"""The prefix of an id that stands for a token's text."""
 
 VLLM_REMEDIES = {
     "ids": "use vLLM 0.10.2 or newer (return_token_ids), with no proxy between that drops fields",
@@ -57,28 +57,28 @@ T = TypeVar("T")
 
 
 NOT_FINITE = float("nan")
-"""A log probability that the server sent as null, because JSON has neither -inf nor NaN."""
+"""The value of a log probability that the server sent as null, because JSON has neither -inf nor NaN."""
 
 
 class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
     ids: list[int]
     logprobs: list[float]
-    """One per id. -9999.0 and NaN stand for values that the server could not send."""
+    """A log probability per id. -9999.0 and NaN stand for values that the server could not send."""
 
     stop_reason: StopReason
     top: list[dict[int, float]] = []
-    """The most likely ids at each position with their log probabilities, if requested."""
+    """The log probabilities of the most likely ids at each position, if requested."""
 
     scores: list[float] = []
-    """Log probabilities of the prompt's tokens from `score_from` on, at temperature 1."""
+    """The log probabilities of the prompt's tokens from `score_from` on, at temperature 1."""
 
     is_cut: bool = False
-    """Whether a `Cut` ended it; `stop_reason` is meaningless then."""
+    """Whether a `Cut` ended the sample. `stop_reason` is then meaningless."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Ends samples early; the result is what was sampled so far."""
+    """Ends samples early. The result is what was sampled so far."""
 
     event: asyncio.Event
     ends: Callable[[Sequence[int]], bool] | None = None
@@ -89,7 +89,7 @@ class ServerDescription(msgspec.Struct, frozen=True, kw_only=True):
     models: list[str]
 
     max_context: int
-    """Maximum length of prompt and reply together, in tokens."""
+    """The maximum length of prompt and reply together, in tokens."""
 
     adapters: list[str] = []
     """The adapters among `models`."""
@@ -129,7 +129,7 @@ class _Failure(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     error: _Failure | None = None
-    """Ends a stream early, with the status that an unstreamed reply would have had."""
+    """An error that ends a stream, with the status that a plain reply would have."""
 
 
 class _Completion(msgspec.Struct):
@@ -160,15 +160,12 @@ class _Tokens(msgspec.Struct):
 
 
 class VllmServer:
-    """A vLLM server's endpoints as methods. Each raises GatewayError."""
-
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
         self.url = upstream.url
         self.close = upstream.close
 
     async def describe(self) -> ServerDescription:
-        """Ask the server what it serves."""
         body = await self._upstream.get("/v1/models")
         models = decode(body, _Models).data if body else []
         lengths = [model.max_model_len for model in models if model.max_model_len]
@@ -194,12 +191,10 @@ class VllmServer:
     ) -> list[ServerSample]:
         """Sample `request.num_samples` sequences, in order.
 
-        Requests with another `cache_salt` do not share cached prefixes. With `score_from`, log
-        probabilities of the prompt's tokens from this position on are reported too. `cut` may end
-        samples early.
-
-        Raises GatewayError: 400 for a request that the server refuses, 502 for a reply without ids or
-        one that contradicts itself or the request, 503 and 504 if no reply came.
+        Requests with another `cache_salt` do not share cached prefixes. `score_from` requests log
+        probabilities of the prompt's tokens from this position on. `cut` may end samples early. Raises
+        GatewayError 400 for a refused request, 502 for a reply without ids or with a contradiction, and
+        503 or 504 without a reply.
         """
         prompt = unpack_ids(request.prompt).tolist()
         asked = request_body(request, prompt, model, cache_salt, score_from)
@@ -215,7 +210,7 @@ class VllmServer:
         return [_sample_of(choice, prompt, count, request.top_logprobs, score_from) for choice in choices]
 
     async def _stream(self, body: dict[str, Any], samples: list[_Streamed], cut: asyncio.Event) -> None:
-        """Fill `samples` until all are complete, or until `cut` is set, which closes the connection."""
+        """Fill `samples` until all are complete, or until `cut` closes the connection."""
         reading = asyncio.ensure_future(self._read(body | {"stream": True}, samples))
         ending = asyncio.ensure_future(cut.wait())
         try:
@@ -250,13 +245,13 @@ class VllmServer:
         return decode(body, _WeightInfo).weight_version if body else None
 
     async def encode(self, text: str, model: str) -> list[int] | None:
-        """Encode `text` with the server's tokenizer, or return None if the server does not offer that."""
+        """Encode `text` with the server's tokenizer, or return None if the server cannot."""
         prompt = {"model": model, "prompt": text, "add_special_tokens": False}
         body = await self._upstream.post_optional("/tokenize", prompt)
         return decode(body, _Tokens).tokens if body else None
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter if the server has it; after a restart, it does not and would refuse."""
+        """Unload an adapter if the server has it. After a restart it does not, and would refuse."""
         body = await self._upstream.get("/v1/models")
         if body and name in {model.id for model in decode(body, _Models).data}:
             await self._upstream.post_optional("/v1/unload_lora_adapter", {"lora_name": name})
@@ -264,8 +259,8 @@ class VllmServer:
     async def load_weights(self, name: str, version: str) -> None:
         """Replace the weights with those of `name` and call them `version`, aborting running samples.
 
-        A failure may leave the server paused until `resume`. This is our plugin's weight transfer and
-        needs a server in development mode.
+        After a failure the server may be paused until `resume`. This needs our plugin's weight transfer
+        and a server in development mode.
         """
         await self._control("/init_weight_transfer_engine", init_info={"name": name})
         await self._control("/pause?mode=abort")
@@ -275,7 +270,7 @@ class VllmServer:
         await self.resume()
 
     async def resume(self) -> None:
-        """Let the server sample again; harmless if it is not paused."""
+        """Let the server sample again. Idempotent."""
         await self._control("/resume")
 
     async def sleep(self) -> None:
@@ -296,7 +291,7 @@ class VllmServer:
             )
 
     async def tokens_sampled(self) -> float:
-        """Return how many tokens the server has sampled, according to its metrics."""
+        """Return the number of tokens in the server's metrics."""
         return metric(await self._upstream.get("/metrics"), "vllm:generation_tokens_total", at=self.url)
 
     async def aclose(self) -> None:
@@ -314,7 +309,6 @@ class _Streamed:
         self._logprobs: list[float] = []
         self._top: list[dict[int, float]] = []
         self.stop_reason: StopReason | None = None
-        """None until the sample is complete."""
 
     def take(self, choice: _Choice) -> None:
         """Add the tokens of a chunk, up to the one that ends the sample."""
@@ -343,7 +337,7 @@ class _Streamed:
 def request_body(
     request: SampleRequest, prompt: list[int], model: str, cache_salt: str, score_from: int | None
 ) -> dict[str, Any]:
-    """Return the JSON for `POST /v1/completions`, with every parameter that could have another default."""
+    """Return the JSON for `POST /v1/completions`, with every parameter that may have another default."""
     stop_token_ids = [*request.stop_token_ids, *request.extra_stop_ids]
     body: dict[str, Any] = {
         "model": model,
@@ -406,7 +400,7 @@ def _tokens_of(
 
 
 def _top(entry: dict[str, float | None] | None) -> dict[int, float]:
-    """Raises GatewayError 502 for tokens that are not written as `token_id:123`."""
+    """Raise GatewayError 502 for tokens that are not written as `token_id:123`."""
     try:
         return {
             int(token.removeprefix(TOKEN_ID)): NOT_FINITE if value is None else value
@@ -441,7 +435,7 @@ def _stop_reason(reason: str | None) -> StopReason:
 
 
 def metric(body: bytes | None, name: str, *, at: str) -> float:
-    """Return the sum of a metric in Prometheus's text format. Raises GatewayError 502, naming `at`."""
+    """Return the sum of a metric in Prometheus' text format. Raises GatewayError 502 with `at`."""
     pattern = rf"^{name}(?:{{[^}}]*}})? (\S+)$"
     found = re.findall(pattern, (body or b"").decode(errors="replace"), re.MULTILINE)
     if not found:
@@ -463,7 +457,7 @@ def check_counts(ids: Sequence[int], logprobs: Sequence[float]) -> None:
 def check_prompt(sent: Sequence[int], used: Sequence[int] | None, count: int | None) -> None:
     """Raise GatewayError 502 if the server sampled from another prompt than `sent`.
 
-    `used` and `count` are the prompt and its length as reported by the server, if they were.
+    `used` and `count` are the server's prompt and its length, if reported.
     """
     if used is not None and list(used) != list(sent):
         raise contradiction(
