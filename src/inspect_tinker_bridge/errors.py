@@ -40,7 +40,7 @@ __all__ = [
 
 
 class BridgeError(Exception):
-    ...
+    """Base class of this package's errors."""
 
 
 class TaskError(BridgeError): ...

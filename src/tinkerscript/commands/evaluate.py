@@ -1,10 +1,8 @@
-"""`tinkerscript eval`: evaluate a model on a task through our OpenAI-compatible endpoint.
+"""`tinkerscript eval` evaluates a model on a task through our OpenAI-compatible endpoint.
 
-Inspect's own `eval_async` runs Inspect tasks and writes its usual log. `evaluate_task` runs tasks of
-other kinds, as a worker does.
-
-Invariant: a rollout that raises is a failed sample, with its reason in the log; it is never averaged
-into a score.
+Inspect's `eval_async` runs Inspect tasks and writes its usual log. `evaluate_task` runs other tasks as
+a worker does. Invariant: a rollout that raises is a failed sample with its reason in the log; it is
+never averaged into a score.
 """
 
 from __future__ import annotations
@@ -44,13 +42,13 @@ from tinkerscript.workers.chat_endpoint import ChatEndpoint
 from tinkerscript.workers.inspect_task import InspectTask
 
 SERVICE = "tinkerscript"
-"""Inspect's name for the endpoint: the model is `openai-api/tinkerscript/<model>` in logs."""
+"""Inspect's name for the endpoint. In logs the model is `openai-api/tinkerscript/<model>`."""
 
 
 async def evaluate_command(options: EvalOptions, console: Console) -> int:
-    """Run the eval and print its scores. Returns 1 if the eval or one of its samples failed, otherwise 0.
+    """Run the eval and print its scores. Returns 1 if the eval or a sample failed, otherwise 0.
 
-    Raises ConfigError for a task or checkpoint that cannot be used, ServerUnreachableError.
+    Raises ConfigError for an unusable task or checkpoint, and ServerUnreachableError.
     """
     if kind_of(options.task) != INSPECT:
         return await evaluate_task(options, console)
@@ -87,7 +85,6 @@ async def evaluate(options: EvalOptions, console: Console) -> EvalLog:
 
 
 def _task(options: EvalOptions) -> InspectTaskInfo:
-    """Load the task. Raises ConfigError if it cannot be loaded or its sandbox is not available."""
     task = usable_task(options.task, options.task_args)
     assert isinstance(task, InspectTask), "kind_of said so"
     info = task.info
@@ -101,13 +98,13 @@ def _task(options: EvalOptions) -> InspectTaskInfo:
 
 
 def _sandbox(named: str | None) -> str | tuple[str, str] | None:
-    """Return type, or type and config file, for Inspect."""
+    """Return the sandbox type, or type and config file, for Inspect."""
     kind, _, config = (named or "").partition(":")
     return (kind, config) if config else kind or None
 
 
 def _roles(names: Mapping[str, Any]) -> dict[str, str | Model | list[str | Model]]:
-    """Return the model of each role. Raises ConfigError for a model that Inspect cannot use."""
+    """Return the model of each role. Raises ConfigError."""
     models: dict[str, str | Model | list[str | Model]] = {}
     for role, name in names.items():
         if not isinstance(name, str):
@@ -167,33 +164,33 @@ MODELS_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """What to evaluate, and how. Give either `checkpoint` or `server`."""
+    """The options of an evaluation. Give either `checkpoint` or `server`."""
 
     task: str
     """`file.py@name`, a registered name, or a task of another kind."""
 
     checkpoint: str | None = None
-    """Folder or URL of a trained model, which is served while the eval runs."""
+    """The folder or URL of a trained model to serve while the eval runs."""
 
     server: str = ""
-    """URL of a running `tinkerscript serve --checkpoint`, or of another OpenAI-compatible endpoint."""
+    """The URL of a running `tinkerscript serve --checkpoint`, or of another OpenAI-compatible endpoint."""
 
     api_key: str = "none"
     task_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     model_roles: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Inspect's name of the model for each role, such as a grader."""
+    """The model of each role, such as a grader."""
 
     limit: int | None = None
-    """Maximum number of samples. None: all."""
+    """The maximum number of samples, or None."""
 
     epochs: int | None = None
-    """Attempts at each sample. None: the task's own setting."""
+    """The attempts at each sample, or None for the task's setting."""
 
     temperature: float | None = None
     max_tokens: int | None = None
     max_connections: int = 32
     sandbox: str | None = None
-    """Replaces the task's own sandbox: `TYPE`, or `TYPE:CONFIG_FILE`."""
+    """A sandbox that replaces the task's: `TYPE`, or `TYPE:CONFIG_FILE`."""
 
     log_dir: Path = Path("logs")
 
@@ -204,10 +201,10 @@ class ModelEndpoint:
     """Base URL for OpenAI clients."""
 
     supervisor: Supervisor | None = None
-    """Supervisor of the server that this eval started; None if the server was already running."""
+    """The supervisor of the server that this eval started, or None."""
 
     async def failed(self) -> None:
-        """Never returns; raises if the server or its engine cannot run."""
+        """Wait forever, or raise if the server or its engine cannot run."""
         if self.supervisor is None:
             await asyncio.Event().wait()
         else:
@@ -245,7 +242,7 @@ async def model_name(url: str, options: EvalOptions) -> str:
 async def evaluate_task(options: EvalOptions, console: Console) -> int:
     """Run the samples, print the scores and write them. Returns 1 if a sample failed, otherwise 0.
 
-    Raises ConfigError for a task or checkpoint that cannot be used or an option that only Inspect has,
+    Raises ConfigError for an unusable task or checkpoint or an option that only Inspect has, and
     ServerUnreachableError.
     """
     if options.model_roles or options.sandbox:

@@ -28,7 +28,7 @@ def key_texts(
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
-    """Return the model of a section, or of the entries of a list or mapping of sections."""
+    """Return the model of a section, or of a section's list or mapping entries."""
     if get_origin(annotation) in (list, dict):
         annotation = get_args(annotation)[-1]
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None

@@ -1,4 +1,4 @@
-"""`tinkerscript train --plan`: what a config starts, what it needs, and where its model calls go."""
+"""`tinkerscript train --plan` shows what a config starts, what it needs, and where its model calls go."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ if TYPE_CHECKING:
     from tinkerscript.train.samples import TaskSamples
 
 ASSUMED_PROMPT_TOKENS = 1024
-"""Prompt length for the memory estimate if the samples are unknown because clients register them."""
+"""The assumed prompt length if clients register the samples, so that they are unknown."""
 
 TEMPLATE_TOKENS = 64
-"""Roughly what a chat template adds to a sample."""
+"""The approximate length that a chat template adds."""
 
 MEASURED_SAMPLES = 200
-"""The prompts of this many samples are measured."""
+"""The number of samples with measured prompts."""
 
 
 def print_plan(path: Path | None, overrides: list[str], console: Console) -> None:
-    """Print the plan of a config. Raises ConfigError."""
     if path is None:
         raise ConfigError("--plan: give a CONFIG")
     for line in plan(load_config(path, overrides)):
@@ -67,7 +66,6 @@ def _line(name: str, text: str) -> str:
 
 
 def _processes(config: RunConfig) -> list[str]:
-    """Describe what the launcher starts, on one machine or on many."""
     cluster, ray = config.cluster, "a new Ray cluster on this machine"
     where = "this machine" if cluster.launcher == "local" else cluster.address or ray
     lines = [f"processes that the run starts, on {where}", _line("to train", _trainer(config.engine))]
@@ -116,7 +114,7 @@ def _trainer(engine: EngineConfig) -> str:
 
 
 def _memory(config: RunConfig, samples: Callable[[], TaskSamples]) -> list[str]:
-    """Describe what the devices of the trainer and of the replicas have to hold, and the disk."""
+    """Describe what the devices and the disk must hold."""
     engine, launch = config.engine, config.inference.launch
     if engine.backend == "tinker":
         return []
@@ -170,9 +168,9 @@ def _memory(config: RunConfig, samples: Callable[[], TaskSamples]) -> list[str]:
 
 
 def _frozen(config: RunConfig) -> list[str]:
-    """Describe what frozen roles hold in addition to the policy, counting each base model once.
+    """Describe what frozen roles hold besides the policy, counting each base model once.
 
-    Raises ConfigError for a model that does not exist.
+    Raises ConfigError for a missing model.
     """
     from transformers import AutoConfig
 
@@ -196,7 +194,7 @@ def _frozen(config: RunConfig) -> list[str]:
 
 
 def _dtype(engine: EngineConfig) -> torch.dtype:
-    """Return the type of the engine's matrix products, as far as it is known without the device."""
+    """Return the type of the engine's matrix products, as far as known without the device."""
     import torch
 
     from tinkerscript.engine.context import compute_dtype
@@ -206,8 +204,7 @@ def _dtype(engine: EngineConfig) -> torch.dtype:
 
 
 def _formula(config: RunConfig, prompt: int) -> tuple[Memory, Workload]:
-    """Return the trainer's memory, and the workload it is computed for, with prompts of at most `prompt`
-    tokens.
+    """Return the trainer's memory, and its workload for prompts of at most `prompt` tokens.
 
     Raises ConfigError for a model without a readable config.
     """
@@ -243,7 +240,7 @@ def _formula(config: RunConfig, prompt: int) -> tuple[Memory, Workload]:
 
 
 def _prompt_tokens(config: RunConfig, samples: Callable[[], TaskSamples]) -> int:
-    """Return the length of the longest prompt among the first samples, by the model's tokenizer."""
+    """Return the length in tokens of the longest prompt among the first samples."""
     if not config.all_tasks or config.method == "sft":
         return ASSUMED_PROMPT_TOKENS
     from tokenizers import Tokenizer
@@ -271,7 +268,7 @@ def check_fits(config: RunConfig, folder: Path, note: Callable[[str], None]) -> 
 
 
 def _without_room(config: RunConfig, memory: Memory, folder: Path) -> str:
-    """Say what cannot fit, or "". The memory of a batch is not counted, because it depends on the batch."""
+    """Return what cannot fit regardless of the batch, or ""."""
     from tinkerscript.engine.memory import available_memory
 
     engine = config.engine
@@ -295,7 +292,7 @@ def _without_room(config: RunConfig, memory: Memory, folder: Path) -> str:
 
 
 def _too_much(config: RunConfig, memory: Memory) -> str:
-    """Say what does not fit if batches become as large as they can, or ""."""
+    """Return what does not fit with the largest possible batches, or ""."""
     from tinkerscript.engine.memory import available_memory
 
     engine = config.engine
@@ -314,7 +311,7 @@ def _too_much(config: RunConfig, memory: Memory) -> str:
 
 
 def _checkpoints(config: RunConfig, memory: Memory) -> int:
-    """Return the bytes of the kept checkpoints and the one being written."""
+    """Return the size in bytes of the kept checkpoints and the one being written."""
     return (config.training.keep_checkpoints + 1) * memory.checkpoint
 
 

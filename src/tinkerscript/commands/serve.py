@@ -1,6 +1,6 @@
-"""`tinkerscript serve`: a model, or the episodes of a run whose trainer is started separately.
+"""`tinkerscript serve` serves a model, or the episodes of a run with a separate trainer.
 
-Owns the child processes, which end with the command: the server and, for a model, `tinkerscript
+It owns the child processes, which end with the command: the server and, for a model, `tinkerscript
 engine`.
 """
 
@@ -47,7 +47,7 @@ from tinkerscript.processes.supervisor import Supervisor
 from tinkerscript.train.identity import check_unused, check_whole, identify
 
 READY_POLL_S = 0.2
-"""Seconds between checks whether the model has loaded."""
+"""Seconds between checks whether the model is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +73,10 @@ def served_config(folder: Path, host: str, port: Port) -> RunConfig:
 async def served_checkpoint(
     checkpoint: str, host: str, port: Port, note: Callable[[str], None], *, max_restarts: int = MAX_RESTARTS
 ) -> AsyncGenerator[Served]:
-    """Run a model's server and engine as supervised children while the block runs, once they answer.
+    """Run a model's server and engine as supervised children while the block runs.
 
-    Port 0 takes a free port. `max_restarts` applies to each child. Raises ConfigError for a folder
-    without a model, or a port in use.
+    The block starts when they answer. Port 0 takes a free port. `max_restarts` applies to each child.
+    Raises ConfigError for a folder without a model, or a port in use.
     """
     folder = model_folder(checkpoint, weights=True, note=note)
     config = served_config(folder, host, port)
@@ -94,7 +94,7 @@ async def served_checkpoint(
 
 
 async def _until_it_samples(address: ServerAddress, supervisor: Supervisor) -> None:
-    """Wait for the engine behind the server to load. Raises the supervisor's error."""
+    """Wait until the engine has loaded. Raises the supervisor's error."""
     token = read_token(os.environ, CLIENT_TOKEN)
     headers = {"authorization": f"Bearer {token}"} if token else {}
     watch = asyncio.create_task(supervisor.failed())
@@ -115,7 +115,7 @@ async def _until_it_samples(address: ServerAddress, supervisor: Supervisor) -> N
 async def serve_checkpoint(
     checkpoint: str, host: str, port: Port, console: Console, *, max_restarts: int = MAX_RESTARTS
 ) -> int:
-    """Serve a model until cancelled. Raises ConfigError, as `served_checkpoint` does."""
+    """Serve a model until cancelled. Raises ConfigError."""
     async with served_checkpoint(checkpoint, host, port, console.print, max_restarts=max_restarts) as served:
         open_to_all = read_token(os.environ, CLIENT_TOKEN) is None
         key = "any API key will do" if open_to_all else f"the API key is {CLIENT_TOKEN}"
@@ -128,7 +128,7 @@ async def serve_checkpoint(
 async def serve_run(
     path: Path | None, resume: Path | None, console: Console, overrides: list[str] | None = None
 ) -> int:
-    """Serve a new run folder for the config at `path`, or the existing folder `resume`, until cancelled.
+    """Serve a new run folder for the config at `path`, or the folder `resume`, until cancelled.
 
     Raises ConfigError.
     """

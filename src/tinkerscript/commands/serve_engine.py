@@ -1,7 +1,4 @@
-"""`tinkerscript engine`: a model on its own, for a server over its link or for Tinker's clients over HTTP.
-
-Owns the engine for as long as the command runs.
-"""
+"""`tinkerscript engine` runs a model for a server over its link, or for Tinker's clients over HTTP."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from tinkerscript.trainer_link.trainer_end import TrainerLink
 async def sample_for_server(checkpoint: str, link_address: str, *, link_keys: Path | None = None) -> int:
     """Sample from a checkpoint for the server behind `link_address`, until cancelled.
 
-    `link_keys` is the folder of the link's keys, if it has any. Raises ConfigError.
+    `link_keys` is the folder of any link keys. Raises ConfigError.
     """
     folder = model_folder(checkpoint, weights=True)
     keys = None if link_keys is None else load_trainer_keys(link_keys)
@@ -63,8 +60,8 @@ async def serve_tinker(
 ) -> int:
     """Serve Tinker's wire protocol to unmodified clients, until cancelled.
 
-    If `name` is empty, the model is named after its folder, so that clients on this machine find its
-    tokenizer. Raises ConfigError for a folder without a model.
+    If `name` is empty, the model is named after its folder, so that local clients find its tokenizer.
+    Raises ConfigError for a folder without a model.
     """
     folder = model_folder(checkpoint, weights=True, note=console.print)
     folder = folder if hub_id_of(folder) else folder.resolve()
@@ -98,8 +95,7 @@ async def serve_tinker(
 
 
 def _wire_server() -> ModuleType:
-    """Raises ConfigError if the installed SDK is too old, because the server parses requests with its
-    types."""
+    """Import the wire server. Raises ConfigError for an SDK that is too old to have its types."""
     try:
         from tinkerscript.tinker_api import wire_server
     except ImportError as error:

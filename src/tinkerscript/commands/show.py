@@ -1,4 +1,4 @@
-"""`tinkerscript show`: the runs of a folder, the steps of a run, or one episode, as text.
+"""`tinkerscript show` prints the runs of a folder, the steps of a run, or one episode, as text.
 
 With `--json`, or for a path of the page's API, it prints exactly what that API replies.
 """
@@ -34,17 +34,17 @@ HEALTH_STYLES = {"good": "", "warn": "yellow", "bad": "red"}
 STATE_STYLES = {"running": "green", "finished": "", "stopped": "yellow", "failed": "red"}
 
 PIPE_COLUMNS = 120
-"""Minimum width of tables that are not printed to a terminal."""
+"""The minimum width of tables without a terminal."""
 
 RULE = 60
 EPISODES_NAMED = 5
-"""The error for an unknown episode names this many."""
+"""The number of episodes in the error for an unknown one."""
 
 
 def show_command(root: Path, what: str, console: Console, *, limit: int = 30, as_json: bool = False) -> int:
     """Print the run in `root`, or the runs in it.
 
-    `what` is the beginning of an episode's uuid, or a path of the page's API such as `/steps/3`. Raises
+    `what` is the prefix of an episode's uuid, or a path of the page's API such as `/steps/3`. Raises
     ConfigError, and NotRecordedError for what a run does not have.
     """
     if not console.is_terminal:
@@ -75,7 +75,7 @@ def show_command(root: Path, what: str, console: Console, *, limit: int = 30, as
 
 
 def _answer(root: Path, path: str) -> str:
-    """Return the reply of the page's API, as a line. Raises NotRecordedError for a refusal."""
+    """Return the reply of the page's API as a line. Raises NotRecordedError for a refusal."""
     from tinkerscript.page.web_app import create_page  # noqa: PLC0415 - Takes a second; `train` imports this.
 
     async def ask() -> httpx.Response:
@@ -90,7 +90,7 @@ def _answer(root: Path, path: str) -> str:
 
 
 def runs_in(root: Path) -> dict[str, Path]:
-    """Map names to folders. Raises ConfigError naming what exists instead."""
+    """Return folders by name. Raises ConfigError with what exists instead."""
     if not root.exists():
         there = sorted(path.name for path in root.parent.glob("*") if path.is_dir())[-5:]
         where = "this folder" if root.parent == Path() else root.parent
@@ -100,7 +100,7 @@ def runs_in(root: Path) -> dict[str, Path]:
 
 
 def _episode(ledger: LedgerReader, prefix: str) -> str:
-    """Return the uuid of the episode with this prefix. Raises NotRecordedError naming some episodes."""
+    """Return the uuid of the episode with this prefix. Raises NotRecordedError with some episodes."""
     try:
         return find_episode(ledger, prefix)
     except NotRecordedError as error:
@@ -115,14 +115,13 @@ def _episode(ledger: LedgerReader, prefix: str) -> str:
 
 
 def say(console: Console, text: str | Text, style: str = "") -> None:
-    """Print text wrapped between words."""
     if isinstance(text, Text):
         text, style = text.plain, str(text.style)
     print_wrapped(console, plain(text), style)
 
 
 def health_lines(rows: Sequence[HealthRow]) -> list[Text]:
-    """Return a line for each health row that is not good, worst first."""
+    """Return a line for each bad health row, worst first."""
     return [
         Text(f"look at: {row.told()}", HEALTH_STYLES[row.kind])
         for kind in ("bad", "warn")
@@ -136,7 +135,7 @@ def _number(value: float | None, text: str = "{:.3f}") -> str:
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
-    """Make a table whose last column takes the remaining width. Titles of numeric columns start with `>`."""
+    """Make a table with a stretched last column. Titles of numeric columns start with `>`."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=not titles[-1].startswith(">"))
     for title in titles:
         numbers = title.startswith(">")
@@ -167,8 +166,7 @@ def _print_runs(view: RunList, console: Console) -> None:
 
 
 def _print_run(view: RunView, steps: Sequence[StepLine], console: Console, root: Path) -> None:
-    """Print state, health, steps, evaluations and the newest episodes. `root` is the run as the user named
-    it."""
+    """Print state, health, steps, evaluations and the newest episodes."""
     tasks = ", ".join(Path(task).name for task in view.tasks)
     say(console, Text(one_line(view.folder), "bold"))
     say(console, f"{view.method} of {view.model}" + (f" on {tasks}" if tasks else ""))
@@ -207,7 +205,7 @@ def _print_run(view: RunView, steps: Sequence[StepLine], console: Console, root:
 
 
 def _steps(steps: Sequence[StepLine]) -> Table:
-    """Make the table of steps, oldest first as in a log."""
+    """Make the table of steps, oldest first."""
     titles = (">step", ">reward", ">accepted", ">failed", ">trained", ">lag", ">policy", "ended")
     rows = [
         (
@@ -250,7 +248,7 @@ def _print_episode(view: EpisodeView, console: Console) -> None:
 
 
 def _facts(view: EpisodeView) -> list[str]:
-    """Return what is known about an episode besides its conversation."""
+    """Return the properties of an episode besides its conversation."""
     line = view.line
     end = line.status if line.status != "accepted" else f"reward {_number(line.reward, '{:g}')}"
     lines = [f"{line.type} episode {line.uuid}, group {line.group_id}: {end}"]
@@ -276,7 +274,7 @@ def _facts(view: EpisodeView) -> list[str]:
 
 
 def _conversations(turns: Sequence[CallView]) -> list[tuple[str, str]]:
-    """Return lines with their styles for each conversation that no other call extends."""
+    """Return the styled lines of each conversation that no other call extends."""
     calls = {turn.call_id: turn for turn in turns}
     extended = {turn.parent_id for turn in turns}
     leaves = [turn for turn in turns if turn.call_id not in extended]

@@ -1,7 +1,7 @@
-"""`tinkerscript train`: everything around a run, from checking the config to the final summary.
+"""`tinkerscript train` is everything around a run, from checking the config to the final summary.
 
-Invariant: whatever can be checked without torch is checked before torch is imported, and a run that
-stops early prints the command that resumes it.
+Invariant: whatever can be checked without torch is checked before its import, and a run that stops
+early prints the command that resumes it.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from tinkerscript.train.run_folder import steps_finished
 from tinkerscript.workers.base_task import check_is_there
 
 Train = Callable[[ProgressReporter, Path | None], Coroutine[Any, Any, object]]
-"""Trains a run. It reports progress, and resumes or joins the given folder, if any."""
+"""A function that trains a run with its progress reporter, resuming or joining the given folder."""
 
 
 WORSE = 3
-"""The exit code of an unsuccessful run: the model got worse, or nothing was trained."""
+"""The exit code of an unsuccessful run, whose model got worse or which trained nothing."""
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun sets for each process, besides WORLD_SIZE."""
+"""Variables that torchrun sets for each process, besides WORLD_SIZE."""
 
 
 async def train_command(
@@ -125,7 +125,7 @@ def resumed(name: str | None, console: Console) -> Path | None:
 
 
 async def _copy_rest(config: RunConfig, folder: Path, console: Console) -> None:
-    """Copy what a finished run could not copy to its URL. Raises ConfigError and UploadError."""
+    """Copy what a finished run failed to copy to its URL. Raises ConfigError and UploadError."""
     if is_url(config.experiment_dir):
         async with Uploads(folder, config.experiment_dir, partial(_print, console)) as uploads:
             await uploads.finish()
@@ -141,7 +141,7 @@ async def _train(
     join: bool,
     again: str,
 ) -> None:
-    """Train. `again` is the command that resumes the run."""
+    """Train a run. `again` is the command that resumes it."""
     with progress.waiting("torch, transformers and Inspect to load"):
         train = _import_training(config, join, watchers)
         check_fits(config, folder, progress.note)
@@ -156,8 +156,6 @@ async def _train(
 
 
 class _Watchers(NamedTuple):
-    """Callbacks for the addresses of a run's page and server."""
-
     page: Callable[[str], None]
     server: Callable[[str], None]
 
@@ -188,9 +186,9 @@ def _has_server(config: RunConfig) -> bool:
 
 
 def is_follower(path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None) -> bool:
-    """Whether a launcher such as torchrun started this process as a rank above 0.
+    """Return whether a launcher such as torchrun started this process as a rank above 0.
 
-    Raises ConfigError if the launcher started another number of processes than the config has devices.
+    Raises ConfigError if it started a number of processes other than the config's devices.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if size == "1":
@@ -254,7 +252,7 @@ def _pinned(config: RunConfig, console: Console) -> RunConfig:
 
 
 def _joining(config: RunConfig, folder: Path) -> RunConfig:
-    """Use the section of the server in `folder`. Raises ConfigError for another model."""
+    """Take the section of the server in `folder`. Raises ConfigError for another model."""
     server = load_config(folder / "config.yaml")
     if not same_model(config.engine.model, server.engine.model):
         raise ConfigError(
@@ -285,7 +283,7 @@ def _import_training(config: RunConfig, join: bool, watchers: _Watchers) -> Trai
 
 
 def _finished(config: RunConfig, folder: Path) -> str:
-    """Return a message for a run with nothing left to do, otherwise ""."""
+    """Return a message for a finished run, otherwise ""."""
     steps = steps_finished(folder)
     if steps is None:
         return ""
@@ -298,7 +296,7 @@ def _finished(config: RunConfig, folder: Path) -> str:
 
 
 def _store_folder(config: RunConfig) -> list[Path]:
-    """Return the folder of the server's store, if a path names it."""
+    """Return the folder of the server's store, if it is a path."""
     scheme, _, path = config.interchange_server.store.partition("://")
     return [Path(path).parent] if scheme == "sqlite" and path else []
 
@@ -308,7 +306,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def report(console: Console, config: RunConfig, folder: Path) -> int:
-    """Print the results, whether they are good, and what to do with them; return the exit code."""
+    """Print the results, an assessment, and next steps, and return the exit code."""
     summary = _summary(folder)
     print_summary(console, summary, folder)
     store = config.interchange_server.store
@@ -341,7 +339,7 @@ def report(console: Console, config: RunConfig, folder: Path) -> int:
 
 
 def _use(config: RunConfig, folder: Path, best: BestScore | None) -> str:
-    """Say what to do with the model: the final one, unless an earlier one is better."""
+    """Return the next steps with the model: the final one, unless an earlier one is better."""
     checkpoint = folder / "checkpoints" / "final"
     if best is not None:
         checkpoint = folder / "checkpoints" / f"step_{best.step:04d}"
@@ -375,31 +373,29 @@ def _print(console: Console, text: str) -> None:
 POLL_EVERY_S = 2.0
 POLL_TIMEOUT_S = 2.0
 NAMED = 4
-"""How many clients to name, starting with those that hold the most claims."""
+"""The number of clients to name, starting with the most claims."""
 
 
 CLIENT_ID = re.compile(r"[0-9a-f]{32}")
-"""A name that a client has generated."""
+"""Match a name that a client has generated."""
 
 LOCAL_WORKER = re.compile(r"worker-[0-9a-f]{8}-(\d+)-\d+")
-"""The name that the trainer gives to its own workers: number, and count of earlier starts."""
+"""Match the name of a trainer's worker: its number and the count of earlier starts."""
 
 
 class FleetPoll:
-    """A thread that asks a run's server who works on its episodes, for the table in the terminal.
+    """A thread that asks a run's server for its clients, for the table in the terminal.
 
-    Invariant: it only observes. If the server does not answer, it tries again without disturbing the
-    run.
+    Invariant: it only observes. It keeps trying if the server does not answer.
     """
 
     def __init__(self, report: Callable[[WorkersNow | None], None]) -> None:
-        """`report` is called with each answer, and with None if there is none."""
+        """`report` is called with each answer, or None."""
         self._report = report
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, url: str) -> None:
-        """Start asking the server at `url`."""
         self._thread = threading.Thread(target=self._run, args=(url,), name="fleet", daemon=True)
         self._thread.start()
 
@@ -418,8 +414,10 @@ class FleetPoll:
 
 
 def needs_certificate(url: str) -> bool:
-    """Whether a server has to prove its identity before it gets the token. A server on this machine need
-    not, because its certificate names the public address."""
+    """Return whether a server must prove its identity before it gets the token.
+
+    A local server need not, because its certificate names the public address.
+    """
     return not is_loopback(urlsplit(url).hostname or "")
 
 
@@ -428,7 +426,7 @@ def _uuid(client: FleetClient) -> str:
 
 
 def client_name(client_uuid: str) -> str:
-    """Return a worker's number if the run started it, and the beginning of a uuid."""
+    """Return a worker's number if the run started it, or the beginning of a uuid."""
     if found := LOCAL_WORKER.fullmatch(client_uuid):
         return f"worker {found[1]}"
     return f"client {client_uuid[:8]}" if CLIENT_ID.fullmatch(client_uuid) else client_uuid

@@ -1,4 +1,5 @@
-"""`tinkerscript view`: the page of one run, or of all runs in a folder. A run starts it for its own page."""
+"""`tinkerscript view` serves the page of one run, or of all runs in a folder. A run starts it for its
+page."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tinkerscript.lifecycle import shorten_collections
 from tinkerscript.page.web_app import create_page
 
 NICENESS = 10
-"""The page should not take processor time from a run on the same machine."""
+"""A low priority, so that the page takes no processor time from a run on this machine."""
 
 PAGE_GRACE_S = 1
 """Seconds for open requests, such as event streams, to finish at the end."""
@@ -31,9 +32,10 @@ PAGE_GRACE_S = 1
 async def view_command(
     root: Path, console: Console, *, host: str, port: int | None, opens: bool, certificate: str, key: str
 ) -> int:
-    """Serve the page of the runs in `root` until cancelled. `port` None means the default one or a free one.
+    """Serve the page of the runs in `root` until cancelled.
 
-    Raises ConfigError for a folder without runs, a port in use, or an address that needs a token.
+    `port` None means the default one or a free one. Raises ConfigError for a folder without runs, a
+    port in use, or an address that needs a token.
     """
     find_runs(root)
     check_reach(host, os.environ)
@@ -49,7 +51,7 @@ async def view_command(
 
 
 async def serve_page(root: Path, listener: socket.socket, *, certificate: str = "", key: str = "") -> int:
-    """Serve the page of the runs in `root` until cancelled. The environment has the admin token."""
+    """Serve the page of the runs in `root` until cancelled. The admin token is in the environment."""
     section = InterchangeConfig(
         tls_certificate=certificate, tls_key=key, trusted_proxies=["127.0.0.1", "::1"]
     )
@@ -68,7 +70,7 @@ async def serve_page(root: Path, listener: socket.socket, *, certificate: str = 
 
 
 def check_reach(host: str, environ: Mapping[str, str]) -> None:
-    """Raises ConfigError if other machines can reach the address and no good token protects the page."""
+    """Raise ConfigError if other machines can reach the address without a good token for the page."""
     if is_loopback(host):
         return
     token = read_token(environ, ADMIN_TOKEN)

@@ -1,9 +1,9 @@
-"""Who may see the page (`PageAccess`, an ASGI middleware), and who changed what (the audit log).
+"""Access to the page (`PageAccess`, an ASGI middleware), and the audit log of changes.
 
-Invariants: if there is an admin token, only the login form is served without the token or a cookie
-obtained with it. Without an admin token, only requests to a loopback name are served, so that no other
-site can reach the page under its own name. A request that changes something must come from the page
-itself, and no token is ever in a URL.
+Invariants: with an admin token, only the login form is served without the token or a cookie obtained
+with it. Without one, only requests to a loopback name are served, so that other sites cannot reach the
+page under another name. A request that changes something must come from the page, and tokens are never
+in a URL.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinkerscript.asgi import problem_with_site
 
 AUDIT_FILE = "audit.jsonl"
-"""In the run's folder: who changed what through the page."""
+"""The log in the run's folder of changes through the page."""
 
 COOKIE = "tinkerscript_session_"
-"""Prefix of the cookie's name. Cookies ignore ports, so runs with different tokens on one host need
-different names."""
+"""The prefix of the cookie's name. Cookies ignore ports, so that runs with different tokens on one host
+need different names."""
 
 SESSION_S = 30 * 24 * 3600
 OPEN_PATHS = frozenset({"/", "/docs", "/favicon.ico", "/api/login", "/api/session"})
-"""What anyone may load: the page's files with the login form, and the form's requests."""
+"""Paths that anyone may load: the page's files with the login form, and the form's requests."""
 
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "font-src 'self'; frame-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'self'"
 )
-"""Nothing from other hosts, and no scripts except our files."""
+"""Allow nothing from other hosts, and no scripts except our files."""
 
 HEADERS = {
     "content-security-policy": CONTENT_POLICY,
@@ -58,13 +58,13 @@ logger = logging.getLogger(__name__)
 
 
 class PageSessions:
-    """Cookies for people who have shown the admin token."""
+    """Cookies for users who have shown the admin token."""
 
     def __init__(self, admin_token: str | None, *, clock: Callable[[], float] = time.time) -> None:
-        """If `admin_token` is None, everyone is let in."""
+        """Without an `admin_token`, everyone may enter."""
         self._token = admin_token
         self._clock = clock
-        # Derived from the token: a random secret would end all sessions whenever the server restarts.
+        # The secret is derived from the token. A random one would end all sessions at a restart.
         self._secret = hashlib.sha256(b"tinkerscript page " + (admin_token or "").encode()).digest()
         self.cookie_name = COOKIE + hashlib.sha256(b"cookie " + self._secret).hexdigest()[:12]
 
@@ -90,7 +90,7 @@ class PageSessions:
         return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
 
     def may_enter(self, headers: Headers) -> bool:
-        """Whether the sender of a request with these headers has shown the token."""
+        """Return whether the sender of these headers has shown the token."""
         if not self.are_needed:
             return True
         scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -150,7 +150,7 @@ def write_audit(
     who = request.client.host if request.client else ""
     entry = {"time": time.time(), "from": who, "action": action}
     line = json.dumps({**entry, **(details or {})})
-    # The folder may come from elsewhere, with a link or a pipe in place of the file.
+    # A folder from elsewhere may have a link or a pipe in place of the file.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     with os.fdopen(os.open(folder / AUDIT_FILE, flags, 0o666), "a", encoding="utf-8") as file:
         file.write(f"{line}\n")

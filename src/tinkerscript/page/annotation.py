@@ -1,7 +1,7 @@
-"""`Annotation`: the note and tags that people give a run, stored in its folder.
+"""`Annotation` is the note and tags that people give a run, stored in its folder.
 
-Invariant: the folder may come from elsewhere, so reads are bounded, and anything else in place of the
-file counts as no annotation.
+Invariant: the folder may come from elsewhere, so reads are bounded, and an invalid file counts as no
+annotation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ANNOTATION_FILE = "annotation.json"
 
 MAX_NOTE_CHARS, MAX_TAG_CHARS, MAX_TAGS = 4000, 40, 20
 MAX_BYTES = 64 * 2**10
-"""Maximum size of the file; the longest annotation takes less."""
+"""The maximum size of the file. The longest annotation takes less."""
 
 
 def _unique(tags: list[str]) -> list[str]:
@@ -50,5 +50,5 @@ def read_annotation(folder: Path) -> Annotation:
 
 
 def write_annotation(folder: Path, annotation: Annotation) -> None:
-    """Raises OSError."""
+    """Write an annotation. Raises OSError."""
     write_json(folder / ANNOTATION_FILE, annotation.model_dump())

@@ -21,7 +21,7 @@ MAX_POINTS = 2000
 
 
 class MetricCurve(BaseModel):
-    """A metric over steps; all lists are equally long."""
+    """A metric over steps. All lists are equally long."""
 
     steps: list[int] = Field(description="The first step of each span.")
     mean: list[float]
@@ -40,8 +40,6 @@ class Curves(BaseModel):
 
 
 class ConfigDifference(BaseModel):
-    """A setting that differs between runs."""
-
     key: str
     values: dict[str, Any] = Field(description="The value of each run.")
 
@@ -65,7 +63,7 @@ def metrics(ledger: LedgerReader) -> list[Metric]:
 
 def metric_names(ledger: LedgerReader, prefix: str = "") -> list[str]:
     """Return the names of a run's metrics, in order."""
-    # Each metric has a row per step, so the index is used to skip from one name to the next.
+    # Each metric has a row per step, so the index lets the query skip from one name to the next.
     following = "SELECT min(name) FROM metrics WHERE name > ? AND name < ?"
     names: list[str] = []
     last, end = prefix, f"{prefix}\U0010ffff"
@@ -77,7 +75,7 @@ def metric_names(ledger: LedgerReader, prefix: str = "") -> list[str]:
 
 
 def curve(ledger: LedgerReader, name: str, *, points: int = 400) -> MetricCurve | None:
-    """Return the curve of one metric, or None if the run does not have it."""
+    """Return the curve of one metric, or None if the run lacks it."""
     low, high = ledger.rows(_SPAN, (name,))[0]
     if low is None:
         return None
@@ -93,8 +91,7 @@ def curves(ledger: LedgerReader, names: Iterable[str], *, points: int = 400) -> 
 
 
 def config_differences(configs: Mapping[str, Mapping[str, Any]]) -> list[ConfigDifference]:
-    """Return settings that differ between runs, or, for a single run, from the defaults. `configs` is by
-    run."""
+    """Return settings that differ between runs, or for a single run from the defaults."""
     if len(configs) == 1:
         configs = {"default": RunConfig().model_dump(mode="json"), **configs}
     flat = {run: dict(_flat(config)) for run, config in configs.items()}

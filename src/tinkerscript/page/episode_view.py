@@ -28,7 +28,7 @@ from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
 
 EPISODE_TEXT_CHARS = 50_000
-"""Maximum length of a text in a message; the token view has the rest."""
+"""The maximum length of a text in a message. The token view has the rest."""
 
 MAX_SIBLINGS = 256
 
@@ -76,8 +76,6 @@ class FailedAttempt(BaseModel):
 
 
 class SequenceLine(BaseModel):
-    """A training sequence, without its tokens."""
-
     number: int
     role: str = Field(description="The trained role that sampled it; empty for the policy.")
     tokens: int
@@ -128,7 +126,7 @@ class EpisodeView(BaseModel):
 
 
 def find_episode(ledger: LedgerReader, prefix: str) -> str:
-    """Return the uuid of the only episode that begins with `prefix`. Raises NotRecordedError."""
+    """Return the uuid of the only episode with this prefix. Raises NotRecordedError."""
     query = "SELECT uuid FROM episodes WHERE uuid >= ? AND uuid < ? AND end_number IS NOT NULL LIMIT 5"
     found = [uuid for (uuid,) in ledger.rows(query, (prefix, f"{prefix}\U0010ffff"))]
     if len(found) == 1 or prefix in found:
@@ -183,11 +181,11 @@ class EpisodeSequence(NamedTuple):
     """The role whose policy sampled it."""
 
     number: int
-    """Number among the role's sequences, from 0."""
+    """The number among the role's sequences, from 0."""
 
     rollout: Rollout
     first: int
-    """Index of the role's first sequence among all of the episode."""
+    """The index of the role's first sequence in the episode."""
 
     def used_in(self, step: Iterable[TrainedSequence]) -> TrainedSequence | None:
         """Return what a step did with the sequence."""
@@ -195,7 +193,7 @@ class EpisodeSequence(NamedTuple):
 
 
 Steps = Mapping[int, Sequence[TrainedSequence]]
-"""Step -> what it did with the sequences of an episode."""
+"""A step's use of an episode's sequences, by step."""
 
 
 def recorded_sequences(ledger: LedgerReader, uuid: str) -> tuple[list[EpisodeSequence], Steps] | None:
@@ -215,9 +213,9 @@ def _chat_of(steps: Steps) -> TrainedSequence | None:
 
 
 def sequences_of(uuid: str, calls: Sequence[Call], steps: Steps) -> list[EpisodeSequence]:
-    """Return the episode's training sequences: the policy's, then those of each trained role, by name.
+    """Return the training sequences: the policy's, then those of each trained role, by name.
 
-    For supervised fine-tuning, the chat is the only sequence.
+    In supervised fine-tuning, the chat is the only sequence.
     """
     if chat := _chat_of(steps):
         tokens = unpack_ids(chat.chat)
@@ -234,8 +232,8 @@ def sequences_of(uuid: str, calls: Sequence[Call], steps: Steps) -> list[Episode
 
 
 def siblings(ledger: LedgerReader, own: EpisodeLine) -> list[EpisodeLine]:
-    """Return the episodes of an episode's group, all of which count or were all undone."""
-    # With `e.step = ?`, SQLite would use its index and scan all episodes of clients' own samples.
+    """Return the episodes of an episode's group that count, or if it was undone, the undone ones."""
+    # SQLite would use an index on `e.step = ?` and scan all episodes of clients' samples.
     rest = "e.group_id = ? AND e.step + 0 = ? AND e.label = ? AND e.undone = ? ORDER BY e.end_number"
     given = (own.group_id, own.step, own.label, own.undone or 0)
     return lines(ledger, rest, given, limit=MAX_SIBLINGS)
@@ -282,7 +280,7 @@ def _turn(call: Call, place: tuple[int, int, int] | None) -> CallView:
 
 
 def _message(value: Any) -> dict[str, Any]:
-    """Return a message in OpenAI's form, whatever was recorded as one."""
+    """Return any recorded message in OpenAI's form."""
     message: dict[str, Any] = _object(value) if isinstance(value, dict) else {"content": as_text(value)}
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):

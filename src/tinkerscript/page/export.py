@@ -1,7 +1,7 @@
 """A run as one HTML file that needs no server: the page's code and the replies that it requests.
 
 Invariant: the file runs only the page's script, whose digest is in its content-security policy, and
-requests nothing from other hosts. Where data was left out, the page says so.
+requests nothing from other hosts. The page reports omitted data.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from tinkerscript.page.token_view import token_view
 
 PAGE_FILES = Path(__file__).parent / "static"
 TOKENS_PER_REPLY = 2048
-"""The same as in `tokens.js`."""
+"""The number of tokens per request, as in `tokens.js`."""
 
 EXPORTED_TOKENS = 20_000
-"""Tokens of a sequence to include in the file."""
+"""The number of tokens of a sequence in the file."""
 
 CURVE_POINTS = 300
 MAX_STEP_LINES = 10_000
@@ -61,7 +61,7 @@ def _plain(reply: Any) -> Any:
 
 
 def _replies(name: str, ledger: LedgerReader, steps: int, episodes: int) -> Iterator[tuple[str, Any]]:
-    """Yield pairs of path and query (decoded), and reply."""
+    """Yield paths with decoded queries, and their replies."""
     run = f"runs/{name}"
     yield "runs", {"runs": [run_line(name, ledger)], "version": ""}
     yield run, overview(name, ledger)
@@ -127,7 +127,7 @@ def _step_lines(ledger: LedgerReader) -> list[StepLine]:
 
 
 def _spaced(items: list[Any], number: int) -> list[Any]:
-    """Return at most `number` of the items, evenly spaced, including the first and the last."""
+    """Return at most `number` items, evenly spaced, with the first and the last."""
     if len(items) <= number:
         return items
     last = len(items) - 1
@@ -138,7 +138,7 @@ def _spaced(items: list[Any], number: int) -> list[Any]:
 
 
 def _bundle() -> str:
-    """Return the page's modules as one script, with a function per module."""
+    """Return the page's modules as one script with a function per module."""
     order: list[str] = []
     _visit("app.js", order)
     parts = [f"const {_variable(name)} = (() => {{\n{_function(name)}\n}})();" for name in order]
@@ -159,7 +159,7 @@ def _variable(name: str) -> str:
 
 
 def _function(name: str) -> str:
-    """Rewrite a module as a function body that takes imports from other modules and returns its exports."""
+    """Rewrite a module as the body of a function from imports to exports."""
     text = (PAGE_FILES / name).read_text(encoding="utf-8")
     names = re.findall(r"^export (?:async )?(?:function|const|class) (\w+)", text, re.MULTILINE)
     renamed: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Held-out samples: comparison of evaluations by sample, and one sample over the policy's versions."""
+"""Held-out samples: evaluations compared by sample, and one sample over the policy's versions."""
 
 from __future__ import annotations
 
@@ -45,8 +45,6 @@ class Comparison(BaseModel):
 
 
 class ComparisonQuery(BaseModel):
-    """Which evaluations to compare, and which of their samples to list."""
-
     before: str = Field(default="", description="Label of an evaluation; by default the first.")
     after: str = Field(default="", description="Label of an evaluation; by default the last.")
     show: Change | Literal["all"] = "all"
@@ -54,8 +52,7 @@ class ComparisonQuery(BaseModel):
 
 
 class Attempts(BaseModel):
-    """A sample's episodes under one policy version, or under a few consecutive ones if there are very
-    many."""
+    """A sample's episodes under one policy version, or under consecutive ones if there are very many."""
 
     policy_version: int | None = Field(description="The first version; null if not recorded.")
     episodes: int
@@ -108,7 +105,7 @@ def compare(ledger: LedgerReader, query: ComparisonQuery) -> Comparison:
 
 
 def _difference(change: SampleChange) -> float:
-    """Return the absolute difference, or 0 if one evaluation has no reward."""
+    """Return the absolute difference, or 0 if a reward is missing."""
     return 0.0 if change.before is None or change.after is None else abs(change.after - change.before)
 
 
@@ -148,7 +145,7 @@ class SampleContent:
     id: str = ""
     task: str = ""
     content: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Inspect's `Sample` as JSON, or what a client registered."""
+    """Inspect's `Sample` as JSON, or a client's registration."""
 
 
 def sample_of(ledger: LedgerReader, digest: str | None) -> SampleContent | None:
@@ -166,7 +163,7 @@ def sample_of(ledger: LedgerReader, digest: str | None) -> SampleContent | None:
 
 
 def input_text(sample: Mapping[str, Any]) -> str:
-    """Return what a sample asks. Clients that register their own samples may give anything."""
+    """Return the question of a sample. Clients may register anything."""
     given = sample.get("input", "")
     return (
         "\n".join(map(_message_text, cast("list[Any]", given))) if isinstance(given, list) else as_text(given)
@@ -174,7 +171,6 @@ def input_text(sample: Mapping[str, Any]) -> str:
 
 
 def _message_text(message: Any) -> str:
-    """Return the text of a message, which may have several parts."""
     content: Any = message.get("content", "") if isinstance(message, dict) else message  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
     return (
         "\n".join(map(_part_text, cast("list[Any]", content)))

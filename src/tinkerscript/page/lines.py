@@ -33,15 +33,15 @@ FIRST_ROWS, SCAN_ROWS = 64, 2000
 """Episodes per query. The first query reads few, because most lists need no more."""
 
 SPAN = 20_000
-"""Range of episodes in which one query looks for those that pass a filter."""
+"""The range of episodes that one filtered query covers."""
 
 SCAN_S = 1.0
-"""Seconds after which a filtered list returns what it has found."""
+"""Seconds after which a filtered list returns its results so far."""
 
 PREVIEW_CHARS = 160
 
 QUEUED = "queued_s"
-"""Name of a metric: seconds that an episode waited for the claim that counts."""
+"""The metric with the seconds that an episode waited for its final claim."""
 
 Show = Literal["all", "accepted", "failed", "truncated", "trained", "untrained"]
 
@@ -66,7 +66,7 @@ SELECT episode, attempt, count(*) AS calls, min(nullif(created, 0)) AS started,
     min(policy_version) AS first_version, max(last_version) AS last_version
 FROM calls WHERE role = '' AND episode IN ({}) GROUP BY episode, attempt
 """
-"""Totals over the calls of episodes."""
+"""Totals of episodes' calls."""
 
 NO_CALLS: dict[str, Any] = {
     "calls": 0,
@@ -86,7 +86,7 @@ _LAST_FAILURE = """
 SELECT failure FROM attempts WHERE episode = ? AND failure IS NOT NULL
     ORDER BY CASE WHEN attempt = 0 THEN 1 ELSE 0 END DESC, attempt DESC LIMIT 1
 """
-"""Attempt 0 ends an episode that nobody holds, so it comes last."""
+"""Attempt 0 ends an unclaimed episode, so it comes last."""
 
 Episode = dict[str, Any]
 """A row of `EPISODE_ROWS` with the totals of its calls."""
@@ -134,7 +134,8 @@ class EpisodePage(BaseModel):
 
 
 def episodes(ledger: LedgerReader, rest: str, parameters: Sequence[Any] = ()) -> list[Episode]:
-    """Return episodes that ended or failed. `rest` is the WHERE of `EPISODE_ROWS` and what follows it."""
+    """Return episodes that ended or failed. `rest` is the WHERE of `EPISODE_ROWS` and the remaining
+    clauses."""
     found = [
         dict(row)
         for row in ledger.rows(f"{EPISODE_ROWS} WHERE e.end_number IS NOT NULL AND {rest}", parameters)
@@ -180,7 +181,7 @@ def lines(ledger: LedgerReader, rest: str, parameters: Sequence[Any], *, limit: 
 
 
 def preview(ledger: LedgerReader, episode: Episode) -> str:
-    """Return the last reply, or why the episode failed."""
+    """Return the last reply, or the reason of the failure."""
     if episode["state"] != "ended":
         found = ledger.row(_LAST_FAILURE, (episode["sequence"],))
         failure: dict[str, Any] = json.loads(found[0]) if found else {}
@@ -214,7 +215,7 @@ def newest(
 def page_of(
     ledger: LedgerReader, found: Iterable[Episode | int], passes: Callable[[Episode], bool], limit: int
 ) -> dict[str, Any]:
-    """Return up to `limit` of the `found` episodes that pass, and `next`, where to continue.
+    """Return up to `limit` passing episodes, and `next`, where to continue.
 
     Stops after `SCAN_S` seconds. A number in `found` means that all episodes from this number on were
     examined.
@@ -236,8 +237,7 @@ def page_of(
 def scanned(
     ledger: LedgerReader, where: str, parameters: Sequence[Any] = (), *, first: int = 1, last: int
 ) -> Iterator[Episode | int]:
-    """Yield the episodes that pass `where`, from `last` down to `first`, and occasionally the number
-    reached."""
+    """Yield the episodes that pass `where`, from `last` to `first`, and occasionally the current number."""
     newest = ledger.number("SELECT max(end_number) FROM episodes") or 0
     rest = f"e.end_number BETWEEN ? AND ? AND {where} ORDER BY e.end_number DESC LIMIT ?"
     last, count = min(last, int(newest)), FIRST_ROWS
@@ -252,7 +252,7 @@ def scanned(
 
 
 class StoredResult(msgspec.Struct):
-    """The parts of a `protocol.WorkflowOutput` that the page shows."""
+    """The parts of a `protocol.WorkflowOutput` that are shown."""
 
     role_rewards: dict[str, float] = {}
     metadata: dict[str, Any] = {}
@@ -306,7 +306,7 @@ NUMBERS = {
     "is_success": "e.is_success",
     "undone": "e.undone",
 }
-"""Names for conditions that SQL checks, like `SAMPLE`. Other conditions are checked for each episode."""
+"""Columns for conditions that SQL checks. Other conditions are checked for each episode."""
 
 SAMPLE = "sample"
 
@@ -334,7 +334,7 @@ class Query:
     words: list[str]
 
     conditions: list[tuple[str, str, str]]
-    """(name, operator, value)."""
+    """Name, operator and value of each condition."""
 
 
 def parse(text: str) -> Query:
@@ -390,7 +390,7 @@ def _span(ledger: LedgerReader, conditions: list[tuple[str, str, str]]) -> tuple
 
 
 def _in_sql(conditions: list[tuple[str, str, str]]) -> tuple[str, list[Any]]:
-    """Convert the conditions that SQL can check to a WHERE and its parameters."""
+    """Convert the conditions that SQL can check to a WHERE with parameters."""
     where, parameters = ["1 = 1"], list[Any]()
     for name, sign, value in conditions:
         if name in TEXTS:
@@ -417,7 +417,7 @@ def _digests(beginning: str) -> tuple[bytes, bytes]:
 def _with_words(
     ledger: LedgerReader, words: list[str], where: str, parameters: Sequence[Any], *, first: int, last: int
 ) -> Iterator[Episode | int]:
-    """Yield the episodes with all words that pass `where`, and occasionally the number reached."""
+    """Yield episodes with all words that pass `where`, and occasionally the current number."""
     index = SearchIndex.of(ledger)
     while last >= first:
         low, count = index.extend(first, last), FIRST_ROWS

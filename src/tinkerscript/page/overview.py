@@ -1,8 +1,7 @@
-"""The first screen of a run, and the list of runs: state, progress, score, health, the newest rollouts.
+"""The first screen of a run, and the list of runs.
 
-Invariants: nothing here reads all episodes, so the first screen takes the same time with a million of
-them. All streams of a run share one poll of the ledger per second (`RunEvents`), which stops without
-streams.
+Invariants: nothing here reads all episodes, so that the first screen is as fast with a million of them.
+All streams of a run share one poll of the ledger per second (`RunEvents`), which stops without streams.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tinkerscript.page.lines import EpisodeLine, lines, newest
 
 NEWEST = 12
 RECENT_STEPS = 50
-"""The time left is estimated from this many steps."""
+"""The number of steps for the estimate of the remaining time."""
 
 EVALUATIONS = 20
 
@@ -58,7 +57,7 @@ class Evaluation(BaseModel):
 
 
 class FailureCount(BaseModel):
-    """Failed episodes with the same kind of failure."""
+    """The number of failed episodes with a kind of failure."""
 
     kind: str
     count: int
@@ -66,7 +65,7 @@ class FailureCount(BaseModel):
 
 
 class Health(BaseModel):
-    """What deserves attention. Counts are over the whole run."""
+    """Conditions that deserve attention, counted over the whole run."""
 
     episodes: int = Field(description="Training episodes with a result.")
     failed: int
@@ -123,7 +122,7 @@ class RunList(BaseModel):
 
 
 def run_list(ledgers: Mapping[str, LedgerReader]) -> RunList:
-    """`ledgers` are by the run's name."""
+    """Return the list of runs. `ledgers` are by name."""
     runs = [run_line(name, ledger) for name, ledger in ledgers.items()]
     return RunList(runs=sorted(runs, key=lambda line: -line.began), version=__version__)
 
@@ -197,7 +196,7 @@ def _waiting(status: dict[str, Any]) -> CurrentWait | None:
 
 
 def state(status: dict[str, Any]) -> State:
-    """Return what the trainer last reported; a run without a living trainer was stopped."""
+    """Return the trainer's last report. A run without a living trainer was stopped."""
     said: State = status.get("state", "stopped")
     if said == "running" and "process" in status and ProcessId(*status["process"]).is_gone():
         return "stopped"
@@ -235,7 +234,7 @@ def health(ledger: LedgerReader) -> Health:
 
 
 def _failures(ledger: LedgerReader) -> list[FailureCount]:
-    """Count failed training episodes by the kind of their last failure."""
+    """Count failed training episodes by their last failure."""
     found: list[FailureCount] = []
     for name in metric_names(ledger, "failure/"):
         kind = name.removeprefix("failure/")
@@ -272,7 +271,6 @@ def _updated(ledger: LedgerReader, status: dict[str, Any]) -> float:
 
 
 def _time_left_s(ledger: LedgerReader, status: dict[str, Any]) -> float | None:
-    """Estimate the time to the last step from the newest steps."""
     query = f"SELECT step, time FROM steps WHERE undone = 0 ORDER BY step DESC LIMIT {RECENT_STEPS}"
     rows = [row for row in ledger.rows(query) if row["time"] >= status.get("began", 0.0)]
     if len(rows) < 2:
@@ -289,11 +287,11 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 EVENT_EVERY_S = 15.0
-"""A stream that is silent for this long sends a comment to keep the connection open."""
+"""Seconds of silence after which a stream sends a comment, so that the connection stays open."""
 
 
 class RunEvents:
-    """The streams of one run. Belongs to one event loop."""
+    """The streams of one run. An instance belongs to one event loop."""
 
     def __init__(self, run: str, ledger: LedgerReader) -> None:
         self._run = run
@@ -304,7 +302,7 @@ class RunEvents:
         self._changed = asyncio.Event()
 
     async def stream(self, is_disconnected: Callable[[], Awaitable[bool]]) -> AsyncGenerator[bytes]:
-        """Yield the events for one page, starting with the present state."""
+        """Yield the events for one page, starting with the current state."""
         self._streams += 1
         if self._looking is None:
             self._looking = asyncio.create_task(self._look(), name=f"events of {self._run}")

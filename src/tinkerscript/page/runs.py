@@ -1,4 +1,4 @@
-"""`Runs`: the runs that a page shows, and the interchange servers of those in progress.
+"""`Runs` are the runs of a page, with the interchange servers of those in progress.
 
 Invariants: a server is asked at most once a second, regardless of the number of viewers. Only this
 user's servers on this machine are asked, because a run folder from elsewhere could name any address,
@@ -35,7 +35,7 @@ FRESH_S = 1.0
 """Seconds for which a server's reply is reused."""
 
 SERVER_TIMEOUT_S = 15.0
-"""Generous, because the page has low priority and may notice a reply late."""
+"""A long timeout, because the page has low priority and may notice a reply late."""
 
 LOOK_AGAIN_S = 2.0
 """Seconds between scans of the folder for new runs."""
@@ -54,7 +54,7 @@ class Runs:
         self._lock = threading.Lock()
 
     def folders(self) -> dict[str, Path]:
-        """Map the names of the present runs to their folders."""
+        """Return the folders of the present runs by name."""
         with self._lock:
             now = time.monotonic()
             if now - self._looked >= LOOK_AGAIN_S:
@@ -66,7 +66,7 @@ class Runs:
             return self._folders
 
     def ledger(self, name: str) -> LedgerReader:
-        """Raises NotRecordedError for an unknown run."""
+        """Return a run's ledger. Raises NotRecordedError."""
         folder = self.folders().get(name)
         if folder is None:
             known = ", ".join(list(self._folders)[:10])
@@ -78,7 +78,7 @@ class Runs:
             return self._ledgers[name]
 
     def readable(self) -> dict[str, LedgerReader]:
-        """Map names to ledgers, without those of other versions."""
+        """Return the ledgers of this version by name."""
         found: dict[str, LedgerReader] = {}
         for name in self.folders():
             with suppress(ConfigError):
@@ -86,7 +86,7 @@ class Runs:
         return found
 
     def ledger_of(self, episode_uuid: str) -> tuple[str, LedgerReader]:
-        """Return the run that has the episode, and its ledger. Raises NotRecordedError."""
+        """Return the run with the episode, and its ledger. Raises NotRecordedError."""
         for name, ledger in self.readable().items():
             if ledger.number("SELECT sequence FROM episodes WHERE uuid = ?", (episode_uuid,)) is not None:
                 return name, ledger
@@ -95,7 +95,7 @@ class Runs:
     def delete(self, name: str) -> None:
         """Delete the folder of a run that is not in progress.
 
-        Raises NotRecordedError, ConflictError with the reason why it cannot be deleted, and OSError.
+        Raises NotRecordedError, ConflictError with the reason against it, and OSError.
         """
         ledger = self.ledger(name)
         folder = ledger.folder
@@ -112,7 +112,7 @@ class Runs:
                 if (lock := try_lock(path)) is None:
                     raise ConflictError(f"a {path.stem} is running in {folder}; stop it first")
                 held.enter_context(lock)
-            # The rename either fails without any loss, or removes the run as a whole.
+            # The rename fails without any loss, or removes the run as a whole.
             gone = folder.rename(folder.with_name(f".deleted-{name}"))
             with self._lock:
                 self._ledgers.pop(name, None)
@@ -134,13 +134,13 @@ class Runs:
 
 
 class RunServer:
-    """One run's server, which may come and go."""
+    """The server of one run, which may stop and start."""
 
     def __init__(self, folder: Path, admin_token: str | None) -> None:
         self._folder = folder
         self._headers = {"authorization": f"Bearer {admin_token or 'none'}"}
         self._clients: dict[str, httpx.AsyncClient] = {}
-        """By the certificate that the server has to show; empty for HTTP."""
+        """Clients by the server's expected certificate, empty for HTTP."""
 
         self._asking = asyncio.Lock()
         self._fleet: tuple[float, dict[str, Any]] = (-FRESH_S, {})
@@ -155,7 +155,7 @@ class RunServer:
             return found
 
     async def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI description of its API. Raises NotRecordedError."""
+        """Return the API's OpenAPI description. Raises NotRecordedError."""
         return await self._ask("GET", "/openapi.json")
 
     async def failed_episodes(self, action: str, uuids: list[str]) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class RunServer:
             raise NotRecordedError(f"{info.url} is not the run's server: its reply is not JSON") from error
 
     def _client(self, certificate: str) -> httpx.AsyncClient:
-        """Raises NotRecordedError for a certificate that cannot be read."""
+        """Return the client for a certificate. Raises NotRecordedError if it is unreadable."""
         if certificate not in self._clients:
             verify: ssl.SSLContext | bool = True
             if certificate:
@@ -190,8 +190,8 @@ class RunServer:
                     verify = ssl.create_default_context(cafile=certificate)
                 except (OSError, ssl.SSLError) as error:
                     raise NotRecordedError(f"the run's certificate {certificate}: {error}") from error
-                # It names the server's public address although the server is on this machine, and it
-                # need not be the root that signed it.
+                # The certificate names the server's public address, although the server is on this
+                # machine, and it may not be the root that signed it.
                 verify.check_hostname = False
                 verify.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
             self._clients[certificate] = httpx.AsyncClient(
@@ -222,7 +222,7 @@ def _check_own(folder: Path, info: ServerInfo) -> None:
 
 
 def _is_of_this_machine(host: str) -> bool:
-    """Whether an IP address belongs to this machine, that is, can be bound."""
+    """Return whether an IP address belongs to this machine, and so can be bound."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((str(ipaddress.ip_address(host)), 0))

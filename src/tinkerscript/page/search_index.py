@@ -1,6 +1,6 @@
 """`SearchIndex` finds the episodes of a run by words, with SQLite's full-text search.
 
-The index is a file next to the ledger, `search.sqlite`, or a temporary file if the folder is not
+The index is the file `search.sqlite` next to the ledger, or a temporary file if the folder is not
 writable. Searches build it from the ledger, from the newest episode down, and it may be deleted at any
 time.
 
@@ -35,11 +35,10 @@ CHUNK = 200
 """Episodes per transaction."""
 
 MAX_INDEXED_CHARS = 65_536
-"""Maximum length of an episode's indexed text."""
+"""The maximum length of an episode's indexed text."""
 
 BAD_CALLS = NotRecordedError, ValueError, RecursionError
-"""Errors of reading a call that no gateway wrote. The episode's view shows them; lists and searches skip
-them."""
+"""Errors of a call that no gateway wrote. The episode's view shows them; lists and searches skip them."""
 
 _SCHEMA = """
 BEGIN IMMEDIATE;
@@ -62,7 +61,7 @@ _SPANS = "SELECT first, last FROM spans"
 
 
 class SearchIndex:
-    """The index of one run. Thread-safe."""
+    """The index of one run. It is thread-safe."""
 
     _known: ClassVar[dict[Path, SearchIndex]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -89,15 +88,15 @@ class SearchIndex:
 
     @classmethod
     def forget(cls, folder: Path) -> None:
-        """Drop the index of a run that is gone."""
+        """Drop the index of a deleted run."""
         with cls._lock:
             cls._known.pop(folder, None)
 
     def extend(self, first: int, last: int) -> int:
-        """Index some of the episodes from `last` down to `first`, unless `last` is indexed already.
+        """Index some of the episodes from `last` to `first`, unless `last` is indexed already.
 
-        Returns the number from which on all are indexed. Raises NotRecordedError if the index cannot be
-        written.
+        Returns the number from which on all are indexed. Raises NotRecordedError if the index is not
+        writable.
         """
         with self._at_work, _explained("the search index"):
             ends = time.monotonic() + INDEX_S
@@ -112,21 +111,19 @@ class SearchIndex:
             return max(low, first)
 
     def find(self, words: list[str], first: int, last: int, limit: int) -> list[int]:
-        """Return the end numbers of up to `limit` episodes from `first` to `last` with all words, newest
-        first.
+        """Return the numbers of up to `limit` episodes from `first` to `last` with all words, newest first.
 
-        Raises NotRecordedError for a query that cannot be read.
+        Raises NotRecordedError for an unreadable query.
         """
         match = " ".join(f'"{word.replace(chr(34), chr(34) * 2)}"*' for word in words)
         with self._at_work, _explained(f"the search {match}"):
             return [number for (number,) in self._connection.execute(_MATCHES, (match, first, last, limit))]
 
     def _spans(self) -> list[tuple[int, int]]:
-        """Return the indexed spans as first and last numbers. They do not touch each other."""
+        """Return the first and last numbers of the indexed spans, which do not touch."""
         return self._connection.execute(_SPANS).fetchall()
 
     def _indexed_from(self, last: int) -> int:
-        """Return the number from which on all episodes up to `last` are indexed."""
         return next((low for low, high in self._spans() if low <= last <= high), last + 1)
 
     def _index(self, first: int, last: int) -> None:
@@ -151,7 +148,7 @@ class SearchIndex:
                 run.execute("ROLLBACK")
 
     def _text(self, sequence: int, names: list[Any]) -> str:
-        """Return the text to index: ids, tasks, clients, and the conversation."""
+        """Return the text to index: ids, tasks, clients and the conversation."""
         uuid, group_id, sample = names
         row = self._ledger.row("SELECT payload FROM samples WHERE digest = ?", (sample,))
         payload: Any = json.loads(bytes(row[0])) if row is not None else {}
@@ -170,7 +167,7 @@ class SearchIndex:
 
 @contextmanager
 def _explained(what: str) -> Generator[None]:
-    """Turn SQLite's errors (a strange query, a full disk, a damaged file) into NotRecordedError."""
+    """Turn SQLite's errors into NotRecordedError."""
     try:
         yield
     except sqlite3.Error as error:
@@ -178,7 +175,7 @@ def _explained(what: str) -> Generator[None]:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    """Raises sqlite3.Error if the file is not an index."""
+    """Open the index. Raises sqlite3.Error if the file is invalid."""
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
         connection.execute("PRAGMA synchronous = OFF")  # The index can be rebuilt.

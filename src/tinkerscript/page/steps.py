@@ -81,7 +81,7 @@ def step_page(ledger: LedgerReader, *, before: int | None = None, limit: int = 5
 
 
 def step_view(ledger: LedgerReader, step: int, *, show: GroupFilter = "all", offset: int = 0) -> Step:
-    """Return the view of one step. Raises NotRecordedError for a step that the run has not finished."""
+    """Return the view of one step. Raises NotRecordedError for an unfinished step."""
     row = ledger.row(f"{_LINE} AND step = ?", (step,))
     if row is None:
         raise NotRecordedError(f"the run has no step {step} yet")
@@ -112,8 +112,8 @@ def _number(ledger: LedgerReader, query: str, step: int) -> int | None:
 
 
 def _groups(ledger: LedgerReader, step: int) -> tuple[list[StepGroup], int]:
-    """Return the groups that the step used, and how many of its planned episodes a resumption has undone."""
-    # `e.step` alone is not enough, because a group may train later than planned, or again.
+    """Return the groups of the step, and the number of planned episodes that a resumption has undone."""
+    # `e.step` is not enough, because a group may train later than planned, or again.
     first = (
         "coalesce((SELECT min(step) FROM trained WHERE episode = e.sequence AND undone = 0 "
         f"AND outcome != '{Use.GIVEN_UP}'), e.step)"

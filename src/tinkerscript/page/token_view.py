@@ -19,13 +19,13 @@ from tinkerscript.rollouts.rollout import Rollout
 from tinkerscript.tokenizer import LightTokenizer
 
 SHOWN_TOKENS = 8192
-"""Maximum tokens in a reply."""
+"""The maximum number of tokens in a reply."""
 
 Numbers = list[float | None]
 
 
 class Tokens(BaseModel):
-    """The tokens [start, end) of a sequence; all lists have that length.
+    """The tokens [start, end) of a sequence, in lists of that length.
 
     A number is null where it does not apply, and a list is null if it was not recorded.
     """
@@ -63,10 +63,7 @@ def token_view(
     end: int | None = None,
     step: int | None = None,
 ) -> Tokens:
-    """Return tokens of one sequence as `step` saw them, by default the last step.
-
-    Raises NotRecordedError.
-    """
+    """Return tokens of one sequence as `step` (by default the last) saw them. Raises NotRecordedError."""
     recorded = recorded_sequences(ledger, uuid)
     if recorded is None:
         raise NotRecordedError(f"the tokens of episode {uuid!r} are not recorded")
@@ -145,7 +142,7 @@ def _tokenizer(folder: Path) -> LightTokenizer:
 def pieces(model: str, ids: list[int], start: int, end: int) -> list[str]:
     """Return the text of each token [start, end).
 
-    Raises NotRecordedError for a model at a URL, because a run folder from elsewhere could name any.
+    Raises NotRecordedError for a model at a URL, which a run folder from elsewhere could name.
     """
     if "://" in model:
         raise NotRecordedError(f"the page fetches no tokenizer from {model}")
@@ -167,7 +164,7 @@ def pieces(model: str, ids: list[int], start: int, end: int) -> list[str]:
 
 
 def _text(tokenizer: LightTokenizer, token: int, pending: list[int]) -> str | None:
-    """Return the text of the `pending` tokens, the last of which is `token`; None within a character."""
+    """Return the text of the `pending` tokens, or None within a character. The last one is `token`."""
     parts = [tokenizer.token_bytes(each) for each in pending]
     if any(part is None for part in parts):
         return tokenizer.piece_text(token)

@@ -1,7 +1,7 @@
-"""An episode's transcript as a list of readable events, and shared helpers for reading transcripts.
+"""An episode's transcript as a list of readable events, and helpers for reading transcripts.
 
-Invariant: a transcript is whatever a client sent. An invalid one is reported as such and shown as text.
-Nothing is read beyond `TRANSCRIPT_BYTES` and `MAX_EVENTS`.
+Invariant: a transcript comes from a client and may be invalid, which is reported while it is shown as
+text. Nothing is read beyond `TRANSCRIPT_BYTES` and `MAX_EVENTS`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tinkerscript.errors import NotRecordedError
 from tinkerscript.ledger.reader import LedgerReader
 
 TRANSCRIPT_BYTES = 16 * 2**20
-"""Maximum size of an unpacked transcript; the bridge packs no more."""
+"""The maximum size of an unpacked transcript. The bridge packs no more."""
 
 MAX_EVENTS = 20_000
 EVENTS_PER_PAGE = 100
@@ -28,12 +28,12 @@ SHOWN_CHARS_OF_MESSAGE = 20_000
 MAX_RAW_CHARS = 2000
 MAX_DEPTH = 12
 LAST_MESSAGES = 4
-"""Shown of a model call's prompt."""
+"""The number of messages shown of a call's prompt."""
 
 ATTACHMENT = "attachment://"
 
 _one_at_a_time = threading.Lock()
-"""Unpacking a transcript takes many times its size."""
+"""Limits memory, because unpacking a transcript takes many times its size."""
 
 
 class TranscriptError(ValueError):
@@ -67,7 +67,7 @@ class TranscriptView(BaseModel):
 
 
 class Pool(msgspec.Struct):
-    """What model calls have in common."""
+    """The parts that model calls share."""
 
     messages: list[msgspec.Raw] = []
 
@@ -84,7 +84,7 @@ class Transcript(msgspec.Struct):
 
 
 class _Place(msgspec.Struct):
-    """The fields that tell where an event is nested."""
+    """The fields that determine an event's nesting."""
 
     event: str = ""
     id: str | None = None
@@ -99,7 +99,7 @@ _read_place = msgspec.json.Decoder(_Place).decode
 def transcript_view(
     ledger: LedgerReader, uuid: str, *, attempt: int | None = None, offset: int = 0
 ) -> TranscriptView:
-    """Return a page of the transcript of an attempt, by default the last. Raises NotRecordedError."""
+    """Return a page of an attempt's transcript, by default the last attempt's. Raises NotRecordedError."""
     number, attempts, attempt = _find_transcript(ledger, uuid, attempt)
     text = ledger.transcript(number, attempt)
     with _one_at_a_time:
@@ -124,7 +124,7 @@ def _find_transcript(
 ) -> tuple[int, list[int], int]:
     """Return the episode's number, the attempts with a transcript, and the selected attempt.
 
-    Raises NotRecordedError if there is no such transcript.
+    Raises NotRecordedError without such a transcript.
     """
     number = ledger.number("SELECT sequence FROM episodes WHERE uuid = ?", (uuid,))
     attempts = ledger.transcribed(int(number)) if number is not None else []
@@ -283,7 +283,6 @@ def _model_call(value: dict[str, Any], transcript: Transcript) -> tuple[str, lis
 
 
 def _prompt(value: dict[str, Any], transcript: Transcript) -> tuple[int, list[dict[str, Any]]]:
-    """Return how many messages the prompt has, and the last of them."""
     pool = transcript.events_data.messages if transcript.events_data else []
     given = _items(value.get("input"))
     pooled: list[range] = []
@@ -309,7 +308,7 @@ def _message_of(error: Any) -> Any:
 
 
 def _attached(value: Any, attachments: dict[str, str], depth: int = 0) -> Any:
-    """Replace references to attachments in `value` by the attachments."""
+    """Replace references to attachments in `value`."""
     if isinstance(value, str):
         named = value.startswith(ATTACHMENT)
         return attachments.get(value.removeprefix(ATTACHMENT), value) if named else value

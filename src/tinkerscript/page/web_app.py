@@ -1,7 +1,7 @@
 """The page as an ASGI app: its files, its API and its events.
 
-Invariant: it reads ledgers and asks the run's server for the rest. It changes neither, except through
-explicit actions, which are logged: in the run's audit log or, for a deleted run, in that of the folder
+Invariant: it reads ledgers and asks the run's server for the rest. It only changes them through
+explicit actions, which are logged in the run's audit log or, for a deleted run, in that of the folder
 of runs.
 """
 
@@ -63,7 +63,7 @@ Limit = Annotated[int, Query(ge=1, le=200, description="Maximum number of items 
 
 
 PAGE_BODY_BYTES = 2**20
-"""Maximum size of a request."""
+"""The maximum size of a request."""
 
 
 class Token(BaseModel):
@@ -88,7 +88,7 @@ class Deletion(BaseModel):
 def create_page(root: Path, *, admin_token: str | None) -> FastAPI:
     """Create the app for the runs in `root`.
 
-    If `admin_token` is None, everyone who reaches it by a loopback name is let in.
+    Without an `admin_token`, everyone who reaches it by a loopback name may enter.
     """
     sessions = PageSessions(admin_token)
     runs = Runs(root, admin_token)
@@ -125,7 +125,7 @@ async def _not_found(request: Request, error: Exception) -> JSONResponse:
 
 @contextmanager
 def _writing(folder: Path) -> Generator[None]:
-    """Raises ConflictError for a folder in which this process may not write."""
+    """Raise ConflictError for a folder in which this process may not write."""
     try:
         yield
     except OSError as error:
@@ -369,7 +369,7 @@ class _Page:
         return await self._runs.server_of(folder).openapi()
 
     def _served_folder(self) -> Path:
-        """Raises NotRecordedError if there is none."""
+        """Return the served folder. Raises NotRecordedError without one."""
         runs = [
             ledger.folder for ledger in self._runs.readable().values() if state(ledger.status()) == "running"
         ]

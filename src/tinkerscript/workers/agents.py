@@ -1,16 +1,16 @@
-"""`AgentTask`: an Inspect task with a coding agent in place of the task's own solver.
+"""`AgentTask` is an Inspect task with a coding agent in place of the task's solver.
 
 Each episode starts a `bubblewrap` sandbox with the sample's files and setup, and runs the agent in
 `/work` with the sample's input as its prompt. Then all processes end, the task's test files are
 restored, and the task's scorers run in the same sandbox with a fresh home, without the agent's programs
-and without access to the model.
+and without access to the model. A sample's metadata `tests` lists its test files. Before scoring, each
+is restored from the sample's `files`, or removed if the sample has no such file.
 
-A sample's metadata `tests` lists its test files. Before scoring, each is restored from the sample's
-`files`, or removed if the sample has no file of that name.
+Users install agents, which are found on the PATH. To add one, write its `CodingAgent` and add it to
+`AGENTS`.
 
-Users install agents themselves; they are found on the PATH. To add one, write its `CodingAgent` and
-enter it in `AGENTS`. Sources: the programs' own help and documentation; Claude Code 2.1, Codex CLI
-0.169, mini-swe-agent 2.4, opencode 1.18.
+Sources: the programs' help and documentation; Claude Code 2.1, Codex CLI 0.169, mini-swe-agent 2.4,
+opencode 1.18.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from tinkerscript.workers.inspect_task import GatewayPolicy, InspectTask
 from tinkerscript.workers.model_relay import AgentRelay
 
 PORT = 8000
-"""The model's port on the agent's own loopback interface."""
+"""The model's port on the agent's loopback interface."""
 
 MAX_OUTPUT_BYTES = 4 * 2**20
-"""How much of an agent's output to keep, from its end."""
+"""The length of an agent's output that is kept, from its end."""
 
 OF_A_CLAIM = 0.9
-"""The part of a claim's lifetime that the agent may use; the rest is for scoring."""
+"""The part of a claim's lifetime that the agent may use. The rest is for scoring."""
 
 TESTS = "tests"
 
 
 class AgentTask(InspectTask):
     def __init__(self, name: str, agent: str, time_limit_s: float, /, **args: Any) -> None:
-        """Raises ConfigError for a task that cannot be loaded or metadata `tests` that is not a list of
-        paths, and WorkerError for an agent that is unknown or not installed."""
+        """Raises ConfigError for an invalid task or metadata `tests` that is not a list of paths, and
+        WorkerError for an agent that is unknown or not installed."""
         super().__init__(name, **args)
         program = agent_named(agent)
         installation_of(program)
@@ -72,8 +72,6 @@ class AgentTask(InspectTask):
 
 @solver
 def agent_solver(agent: CodingAgent, time_limit_s: float) -> Solver:
-    """Run the agent in the sample's sandbox; its answer becomes the output."""
-
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         policy = current_policy()
         assert isinstance(policy, GatewayPolicy)
@@ -101,7 +99,7 @@ def agent_solver(agent: CodingAgent, time_limit_s: float) -> Solver:
 
 
 def _record(agent: CodingAgent, run: AgentRun) -> None:
-    """Add the run to Inspect's record of the sample, which becomes the episode's transcript."""
+    """Add the run to Inspect's record of the sample, and thus to the episode's transcript."""
     found: dict[str, JsonValue] = {
         "exit_code": run.exit_code,
         "model_calls": run.calls,
@@ -131,21 +129,19 @@ def _tests_of(sample: Sample) -> list[str]:
 
 @dataclass(frozen=True)
 class AgentRun:
-    """What an agent did, except for its files."""
-
     answer: str
     output: str
-    """Standard output; the last `MAX_OUTPUT_BYTES`."""
+    """The last `MAX_OUTPUT_BYTES` of standard output."""
 
     complaints: str
     """Standard error."""
 
     exit_code: int | None
-    """None if the agent reached its time limit."""
+    """The exit code, or None after the time limit."""
 
     calls: int
     refusals: dict[str, int]
-    """Refused requests, as `STATUS METHOD PATH` -> count."""
+    """The number of refused requests by `STATUS METHOD PATH`."""
 
 
 async def run_agent(
@@ -187,8 +183,7 @@ async def run_agent(
 
 
 def _write_home(sandbox: Bubblewrap, agent: CodingAgent, job: AgentJob) -> None:
-    """Write the agent's home files. No program of the agent runs yet, so it cannot have placed links
-    there."""
+    """Write the agent's home files. No program of the agent has run yet, so no links can be in the way."""
     for name, text in agent.home_files(job).items():
         path = Path(f"{sandbox.root}{HOME}") / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +193,7 @@ def _write_home(sandbox: Bubblewrap, agent: CodingAgent, job: AgentJob) -> None:
 async def _run(
     command: list[str], sandbox: Bubblewrap, limit_s: float, output: IO[bytes], errors: IO[bytes]
 ) -> int | None:
-    """Return the exit status, or None after the time limit. Ends the sandbox's processes."""
+    """Return the exit status, or None after the time limit, and end the sandbox's processes."""
     process = await asyncio.create_subprocess_exec(
         *command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env={}
     )
@@ -222,25 +217,23 @@ SIDE = "side"
 """The model name that marks an agent's side calls (the gateway's agent mode)."""
 
 MAX_PROMPT_BYTES = 120_000
-"""Linux does not accept longer arguments."""
+"""The longest argument that Linux accepts."""
 
 PLACEHOLDER_KEY = "the-sandbox-holds-no-key"
-"""What agents send as their key."""
+"""The key that agents send."""
 
 
 @dataclass(frozen=True)
 class AgentJob:
-    """What an agent has to do, and with which model."""
-
     prompt: str
     url: str
-    """URL of the gateway's agent mode, without `/v1`."""
+    """The URL of the gateway's agent mode, without `/v1`."""
 
     context_tokens: int
 
     @property
     def reply_tokens(self) -> int:
-        """How many of the context's tokens an agent should reserve for a reply."""
+        """Return the number of tokens of the context that an agent should reserve for a reply."""
         return min(32_000, self.context_tokens // 4)
 
 
@@ -259,7 +252,7 @@ class CodingAgent:
     """Files to write, by their path in the home folder."""
 
     answer: Callable[[str], str] = lambda output: ""
-    """Extracts the agent's final answer from its output; empty if there is none."""
+    """Extracts the agent's final answer from its output, or an empty string."""
 
 
 def _claude_environment(job: AgentJob) -> dict[str, str]:
@@ -371,7 +364,7 @@ AGENTS: Mapping[str, CodingAgent] = {
 
 
 def agent_named(name: str) -> CodingAgent:
-    """Raises WorkerError for an agent that is not in the table."""
+    """Return an agent of the table. Raises WorkerError for an unknown one."""
     if name not in AGENTS:
         raise WorkerError(f"there is no agent {name!r}; there are {', '.join(AGENTS)}")
     return AGENTS[name]
@@ -379,18 +372,18 @@ def agent_named(name: str) -> CodingAgent:
 
 @dataclass(frozen=True)
 class Installation:
-    """Where a program is installed on this machine."""
+    """The location of a program on this machine."""
 
     program: Path
     folders: tuple[Path, ...]
-    """What it needs to run: its own folder and its interpreter's."""
+    """The folders that the program needs: its own and its interpreter's."""
 
     path: str
-    """The PATH to run it with."""
+    """The PATH for the program."""
 
 
 def installation_of(agent: CodingAgent) -> Installation:
-    """Raises WorkerError if the agent's program is not on the PATH."""
+    """Find an agent's program on the PATH. Raises WorkerError."""
     found = shutil.which(agent.program)
     if found is None:
         raise WorkerError(f"{agent.program!r} is not on the PATH; docs/agents.md shows how to install it")
@@ -412,7 +405,7 @@ def installation_of(agent: CodingAgent) -> Installation:
 
 
 def _outermost(folders: Iterable[Path]) -> Iterator[Path]:
-    """Yield the folders that are not inside any other, nor in the system's."""
+    """Yield the folders that are in no other folder, nor in the system's."""
     known = list(folders)
     for folder in known:
         inside = any(folder != other and folder.is_relative_to(other) for other in known)

@@ -1,13 +1,15 @@
-"""`Task` is the interface of every kind of environment; `load_task` makes one from its name.
+"""`Task` is the interface of every kind of environment, and `load_task` makes one from its name.
 
 The trainer asks a task for its samples and never runs one. A worker gets a sample with each episode,
-and runs it with that episode's model, an `EpisodeModel`. `verifiers:ENV` is a task of the kind
-`verifiers`, `file.py:NAME` and `module:NAME` are the user's own, and every other name is one of
-Inspect's. Kinds are entries of `TASK_KINDS`, or entry points of installed packages in the group
-`tinkerscript.tasks`.
+and runs it with that episode's model, an `EpisodeModel`.
+
+`verifiers:ENV` is a task of the kind `verifiers`, `file.py:NAME` and `module:NAME` are the user's, and
+every other name is one of Inspect's. Kinds are entries of `TASK_KINDS`, or entry points of installed
+packages in the group `tinkerscript.tasks`.
 
 Invariants: a rollout that cannot be scored raises; it never returns a reward for a failure. The
-packages of a kind are imported only for its tasks; the error for a missing one names the `pip install`.
+packages of a kind are imported only for its tasks; the error for a missing one contains the `pip
+install`.
 """
 
 from __future__ import annotations
@@ -42,18 +44,17 @@ if TYPE_CHECKING:  # This needs aiohttp, which the extras of the kinds install.
 __all__ = ["EpisodeModel", "Task", "TaskSample", "named_scores"]
 
 HELD_OUT_SEED = 1_000_000
-"""Added to the first training seed to get the first evaluation seed of generated samples."""
+"""The distance of the first evaluation seed of generated samples from the first training seed."""
 
 TRANSCRIPT_S = 10.0
 """Seconds that sending a transcript may delay the end of its episode."""
 
 TaskSample: TypeAlias = Mapping[str, JsonValue]
-"""One problem, as JSON.
+"""One problem as JSON.
 
-`id` is unique in its task, and `input` is what people see as the question: text or chat messages.
-Optional `target` and `metadata` are shown too. Further fields may hold whatever the rollout needs.
-Samples of two machines are the same problem if their `digest`s are equal, or, without a digest, all of
-their fields.
+`id` is unique in its task, and `input` is the question: text or chat messages. Optional `target` and
+`metadata` are shown too. Further fields are free. Samples of two machines are the same problem if their
+`digest`s are equal or, without a digest, all their fields.
 """
 
 logger = logging.getLogger(__name__)
@@ -61,14 +62,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeModel:
-    """The model of one episode, with a `base_url` and an `api_key` that is valid for this episode only.
+    """The model of one episode, with a `base_url` and an `api_key` that is only valid for this episode.
 
     Any program that speaks OpenAI's or Anthropic's format can use it.
     """
 
     base_url: str
-    """The base URL for OpenAI's clients, ending in `/v1`. Anthropic's clients append that themselves; see
-    `anthropic_base_url`."""
+    """The base URL for OpenAI's clients, ending in `/v1`. Anthropic's clients append that (see
+    `anthropic_base_url`)."""
 
     api_key: str = field(repr=False)
     name: str = "policy"
@@ -78,15 +79,13 @@ class EpisodeModel:
     """The connections that all episodes of a worker share."""
 
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Request fields to set for every call, such as `temperature`. Empty during a run, where the server
-    decides."""
+    """Request fields for every call, such as `temperature`. Empty during a run, where the server decides."""
 
     claim: Episode | None = None
-    """The claim, with its lease and limits. None in `tinkerscript eval`."""
+    """The claim, with its lease and limits, or None in `tinkerscript eval`."""
 
     def role(self, name: str) -> EpisodeModel:
-        """Return the model of a role in this episode (`roles` in the run's config), such as a judge or an
-        opponent.
+        """Return the model of a role of the run, such as a judge or an opponent.
 
         The server refuses a role that the run does not have.
         """
@@ -117,7 +116,7 @@ class EpisodeModel:
 
     @property
     def max_transcript_bytes(self) -> int:
-        """The longest transcript that is kept of this episode; 0 if none is kept."""
+        """The maximum size of this episode's transcript, or 0 if none is kept."""
         return self.claim.max_transcript_bytes if self.claim else 0
 
     async def record_transcript(self, transcript: bytes) -> None:
@@ -133,31 +132,31 @@ class EpisodeModel:
 
 
 class Task(ABC):
-    """A source of samples and the way to run one. Subclass it; its arguments are `task.train_args`."""
+    """A source of samples that can run them. Subclass it; its arguments are `task.train_args`."""
 
     task_id: str = ""
     """The task's name on every machine. `load_task` sets it."""
 
     temperature: float | None = None
-    """The temperature of model calls that set none, if the task knows it. A run warns before it starts
-    that a temperature of 0 does not train."""
+    """The temperature of model calls that set none, if known. A run warns before it starts that a
+    temperature of 0 does not train."""
 
     _own: dict[bool, dict[str, TaskSample]] | None = None
-    """The samples by id; each split is loaded when it is first asked for."""
+    """The samples by id. Each split is loaded at its first use."""
 
     @abstractmethod
     def samples(self, *, held_out: bool) -> Sequence[TaskSample]:
-        """Return the samples to train on, or those to evaluate on; always the same ones.
+        """Return the samples to train on or to evaluate on, which must always be the same ones.
 
-        A task without a split returns the same ones for both; then its arguments choose
-        (`task.train_args`, `task.eval_args`).
+        A task without a split returns the same for both, and its arguments choose (`task.train_args`,
+        `task.eval_args`).
         """
 
     def own_sample(self, sample_id: str, *, held_out: bool) -> TaskSample | None:
-        """Return this machine's sample with this id, as text, or None.
+        """Return this machine's sample with this id, or None.
 
-        Workers run this sample. Of what comes with an episode, they use only the id, because whoever
-        runs the server writes the rest.
+        Workers run this sample. They only use the id of an episode's payload, because the payload comes
+        from whoever runs the server.
         """
         if self._own is None:
             self._own = {}
@@ -169,14 +168,14 @@ class Task(ABC):
     async def rollout(self, sample: TaskSample, model: EpisodeModel) -> RolloutResult:
         """Run one episode and score it. Calls may be concurrent.
 
-        Returns a reward, or a reward and more (see `named_scores`). Raises whatever went wrong, which
-        is recorded as the reason of the failure.
+        Returns a reward, or a reward and more (see `named_scores`). An exception is recorded as the
+        reason of a failure.
         """
 
     @classmethod
     @asynccontextmanager
     async def resources(cls, tasks: Sequence[Any]) -> AsyncGenerator[None]:
-        """Hold what rollouts of `tasks`, all of this kind in a process, need: servers, pools, an eval."""
+        """Hold resources of rollouts of `tasks`, which are all of this kind in a process."""
         yield
 
 
@@ -191,7 +190,7 @@ def named_scores(
     """Make a rollout's result with its scores by name.
 
     The scores are shown with the episode, and averaged as `score/<name>`; `metrics` are averaged under
-    their own names. `answer` shows people what was scored.
+    their names. `answer` shows people what was scored.
     """
     shown: dict[str, JsonValue] = {
         "scores": dict(scores),
@@ -209,14 +208,14 @@ TASK_KINDS: Mapping[str, str] = {
     "textarena": "tinkerscript.workers.environments.textarena_game:TextArenaGame",
     "verifiers": "tinkerscript.workers.environments.verifiers_environment:VerifiersEnvironment",
 }
-"""Kind -> `module:factory`.
+"""The `module:factory` of each kind.
 
 The factory takes the part after the colon and the task's arguments, and returns a Task or raises
 ConfigError. The extra that installs its packages has the kind's name.
 """
 
 ENTRY_POINTS = "tinkerscript.tasks"
-"""Group of the entry points of other packages' kinds; each names a factory, as in `TASK_KINDS`."""
+"""The group of entry points of other packages' kinds. Each names a factory, as in `TASK_KINDS`."""
 
 INSPECT = "inspect"
 OWN = "own"
@@ -244,9 +243,9 @@ def kind_of(name: str) -> str:
 def load_task(name: str, args: Mapping[str, Any], *, sandbox: str = "") -> Task:
     """Load the task called `name` with its arguments.
 
-    `sandbox` (`TYPE` or `TYPE:CONFIG_FILE`) replaces an Inspect task's own. Raises ConfigError for a
-    name that is unknown, a package that is missing, or arguments that the task does not accept.
-    Exceptions of the task's own code propagate.
+    `sandbox` (`TYPE` or `TYPE:CONFIG_FILE`) replaces an Inspect task's sandbox. Raises ConfigError for
+    an unknown name, a missing package, or arguments that the task does not accept. Exceptions of the
+    task's code propagate.
     """
     kind = kind_of(name)
     rest = name.partition(":")[2]
@@ -353,7 +352,7 @@ def load_module(path: Path) -> ModuleType:
 
 
 def how_to_install(module: str | None) -> str:
-    """Return what to type for a module that this machine lacks."""
+    """Return the command that installs a missing module."""
     package = (module or "").partition(".")[0]
     if package in ("inspect_ai", "aiohttp", "anyio"):
         return "pip install 'tinkerscript[inspect]'"
@@ -361,7 +360,7 @@ def how_to_install(module: str | None) -> str:
 
 
 def check_is_there(path: Path) -> None:
-    """Raises WorkerError that lists what is there instead of the file."""
+    """Raise WorkerError for a missing file, with the files that exist."""
     if not path.is_file():
         raise WorkerError(f"no script at {path}; {_beside(path)}")
 

@@ -1,4 +1,4 @@
-"""`ChatEndpoint` makes the model calls of one worker's rollouts over shared connections.
+"""`ChatEndpoint` makes the model calls of a worker's rollouts over shared connections.
 
 Invariant: a call is retried while the server restarts or is busy, and never after a refusal that a
 retry cannot change. A lost claim raises ClaimLostError at once.
@@ -22,27 +22,25 @@ from tinkerscript.tracing import HEADER
 
 _BUSY = (429, 503)
 _AWAY = (0, 502, 503, 504)
-"""No connection, or a proxy that reports this."""
+"""Statuses of a missing connection, or of a proxy that reports one."""
 
 _TIMED_OUT = -1
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long a failing model call is retried."""
-
     attempts: int = 6
     """Maximum number of attempts that end in a server error."""
 
     max_away_s: float = 300.0
-    """Total seconds to wait for an unreachable server, such as one that restarts; the claim outlives that."""
+    """Seconds to wait for an unreachable server in total. The claim outlives a restart of the server."""
 
     first_delay_s: float = 0.25
-    """Delay after the first failure. It doubles each time, up to `max_delay_s`, with a jitter of 50%."""
+    """The delay after the first failure. It doubles each time up to `max_delay_s`, with a jitter of 50%."""
 
     max_delay_s: float = 8.0
     max_busy_s: float = 600.0
-    """Total seconds to wait for the `Retry-After` of 429 and 503."""
+    """Seconds to wait for the `Retry-After` of 429 and 503 in total."""
 
 
 Reply = TypeVar("Reply")
@@ -54,7 +52,7 @@ class ChatAttempt(Generic[Reply]):
     """0 if the connection failed, `_TIMED_OUT` without an answer in time."""
 
     said: bytes
-    """The body of a refusal, or why the connection failed."""
+    """The body of a refusal, or the reason of a failed connection."""
 
     reply: Reply | None
 
@@ -64,11 +62,9 @@ class ChatAttempt(Generic[Reply]):
 class ChatEndpoint:
     """Chat completions over connection pools that a worker shares, one per gateway process.
 
-    A server with several gateway processes has a base URL for each, so that connections stay with one
-    process.
-
-    The first call opens it; close it with `aclose`. Belongs to one event loop. It uses aiohttp, because
-    a request costs a fraction of the CPU time that it costs with httpx.
+    Each gateway process has a base URL, so that connections stay with it. The first call opens the
+    endpoint; close it with `aclose`. It belongs to one event loop. It uses aiohttp, which takes a
+    fraction of httpx's CPU time per request.
     """
 
     def __init__(
@@ -79,18 +75,18 @@ class ChatEndpoint:
         retry: RetryPolicy | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`call_timeout_s` limits one attempt; tests replace `sleep`."""
+        """`call_timeout_s` limits one attempt. Tests replace `sleep`."""
         self._connections = connections
         self._timeout = aiohttp.ClientTimeout(total=call_timeout_s, sock_connect=30.0)
         self._retry = retry or RetryPolicy()
         self._sleep = sleep
         self._sessions: dict[str, aiohttp.ClientSession] = {}
-        """By the URL of the gateway process."""
+        """Sessions by the URL of the gateway process."""
 
     async def complete(
         self, base_url: str, api_key: str, body: dict[str, Any], *, trace: str = ""
     ) -> dict[str, Any]:
-        """POST `body` to `{base_url}/chat/completions` and return the completion; `trace` is the
+        """POST `body` to `{base_url}/chat/completions` and return the completion. `trace` is the
         `traceparent`.
 
         A lost claim (409 claim_lost) raises ClaimLostError at once, any other refusal
@@ -106,9 +102,9 @@ class ChatEndpoint:
         return json.loads(await self._answer(url, api_key, None, "application/json", self.whole))
 
     async def open_stream(self, url: str, api_key: str, data: bytes) -> aiohttp.ClientResponse:
-        """POST a JSON body and return the accepted reply with its body unread; the caller closes it.
+        """POST a JSON body and return the accepted reply with an unread body; the caller closes it.
 
-        Raises what `complete` raises. Nothing is retried once the reply has begun.
+        Raises what `complete` raises. Nothing is retried after the reply has begun.
         """
         return await self._answer(url, api_key, data, "application/json", self._open)
 
@@ -211,7 +207,6 @@ def _unreachable(error: Exception) -> ChatAttempt[Any]:
 
 
 def _raise_refusal(status: int, reply: bytes) -> None:
-    """Raise for a status that a retry cannot change."""
     if status <= 0 or status == 429 or status >= 500:
         return
     if status == 409 and _error(reply).get("code") == "claim_lost":

@@ -1,6 +1,6 @@
-"""Inspect tasks: each episode runs one sample with the task's own solver and scorers.
+"""Inspect tasks: each episode runs one sample with the task's solver and scorers.
 
-Invariants: every model call goes to the gateway with the episode's own key, so that its tokens are
+Invariants: every model call goes to the gateway with the episode's key, so that its tokens are
 recorded. A solver or scorer that raises is an error, never a reward of 0.
 """
 
@@ -44,7 +44,6 @@ class InspectTask(Task):
     """
 
     def __init__(self, name: str, /, **args: Any) -> None:
-        """Raises ConfigError for a task that `inspect_tinker_bridge.load_inspect_task` refuses."""
         try:
             self.info = load_inspect_task(name, **args)
         except BridgeError as error:
@@ -52,13 +51,13 @@ class InspectTask(Task):
         self.task_id = self.info.task_id
         self.temperature = self.info.task.config.temperature
         self.options = RunnerOptions()
-        """How episodes differ from the task as written."""
+        """The differences of episodes from the task."""
 
         self._by_id = {str(sample.id): sample for sample in self.info.samples}
         self._eval: _SharedEval | None = None
 
     def replace_sandbox(self, sandbox: str) -> None:
-        """Replace the task's own sandbox with `TYPE` or `TYPE:CONFIG_FILE`. Raises ConfigError."""
+        """Replace the task's sandbox with `TYPE` or `TYPE:CONFIG_FILE`. Raises ConfigError."""
         kind, _, config = sandbox.partition(":")
         try:
             self.options = replace(self.options, sandbox=SandboxConfig(kind, config or None))
@@ -67,7 +66,7 @@ class InspectTask(Task):
 
     @property
     def sandbox_type(self) -> str | None:
-        """The sandbox of all its samples; None if they have none, or individual ones."""
+        """The sandbox type of all samples, or None if they have none or individual ones."""
         return self.options.sandbox.sandbox_type if self.options.sandbox else self.info.sandbox_type
 
     def samples(self, *, held_out: bool) -> list[dict[str, Any]]:
@@ -78,10 +77,10 @@ class InspectTask(Task):
         return None if sample is None else sample_summary(sample)
 
     async def rollout(self, sample: TaskSample, model: EpisodeModel) -> WorkflowOutput:
-        """Run the task's sample with the id of `sample`, with the task's own solver and scorers.
+        """Run the task's sample with the id of `sample`, with the task's solver and scorers.
 
         Raises TaskFailedError if the solver or a scorer raises, ClaimLostError, and the endpoint's
-        errors if the model cannot be reached.
+        errors.
         """
         assert self._eval is not None, "a rollout runs inside `resources`"
         policy = GatewayPolicy(model, self._by_id[str(sample["id"])])
@@ -100,7 +99,7 @@ class InspectTask(Task):
     async def resources(cls, tasks: Sequence[Any]) -> AsyncGenerator[None]:
         """Run one eval for all tasks, because Inspect allows one per process.
 
-        Raises WorkerError if it cannot start, or if a task's sandbox is not available here.
+        Raises WorkerError if it cannot start or a task's sandbox is not available.
         """
         shared = _SharedEval(tasks)
         for task in tasks:
@@ -128,7 +127,7 @@ class _SharedEval:
     async def run(
         self, task: InspectTask, policy: GatewayPolicy, on_record: Callable[[EvalSample], None]
     ) -> EpisodeOutcome:
-        """Run the policy's sample. Inspect gets the roles of the claim's run as models."""
+        """Run the policy's sample. The roles of the run are models in Inspect."""
         runner = await self.runner()
         options = replace(task.options, policy_roles=policy.model.roles)
         await runner.add(task.info, options)

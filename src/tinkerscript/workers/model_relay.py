@@ -2,9 +2,8 @@
 
 `ModelRelay` is for a library that keeps one model client per endpoint and key, and so would keep one
 for every claim. It gets the relay's address once, and a request header names the conversation, which an
-episode has announced. `AgentRelay` is for an agent in a sandbox.
-
-Invariant: only the server sees a claim's key, never the program; only routes of the model pass.
+episode has announced. `AgentRelay` is for an agent in a sandbox. Invariant: only the server sees a
+claim's key, and only routes of the model pass.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class RelayedEpisode:
-    """The conversations of one episode, and the error that ended its model calls."""
+    """The conversations of one episode, with the error that ended its model calls."""
 
     def __init__(self, model: EpisodeModel, routes: dict[str, RelayedEpisode]) -> None:
         self.model = model
@@ -50,10 +49,10 @@ class RelayedEpisode:
         self._sessions: set[str] = set()
         self.calls = 0
         self.error: ClientError | None = None
-        """Why no further calls are possible: the claim is lost, or the server cannot be reached."""
+        """The reason why no further calls are possible: a lost claim or an unreachable server."""
 
     def announce(self, session: str) -> None:
-        """Assign requests that name this session to this episode."""
+        """Assign requests of this session to this episode."""
         self._routes[session] = self
         self._sessions.add(session)
 
@@ -94,7 +93,7 @@ class ModelRelay:
 
     @contextmanager
     def episode(self, model: EpisodeModel) -> Generator[RelayedEpisode]:
-        """Relay the conversations that are announced in this block to `model`."""
+        """Relay the conversations that this block announces to `model`."""
         relayed = RelayedEpisode(model, self._routes)
         try:
             yield relayed
@@ -121,7 +120,7 @@ class ModelRelay:
 
 
 class AgentRelay:
-    """The only way out of an agent's sandbox, on the sandbox's own loopback interface."""
+    """The only way out of an agent's sandbox, on the sandbox's loopback interface."""
 
     def __init__(self, model: EpisodeModel) -> None:
         self._model = model
@@ -129,26 +128,26 @@ class AgentRelay:
         self.answered = 0
 
         self.refusals: Counter[str] = Counter()
-        """Requests that were refused, here or by the gateway: `STATUS METHOD PATH`."""
+        """The number of refused requests by `STATUS METHOD PATH`."""
 
         self.last_refusal = ""
-        """The gateway's message when it last refused a call."""
+        """The message of the gateway's last refusal."""
 
         self.refused = False
         """Whether the gateway does not support the last model call."""
 
         self.lost: ClaimLostError | None = None
-        """Set when the gateway says that the claim is lost."""
+        """Set when the gateway reports that the claim is lost."""
 
     async def context_length(self) -> int:
-        """Return the maximum tokens of a prompt and its reply together. Raises ClientError."""
+        """Return the maximum length of prompt and reply together, in tokens. Raises ClientError."""
         url = f"{self._model.anthropic_base_url.rstrip('/')}{AGENT_MODELS}"
         self._models = await self._model.endpoint.get_json(url, self._model.api_key)
         return int(self._models["data"][0]["max_model_len"])
 
     @asynccontextmanager
     async def listening(self, listening: socket) -> AsyncGenerator[None]:
-        """Serve connections to a socket of the sandbox, and close the socket at the end."""
+        """Serve connections to a socket of the sandbox, and close it at the end."""
         application = web.Application(client_max_size=MAX_BODY_BYTES)
         application.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
@@ -171,7 +170,7 @@ class AgentRelay:
         except RequestRefusedError as error:
             self.refusals[f"{error.status} POST {request.path}"] += 1
             self.last_refusal = error.reason
-            # A prompt that is too long is the agent's own mistake.
+            # A prompt that is too long is a mistake of the agent.
             self.refused = error.status == 400 and error.code != "context_length_exceeded"
             return _refused(error.status, error.reason, error.code)
         except ClaimLostError as error:

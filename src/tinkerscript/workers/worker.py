@@ -1,10 +1,10 @@
-"""A worker process: `run_worker` runs a user's script, or tasks of any kind, over a server's episodes.
+"""`run_worker` is a worker process: it runs a user's script, or tasks, over a server's episodes.
 
 Invariants: SIGTERM, SIGINT and, on request, the parent's end stop it gracefully. After a grace period
-it exits whatever its rollouts do, and at the second signal at once. A worker runs its own copy of a
-sample and never the content of a payload, so a server cannot make it run anything else; it gives back
-an episode of a task or sample that it does not have. The packages of a task are imported only to run
-it.
+it exits even if its rollouts hang, and at the second signal at once. A worker runs its own copy of a
+sample and never the content of a payload, so that a server cannot make it run anything else; it gives
+back an episode of a task or sample that it does not have. The packages of a task are imported only to
+run it.
 """
 
 from __future__ import annotations
@@ -71,34 +71,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """What a worker runs, and for which server. Give either `script` or `tasks`."""
+    """The program and the server of a worker. Give either `script` or `tasks`."""
 
     server_url: str = DEFAULT_SERVER_URL
     script: str = ""
     """A file with a `rollout(episode)` function."""
 
     tasks: Mapping[str, Mapping[str, JsonValue]] = field(default_factory=dict[str, Mapping[str, JsonValue]])
-    """Tasks by name (docs/environments.md), each with its arguments."""
+    """The arguments of each task, by name (docs/environments.md)."""
 
     eval_args: Mapping[str, Mapping[str, JsonValue]] = field(
         default_factory=dict[str, Mapping[str, JsonValue]]
     )
-    """Other arguments for tasks in evaluations."""
+    """Different arguments for tasks in evaluations."""
 
     sandboxes: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Sandboxes that replace tasks' own: `TYPE` or `TYPE:CONFIG_FILE`."""
+    """Sandboxes that replace those of tasks: `TYPE` or `TYPE:CONFIG_FILE`."""
 
     agent: str = ""
-    """A coding agent that works on the samples of Inspect tasks instead of their own solvers."""
+    """A coding agent that replaces the solvers of Inspect tasks."""
 
     time_limit_s: float = DEFAULT_TIME_LIMIT_S
-    """Seconds after which an agent is stopped; what it left is scored."""
+    """Seconds after which an agent is stopped. Its results are scored."""
 
     concurrency: int = 1
     client_uuid: str | None = None
     episode_type: ClaimType = "any"
     pool: str = TRAINER_POOL
-    """Whose episodes: the trainer's, or the `client_uuid` of the client that registered them."""
+    """The trainer's pool, or the `client_uuid` of a client that registers episodes."""
 
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
     """Seconds without activity after which the lease of this worker's claims expires."""
@@ -131,8 +131,8 @@ def worker_process(options: WorkerOptions) -> int:
     """Run a worker and return the exit code of its process.
 
     0 means that the run is finished, `INTERRUPTED` that a signal arrived, and 1 that the run failed
-    (except for the run's own workers, which the run stops itself). A supervisor needs to know whether
-    there is work left: a Kubernetes Job is complete once one of its pods exits with 0.
+    (except for the run's own workers, which it stops). A supervisor must know whether work is left: a
+    Kubernetes Job is complete when one of its pods exits with 0.
     """
     signals = list[signal.Signals]()
     _, has_failed = asyncio.run(_run(options, signals))
@@ -140,7 +140,7 @@ def worker_process(options: WorkerOptions) -> int:
 
 
 async def _run(options: WorkerOptions, signals: list[signal.Signals]) -> tuple[RunStatistics, bool]:
-    """Return the statistics and whether the run has failed. Appends the signals that stop it to `signals`."""
+    """Return the statistics and whether the run has failed. Appends received signals to `signals`."""
     async with open_runner(options) as runner:
         if options.exit_with_parent:
             when_parent_ends(partial(runner.stop, grace_s=ORPHAN_GRACE_S / 3))
@@ -157,10 +157,9 @@ async def open_runner(
     client: AsyncTinkerScriptClient | None = None,
     endpoint: ChatEndpoint | None = None,
 ) -> AsyncGenerator[Runner]:
-    """Yield the runner for `options`, ready to run.
+    """Yield the runner for `options`. `client` and `endpoint` reach a server in this process.
 
-    `client` and `endpoint` reach a server in this process. Raises WorkerError for a script or task that
-    cannot be run.
+    Raises WorkerError for a script or task that cannot be run.
     """
     async with AsyncExitStack() as stack:
         rollout = await _rollout(options, stack, endpoint)
@@ -182,7 +181,7 @@ def _on_signal(
     loop: asyncio.AbstractEventLoop,
     number: signal.Signals,
 ) -> None:
-    """At the first signal, make sure that the process ends in time whatever its rollouts do."""
+    """At the first signal, make the process end in time even if its rollouts hang."""
     signals.append(number)
     is_interrupt = number == signal.SIGINT
     exit_hard_after(STOP_WITHIN_S + (0.0 if is_interrupt else grace_s + STOP_WITHIN_S), INTERRUPTED)
@@ -248,9 +247,9 @@ def _task(name: str, args: Mapping[str, JsonValue], options: WorkerOptions) -> T
 def tasks_with_args(
     tasks: Sequence[str], args: Sequence[Mapping[str, JsonValue]]
 ) -> dict[str, Mapping[str, JsonValue]]:
-    """Pair each task with the arguments in the same position; tasks beyond the last arguments get none.
+    """Pair each task with the arguments in the same position. Missing arguments are empty.
 
-    Raises WorkerError for more arguments than tasks, or a task that is named twice.
+    Raises WorkerError for more arguments than tasks, or for a repeated task.
     """
     if len(args) > len(tasks) or len(set(tasks)) < len(tasks):
         raise WorkerError(f"give each task once and at most one --task-args for each, got {list(tasks)}")
@@ -260,8 +259,8 @@ def tasks_with_args(
 def load_rollout(script: str | Path) -> RolloutFunction:
     """Return the `rollout` function of a script, plain or async.
 
-    As when Python runs a script, its folder comes first in `sys.path`. Raises WorkerError for a missing
-    file or function, listing what exists, and for a script that cannot be imported.
+    Its folder comes first in `sys.path`, as when Python runs it. Raises WorkerError for a missing file
+    or function, with the existing ones, and for a script that cannot be imported.
     """
     path = Path(script).expanduser().resolve()
     module = load_module(path)
@@ -294,8 +293,8 @@ class TaskRollout:
         held_out: Mapping[str, Task] | None = None,
         endpoint: ChatEndpoint | None = None,
     ) -> None:
-        """`tasks` maps task names, as given, to tasks. An episode names its task in `payload["task"]`,
-        with or without its folder.
+        """`tasks` maps names to tasks. An episode names its task in `payload["task"]`, with or without its
+        folder.
 
         `held_out` has tasks with other arguments, for evaluations. `endpoint` replaces the model
         endpoint.
@@ -333,8 +332,8 @@ class TaskRollout:
     async def __call__(self, episode: Episode) -> RolloutResult:
         """Run the episode's sample and score it.
 
-        Raises WrongTaskError, WorkerError for a payload without a task or a sample, and what the task's
-        rollout raises: ClaimLostError, the endpoint's errors, and its own.
+        Raises WrongTaskError, WorkerError for a payload without a task or a sample, and the exceptions
+        of the task's rollout.
         """
         task, sample = self._found(episode)
         model = EpisodeModel(
@@ -346,7 +345,7 @@ class TaskRollout:
         return await task.rollout(sample, model)
 
     def _found(self, episode: Episode) -> tuple[Task, TaskSample]:
-        """Return this machine's own copy of the episode's task and sample."""
+        """Return this machine's copy of the episode's task and sample."""
         tasks, given = self._of(episode.payload), _sample(episode.payload)
         is_eval = episode.episode_type == "eval"
         sample_id, others = str(given["id"]), 0
@@ -382,7 +381,7 @@ def _is_same(own: TaskSample, given: TaskSample) -> bool:
 
 
 def _as_json(sample: TaskSample) -> str:
-    """Serialize a sample as it is after transport: keys are text, and tuples are lists."""
+    """Serialize a sample as transport changes it: keys become text, and tuples lists."""
     return json.dumps(json.loads(json.dumps(dict(sample))), sort_keys=True)
 
 

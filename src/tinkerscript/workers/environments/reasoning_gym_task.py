@@ -35,10 +35,12 @@ class ReasoningGymTask(Task):
         answer_tag: str = "answer",
         **config: Any,
     ) -> None:
-        """`size` is the number of problems. `system_prompt` is the name of one of the package's prompts,
-        or a text, or empty for none. `answer_tag` is the tag around the answer; if empty, the whole
-        reply is the answer. `config` has the dataset's own settings. Raises ConfigError for an unknown
-        name, or settings that the dataset refuses."""
+        """`size` is the number of problems. `system_prompt` is the name of one of the package's prompts, a
+        text, or empty for none. `answer_tag` is the tag around the answer; without it the whole reply
+        is the answer. `config` has the dataset's settings.
+
+        Raises ConfigError for an unknown name, or settings that the dataset refuses.
+        """
         if name not in DATASETS:
             near = difflib.get_close_matches(name, DATASETS, n=5, cutoff=0.4)
             raise ConfigError(f"reasoning_gym has no task {name!r}; near it are {', '.join(near) or 'none'}")

@@ -1,6 +1,6 @@
-"""`textarena:GAME`: games of TextArena, alone or against a role of the run.
+"""`textarena:GAME` is a game of TextArena, alone or against a role of the run.
 
-Invariant: a game is played to its end by the package's rules, and its own reward counts.
+Invariant: a game is played to its end by the package's rules, and its reward counts.
 """
 
 # TextArena is not installed where types are checked.
@@ -35,8 +35,8 @@ class TextArenaGame(Task):
         opponent: str = "",
         system_prompt: str = "",
     ) -> None:
-        """`size` and `held_out_size` are numbers of seeds. `opponent` is the role that plays the other
-        seats; `players` is 2 with an `opponent`, otherwise 1.
+        """`size` and `held_out_size` are numbers of seeds. `opponent` is the role of the other seats;
+        `players` is 2 with an `opponent`, otherwise 1.
 
         Raises ConfigError for a game that is unknown, cannot start with so many players, or needs a
         download.
@@ -87,7 +87,7 @@ class TextArenaGame(Task):
         return _output(float((rewards or {}).get(seat, 0.0)), info.get(seat, {}), seats[seat].moves)
 
     def _started(self, seed: int) -> Any:
-        """Start a game. Does not await, because games draw from the process's global random numbers."""
+        """Start a game without awaiting, because games draw from the process's global random numbers."""
         random.seed(seed)
         game = textarena.make(env_id=self._game)
         game.reset(num_players=self._players, seed=seed)
@@ -96,7 +96,7 @@ class TextArenaGame(Task):
 
 @dataclass
 class _Player:
-    """One seat with its own conversation; each turn shows only what is new."""
+    """A seat with its conversation. Each turn shows only what is new."""
 
     model: EpisodeModel
     system_prompt: str

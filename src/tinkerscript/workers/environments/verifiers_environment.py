@@ -1,13 +1,14 @@
-"""`verifiers:ENV`: environments of verifiers 0.4. Each episode is a slot of an `Env`, inside its `serving()`.
+"""`verifiers:ENV` is an environment of verifiers 0.4. Each episode is a slot of an `Env`, inside its
+`serving()`.
 
-verifiers' interception servers keep a model client for each endpoint and key. So all episodes share one
-endpoint, a `ModelRelay`, which knows each claim by the ids of the episode's traces. verifiers' `null`
-harness starts a Python program for every turn, which takes a second; `SharedChatHarness` runs the same
-source as a coroutine.
+verifiers' interception servers keep a model client for each endpoint and key. Therefore all episodes
+share one endpoint, a `ModelRelay`, which knows each claim by the ids of the episode's traces.
+verifiers' `null` harness starts a Python program for every turn, which takes a second;
+`SharedChatHarness` runs the same source as a coroutine.
 
 Invariants: an episode that verifiers does not call ok fails with verifiers' reason, unless the
-environment itself ended it. In that case, what its agents did so far is scored, as in verifiers'
-evaluation. The harness returns what the chat program would print and exit with.
+environment ended it. Then its agents' work so far is scored, as in verifiers' evaluation. The harness
+returns what the chat program would print and exit with.
 """
 
 # verifiers is not installed where types are checked.
@@ -57,7 +58,7 @@ from tinkerscript.workers.model_relay import ModelRelay
 __all__ = ["SharedChatHarness"]  # What verifiers looks for in a harness's module.
 
 NO_KEY = "TINKERSCRIPT_NO_KEY"
-"""An environment variable that is not set: the relay needs no key."""
+"""An unset environment variable, because the relay needs no key."""
 
 HARNESS_ID = "tinkerscript"
 
@@ -69,16 +70,15 @@ class VerifiersEnvironment(Task):
     """An environment of verifiers 0.4.
 
     Its arguments are the environment's config (`taskset`, `agent` and other roles, `timeout`, ...), and
-    `select`, which chooses tasks as `vf-eval --select` does. A role without a harness gets the chat
-    loop `null`, run in this process; a role without a runtime gets `subprocess`. verifiers' own
-    defaults, `bash` and `prime`, run what the model writes on this machine or need an account.
+    `select`, which chooses tasks like `vf-eval --select`. A role without a harness gets the chat loop
+    `null` in this process; a role without a runtime gets `subprocess`. verifiers' defaults, `bash` and
+    `prime`, run the model's commands on this machine or need an account.
     """
 
     def __init__(
         self, environment: str, /, *, select: Mapping[str, Any] | None = None, **config: Any
     ) -> None:
-        """Raises ConfigError for an environment that is not installed, or a config that it does not
-        accept."""
+        """Raises ConfigError for an environment that is not installed, or for its config."""
         _check_installed(environment)
         taskset = {**config.pop("taskset", {}), "id": environment}
         try:
@@ -115,7 +115,7 @@ class VerifiersEnvironment(Task):
     @classmethod
     @asynccontextmanager
     async def resources(cls, tasks: Sequence[Any]) -> AsyncGenerator[None]:
-        """Start one relay, and each environment's own servers."""
+        """Start one relay, and the servers of each environment."""
         async with AsyncExitStack() as stack:
             relay = await stack.enter_async_context(ModelRelay())
             stack.push_async_callback(_PROGRAM.aclose)
@@ -136,7 +136,7 @@ class VerifiersEnvironment(Task):
 
 
 def _check_installed(environment: str) -> None:
-    """Raises ConfigError for a package that is not installed, or uses verifiers' older API."""
+    """Raise ConfigError for a package that is not installed, or uses verifiers' older API."""
     name = environment.rpartition("/")[2].partition("@")[0].replace("-", "_")
     if name.isidentifier() and find_spec(f"verifiers.v1.tasksets.{name}") is not None:
         return
@@ -155,7 +155,7 @@ def _check_installed(environment: str) -> None:
 
 
 def _roles(environment: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Add a runtime and a harness to each role that names none."""
+    """Add a runtime and a harness to each role without one."""
     kind = env_config_type(environment, str(config.get("id", "")))
     bundled = default_harness_id(environment) == environment
     filled: dict[str, Any] = {}
@@ -181,7 +181,7 @@ def _as_sample(task: EnvTask[Any, Any, Any]) -> TaskSample:
 
 
 def _output(episode: EnvEpisode[Any, Any, Any], policy: str, calls: int) -> WorkflowOutput:
-    """Return the episode's rewards and metrics by name; with several agents, as `agent/name`.
+    """Return the episode's rewards and metrics by name, as `agent/name` with several agents.
 
     The reward is the mean over the traces of `policy` that verifiers would train on. An agent with
     another `model` plays a role of the run; its reward is the score with the role's name. Raises
@@ -221,10 +221,9 @@ def _mean_reward(traces: Sequence[EnvTrace[Any, Any, Any]]) -> float:
 
 
 def _ended_by(episode: EnvEpisode[Any, Any, Any]) -> str:
-    """Return what the environment's `run()` raised, for instance for a reply it cannot use, or "".
+    """Return the exception of the environment's `run()`, such as for an unusable reply, or "".
 
-    Raises WorkerError, with what verifiers recorded, for every other failure of an agent or of the
-    scoring.
+    Raises WorkerError, with verifiers' record, for every other failure of an agent or of the scoring.
     """
     if episode.ok:
         return ""
@@ -241,7 +240,8 @@ _arguments: ContextVar[argparse.Namespace] = ContextVar("arguments of the chat p
 
 
 class SharedChatHarness(NullHarness):
-    """The `null` harness without a separate process. Needs the `subprocess` runtime, whose folder it uses."""
+    """The `null` harness without a separate process. It needs the `subprocess` runtime and uses its
+    folder."""
 
     async def setup(self, runtime: Runtime) -> None:
         """There is nothing to install."""
@@ -298,7 +298,7 @@ class _InThisProcess:
 
 
 class _ChatProgram:
-    """The chat program as a module, with one connection pool for everyone who runs it."""
+    """The chat program as a module, with a shared connection pool."""
 
     def __init__(self) -> None:
         module = ModuleType("verifiers_chat_program")
@@ -311,7 +311,6 @@ class _ChatProgram:
         module.__dict__["DefaultAsyncHttpxClient"] = self._shared_pool
 
     def arguments(self, argv: list[str]) -> argparse.Namespace:
-        """Parse a command line as the program does."""
         former, sys.argv = sys.argv, ["chat", *argv]
         try:
             return self._parse()
