@@ -84,7 +84,6 @@ def _commands() -> Iterator[tuple[int, list[str]]]:
 
 
 def _found(kind: str, projects: set[str]) -> list[str] | None:
-    """Return the objects of a kind, or None if the engine does not answer."""
     listing, name, _ = _KINDS[kind]
     shown = f'{{{{.{name}}}}} {{{{.Label "{_LABEL}"}}}}'
     lines = _docker(*listing, "--filter", f"label={_LABEL}", "--format", shown)

@@ -191,7 +191,6 @@ def sample_summary(sample: Sample) -> dict[str, Any]:
 
 
 def _showable(value: Any) -> Any:
-    """Replace text and bytes that JSON in UTF-8 cannot hold."""
     if isinstance(value, bytes):
         return value.decode(errors="backslashreplace")
     if isinstance(value, str):
@@ -416,7 +415,6 @@ def _stored_part(part: Content) -> dict[str, Any]:
 
 
 def _base_dict(message: ChatMessage, *, images: bool = False) -> MessageDict:
-    """Convert role, text and reasoning. Images are left out with `images` and refused without."""
     text, reasoning = _texts(message.content, images=images)
     converted: MessageDict = {"role": message.role, "content": text}
     return converted | ({"reasoning_content": reasoning} if reasoning else {})
@@ -531,7 +529,6 @@ def tool_call(call_id: str, name: str, arguments: dict[str, Any], problem: str |
 
 
 def _unusable_text(text: str) -> str | None:
-    """Return why a sandbox, a log or another model could not take the text, or None."""
     if "\0" in text:
         return "have a NUL character"
     if not text.isascii() and _SURROGATE.search(text):

@@ -238,7 +238,6 @@ class InspectEnv(Env):
         return self._sample.id if self._sample.id is not None else ""
 
     async def _advance(self) -> EpisodeOutcome | None:
-        """Wait for the next model call, setting `self._call` and `self._prompt`, or for the outcome."""
         self._call = None
         if self._episode is None:
             raise TaskFailedError(self._id, "the episode was not started")
@@ -468,7 +467,6 @@ class InspectRLDataset(RLDataset):
 
 
 def _logs(outcome: EpisodeOutcome) -> Logs:
-    """Return each scorer's answer and explanation, without what UTF-8 cannot encode."""
     logs: Logs = {}
     for name, score in outcome.scores.items():
         texts = {"answer": score.answer, "explanation": score.explanation}
@@ -479,7 +477,6 @@ def _logs(outcome: EpisodeOutcome) -> Logs:
 
 
 def _warn_of_unapplied(task: InspectTaskInfo, fields: Sequence[str]) -> None:
-    """Warn once per process about sampling settings of the task that do not apply."""
     if fields and (task.name, *fields) not in _WARNED:
         _WARNED.add((task.name, *fields))
         logger.warning(

@@ -213,13 +213,11 @@ def _check_task(info: InspectTaskInfo, samples: Sequence[Sample], options: EnvOp
 
 
 def _renderer_names() -> list[str]:
-    """Return the names that `get_renderer` documents, and registered ones."""
     documented = re.findall(r'^\s*- ``"(\w+)"``', get_renderer.__doc__ or "", flags=re.MULTILINE)
     return sorted({*documented, *get_registered_renderer_names()})
 
 
 def _make_renderer(renderer: Renderer | str, tokenizer: Tokenizer | None, image_processor: Any) -> Renderer:
-    """Return the renderer itself, or the one of that name. Raises EnvironmentConfigError with known names."""
     if isinstance(renderer, Renderer):
         if tokenizer is not None or image_processor is not None:
             raise EnvironmentConfigError(

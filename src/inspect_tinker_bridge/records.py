@@ -147,7 +147,6 @@ def _packed(record: EvalSample, max_bytes: int) -> bytes:
 
 
 def _within(text: bytes, max_bytes: int) -> bytes:
-    """Compress `text`, or return nothing if it is too long."""
     if len(text) > MAX_JSON_BYTES:
         return b""
     packed = zstandard.ZstdCompressor(level=LEVEL).compress(text)

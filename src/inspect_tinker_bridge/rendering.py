@@ -230,7 +230,6 @@ def parse_action(
 
 
 def _text(renderer: Renderer, action: list[int]) -> str:
-    """Return the text before the stop id."""
     stops = {stop for stop in renderer.get_stop_sequences() if isinstance(stop, int)}
     end = next((index for index, token in enumerate(action) if token in stops), None)
     return str(renderer.tokenizer.decode(action[:end]))
@@ -507,7 +506,6 @@ class TokenBuffer:
         return self._renderer.tokenizer.encode(text, add_special_tokens=False) if text else []
 
     def _rendered_reply(self, messages: list[Message], index: int) -> list[Piece]:
-        """Render the reply after its header, including the end of the message."""
         users = [at for at, message in enumerate(messages) if message["role"] == "user"]
         context = RenderContext(
             idx=index,

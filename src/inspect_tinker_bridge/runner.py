@@ -319,7 +319,6 @@ class TaskRunner:
 
 
 _ENTRY = "inspect_tinker_bridge_entry"
-"""The key in a task's metadata that identifies its entry."""
 
 _NUMBERS = itertools.count(1)
 
@@ -351,7 +350,6 @@ class _TaskFeed(TaskSource):
         self._on_task_ended = on_task_ended
         self._context: Context | None = None
         self._next: asyncio.Future[list[Task] | None] | None = None
-        """What Inspect awaits while no task runs."""
 
         self._closed = False
 

@@ -116,7 +116,6 @@ def batch(server: Server = "") -> None:
 
 @contextmanager
 def _client(url: str, token: str, name: str | None = None) -> Generator[TinkerScriptClient]:
-    """Yield a client with the token of a role; report its errors as one line."""
     from tinkerscript.client import TinkerScriptClient
     from tinkerscript.client.settings import role_token
     from tinkerscript.errors import ClientError, ServerUnreachableError

@@ -34,7 +34,6 @@ def init(
 
 
 def _write_example(folder: Path) -> str:
-    """Write the starter's files to `folder`, and return what to do with them. Raises ConfigError."""
     if existing := [name for name in STARTER_FILES if (folder / name).exists()]:
         raise ConfigError(f"{folder} already has {', '.join(existing)}; name another folder")
     try:

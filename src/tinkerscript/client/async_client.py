@@ -368,7 +368,6 @@ class AsyncTinkerScriptClient:
             return self._http
 
     async def _run(self, operation: Operation[T]) -> T:
-        """Perform what `operation` yields until it returns, and always close it."""
         with closing(operation):
             reply: Reply = None
             while True:

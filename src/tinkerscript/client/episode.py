@@ -249,7 +249,6 @@ class Heartbeats:
         """`heartbeat` renews one claim, and marks its lease as lost if the claim is gone."""
         self._heartbeat = heartbeat
         self._due: asyncio.Queue[HeldClaim] = asyncio.Queue()
-        """Bounded by the number of held claims."""
 
         self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
 
@@ -377,5 +376,4 @@ async def _in_thread(rollout: Callable[[Episode], object], episode: Episode) -> 
 
 
 def _is_async(rollout: RolloutFunction) -> bool:
-    """Whether calling `rollout` (a function or an object with `__call__`) gives an awaitable."""
     return inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(type(rollout).__call__)

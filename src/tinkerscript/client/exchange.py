@@ -47,7 +47,6 @@ _REMEDIES = {
     404: " (is this the URL of an interchange server, without a path?)",
     413: " (send less: a smaller payload or less metadata)",
 }
-"""What the user can do about a status, appended to the server's message."""
 
 T = TypeVar("T")
 

@@ -96,7 +96,6 @@ ENGINE_S = 60.0
 """Seconds for a trainer to end before another one starts."""
 
 _PER_REGISTRATION = 500
-"""Episodes per request."""
 
 NO_RESULT = "the block of the episode ended without a result"
 
@@ -449,7 +448,6 @@ def _run_end_error(cause: str) -> RunFinishedError:
 
 
 def _check_worth_waiting(reply: ClaimEpisodeResponse) -> None:
-    """Raise RequestRefusedError for a failure that waiting does not help."""
     if reply.retry_after_s > 0 or any(cause in reply.fail_cause for cause in (NO_EPISODES, WEIGHT_SYNCING)):
         return
     raise RequestRefusedError(200, reply.fail_cause or "the claim failed without a reason")
@@ -465,7 +463,6 @@ def _no_episode(episode_type: ClaimType, pool: str, wait_s: float, fail_cause: s
 
 
 def _read_success(body: bytes) -> None:
-    """Raise RequestRefusedError unless the reply reports success."""
     reply = SuccessResponse.model_validate_json(body)
     if not reply.success:
         raise RequestRefusedError(200, reply.failure_reason or "the server gave no reason")

@@ -73,7 +73,6 @@ _POLL_S = 1.0
 """Seconds that a claim may wait, so that a stop is noticed without abandoning a claim in flight."""
 
 _MAX_PER_CLAIM = 256
-"""Maximum number of episodes claimed by one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,20 +149,16 @@ class Runner:
         self._claiming: set[asyncio.Task[Any]] = set()
         self._claim_lock = asyncio.Lock()
         self._ready: deque[Episode] = deque()
-        """Claimed, but not yet taken by a slot."""
 
         self._logged_wait = ""
-        """The last logged reason why nothing can be claimed."""
 
         self._last_failure = ""
-        """The last failure of a rollout. Of several equal failures, only the first is logged with a
-        traceback."""
+        """The last failure of a rollout. A repeated one is logged without a traceback."""
 
         self.has_failed = False
         """Whether the run that it worked for has failed."""
 
         self._idle = 0
-        """Number of slots that wait for an episode."""
 
         self._process = uuid4().hex
         """Distinguishes this run's counts from those of others with the same client."""
@@ -207,7 +202,6 @@ class Runner:
         return self.statistics()
 
     async def _log_summaries(self) -> None:
-        """Log one line of counts every `summary_every_s` seconds while something runs or has changed."""
         loop = asyncio.get_running_loop()
         before, since = self.statistics(), loop.time()
         while True:
@@ -220,7 +214,7 @@ class Runner:
     async def _watch_for_the_end(self, client: AsyncTinkerScriptClient) -> None:
         """Stop when the run is finished, even while all slots work, because the server may exit soon.
 
-        Errors are ignored here: the next claim reports them.
+        Errors are ignored, because the next claim reports them.
         """
         with suppress(RequestRefusedError, ServerUnreachableError):
             try:
@@ -244,7 +238,6 @@ class Runner:
         )
 
     def _finish(self, why: RunFinishedError) -> None:
-        """Claim no more, because the run is over."""
         if self._left != 0 or not self._stopping.is_set():
             logger.info("%s", why)
         self.has_failed = self.has_failed or isinstance(why, RunFailedError)
@@ -252,7 +245,6 @@ class Runner:
         self.stop(grace_s=FINISHED_GRACE_S)
 
     async def _watch(self, slots: list[asyncio.Task[None]], helpers: list[asyncio.Task[None]]) -> None:
-        """Return when all slots are done, or at the end of the grace period after a stop or a failed task."""
         stopping = asyncio.create_task(self._stopping.wait())
         pending: set[asyncio.Task[Any]] = {*slots, *helpers, stopping}
         try:
@@ -288,7 +280,7 @@ class Runner:
     async def _next_episode(self, client: AsyncTinkerScriptClient) -> Episode | None:
         """Return the next episode for this slot, or None when the run claims no more.
 
-        A lock allows one request at a time, which claims for all slots that are idle when it is sent.
+        The lock lets one request claim for all idle slots.
         """
         self._idle += 1
         try:
@@ -300,7 +292,6 @@ class Runner:
             self._idle -= 1
 
     async def _claim(self, client: AsyncTinkerScriptClient) -> Sequence[Episode]:
-        """Claim at least one episode, or none if the run claims no more."""
         while not self._stopping.is_set() and not self._should_stop() and self._left != 0:
             wanted = min(self._idle, _MAX_PER_CLAIM, self._idle if self._left is None else self._left)
             try:
@@ -320,7 +311,6 @@ class Runner:
         return ()
 
     def _log_wait(self, reason: str) -> None:
-        """Log why there is nothing to claim, once per reason."""
         if reason != self._logged_wait and not self._ready and not self.statistics().running:
             self._logged_wait = reason
             logger.info("waiting for an episode: %s", reason)

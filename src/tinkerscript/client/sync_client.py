@@ -34,8 +34,6 @@ CLOSE_GRACE_S = 1.0
 def _blocking(
     method: Callable[Concatenate[AsyncTinkerScriptClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[TinkerScriptClient, P], T]:
-    """Make the blocking version of an async client's method."""
-
     @wraps(method)
     def call(self: TinkerScriptClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self.run(method(self.asynchronous, *args, **kwargs))
@@ -217,7 +215,6 @@ class TinkerScriptClient:
             raise
 
     def _running(self) -> asyncio.AbstractEventLoop:
-        """Return the client's event loop, starting it at first use. Raises ClientClosedError."""
         with self._lock:
             if self._is_closed:
                 raise ClientClosedError(CLOSED)

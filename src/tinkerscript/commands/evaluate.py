@@ -98,13 +98,11 @@ def _task(options: EvalOptions) -> InspectTaskInfo:
 
 
 def _sandbox(named: str | None) -> str | tuple[str, str] | None:
-    """Return the sandbox type, or type and config file, for Inspect."""
     kind, _, config = (named or "").partition(":")
     return (kind, config) if config else kind or None
 
 
 def _roles(names: Mapping[str, Any]) -> dict[str, str | Model | list[str | Model]]:
-    """Return the model of each role. Raises ConfigError."""
     models: dict[str, str | Model | list[str | Model]] = {}
     for role, name in names.items():
         if not isinstance(name, str):
@@ -124,7 +122,6 @@ def _plain(error: Exception) -> str:
 
 
 async def _model(url: str, options: EvalOptions) -> Model:
-    """Return the endpoint's first model for Inspect. Raises what `model_name` raises."""
     name = await model_name(url, options)
     config = GenerateConfig(
         temperature=options.temperature,
@@ -264,7 +261,6 @@ async def evaluate_task(options: EvalOptions, console: Console) -> int:
 async def _run(
     task: Task, samples: Sequence[TaskSample], url: str, options: EvalOptions
 ) -> list[dict[str, Any]]:
-    """Return a line for each attempt at each sample."""
     limits = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     chat = ChatEndpoint()
     model = EpisodeModel(

@@ -114,7 +114,6 @@ def _trainer(engine: EngineConfig) -> str:
 
 
 def _memory(config: RunConfig, samples: Callable[[], TaskSamples]) -> list[str]:
-    """Describe what the devices and the disk must hold."""
     engine, launch = config.engine, config.inference.launch
     if engine.backend == "tinker":
         return []
@@ -204,10 +203,6 @@ def _dtype(engine: EngineConfig) -> torch.dtype:
 
 
 def _formula(config: RunConfig, prompt: int) -> tuple[Memory, Workload]:
-    """Return the trainer's memory, and its workload for prompts of at most `prompt` tokens.
-
-    Raises ConfigError for a model without a readable config.
-    """
     import torch
     from transformers import AutoConfig
 
@@ -240,7 +235,6 @@ def _formula(config: RunConfig, prompt: int) -> tuple[Memory, Workload]:
 
 
 def _prompt_tokens(config: RunConfig, samples: Callable[[], TaskSamples]) -> int:
-    """Return the length in tokens of the longest prompt among the first samples."""
     if not config.all_tasks or config.method == "sft":
         return ASSUMED_PROMPT_TOKENS
     from tokenizers import Tokenizer
@@ -311,7 +305,6 @@ def _too_much(config: RunConfig, memory: Memory) -> str:
 
 
 def _checkpoints(config: RunConfig, memory: Memory) -> int:
-    """Return the size in bytes of the kept checkpoints and the one being written."""
     return (config.training.keep_checkpoints + 1) * memory.checkpoint
 
 

@@ -94,7 +94,6 @@ async def served_checkpoint(
 
 
 async def _until_it_samples(address: ServerAddress, supervisor: Supervisor) -> None:
-    """Wait until the engine has loaded. Raises the supervisor's error."""
     token = read_token(os.environ, CLIENT_TOKEN)
     headers = {"authorization": f"Bearer {token}"} if token else {}
     watch = asyncio.create_task(supervisor.failed())

@@ -95,7 +95,6 @@ async def serve_tinker(
 
 
 def _wire_server() -> ModuleType:
-    """Import the wire server. Raises ConfigError for an SDK that is too old to have its types."""
     try:
         from tinkerscript.tinker_api import wire_server
     except ImportError as error:

@@ -75,7 +75,6 @@ def show_command(root: Path, what: str, console: Console, *, limit: int = 30, as
 
 
 def _answer(root: Path, path: str) -> str:
-    """Return the reply of the page's API as a line. Raises NotRecordedError for a refusal."""
     from tinkerscript.page.web_app import create_page  # noqa: PLC0415 - Takes a second; `train` imports this.
 
     async def ask() -> httpx.Response:
@@ -100,7 +99,6 @@ def runs_in(root: Path) -> dict[str, Path]:
 
 
 def _episode(ledger: LedgerReader, prefix: str) -> str:
-    """Return the uuid of the episode with this prefix. Raises NotRecordedError with some episodes."""
     try:
         return find_episode(ledger, prefix)
     except NotRecordedError as error:
@@ -166,7 +164,6 @@ def _print_runs(view: RunList, console: Console) -> None:
 
 
 def _print_run(view: RunView, steps: Sequence[StepLine], console: Console, root: Path) -> None:
-    """Print state, health, steps, evaluations and the newest episodes."""
     tasks = ", ".join(Path(task).name for task in view.tasks)
     say(console, Text(one_line(view.folder), "bold"))
     say(console, f"{view.method} of {view.model}" + (f" on {tasks}" if tasks else ""))
@@ -205,7 +202,6 @@ def _print_run(view: RunView, steps: Sequence[StepLine], console: Console, root:
 
 
 def _steps(steps: Sequence[StepLine]) -> Table:
-    """Make the table of steps, oldest first."""
     titles = (">step", ">reward", ">accepted", ">failed", ">trained", ">lag", ">policy", "ended")
     rows = [
         (
@@ -248,7 +244,6 @@ def _print_episode(view: EpisodeView, console: Console) -> None:
 
 
 def _facts(view: EpisodeView) -> list[str]:
-    """Return the properties of an episode besides its conversation."""
     line = view.line
     end = line.status if line.status != "accepted" else f"reward {_number(line.reward, '{:g}')}"
     lines = [f"{line.type} episode {line.uuid}, group {line.group_id}: {end}"]

@@ -246,7 +246,6 @@ def open_run(
 
 
 def _pinned(config: RunConfig, console: Console) -> RunConfig:
-    """Pin a model from the Hugging Face Hub to its commit. Raises ConfigError."""
     model = pinned_model(config.engine.model, note=lambda text: _print(console, text))
     return config.model_copy(update={"engine": config.engine.model_copy(update={"model": model})})
 
@@ -268,7 +267,6 @@ def _joining(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def _import_training(config: RunConfig, join: bool, watchers: _Watchers) -> Train:
-    """Return the function that trains this config. The import takes seconds."""
     if config.method == "sft":
         with without_garbage_collection():
             from tinkerscript.train.sft import run_sft
@@ -296,7 +294,6 @@ def _finished(config: RunConfig, folder: Path) -> str:
 
 
 def _store_folder(config: RunConfig) -> list[Path]:
-    """Return the folder of the server's store, if it is a path."""
     scheme, _, path = config.interchange_server.store.partition("://")
     return [Path(path).parent] if scheme == "sqlite" and path else []
 

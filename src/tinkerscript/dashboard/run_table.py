@@ -249,7 +249,6 @@ class RunTable:
         return text
 
     def _table(self, width: int) -> list[Text]:
-        """Return the header and the last steps, with as many columns as fit."""
         if not self._rows:
             return []
         columns: list[tuple[int, int, str, list[str]]] = [(0, -1, "step", [str(r.step) for r in self._rows])]
@@ -329,7 +328,6 @@ def _curve(rewards: list[float]) -> list[Part]:
 
 
 def _lines(label: str, parts: list[Part], width: int) -> list[Text]:
-    """Lay out a label and its parts, with as many parts on a line as fit."""
     lines = [Text.assemble((label.ljust(LABEL), "dim"))] if parts else []
     for at, (words, style) in enumerate(parts):
         if at:

@@ -30,7 +30,6 @@ from tinkerscript.gateway.chat_messages import ChatMessage, Tool
 from tinkerscript.model_folder import read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""The special tokens that templates see, by transformers' names."""
 
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
 
@@ -223,7 +222,6 @@ class ChatTemplate:
         return MessageForm()
 
     def _writes_tools(self) -> bool:
-        """Return whether the template writes tools. Some do so only with a system message or a call."""
         system: ChatMessage = {"role": "system", "content": "probe_system"}
         conversations = (PROBE_CALL[:1], [system, *PROBE_CALL[:1]])
         return any(PROBE_TOOL_NAME in self._probed(messages, MessageForm()) for messages in conversations)
@@ -239,7 +237,6 @@ _REFUSALS = (
     jinja2.TemplateError,
     *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError),
 )
-"""The exceptions of rendering for unexpected messages."""
 
 
 def _as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], role: str) -> list[ChatMessage]:
@@ -299,7 +296,6 @@ def templates_with_defaults(folder: Path, kwargs: Mapping[str, Any]) -> dict[str
 
 
 def _check_kwargs(kwargs: Mapping[str, Any], source: str, origin: str) -> None:
-    """Raise ConfigError for an argument that the template does not have, or that we set."""
     if not kwargs:
         return
     parsed = _environment().parse(source)
@@ -316,7 +312,7 @@ def _check_kwargs(kwargs: Mapping[str, Any], source: str, origin: str) -> None:
 
 
 def _templates_of(folder: Path) -> dict[str, str]:
-    """Return a folder's templates by name. As in transformers, files override tokenizer_config.json."""
+    """As in transformers, files override tokenizer_config.json."""
     found = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         found["default"] = folder / "chat_template.jinja"

@@ -105,8 +105,6 @@ class Gateway:
         await (role or self._policy).handle(path, caller, body)
 
     def _named_in(self, body: bytes) -> NamedModel | None:
-        """Return the model of the role that a request names, or None for the policy and for malformed
-        requests."""
         try:
             name = _READ_NAME(body).model
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -211,7 +209,6 @@ def gateway_of(
 
 
 def _sampled(config: RunConfig, folder: Path) -> dict[str, ChatRenderer]:
-    """Return the chat formats of the roles for which the trainer samples."""
     found: dict[str, ChatRenderer] = {}
     for name, role in config.episode_roles.items():
         if role.kind == "outside":

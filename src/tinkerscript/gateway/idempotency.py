@@ -73,7 +73,6 @@ class IdempotencyCache:
         """The request's digest and the id of the first choice's call, by idempotency key."""
 
         self._undelivered: OrderedDict[str, str] = OrderedDict()
-        """The request's digest by the id of the first choice's call."""
 
         for call in calls:
             if call.idempotency_key:

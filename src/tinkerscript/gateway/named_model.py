@@ -148,15 +148,13 @@ class NamedModel(ABC):
     @abstractmethod
     async def _completed(
         self, prepared: PreparedRequest, caller: Caller, live: StreamedReply | None
-    ) -> Completion | None:
-        """Make and record the completion while `live` streams it. None if the caller disconnects first."""
+    ) -> Completion | None: ...
 
     @abstractmethod
     def _streamed(self, dialect: Dialect[Any], call: ModelCall, header: ReplyHeader) -> StreamedReply: ...
 
     @abstractmethod
-    async def _recorded(self, state: ClaimState, call: ModelCall, call_id: str) -> Completion | None:
-        """Return the completion that was recorded as `call_id`, or None if it cannot be reproduced."""
+    async def _recorded(self, state: ClaimState, call: ModelCall, call_id: str) -> Completion | None: ...
 
     async def _reply(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
         completion = await self._completed(prepared, caller, None)
@@ -169,7 +167,6 @@ class NamedModel(ABC):
             prepared.attempt.delivered = True
 
     async def _stream(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
-        """Send events while sampling, and the last ones once the calls are recorded."""
         live = self._streamed(dialect, prepared.call, prepared.header)
         try:
             completion = await self._completed(prepared, caller, live)
@@ -235,7 +232,6 @@ class NamedModel(ABC):
                     state.session.release(turn)
 
     async def _with_history(self, state: ClaimState, call: ModelCall) -> ModelCall:
-        """Prepend the messages that `call` continues. Raises GatewayError if it cannot be answered."""
         self._check(call)
         if call.previous is None:
             return call
@@ -278,7 +274,6 @@ class NamedModel(ABC):
         attempt.delivered = not disconnected
 
     async def _state(self, claim: OpenClaim) -> ClaimState:
-        """Return the state of a claim, restored from its recorded calls if necessary."""
         if not claim.continues:
             return ClaimState(claim, Session(self._prompts), IdempotencyCache())
         key = (claim.episode_uuid, claim.attempt)
@@ -296,7 +291,6 @@ def _read(dialect: Dialect[Any], caller: Caller, body: bytes) -> tuple[RequestFi
 
 
 def _dialects(renderer: ConversationRenderer) -> Iterator[Dialect[Any]]:
-    """Yield every wire format for a tokenizer, also in agent mode where it exists."""
     for dialect in DIALECTS:
         yield dialect(renderer.tokenizer)
         if dialect.path in AGENT_FIELDS:

@@ -235,7 +235,6 @@ def _response_format(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sent(message: ChatMessage) -> dict[str, Any]:
-    """Drop fields that OpenAI does not have, and reasoning."""
     sent = {name: message[name] for name in ("role", "content", "name", "tool_call_id") if name in message}
     if message.get("tool_calls"):
         sent |= {"tool_calls": message["tool_calls"], "content": message["content"] or None}

@@ -143,8 +143,6 @@ class OutsideServer:
 
 
 class _Reading:
-    """Assembles one answer, from a whole completion or from chunks."""
-
     def __init__(self, report: Callable[[str, str], None] | None) -> None:
         self._report = report
         self._content = ""

@@ -46,7 +46,6 @@ class PartialReply:
         calls = self._format.calls if tool_calls and not plain else None
         self._call_openers = calls.openers if calls else ()
         self._bare = calls.bare if calls else ""
-        """Characters that may start a call without an opener."""
 
         self._stop_ids = frozenset(stop_ids)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -126,7 +125,6 @@ class PartialReply:
 
 
 def _started(text: str, markers: Sequence[str]) -> int:
-    """Return the length of the longest suffix of `text` that is a prefix of one of `markers`."""
     longest = min(len(text), max(map(len, markers), default=0))
     return next((n for n in range(longest, 0, -1) if any(m.startswith(text[-n:]) for m in markers)), 0)
 

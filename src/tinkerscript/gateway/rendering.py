@@ -331,10 +331,6 @@ def _library_renderer(
     template: TemplateRendering | None,
     template_kwargs: Mapping[str, Any],
 ) -> Renderer | None:
-    """Return the model's renderer from `renderers`, or None if none matches the template.
-
-    Raises ConfigError if there is no template either.
-    """
     for config, name in _candidates(folder, template_kwargs):
         deferring.tokenizer.name_or_path = name or str(folder)
         defers = isinstance(config, Qwen3RendererConfig)
@@ -365,7 +361,6 @@ def _format_of(renderer: Renderer | None, template: TemplateRendering | None) ->
 def _candidates(
     folder: Path, template_kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[RendererConfig, str | None]]:
-    """Yield renderer configs that may fit, each with the public model name it needs, if any."""
     config = config_of(folder)
     # thinking_retention="all" keeps reasoning in the history, so that each turn extends the last one.
     if config.get("model_type") in QWEN3_TYPES and not template_kwargs.keys() - {"enable_thinking"}:

@@ -205,7 +205,6 @@ def _types(schema: Any) -> dict[str, Any]:
 
 
 def _typed(text: str, declared: Any) -> Any:
-    """Convert an unquoted argument: text if declared as a string, otherwise JSON if valid."""
     if declared == "string":
         return text
     try:

@@ -89,7 +89,6 @@ def _tool_lines(call: ModelCall, markers: Markers) -> list[str]:
 
 
 def _object(parameters: JsonSchema | None) -> JsonSchema:
-    """Return the schema of arguments, which are always an object."""
     parameters = parameters or {}
     return parameters if "type" in parameters else {"type": "object", **parameters}
 

@@ -100,7 +100,6 @@ class SampledModel(NamedModel):
 
     @asynccontextmanager
     async def _granted(self, prepared: PreparedRequest) -> AsyncGenerator[list[SampleRequest]]:
-        """Yield one request per prompt, shortened to what the claim has left."""
         granted: list[tuple[SampleRequest, int]] = []
         try:
             for number, request in enumerate(self._requests(prepared)):
@@ -139,7 +138,6 @@ class SampledModel(NamedModel):
         return StreamedReply(dialect.events(call, header), messages, frozenset(self._extra_stops(call)))
 
     def _requests(self, prepared: PreparedRequest) -> list[SampleRequest]:
-        """Return one request per prompt, with the config's values for fields that the caller did not set."""
         call, renderer = prepared.call, self._renderer
         max_tokens = self._sampling.reply_tokens if call.max_tokens is None else call.max_tokens
         if call.logprobs:
@@ -171,11 +169,6 @@ class SampledModel(NamedModel):
         return self._renderer.partial(ParseOptions(call.parse_tool_calls, call.stop))
 
     async def _record(self, prepared: PreparedRequest, results: Sequence[SampleResult]) -> Completion:
-        """Record the samples of each prompt.
-
-        Raises GatewayError 502 if the engine returned the wrong number of sequences, and 409
-        `claim_lost`.
-        """
         call, header = prepared.call, prepared.header
         for result in results:
             if len(result.sequences) != call.n:
@@ -222,7 +215,6 @@ class SampledModel(NamedModel):
         }
 
     def _extra_stops(self, call: ModelCall) -> list[int]:
-        """Return ids that end a reply without being part of its text."""
         return [token for token in call.stop_token_ids if token not in self._renderer.stop_token_ids]
 
     def _parse(self, call: ModelCall, sequence: SampledSequence) -> ChatMessage:

@@ -25,8 +25,6 @@ _FIELDS = ("sampled", "logprobs", "top_ids", "top_logprobs")
 
 
 class _StreamedChoice:
-    """The reported tokens and text of one choice, and how much was sent."""
-
     __slots__ = ("_content", "_hidden", "_ids", "_message", "_pending", "_reasoning", "_texts")
 
     def __init__(self, message: PartialReply | None, hidden: frozenset[int]) -> None:
@@ -183,7 +181,6 @@ class StreamedReply:
 
 
 def _after(sent: str, text: str) -> str:
-    """Return the part of `text` after `sent`. Raises GatewayError 500 without that prefix."""
     if not text.startswith(sent):
         logger.error("stream.mismatch sent=%r text=%r", sent[-80:], text[:200])
         message = "the text that was streamed is not the text that was sampled (a bug in this server)"

@@ -32,7 +32,7 @@ _ANSWERED: list[ChatMessage] = [
 ]
 
 _HEADERS = 8
-"""The number of headers to try, from the end, as the start of a conversation's last reply."""
+"""The number of headers to try as the start of a conversation's last reply."""
 
 _TWO_CALLS: list[ChatMessage] = [
     PROBE_CALL[0],
@@ -170,7 +170,6 @@ class TemplateRendering:
         return [found.end() for found in re.finditer(headers, past)][: -_HEADERS - 1 : -1]
 
     def _header(self, prompt: str) -> str:
-        """Return the end of a prompt from its last special token on."""
         return prompt[max((prompt.rfind(token) for token in self._tokenizer.added_tokens), default=0) :]
 
     def _end_of_turn(self, text: str, start: int) -> int | None:
@@ -200,7 +199,6 @@ class TemplateRendering:
         )
 
     def _written(self, messages: Sequence[ChatMessage]) -> str:
-        """Return the template's text for the answer to a question, without the end of the turn, or ""."""
         try:
             prompt = self._template.text(messages[:1], [PROBE_TOOL], generation=True)
             past = self._template.text(messages, [PROBE_TOOL], generation=False)

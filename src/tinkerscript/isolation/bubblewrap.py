@@ -110,7 +110,6 @@ class LimitedProcesses:
             self._groups.pop()
 
     def _join_group(self, name: str, limits: ResourceLimits) -> bool:
-        """Return whether control groups enforce every limit."""
         made = dict[Path, dict[str, int]]()
         for controller, limit in (("memory", limits.memory_mb), ("pids", limits.processes)):
             if not limit:
@@ -208,7 +207,6 @@ _SETTINGS = (
     "localtime",
     "ssl",
 )
-"""The parts of `/etc` that a sandbox shows."""
 
 _ETC = {
     "passwd": f"root:x:0:0::/root:/bin/sh\nagent:x:{USER_ID}:{USER_ID}::{HOME}:/bin/sh\n",

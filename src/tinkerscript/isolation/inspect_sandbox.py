@@ -37,7 +37,6 @@ _FAILURES = {2: FileNotFoundError, 13: PermissionError, 21: IsADirectoryError}
 """The errors for the exit statuses of these commands, which are error numbers."""
 
 _TIMED_OUT = (124, 137)
-"""The exit statuses of `timeout`."""
 
 _USERS = (None, "agent", "1000")
 

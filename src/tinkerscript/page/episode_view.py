@@ -280,7 +280,6 @@ def _turn(call: Call, place: tuple[int, int, int] | None) -> CallView:
 
 
 def _message(value: Any) -> dict[str, Any]:
-    """Return any recorded message in OpenAI's form."""
     message: dict[str, Any] = _object(value) if isinstance(value, dict) else {"content": as_text(value)}
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):

@@ -61,7 +61,6 @@ def _plain(reply: Any) -> Any:
 
 
 def _replies(name: str, ledger: LedgerReader, steps: int, episodes: int) -> Iterator[tuple[str, Any]]:
-    """Yield paths with decoded queries, and their replies."""
     run = f"runs/{name}"
     yield "runs", {"runs": [run_line(name, ledger)], "version": ""}
     yield run, overview(name, ledger)
@@ -127,7 +126,6 @@ def _step_lines(ledger: LedgerReader) -> list[StepLine]:
 
 
 def _spaced(items: list[Any], number: int) -> list[Any]:
-    """Return at most `number` items, evenly spaced, with the first and the last."""
     if len(items) <= number:
         return items
     last = len(items) - 1
@@ -138,7 +136,6 @@ def _spaced(items: list[Any], number: int) -> list[Any]:
 
 
 def _bundle() -> str:
-    """Return the page's modules as one script with a function per module."""
     order: list[str] = []
     _visit("app.js", order)
     parts = [f"const {_variable(name)} = (() => {{\n{_function(name)}\n}})();" for name in order]
@@ -146,7 +143,6 @@ def _bundle() -> str:
 
 
 def _visit(name: str, order: list[str]) -> None:
-    """Add the modules that `name` imports, then `name` itself."""
     if name in order:
         return
     for match in _IMPORT.finditer((PAGE_FILES / name).read_text(encoding="utf-8")):

@@ -66,7 +66,6 @@ SELECT episode, attempt, count(*) AS calls, min(nullif(created, 0)) AS started,
     min(policy_version) AS first_version, max(last_version) AS last_version
 FROM calls WHERE role = '' AND episode IN ({}) GROUP BY episode, attempt
 """
-"""Totals of episodes' calls."""
 
 NO_CALLS: dict[str, Any] = {
     "calls": 0,
@@ -378,7 +377,6 @@ def search(ledger: LedgerReader, text: str, *, before: int | None = None, limit:
 
 
 def _span(ledger: LedgerReader, conditions: list[tuple[str, str, str]]) -> tuple[int, int]:
-    """Return the numbers of the first and last episode of the requested steps."""
     asked = [(sign.replace(":", "="), float(value)) for name, sign, value in conditions if name == "step"]
     if not asked:
         return 1, 2**62
@@ -390,7 +388,6 @@ def _span(ledger: LedgerReader, conditions: list[tuple[str, str, str]]) -> tuple
 
 
 def _in_sql(conditions: list[tuple[str, str, str]]) -> tuple[str, list[Any]]:
-    """Convert the conditions that SQL can check to a WHERE with parameters."""
     where, parameters = ["1 = 1"], list[Any]()
     for name, sign, value in conditions:
         if name in TEXTS:
@@ -406,7 +403,6 @@ def _in_sql(conditions: list[tuple[str, str, str]]) -> tuple[str, list[Any]]:
 
 
 def _digests(beginning: str) -> tuple[bytes, bytes]:
-    """Return the first and last digest with this beginning. Raises NotRecordedError."""
     half = len(beginning) % 2
     try:
         return bytes.fromhex(beginning + "0" * half), bytes.fromhex(beginning + "f" * half) + b"\xff" * 64

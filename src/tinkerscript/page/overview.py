@@ -234,7 +234,6 @@ def health(ledger: LedgerReader) -> Health:
 
 
 def _failures(ledger: LedgerReader) -> list[FailureCount]:
-    """Count failed training episodes by their last failure."""
     found: list[FailureCount] = []
     for name in metric_names(ledger, "failure/"):
         kind = name.removeprefix("failure/")

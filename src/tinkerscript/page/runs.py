@@ -140,7 +140,6 @@ class RunServer:
         self._folder = folder
         self._headers = {"authorization": f"Bearer {admin_token or 'none'}"}
         self._clients: dict[str, httpx.AsyncClient] = {}
-        """Clients by the server's expected certificate, empty for HTTP."""
 
         self._asking = asyncio.Lock()
         self._fleet: tuple[float, dict[str, Any]] = (-FRESH_S, {})
@@ -182,7 +181,6 @@ class RunServer:
             raise NotRecordedError(f"{info.url} is not the run's server: its reply is not JSON") from error
 
     def _client(self, certificate: str) -> httpx.AsyncClient:
-        """Return the client for a certificate. Raises NotRecordedError if it is unreadable."""
         if certificate not in self._clients:
             verify: ssl.SSLContext | bool = True
             if certificate:

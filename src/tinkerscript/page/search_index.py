@@ -127,7 +127,6 @@ class SearchIndex:
         return next((low for low, high in self._spans() if low <= last <= high), last + 1)
 
     def _index(self, first: int, last: int) -> None:
-        """Index at most `CHUNK` episodes up to `last`."""
         found = self._ledger.rows(_TO_INDEX, (first, last, CHUNK))
         done = found[-1][0] if len(found) == CHUNK else first
         texts = [(number, self._text(sequence, names)) for number, sequence, *names in found]
@@ -148,7 +147,6 @@ class SearchIndex:
                 run.execute("ROLLBACK")
 
     def _text(self, sequence: int, names: list[Any]) -> str:
-        """Return the text to index: ids, tasks, clients and the conversation."""
         uuid, group_id, sample = names
         row = self._ledger.row("SELECT payload FROM samples WHERE digest = ?", (sample,))
         payload: Any = json.loads(bytes(row[0])) if row is not None else {}
@@ -167,7 +165,6 @@ class SearchIndex:
 
 @contextmanager
 def _explained(what: str) -> Generator[None]:
-    """Turn SQLite's errors into NotRecordedError."""
     try:
         yield
     except sqlite3.Error as error:
@@ -175,7 +172,6 @@ def _explained(what: str) -> Generator[None]:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    """Open the index. Raises sqlite3.Error if the file is invalid."""
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
         connection.execute("PRAGMA synchronous = OFF")  # The index can be rebuilt.
@@ -194,7 +190,6 @@ def reply_text(call: Call) -> str:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the strings in a message, except ids, roles and types."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -112,7 +112,6 @@ def _number(ledger: LedgerReader, query: str, step: int) -> int | None:
 
 
 def _groups(ledger: LedgerReader, step: int) -> tuple[list[StepGroup], int]:
-    """Return the groups of the step, and the number of planned episodes that a resumption has undone."""
     # `e.step` is not enough, because a group may train later than planned, or again.
     first = (
         "coalesce((SELECT min(step) FROM trained WHERE episode = e.sequence AND undone = 0 "

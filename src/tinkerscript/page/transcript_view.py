@@ -122,10 +122,6 @@ def transcript_view(
 def _find_transcript(
     ledger: LedgerReader, uuid: str, attempt: int | None = None
 ) -> tuple[int, list[int], int]:
-    """Return the episode's number, the attempts with a transcript, and the selected attempt.
-
-    Raises NotRecordedError without such a transcript.
-    """
     number = ledger.number("SELECT sequence FROM episodes WHERE uuid = ?", (uuid,))
     attempts = ledger.transcribed(int(number)) if number is not None else []
     if number is None or not attempts or attempt not in (None, *attempts):
@@ -173,7 +169,6 @@ def _view(attempt: int, attempts: list[int], transcript: Transcript, offset: int
 
 
 def _places(events: list[msgspec.Raw]) -> Iterator[tuple[int, int]]:
-    """Yield index and depth of the events to show."""
     depths: dict[str, int] = {}
     for at, event in enumerate(events):
         try:
@@ -208,7 +203,6 @@ def _event(transcript: Transcript, at: int, depth: int, first: Any) -> TimelineE
 
 
 def _told(kind: str, value: dict[str, Any], transcript: Transcript) -> tuple[str, list[tuple[str, Any]]]:
-    """Return an event's title, and its texts by label."""
     match kind:
         case "model":
             return _model_call(value, transcript)
@@ -259,7 +253,6 @@ _ABOUT = frozenset(
         "completed",
     }
 )
-"""Fields of all events."""
 
 
 def _model_call(value: dict[str, Any], transcript: Transcript) -> tuple[str, list[tuple[str, Any]]]:
@@ -296,7 +289,6 @@ def _prompt(value: dict[str, Any], transcript: Transcript) -> tuple[int, list[di
 
 
 def _said(content: Any) -> str:
-    """Return the text of a message, including reasoning."""
     if isinstance(content, str):
         return content
     parts = [_object(part) for part in _items(content)]
@@ -308,7 +300,6 @@ def _message_of(error: Any) -> Any:
 
 
 def _attached(value: Any, attachments: dict[str, str], depth: int = 0) -> Any:
-    """Replace references to attachments in `value`."""
     if isinstance(value, str):
         named = value.startswith(ATTACHMENT)
         return attachments.get(value.removeprefix(ATTACHMENT), value) if named else value

@@ -125,7 +125,6 @@ async def _not_found(request: Request, error: Exception) -> JSONResponse:
 
 @contextmanager
 def _writing(folder: Path) -> Generator[None]:
-    """Raise ConflictError for a folder in which this process may not write."""
     try:
         yield
     except OSError as error:
@@ -369,7 +368,6 @@ class _Page:
         return await self._runs.server_of(folder).openapi()
 
     def _served_folder(self) -> Path:
-        """Return the served folder. Raises NotRecordedError without one."""
         runs = [
             ledger.folder for ledger in self._runs.readable().values() if state(ledger.status()) == "running"
         ]

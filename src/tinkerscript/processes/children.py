@@ -214,10 +214,8 @@ class Workers:
         self._secrets = worker_secrets(os.environ)
         self._running: dict[int, Child] = {}
         self._names: dict[int, list[str]] = {number: [] for number in range(len(planned))}
-        """The client uuids of each worker's incarnations."""
 
         self._needed_at = clock()
-        """The last time at which every running worker was needed."""
 
     @property
     def number(self) -> int:

@@ -131,7 +131,6 @@ def plan_of(config: RunConfig, folder: Path) -> list[PlannedProcess]:
 
 
 def _without(keys: Collection[str], process: PlannedProcess) -> PlannedProcess:
-    """Withhold `keys` from `process`, except the ones that it needs."""
     return replace(process, withheld=tuple(sorted({*keys} - {*process.secrets})))
 
 
@@ -226,7 +225,6 @@ def _replicas(config: RunConfig) -> list[PlannedProcess]:
 
 
 def _replica_command(engine: EngineConfig, inference: InferenceConfig) -> list[str]:
-    """The command of one replica."""
     launch = inference.launch
     return [
         *(launch.python or "python", "-m"),

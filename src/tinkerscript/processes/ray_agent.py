@@ -133,7 +133,6 @@ class Agent:
         self._bundles: dict[str, int] = {}
         self._actors: dict[int, Any] = {}
         self._placed: set[int] = set()
-        """The actors that have a machine."""
 
         self._late: list[dict[str, Any]] = []
         """Orders that have waited for long and are not reported yet."""
@@ -243,7 +242,6 @@ class Agent:
             self._end(number, -signal.SIGKILL, why.splitlines()[0].split(". ")[0])
 
     async def _place(self, actor: Any, order: dict[str, Any]) -> dict[str, Any]:
-        """Start the child and return its location when there is room for it."""
         starting = asyncio.ensure_future(_value(actor.start.remote(order)))
         done, _ = await asyncio.wait({starting}, timeout=STARTING_NOTE_S)
         if not done:
@@ -265,7 +263,6 @@ class Agent:
             self.send(note=f"waiting for {total}: {_some(waiting)}; Ray has {_of_cluster()}")
 
     async def _copy_output(self, actor: Any, log: Path) -> int:
-        """Append the child's output to `log` and return its exit code."""
         silent_since: float | None = None
         while True:
             try:
@@ -308,7 +305,6 @@ def _connect(settings: dict[str, Any]) -> None:
 
 
 def _folder_here(folder: str) -> str | None:
-    """Return the trainer's working directory if it exists on this machine."""
     return folder if Path(folder).is_dir() else None
 
 

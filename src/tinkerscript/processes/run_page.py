@@ -72,7 +72,6 @@ async def run_page(
 async def _given_up(
     supervisor: Supervisor, listener: socket.socket, log: Path, note: Callable[[str], None]
 ) -> None:
-    """Report once that the page died too often. The run continues."""
     try:
         await supervisor.failed()
     except (OSError, WorkerError) as error:
@@ -104,7 +103,6 @@ def _bound(host: str, port: int | str) -> socket.socket:
 
 
 def _tls(section: InterchangeConfig) -> list[str]:
-    """Return the options for TLS. Raises OSError for a file that is not on this machine."""
     files = {"--tls-certificate": section.tls_certificate, "--tls-key": section.tls_key}
     given = {option: str(Path(name).resolve(strict=True)) for option, name in files.items() if name}
     return [word for pair in given.items() for word in pair]

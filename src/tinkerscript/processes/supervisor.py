@@ -138,7 +138,6 @@ class Supervisor:
             self._failure.set_exception(error)
 
     async def _stop(self, child: Child) -> None:
-        """Ask the child to stop, and kill it if it does not."""
         process = child.process
         if process is None or process.returncode is not None:
             return

@@ -77,7 +77,6 @@ def _check_room(state: WireState, num_samples: int) -> None:
 
 
 def _check_supported(request: types.SampleRequest) -> None:
-    """Raise WireError for a field that this engine does not support."""
     if request.topk_sample_logprobs:
         raise WireError(
             400, "topk_sample_logprobs: not supported; request topk_prompt_logprobs of the result instead"

@@ -155,7 +155,6 @@ def _checked_lora(state: WireState, config: types.LoraConfig | None) -> dict[str
 
 
 def _check_adapter(checkpoint: Checkpoint, record: RunRecord) -> None:
-    """Raise WireError if the checkpoint's adapter does not fit the run's."""
     mine, theirs = record.lora_config or {}, checkpoint.lora_config or {}
     differing = [name for name in ("rank", *LORA_PARTS.values()) if mine.get(name) != theirs.get(name)]
     if differing:
@@ -197,7 +196,6 @@ async def forward_backward(state: WireState, request: Request, body: bytes) -> R
 
 
 def _for_engine(call: ForwardBackwardCall) -> tuple[list[tinker.Datum], str, dict[str, float | str]]:
-    """Translate a call of Tinker's loss into one of the engine's. Raises EngineRequestError."""
     needed = TINKER_LOSSES.get(call.loss_fn)
     if needed is None:  # `resolve_loss` could import a module that the request names.
         raise EngineRequestError(f"loss_fn {call.loss_fn!r} is not one of {', '.join(TINKER_LOSSES)}")

@@ -73,8 +73,6 @@ logger = logging.getLogger(__name__)
 
 
 def _json(model: type[M], handler: Callable[[WireState, M], Awaitable[Reply]]) -> Handler:
-    """Return a handler that parses a JSON body as `model`."""
-
     async def handle(state: WireState, request: Request, body: bytes) -> Reply:
         del request
         return await handler(state, read_json(model, body))

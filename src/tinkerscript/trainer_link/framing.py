@@ -117,7 +117,6 @@ def _read(frame: bytes, decode: Callable[[bytes], list[T]]) -> list[T]:
 
 
 def _each(frame: bytes, decode: Callable[[bytes], list[T]]) -> Iterator[T]:
-    """Decode the readable messages of a frame, and drop the others."""
     try:
         parts = _split(frame)
     except _MALFORMED:

@@ -282,8 +282,6 @@ class Tallied(Tagged, frozen=True):
 
 
 class _Ended(Tagged, frozen=True, kw_only=True, omit_defaults=True):
-    """The end of an episode."""
-
     number: int = 0
     """The end number."""
 

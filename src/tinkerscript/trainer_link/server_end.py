@@ -191,7 +191,6 @@ class ServerLink:
                     self._drop("not_the_trainer", f"{name} before a Hello, or after a takeover")
 
     async def _accept(self, identity: bytes, hello: Hello) -> bool:
-        """Return whether this trainer owns the server now."""
         problem = self._problem(identity, hello)
         if problem:
             self._drop("refused", problem)

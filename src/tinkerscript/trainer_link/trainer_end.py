@@ -90,8 +90,6 @@ FETCHED_AT_ONCE = 16
 
 @dataclass(slots=True, eq=False)
 class _Registration:
-    """A call of `register`."""
-
     missing: dict[str, NewEpisode]
     """The episodes that the server has not confirmed."""
 
@@ -157,21 +155,17 @@ class TrainerLink:
         """The end number of the last outcome that was taken from the inbox."""
 
         self._commits: dict[int, Commit] = {}
-        """Unconfirmed commits by number."""
 
         self._commit_numbers = itertools.count(1)
         self._committed = 0
-        """The number of the last confirmed commit."""
 
         self._registering: dict[str, _Registration] = {}
         self._cancelling: dict[str, str] = {}
         self._asking: dict[int, tuple[Request, asyncio.Future[Answer]]] = {}
-        """Unanswered requests by `request_id`."""
 
         self._request_ids = itertools.count(1)
         self._server_id = ""
         self._epoch = 0
-        """The highest epoch of a server so far."""
 
         self._welcomed = -1
         self._news = asyncio.Event()
@@ -425,7 +419,6 @@ class TrainerLink:
         self._outbox.put(self._hello)
 
     def _repeat(self) -> None:
-        """Send everything again that the server has not confirmed."""
         self._send_registrations(
             [episode for uuid, each in self._registering.items() if (episode := each.missing.get(uuid))]
         )

@@ -193,7 +193,6 @@ def _write_home(sandbox: Bubblewrap, agent: CodingAgent, job: AgentJob) -> None:
 async def _run(
     command: list[str], sandbox: Bubblewrap, limit_s: float, output: IO[bytes], errors: IO[bytes]
 ) -> int | None:
-    """Return the exit status, or None after the time limit, and end the sandbox's processes."""
     process = await asyncio.create_subprocess_exec(
         *command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env={}
     )
@@ -405,7 +404,6 @@ def installation_of(agent: CodingAgent) -> Installation:
 
 
 def _outermost(folders: Iterable[Path]) -> Iterator[Path]:
-    """Yield the folders that are in no other folder, nor in the system's."""
     known = list(folders)
     for folder in known:
         inside = any(folder != other and folder.is_relative_to(other) for other in known)

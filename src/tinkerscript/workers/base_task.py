@@ -323,7 +323,6 @@ def _check_arguments(factory: Callable[..., object], args: Mapping[str, Any], na
 
 
 def _name_anywhere(name: str) -> str:
-    """Return the name without the folder of its file."""
     source, _, wanted = name.rpartition(":")
     return f"{Path(source).name}:{wanted}" if source.endswith(".py") else name
 

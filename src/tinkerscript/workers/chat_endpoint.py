@@ -81,7 +81,6 @@ class ChatEndpoint:
         self._retry = retry or RetryPolicy()
         self._sleep = sleep
         self._sessions: dict[str, aiohttp.ClientSession] = {}
-        """Sessions by the URL of the gateway process."""
 
     async def complete(
         self, base_url: str, api_key: str, body: dict[str, Any], *, trace: str = ""
@@ -169,7 +168,6 @@ class ChatEndpoint:
     async def _open(
         self, url: str, data: bytes | None, headers: dict[str, str]
     ) -> ChatAttempt[aiohttp.ClientResponse]:
-        """Make one attempt; an accepted reply is left unread."""
         try:
             method = "GET" if data is None else "POST"
             response = await self._session_of(url).request(method, url, data=data, headers=headers)

@@ -185,7 +185,6 @@ class AgentRelay:
 
 
 async def _streamed(request: web.Request, url: str, model: EpisodeModel, body: bytes) -> web.StreamResponse:
-    """Stream the gateway's answer from `url`. Raises ClientError if the gateway refuses."""
     async with await model.endpoint.open_stream(url, model.api_key, body) as reply:
         answer = web.StreamResponse(headers={"Content-Type": reply.headers["Content-Type"]})
         await answer.prepare(request)

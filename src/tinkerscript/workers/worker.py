@@ -140,7 +140,6 @@ def worker_process(options: WorkerOptions) -> int:
 
 
 async def _run(options: WorkerOptions, signals: list[signal.Signals]) -> tuple[RunStatistics, bool]:
-    """Return the statistics and whether the run has failed. Appends received signals to `signals`."""
     async with open_runner(options) as runner:
         if options.exit_with_parent:
             when_parent_ends(partial(runner.stop, grace_s=ORPHAN_GRACE_S / 3))
@@ -345,7 +344,6 @@ class TaskRollout:
         return await task.rollout(sample, model)
 
     def _found(self, episode: Episode) -> tuple[Task, TaskSample]:
-        """Return this machine's copy of the episode's task and sample."""
         tasks, given = self._of(episode.payload), _sample(episode.payload)
         is_eval = episode.episode_type == "eval"
         sample_id, others = str(given["id"]), 0

@@ -136,7 +136,6 @@ class Session:
         return self._started(turn, "prompt")
 
     def _message_of(self, prompt: bytes) -> tuple[list[ChatMessage], tuple[str, str]]:
-        """Return the message that stands for a prompt, and its recorded JSON."""
         text = self._renderer.tokenizer.decode(unpack_ids(prompt).tolist())
         messages = [{"role": PROMPT, "content": text}]
         return messages, _texts_of(messages, [])
@@ -223,7 +222,7 @@ class Session:
 
     @contextmanager
     def _placed(self, messages: list[ChatMessage], tools: list[Tool], keys: _Keys) -> Generator[_Place]:
-        """Find where `messages` belong. Within the context, no equal request takes the same place."""
+        """Within the context, no equal request takes the same place."""
         path = self._messages.walk(messages, keys.tools, keys.messages)
         node = self._messages.find(path) if 0 < path.history_length < len(messages) else None
         place = _Place(path, tools, node)

@@ -337,7 +337,6 @@ class MessageIndex:
         return [] if state is None else self._replies.get(state, [])
 
     def _edit(self, path: MessagePath) -> str:
-        """Return how the messages differ from the conversation they come from."""
         messages, states = path.messages, path.states
         given = Conversation(messages, path.keys)
         for end in range(path.history_length, 0, -1):
@@ -378,7 +377,6 @@ class PromptIndex:
         """Calls by a stream's length in bytes and its last `_TAIL` bytes."""
 
         self._prompts: set[int] = set()
-        """Hashes of prompts that were given as text or ids."""
 
     def add(self, node: Node) -> None:
         self._unindexed.append(node)
@@ -455,7 +453,6 @@ def _edit_of_message(was: ChatMessage, now: ChatMessage, was_key: Hashable, now_
 
 
 def _calls_in(key: Hashable) -> Hashable:
-    """Return the tool calls in an assistant message's key."""
     return key[1] if isinstance(key, tuple) else None
 
 

@@ -87,7 +87,6 @@ def without_agent_fields(path: str, body: bytes) -> tuple[bytes, list[str]]:
 
 
 def _remove(value: Any, path: Sequence[str]) -> bool:
-    """Remove a field from `value` wherever it is set, and return whether it was."""
     if not isinstance(value, dict):
         return False
     fields = cast("dict[str, Any]", value)

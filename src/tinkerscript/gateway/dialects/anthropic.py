@@ -116,7 +116,6 @@ def usage_of(tokenizer: LightTokenizer, prompt_tokens: int, choice: Choice | Non
 
 
 def _matched_stop(tokenizer: LightTokenizer, choice: Choice, stops: Sequence[str]) -> str | None:
-    """Return the first stop string in the sampled text of a choice."""
     if not stops or choice.finish_reason != "stop":
         return None
     text = tokenizer.decode(unpack_ids(choice.sampled).tolist())

@@ -132,8 +132,6 @@ class _OutputConfig(Struct, forbid_unknown_fields=True):
 
 
 class _Prompt(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields that requests for messages and for token counts share."""
-
     model: str
     messages: Annotated[list[_InputMessage], Meta(min_length=1, max_length=MESSAGES.limit)]
     system: Blocks | None = None
@@ -280,7 +278,6 @@ def _tool(tool: dict[str, Any], where: str) -> Tool:
 
 
 def _user(role: str, content: Blocks, where: str) -> Iterable[ChatMessage]:
-    """Return one message per tool result and per run of text blocks."""
     if isinstance(content, str) or not content:
         return [{"role": role, "content": content or ""}]
     found: list[ChatMessage] = []

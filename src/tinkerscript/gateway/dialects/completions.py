@@ -74,8 +74,6 @@ def _ids(tokenizer: LightTokenizer, prompt: str | list[int], where: str) -> byte
 
 @dataclass
 class _ChoiceWriter:
-    """Writes choices, whole or in consecutive parts."""
-
     tokenizer: LightTokenizer
     call: ModelCall
     offsets: dict[int, _TextOffsets] = field(default_factory=dict[int, "_TextOffsets"])
@@ -102,7 +100,6 @@ class _ChoiceWriter:
         return choice
 
     def _logprobs(self, index: int, tokens: SampledTokens) -> dict[str, Any]:
-        """Return parallel lists with an entry per sampled id, including the stop token."""
         decode, top = self.tokenizer.decode, self.call.top_logprobs
         ids = unpack_ids(tokens.sampled).tolist()
         names = [decode(token) for token in unpack_ids(tokens.top_ids).tolist()]
@@ -124,8 +121,6 @@ class _ChoiceWriter:
 
 
 class _TextOffsets:
-    """Computes the start of each token's text, in characters of the reply."""
-
     def __init__(self, tokenizer: LightTokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -138,7 +138,6 @@ class ResponseWriter:
 
 
 _TEXT = {"reasoning": "reasoning_text", "message": "output_text"}
-"""The names of the events for an item's text, by item type."""
 
 
 class ResponseEvents(EventStream):
@@ -156,7 +155,6 @@ class ResponseEvents(EventStream):
         """The item that deltas extend, without its text."""
 
         self._text: list[str] = []
-        """The deltas of the open item."""
 
         self._logprobs: list[dict[str, Any]] = []
         """The entries of ids with unsent text."""

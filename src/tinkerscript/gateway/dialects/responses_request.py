@@ -190,14 +190,11 @@ def _tools_of(space: _Namespace, where: str) -> Iterable[Tool]:
 
 
 class _Conversation:
-    """The messages so far, and the assistant message to which further items may belong."""
-
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
         self._reply: ChatMessage | None = None
 
         self._last: str = ""
-        """The type of the last item of `_reply`."""
 
     def add(self, item: dict[str, Any], where: str) -> None:
         match _type_of(item, where):
@@ -226,7 +223,6 @@ class _Conversation:
             reply["reasoning_content"] = reply.get("reasoning_content", "") + text
 
     def _message_of(self, kind: str, item_id: str) -> ChatMessage:
-        """Return the assistant message to which an item belongs."""
         ours = _OUR_ID.fullmatch(item_id)
         call_id = ours[1] if ours else None
         if self._reply is None or not self._continues(self._reply, kind, call_id):
@@ -329,8 +325,6 @@ class _TextSettings(Struct, forbid_unknown_fields=True):
 
 
 class _ReasoningSettings(Struct, forbid_unknown_fields=True):
-    """None of these is supported."""
-
     context: None = None
     effort: None = None
     generate_summary: None = None
@@ -343,8 +337,6 @@ class _StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class _Prompt(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields that requests for responses and for token counts share."""
-
     model: str
     input: str | Annotated[list[dict[str, Any]], Meta(max_length=MESSAGES.limit)]
     instructions: str | None = None
@@ -435,7 +427,6 @@ def _include(requested: Iterable[str]) -> frozenset[str]:
 
 
 def _previous(response_id: str | None) -> str | None:
-    """Return the id of the call behind a response."""
     if response_id is not None and not response_id.startswith(RESPONSE_PREFIX):
         raise invalid("previous_response_id", f"{response_id!r} is not a response id, such as 'resp_1f...'")
     return response_id.removeprefix(RESPONSE_PREFIX) if response_id else None

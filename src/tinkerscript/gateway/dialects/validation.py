@@ -80,7 +80,6 @@ def convert(value: Mapping[str, Any], kind: type[T], where: str) -> T:
 
 
 def _honored(request: T, where: str) -> T:
-    """Return `request`. Raises GatewayError 400 for the first `Unsupported` field with an effect."""
     for name, unset in _unsupported_fields(type(request)).items():
         value = getattr(request, name)
         if value is not None and value not in unset.values:

@@ -21,11 +21,9 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 _CONTEXT = re.compile(r"context length|maximum context|longer than the model|max_model_len", re.IGNORECASE)
-"""Match the servers' messages that a prompt is too long."""
 
 
 _SHOWN = 500
-"""The length of a quoted server message in errors."""
 
 
 _NOTHING_ANSWERED = (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError)
@@ -186,8 +184,6 @@ class _Detail(msgspec.Struct):
 
 
 class _Refusal(msgspec.Struct):
-    """`{"error": {"message": ...}}`, `{"error": "..."}`, or `{"message": ...}` (older vLLM)."""
-
     error: _Detail | str | None = None
     message: str = ""
     detail: Any = None

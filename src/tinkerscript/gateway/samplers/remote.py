@@ -158,7 +158,6 @@ def _number(weights: str | None) -> int:
 
 
 def _sequence(sample: ServerSample, top: int) -> SampledSequence:
-    """Raise GatewayError 502 if a position has fewer than `top` of the most likely ids."""
     most_likely = [_most_likely(each, top) for each in sample.top] if top else []
     if top and sample.ids and min(map(len, most_likely), default=0) < top:
         raise GatewayError(

@@ -210,7 +210,6 @@ class VllmServer:
         return [_sample_of(choice, prompt, count, request.top_logprobs, score_from) for choice in choices]
 
     async def _stream(self, body: dict[str, Any], samples: list[_Streamed], cut: asyncio.Event) -> None:
-        """Fill `samples` until all are complete, or until `cut` closes the connection."""
         reading = asyncio.ensure_future(self._read(body | {"stream": True}, samples))
         ending = asyncio.ensure_future(cut.wait())
         try:
@@ -389,7 +388,6 @@ def _sample_of(
 def _tokens_of(
     choice: _Choice, prompt: list[int], count: int | None, top: int
 ) -> tuple[list[int], list[float], list[dict[int, float]]]:
-    """Return the ids of a choice or chunk, their log probabilities, and the most likely ids."""
     check_prompt(prompt, choice.prompt_token_ids, count)
     if choice.logprobs is None or choice.token_ids is None:
         raise contradiction(f"it has no token_ids or no logprobs; {VLLM_REMEDIES['ids']}")
@@ -400,7 +398,6 @@ def _tokens_of(
 
 
 def _top(entry: dict[str, float | None] | None) -> dict[int, float]:
-    """Raise GatewayError 502 for tokens that are not written as `token_id:123`."""
     try:
         return {
             int(token.removeprefix(TOKEN_ID)): NOT_FINITE if value is None else value

@@ -155,7 +155,6 @@ def _check_installed(environment: str) -> None:
 
 
 def _roles(environment: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Add a runtime and a harness to each role without one."""
     kind = env_config_type(environment, str(config.get("id", "")))
     bundled = default_harness_id(environment) == environment
     filled: dict[str, Any] = {}
@@ -298,8 +297,6 @@ class _InThisProcess:
 
 
 class _ChatProgram:
-    """The chat program as a module, with a shared connection pool."""
-
     def __init__(self) -> None:
         module = ModuleType("verifiers_chat_program")
         exec(compile(CHAT_PROGRAM_SOURCE, "<the chat program of verifiers>", "exec"), module.__dict__)
@@ -318,8 +315,6 @@ class _ChatProgram:
             sys.argv = former
 
     def _shared_pool(self, **options: Any) -> Any:
-        """Return connections to this process's interception server, without certificates or a read
-        timeout."""
         if self._pool is None:
             self._pool = self._new_pool(verify=False, timeout=None)
         return self._pool
