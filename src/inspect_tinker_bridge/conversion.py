@@ -106,7 +106,6 @@ _INSPECTS_OWN = {
 """GenerateConfig fields that Inspect applies or that configure its connections."""
 
 _INSPECTS_OWN_AT_HAND = {"cache", "cache_prompt", "batch", "fail_on_refusal", "reasoning_history"}
-"""Further such fields without effect here."""
 
 _TUNING = {
     "temperature",

@@ -93,7 +93,6 @@ class EnvOptions:
     """The weight of each scorer by name, or None for equal weights."""
 
     runner: RunnerOptions = field(default_factory=RunnerOptions)
-    """Differences of the episodes from the task."""
 
     applied: frozenset[str] = frozenset()
     """Fields of `InspectEnv.generate_config` that the caller applies, which suppresses a warning."""
@@ -140,7 +139,6 @@ class InspectEnv(Env):
         self._format_valid = True
         self._rewarded = False
         self.outcome: EpisodeOutcome | None = None
-        """The outcome, or None before scoring."""
 
         self.exchanges: list[tuple[list[ChatMessage], ChatMessage]] = []
         """The messages of each prompt with the message of its action."""

@@ -56,8 +56,6 @@ UNLIMITED = 1_000_000
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One model call, as the solver made it."""
-
     messages: list[ChatMessage]
     tools: list[ToolInfo]
     tool_choice: ToolChoice
@@ -120,8 +118,6 @@ class EpisodeOutcome:
 
 @dataclass(eq=False)
 class RunningEpisode:
-    """One `TaskRunner.run` in progress."""
-
     policy: ChatPolicy
     ended: asyncio.Future[EpisodeOutcome]
     calls: set[asyncio.Task[ModelOutput]] = field(default_factory=set["asyncio.Task[ModelOutput]"])

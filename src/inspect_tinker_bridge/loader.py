@@ -184,7 +184,6 @@ _SHARED = (
     *("env_type", "batch_size", "max_samples", "max_turns", "sandbox_type", "sandbox_config"),
     *("submit_instruction", "scorer_weights", "model_roles", "allow_self_grading", "tool_timeout"),
 )
-"""Fields of `load_environment` that apply to both datasets."""
 
 
 def _check_self_grading(env_type: str, allow_self_grading: bool) -> None:

@@ -49,20 +49,16 @@ _AS_JSON: dict[str, Any] = {
     "inf_nan_mode": "strings",
     "bytes_mode": "base64",
 }
-"""Options with which any value can be written."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SavedRollout:
-    """A finished episode and its tokens."""
-
     task: str
     batch: int | None
     record: EvalSample
     reward: float | None
-    """The reward, or None for a failed episode."""
 
     turns: Sequence[tuple[list[int], list[int]]] = ()
     """The prompt ids and sampled ids of each action."""

@@ -61,7 +61,6 @@ class RunnerOptions:
     """Whether scorers may call the policy. Such calls become ordinary calls of the episode."""
 
     solver: Solver | None = None
-    """A solver that replaces the task's."""
 
     policy_roles: Sequence[str] = ()
     """Inspect model roles that the episode's policy answers too (see `GenerateRequest.role`)."""
@@ -99,7 +98,6 @@ class TaskRunner:
 
     @property
     def is_open(self) -> bool:
-        """Whether `run` can be called."""
         return self._eval is not None and self._stopped is None and not self._closing
 
     async def __aenter__(self) -> TaskRunner:
@@ -394,7 +392,6 @@ class _SampleFeed(SampleSource):
     def __init__(self, episodes: Episodes) -> None:
         self.started = asyncio.Event()
         self.on_started: Callable[[Context], None] = lambda context: None
-        """Called with the eval's context."""
 
         self._context: Context | None = None
         self._episodes = episodes

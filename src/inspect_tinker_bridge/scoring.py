@@ -49,7 +49,6 @@ __all__ = [
 ]
 
 _MAX_EXPLANATION = 2000
-"""The length of a scorer's explanation in reports."""
 
 _TO_FLOAT = value_to_float()
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')

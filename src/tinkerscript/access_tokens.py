@@ -53,8 +53,6 @@ Role = Literal["client", "admin"]
 
 
 class ClaimId(NamedTuple):
-    """The claim that a key opens."""
-
     episode_uuid: str
     attempt: int
 
@@ -121,7 +119,6 @@ def claim_alias(secret: bytes, episode_uuid: str, attempt: int) -> str:
 
 
 def verify_alias(secret: bytes, alias: str) -> ClaimId | None:
-    """Return the claim that `alias` names, or None."""
     uuid, _, rest = alias.rpartition("~")[0].rpartition("~")
     if not uuid or not rest.isdecimal() or len(rest) > 9 or len(alias) > 1000:
         return None
@@ -246,7 +243,6 @@ class ClaimKeys:
         displace them, and a key's claim never changes."""
 
     def key(self, episode_uuid: str, attempt: int) -> str:
-        """Return the API key of a claim."""
         key = claim_key(self._secret, episode_uuid, attempt)
         self._remember(key, ClaimId(episode_uuid, attempt))
         return key
@@ -277,7 +273,6 @@ class ClaimKeys:
             del self._opened[next(iter(self._opened))]
 
     def named(self, alias: str) -> ClaimId | None:
-        """Return the claim that an alias names, or None."""
         return verify_alias(self._secret, alias)
 
     def authorize(self, scope: Scope) -> None:

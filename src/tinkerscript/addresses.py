@@ -168,7 +168,6 @@ def remote_url(url: str, host: str) -> str:
 
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
-"""Addresses of this machine for wildcard addresses."""
 
 
 def bind_link(

@@ -67,8 +67,7 @@ LOST = "tinkerscript.lost"
 """The key of a request's scope with a future that completes when the connection is lost."""
 
 
-class CallerDisconnectedError(Exception):
-    """The caller disconnected before its request was read."""
+class CallerDisconnectedError(Exception): ...
 
 
 class Caller:
@@ -299,7 +298,6 @@ class FastRoute(NamedTuple):
     handler: FastHandler
     authorize: Authorize
     openapi_extra: dict[str, Any] | None = None
-    """Documentation beyond the handler's types."""
 
 
 def fast_router(routes: Mapping[str, FastRoute], *, tags: list[str]) -> APIRouter:
@@ -397,7 +395,6 @@ def _of_body(error: Any) -> dict[str, Any]:
 
 
 RETRY_AFTER_S = 1
-"""Seconds after which a client should retry."""
 
 
 _STATUS: dict[type[InterchangeError], int] = {
@@ -421,12 +418,10 @@ class Refusals:
         self._bodies = bodies
 
     def install(self, app: FastAPI) -> None:
-        """Answer the errors of `app` as refusals."""
         for kind in (InterchangeError, RequestValidationError, HTTPException, Exception):
             app.exception_handler(kind)(self.handle)
 
     async def handle(self, request: Request, error: Exception) -> JSONResponse:
-        """Call `answer` with the signature that frameworks expect."""
         return self.answer(request, error)
 
     def answer(self, request: Request, error: Exception) -> JSONResponse:
@@ -449,7 +444,6 @@ class Refusals:
     def refuse(
         self, request: Request, status: int, reason: str, *, retry_after_s: float = RETRY_AFTER_S
     ) -> JSONResponse:
-        """Return a refusal as a reply."""
         headers: dict[str, str] = {}
         if status == 401:
             headers["WWW-Authenticate"] = "Bearer"

@@ -68,7 +68,6 @@ def try_lock(path: Path) -> IO[str] | None:
 
 @contextmanager
 def hold_lock(path: Path) -> Generator[None]:
-    """Hold the lock of `path`, after waiting for it."""
     with path.open("w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -207,7 +206,6 @@ def run_until_interrupted(work: Coroutine[Any, Any, int], *, exit_with_parent: b
 
 
 def describe_exit(code: int) -> str:
-    """Describe how a child process ended."""
     if code == DISK_FULL:
         return os.strerror(code)
     return f"signal {-code}" if code < 0 else f"exit code {code}"

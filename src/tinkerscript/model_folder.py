@@ -23,7 +23,6 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.remote_folder import fetched_checkpoint, is_url
 
 TINY_MODEL = Path(__file__).parent / "engine" / "tiny"
-"""The model that ships with the package."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -311,7 +310,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the `TOKENIZER_FILES` that `source` has."""
     for pattern in TOKENIZER_FILES:
         for path in source.glob(pattern):
             copy = target / path.relative_to(source)

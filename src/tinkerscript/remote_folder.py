@@ -182,7 +182,6 @@ class RemoteFolder:
             self._files.rm(path, recursive=True)
 
     def position(self) -> Position:
-        """Return the position of the ledger at the URL."""
         with suppress(FileNotFoundError):
             resumptions, steps = json.loads(self.read(POSITION))
             return resumptions, steps

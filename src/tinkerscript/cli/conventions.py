@@ -81,7 +81,6 @@ LogFormatOption = Annotated[
 
 
 def log_to_stderr(format: LogFormat | None = None) -> None:
-    """Log in `format`, or in the environment's format."""
     from tinkerscript.logs import start_logging
 
     start_logging(None if format is None else format.value)
@@ -121,7 +120,6 @@ def json_object(option: str, text: str) -> dict[str, Any]:
 
 
 def on_port(port: int | None) -> list[str]:
-    """Return the config override for `--port`."""
     return [] if port is None else [f"interchange_server.interchange_server_port={port}"]
 
 

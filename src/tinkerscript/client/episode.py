@@ -34,7 +34,6 @@ from tinkerscript.protocol import (
 logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 8
-"""Maximum number of concurrent heartbeat requests."""
 
 BEATS_PER_LEASE = 3
 
@@ -137,7 +136,6 @@ class Episode:
     """Names for `model`, besides the policy's."""
 
     run: str = ""
-    """Name of the run."""
 
     traceparent: str = ""
     """W3C trace context for the `traceparent` header of model calls; empty without tracing."""
@@ -234,7 +232,6 @@ class HeldClaim:
             self.episode.check()
 
     def close(self) -> None:
-        """Stop renewing."""
         self.is_open = False
         if self.timer is not None:
             self.timer.cancel()

@@ -53,8 +53,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """A request to send."""
-
     method: str
     path: str
     body: bytes | None
@@ -66,7 +64,6 @@ class HttpRequest:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers besides those of every request."""
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
 

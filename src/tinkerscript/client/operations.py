@@ -84,13 +84,11 @@ LONG_POLL_S = 30.0
 """Seconds that the server may hold a request for an episode."""
 
 REPORT_S = 15.0
-"""Seconds between a worker's reports."""
 
 LAST_REQUEST_S = 5.0
 """Seconds for an episode's last request while its program is being stopped."""
 
 TASK_ERROR = "task_error"
-"""Failure kind of an attempt that raised."""
 
 ENGINE_S = 60.0
 """Seconds for a trainer to end before another one starts."""
@@ -100,7 +98,6 @@ _PER_REGISTRATION = 500
 NO_RESULT = "the block of the episode ended without a result"
 
 NAMESPACE = UUID("8e2c4d0e-6f0b-5c53-9d0a-0f5f1f1a7c11")
-"""Namespace of the uuids that clients derive."""
 
 _HEARTBEAT_LOST = frozenset({401, 409, 410})
 

@@ -81,7 +81,6 @@ class RunStatistics:
 
     claimed: int = 0
     ended: int = 0
-    """The result is stored."""
 
     failed: int = 0
     """The rollout raised or returned no usable reward; the reason is recorded."""
@@ -475,7 +474,6 @@ async def stopped_by_signals(
 
 
 def summary_line(statistics: RunStatistics, ended_per_minute: float) -> str:
-    """Return the log line that summarizes a run so far."""
     return (
         f"episodes: claimed={statistics.claimed} ended={statistics.ended} failed={statistics.failed} "
         f"lost={statistics.lost} handed_back={statistics.handed_back} running={statistics.running} "

@@ -72,7 +72,6 @@ class ClientSettings:
             raise ValueError(f"ca_file: cannot read certificates from {self.ca_file}: {error}") from error
 
     def connections(self) -> dict[str, Any]:
-        """Return the arguments of httpx's client."""
         return {
             "base_url": self.server_url,
             "headers": self.headers(),

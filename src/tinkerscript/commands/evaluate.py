@@ -156,7 +156,6 @@ def _print(log: EvalLog, console: Console) -> None:
 
 
 MODELS_TIMEOUT_S = 30.0
-"""Seconds for the endpoint to list its models."""
 
 
 @dataclass(frozen=True, kw_only=True)

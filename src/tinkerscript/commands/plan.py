@@ -33,7 +33,6 @@ TEMPLATE_TOKENS = 64
 """The approximate length that a chat template adds."""
 
 MEASURED_SAMPLES = 200
-"""The number of samples with measured prompts."""
 
 
 def print_plan(path: Path | None, overrides: list[str], console: Console) -> None:
@@ -44,8 +43,6 @@ def print_plan(path: Path | None, overrides: list[str], console: Console) -> Non
 
 
 def plan(config: RunConfig) -> list[str]:
-    """Return the plan as lines for the terminal."""
-
     @cache
     def samples() -> TaskSamples:
         from tinkerscript.train.samples import TaskSamples

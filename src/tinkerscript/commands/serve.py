@@ -47,7 +47,6 @@ from tinkerscript.processes.supervisor import Supervisor
 from tinkerscript.train.identity import check_unused, check_whole, identify
 
 READY_POLL_S = 0.2
-"""Seconds between checks whether the model is loaded."""
 
 
 @dataclass(frozen=True, slots=True)

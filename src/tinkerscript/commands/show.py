@@ -34,7 +34,6 @@ HEALTH_STYLES = {"good": "", "warn": "yellow", "bad": "red"}
 STATE_STYLES = {"running": "green", "finished": "", "stopped": "yellow", "failed": "red"}
 
 PIPE_COLUMNS = 120
-"""The minimum width of tables without a terminal."""
 
 RULE = 60
 EPISODES_NAMED = 5

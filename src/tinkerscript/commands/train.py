@@ -374,7 +374,6 @@ NAMED = 4
 
 
 CLIENT_ID = re.compile(r"[0-9a-f]{32}")
-"""Match a name that a client has generated."""
 
 LOCAL_WORKER = re.compile(r"worker-[0-9a-f]{8}-(\d+)-\d+")
 """Match the name of a trainer's worker: its number and the count of earlier starts."""

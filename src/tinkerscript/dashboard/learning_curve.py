@@ -9,8 +9,6 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Two metrics of `metrics.jsonl` to draw, with their labels."""
-
     training: str
     training_label: str
     held_out: str

@@ -12,8 +12,6 @@ from typing import Protocol
 
 
 class Phase(Protocol):
-    """A batch of episodes in progress."""
-
     def advance(self, episodes: int) -> None: ...
 
 

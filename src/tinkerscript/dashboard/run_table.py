@@ -30,7 +30,6 @@ LABEL = 10
 
 Metrics = Mapping[str, float]
 Part = tuple[str, str]
-"""A text and its style."""
 
 
 def short_time(seconds: float) -> str:
@@ -58,10 +57,8 @@ class WorkersNow:
     """The number of claimed episodes of the busiest clients."""
 
     clients: int
-    """The number of clients that hold claims."""
 
     claimed: int
-    """The number of claimed episodes."""
 
     waiting: int
     """The number of episodes without a claim."""

@@ -126,8 +126,6 @@ SHOWN_METRICS: dict[str, Callable[[float], str]] = {
 
 
 class LineReporter(ProgressReporter):
-    """Prints lines to a console that is not a terminal."""
-
     def __init__(self, console: Console, *, report_after_s: float = REPORT_WAIT_AFTER_S) -> None:
         """`report_after_s` is the number of seconds before a wait is reported."""
         self._console = console
@@ -204,7 +202,6 @@ def evaluation_line(label: str, score: float, episodes: int, failed: int) -> str
 
 
 ASCII = str.maketrans("━─±→…▁▂▃▄▅▆▇█", "=-~>~..:-=+*#")
-"""Replacements for terminals without Unicode."""
 
 
 class TableReporter(ProgressReporter, Phase):

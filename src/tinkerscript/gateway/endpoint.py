@@ -47,7 +47,6 @@ class Gateway:
     """Routes under `/v1`, for the server's application."""
 
     routes: dict[str, Responder]
-    """Responders of POST routes by path."""
 
     def __init__(
         self,

@@ -43,7 +43,6 @@ class RequestFingerprint(msgspec.Struct, frozen=True):
 
     is_retry: bool
     digest: str
-    """Hex digest of route and body."""
 
 
 @dataclass(slots=True, eq=False)

@@ -112,8 +112,6 @@ class _DeferringTokenizer:
 
 
 class ParseOptions(msgspec.Struct, frozen=True):
-    """How to turn sampled ids into a message."""
-
     tool_calls: bool
     """If false, the markup of tool calls stays in the content."""
 
@@ -160,7 +158,6 @@ class ChatRenderer:
         self.stop_token_ids: list[int] = (
             list(self._renderer.get_stop_token_ids()) if self._renderer else self._by_template.stop_ids
         )
-        """Ids that end an assistant turn."""
 
     @property
     def uses_template(self) -> bool:

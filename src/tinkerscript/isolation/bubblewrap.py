@@ -187,7 +187,6 @@ def _kill_all(group: Path) -> None:
 
 USER_ID = 1000
 WORK = "/work"
-"""The folder in which commands run."""
 
 HOME = "/home/agent"
 

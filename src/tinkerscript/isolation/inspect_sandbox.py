@@ -42,8 +42,6 @@ _USERS = (None, "agent", "1000")
 
 
 class BubblewrapSettings(ResourceLimits):
-    """A sample's sandbox settings."""
-
     environment: dict[str, str] = Field(default_factory=dict)
     """Variables of every command, unless it overrides them."""
 

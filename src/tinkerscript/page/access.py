@@ -76,7 +76,6 @@ class PageSessions:
         return self._token is None or hmac.compare_digest(token.encode(), self._token.encode())
 
     def cookie(self) -> str:
-        """Return a new session's cookie."""
         expires = f"{int(self._clock()) + SESSION_S}.{secrets.token_urlsafe(8)}"
         return f"{expires}.{self._mac(expires)}"
 

@@ -50,5 +50,4 @@ def read_annotation(folder: Path) -> Annotation:
 
 
 def write_annotation(folder: Path, annotation: Annotation) -> None:
-    """Write an annotation. Raises OSError."""
     write_json(folder / ANNOTATION_FILE, annotation.model_dump())

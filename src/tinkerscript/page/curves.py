@@ -62,7 +62,6 @@ def metrics(ledger: LedgerReader) -> list[Metric]:
 
 
 def metric_names(ledger: LedgerReader, prefix: str = "") -> list[str]:
-    """Return the names of a run's metrics, in order."""
     # Each metric has a row per step, so the index lets the query skip from one name to the next.
     following = "SELECT min(name) FROM metrics WHERE name > ? AND name < ?"
     names: list[str] = []
@@ -85,7 +84,6 @@ def curve(ledger: LedgerReader, name: str, *, points: int = 400) -> MetricCurve 
 
 
 def curves(ledger: LedgerReader, names: Iterable[str], *, points: int = 400) -> Curves:
-    """Return the curves of those `names` that the run has."""
     found = {name: curve(ledger, name, points=points) for name in names}
     return Curves(curves={name: each for name, each in found.items() if each is not None})
 

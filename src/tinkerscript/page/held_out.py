@@ -187,7 +187,6 @@ def _part_text(part: Any) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Return text unchanged, and anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -200,7 +200,6 @@ SHOWN: dict[str, str] = {
     "trained": "t.outcome = 'trained'",
     "untrained": "e.state = 'ended' AND t.outcome <> 'trained'",
 }
-"""The SQL condition of each `Show`."""
 
 
 def newest(
@@ -251,8 +250,6 @@ def scanned(
 
 
 class StoredResult(msgspec.Struct):
-    """The parts of a `protocol.WorkflowOutput` that are shown."""
-
     role_rewards: dict[str, float] = {}
     metadata: dict[str, Any] = {}
     log_metrics: dict[str, float] = {}
@@ -333,7 +330,6 @@ class Query:
     words: list[str]
 
     conditions: list[tuple[str, str, str]]
-    """Name, operator and value of each condition."""
 
 
 def parse(text: str) -> Query:

@@ -32,7 +32,6 @@ from tinkerscript.page.overview import state
 from tinkerscript.page.search_index import SearchIndex
 
 FRESH_S = 1.0
-"""Seconds for which a server's reply is reused."""
 
 SERVER_TIMEOUT_S = 15.0
 """A long timeout, because the page has low priority and may notice a reply late."""
@@ -54,7 +53,6 @@ class Runs:
         self._lock = threading.Lock()
 
     def folders(self) -> dict[str, Path]:
-        """Return the folders of the present runs by name."""
         with self._lock:
             now = time.monotonic()
             if now - self._looked >= LOOK_AGAIN_S:
@@ -78,7 +76,6 @@ class Runs:
             return self._ledgers[name]
 
     def readable(self) -> dict[str, LedgerReader]:
-        """Return the ledgers of this version by name."""
         found: dict[str, LedgerReader] = {}
         for name in self.folders():
             with suppress(ConfigError):
@@ -134,8 +131,6 @@ class Runs:
 
 
 class RunServer:
-    """The server of one run, which may stop and start."""
-
     def __init__(self, folder: Path, admin_token: str | None) -> None:
         self._folder = folder
         self._headers = {"authorization": f"Bearer {admin_token or 'none'}"}
@@ -154,11 +149,9 @@ class RunServer:
             return found
 
     async def openapi(self) -> dict[str, Any]:
-        """Return the API's OpenAPI description. Raises NotRecordedError."""
         return await self._ask("GET", "/openapi.json")
 
     async def failed_episodes(self, action: str, uuids: list[str]) -> dict[str, Any]:
-        """Retry or drop failed episodes. Raises NotRecordedError."""
         return await self._ask("POST", f"/failed_episodes/{action}", {"episode_uuids": uuids})
 
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -29,13 +29,10 @@ from tinkerscript.rollouts.call import Call
 SEARCH_FILE = "search.sqlite"
 
 INDEX_S = 0.25
-"""Seconds of indexing per call of `extend`."""
 
 CHUNK = 200
-"""Episodes per transaction."""
 
 MAX_INDEXED_CHARS = 65_536
-"""The maximum length of an episode's indexed text."""
 
 BAD_CALLS = NotRecordedError, ValueError, RecursionError
 """Errors of a call that no gateway wrote. The episode's view shows them; lists and searches skip them."""
@@ -88,7 +85,6 @@ class SearchIndex:
 
     @classmethod
     def forget(cls, folder: Path) -> None:
-        """Drop the index of a deleted run."""
         with cls._lock:
             cls._known.pop(folder, None)
 

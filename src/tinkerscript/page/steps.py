@@ -73,7 +73,6 @@ SELECT step, time, policy_version, reward, accepted, failed, trained, max_lag, s
 
 
 def step_page(ledger: LedgerReader, *, before: int | None = None, limit: int = 50) -> StepPage:
-    """Return the newest steps below `before`."""
     query = f"{_LINE} AND step < ? ORDER BY step DESC LIMIT ?"
     rows = ledger.rows(query, (before if before is not None else 2**62, min(limit, 200)))
     found = [StepLine.model_validate(dict(row)) for row in rows]

@@ -19,7 +19,6 @@ from tinkerscript.rollouts.rollout import Rollout
 from tinkerscript.tokenizer import LightTokenizer
 
 SHOWN_TOKENS = 8192
-"""The maximum number of tokens in a reply."""
 
 Numbers = list[float | None]
 

@@ -63,7 +63,6 @@ Limit = Annotated[int, Query(ge=1, le=200, description="Maximum number of items 
 
 
 PAGE_BODY_BYTES = 2**20
-"""The maximum size of a request."""
 
 
 class Token(BaseModel):

@@ -29,7 +29,6 @@ from tinkerscript.trainer_link.keys import TrainerKeys, load_trainer_keys
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 SERVER_START_S = 60.0
-"""Seconds within which the server must listen."""
 
 FORMER_SERVER_S = 20.0
 """Seconds within which the server of a dead trainer must end."""
@@ -51,8 +50,6 @@ LOCAL_WORKERS = "local_workers"
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """The addresses in the `server.json` of a running server."""
-
     url: str
     link_address: str
     link_keys: Path | None
@@ -222,7 +219,6 @@ class Workers:
         return len(self._running)
 
     async def start(self) -> None:
-        """Start the workers that do not wait for demand."""
         for number, process in enumerate(self._planned):
             if not process.on_demand:
                 await self._start(number)

@@ -47,7 +47,6 @@ class Started(ABC):
     """A process that was started by a launcher."""
 
     host: str
-    """The value of `Slot.HOST`."""
 
     port: int
     """The value of `Slot.PORT`, which was free when the process started."""
@@ -67,19 +66,15 @@ class Started(ABC):
         """Close the standard input of the process, upon which it stops."""
 
     @abstractmethod
-    def kill(self) -> None:
-        """Kill the process and its descendants."""
+    def kill(self) -> None: ...
 
     def describe_end(self) -> str:
-        """Describe the end of the process for a message."""
         assert self.returncode is not None
         return describe_exit(self.returncode)
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """The resources that a process needs."""
-
     cpus: float = 1.0
     gpus: int = 0
 
@@ -135,7 +130,6 @@ class Launcher(ABC):
     """The address of this machine for the started processes."""
 
     shares_files = True
-    """Whether the started processes see this machine's files."""
 
     @abstractmethod
     async def start(self, child: Child) -> Started:
@@ -200,7 +194,6 @@ class LocalLauncher(Launcher):
 
 
 def free_port() -> int:
-    """Return a port that is unused now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

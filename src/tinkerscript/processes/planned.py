@@ -30,7 +30,6 @@ REPLICA_MODEL = "base"
 """A replica's name for the model without an adapter."""
 
 KEY = "VLLM_API_KEY"
-"""The environment variable with vLLM's API key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +141,6 @@ def server_process(
     serve_model: bool = False,
     log_format: LogFormat = "text",
 ) -> PlannedProcess:
-    """Return the interchange server of a run folder."""
     options = ["--run-dir", str(folder), *(["--serve-model"] if serve_model else [])]
     return PlannedProcess(
         SERVER_PROCESS,

@@ -43,7 +43,6 @@ _FACT = re.compile(r"(class_name|actor_id|pid|name|namespace|ip): ")
 """Match the facts that Ray reports about every dead actor."""
 
 KILL_S = 2.0
-"""Seconds for an actor to kill its process."""
 
 READ_BYTES = 65536
 OBJECT_STORE_BYTES = 100 * 2**20
@@ -61,8 +60,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # n
 
 
 class HostedProcess:
-    """An actor that owns one child process on its machine."""
-
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
 
@@ -106,7 +103,6 @@ class HostedProcess:
         return b"", await self._process.wait()
 
     async def ask_to_stop(self) -> None:
-        """Close the child's standard input."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 
@@ -117,15 +113,12 @@ class HostedProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the child and its descendants."""
         assert self._process is not None
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class Agent:
-    """Follows the orders of one trainer."""
-
     def __init__(self, answers: int) -> None:
         """`answers` is the file descriptor for answers."""
         self._answers = answers
@@ -144,7 +137,6 @@ class Agent:
         os.write(self._answers, json.dumps(message).encode() + b"\n")
 
     async def run(self, orders: asyncio.StreamReader) -> None:
-        """Follow orders until standard input ends."""
         settings = json.loads(await orders.readline() or b"null")
         if settings is None:
             return

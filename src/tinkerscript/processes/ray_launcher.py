@@ -31,7 +31,6 @@ from tinkerscript.processes.launcher import Child, Launcher, LocalLauncher, Slot
 from tinkerscript.processes.planned import PlannedProcess
 
 ACTOR_STOP_S = 4.0
-"""Seconds for the agent to leave the cluster."""
 
 ROOM_S = 600.0
 """Seconds to wait for the resources that the run needs from its start."""
@@ -108,8 +107,6 @@ class RayProcess(Started):
 
 
 class RayLauncher(Launcher):
-    """The trainer's side of the agent."""
-
     shares_files = False
 
     def __init__(self, process: Process, log: Path, note: Callable[[str], None]) -> None:

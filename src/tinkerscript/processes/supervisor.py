@@ -62,22 +62,18 @@ class Supervisor:
 
     @property
     def restarts(self) -> int:
-        """The number of restarts of all children."""
         return sum(child.restarts for child in self._children)
 
     async def start(self, child: Child) -> None:
-        """Start `child` and restart it when it dies."""
         self._children.append(child)
         await self._spawn(child)
         self._tasks.append(asyncio.create_task(self._keep(child), name=f"keep {child.name}"))
 
     def kill(self, child: Child) -> None:
-        """Kill a hanging child, which restarts it."""
         if child.process is not None and child.process.returncode is None:
             child.process.kill()
 
     async def retire(self, child: Child) -> None:
-        """Stop a child that is no longer needed."""
         child.retired = True
         await self._stop(child)
 
@@ -164,8 +160,6 @@ class ChildFailedError(WorkerError):
 
 
 class CanFail(Protocol):
-    """Something that work depends on."""
-
     async def failed(self) -> None:
         """Wait forever, or raise when it fails."""
         ...

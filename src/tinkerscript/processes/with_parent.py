@@ -15,7 +15,6 @@ import sys
 import threading
 
 PROGRAM_GRACE_S = 2.0
-"""Seconds between SIGTERM and SIGKILL."""
 
 
 def main(argv: list[str]) -> int:

@@ -23,7 +23,6 @@ from tinkerscript.errors import WireError
 from tinkerscript.files import write_atomically
 
 FORGET_AFTER = timedelta(days=30)
-"""The time that a session stays on disk."""
 
 NOTE = "tinker_checkpoint.json"
 """The file that describes a checkpoint in its folder."""
@@ -284,7 +283,6 @@ class Checkpoints:
         _write(self.folder(checkpoint) / NOTE, asdict(checkpoint))
 
     def as_reply(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Return a checkpoint as Tinker's `Checkpoint`."""
         files = self.folder(checkpoint).iterdir()
         return {
             "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",

@@ -286,7 +286,6 @@ class WireState:
         self._weights.pop(path, None)
 
     def end(self, session: ClientSession, how: str) -> None:
-        """End a session and free its memory."""
         self.sessions.finish(session, how)
         self.futures.cancel_session(session.session_id)
         for run_id in session.runs:
@@ -295,7 +294,6 @@ class WireState:
             self._weights.pop(sampler_id, None)
 
     def housekeeping(self) -> None:
-        """End sessions without heartbeats and delete expired checkpoints."""
         for session in self.sessions.silent():
             self.end(session, "no heartbeat")
         self.checkpoints.delete_expired()

@@ -56,7 +56,6 @@ LIMITS = ConnectionLimits(body_s=600.0)
 
 
 ENGINE_GRACE_S = 2
-"""Seconds for open requests to finish at shutdown."""
 
 
 M = TypeVar("M", bound=BaseModel)
@@ -234,7 +233,6 @@ class WireOptions:
     folder: Path
 
     state_dir: Path
-    """The folder of sessions and checkpoints."""
 
     name: str
     """The model's name for clients."""

@@ -29,7 +29,6 @@ MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 2**20
 """The maximum size of a message. The remainder of a frame is for the list around it."""
 
 FULL_FRAME_BYTES = 4 * 2**20
-"""The size at which a frame is closed."""
 
 MAX_QUEUED = 100_000
 """The maximum number of queued messages. Beyond it the oldest are dropped, which is safe because important
@@ -161,7 +160,6 @@ class Outbox:
         self.put(message)
 
     def clear(self) -> None:
-        """Drop the messages for a lost peer."""
         self._messages.clear()
 
     async def take(self) -> list[Tagged]:

@@ -167,7 +167,6 @@ class FailedHandshakes:
         self._unlogged: dict[str, int] = {}
 
     async def run(self) -> None:
-        """Count and log until cancelled."""
         while True:
             message = parse_monitor_message(await self._monitor.recv_multipart())
             reason = _FAILED.get(int(message["event"]))
@@ -204,7 +203,6 @@ class LinkGuard:
         self._socket.bind(_ZAP_ADDRESS)
 
     async def run(self) -> None:
-        """Answer requests until cancelled."""
         while True:
             frames = await self._socket.recv_multipart()
             split = frames.index(b"") + 1

@@ -54,7 +54,6 @@ class Hello(Tagged, frozen=True):
     """The policy versions that the lag rule lets train in the current batch, or None without such a rule."""
 
     client_samples: bool = True
-    """Whether samples from clients may train."""
 
     batch: BatchProgress | None = None
     """The batch that is being filled, or None."""
@@ -77,8 +76,6 @@ class Hello(Tagged, frozen=True):
 
 
 class NewEpisode(Tagged, frozen=True):
-    """An episode to register."""
-
     episode_uuid: str
     episode_type: EpisodeType
     group_id: str
@@ -103,7 +100,6 @@ class NewEpisode(Tagged, frozen=True):
 
     @property
     def uuids(self) -> list[str]:
-        """The uuids of the episode and its copies."""
         return uuids_of_copies(self.episode_uuid, self.copies)
 
 
@@ -199,8 +195,6 @@ class Metrics(Tagged, frozen=True):
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """The work for workers."""
-
     waiting: int = 0
     """The number of the trainer's episodes that are not claimed."""
 
@@ -209,8 +203,6 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(Tagged, frozen=True):
-    """Answers a `Hello`."""
-
     link_version: int
     server_id: str
     """An id that is unique to the server process."""
@@ -238,8 +230,6 @@ class Stop(Tagged, frozen=True):
 
 
 class NotRegistered(Tagged, frozen=True):
-    """Rejects an episode finally."""
-
     episode_uuid: str
     reason: str
 
@@ -268,8 +258,6 @@ class Resumed(Tagged, frozen=True):
 
 
 class RequestFailed(Tagged, frozen=True):
-    """Answers a `Request` that failed."""
-
     request_id: int
     reason: str
     is_config: bool = False
@@ -310,7 +298,6 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
     """The calls of every role in the order of their recording."""
 
     role_rewards: dict[str, float] = {}
-    """Rewards that replace `reward`, by role."""
 
     metadata: dict[str, object] = {}
     log_metrics: dict[str, float] = {}
@@ -318,7 +305,6 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
     """Whether the attempt solved its sample, or None if unknown."""
 
     retries: list[dict[str, object]] = []
-    """The `protocol.Failure` of each earlier attempt."""
 
     @property
     def calls(self) -> list[Call]:
@@ -344,11 +330,9 @@ class EpisodeFailed(_Ended, frozen=True, kw_only=True, omit_defaults=True):
     """An episode that used all its attempts or was cancelled."""
 
     failures: list[dict[str, object]]
-    """The `protocol.Failure` of each attempt."""
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the trainer cancelled the episode."""
         return bool(self.failures) and self.failures[-1].get("kind") == "cancelled"
 
 

@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 
 class SampleLink(Protocol):
-    """The connection of a `LinkSampler` to the sampling process."""
-
     connected: bool
 
     def send(self, message: Tagged) -> None: ...
@@ -187,12 +185,10 @@ class SampleService:
             task.cancel()
 
     def cancel_all(self) -> None:
-        """Cancel every request, because its server is gone."""
         for request_id in list(self._tasks):
             self.cancel(request_id)
 
     async def close(self) -> None:
-        """Cancel all requests and wait for their tasks."""
         self.cancel_all()
         await asyncio.gather(*self._cancelled, return_exceptions=True)
 

@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerEvent(Enum):
-    """A change of the trainer's connection."""
-
     CONNECTED = auto()
     """A trainer connected, for the first time or again. It may have missed earlier messages."""
 

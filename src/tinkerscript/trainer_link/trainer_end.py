@@ -91,7 +91,6 @@ FETCHED_AT_ONCE = 16
 @dataclass(slots=True, eq=False)
 class _Registration:
     missing: dict[str, NewEpisode]
-    """The episodes that the server has not confirmed."""
 
     confirmed: asyncio.Future[None]
 
@@ -352,7 +351,6 @@ class TrainerLink:
         self._say_hello()
 
     def send_metrics(self, text: bytes) -> None:
-        """Send the trainer's metrics in Prometheus' text format."""
         self._outbox.put_latest(Metrics(text=text))
 
     def set_batch(self, batch: BatchProgress | None, *, at_once: bool) -> None:

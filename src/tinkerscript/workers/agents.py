@@ -131,10 +131,8 @@ def _tests_of(sample: Sample) -> list[str]:
 class AgentRun:
     answer: str
     output: str
-    """The last `MAX_OUTPUT_BYTES` of standard output."""
 
     complaints: str
-    """Standard error."""
 
     exit_code: int | None
     """The exit code, or None after the time limit."""
@@ -239,7 +237,6 @@ class AgentJob:
 @dataclass(frozen=True)
 class CodingAgent:
     program: str
-    """The program's name on the PATH."""
 
     arguments: Callable[[AgentJob], list[str]]
     """The command line after the program's name."""
@@ -371,14 +368,11 @@ def agent_named(name: str) -> CodingAgent:
 
 @dataclass(frozen=True)
 class Installation:
-    """The location of a program on this machine."""
-
     program: Path
     folders: tuple[Path, ...]
     """The folders that the program needs: its own and its interpreter's."""
 
     path: str
-    """The PATH for the program."""
 
 
 def installation_of(agent: CodingAgent) -> Installation:

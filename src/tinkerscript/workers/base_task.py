@@ -351,7 +351,6 @@ def load_module(path: Path) -> ModuleType:
 
 
 def how_to_install(module: str | None) -> str:
-    """Return the command that installs a missing module."""
     package = (module or "").partition(".")[0]
     if package in ("inspect_ai", "aiohttp", "anyio"):
         return "pip install 'tinkerscript[inspect]'"

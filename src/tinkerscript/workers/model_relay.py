@@ -57,7 +57,6 @@ class RelayedEpisode:
         self._sessions.add(session)
 
     def forget(self) -> None:
-        """Refuse further requests of the episode."""
         for session in self._sessions:
             self._routes.pop(session, None)
 
@@ -131,7 +130,6 @@ class AgentRelay:
         """The number of refused requests by `STATUS METHOD PATH`."""
 
         self.last_refusal = ""
-        """The message of the gateway's last refusal."""
 
         self.refused = False
         """Whether the gateway does not support the last model call."""

@@ -285,7 +285,6 @@ class MessageIndex:
         return MessagePath(messages, keys, tools_key, _history_length(messages), states)
 
     def find(self, path: MessagePath) -> Node | None:
-        """Return the call that a request continues."""
         last: Node | None = None
         for node in self._ending_at(path.history_state):
             if node.tools_key == path.tools_key and self._agrees(node, path.messages):
@@ -382,7 +381,6 @@ class PromptIndex:
         self._unindexed.append(node)
 
     def find(self, prompt: bytes) -> Node | None:
-        """Return the call that `prompt` (int32) continues."""
         self._index()
         for length in sorted(self._by_end, reverse=True):
             if length > len(prompt):

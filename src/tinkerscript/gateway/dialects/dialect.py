@@ -63,7 +63,6 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     """Whether tool calls are parsed or stay text."""
 
     template_kwargs: dict[str, Any] = {}
-    """Arguments for the chat template."""
 
     prompts: list[bytes] = []
     """Prompts as ids (int32) instead of messages. Each gets `n` plain-text completions."""
@@ -110,7 +109,6 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that agent mode dropped (`AGENT_FIELDS`)."""
 
     side: bool = False
-    """Whether an agent requested `SIDE_MODEL`."""
 
 
 class Choice(SampledTokens, frozen=True, kw_only=True):
@@ -137,8 +135,6 @@ class Choice(SampledTokens, frozen=True, kw_only=True):
 
 
 class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a reply that is known before sampling."""
-
     call_id: str
     """The id of the first choice's call."""
 

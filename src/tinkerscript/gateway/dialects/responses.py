@@ -157,7 +157,6 @@ class ResponseEvents(EventStream):
         self._text: list[str] = []
 
         self._logprobs: list[dict[str, Any]] = []
-        """The entries of ids with unsent text."""
 
     def start(self) -> bytes:
         return self._opening

@@ -44,7 +44,6 @@ SHOWN_CHARS = 80
 
 
 def sampling_arguments(request: Any) -> dict[str, Any]:
-    """Return the fields of all formats as arguments of `ModelCall`."""
     return {
         "model": request.model,
         "temperature": request.temperature,

@@ -133,7 +133,6 @@ class Upstream:
             raise GatewayError(503, "engine_unavailable", message) from None
 
     async def check(self, response: httpx.Response) -> None:
-        """Raise GatewayError unless the request succeeded."""
         if not response.is_success:
             self.refuse(response.status_code, await response.aread())
 

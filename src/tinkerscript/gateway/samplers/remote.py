@@ -31,7 +31,6 @@ from tinkerscript.sampler import (
 )
 
 PROGRESS_POLL_S = 0.25
-"""Seconds between checks of a starting server."""
 
 PROBE_TIMEOUT_S = 60.0
 """The timeout of a probe request in seconds. The first requests may compile kernels."""
@@ -98,7 +97,6 @@ class RemoteSampler(Sampler):
         )
 
     def cut(self) -> None:
-        """Cut all samples, current and future."""
         self._is_cut.set()
 
     def _ends(self, request: SampleRequest) -> Callable[[Sequence[int]], bool] | None:

@@ -92,7 +92,6 @@ class ServerDescription(msgspec.Struct, frozen=True, kw_only=True):
     """The maximum length of prompt and reply together, in tokens."""
 
     adapters: list[str] = []
-    """The adapters among `models`."""
 
     version: str = "unknown"
 
@@ -239,7 +238,6 @@ class VllmServer:
         raise GatewayError(503, "engine_unavailable", message)
 
     async def weight_version(self) -> str | None:
-        """Return the server's current name for its weights, or None."""
         body = await self._upstream.get("/weight_info")
         return decode(body, _WeightInfo).weight_version if body else None
 

@@ -115,7 +115,6 @@ class VerifiersEnvironment(Task):
     @classmethod
     @asynccontextmanager
     async def resources(cls, tasks: Sequence[Any]) -> AsyncGenerator[None]:
-        """Start one relay, and the servers of each environment."""
         async with AsyncExitStack() as stack:
             relay = await stack.enter_async_context(ModelRelay())
             stack.push_async_callback(_PROGRAM.aclose)
