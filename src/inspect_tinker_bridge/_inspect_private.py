@@ -44,8 +44,8 @@ from inspect_ai.util._sandbox.registry import (
     registry_has_sandboxenv,
 )
 
+# Inspect's first eval changes the levels or handlers of these loggers.
 _LOGGERS = ("", "httpx", "httpx2")
-"""Loggers with a level or handlers that Inspect's first eval changes."""
 
 
 def task_names_in_file(path: Path) -> list[str]:

@@ -18,15 +18,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _LABEL = "com.docker.compose.project"
+# Networks and volumes can only go when no container uses them, so they come last.
 _KINDS = {
     "container": (["ps", "--all"], "ID", ["rm", "--force", "--volumes"]),
     "network": (["network", "ls"], "ID", ["network", "rm"]),
     "volume": (["volume", "ls"], "Name", ["volume", "rm", "--force"]),
 }
-"""The commands to list and remove each kind. Networks and volumes can go when no container uses them."""
 
+# An engine may not answer, or be unable to remove something yet.
 _PATIENCE_S = 60.0
-"""Seconds to wait for an engine that does not answer or cannot remove something yet."""
 
 _sweeper: subprocess.Popen[bytes] | None = None
 
@@ -49,7 +49,7 @@ def remove_at_the_end(project: str) -> None:
 
 
 def _sweep(projects: set[str]) -> None:
-    """Remove until nothing is left and no running command could create more."""
+    # A running command could create more.
     until = time.monotonic() + _PATIENCE_S
     while time.monotonic() < until:
         ended = _end_commands(projects)
@@ -63,7 +63,7 @@ def _sweep(projects: set[str]) -> None:
 
 
 def _end_commands(projects: set[str]) -> bool:
-    """Kill commands of the projects that outlived their caller, such as `docker compose up`."""
+    # Commands such as `docker compose up` may outlive their caller.
     ended = False
     for pid, words in _commands():
         if "--project-name" in words and not projects.isdisjoint(words):

@@ -74,6 +74,7 @@ MessageDict: TypeAlias = dict[str, Any]
 
 Json: TypeAlias = dict[str, Any]
 
+# OpenAI's names of GenerateConfig fields in requests. The server refuses what it does not support.
 _SENT = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -89,8 +90,8 @@ _SENT = {
     "top_logprobs": "top_logprobs",
     "parallel_tool_calls": "parallel_tool_calls",
 }
-"""The OpenAI names of GenerateConfig fields in requests. The server refuses what it does not support."""
 
+# Inspect applies these fields or configures its connections with them.
 _INSPECTS_OWN = {
     "max_retries",
     "timeout",
@@ -103,10 +104,10 @@ _INSPECTS_OWN = {
     "internal_tools",
     "extra_headers",
 }
-"""GenerateConfig fields that Inspect applies or that configure its connections."""
 
 _INSPECTS_OWN_AT_HAND = {"cache", "cache_prompt", "batch", "fail_on_refusal", "reasoning_history"}
 
+# These fields tune sampling. In a Tinker environment the trainer decides them.
 _TUNING = {
     "temperature",
     "top_p",
@@ -123,18 +124,17 @@ _TUNING = {
     "reasoning_tokens",
     "reasoning_summary",
 }
-"""GenerateConfig fields that tune sampling. In a Tinker environment the trainer decides them."""
 
 LEFT_OUT = _TUNING - _SENT.keys()
 """Fields that tune other providers' models, and that no request carries."""
 
 _LEFT_OUT = LEFT_OUT | _INSPECTS_OWN_AT_HAND
 
+# pydantic, which writes logs, allows a nesting of about 250.
 _MAX_DEPTH = 100
-"""The maximum nesting of a tool call's arguments. pydantic, which writes logs, allows about 250."""
 
+# About 1,000 digits. Python writes at most 4,300.
 _MAX_BITS = 3400
-"""The maximum size of an integer in arguments: about 1,000 digits. Python writes at most 4,300."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -202,7 +202,7 @@ def _showable(value: Any) -> Any:
 
 
 def _settled(value: Any) -> Any:
-    """Return something with the same `repr` in every process."""
+    # The `repr` must be the same in every process.
     if value is None or isinstance(value, bool | int | bytes):
         return value
     if isinstance(value, float):
@@ -260,8 +260,8 @@ class ChatConverter:
     """
 
     def __init__(self) -> None:
+        # The arguments of each tool call, as sent and as parsed.
         self._arguments: dict[str, tuple[str, dict[str, Any]]] = {}
-        """The arguments of each tool call, as sent and as parsed."""
 
     def request(
         self,

@@ -68,6 +68,7 @@ EnvType = Literal["single_turn", "multi_turn", "task"]
 """`single_turn` is one action and its score, `multi_turn` an agent with bash, python and submit, `task`
 the task's solver. The last two end after `max_turns` actions."""
 
+# Other limits keep Inspect's names.
 _STOPS = {
     "message": StopReason.MAX_TURNS,
     "turn": StopReason.MAX_TURNS,
@@ -77,7 +78,6 @@ _STOPS = {
     "time": StopReason.ROLLOUT_TIMEOUT,
     "working": StopReason.ROLLOUT_TIMEOUT,
 }
-"""Tinker's stop reasons of Inspect limits. Other limits keep their names."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class InspectEnv(Env):
         return 1 if self._options.env_type == "single_turn" else self._options.max_turns
 
     def _refuse(self) -> None:
-        """End a solver that called the model once too often, and score it."""
+        # The solver called the model once too often. It is scored.
         limit = self._allowed_turns
         self._pending.finish(LimitExceededError("custom", value=limit + 1, limit=limit, message="max_turns"))
 
@@ -487,8 +487,7 @@ _WARNED: set[tuple[str, ...]] = set()
 
 
 def _stop_condition(renderer: Renderer, config: GenerateConfig) -> StopCondition:
-    """Return the renderer's and the task's stops as text. Ids become text, because Tinker takes only one
-    kind."""
+    # Tinker takes only one kind of stops, so ids become text.
     stops = renderer.get_stop_sequences()
     if not config.stop_seqs:
         return stops

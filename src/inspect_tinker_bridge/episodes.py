@@ -369,6 +369,7 @@ class _UntimedModel(Model):
         return resolved.model_copy(update=dict.fromkeys(_CONNECTION_FIELDS))
 
 
+# A policy has no connection.
 _CONNECTION_FIELDS = (
     "attempt_timeout",
     "stream_idle_timeout",
@@ -378,7 +379,6 @@ _CONNECTION_FIELDS = (
     "adaptive_connections",
     "batch",
 )
-"""GenerateConfig fields about connections, which a policy does not have."""
 
 
 class TuningLeftOut(Model):
@@ -401,7 +401,7 @@ def refusing_model(role: str) -> Model:
 
 
 def _price_policy() -> None:
-    """Set a price for the policy, which Inspect requires for tasks with a `cost_limit`."""
+    # Inspect requires a price for tasks with a `cost_limit`.
     known = get_model_info(MODEL_NAME) or ModelInfo()
     if known.cost is None:
         free = ModelCost(input=0, output=0, input_cache_write=0, input_cache_read=0)
@@ -476,6 +476,6 @@ async def _answer(policy: ChatPolicy, request: GenerateRequest) -> ModelOutput:
 
 
 def _is_cancelling() -> bool:
-    """Return whether the current task, and not only what it awaits, is being cancelled."""
+    # What the task awaits may be cancelled without the task itself.
     task: asyncio.Task[Any] | None = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -128,7 +128,6 @@ def to_renderer_message(renderer: Renderer, message: ChatMessage) -> Message:
 
 
 def _as_text(message: Message) -> Message:
-    """Rewrite a message for a renderer without tools: calls as assistant text, results as user text."""
     calls = [
         f'<tool_call>\n{{"name": {json.dumps(call.function.name)}, "arguments": {call.function.arguments}}}'
         "\n</tool_call>"
@@ -241,7 +240,7 @@ def _end(renderer: Renderer) -> list[int]:
 
 
 def _cut(message: Message, stops: Sequence[str]) -> Message:
-    """Cut the message at the first stop text. Tool calls after it are dropped."""
+    # Tool calls after the stop text are dropped.
     content = message["content"]
     parts = [TextPart(type="text", text=content)] if isinstance(content, str) else content
     kept: list[ContentPart] = []

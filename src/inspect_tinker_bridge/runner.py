@@ -40,8 +40,8 @@ from inspect_tinker_bridge.errors import EpisodeAbandonedError, InvalidTaskError
 from inspect_tinker_bridge.sandbox import SandboxConfig, check_provider
 from inspect_tinker_bridge.tasks import AgentOptions, InspectTaskInfo, with_agent
 
+# Docker's engine may be restarting between two episodes.
 _BACK_WITHIN_S = 60.0
-"""Seconds that Docker's engine may be away between two episodes."""
 
 
 @dataclass(frozen=True)
@@ -211,10 +211,8 @@ class TaskRunner:
                 raise self._error(entry) from self._cause
 
     async def _check_sandbox(self, entry: _TaskEntry, sample: Sample) -> None:
-        """Check the provider first, because a missing one would end the task with all its episodes.
-
-        A Docker engine that was there before may be restarting, so this waits for it.
-        """
+        # A missing provider would end the task with all its episodes. A Docker engine that was there
+        # before may be restarting.
         override = entry.options.sandbox
         own = entry.info.task.sandbox or sample.sandbox
         name = override.sandbox_type if override else own.type if own else None
@@ -288,7 +286,7 @@ class TaskRunner:
         return _episode_task(entry, self._episodes)
 
     def _task_ended(self, log: EvalLog) -> None:
-        """End the episodes of an ended task. The next run starts it again."""
+        # The next run starts the task again.
         number = (log.eval.metadata or {}).get(_ENTRY)
         for entry in self._entries:
             if entry.number == number:
@@ -496,7 +494,7 @@ async def _first_of(task: asyncio.Task[None], *events: asyncio.Event) -> None:
 
 
 async def _end_of(task: asyncio.Task[None]) -> None:
-    """Wait for the task even if the caller is cancelled, and re-raise that afterwards."""
+    # The task must end even if the caller is cancelled.
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:

@@ -247,7 +247,7 @@ async def _stop(instance: SandboxInstance) -> None:
 
 
 async def _inside(instance: SandboxInstance, work: Coroutine[Any, Any, _T]) -> _T:
-    """Run in the instance's context, because providers keep their state in context variables."""
+    # Providers keep their state in context variables.
     return await asyncio.get_running_loop().create_task(work, context=instance.context)
 
 

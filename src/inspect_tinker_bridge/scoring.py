@@ -162,7 +162,7 @@ def report_of(
 
 
 def _writable(text: str) -> str:
-    """Replace text that UTF-8 cannot encode, such as `"\ud800"` from a model's JSON."""
+    # A model may write `"\ud800"` in JSON, which UTF-8 cannot encode.
     return text.encode(errors="replace").decode()
 
 
@@ -214,7 +214,7 @@ def to_number(value: object) -> float | None:
 
 
 def _shown(value: object) -> str:
-    """Shorten a value for an error. `repr` refuses integers of thousands of digits."""
+    # `repr` refuses integers of thousands of digits.
     try:
         return repr(value)[:200]
     except ValueError:
@@ -222,7 +222,7 @@ def _shown(value: object) -> str:
 
 
 def _place(traceback: str) -> str:
-    """Return file and line of the error, preferably outside of installed packages."""
+    # A place outside of installed packages is preferred.
     frames = _FRAME.findall(traceback)
     own = [frame for frame in frames if not any(each in frame[0] for each in _INSTALLED)]
     return " ({}, line {})".format(*(own or frames)[-1]) if frames else ""
@@ -295,7 +295,7 @@ def _number(outcome: EpisodeOutcome, key: str, value: object, reason: str | None
 
 
 def _is_convertible(value: str) -> bool:
-    """Return whether `value_to_float` understands the text. It turns any other text into 0."""
+    # `value_to_float` turns texts that it does not understand into 0.
     if value in _WORDS or value.lower() in _WORDS:
         return True
     try:

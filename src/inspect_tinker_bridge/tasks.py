@@ -131,7 +131,7 @@ def load_inspect_task(task: TaskLike, **task_args: Any) -> InspectTaskInfo:
 
 
 def _absolute(spec: str) -> str:
-    """Make the path of the spec's file absolute for a process in another folder."""
+    # Another process may run in another folder.
     path, separator, name = spec.rpartition("@")
     if separator and path:
         return f"{Path(path).expanduser().absolute()}@{name}"
@@ -308,11 +308,9 @@ def _tools(state: TaskState, timeout_s: int) -> list[Tool]:
 
 
 def _instruct(state: TaskState, instruction: str | None) -> None:
-    """Add the instruction to the first system message, because chat templates treat a second one differently.
-
-    If the solver generates again it finds the instruction there, so that the prompt extends the
-    previous one.
-    """
+    # The first system message gets the instruction, because chat templates treat a second one
+    # differently. A solver that generates again finds it there, so that the prompt extends the previous
+    # one.
     first = state.messages[0] if state.messages else None
     if not instruction or (isinstance(first, ChatMessageSystem) and first.text.endswith(instruction)):
         return

@@ -44,8 +44,8 @@ MIN_TOKEN_CHARS = 16
 _SECRET_BYTES = 32
 _MAX_TOKEN_BYTES = 4096
 
+# Enough for an episode uuid of 200 characters of four bytes each.
 _MAX_KEY_CHARS = 1200
-"""Enough for an episode uuid of 200 characters of four bytes each."""
 
 _KEYS_REMEMBERED = 16_384
 
@@ -76,7 +76,7 @@ def load_secret(path: Path) -> bytes:
 
 
 def _make_secret(path: Path) -> None:
-    """Link a draft to `path`, so that the file is never half written and the first of two servers wins."""
+    # A link never exists half written, and of two servers the first wins.
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -238,9 +238,9 @@ class ClaimKeys:
     def __init__(self, secret: bytes, roles: Roles) -> None:
         self._secret = secret
         self._roles = roles
+        # Recently used keys, the oldest first. Only valid keys are stored, so that attackers cannot
+        # displace them, and a key's claim never changes.
         self._opened: dict[str, ClaimId] = {}
-        """Recently used keys, the oldest first. Only valid keys are stored, so that attackers cannot
-        displace them, and a key's claim never changes."""
 
     def key(self, episode_uuid: str, attempt: int) -> str:
         key = claim_key(self._secret, episode_uuid, attempt)

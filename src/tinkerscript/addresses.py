@@ -199,7 +199,7 @@ def needs_link_keys(config: InterchangeConfig) -> bool:
 def _bind_tcp(
     link: ServerLink, name: str, port: int, previous: ServerInfo | None, keys: ServerKeys | None
 ) -> str:
-    """Bind the link. Port 0 takes the previous server's port if it is free, otherwise any free port."""
+    # Port 0 takes the previous server's port if it is free, otherwise any free port.
     former = _port_of(previous.link_address) if previous is not None and port == 0 else 0
     if former:
         try:
@@ -210,7 +210,7 @@ def _bind_tcp(
 
 
 def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Parse an IP address, because ZeroMQ does not bind host names. Raises ConfigError."""
+    # ZeroMQ does not bind host names.
     try:
         return ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     except ValueError as error:

@@ -83,8 +83,8 @@ class Caller:
         """Whether events were sent, after which an error must be an event too."""
 
         self._disconnected: asyncio.Future[None] | None = scope.get(LOST)
+        # A task that watches for a disconnect, if the scope has no `LOST`.
         self._watching: asyncio.Task[None] | None = None
-        """A task that watches for a disconnect, if the scope has no `LOST`."""
 
         self._receive = receive
         self._send = send
@@ -309,8 +309,7 @@ def fast_router(routes: Mapping[str, FastRoute], *, tags: list[str]) -> APIRoute
 
 
 class _FastRequest(Request):
-    """Reads its body directly instead of through two generators of the framework."""
-
+    # The framework reads a body through two generators.
     _whole: bytes | None = None
 
     async def body(self) -> bytes:
@@ -390,7 +389,7 @@ def _parser_of(handler: FastHandler) -> Callable[[bytes], BaseModel] | None:
 
 
 def _of_body(error: Any) -> dict[str, Any]:
-    """Prefix the error's location with `body`, as FastAPI does."""
+    # FastAPI's locations begin with `body`.
     return {**error, "loc": ("body", *error["loc"])}
 
 
@@ -544,7 +543,7 @@ def problem_with_site(scope: Scope, *, any_host: bool) -> str:
 
 @lru_cache(maxsize=1024)
 def _is_this_machine(host: bytes) -> bool:
-    """Return whether a Host header has a name that other sites cannot have."""
+    # Other sites cannot have these names.
     try:
         return is_loopback((urlsplit(f"//{host.decode('ascii')}").hostname or "").lower())
     except ValueError:

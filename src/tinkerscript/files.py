@@ -57,8 +57,8 @@ CONFIG_FILE = "config.yaml"
 LEDGER_FILE = "ledger.sqlite"
 """The ledger in a run's folder, unless it is in an external database."""
 
+# The position of the 4-byte `application_id` in an SQLite file.
 _STAMP_AT = 68
-"""The position of the 4-byte `application_id` in an SQLite file."""
 
 
 def stamp(database: sqlite3.Connection, path: Path) -> None:
@@ -125,7 +125,7 @@ def load_yaml(text: str, *, source: str) -> Any:
 
 
 def _expanded_size(node: yaml.Node, sizes: dict[int, int], source: str) -> int:
-    """Return the number of nodes below `node` with aliases expanded, in time linear in the text."""
+    # This takes time linear in the text, however large the expanded result is.
     known = sizes.get(id(node))
     if known is not None:
         if not known:

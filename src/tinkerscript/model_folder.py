@@ -45,14 +45,14 @@ _CONFIG_FILES = ("config.json", "generation_config.json")
 
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 
+# Some models were never converted to safetensors.
 _OLD_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
-"""The weights of models that were never converted to safetensors."""
 
+# The second key is GPT-2's, the third MPT's.
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
-"""The keys of the context length by architecture. The second is GPT-2's, the third MPT's."""
 
+# `owner/name` and an optional revision: a branch, a tag or a commit.
 _HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
-"""Match `owner/name` with an optional revision: a branch, a tag or a commit."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -158,8 +158,8 @@ def model_name(folder: Path) -> str:
     return hub_id_of(folder) or folder.name
 
 
+# The hub is asked once per process for an id, a revision, and whether with weights.
 _snapshots: dict[tuple[str, str | None, bool], Path] = {}
-"""Folders by id, revision and whether they have weights, for which this process has asked the hub."""
 
 
 def _fetched(hub_id: str, revision: str | None, weights: bool, note: Callable[[str], None]) -> Path:
@@ -187,7 +187,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _snapshot(hub_id: str, revision: str | None, more: tuple[str, ...], *, cached: bool = False) -> Path:
-    """Return the folder of a model's files. With `cached`, the hub is not asked."""
+    # With `cached`, the hub is not asked.
     try:
         from huggingface_hub import constants, snapshot_download
         from huggingface_hub.errors import (

@@ -213,8 +213,8 @@ class Uploads:
         self._folder, self._note, self._pause = folder, note, pause
         self._wanted, self._is_last = threading.Event(), False
         self._ended: Future[None] = Future()
+        # The error of the last copy, empty after a complete one.
         self._error = ""
-        """The error of the last copy, empty after a complete one."""
 
     async def __aenter__(self) -> Uploads:
         """Start the copies. Raises ConfigError if the URL is not writable or contains another run."""
@@ -320,11 +320,8 @@ class Uploads:
             # It was deleted in favor of a newer one.
 
     def _is_there(self, path: Path, name: str) -> bool:
-        """Return whether a step's checkpoint is copied.
-
-        The final checkpoint always counts as missing, because the remote one may come from an earlier
-        end of the run.
-        """
+        # A remote final checkpoint may come from an earlier end of the run, so it always counts as
+        # missing.
         there = self.remote.manifest(name) if _STEP.fullmatch(path.name) else {}
         there["files"] = {file: {"bytes": each["bytes"]} for file, each in there.get("files", {}).items()}
         return there == json.loads((path / MANIFEST).read_bytes())
@@ -410,7 +407,7 @@ def resumable_folder(url: str, runs: Path, *, note: Callable[[str], None] = lamb
 
 
 def _fetch_run(remote: RemoteFolder, folder: Path) -> None:
-    """Download a run. The config comes last, because it marks a complete download."""
+    # The config marks a complete download, so it comes last.
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in (*BEGUN[1:], METRICS_FILE):
         with suppress(FileNotFoundError):

@@ -347,7 +347,7 @@ async def run_rollout(rollout: RolloutFunction, held: HeldClaim) -> object:
 
 
 async def _in_thread(rollout: Callable[[Episode], object], episode: Episode) -> object:
-    """Run a plain function on a daemon thread, so that it cannot keep the process alive."""
+    # A daemon thread cannot keep the process alive.
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[tuple[object, BaseException | None]] = loop.create_future()
 

@@ -394,7 +394,7 @@ class Operations:
     def _settle(
         self, episode: Episode, request: HttpRequest, within_s: float | None = None
     ) -> Operation[None]:
-        """Hand in what ends a claim. Raises ClaimLostError, and then also records the loss in the lease."""
+        """Hand in a result or an abort. On ClaimLostError, the lease is marked as lost too."""
         timeout_s = self.settings.timeout_s
         if within_s is not None:
             request, timeout_s = replace(request, timeout_s=min(request.timeout_s, within_s)), within_s

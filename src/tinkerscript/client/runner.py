@@ -69,8 +69,8 @@ FINISHED_GRACE_S = 1.0
 DEFAULT_GIVE_UP_AFTER_S = 600.0
 DEFAULT_SUMMARY_EVERY_S = 10.0
 
+# A short poll lets a stop take effect without abandoning a claim in flight.
 _POLL_S = 1.0
-"""Seconds that a claim may wait, so that a stop is noticed without abandoning a claim in flight."""
 
 _MAX_PER_CLAIM = 256
 
@@ -151,16 +151,16 @@ class Runner:
 
         self._logged_wait = ""
 
+        # A repeated failure is logged without a traceback.
         self._last_failure = ""
-        """The last failure of a rollout. A repeated one is logged without a traceback."""
 
         self.has_failed = False
         """Whether the run that it worked for has failed."""
 
         self._idle = 0
 
+        # Distinguishes this run's counts from those of other runs with the same client.
         self._process = uuid4().hex
-        """Distinguishes this run's counts from those of others with the same client."""
 
         self._counts = dict.fromkeys(RunStatistics.__slots__, 0)
 
@@ -211,10 +211,8 @@ class Runner:
             before, since = now, at
 
     async def _watch_for_the_end(self, client: AsyncTinkerScriptClient) -> None:
-        """Stop when the run is finished, even while all slots work, because the server may exit soon.
-
-        Errors are ignored, because the next claim reports them.
-        """
+        # All slots may be working when the run finishes, and the server may exit soon. Errors are
+        # ignored, because the next claim reports them.
         with suppress(RequestRefusedError, ServerUnreachableError):
             try:
                 if await client.await_run_end(report=self._report):
@@ -277,10 +275,7 @@ class Runner:
                     await self._work(client, held)
 
     async def _next_episode(self, client: AsyncTinkerScriptClient) -> Episode | None:
-        """Return the next episode for this slot, or None when the run claims no more.
-
-        The lock lets one request claim for all idle slots.
-        """
+        # The lock lets one request claim for all idle slots.
         self._idle += 1
         try:
             async with self._claim_lock:
@@ -316,7 +311,7 @@ class Runner:
 
     @contextmanager
     def _interruptible(self) -> Generator[None]:
-        """Mark the current task as waiting for an episode, and so safe to cancel."""
+        # A task that waits for an episode is safe to cancel.
         task = cast("asyncio.Task[Any]", asyncio.current_task())
         self._claiming.add(task)
         try:
@@ -325,7 +320,7 @@ class Runner:
             self._claiming.discard(task)
 
     async def _work(self, client: AsyncTinkerScriptClient, held: HeldClaim) -> None:
-        """Run one claimed episode to its end, even when this task is cancelled."""
+        # The episode is settled even if this task is cancelled.
         episode, output = held.episode, None
         try:
             output = as_output(await run_rollout(self._rollout, held))
@@ -383,7 +378,7 @@ class Runner:
         *,
         reason: str = "the worker was stopped",
     ) -> None:
-        """Hand in the result, or give the episode back, within seconds; otherwise its lease expires."""
+        # A settlement that takes too long is left to the expiry of the lease.
         try:
             async with asyncio.timeout(LAST_REQUEST_S):
                 if output is None:

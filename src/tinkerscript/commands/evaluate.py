@@ -115,8 +115,7 @@ def _roles(names: Mapping[str, Any]) -> dict[str, str | Model | list[str | Model
 
 
 def _plain(error: Exception) -> str:
-    """Return the error as one line. Inspect's PrerequisiteError has its text, with rich's tags, in
-    `message`."""
+    # Inspect's PrerequisiteError has its text, with rich's tags, in `message`.
     text = re.sub(r"\[/?bold\]", "", str(getattr(error, "message", error)))
     return " ".join(text.split())
 

@@ -90,7 +90,7 @@ def _processes(config: RunConfig) -> list[str]:
 
 
 def _alike(process: PlannedProcess) -> tuple[object, ...]:
-    """Return a key that is equal for processes that differ only in their number."""
+    # Processes that differ only in their number are shown once.
     kind = process.name.rpartition(" ")[0] or process.name
     environment = tuple((key, value) for key, value in process.environment.items() if key != "RANK")
     return kind, process.command, environment, process.on_demand

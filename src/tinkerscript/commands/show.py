@@ -268,7 +268,6 @@ def _facts(view: EpisodeView) -> list[str]:
 
 
 def _conversations(turns: Sequence[CallView]) -> list[tuple[str, str]]:
-    """Return the styled lines of each conversation that no other call extends."""
     calls = {turn.call_id: turn for turn in turns}
     extended = {turn.parent_id for turn in turns}
     leaves = [turn for turn in turns if turn.call_id not in extended]

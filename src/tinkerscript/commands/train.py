@@ -281,7 +281,6 @@ def _import_training(config: RunConfig, join: bool, watchers: _Watchers) -> Trai
 
 
 def _finished(config: RunConfig, folder: Path) -> str:
-    """Return a message for a finished run, otherwise ""."""
     steps = steps_finished(folder)
     if steps is None:
         return ""

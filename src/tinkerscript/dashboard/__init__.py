@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
+# A command begins a line or follows two spaces.
 _COMMAND = re.compile(r"((?:.*?  )?)(tinkerscript .*)")
-"""Match a command that begins a line or follows two spaces."""
 
 _SHELL_WORD = re.compile(r"""\s*(?:'[^']*'|"[^"]*"|[^\s'"]|['"])+""")
 _WORD = re.compile(r"\s*\S+")

@@ -155,9 +155,8 @@ class RunTable:
         self._step = 0
         self._rows: deque[TableRow] = deque(maxlen=STEPS_SHOWN)
         self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS)
+        # A column that has had a value stays, so that the table does not jump.
         self._titles: set[str] = set()
-        """Titles of the columns that have had a value. Such a column stays, so that the table does not
-        jump."""
 
         self._rewards: list[float] = []
         self._role_rewards: dict[str, list[float]] = {}

@@ -152,10 +152,7 @@ class LineReporter(ProgressReporter):
 
     @contextmanager
     def _reported(self, text: Callable[[], str], *, after_s: float) -> Generator[None]:
-        """Print `text()` repeatedly while the block runs.
-
-        A thread prints it, because a wait may block the event loop.
-        """
+        # A thread prints the text, because a wait may block the event loop.
         ended = threading.Event()
 
         def report() -> None:

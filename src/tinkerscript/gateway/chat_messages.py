@@ -36,8 +36,8 @@ Tool = dict[str, Any]
 _ORDERED = msgspec.json.Encoder(order="deterministic")
 
 
+# Canonical arguments up to this length are cached, because every later turn repeats them.
 _SHORT_TEXT = 4096
-"""The length up to which canonical arguments are cached, because every later turn repeats them."""
 
 
 _SHORT_TEXTS = 1024
@@ -157,7 +157,7 @@ def continued(history: list[ChatMessage], messages: list[ChatMessage]) -> list[C
 
 
 def _numbers_by_value(value: Any) -> Any:
-    """Turn whole floats into integers, because JavaScript writes 1.0 as 1."""
+    # JavaScript writes 1.0 as 1.
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

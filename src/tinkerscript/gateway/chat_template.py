@@ -312,7 +312,7 @@ def _check_kwargs(kwargs: Mapping[str, Any], source: str, origin: str) -> None:
 
 
 def _templates_of(folder: Path) -> dict[str, str]:
-    """As in transformers, files override tokenizer_config.json."""
+    # As in transformers, files override tokenizer_config.json.
     found = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         found["default"] = folder / "chat_template.jinja"
@@ -358,7 +358,7 @@ def _short_id(call_id: str) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Accepts `{% generation %}`, which marks the model's text, and renders its body unchanged."""
+    """Accepts `{% generation %}`, which marks the model's text."""
 
     tags = {"generation"}  # noqa: RUF012, as in the base class
 

@@ -68,8 +68,8 @@ class IdempotencyCache:
 
         self._keyless: list[Attempt] = []
 
+        # The request's digest and the id of the first choice's call, by idempotency key.
         self._recorded: OrderedDict[str, tuple[str, str]] = OrderedDict()
-        """The request's digest and the id of the first choice's call, by idempotency key."""
 
         self._undelivered: OrderedDict[str, str] = OrderedDict()
 

@@ -41,8 +41,8 @@ ENCODER = msgspec.json.Encoder()
 _Handler = Callable[[Any, Caller, bytes], Awaitable[None]]
 
 
+# `uuid4` would cost a system call per id.
 _IDS = random.Random()
-"""A generator of call ids. `uuid4` would cost a system call per id."""
 
 UNCOUNTED_STATUSES = frozenset({409, 429, 503, 504})
 """Statuses of a lost claim or a busy engine, which do not count as failed calls."""
@@ -182,12 +182,9 @@ class NamedModel(ABC):
             await caller.send_events(live.failure(error), last=True)
 
     async def _answer(self, dialect: Dialect[Any], caller: Caller, body: bytes) -> None:
-        """Sample, or repeat a recorded reply, after requests with the same key have ended.
-
-        Each step yields to the event loop, so that requests that arrive together run the same step one
-        after another. Its code then stays in the processor's caches, which saves a fifth of the time
-        per request.
-        """
+        # Each step yields to the event loop, so that requests that arrive together run the same step
+        # one after another. Its code then stays in the processor's caches, which saves a fifth of the
+        # time per request.
         claim = await self._claims.open(caller.key)
         state = await self._state(claim)
         with state.answering():

@@ -55,8 +55,8 @@ class PartialReply:
         elif reply_format is None or reply_format.harmony:
             self._state = _State.UNDECIDED
         self._reasoning, self._content = _StablePrefix(cut_at), _StablePrefix(cut_at, strip=not plain)
+        # Text that may be part of a marker.
         self._text = ""
-        """Text that may be part of a marker."""
 
     def feed(self, ids: Iterable[int]) -> tuple[str, str]:
         """Return the new reasoning and content that can no longer change."""
@@ -142,8 +142,8 @@ class _StablePrefix:
         self._held = ""
         self._blank = strip
 
+        # Leading white space is dropped until text was returned.
         self._leading = strip
-        """Whether nothing was returned so far, so that leading white space is dropped."""
 
         self._ended = False
 

@@ -259,7 +259,7 @@ class ChatRenderer:
         return ended and start in sampled and end not in sampled
 
     def _checked(self, ids: list[int], unmarked: bool) -> list[int]:
-        """Return `ids`. Raises GatewayError 400 if rendering escaped a mark, which cannot be undone."""
+        # An escaped mark cannot be restored.
         if not unmarked and ESCAPED_MARK in self.tokenizer.decode(ids):
             raise _invalid(
                 "this model's chat format cannot write special tokens as text; remove them from the messages"
@@ -305,8 +305,7 @@ class ChatRenderer:
         return sampled[:end]
 
     def _content(self, ids: list[int], parsed: ParsedResponse, calls: list[ParsedToolCall]) -> str:
-        """Return the text outside `calls`, because renderers only return the text before the first
-        attempt."""
+        # Renderers only return the text before the first attempted call.
         spans = [attempt.token_span for attempt in parsed.tool_calls if attempt.token_span is not None]
         position = spans[0][0] if spans else len(ids)
         parts = [parsed.content]
@@ -369,10 +368,8 @@ def _candidates(
 
 
 def _writes_history_alike(config: RendererConfig) -> bool:
-    """Return whether the renderer must match the template for a history without reasoning.
-
-    With thinking disabled it need not: the empty reasoning that opens each prompt stays in the history.
-    """
+    # With thinking disabled it need not match, because the empty reasoning that opens each prompt stays in
+    # the history.
     return not isinstance(config, Qwen3RendererConfig) or config.enable_thinking
 
 

@@ -154,7 +154,7 @@ def _after_space(text: str, position: int) -> int:
 
 
 def _named_call(value: Any) -> NamedCall | None:
-    """Read a call as most families write it: `name` and `arguments`, or `parameters` (Llama)."""
+    # Most families write `name` and `arguments`, Llama `parameters`.
     if not isinstance(value, dict):
         return None
     data = cast("dict[str, Any]", value)
@@ -229,7 +229,7 @@ def _whole_json(text: str, schemas: Mapping[str, Any]) -> Iterator[Block]:
 
 
 def _llama_call(value: Any) -> NamedCall | None:
-    """Read a call. An object with a `name` but no parameters is an ordinary answer."""
+    # An object with a `name` but no parameters is an ordinary answer.
     return _named_call(value) if isinstance(value, dict) and {"parameters", "arguments"} & {*value} else None
 
 

@@ -127,7 +127,7 @@ class SampledModel(NamedModel):
         requests: list[SampleRequest],
         progress: ProgressCallback | None = None,
     ) -> list[SampleResult]:
-        """Sample. A complete sample is recorded even if its caller disconnects."""
+        # A complete sample is recorded even if its caller disconnects.
         with self._span(prepared.claim, requests):
             results = await sample_all(self._sampler, requests, progress)
         prepared.attempt.is_recording = True

@@ -149,7 +149,7 @@ class TemplateRendering:
         raise GatewayError(400, "invalid_messages", message, param="messages")
 
     def _with_reasoning(self, reply: ChatMessage) -> ChatMessage:
-        """Move reasoning from the content to the field where templates look for it."""
+        # Templates look for reasoning in its own field.
         if reply.get("reasoning_content") or self.format.harmony:
             return reply
         reasoning, content, _ = self.format.split_reasoning(reply["content"])
@@ -215,7 +215,7 @@ def _calls(reply: ChatMessage) -> Iterator[tuple[str, Any]]:
 
 
 def _call_key(name: str, arguments: Any) -> tuple[str, str]:
-    """Return an equal key for `7` and `"7"`, which some formats write the same way."""
+    # Some formats write `7` and `"7"` the same way.
     if isinstance(arguments, dict):
         values = cast("dict[str, Any]", arguments).items()
         arguments = {key: text if isinstance(text, str) else json.dumps(text) for key, text in values}

@@ -190,8 +190,8 @@ WORK = "/work"
 
 HOME = "/home/agent"
 
+# Some programs expect `root`.
 _FOLDERS = ("home/agent", "tmp", "var/tmp", "run", "opt", "etc", "root")
-"""Folders of every sandbox besides `/work`. Some programs expect `root`."""
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _RESERVED = sorted(
@@ -216,21 +216,22 @@ _ETC = {
 
 _READY = b"ready\n"
 _START_S = 20.0
-"""The time limit for starting a sandbox, in seconds."""
 
 _NAMESPACES = ("--user", "--preserve-credentials", "--mount", "--pid", "--net", "--ipc", "--uts")
 
+# See ioctl_ns(2).
 _NS_GET_PARENT = 0xB702
-"""See ioctl_ns(2)."""
 
+# This program listens in a sandbox's network namespace and passes the socket to the parent.
 _LISTEN = """
 import array, socket, sys
 listening = socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=128)
 sent = array.array("i", [listening.fileno()])
 socket.socket(fileno=0).sendmsg([b"!"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, sent)])
 """
-"""Listens in a sandbox's network namespace and passes the socket to the parent."""
 
+# This script removes a folder after standard input closes, and the control groups with the prefixes in
+# the arguments. It retries until that succeeds.
 _SWEEP = """
 cat > /dev/null
 while [ -e "$0" ]; do chmod -R u+rwX "$0" 2> /dev/null; rm -rf "$0" 2> /dev/null || sleep 0.1; done
@@ -238,8 +239,6 @@ for names in "$@"; do for group in "$names"-*; do
     while [ -e "$group" ]; do rmdir "$group" 2> /dev/null || sleep 0.1; done
 done; done
 """
-"""Removes a folder after standard input closes, and the control groups with the prefixes in the arguments.
-It retries until that succeeds."""
 
 
 NO_LIMITS = ResourceLimits()
@@ -261,13 +260,12 @@ class Bubblewrap:
         them."""
 
         self._process: asyncio.subprocess.Process | None = None
+        # A pidfd of the sandbox's first process. All others end with it.
         self._init = -1
-        """A pidfd of the sandbox's first process. All others end with it."""
 
         self._init_pid = 0
+        # A descriptor of the user namespace that owns the others. This user may enter them from there.
         self._owner = -1
-        """A descriptor of the user namespace that owns the other namespaces, from which this user may
-        enter them."""
 
         self._lay_out()
         try:
@@ -375,7 +373,7 @@ class Bubblewrap:
             await asyncio.to_thread(_remove, self.root)
 
     def _lay_out(self) -> None:
-        """Recreate the folders that programs trust."""
+        # Programs trust these folders, so nothing of an earlier program may stay in them.
         for name in _RESERVED:
             _remove(self.root / name)
         for folder in _FOLDERS:
@@ -430,7 +428,7 @@ def _owner_of(pid: int) -> int:
 
 
 def _remove(path: Path) -> None:
-    """Remove `path` regardless of the modes of its folders, without following links."""
+    # Folders may have any modes, and links must not be followed.
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
@@ -465,8 +463,7 @@ _folder: Path | None = None
 
 
 def _folder_of_this_process() -> Path:
-    """Return the folder of all sandboxes of this process. A separate process removes it after this one
-    ends."""
+    # A separate process removes the folder after this one ends, even by SIGKILL.
     global _folder
     if _folder is None or not _folder.exists():
         folder = Path(tempfile.mkdtemp(prefix="tinkerscript-sandboxes-"))

@@ -33,8 +33,8 @@ from tinkerscript.isolation.bubblewrap import WORK, Bubblewrap, ResourceLimits
 
 _WRITE = '[ -d "$0" ] && exit 21; mkdir -p -- "$(dirname -- "$0")" && cat > "$0" || exit 13'
 _SIZE = '[ -d "$0" ] && exit 21; [ -e "$0" ] || exit 2; [ -r "$0" ] || exit 13; exec stat -L -c %s -- "$0"'
+# The exit statuses of these commands are error numbers.
 _FAILURES = {2: FileNotFoundError, 13: PermissionError, 21: IsADirectoryError}
-"""The errors for the exit statuses of these commands, which are error numbers."""
 
 _TIMED_OUT = (124, 137)
 
@@ -49,16 +49,16 @@ class BubblewrapSettings(ResourceLimits):
     """The folder in which commands run, created if needed. It must not be a system folder."""
 
     def __hash__(self) -> int:
-        """Hash the settings, because Inspect keeps them in sets."""
+        # Inspect keeps settings in sets.
         return hash(self.model_dump_json())
 
 
+# These Compose settings have no meaning here: programs come from this machine, and there is no network
+# and no processor limit.
 _NOT_OF_IMAGES = {
     *("build", "command", "cpus", "entrypoint", "hostname", "image", "init", "network_mode", "platform"),
     *("pull_policy", "restart", "stop_grace_period", "x_default"),
 }
-"""Compose settings that have no meaning here: programs come from this machine, and there is no network and
-no processor limit."""
 
 _HONORED = {"environment", "mem_limit", "pids_limit", "working_dir"}
 

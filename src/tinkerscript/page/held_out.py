@@ -105,7 +105,6 @@ def compare(ledger: LedgerReader, query: ComparisonQuery) -> Comparison:
 
 
 def _difference(change: SampleChange) -> float:
-    """Return the absolute difference, or 0 if a reward is missing."""
     return 0.0 if change.before is None or change.after is None else abs(change.after - change.before)
 
 

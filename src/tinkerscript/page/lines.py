@@ -81,11 +81,11 @@ _LAST_CALL = """
 SELECT call FROM calls WHERE episode = ? AND attempt = ? AND role = '' ORDER BY number DESC LIMIT 1
 """
 
+# Attempt 0 ends an unclaimed episode, so it comes last.
 _LAST_FAILURE = """
 SELECT failure FROM attempts WHERE episode = ? AND failure IS NOT NULL
     ORDER BY CASE WHEN attempt = 0 THEN 1 ELSE 0 END DESC, attempt DESC LIMIT 1
 """
-"""Attempt 0 ends an unclaimed episode, so it comes last."""
 
 Episode = dict[str, Any]
 """A row of `EPISODE_ROWS` with the totals of its calls."""

@@ -158,7 +158,7 @@ def _tasks(ledger: LedgerReader) -> list[str]:
 
 
 def _learning_rate(ledger: LedgerReader) -> float | None:
-    """Return the config's learning rate, or the newest step's if the trainer chose it."""
+    # The newest step has the rate if the trainer chose it.
     section = "sft" if ledger.config.get("method") == "sft" else "training"
     said = ledger.setting(section, "learning_rate")
     return said if isinstance(said, float) and said else newest_value(ledger, "train/learning_rate")

@@ -213,7 +213,7 @@ def _check_own(folder: Path, info: ServerInfo) -> None:
 
 
 def _is_of_this_machine(host: str) -> bool:
-    """Return whether an IP address belongs to this machine, and so can be bound."""
+    # Only this machine's addresses can be bound.
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((str(ipaddress.ip_address(host)), 0))

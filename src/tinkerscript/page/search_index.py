@@ -116,7 +116,6 @@ class SearchIndex:
             return [number for (number,) in self._connection.execute(_MATCHES, (match, first, last, limit))]
 
     def _spans(self) -> list[tuple[int, int]]:
-        """Return the first and last numbers of the indexed spans, which do not touch."""
         return self._connection.execute(_SPANS).fetchall()
 
     def _indexed_from(self, last: int) -> int:

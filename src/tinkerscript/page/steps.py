@@ -135,7 +135,7 @@ def _groups(ledger: LedgerReader, step: int) -> tuple[list[StepGroup], int]:
 
 
 def _place(item: tuple[str, list[EpisodeLine]]) -> tuple[str, int, str]:
-    """Sort by the sample's number if the group's name ends in one."""
+    # The group's name ends in the sample's number, if it has one.
     stem, _, number = item[0].rpartition("-")
     return (stem, int(number), "") if number.isdecimal() else (item[0], 0, "")
 

@@ -32,8 +32,8 @@ LAST_MESSAGES = 4
 
 ATTACHMENT = "attachment://"
 
+# Unpacking a transcript takes many times its size.
 _one_at_a_time = threading.Lock()
-"""Limits memory, because unpacking a transcript takes many times its size."""
 
 
 class TranscriptError(ValueError):
@@ -84,8 +84,6 @@ class Transcript(msgspec.Struct):
 
 
 class _Place(msgspec.Struct):
-    """The fields that determine an event's nesting."""
-
     event: str = ""
     id: str | None = None
     parent_id: str | None = None

@@ -134,7 +134,7 @@ def _writing(folder: Path) -> Generator[None]:
 
 
 class _Page:
-    """The routes. Those that read a ledger are plain functions, which FastAPI runs in threads."""
+    """The routes. FastAPI runs plain functions in threads, as reading a ledger requires."""
 
     def __init__(self, runs: Runs, sessions: PageSessions) -> None:
         self._runs = runs

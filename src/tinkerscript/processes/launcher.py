@@ -164,7 +164,7 @@ class LocalProcess(Started):
             self._kill_session()
 
     def _kill_session(self) -> None:
-        """Kill the process and its descendants, which may outlive it."""
+        # Descendants may outlive the process.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

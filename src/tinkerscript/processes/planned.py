@@ -170,7 +170,7 @@ def page_process(
 
 
 def _of_server(config: RunConfig) -> tuple[str, ...]:
-    """Return the variables that only the server needs. The trainer uses the key of a frozen role's server."""
+    # The trainer uses the key of a frozen role's server.
     outside = (role.api_key_env for role in config.roles.values() if role.kind == "outside")
     return (*(client.token_env for client in config.interchange_server.clients), *filter(None, outside))
 

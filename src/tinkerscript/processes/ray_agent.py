@@ -39,8 +39,8 @@ STARTING_NOTE_S = 15.0
 UNAVAILABLE_S = 20.0
 """Seconds without an answer after which an actor counts as dead."""
 
+# Ray reports these facts about every dead actor.
 _FACT = re.compile(r"(class_name|actor_id|pid|name|namespace|ip): ")
-"""Match the facts that Ray reports about every dead actor."""
 
 KILL_S = 2.0
 
@@ -107,7 +107,7 @@ class HostedProcess:
             self._process.stdin.close()
 
     async def _end_session(self) -> None:
-        """Kill the child's descendants when it ends, because they may hold its output open."""
+        # Descendants may hold the output open.
         assert self._process is not None
         await self._process.wait()
         self.kill()
@@ -127,8 +127,8 @@ class Agent:
         self._actors: dict[int, Any] = {}
         self._placed: set[int] = set()
 
+        # Orders that have waited for long and are not reported yet.
         self._late: list[dict[str, Any]] = []
-        """Orders that have waited for long and are not reported yet."""
 
         self._tasks: set[asyncio.Task[None]] = set()
         self._actor_class: Any = ray.remote(HostedProcess)
@@ -211,7 +211,7 @@ class Agent:
         task.add_done_callback(self._tasks.discard)
 
     async def _kill(self, number: int, actor: Any) -> None:
-        """Kill the actor's child, or the actor itself if it does not respond."""
+        # The actor itself may not respond.
         with suppress(RayError, TimeoutError):
             await asyncio.wait_for(_value(actor.kill.remote()), KILL_S)
         self._end(number, -signal.SIGKILL, "")
@@ -243,7 +243,7 @@ class Agent:
         return await starting
 
     def _report_delays(self) -> None:
-        """Send one message for all orders that wait for the same reason."""
+        # All orders that wait for the same reason share one message.
         late, self._late = self._late, []
         free = ray.available_resources()
         needs = [_resources(order["cpus"], order["gpus"]) for order in late]

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
 
 def _end_the_group_after_this_process() -> None:
-    """Fork a process that kills the group when this process ends and its end of a pipe closes."""
+    # However this process ends, its end of the pipe closes, and the forked process kills the group.
     read, write = os.pipe()
     if os.fork():
         os.close(read)

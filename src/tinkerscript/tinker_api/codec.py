@@ -83,8 +83,7 @@ def read_forward_backward(body: bytes) -> ForwardBackwardCall:
 
 
 def _config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
-    """Read the configuration of the loss. `loss_fn_config_v2` takes precedence, because `loss_fn_config`
-    can only hold numbers."""
+    # `loss_fn_config` can only hold numbers, so `loss_fn_config_v2` takes precedence.
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         config[key] = value.text if value.WhichOneof("value") == "text" else value.number

@@ -297,7 +297,7 @@ class Checkpoints:
 
 
 def _read_checkpoint(path: Path) -> Checkpoint | None:
-    """Return None if the file does not exist. It may be deleted at any time."""
+    # The file may be deleted at any time.
     try:
         return Checkpoint(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:

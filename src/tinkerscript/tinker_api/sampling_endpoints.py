@@ -95,8 +95,7 @@ def _check_supported(request: types.SampleRequest) -> None:
 
 
 async def _sample(client: EmbeddedSamplingClient, request: types.SampleRequest) -> tinker.SampleResponse:
-    """Sample and, if requested, score the prompt. Both are queued before either is awaited, so that they
-    share a batch."""
+    # Both are queued before either is awaited.
     target = None if request.target_prompt_logprobs is None else _Target(request)
     sampled = client.sample(request.prompt, request.num_samples, request.sampling_params)
     if not (request.prompt_logprobs or request.topk_prompt_logprobs or target):

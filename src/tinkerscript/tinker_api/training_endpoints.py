@@ -220,7 +220,7 @@ def _for_engine(call: ForwardBackwardCall) -> tuple[list[tinker.Datum], str, dic
 
 
 def _averaged(datum: tinker.Datum) -> tinker.Datum:
-    """Scale the advantages for the engine's `gspo`, which averages over tokens. Tinker's sums."""
+    # The engine's `gspo` averages over the tokens in the ratio, and Tinker's sums.
     inputs = dict(datum.loss_fn_inputs)
     mask = inputs.pop("sequence_ratio_mask").to_numpy() != 0
     advantages = inputs["advantages"].to_numpy() * max(1, int(mask.sum()))
@@ -228,8 +228,7 @@ def _averaged(datum: tinker.Datum) -> tinker.Datum:
 
 
 def _without_padding(datum: tinker.Datum) -> tinker.Datum:
-    """Mask positions with neither advantage nor logprob, because the penalty of the engine's `dro` would
-    train them."""
+    # The penalty of the engine's `dro` would train prompts, which have neither advantage nor logprob.
     inputs = dict(datum.loss_fn_inputs)
     mask = (inputs["advantages"].to_numpy() != 0) | (inputs["logprobs"].to_numpy() != 0)
     return _with_inputs(datum, inputs, mask=mask)

@@ -88,8 +88,7 @@ def _no_body(handler: Callable[[WireState, Request], Awaitable[Reply]]) -> Handl
 
 
 def _fixed(reply: dict[str, Any]) -> Handler:
-    """Return a handler that discards the body, because telemetry of clients is not stored."""
-
+    # Telemetry of clients is not stored.
     async def handle(state: WireState, request: Request, body: bytes) -> Reply:
         del state, request, body
         return reply

@@ -138,12 +138,12 @@ _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _DOMAIN = b"tinkerscript"
 _LOG_EVERY_S = 60.0
 
+# The reason under which a refused connection is counted.
 _FAILED = {
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "wrong_key",
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "handshake",
     int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "handshake",
 }
-"""The reason for which a refused connection is counted, by socket event."""
 
 _DETAILS = {
     "wrong_key": "a connection with the wrong key was refused",
@@ -180,7 +180,7 @@ class FailedHandshakes:
             self._monitor.close(linger=0)
 
     def _log(self, reason: str) -> None:
-        """Log each reason at most once a minute, because a refused peer keeps retrying."""
+        # A refused peer keeps retrying.
         now = asyncio.get_running_loop().time()
         self._unlogged[reason] = self._unlogged.get(reason, 0) + 1
         if now - self._logged_at.get(reason, -_LOG_EVERY_S) >= _LOG_EVERY_S:
@@ -212,7 +212,7 @@ class LinkGuard:
             await self._socket.send_multipart([*envelope, *answer])
 
     def _is_allowed(self, request: list[bytes]) -> bool:
-        """`request` consists of version, id, domain, address, identity, mechanism and credentials."""
+        # A request has version, id, domain, address, identity, mechanism and credentials.
         if len(request) != 7:
             return False
         _, _, domain, _, _, mechanism, key = request

@@ -167,8 +167,8 @@ class SampleService:
         self._relays = relays
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._cancelled = set[asyncio.Task[None]]()
+        # A request gets one message per tick of the event loop.
         self._reports: dict[int, list[Progress]] = {}
-        """Unsent progress by request. A request gets one message per tick of the event loop."""
 
     def start(self, message: Sample) -> None:
         """Start a task for a request, unless it has one."""

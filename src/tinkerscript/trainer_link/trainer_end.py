@@ -150,8 +150,8 @@ class TrainerLink:
         self._outbox = Outbox()
         self._samples = SampleService(sampler, self._outbox.put)
         self._inbox: list[Outcome] = []
+        # The end number of the last outcome that was taken from the inbox.
         self._taken = 0
-        """The end number of the last outcome that was taken from the inbox."""
 
         self._commits: dict[int, Commit] = {}
 
@@ -374,7 +374,7 @@ class TrainerLink:
         self.refused_handshakes += 1
 
     async def _guarded(self, name: str, part: Callable[[], Awaitable[None]]) -> None:
-        """Run a task. If it fails, every pending and later call raises instead of waiting forever."""
+        # If a task fails, every pending and later call must raise instead of waiting forever.
         try:
             await part()
         except Exception as error:
@@ -444,7 +444,7 @@ class TrainerLink:
             self._outbox.put(Register(episodes=chunk))
 
     def _on_unsendable(self, reason: str, detail: str, message: Tagged) -> None:
-        """Fail the calls that wait for an effect of this message, which will never be sent."""
+        # Some call waits for an effect of this message, which will never be sent.
         logger.error("link.drop reason=%s detail=%s", reason, detail)
         if isinstance(message, Sampled | SampleProgress | Metrics):
             return  # The server abandons a sample after its time limit.
@@ -487,8 +487,7 @@ class TrainerLink:
                 self._fail(LinkError(f"the server refused this trainer: {message.reason}"))
 
     def _on_outcome(self, outcome: Outcome) -> None:
-        """Take an outcome, unless it is a repetition or an earlier one is missing. The server repeats
-        outcomes."""
+        # The server repeats outcomes, so this may be a repetition, or an earlier one may be missing.
         position = self._hello.position
         if outcome.after <= position < outcome.number:
             self._inbox.append(outcome)

@@ -99,7 +99,7 @@ def agent_solver(agent: CodingAgent, time_limit_s: float) -> Solver:
 
 
 def _record(agent: CodingAgent, run: AgentRun) -> None:
-    """Add the run to Inspect's record of the sample, and thus to the episode's transcript."""
+    # Inspect's record of the sample becomes the episode's transcript.
     found: dict[str, JsonValue] = {
         "exit_code": run.exit_code,
         "model_calls": run.calls,
@@ -181,7 +181,7 @@ async def run_agent(
 
 
 def _write_home(sandbox: Bubblewrap, agent: CodingAgent, job: AgentJob) -> None:
-    """Write the agent's home files. No program of the agent has run yet, so no links can be in the way."""
+    # No program of the agent has run yet, so no links can be in the way.
     for name, text in agent.home_files(job).items():
         path = Path(f"{sandbox.root}{HOME}") / name
         path.parent.mkdir(parents=True, exist_ok=True)

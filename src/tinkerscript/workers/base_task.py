@@ -141,8 +141,8 @@ class Task(ABC):
     """The temperature of model calls that set none, if known. A run warns before it starts that a
     temperature of 0 does not train."""
 
+    # Each split is loaded at its first use.
     _own: dict[bool, dict[str, TaskSample]] | None = None
-    """The samples by id. Each split is loaded at its first use."""
 
     @abstractmethod
     def samples(self, *, held_out: bool) -> Sequence[TaskSample]:

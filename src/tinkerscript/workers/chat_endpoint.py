@@ -21,8 +21,8 @@ from tinkerscript.errors import ClaimLostError, RequestRefusedError, ServerUnrea
 from tinkerscript.tracing import HEADER
 
 _BUSY = (429, 503)
+# There is no connection, or a proxy reports that.
 _AWAY = (0, 502, 503, 504)
-"""Statuses of a missing connection, or of a proxy that reports one."""
 
 _TIMED_OUT = -1
 

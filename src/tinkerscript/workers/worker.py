@@ -180,7 +180,7 @@ def _on_signal(
     loop: asyncio.AbstractEventLoop,
     number: signal.Signals,
 ) -> None:
-    """At the first signal, make the process end in time even if its rollouts hang."""
+    # The process must end in time even if its rollouts hang.
     signals.append(number)
     is_interrupt = number == signal.SIGINT
     exit_hard_after(STOP_WITHIN_S + (0.0 if is_interrupt else grace_s + STOP_WITHIN_S), INTERRUPTED)
@@ -379,7 +379,7 @@ def _is_same(own: TaskSample, given: TaskSample) -> bool:
 
 
 def _as_json(sample: TaskSample) -> str:
-    """Serialize a sample as transport changes it: keys become text, and tuples lists."""
+    # Transport turns keys into text and tuples into lists.
     return json.dumps(json.loads(json.dumps(dict(sample))), sort_keys=True)
 
 

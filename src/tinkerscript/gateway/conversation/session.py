@@ -52,8 +52,8 @@ millisecond."""
 LONG_HISTORY = 2**18
 """The size in bytes from which text is compared with earlier calls in a thread."""
 
+# Everything except encoding holds the GIL, so that more threads would delay the event loop.
 _THREADS = ThreadPoolExecutor(2, "long prompts")
-"""There are few threads, because everything except encoding holds the GIL and delays the event loop."""
 
 
 class ConversationRenderer(Protocol):
@@ -222,7 +222,7 @@ class Session:
 
     @contextmanager
     def _placed(self, messages: list[ChatMessage], tools: list[Tool], keys: _Keys) -> Generator[_Place]:
-        """Within the context, no equal request takes the same place."""
+        # Within the context, no equal request takes the same place.
         path = self._messages.walk(messages, keys.tools, keys.messages)
         node = self._messages.find(path) if 0 < path.history_length < len(messages) else None
         place = _Place(path, tools, node)

@@ -234,23 +234,23 @@ class MessagePath(NamedTuple):
 
 class MessageIndex:
     def __init__(self) -> None:
+        # The next trie state by state and message key.
         self._edges: dict[tuple[int, Hashable], int] = {}
-        """The next trie state by state and message key."""
 
+        # The calls with replies that lead to a state.
         self._replies: dict[int, list[Node]] = {}
-        """The calls with replies that lead to a state."""
 
+        # The keys of the tools with which a reply was sampled from a state.
         self._prompted: dict[int, set[bytes]] = {}
-        """The keys of the tools with which a reply was sampled from a state."""
 
+        # The last call with a path through a state.
         self._through: dict[int, Node] = {}
-        """The last call with a path through a state."""
 
+        # Calls by their id or the id of a tool call.
         self._named: dict[str, Node] = {}
-        """Calls by their id or the id of a tool call."""
 
+        # The last call by the key of the message before (None: any) and the key of the reply.
         self._by_reply: dict[tuple[Hashable, Hashable], Node] = {}
-        """The last call by the key of the message before (None: any) and the key of the reply."""
 
     def add(self, node: Node) -> None:
         keys = node.keys
@@ -354,10 +354,7 @@ class MessageIndex:
         return reason or HISTORY_EDITED
 
     def _edit_of_equal_reply(self, history: Conversation) -> str | None:
-        """Return how `history` differs from a conversation that ended with the same reply.
-
-        Equal replies may be a coincidence. If only the reply matches, only missing messages count.
-        """
+        # Equal replies may be a coincidence. If only the reply matches, only missing messages count.
         *_, before, reply = (None, None, *history.keys)
         if known := self._by_reply.get((before, reply)):
             return edit_reason(known.conversation(), history)
@@ -372,8 +369,8 @@ class PromptIndex:
 
     def __init__(self) -> None:
         self._unindexed: list[Node] = []
+        # Calls by a stream's length in bytes and its last `_TAIL` bytes.
         self._by_end: dict[int, dict[bytes, list[Node]]] = {}
-        """Calls by a stream's length in bytes and its last `_TAIL` bytes."""
 
         self._prompts: set[int] = set()
 

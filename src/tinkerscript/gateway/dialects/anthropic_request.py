@@ -204,7 +204,7 @@ def _prompt_arguments(prompt: _Prompt) -> dict[str, Any]:
 
 
 def _refuse_thread(request: _Request) -> None:
-    """Refuse with the code that makes Anthropic's tool runner send the whole history."""
+    # This code makes Anthropic's tool runner send the whole history.
     if request.thread is not None:
         message = "this server keeps no threads; send the whole history and leave thread out"
         raise GatewayError(400, "thread_unsupported_request", message, param="thread")

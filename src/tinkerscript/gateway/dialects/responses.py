@@ -151,8 +151,8 @@ class ResponseEvents(EventStream):
 
         self._items = 0
 
+        # The item that deltas extend, without its text.
         self._open: Item | None = None
-        """The item that deltas extend, without its text."""
 
         self._text: list[str] = []
 

@@ -52,8 +52,8 @@ RESPONSE_PREFIX = "resp_"
 
 Parts = str | list[dict[str, Any]]
 
+# The ids of our output items: the call's id, and a function call's number.
 _OUR_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})(?:_\d+)?")
-"""Match the ids of our output items: the call's id, and a function call's number."""
 
 _ORDER = ("reasoning", "message", "function_call")
 
@@ -181,7 +181,7 @@ def namespaced(namespace: str, name: str) -> str:
 
 
 def _tools_of(space: _Namespace, where: str) -> Iterable[Tool]:
-    """Yield the tools of a namespace, with its description before theirs."""
+    # The model sees one description, so the namespace's comes before the tool's.
     for index, inner in enumerate(space.tools):
         function = _tool(inner, f"{where}.tools[{index}]")["function"]
         described = [text for text in (space.description, function.get("description")) if text]

@@ -99,10 +99,8 @@ def _unsupported_fields(kind: type[Any]) -> dict[str, Unsupported]:
 
 
 def _explained(text: str, where: str = "") -> GatewayError:
-    """Translate msgspec's message, such as "Expected `int`, got `str` - at `$.n`".
-
-    Fields declared as None are known but not supported.
-    """
+    # msgspec's messages look like "Expected `int`, got `str` - at `$.n`". Fields declared as None are
+    # known but not supported.
     problem, _, place = text.partition(" - at ")
     inner = place.strip("`").removeprefix("$")
     place = f"{where}{inner}".removeprefix(".")

@@ -26,8 +26,8 @@ _CONTEXT = re.compile(r"context length|maximum context|longer than the model|max
 _SHOWN = 500
 
 
+# Before the first byte of a reply, these errors mean that none will come.
 _NOTHING_ANSWERED = (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError)
-"""Errors that, before the first byte of a reply, mean that none will come."""
 
 
 class Upstream:
@@ -199,7 +199,7 @@ def message_of_refusal(body: bytes) -> str:
 
 
 def _has_message(body: bytes) -> bool:
-    """Return whether a 404 came from an existing endpoint, as for an unknown model."""
+    # A 404 with a message comes from an existing endpoint, as for an unknown model.
     try:
         refusal = msgspec.json.decode(body, type=_Refusal)
     except (msgspec.MsgspecError, UnicodeDecodeError):

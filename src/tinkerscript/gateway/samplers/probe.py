@@ -94,8 +94,7 @@ class Probe:
             raise self._missing("its log probabilities are above zero: these are logits", "logits")
 
     async def _logprob_kind(self) -> LogprobKind:
-        """Compare two temperatures. A higher one shrinks the gap between two tokens, unless logprobs
-        ignore it."""
+        # A higher temperature shrinks the gap between two tokens, unless logprobs ignore it.
         for prompt in self.prompts:
             cold = await self._top(prompt, 1.0)
             hot = await self._top(prompt, HOT)
@@ -113,7 +112,7 @@ class Probe:
         return "unknown"
 
     async def _rescore(self) -> bool:
-        """Check that a sampled token's logprob is not its neighbor's or the most likely token's."""
+        # A sampled token's logprob must not be its neighbor's or the most likely token's.
         is_scored = False
         for number in range(SAMPLES):
             prompt = self.prompts[number % len(self.prompts)]

@@ -100,10 +100,7 @@ class RemoteSampler(Sampler):
         self._is_cut.set()
 
     def _ends(self, request: SampleRequest) -> Callable[[Sequence[int]], bool] | None:
-        """Return a test for stop strings that began in the earlier part of the reply, or None.
-
-        The server finds stop strings that begin later.
-        """
+        # The server only finds stop strings that begin after the earlier part of the reply.
         text, stops = self.text, request.stop
         if not (text and stops and request.sampled):
             return None
@@ -172,7 +169,7 @@ def _sequence(sample: ServerSample, top: int) -> SampledSequence:
 
 
 def _most_likely(logprobs: dict[int, float], number: int) -> list[tuple[int, float]]:
-    """Return the best `number`. A server may add the sampled token to the requested ones."""
+    # A server may add the sampled token to the requested ones.
     return sorted(logprobs.items(), key=lambda pair: -pair[1])[:number]
 
 

@@ -92,7 +92,7 @@ class OpenEnvEnvironment(Task):
         return named_scores(reward, {"openenv_reward": reward}, metrics=metrics)
 
     async def _action_schema(self) -> dict[str, Any]:
-        """Fetch the schema once, because a server has one kind of action."""
+        # A server has one kind of action.
         if not self._schema:
             async with httpx.AsyncClient(timeout=SCHEMA_TIMEOUT_S) as http:
                 response = await http.get(f"{self._url}/schema")

@@ -87,7 +87,7 @@ class TextArenaGame(Task):
         return _output(float((rewards or {}).get(seat, 0.0)), info.get(seat, {}), seats[seat].moves)
 
     def _started(self, seed: int) -> Any:
-        """Start a game without awaiting, because games draw from the process's global random numbers."""
+        # This must not await, because games draw from the process's global random numbers.
         random.seed(seed)
         game = textarena.make(env_id=self._game)
         game.reset(num_players=self._players, seed=seed)
@@ -124,6 +124,6 @@ def _output(reward: float, info: Mapping[str, Any], moves: int) -> WorkflowOutpu
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line with text, because NLTK's errors are boxes of many lines."""
+    # NLTK's errors are boxes of many lines.
     lines = [line.strip(" *") for line in str(error).splitlines()]
     return f"{type(error).__name__}: {next((line for line in lines if line), '')}"
