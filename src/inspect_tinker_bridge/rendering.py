@@ -366,12 +366,13 @@ def offered_tools(tools: Sequence[ToolInfo], choice: ToolChoice) -> list[ToolSpe
     if isinstance(choice, ToolFunction):
         tools = [tool for tool in tools if tool.name == choice.name]
     return [
-        ToolSpec(name=tool.name, description=tool.description, parameters=_parameters(tool)) for tool in tools
+        ToolSpec(
+            name=tool.name,
+            description=tool.description,
+            parameters=tool.parameters.model_dump(exclude_none=True),
+        )
+        for tool in tools
     ]
-
-
-def _parameters(tool: ToolInfo) -> dict[str, Any]:
-    return tool.parameters.model_dump(exclude_none=True)
 
 
 Piece: TypeAlias = int | tinker.ModelInputChunk

@@ -383,14 +383,11 @@ def _parser_of(handler: FastHandler) -> Callable[[bytes], BaseModel] | None:
         try:
             return validate(body)
         except ValidationError as error:
-            raise RequestValidationError([_of_body(each) for each in error.errors()], body=body) from None
+            # FastAPI's locations begin with `body`.
+            errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+            raise RequestValidationError(errors, body=body) from None
 
     return parse
-
-
-def _of_body(error: Any) -> dict[str, Any]:
-    # FastAPI's locations begin with `body`.
-    return {**error, "loc": ("body", *error["loc"])}
 
 
 RETRY_AFTER_S = 1
@@ -531,7 +528,7 @@ def problem_with_site(scope: Scope, *, any_host: bool) -> str:
         is_foreign = site == b"cross-site" and headers.get(b"sec-fetch-mode") != b"navigate"
     else:
         own = headers.get(b"x-forwarded-host", host)
-        is_foreign = site == b"cross-site" or (origin is not None and _netloc(origin) != own)
+        is_foreign = site == b"cross-site" or (origin is not None and origin.partition(b"://")[2] != own)
     if not is_foreign:
         return ""
     whence = (origin or b"a web page").decode("latin-1")
@@ -558,11 +555,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _netloc(origin: bytes) -> bytes:
-    """Return the name and port of an Origin header, or an empty string."""
-    return origin.partition(b"://")[2]
 
 
 def problem_with_body(scope: Scope) -> str:

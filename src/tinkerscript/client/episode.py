@@ -279,7 +279,8 @@ class Heartbeats:
         try:
             await self._heartbeat(held.episode)
         except Exception as error:  # noqa: BLE001 - the other claims are renewed all the same
-            _warn(held.episode, error)
+            uuid = held.episode.episode_uuid
+            logger.warning("episode %s could not be renewed; trying again: %s", uuid, error)
         if not held.is_open:
             return
         if not held.episode.lease.is_over:
@@ -302,10 +303,6 @@ async def renewed_by_task(
     finally:
         renewing.cancel()
         await asyncio.wait([renewing])
-
-
-def _warn(episode: Episode, error: Exception) -> None:
-    logger.warning("episode %s could not be renewed; trying again: %s", episode.episode_uuid, error)
 
 
 RolloutResult = float | WorkflowOutput | tuple[float, dict[str, JsonValue]]

@@ -48,7 +48,7 @@ from tinkerscript.ledger.health import BestScore, HealthRow, best_score, health_
 from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.lifecycle import hold_lock, without_garbage_collection
 from tinkerscript.model_folder import pinned_model, same_model
-from tinkerscript.protocol import FleetClient, FleetResponse
+from tinkerscript.protocol import FleetResponse
 from tinkerscript.remote_folder import Uploads, is_url, name_of, resumable_folder
 from tinkerscript.train.identity import check_unused, check_whole, holds_run
 from tinkerscript.train.run_folder import steps_finished
@@ -86,7 +86,7 @@ async def train_command(
         return 0
     config = _pinned(config, console)
     fresh = resume is None and join is None
-    if fresh and _has_server(config):
+    if fresh and config.method == "grpo":
         if config.workers.script and config.workers.count:
             check_is_there(Path(config.workers.script))
         Roles.of(config.interchange_server, os.environ)
@@ -179,10 +179,6 @@ def _watching(progress: LineReporter | TableReporter, *, opens: bool) -> Generat
     finally:
         if poll is not None:
             poll.stop()
-
-
-def _has_server(config: RunConfig) -> bool:
-    return config.method == "grpo"
 
 
 def is_follower(path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None) -> bool:
@@ -416,10 +412,6 @@ def needs_certificate(url: str) -> bool:
     return not is_loopback(urlsplit(url).hostname or "")
 
 
-def _uuid(client: FleetClient) -> str:
-    return client.client_uuid
-
-
 def client_name(client_uuid: str) -> str:
     """Return a worker's number if the run started it, or the beginning of a uuid."""
     if found := LOCAL_WORKER.fullmatch(client_uuid):
@@ -435,8 +427,9 @@ def _workers(client: httpx.Client, url: str) -> WorkersNow | None:
     except (httpx.HTTPError, pydantic.ValidationError):
         return None
     holding = [each for each in fleet.clients if each.claims]
+    named = sorted(holding[:NAMED], key=lambda client: client.client_uuid)
     return WorkersNow(
-        claims={client_name(each.client_uuid): each.claims for each in sorted(holding[:NAMED], key=_uuid)},
+        claims={client_name(each.client_uuid): each.claims for each in named},
         clients=fleet.totals.clients,
         claimed=fleet.totals.claims,
         waiting=sum(counts.registered for counts in fleet.episodes.values()),

@@ -111,7 +111,7 @@ class TemplateRendering:
         if not self.format.split_reasoning(self._tokenizer.decode(sampled))[2]:
             start = whole.rfind(self.format.thinking[1], len(prompt), end)
             end = start if start >= 0 else end
-        return self._after_token(whole[end:])
+        return self._tokenizer.encode_after(next(iter(self._stops), ""), whole[end:])
 
     def _is_written(self, reply: ChatMessage, text: str, tools: Sequence[Tool]) -> bool:
         read = self.format.read(text, tool_calls="tool_calls" in reply, tools=tools)
@@ -174,9 +174,6 @@ class TemplateRendering:
 
     def _end_of_turn(self, text: str, start: int) -> int | None:
         return min((at for stop in self._stops if (at := text.find(stop, start)) >= 0), default=None)
-
-    def _after_token(self, text: str) -> list[int]:
-        return self._tokenizer.encode_after(next(iter(self._stops), ""), text)
 
     def _find_stop_ids(self, folder: Path) -> list[int]:
         """Return the ids that end a turn: the template's first, then those in the model's files.

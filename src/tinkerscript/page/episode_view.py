@@ -279,7 +279,9 @@ def _turn(call: Call, place: tuple[int, int, int] | None) -> CallView:
 
 
 def _message(value: Any) -> dict[str, Any]:
-    message: dict[str, Any] = _object(value) if isinstance(value, dict) else {"content": as_text(value)}
+    message: dict[str, Any] = {"content": as_text(value)}
+    if isinstance(value, dict):
+        message = dict(cast("dict[str, Any]", value))
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
         message["content"] = [
@@ -298,10 +300,6 @@ def _message(value: Any) -> dict[str, Any]:
         if message.get(name) is not None:
             message[name] = as_text(message[name])
     return message
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return dict(cast("dict[str, Any]", value)) if isinstance(value, dict) else {}
 
 
 def _items(value: Any) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -197,7 +198,7 @@ def _html(title: str, script: str, replies: str) -> str:
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>{_escaped(title)}</title>
+<title>{html.escape(title, quote=False)}</title>
 <link rel="icon" href="data:image/svg+xml;base64,{icon}">
 <style>{styles}</style>
 </head>
@@ -212,7 +213,3 @@ def _html(title: str, script: str, replies: str) -> str:
 
 def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
