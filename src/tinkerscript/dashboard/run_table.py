@@ -195,7 +195,7 @@ class RunTable:
     def frame(self, columns: int, rows: int, now: float) -> list[Text]:
         """Return the lines for a screen of `columns` by `rows`. The least important are left out when rows
         are few."""
-        head, room = [self._heading(columns, now), self._doing(now)], rows - 3
+        head, room = [self._heading(columns, now), self._activity(now)], rows - 3
         table, facts = self._table(columns - 1), self._facts(columns - 1)
         if len(table) + len(facts) + 2 <= room:
             lines = [*head, Text(), *table, *([Text()] if table else []), *facts]
@@ -207,8 +207,8 @@ class RunTable:
 
     def last_frame(self, columns: int) -> list[Text]:
         """Return the lines that remain on the screen after the run: its last steps and its problems."""
-        trouble, table = self._trouble().items(), self._table(columns - 1)
-        facts = [line for label, parts in trouble for line in _lines(label, parts, columns - 1)]
+        problems, table = self._problems().items(), self._table(columns - 1)
+        facts = [line for label, parts in problems for line in _lines(label, parts, columns - 1)]
         return _cut([Text(), *table, Text(), *facts, Text()], columns) if table else []
 
     def _heading(self, columns: int, now: float) -> Text:
@@ -228,7 +228,7 @@ class RunTable:
             return None
         return time_left_s(self.steps, self._ends[0], self._ends[-1], now)
 
-    def _doing(self, now: float) -> Text:
+    def _activity(self, now: float) -> Text:
         if self.waits:
             what, since = self.waits[-1]
             long = f"   {whole_time(now - since)}" if now - since >= 1 else ""
@@ -268,8 +268,8 @@ class RunTable:
             "reward": _curve(self._rewards),
             **{f"{role} ": _curve(rewards) for role, rewards in self._role_rewards.items()},
             HELD_OUT_COLUMN: self._held_out(),
-            "workers": self._working(),
-            **self._trouble(),
+            "workers": self._worker_parts(),
+            **self._problems(),
             "page": [(self.page, "")] if self.page else [],
         }
         return [line for label, parts in facts.items() for line in _lines(label, parts, width)]
@@ -280,7 +280,7 @@ class RunTable:
         (first, score), (last, newest) = self._scores[0], self._scores[-1]
         return [(f"{score:.3f} {first}" + (f" → {newest:.3f} {last}" if last != first else ""), "")]
 
-    def _working(self) -> list[Part]:
+    def _worker_parts(self) -> list[Part]:
         workers = self.workers
         if workers is None:
             return []
@@ -298,7 +298,7 @@ class RunTable:
             parts.append((f"{workers.quarantined} in quarantine", "red"))
         return parts or [("none", "")]
 
-    def _trouble(self) -> dict[str, list[Part]]:
+    def _problems(self) -> dict[str, list[Part]]:
         count = self._counts
         equal = count["groups/same_reward"]
         groups = count["groups/trained"] + equal + count["groups/dropped"]

@@ -343,10 +343,10 @@ class Bubblewrap:
                 stderr=subprocess.PIPE,
                 env={},
             )
-            _, said = await process.communicate()
+            _, errors = await process.communicate()
             if process.returncode:
                 raise IsolationError(
-                    f"nothing can listen in the sandbox: {said.decode(errors='replace').strip()}"
+                    f"nothing can listen in the sandbox: {errors.decode(errors='replace').strip()}"
                 )
             descriptors = array.array("i")
             _, ancillary, _, _ = ours.recvmsg(1, socket.CMSG_LEN(descriptors.itemsize))
@@ -406,8 +406,8 @@ class Bubblewrap:
             process.kill()
             await process.communicate()
             raise
-        _, said = await process.communicate()
-        words = said.decode(errors="replace").strip() or f"it did not start within {_START_S:g} s"
+        _, errors = await process.communicate()
+        words = errors.decode(errors="replace").strip() or f"it did not start within {_START_S:g} s"
         raise IsolationError(f"bubblewrap cannot start a sandbox here: {words}")
 
 

@@ -94,7 +94,7 @@ class SearchIndex:
         Returns the number from which on all are indexed. Raises NotRecordedError if the index is not
         writable.
         """
-        with self._at_work, _explained("the search index"):
+        with self._at_work, _readable_errors("the search index"):
             ends = time.monotonic() + INDEX_S
             newest = int(self._ledger.number("SELECT coalesce(max(end_number), 0) FROM episodes") or 0)
             last = min(last, newest)
@@ -112,7 +112,7 @@ class SearchIndex:
         Raises NotRecordedError for an unreadable query.
         """
         match = " ".join(f'"{word.replace(chr(34), chr(34) * 2)}"*' for word in words)
-        with self._at_work, _explained(f"the search {match}"):
+        with self._at_work, _readable_errors(f"the search {match}"):
             return [number for (number,) in self._connection.execute(_MATCHES, (match, first, last, limit))]
 
     def _spans(self) -> list[tuple[int, int]]:
@@ -159,7 +159,7 @@ class SearchIndex:
 
 
 @contextmanager
-def _explained(what: str) -> Generator[None]:
+def _readable_errors(what: str) -> Generator[None]:
     try:
         yield
     except sqlite3.Error as error:

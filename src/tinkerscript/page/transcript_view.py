@@ -185,7 +185,7 @@ def _places(events: list[msgspec.Raw]) -> Iterator[tuple[int, int]]:
 def _event(transcript: Transcript, at: int, depth: int, first: Any) -> TimelineEvent:
     value: dict[str, Any] = _attached(_value(transcript.events[at]), transcript.attachments)
     kind = str(value.get("event") or "unknown")[:40]
-    title, parts = _told(kind, value, transcript)
+    title, parts = _summary(kind, value, transcript)
     took = value.get("working_time")
     return TimelineEvent(
         kind=kind,
@@ -200,7 +200,7 @@ def _event(transcript: Transcript, at: int, depth: int, first: Any) -> TimelineE
     )
 
 
-def _told(kind: str, value: dict[str, Any], transcript: Transcript) -> tuple[str, list[tuple[str, Any]]]:
+def _summary(kind: str, value: dict[str, Any], transcript: Transcript) -> tuple[str, list[tuple[str, Any]]]:
     match kind:
         case "model":
             return _model_call(value, transcript)
@@ -257,12 +257,12 @@ def _model_call(value: dict[str, Any], transcript: Transcript) -> tuple[str, lis
     output = _object(value.get("output"))
     choices = [_object(choice) for choice in _items(output.get("choices"))]
     number, messages = _prompt(value, transcript)
-    asked = "".join(f"{m.get('role')}: {_said(m.get('content'))}\n" for m in messages)
+    asked = "".join(f"{m.get('role')}: {_message_text(m.get('content'))}\n" for m in messages)
     label = f"prompt, the last {len(messages)} of {number} messages" if number > len(messages) else "prompt"
     parts: list[tuple[str, Any]] = [(label, asked)]
     for choice in choices:
         message = _object(choice.get("message"))
-        parts.append(("reply", _said(message.get("content"))))
+        parts.append(("reply", _message_text(message.get("content"))))
         for call in _items(message.get("tool_calls")):
             parts.append((f"calls {_object(call).get('function')}", _object(call).get("arguments")))
         if choice.get("stop_reason") not in ("stop", "tool_calls", None):
@@ -286,7 +286,7 @@ def _prompt(value: dict[str, Any], transcript: Transcript) -> tuple[int, list[di
     return number, [_attached(each, transcript.attachments) for each in messages[-LAST_MESSAGES:]]
 
 
-def _said(content: Any) -> str:
+def _message_text(content: Any) -> str:
     if isinstance(content, str):
         return content
     parts = [_object(part) for part in _items(content)]
