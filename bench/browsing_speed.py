@@ -109,7 +109,9 @@ class Reader:
         """Milliseconds from a click to a complete screen, painted."""
         to = screen.to if screen.to.startswith("#") else f"#/run/{run}/{screen.to}"
         self.page.evaluate("location.hash = '#/'")
-        self.page.wait_for_function("() => !document.querySelector('nav[aria-label=Places]')", polling="raf")
+        self.page.wait_for_function(
+            "() => !document.querySelector('nav[aria-label=Sections]')", polling="raf"
+        )
         return self.page.evaluate(
             f"([to, limit]) => {{ const ready = () => {SETTLED} && {screen.ready};"
             """return new Promise((resolve, reject) => {

@@ -8,7 +8,7 @@
         rewards = group.get_total_rewards()
 
 Without Tinker, `TaskRunner` runs episodes against any `ChatPolicy`. Names that need tinker_cookbook are
-imported on first use, so that this works on a machine without it.
+imported on first use, so that a machine without it can use the rest.
 """
 
 from __future__ import annotations

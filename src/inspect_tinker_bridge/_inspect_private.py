@@ -1,6 +1,6 @@
 """All uses of Inspect's private modules.
 
-Written for inspect_ai 0.3.285. Each function says why the public API is not enough.
+Written for inspect_ai 0.3.285. Each docstring says why the public API is not enough.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from inspect_ai.util._sandbox.registry import (
     registry_has_sandboxenv,
 )
 
+# Inspect's first eval changes the levels or handlers of these loggers.
 _LOGGERS = ("", "httpx", "httpx2")
-"""Loggers outside Inspect whose level (and handlers, for the root) its first eval changes."""
 
 
 def task_names_in_file(path: Path) -> list[str]:
-    """Names of the `@task` functions of a file, without running it; none if it is not Python.
+    """Return the names of a file's `@task` functions without running it; none if it is not Python.
 
-    Private because the public `list_tasks` looks at whole folders and skips hidden ones.
+    Private because the public `list_tasks` searches whole folders and skips hidden ones.
     """
     return [name for name, _ in parse_decorators(path, "task")]
 
 
 def load_file(path: Path) -> None:
-    """Run a file in its folder, which registers its tasks. Private because the public way runs an eval."""
+    """Run a file in its folder to register its tasks. Private because the public way runs an eval."""
     load_file_tasks(path.absolute())
 
 
@@ -67,23 +67,22 @@ def create_in_file(path: Path, name: str, args: dict[str, Any]) -> Task:
 
 
 def find_registered(name: str) -> object | None:
-    """The `@task` function registered under `name`, or None. Private because the public way creates it."""
+    """Return the `@task` function registered under `name`, or None. Private because the public way creates
+    it."""
     return registry_lookup("task", name)
 
 
 def create_registered(name: str, args: dict[str, Any]) -> Task:
-    """Create the task registered under `name`."""
     return task_create(name, **args)
 
 
 def registered_names() -> list[str]:
-    """All task names known to the process, including installed packages' entry points."""
     entrypoints.ensure_entry_points()
     return sorted(registry_info(task).name for task in registry_find(lambda info: info.type == "task"))
 
 
 def active_epoch() -> int | None:
-    """Epoch of the current context's sample, or None.
+    """Return the epoch of the current context's sample, or None.
 
     Private because a scorer's model call has no public way to name its sample.
     """
@@ -92,20 +91,19 @@ def active_epoch() -> int | None:
 
 
 def sandbox_provider(name: str) -> type[SandboxEnvironment] | None:
-    """The sandbox provider registered under `name`, including installed packages', or None."""
+    """Return the sandbox provider registered under `name`, or None."""
     entrypoints.ensure_entry_points()
     return registry_find_sandboxenv(name) if registry_has_sandboxenv(name) else None
 
 
 def sandbox_provider_names() -> list[str]:
-    """All provider names, without their package."""
     entrypoints.ensure_entry_points()
     found = registry_find(lambda info: info.type == "sandboxenv")
     return sorted({registry_info(provider).name.rpartition("/")[2] for provider in found})
 
 
 def sandbox_package(name: str) -> str | None:
-    """The package that has the provider of this name, as far as Inspect knows."""
+    """Return the package that Inspect knows to have this provider."""
     return _SANDBOX_PACKAGES.get(name)
 
 
@@ -115,7 +113,7 @@ async def sandbox_files(files: dict[str, str]) -> dict[str, bytes]:
 
 
 async def sandbox_script(setup: str) -> bytes:
-    """A sample's setup script (text or a path) with the shebang that Inspect gives it."""
+    """Return a sample's setup script (text or a path), with the shebang that Inspect adds."""
     script = await read_sandboxenv_file(setup)
     return script if script.lstrip().startswith(b"#!") else b"#!/usr/bin/env bash\n\n" + script
 
@@ -128,7 +126,7 @@ async def start_sandboxes(
     setup: bytes | None,
     metadata: dict[str, Any],
 ) -> dict[str, SandboxEnvironment]:
-    """Start a sample's sandboxes, copy its files, run its setup. Cleans up on failure."""
+    """Start a sample's sandboxes, copy its files and run its setup, or clean up on failure."""
     return await sandbox_context.init_sandbox_environments_sample(
         provider, task_name, config, files, setup, metadata
     )
@@ -137,7 +135,6 @@ async def start_sandboxes(
 async def stop_sandboxes(
     name: str, task_name: str, config: Any, environments: dict[str, SandboxEnvironment]
 ) -> None:
-    """End what `start_sandboxes` started."""
     await sandbox_context.cleanup_sandbox_environments_sample(name, task_name, config, environments, False)
 
 
@@ -158,9 +155,9 @@ def current_sandboxes(environments: dict[str, SandboxEnvironment]) -> Generator[
 
 
 def tell_docker_projects(tell: Callable[[str], None]) -> None:
-    """From now on, call `tell` with the name of each Compose project before it starts.
+    """Call `tell` with the name of each future Compose project before it starts.
 
-    Private because there is no public hook, and only Inspect knows the names that it makes up.
+    Private because there is no public hook, and Inspect invents the names.
     """
     own = docker.project_startup  # pyright: ignore[reportPrivateImportUsage]
 
@@ -172,10 +169,10 @@ def tell_docker_projects(tell: Callable[[str], None]) -> None:
 
 
 async def dead_container() -> str:
-    """What the engine says where the current sample's container is gone; empty if it runs, or there is none.
+    """Return the engine's message if the current sample's container is gone, otherwise an empty string.
 
-    Private because a command's result does not tell: where the engine does not answer, Inspect returns a
-    command that has failed. The public `sandbox()` would note the command in the sample's record.
+    Private because Inspect returns an ordinary failed command if the engine does not answer, and the
+    public `sandbox()` would add a command to the sample's record.
     """
     environments = sandbox_context.sandbox_environments_context_var.get(None) or {}
     for environment in environments.values():
@@ -186,12 +183,12 @@ async def dead_container() -> str:
 
 
 def mark_choices(state: TaskState) -> None:
-    """Mark the choices that the state's output names, as `multiple_choice()` does after generating."""
+    """Mark the choices in the state's output, as `multiple_choice()` does after generating."""
     set_choices_based_on_generated_response(state, parse_answers(state, multiple_correct=True))
 
 
 def scorer_names(scorers: Sequence[Scorer]) -> list[str]:
-    """Names of scorers as in an Inspect log: a second `match` is `match1`."""
+    """Return the scorers' names as in an Inspect log, where a second `match` is `match1`."""
     names: list[str] = []
     for scorer in scorers:
         names.append(unique_scorer_name(scorer, names))
@@ -199,16 +196,16 @@ def scorer_names(scorers: Sequence[Scorer]) -> list[str]:
 
 
 def cancel_sample(epoch: int) -> None:
-    """Cancel a sample without a score, releasing its sandbox and cancelling its tools.
+    """Cancel a sample without a score, release its sandbox and cancel its tools.
 
-    Private because the public API can only end a sample from within it. A sample that is still starting ends
-    once it has started; an unknown one (not begun, or over) is ignored.
+    Private because the public API can only end a sample from within. A starting sample ends after its
+    start; an unknown sample is ignored.
     """
     _interrupt(epoch, "cancel")
 
 
 def score_sample(epoch: int) -> None:
-    """Cancel a sample's solver and its tools, and run the scorers. As private and as lenient."""
+    """Cancel a sample's solver and tools, and run the scorers. Private for the same reason."""
     _interrupt(epoch, "score")
 
 
@@ -219,19 +216,20 @@ def _interrupt(epoch: int, action: Literal["cancel", "score"]) -> None:
 
 
 def task_folder(task: Task) -> str:
-    """The folder from which a task's relative paths are read."""
+    """Return the folder from which a task's relative paths are read."""
     return task_run_dir(task)
 
 
 def overridden_sandbox(task: Task, sandbox: SandboxEnvironmentType) -> SandboxEnvironmentSpec | None:
-    """Replace a task's sandbox, as `inspect eval --sandbox` does. Private because that is for all tasks."""
+    """Replace a task's sandbox, as `inspect eval --sandbox` does. Private because that applies to all
+    tasks."""
     return resolve_task_sandbox(task, sandbox)
 
 
 async def with_inline_images(sample: Sample) -> Sample:
-    """The sample with the images of its input as data URLs.
+    """Return the sample with the images of its input as data URLs.
 
-    Private because evals do so themselves, but only for the samples that they begin with.
+    Private because evals do this only for their first samples.
     """
     plan = capture_task_input_media([sample])
     return await materialize_sample_input(sample, plan) if plan else sample
@@ -249,10 +247,10 @@ def silent_display() -> Generator[None]:
 
 
 def without_live_sessions() -> None:
-    """Turn off live sessions (ACP), which let editors follow a sample, in this context.
+    """Turn off live sessions (ACP), with which editors follow a sample, in this context.
 
-    Private because there is no public switch; an Inspect version without the flag keeps its sessions. They
-    cost a tenth of a short episode's CPU time.
+    Private because there is no public switch. They cost a tenth of a short episode's CPU time. Versions
+    of Inspect without the flag keep them.
     """
     flag: ContextVar[bool] | None = getattr(transport, "_acp_live_active", None)
     if flag is not None:
@@ -260,11 +258,11 @@ def without_live_sessions() -> None:
 
 
 class ProcessState:
-    """Process state that Inspect's first eval changes: `sys.excepthook`, log levels, the root logger's
-    handlers.
+    """Process state that Inspect's first eval changes: `sys.excepthook`, log levels, root handlers.
 
-    Captured at construction, restored by `restore`, which may be called repeatedly. Inspect's own logger
-    stays at level ERROR; otherwise it writes a trace record of every model call to a file.
+    It is captured at construction and restored by `restore`, which may be called repeatedly. Inspect's
+    logger stays at level ERROR, because otherwise it writes a trace record of every model call to a
+    file.
     """
 
     def __init__(self) -> None:
@@ -273,7 +271,6 @@ class ProcessState:
         self._handlers = list(logging.getLogger().handlers)
 
     def restore(self) -> None:
-        """Restore the captured state."""
         sys.excepthook = self._excepthook
         for name, level in self._levels.items():
             logging.getLogger(name).setLevel(level)

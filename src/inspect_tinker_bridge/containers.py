@@ -1,9 +1,9 @@
-"""Containers end with the process that started them, however it ends.
+"""Remove containers when the process that started them ends.
 
-Inspect removes a sample's containers with its episode, and those that are left with the eval; nobody does
-where the process is killed, or where the engine did not answer at that moment. So a process of its own, this
-file, is told the name of each Compose project before it starts. When its standard input closes, because the
-other process has ended, it removes what is left of these projects: containers, networks and volumes.
+Inspect removes a sample's containers at the end of its episode or eval, but not if the process is
+killed or the engine does not answer at that moment. Therefore this file runs as a separate process,
+which receives the name of each Compose project before it starts. When its standard input closes, it
+removes the remaining containers, networks and volumes of these projects.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _LABEL = "com.docker.compose.project"
+# Networks and volumes can only go when no container uses them, so they come last.
 _KINDS = {
     "container": (["ps", "--all"], "ID", ["rm", "--force", "--volumes"]),
     "network": (["network", "ls"], "ID", ["network", "rm"]),
     "volume": (["volume", "ls"], "Name", ["volume", "rm", "--force"]),
 }
-"""How each kind is listed, known and removed; networks and volumes go once no container uses them."""
 
+# An engine may not answer, or be unable to remove something yet.
 _PATIENCE_S = 60.0
-"""How long the engine may not answer, or not let go of something."""
 
 _sweeper: subprocess.Popen[bytes] | None = None
 
 
 def remove_at_the_end(project: str) -> None:
-    """Have what is left of a Compose project removed when this process has ended."""
+    """Remove the rest of a Compose project when this process ends."""
     global _sweeper
     if _sweeper is None or _sweeper.poll() is not None:
         _sweeper = subprocess.Popen(
@@ -49,7 +49,7 @@ def remove_at_the_end(project: str) -> None:
 
 
 def _sweep(projects: set[str]) -> None:
-    """Remove until nothing is found, and nothing is at work that could make more."""
+    # A running command could create more.
     until = time.monotonic() + _PATIENCE_S
     while time.monotonic() < until:
         ended = _end_commands(projects)
@@ -59,11 +59,11 @@ def _sweep(projects: set[str]) -> None:
         for kind, names in found.items():
             if names:
                 _docker(*_KINDS[kind][2], *names)
-        time.sleep(0.5)  # For what the engine was asked before, or until it answers.
+        time.sleep(0.5)  # Earlier requests may still be in progress, or the engine may be starting.
 
 
 def _end_commands(projects: set[str]) -> bool:
-    """End the commands of the projects that outlive who gave them, such as `docker compose up`."""
+    # Commands such as `docker compose up` may outlive their caller.
     ended = False
     for pid, words in _commands():
         if "--project-name" in words and not projects.isdisjoint(words):
@@ -84,7 +84,6 @@ def _commands() -> Iterator[tuple[int, list[str]]]:
 
 
 def _found(kind: str, projects: set[str]) -> list[str] | None:
-    """What there is of a kind; None if the engine does not answer."""
     listing, name, _ = _KINDS[kind]
     shown = f'{{{{.{name}}}}} {{{{.Label "{_LABEL}"}}}}'
     lines = _docker(*listing, "--filter", f"label={_LABEL}", "--format", shown)

@@ -1,14 +1,12 @@
-"""Inspect's samples and messages as JSON, and back; messages in the form of OpenAI's chat.
+"""Convert Inspect's samples to JSON, and messages to OpenAI's chat format, in both directions.
 
-`sample_to_json` and `sample_from_json` convert samples. `to_dicts` and `from_dicts` convert conversations
-that are stored (datasets, logs, recorded calls). `ChatConverter` converts the live model calls of one
-episode: requests out, completions in.
+`sample_to_json` and `sample_from_json` convert samples. `to_dicts` and `from_dicts` convert stored
+conversations. `ChatConverter` converts the live model calls of an episode.
 
-Invariants: `sample_from_json(sample_to_json(sample))` equals the sample, including its id's type, its None
-values and its sandbox, which pydantic's own round trip loses. Text, reasoning and tool arguments survive to
-the character; what cannot be expressed raises UnsupportedError and is never dropped. Each conversion takes
-microseconds: Inspect's own converters take about a millisecond each way, a large part of a short episode's
-CPU time.
+Invariants: `sample_from_json(sample_to_json(sample))` equals the sample, including its id's type, its
+None values and its sandbox, which pydantic's round trip loses. Text, reasoning and tool arguments
+survive to the character; what cannot be expressed raises UnsupportedError. Conversions take
+microseconds. Inspect's converters take a millisecond, a large part of a short episode's CPU time.
 """
 
 from __future__ import annotations
@@ -68,12 +66,15 @@ __all__ = [
 ]
 
 MessageDict: TypeAlias = dict[str, Any]
-"""`role` and `content`, plus `tool_calls` (arguments as JSON text), `tool_call_id`, `name`,
-`reasoning_content` and `error` where they apply. `content` is text, or with images a list of `text` and
-`image_url` parts."""
+"""A message with `role`, `content` and, where they apply, `tool_calls` (arguments as JSON text),
+`tool_call_id`, `name`, `reasoning_content` and `error`.
+
+`content` is text, or with images a list of `text` and `image_url` parts.
+"""
 
 Json: TypeAlias = dict[str, Any]
 
+# OpenAI's names of GenerateConfig fields in requests. The server refuses what it does not support.
 _SENT = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -89,9 +90,8 @@ _SENT = {
     "top_logprobs": "top_logprobs",
     "parallel_tool_calls": "parallel_tool_calls",
 }
-"""GenerateConfig field -> OpenAI name, for the fields a request carries. The server refuses what it does not
-support."""
 
+# Inspect applies these fields or configures its connections with them.
 _INSPECTS_OWN = {
     "max_retries",
     "timeout",
@@ -104,11 +104,10 @@ _INSPECTS_OWN = {
     "internal_tools",
     "extra_headers",
 }
-"""GenerateConfig fields that Inspect applies itself or that configure its own connections."""
 
 _INSPECTS_OWN_AT_HAND = {"cache", "cache_prompt", "batch", "fail_on_refusal", "reasoning_history"}
-"""More of them, which change nothing here."""
 
+# These fields tune sampling. In a Tinker environment the trainer decides them.
 _TUNING = {
     "temperature",
     "top_p",
@@ -125,18 +124,17 @@ _TUNING = {
     "reasoning_tokens",
     "reasoning_summary",
 }
-"""GenerateConfig fields that tune sampling. In a Tinker environment the trainer decides them."""
 
 LEFT_OUT = _TUNING - _SENT.keys()
-"""Fields that no request carries: they tune how other providers' models reason and write."""
+"""Fields that tune other providers' models, and that no request carries."""
 
 _LEFT_OUT = LEFT_OUT | _INSPECTS_OWN_AT_HAND
 
+# pydantic, which writes logs, allows a nesting of about 250.
 _MAX_DEPTH = 100
-"""Levels of nesting that a tool call's arguments may have; pydantic, which writes logs, takes about 250."""
 
+# About 1,000 digits. Python writes at most 4,300.
 _MAX_BITS = 3400
-"""Bits of an integer in a tool call's arguments: about 1,000 digits. Python writes at most 4,300."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -149,7 +147,7 @@ _STOP_REASONS: dict[str, StopReason] = {
 
 
 def sample_to_json(sample: Sample) -> dict[str, Any]:
-    """The sample as JSON values, unset fields left out. Metadata that JSON cannot hold becomes its `repr`."""
+    """Return the sample as JSON values without unset fields. Other metadata becomes its `repr`."""
     held: dict[str, Any] = from_json(to_json(sample, fallback=repr))
     return {name: value for name, value in held.items() if value is not None}
 
@@ -165,18 +163,20 @@ def sample_from_json(held: Mapping[str, Any]) -> Sample:
 
 
 def sample_digest(sample: Sample) -> str:
-    """A digest of the problem: equal on two machines if they mean the same one, whatever its id is.
+    """Return a digest of the problem that is equal on all machines and independent of its id.
 
-    It covers input, choices, target and metadata. Of absolute paths only the last part counts, since folders
-    differ between machines, and of objects that no rule here knows only their type.
+    It covers input, choices, target and metadata. Of absolute paths only the last part counts, and of
+    objects of unknown types only the type.
     """
     problem = (sample.input, sample.choices, sample.target, sample.metadata)
     return hashlib.sha256(repr(_settled(problem)).encode()).hexdigest()[:32]
 
 
 def sample_summary(sample: Sample) -> dict[str, Any]:
-    """The sample for people and programs that cannot load its task: `id`, `input`, `choices`, `target`,
-    `metadata` in JSON's terms, and its `digest`."""
+    """Describe the sample for readers that cannot load its task.
+
+    Returns `id`, `input`, `choices`, `target`, `metadata` as JSON values, and its `digest`.
+    """
     held = {
         "id": sample.id,
         "input": sample.input,
@@ -190,7 +190,6 @@ def sample_summary(sample: Sample) -> dict[str, Any]:
 
 
 def _showable(value: Any) -> Any:
-    """`value` without text and bytes that JSON in UTF-8 cannot hold."""
     if isinstance(value, bytes):
         return value.decode(errors="backslashreplace")
     if isinstance(value, str):
@@ -203,7 +202,7 @@ def _showable(value: Any) -> Any:
 
 
 def _settled(value: Any) -> Any:
-    """Something whose `repr` is the same in every process that has an equal value."""
+    # The `repr` must be the same in every process.
     if value is None or isinstance(value, bool | int | bytes):
         return value
     if isinstance(value, float):
@@ -212,7 +211,7 @@ def _settled(value: Any) -> Any:
         text = str(value)
         return ascii(PurePath(text).name if text.startswith("/") else text)
     kind = type(value).__name__
-    if isinstance(value, BaseModel):  # Inspect draws the ids of messages anew each time.
+    if isinstance(value, BaseModel):  # Inspect draws new ids for messages each time.
         fields = {name: getattr(value, name) for name in type(value).model_fields if name != "id"}
         return kind, _settled(fields)
     if isinstance(value, Mapping):
@@ -239,7 +238,7 @@ def sample_of_row(row: Mapping[str, Any] | str) -> Sample:
 def to_dicts(messages: Sequence[ChatMessage]) -> list[MessageDict]:
     """Convert Inspect messages for storage.
 
-    Raises UnsupportedError for content other than text, reasoning and images, such as audio.
+    Raises UnsupportedError for content other than text, reasoning and images.
     """
     return [_to_dict(message) for message in messages]
 
@@ -256,13 +255,13 @@ def from_dicts(conversation: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
 class ChatConverter:
     """Converts the model calls of one episode.
 
-    It remembers the arguments of each tool call as the server sent them, so that the next request repeats
-    them to the character and the server recognizes its own reply.
+    It remembers the arguments of each tool call as the server sent them. The next request repeats them
+    exactly, so that the server recognizes its reply.
     """
 
     def __init__(self) -> None:
+        # The arguments of each tool call, as sent and as parsed.
         self._arguments: dict[str, tuple[str, dict[str, Any]]] = {}
-        """Tool call id -> (arguments as sent, arguments as parsed)."""
 
     def request(
         self,
@@ -271,10 +270,7 @@ class ChatConverter:
         tool_choice: ToolChoice,
         config: GenerateConfig,
     ) -> Json:
-        """Build the body of a chat completions request.
-
-        Raises UnsupportedError naming what it cannot carry.
-        """
+        """Build the body of a chat completions request. Raises UnsupportedError with the field."""
         body: Json = {"model": "policy", "messages": [self._message(message) for message in messages]}
         if tools:
             body["tools"] = [_tool(tool) for tool in tools]
@@ -340,9 +336,9 @@ class ChatConverter:
 
 
 def sampling_fields(config: GenerateConfig) -> Json:
-    """The request fields of a GenerateConfig. Raises UnsupportedError naming those a request cannot carry.
+    """Return the request fields of a GenerateConfig. Raises UnsupportedError with unsupported fields.
 
-    What only tunes how some other models reason or write is left out: see `unapplied`.
+    Fields that only tune some other models are left out (see `unapplied`).
     """
     wanted = _wanted(config)
     _refuse(wanted.keys() - _SENT.keys() - {"response_schema"} - _LEFT_OUT - _INSPECTS_OWN)
@@ -355,17 +351,16 @@ def sampling_fields(config: GenerateConfig) -> Json:
 
 
 def unapplied(config: GenerateConfig) -> list[str]:
-    """What of a GenerateConfig no request carries, because our models do not have it, as `name=value`."""
+    """Return the set fields of a GenerateConfig that no request carries, as `name=value`."""
     wanted = _wanted(config)
     return [f"{name}={wanted[name]!r}" for name in sorted(wanted) if name in LEFT_OUT]
 
 
 def check_for_tinker(config: GenerateConfig, *, applied: Collection[str] = ()) -> list[str]:
-    """What of a GenerateConfig the trainer decides in a Tinker environment, as `name=value`; not the fields
-    that are `applied`.
+    """Return the fields of a GenerateConfig that the trainer decides, as `name=value`, except `applied` ones.
 
-    Raises UnsupportedError naming what a Tinker environment can neither apply nor leave to the trainer, such
-    as several choices or logprobs.
+    Raises UnsupportedError for fields that a Tinker environment cannot apply or leave to the trainer,
+    such as several choices or logprobs.
     """
     wanted = _wanted(config)
     one = {"num_choices": 1, "best_of": 1, "logprobs": False}
@@ -388,7 +383,7 @@ def _refuse(fields: set[str], values: Mapping[str, Any] | None = None) -> None:
 
 
 def text_of(message: MessageDict) -> str:
-    """The text of a stored message, without its images."""
+    """Return the text of a stored message, without its images."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -419,14 +414,12 @@ def _stored_part(part: Content) -> dict[str, Any]:
 
 
 def _base_dict(message: ChatMessage, *, images: bool = False) -> MessageDict:
-    """Role, text and reasoning. `images` are left out if true, else refused."""
     text, reasoning = _texts(message.content, images=images)
     converted: MessageDict = {"role": message.role, "content": text}
     return converted | ({"reasoning_content": reasoning} if reasoning else {})
 
 
 def _texts(content: str | Sequence[Content], *, images: bool = False) -> tuple[str, str]:
-    """Text and reasoning."""
     if isinstance(content, str):
         return content, ""
     text, reasoning = "", ""
@@ -509,10 +502,10 @@ def _assistant_content(message: Mapping[str, Any]) -> str | list[Content]:
 
 
 def parse_arguments(raw: str) -> tuple[dict[str, Any], str | None]:
-    """The arguments of a sampled tool call, and what is wrong with them: they are data, whatever they say.
+    """Parse the arguments of a sampled tool call, and return a description of any problem. Never raises.
 
-    Wrong is what is not a JSON object, and what no tool, sandbox or log could take: lone surrogates, NUL
-    characters, values nested more than 100 deep, integers of thousands of digits.
+    They must be a JSON object without values that a tool, sandbox or log could not take: lone
+    surrogates, NUL characters, values nested more than 100 deep, integers of thousands of digits.
     """
     try:
         arguments = json.loads(raw or "{}")
@@ -527,7 +520,7 @@ def parse_arguments(raw: str) -> tuple[dict[str, Any], str | None]:
 
 
 def tool_call(call_id: str, name: str, arguments: dict[str, Any], problem: str | None) -> ToolCall:
-    """A sampled tool call; `problem` is what is wrong with its arguments. A name may be unusable, too."""
+    """Make a sampled tool call. `problem` describes invalid arguments; the name may be invalid too."""
     if (unusable := _unusable_text(name)) is not None:
         name = name.encode("ascii", "backslashreplace").decode().replace("\0", "\\0")
         problem = f"the tool's name, {name}, {unusable.replace('have', 'has', 1)}"
@@ -535,7 +528,6 @@ def tool_call(call_id: str, name: str, arguments: dict[str, Any], problem: str |
 
 
 def _unusable_text(text: str) -> str | None:
-    """Why a sandbox, a log or another model could not take the text, or None."""
     if "\0" in text:
         return "have a NUL character"
     if not text.isascii() and _SURROGATE.search(text):

@@ -1,6 +1,6 @@
-"""An Inspect dataset as a Hugging Face dataset: one row per sample, with the prompt the model would see.
+"""Convert an Inspect dataset to a Hugging Face dataset: one row per sample with the model's prompt.
 
-Invariant: a row's `info` holds its whole sample as JSON, so that no row depends on what the others contain.
+Invariant: a row's `info` holds its whole sample as JSON, so that rows are independent.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ __all__ = ["FEATURES", "DatasetRow", "inspect_dataset_to_hf"]
 
 
 class DatasetRow(TypedDict):
-    """One sample."""
-
     prompt: list[MessageDict]
-    """Messages of the first model call: `role`, `content` (text), `message` (all of it as JSON)."""
+    """The messages of the first model call: `role`, `content` (text), and `message` (the whole message as
+    JSON)."""
 
     answer: str | None
-    """The target, several targets one per line; None if there is none."""
+    """The target, with several targets on separate lines, or None."""
 
     info: str
-    """JSON with `task` (its name) and `sample` (the whole sample); `tasks.sample_of_row` reads it."""
+    """JSON with the task's name and the whole sample. `conversion.sample_of_row` reads it."""
 
     id: str
     """The sample's id as text. `info` keeps its type."""
@@ -47,7 +46,6 @@ FEATURES = Features(
         "id": Value("string"),
     }
 )
-"""Column types of `DatasetRow`."""
 
 
 def inspect_dataset_to_hf(
@@ -58,12 +56,10 @@ def inspect_dataset_to_hf(
 ) -> Dataset:
     """Convert a task's samples to a dataset with the columns of `DatasetRow`.
 
-    Runs every sample's solver up to its first model call, in a thread with its own event loop, so no other
-    eval may run in the process meanwhile. `additional_system_content` is appended to the system message, or
-    becomes one.
-
-    Raises UnsupportedError for a prompt with content other than text, reasoning and images, TaskFailedError
-    if a solver raises or asks the model of a role first, and RunnerError.
+    Every sample's solver runs up to its first model call, in a thread with its own event loop; no other
+    eval may run in the process meanwhile. `additional_system_content` is appended to the system
+    message, or becomes one. Raises UnsupportedError for content other than text, reasoning and images,
+    TaskFailedError if a solver raises or first asks the model of a role, and RunnerError.
     """
     info = task if isinstance(task, InspectTaskInfo) else load_inspect_task(task)
     samples = info.samples[:max_samples]
@@ -77,7 +73,7 @@ def inspect_dataset_to_hf(
 
 
 def _run_prompts(info: InspectTaskInfo, samples: Sequence[Sample]) -> list[list[MessageDict]]:
-    # Not asyncio.run: in a notebook Inspect replaces it with one that leaves its loop open.
+    # In notebooks, Inspect replaces asyncio.run with a version that leaves its loop open.
     with asyncio.Runner() as loop:
         return loop.run(_prompts(info, samples))
 

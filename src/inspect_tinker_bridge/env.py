@@ -1,11 +1,10 @@
 """Tinker environments of Inspect tasks: `InspectEnv`, groups of them, and datasets of groups.
 
-An `InspectEnv` answers the model calls of a running episode one `step` at a time; the solver runs as it is.
-
-Invariants: each observation extends the previous one and its action unless `fork` says otherwise; a failure
-raises TaskFailedError and is never a reward of 0; `cleanup` ends what the trainer left unfinished. A group
-builder pickles small, and a dataset's batches depend only on its options, so a resumed run gets the same
-ones.
+An `InspectEnv` answers the model calls of a running episode one `step` at a time, while the solver runs
+unchanged. Invariants: each observation extends the previous one and its action unless `fork` says
+otherwise. A failure raises TaskFailedError and is never a reward of 0. `cleanup` ends what the trainer
+left unfinished. Group builders pickle small, and a dataset's batches depend only on its options, so
+that a resumed run gets the same ones.
 """
 
 from __future__ import annotations
@@ -66,9 +65,10 @@ __all__ = ["EnvOptions", "EnvType", "InspectEnv", "InspectEnvGroupBuilder", "Ins
 logger = logging.getLogger(__name__)
 
 EnvType = Literal["single_turn", "multi_turn", "task"]
-"""`single_turn`: one action, then the score. `multi_turn`: an agent with bash, python and submit. `task`: the
-task's own solver decides. The last two end after `max_turns` actions."""
+"""`single_turn` is one action and its score, `multi_turn` an agent with bash, python and submit, `task`
+the task's solver. The last two end after `max_turns` actions."""
 
+# Other limits keep Inspect's names.
 _STOPS = {
     "message": StopReason.MAX_TURNS,
     "turn": StopReason.MAX_TURNS,
@@ -78,28 +78,26 @@ _STOPS = {
     "time": StopReason.ROLLOUT_TIMEOUT,
     "working": StopReason.ROLLOUT_TIMEOUT,
 }
-"""Inspect limit -> Tinker stop reason; other limits keep their own name."""
 
 
 @dataclass(frozen=True)
 class EnvOptions:
-    """Options shared by the environments of a dataset. They are pickled, so functions must be importable."""
+    """Options of a dataset's environments. They are pickled, so functions must be importable."""
 
     env_type: EnvType = "single_turn"
     max_turns: int = 10
-    """Most actions of an episode that is not `single_turn`; another model call ends it, and it is scored."""
+    """The maximum number of actions unless `single_turn`. A further model call ends and scores the
+    episode."""
 
     scorer_weights: Mapping[str, float] | None = None
-    """Weight of each scorer by name; equal if None."""
+    """The weight of each scorer by name, or None for equal weights."""
 
     runner: RunnerOptions = field(default_factory=RunnerOptions)
-    """How the episodes differ from the task as written."""
 
     applied: frozenset[str] = frozenset()
-    """Fields of `InspectEnv.generate_config` by which the caller samples. Nobody is warned of them."""
+    """Fields of `InspectEnv.generate_config` that the caller applies, which suppresses a warning."""
 
     def __post_init__(self) -> None:
-        """Raises EnvironmentConfigError for an option that cannot work."""
         if self.env_type not in get_args(EnvType):
             raise EnvironmentConfigError(
                 f"env_type is {self.env_type!r}; it must be one of {', '.join(get_args(EnvType))}"
@@ -108,12 +106,12 @@ class EnvOptions:
 
 
 class InspectEnv(Env):
-    """One episode of one sample. Single use; starts at `initial_observation`.
+    """One episode of one sample. It is used once and starts at `initial_observation`.
 
-    Metrics of a step: `fork` is 1 if the next observation does not extend this one and its action. Metrics of
-    the last step: `stop/<reason>`, `turns`, `score/<scorer>`, `correct` (1 for full marks of the scorers),
-    `format_valid` (1 if every action ended where it should and its tool calls parsed), and `action_unseen`,
-    which is 1 if a limit of the task ended the solver before it got the action.
+    Metrics of a step: `fork` is 1 if the next observation does not extend this one and its action.
+    Metrics of the last step: `stop/<reason>`, `turns`, `score/<scorer>`, `correct` (1 for full marks),
+    `format_valid` (1 if every action ended properly and its tool calls parsed), and `action_unseen` (1
+    if a limit of the task ended the solver before it got the action).
     """
 
     def __init__(
@@ -125,8 +123,8 @@ class InspectEnv(Env):
         *,
         task: InspectTaskInfo | None = None,
     ) -> None:
-        """`task` is the sample's task, needed if the runner has several; `options.runner` selects among the
-        options with which the runner has it."""
+        """`task` is required if the runner has several tasks, and `options.runner` if it has a task with
+        several options."""
         self._runner = runner
         self._task = task
         self._sample = sample
@@ -141,19 +139,17 @@ class InspectEnv(Env):
         self._format_valid = True
         self._rewarded = False
         self.outcome: EpisodeOutcome | None = None
-        """How the episode ended; None until it is scored."""
 
         self.exchanges: list[tuple[list[ChatMessage], ChatMessage]] = []
-        """Messages of each prompt, and the message of its action."""
+        """The messages of each prompt with the message of its action."""
 
         self.unapplied: set[str] = set()
-        """What the task asks of sampling that the trainer decides instead, as `name=value`."""
+        """Sampling settings of the task that the trainer decides, as `name=value`."""
 
         self.scored: EpisodeReward | None = None
-        """The reward; None until the episode is scored."""
 
         self.record: EvalSample | None = None
-        """Inspect's record of the episode, also of one that failed; None until it has ended."""
+        """Inspect's record of the episode, even of a failed one, or None before its end."""
 
     async def initial_observation(
         self,
@@ -200,11 +196,11 @@ class InspectEnv(Env):
         return StepResult(scored.reward, True, nothing, [], metrics=metrics, logs=_logs(outcome))
 
     async def finish(self) -> tuple[float, Metrics]:
-        """Score an episode that the trainer stopped early, ending its solver where it stands.
+        """Score an episode that the trainer stopped early, ending its solver.
 
-        Returns the reward that no step has returned yet, 0 if the last step did, and the metrics without
-        `stop/`, which the trainer reports. Raises TaskFailedError if the episode never started, or the solver
-        or a scorer raises.
+        Returns the reward that no step has returned yet, and the metrics without `stop/`, which the
+        trainer reports. Raises TaskFailedError if the episode never started, or if the solver or a
+        scorer raises.
         """
         if self._rewarded:
             return 0.0, {}
@@ -219,12 +215,12 @@ class InspectEnv(Env):
         return scored.reward, {name: value for name, value in metrics.items() if not name.startswith("stop/")}
 
     async def abandon(self) -> None:
-        """End the episode without a score. Idempotent; never raises what the episode raised."""
+        """End the episode without a score. Idempotent; never raises."""
         if self._episode is not None:
             self._episode.cancel()
             await asyncio.wait({self._episode})
             if not self._episode.cancelled():
-                self._episode.exception()  # retrieve it, or asyncio logs it as never retrieved
+                self._episode.exception()  # Otherwise asyncio logs it as never retrieved.
 
     def _keep_record(self, record: EvalSample) -> None:
         self.record = record
@@ -240,7 +236,6 @@ class InspectEnv(Env):
         return self._sample.id if self._sample.id is not None else ""
 
     async def _advance(self) -> EpisodeOutcome | None:
-        """Wait for the next model call, setting `self._call` and `self._prompt`, or for the outcome."""
         self._call = None
         if self._episode is None:
             raise TaskFailedError(self._id, "the episode was not started")
@@ -257,7 +252,7 @@ class InspectEnv(Env):
         return 1 if self._options.env_type == "single_turn" else self._options.max_turns
 
     def _refuse(self) -> None:
-        """End the solver, which called the model once too often; it is scored on what it has."""
+        # The solver called the model once too often. It is scored.
         limit = self._allowed_turns
         self._pending.finish(LimitExceededError("custom", value=limit + 1, limit=limit, message="max_turns"))
 
@@ -270,14 +265,14 @@ class InspectEnv(Env):
 
     @property
     def generate_config(self) -> GenerateConfig:
-        """What the solver's pending call asks for, the task's own config included."""
+        """The settings of the solver's pending call, including the task's config."""
         return self._call.request.config if self._call else GenerateConfig()
 
     def _observation(self) -> tuple[tinker.ModelInput, StopCondition]:
         return self._prompt.model_input, _stop_condition(self._renderer, self.generate_config)
 
     def _answer(self, call: PendingCall, action: list[int], *, truncated: bool) -> bool:
-        """Pass the action to the solver. Returns whether the solver had already ended."""
+        """Pass the action to the solver, and return whether the solver had already ended."""
         parsed = self._parse(call.request, action)
         self._format_valid &= parsed.is_well_formed
         output = to_model_output(
@@ -314,9 +309,9 @@ class InspectEnv(Env):
 
 @dataclass
 class InspectEnvGroupBuilder(EnvGroupBuilder):
-    """Makes the group of one sample: `num_envs` episodes to compare with each other.
+    """Makes the group of one sample: `num_envs` episodes to compare. It is used once.
 
-    Single use. Pickles; the process that unpickles it loads the task once.
+    The process that unpickles it loads the task once.
     """
 
     task: InspectTaskInfo
@@ -328,11 +323,11 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
     _envs: list[InspectEnv] = field(default_factory=list["InspectEnv"], init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Raises EnvironmentConfigError for a `num_envs` below 1."""
         require_counts(num_envs_per_group=self.num_envs)
 
     async def make_envs(self) -> Sequence[Env]:
-        """Make `num_envs` environments, not started yet. Waits while another event loop runs episodes."""
+        """Make `num_envs` environments without starting them. Waits while another event loop runs
+        episodes."""
         if self._runner is None:
             self._runner = await shared_pool().acquire(self.task, self.options.runner)
         made = [
@@ -345,7 +340,8 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
-        """Score episodes the trainer stopped early; the others returned their reward in the last step."""
+        """Score episodes that the trainer stopped early. The others returned their reward in the last
+        step."""
         envs = [env for env in env_group if isinstance(env, InspectEnv)]
         if len(envs) != len(trajectory_group):
             raise UnsupportedError(f"{len(trajectory_group)} trajectories, {len(envs)} Inspect environments")
@@ -368,7 +364,7 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
             logger.exception("the eval of the task %r did not close", self.task.name)
 
     def logging_tags(self) -> list[str]:
-        """The task's name without its package."""
+        """Return the task's name without its package."""
         return [self.task.name.rpartition("/")[2]]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -376,9 +372,9 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
 
 
 class InspectRLDataset(RLDataset):
-    """A task's samples in batches of groups; the last batch may be smaller.
+    """A task's samples in batches of groups. The last batch may be smaller.
 
-    Epochs follow one another without a gap, each in the dataset's order or, shuffled, in an order of its own.
+    Epochs follow one another without a gap, each in the dataset's order or shuffled anew.
     """
 
     def __init__(
@@ -391,10 +387,10 @@ class InspectRLDataset(RLDataset):
         shuffle: bool = False,
         shuffle_seed: int | None = 0,
     ) -> None:
-        """`builder` is the template of every group. `batch_size` counts samples, one group each.
+        """`builder` is the template of every group, and `batch_size` counts samples.
 
-        `shuffle_seed=None` draws a seed, which `shuffle_seed` then has. Raises EnvironmentConfigError for
-        counts below 1.
+        With `shuffle_seed=None` a seed is drawn, which the `shuffle_seed` property returns. Raises
+        EnvironmentConfigError for counts below 1.
         """
         require_counts(batch_size=batch_size, num_epochs=num_epochs)
         self._builder = builder
@@ -407,17 +403,15 @@ class InspectRLDataset(RLDataset):
 
     @property
     def samples(self) -> Sequence[Sample]:
-        """The samples in the dataset's order."""
         return self._samples
 
     @property
     def task(self) -> InspectTaskInfo:
-        """The samples' task."""
         return self._builder.task
 
     @property
     def shuffle_seed(self) -> int | None:
-        """The seed of the order of the samples; None if they are not shuffled."""
+        """The seed of the samples' order, or None without shuffling."""
         return self._seed
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
@@ -434,11 +428,10 @@ class InspectRLDataset(RLDataset):
     def split(
         self, test_samples: int, *, seed: int = 0, num_envs_per_group: int = 1
     ) -> tuple[InspectRLDataset, InspectRLDataset]:
-        """Split into train and test. The test dataset is one epoch of `test_samples` samples drawn with
-        `seed`.
+        """Split into train and test, where test is one epoch of `test_samples` samples drawn with `seed`.
 
-        `num_envs_per_group` applies to the test groups. Raises EnvironmentConfigError if either would be
-        empty.
+        `num_envs_per_group` applies to the test groups. Raises EnvironmentConfigError if either would
+        be empty.
         """
         require_counts(test_samples=test_samples)
         if not test_samples < len(self._samples):
@@ -472,7 +465,6 @@ class InspectRLDataset(RLDataset):
 
 
 def _logs(outcome: EpisodeOutcome) -> Logs:
-    """Each scorer's answer and explanation, without what UTF-8 cannot hold."""
     logs: Logs = {}
     for name, score in outcome.scores.items():
         texts = {"answer": score.answer, "explanation": score.explanation}
@@ -483,7 +475,6 @@ def _logs(outcome: EpisodeOutcome) -> Logs:
 
 
 def _warn_of_unapplied(task: InspectTaskInfo, fields: Sequence[str]) -> None:
-    """Say once per process what of the task's sampling parameters does not apply."""
     if fields and (task.name, *fields) not in _WARNED:
         _WARNED.add((task.name, *fields))
         logger.warning(
@@ -496,7 +487,7 @@ _WARNED: set[tuple[str, ...]] = set()
 
 
 def _stop_condition(renderer: Renderer, config: GenerateConfig) -> StopCondition:
-    """The renderer's stops, and the task's as text; ids become their text, as Tinker takes one kind only."""
+    # Tinker takes only one kind of stops, so ids become text.
     stops = renderer.get_stop_sequences()
     if not config.stop_seqs:
         return stops

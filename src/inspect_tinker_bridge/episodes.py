@@ -1,8 +1,8 @@
 """Episodes inside an eval: their model calls, the policies that answer them, and their outcomes.
 
-Invariants: a model call belongs to exactly one episode, found through a context variable that is set in the
-solver's context but not in the scorers'; a call without one comes from a scorer that grades with the policy.
-Every call that `PendingCalls.generate` accepts is taken by `next_call` or fails with the limit of `finish`.
+Invariants: a model call belongs to exactly one episode, found through a context variable in the
+solver's context. A call without one comes from a scorer that grades with the policy. Every call that
+`PendingCalls.generate` accepts is taken by `next_call`, or fails with the limit of `finish`.
 """
 
 from __future__ import annotations
@@ -48,67 +48,62 @@ from inspect_tinker_bridge.errors import (
 )
 
 MODEL_NAME = "tinkerbridge/policy"
-"""Name of the trained model in Inspect's states and logs."""
+"""The name of the trained model in Inspect's states and logs."""
 
 UNLIMITED = 1_000_000
-"""Value for Inspect's own concurrency limits: callers decide how many episodes run at once."""
+"""Disables Inspect's concurrency limits, because callers decide how many episodes run at once."""
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One model call, as the solver made it."""
-
     messages: list[ChatMessage]
     tools: list[ToolInfo]
     tool_choice: ToolChoice
     config: GenerateConfig
     role: str = ""
-    """The role whose model was asked (`RunnerOptions.policy_roles`); empty: the policy."""
+    """The role of the requested model, or empty for the policy."""
 
 
 class ChatPolicy(Protocol):
     """Answers the model calls of one episode. Calls overlap if the solver makes them concurrently.
 
-    A policy may have a method `count_text_tokens(text) -> int`, for agents that count tokens; without one, a
-    token is taken for three bytes of UTF-8.
+    A policy may have a method `count_text_tokens(text) -> int` for agents that count tokens. Without
+    one, three bytes of UTF-8 count as a token.
     """
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
-        """Answer one call. Exceptions propagate through the solver; if that ends the episode,
-        `TaskRunner.run` raises them again. `inspect_ai.util.LimitExceededError` ends the solver and lets the
-        scorers run."""
+        """Answer one call. Exceptions propagate through the solver.
+
+        `TaskRunner.run` raises one that ends the episode. `inspect_ai.util.LimitExceededError` ends the
+        solver and lets the scorers run.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class EpisodeOutcome:
-    """How one episode ended."""
-
     sample_id: int | str
     scores: dict[str, Score]
-    """By scorer name; empty if the solver or a scorer raised."""
+    """Scores by scorer name, which are empty if the solver or a scorer raised."""
 
     error: str | None
-    """What the solver or a scorer raised, or None."""
+    """The exception of the solver or a scorer, or None."""
 
     limit: str | None
-    """Type of the limit that ended the solver (`message`, `token`, `turn`, `time`, `custom`...), or None."""
+    """The type of the limit that ended the solver (`message`, `token`, `turn`, `time`, `custom`...), or
+    None."""
 
     messages: list[ChatMessage]
-    """The conversation at the end."""
 
     traceback: str = ""
-    """Traceback of the error; empty without one."""
 
     completion: str = ""
     """The text of the output that was scored."""
 
     record: EvalSample | None = field(default=None, repr=False, compare=False)
-    """Inspect's own record of the episode."""
 
     @classmethod
     def of(cls, sample: EvalSample) -> EpisodeOutcome:
-        """Build the outcome from Inspect's record."""
         return cls(
             sample_id=sample.id,
             scores=dict(sample.scores or {}),
@@ -123,29 +118,26 @@ class EpisodeOutcome:
 
 @dataclass(eq=False)
 class RunningEpisode:
-    """One `TaskRunner.run` in progress."""
-
     policy: ChatPolicy
     ended: asyncio.Future[EpisodeOutcome]
     calls: set[asyncio.Task[ModelOutput]] = field(default_factory=set["asyncio.Task[ModelOutput]"])
     failure: Exception | None = None
-    """The policy's last exception; raised to the caller if the episode then ended with an error."""
+    """The policy's last exception, which is raised to the caller if the episode ends with an error."""
 
     scorer_error: Exception | None = None
-    """What a scorer raised. Inspect drops it if the trainer stopped the episode before."""
+    """A scorer's exception, which Inspect drops if the trainer had stopped the episode."""
 
     is_finishing: bool = False
-    """Whether the solver is to end where it stands, or before it begins."""
+    """Whether the solver should end now, or before it begins."""
 
     self_graded: bool = False
     scoring: set[CancelScope] = field(default_factory=set[CancelScope])
-    """Cancel scopes of the running scorers."""
 
     on_record: Callable[[EvalSample], None] = lambda record: None
-    """Gets Inspect's record of the episode, whatever its outcome is."""
+    """Receives Inspect's record of the episode, whatever its outcome."""
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
-        """Ask the policy. Raises EpisodeAbandonedError once the episode has ended."""
+        """Ask the policy. Raises EpisodeAbandonedError after the end of the episode."""
         if self.ended.done():
             raise EpisodeAbandonedError("the episode has ended; its model calls are refused")
         call = asyncio.create_task(_answer(self.policy, request))
@@ -165,7 +157,7 @@ class RunningEpisode:
             self.calls.discard(call)
 
     def end(self, outcome: EpisodeOutcome) -> None:
-        """Deliver the outcome. Does nothing if the episode was abandoned."""
+        """Deliver the outcome, unless the episode was abandoned."""
         if self.ended.done():
             return
         if outcome.record is not None:
@@ -180,7 +172,7 @@ class RunningEpisode:
             self.ended.set_result(outcome)
 
     def abandon(self, error: Exception | None = None) -> None:
-        """End without a score, with `error` if given: pending model calls fail, later ones are refused."""
+        """End without a score. Pending model calls fail with `error` if given, and later ones are refused."""
         if not self.ended.done():
             if error is None:
                 self.ended.cancel()
@@ -194,21 +186,19 @@ class RunningEpisode:
 
 @dataclass(frozen=True)
 class PendingCall:
-    """A model call that waits for its `reply`."""
-
     request: GenerateRequest
     reply: asyncio.Future[ModelOutput]
 
 
 class PendingCalls:
-    """A policy whose model calls queue until the code that drives the episode answers them."""
+    """A policy that queues model calls for the code that drives the episode."""
 
     def __init__(
         self,
         count_text_tokens: Callable[[str], int] | None = None,
         on_ignored_limit: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_ignored_limit` is called if the solver goes on after the limit of `finish`."""
+        """`on_ignored_limit` is called if the solver continues after the limit of `finish`."""
         self.calls: asyncio.Queue[PendingCall] = asyncio.Queue()
         self.count_text_tokens = count_text_tokens or estimated_tokens
         self._on_ignored_limit = on_ignored_limit
@@ -216,7 +206,7 @@ class PendingCalls:
         self._waiting: set[asyncio.Future[ModelOutput]] = set()
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
-        """Queue the call and wait for its reply. Raises the limit once `finish` was called."""
+        """Queue the call and wait for its reply. Raises the limit after `finish`."""
         if self._limit is not None:
             self._on_ignored_limit()
             raise self._limit
@@ -236,7 +226,7 @@ class PendingCalls:
                 reply.set_exception(limit)
 
     async def next_call(self, episode: asyncio.Future[Any]) -> PendingCall | None:
-        """The next model call, or None once `episode` has ended."""
+        """Return the next model call, or None once `episode` has ended."""
         if episode.done():
             return None
         waiter = asyncio.ensure_future(self.calls.get())
@@ -248,13 +238,13 @@ class PendingCalls:
 
 
 Episodes = Mapping[int, RunningEpisode]
-"""Running episodes by Inspect epoch number, unique to each."""
+"""Running episodes by Inspect's epoch number, which is unique."""
 
 _CURRENT: ContextVar[RunningEpisode | None] = ContextVar("inspect_tinker_bridge_episode", default=None)
 
 
 def current_policy() -> ChatPolicy:
-    """The policy of the episode whose solver calls this. Raises RunnerError outside of an episode."""
+    """Return the policy of the calling solver's episode. Raises RunnerError outside of an episode."""
     episode = _CURRENT.get()
     if episode is None:
         raise RunnerError("no episode runs in this context")
@@ -263,7 +253,7 @@ def current_policy() -> ChatPolicy:
 
 @solver
 def bind_episode(episodes: Episodes) -> Solver:
-    """A setup solver that assigns the model calls of its context to the sample's episode."""
+    """A setup solver that assigns its context's model calls to the sample's episode."""
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         episode = episodes.get(state.epoch)
@@ -278,11 +268,11 @@ def bind_episode(episodes: Episodes) -> Solver:
 
 
 def guarded(own: Solver) -> Solver:
-    """Wrap a solver so that whatever it raises is its episode's failure (`reportable`)."""
+    """Wrap a solver so that its exceptions only fail its episode (see `reportable`)."""
     if isinstance(own, Sequence):
         return chain([guarded(each) for each in cast("Sequence[Solver]", own)])
 
-    @functools.wraps(own)  # keeps its registration, which is in its attributes
+    @functools.wraps(own)  # Keeps the attributes that register it.
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         try:
             return await own(state, generate)
@@ -295,10 +285,10 @@ def guarded(own: Solver) -> Solver:
 
 
 def reportable(error: BaseException) -> BaseException:
-    """`error`, or one in its place if Inspect's own handling of it would end the eval, and all its episodes.
+    """Return `error`, or a replacement that does not end the eval with all its episodes.
 
-    So it does for one that is no Exception, and for one whose words UTF-8 cannot hold, such as a text that
-    a model wrote as JSON (`"\\ud800"`).
+    Inspect fails on errors that are not an Exception, and on messages that UTF-8 cannot encode, such as
+    text that a model wrote as JSON (`"\ud800"`).
     """
     if isinstance(error, KeyboardInterrupt | GeneratorExit):
         return error
@@ -307,7 +297,7 @@ def reportable(error: BaseException) -> BaseException:
     told = "".join(format_exception(error))
     try:
         f"{told}{error}{error!r}".encode()
-    except Exception:  # noqa: BLE001 - what an error says of itself may raise anything
+    except Exception:  # noqa: BLE001 - an error's own methods may raise anything
         is_clean = False
     else:
         is_clean = isinstance(error, Exception)
@@ -317,12 +307,12 @@ def reportable(error: BaseException) -> BaseException:
 
 
 def cancellable(scorer: Scorer, episodes: Episodes) -> Scorer:
-    """Wrap a scorer so that it ends when its episode is abandoned; Inspect would end only the solver.
+    """Wrap a scorer so that it ends with its abandoned episode. Inspect would only end the solver.
 
-    A score is none where the sample's container is gone: commands failed that had nothing wrong with them.
+    It raises if the sample's container is gone, because then correct commands failed too.
     """
 
-    @functools.wraps(scorer)  # keeps its registration, which is in its attributes
+    @functools.wraps(scorer)  # Keeps the attributes that register it.
     async def score(state: TaskState, target: Target) -> Score | None:
         episode = episodes.get(state.epoch)
         if episode is None:
@@ -348,18 +338,18 @@ def cancellable(scorer: Scorer, episodes: Episodes) -> Scorer:
 
 
 def policy_model(episodes: Episodes, *, allow_self_grading: bool = False) -> Model:
-    """The Inspect model that forwards each call to the policy of the calling episode."""
+    """Return the Inspect model that forwards calls to the policy of the calling episode."""
     _price_policy()
     return _made(MODEL_NAME, episodes, allow_self_grading=allow_self_grading)
 
 
 def role_model(episodes: Episodes, role: str) -> Model:
-    """The Inspect model of a role that the policies of `episodes` answer for. Scorers may call it."""
+    """Return the Inspect model of a role that the episodes' policies answer for. Scorers may call it."""
     return _made(f"{MODEL_NAME}-{role}", episodes, allow_self_grading=True, role=role)
 
 
 def _made(name: str, episodes: Episodes, *, allow_self_grading: bool, role: str = "") -> Model:
-    # The name is unique so that `generate(cache=True)` never returns a reply of another run's policy.
+    # A unique name keeps `generate(cache=True)` from returning a reply of another run's policy.
     made = get_model(f"{name}-{uuid4().hex[:12]}", memoize=False)
     if not isinstance(made.api, _PolicyAPI):
         raise TypeError(f"another package registered the model API 'tinkerbridge': {type(made.api)}")
@@ -368,11 +358,10 @@ def _made(name: str, episodes: Episodes, *, allow_self_grading: bool, role: str 
 
 
 class _UntimedModel(Model):
-    """A model whose calls no GenerateConfig times, retries or holds back.
+    """A model with calls that no GenerateConfig times out, retries or delays.
 
-    Overrides a protected method, because the public API merges the configs of the task, the solver and the
-    call on the way to the model API, which sees only the result: `attempt_timeout` throws a finished reply
-    away.
+    It overrides a protected method. The public API merges the configs of task, solver and call earlier,
+    and `attempt_timeout` would discard a finished reply.
     """
 
     def _resolve_config(self, config: GenerateConfig | None) -> GenerateConfig:
@@ -380,6 +369,7 @@ class _UntimedModel(Model):
         return resolved.model_copy(update=dict.fromkeys(_CONNECTION_FIELDS))
 
 
+# A policy has no connection.
 _CONNECTION_FIELDS = (
     "attempt_timeout",
     "stream_idle_timeout",
@@ -389,13 +379,12 @@ _CONNECTION_FIELDS = (
     "adaptive_connections",
     "batch",
 )
-"""GenerateConfig fields about the connection to a model's server, which a policy does not have."""
 
 
 class TuningLeftOut(Model):
-    """A model whose requests leave out what `conversion.unapplied` names, of every GenerateConfig.
+    """A model that drops the fields of `conversation.unapplied` from every GenerateConfig.
 
-    A provider of Inspect's would send it, to a server that refuses what its model does not have.
+    Inspect's providers would send them to a server that refuses them.
     """
 
     def _resolve_config(self, config: GenerateConfig | None) -> GenerateConfig:
@@ -404,7 +393,7 @@ class TuningLeftOut(Model):
 
 @functools.cache
 def refusing_model(role: str) -> Model:
-    """An Inspect model that answers with an error, in the place of a role's model."""
+    """Return an Inspect model that answers with an error in place of a role's model."""
     model = get_model(f"{MODEL_NAME}-without-{role}", memoize=False)
     if isinstance(model.api, _PolicyAPI):
         model.api.instead_of = role
@@ -412,7 +401,7 @@ def refusing_model(role: str) -> Model:
 
 
 def _price_policy() -> None:
-    """Let tasks with a `cost_limit` run: Inspect demands a price of every model, and the policy has none."""
+    # Inspect requires a price for tasks with a `cost_limit`.
     known = get_model_info(MODEL_NAME) or ModelInfo()
     if known.cost is None:
         free = ModelCost(input=0, output=0, input_cache_write=0, input_cache_read=0)
@@ -420,7 +409,7 @@ def _price_policy() -> None:
 
 
 def estimated_tokens(text: str) -> int:
-    """Tokens of a text without a tokenizer: rather too many."""
+    """Estimate the number of tokens without a tokenizer, rather too high."""
     return max(1, len(text.encode(errors="replace")) // 3)
 
 
@@ -431,13 +420,13 @@ class _PolicyAPI(ModelAPI):
         self.allow_self_grading = False
         self.role = ""
         self.instead_of: str | None = None
-        """The role whose model this one replaces; it then refuses every call."""
+        """The role that this model replaces. It then refuses every call."""
 
     def max_connections(self) -> int:
         return UNLIMITED
 
     def canonical_name(self) -> str:
-        """The name under which Inspect looks up prices and the size of the context."""
+        """The name under which Inspect looks up prices and context lengths."""
         return MODEL_NAME
 
     def should_retry(self, ex: BaseException) -> bool:
@@ -487,6 +476,6 @@ async def _answer(policy: ChatPolicy, request: GenerateRequest) -> ModelOutput:
 
 
 def _is_cancelling() -> bool:
-    """Whether the current task itself is being cancelled, not just what it awaits."""
+    # What the task awaits may be cancelled without the task itself.
     task: asyncio.Task[Any] | None = asyncio.current_task()
     return task is not None and task.cancelling() > 0

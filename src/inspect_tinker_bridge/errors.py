@@ -43,20 +43,17 @@ class BridgeError(Exception):
     """Base class of this package's errors."""
 
 
-class TaskError(BridgeError):
-    """A task that cannot be loaded or used."""
+class TaskError(BridgeError): ...
 
 
 class TaskNotFoundError(TaskError):
-    """The file, the name in it, or the registered name does not exist. The message lists what does."""
+    """The file, the name in it, or the registered name does not exist. The message lists what exists."""
 
 
-class TaskArgumentsError(TaskError):
-    """Arguments that the task does not accept."""
+class TaskArgumentsError(TaskError): ...
 
 
-class InvalidTaskError(TaskError):
-    """What was loaded is not usable for episodes."""
+class InvalidTaskError(TaskError): ...
 
 
 class EnvironmentConfigError(BridgeError, ValueError):
@@ -68,21 +65,20 @@ class UnsupportedError(BridgeError):
 
 
 class SandboxError(BridgeError):
-    """A sandbox that is not available here: unknown provider, or an engine that does not respond."""
+    """A sandbox that is not available here: an unknown provider, or an engine that does not respond."""
 
 
-class RunnerError(BridgeError):
-    """The eval that drives the episodes cannot start, died, or was closed."""
+class RunnerError(BridgeError): ...
 
 
 class EpisodeError(BridgeError):
-    """Base class: one episode ended without a reward."""
+    """Base class of errors that end one episode without a reward."""
 
 
 class TaskFailedError(EpisodeError):
     """The episode's solver or scorer raised, or there is no usable score.
 
-    `sample_id`: the sample. `cause`: what happened. `traceback`: Inspect's text, or empty.
+    `cause` is what happened; `traceback` is Inspect's text, or empty.
     """
 
     def __init__(self, sample_id: int | str, cause: str, traceback: str = "") -> None:

@@ -1,11 +1,8 @@
-"""From a task to a Tinker dataset: `load_environment`, and `InspectRLDatasetBuilder` for tinker_cookbook
-configs.
+"""Turn a task into a Tinker dataset: `load_environment`, and `InspectRLDatasetBuilder` for tinker_cookbook.
 
-Importing this module registers the renderer names of older documents with tinker_cookbook, so that programs
-which use them run.
-
-Invariants: every option is checked before the first episode, and none is dropped; train and test sets never
-share a sample unless the task's own arguments make them.
+Importing this module registers older renderer names with tinker_cookbook. Invariants: every option is
+checked before the first episode, and none is dropped. Train and test sets never share a sample unless
+the task's arguments make them.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ from inspect_tinker_bridge.tasks import (
 __all__ = ["InspectRLDatasetBuilder", "load_environment"]
 
 OLD_RENDERER_NAMES = {"LlamaRenderer": "llama3", "QwenRenderer": "qwen3"}
-"""Renderer name in older documents -> today's name in tinker_cookbook."""
+"""Current names in tinker_cookbook of older renderer names."""
 
 
 def load_environment(
@@ -75,28 +72,29 @@ def load_environment(
 ) -> InspectRLDataset:
     """Make a Tinker dataset of environments from a task's samples.
 
-    `task`: a task function, a Task, `file.py@name` or a registered name. `task_args` and all further keyword
-    arguments are passed to the task function. `renderer`: a tinker_cookbook renderer, or the name of one
-    together with a `tokenizer`, and an `image_processor` for images.
+    `task` is a task function, a Task, `file.py@name` or a registered name. `task_args` and all further
+    keyword arguments are passed to the task function. `renderer` is a tinker_cookbook renderer, or the
+    name of one together with a `tokenizer`, and an `image_processor` for images.
 
-    `env_type`: `single_turn` takes one action and scores it. `multi_turn` gives a task without an agent one
-    with bash, python and submit in its sandbox; `submit_instruction` is added to the system message, and a
-    bash or python call may take `tool_timeout` seconds. `task` runs the task's own solver or agent. The last
-    two take at most `max_turns` actions.
+    `env_type`: `single_turn` takes one action and scores it. `multi_turn` gives a task without an agent
+    one with bash, python and submit in its sandbox; `submit_instruction` is added to the system
+    message, and a bash or python call may take `tool_timeout` seconds. `task` runs the task's own
+    solver or agent. The last two take at most `max_turns` actions.
 
-    A batch is `batch_size` samples with `num_envs_per_group` episodes each. `max_samples` keeps the first
-    samples. `num_epochs` is the number of passes over them; with `shuffle`, each pass has a new order drawn
-    from `shuffle_seed`, and from a seed drawn now if that is None.
+    A batch is `batch_size` samples with `num_envs_per_group` episodes each. `max_samples` keeps only
+    the first samples. `num_epochs` is the number of passes over them; with `shuffle`, each pass has a
+    new order drawn from `shuffle_seed` (None draws a seed now).
 
-    `sandbox_type` and `sandbox_config` (path of the provider's config file) replace the task's own sandbox.
-    `scorer_weights` weights the scorers by name. `model_roles` names the models of graders and simulated
-    users; `allow_self_grading` lets a scorer without a grader call the policy, which is an error otherwise.
+    `sandbox_type` and `sandbox_config` (path of the provider's config file) replace the task's own
+    sandbox. `scorer_weights` weights the scorers by name. `model_roles` names the models of graders and
+    simulated users; `allow_self_grading` lets a scorer without a grader call the policy, which is an
+    error otherwise.
 
-    The trainer chooses the sampling parameters: of the task's GenerateConfig only `stop_seqs` applies.
+    The trainer chooses the sampling parameters: of the task's GenerateConfig, only `stop_seqs` applies.
 
-    Raises EnvironmentConfigError (a ValueError) for an option that cannot be used, UnsupportedError for a
-    GenerateConfig that a policy does not support, SandboxError for a sandbox that is not available here, and
-    the errors of `load_inspect_task`.
+    Raises EnvironmentConfigError (a ValueError) for an option that cannot be used, UnsupportedError for
+    a GenerateConfig that a policy does not support, SandboxError for a sandbox that is not available
+    here, and the errors of `load_inspect_task`.
     """
     _check_self_grading(env_type, allow_self_grading)
     if max_samples is not None:
@@ -127,7 +125,7 @@ def load_environment(
 class InspectRLDatasetBuilder(RLDatasetBuilder):
     """Configures an Inspect task as the dataset of `tinker_cookbook.rl.train` and its command line.
 
-    The test set is `test_samples` held-out samples, or the task created with `test_task_args`, or none. The
+    The test set is `test_samples` held-out samples, or the task with `test_task_args`, or none. The
     other fields are those of `load_environment`.
     """
 
@@ -186,7 +184,6 @@ _SHARED = (
     *("env_type", "batch_size", "max_samples", "max_turns", "sandbox_type", "sandbox_config"),
     *("submit_instruction", "scorer_weights", "model_roles", "allow_self_grading", "tool_timeout"),
 )
-"""Fields of the builder that `load_environment` takes by the same name, for both datasets."""
 
 
 def _check_self_grading(env_type: str, allow_self_grading: bool) -> None:
@@ -198,7 +195,7 @@ def _check_self_grading(env_type: str, allow_self_grading: bool) -> None:
 
 
 def _check_task(info: InspectTaskInfo, samples: Sequence[Sample], options: EnvOptions) -> None:
-    """Find what would fail every episode before the first one, its sandboxes included."""
+    # These problems would fail every episode.
     if not samples:
         raise InvalidTaskError(f"the task {info.name!r} has no samples")
     if not info.scorers:
@@ -215,13 +212,11 @@ def _check_task(info: InspectTaskInfo, samples: Sequence[Sample], options: EnvOp
 
 
 def _renderer_names() -> list[str]:
-    """The names that `get_renderer` documents, and registered ones."""
     documented = re.findall(r'^\s*- ``"(\w+)"``', get_renderer.__doc__ or "", flags=re.MULTILINE)
     return sorted({*documented, *get_registered_renderer_names()})
 
 
 def _make_renderer(renderer: Renderer | str, tokenizer: Tokenizer | None, image_processor: Any) -> Renderer:
-    """The renderer itself, or the one of that name. Raises EnvironmentConfigError listing known names."""
     if isinstance(renderer, Renderer):
         if tokenizer is not None or image_processor is not None:
             raise EnvironmentConfigError(
@@ -239,7 +234,7 @@ def _make_renderer(renderer: Renderer | str, tokenizer: Tokenizer | None, image_
         )
     try:
         made = get_renderer(renderer, tokenizer, image_processor)
-        made.get_stop_sequences()  # some fail here where the tokenizer lacks their tokens
+        made.get_stop_sequences()  # Some fail here if the tokenizer lacks their tokens.
         return made
     except (RendererError, ValueError, AssertionError) as error:
         raise EnvironmentConfigError(

@@ -1,8 +1,8 @@
 """The `TaskRunner` that the environments of a process share.
 
-Invariants: a runner is open exactly while someone holds it, so that other evals can run in between; tasks
-join the open one, so that groups of different tasks run side by side. Event loops in different threads take
-turns, first come, first served, since Inspect runs one eval per process.
+Invariants: a runner is only open while it has a holder, so that other evals can run in between. Tasks
+join the open runner, so that groups of different tasks run concurrently. Event loops in different
+threads take turns in the order of their requests, because Inspect runs one eval per process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from inspect_tinker_bridge.tasks import InspectTaskInfo
 
 
 class RunnerPool:
-    """Shares one open TaskRunner at a time among any number of holders. Belongs to one event loop."""
+    """Shares one open TaskRunner among holders. It belongs to one event loop."""
 
     def __init__(self) -> None:
         self._opening = asyncio.Lock()
@@ -28,10 +28,10 @@ class RunnerPool:
         self._holders = 0
 
     async def acquire(self, task: InspectTaskInfo, options: RunnerOptions | None = None) -> TaskRunner:
-        """Get an open runner that has the task with these options. Raises RunnerError.
+        """Return an open runner that has the task with these options. Every `acquire` needs a `release`.
 
-        Waits while another thread's event loop has one, and while others hold one that died. Every `acquire`
-        needs a `release`.
+        Waits while another thread's event loop has a runner, and while others hold a dead one. Raises
+        RunnerError.
         """
         runner = await self._hold(task, options)
         try:
@@ -58,7 +58,7 @@ class RunnerPool:
             return self._runner
 
     async def release(self) -> None:
-        """Give the runner back; the last holder closes it."""
+        """Give the runner back. The last holder closes it."""
         self._holders -= 1
         if self._holders > 0 or self._runner is None:
             return
@@ -88,7 +88,7 @@ class _ProcessLock:
         try:
             await asyncio.wrap_future(turn)
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # granted at the same moment
+            if turn.done() and not turn.cancelled():  # It was granted at the same moment.
                 self.release()
             raise
 
@@ -109,6 +109,5 @@ _POOLS: WeakKeyDictionary[asyncio.AbstractEventLoop, RunnerPool] = WeakKeyDictio
 
 
 def shared_pool() -> RunnerPool:
-    """The running event loop's pool."""
     loop = asyncio.get_running_loop()
     return _POOLS.setdefault(loop, RunnerPool())

@@ -1,9 +1,8 @@
-"""Inspect's records of episodes: an Inspect log of several (`write_inspect_log`), and the transcript of one
-as bytes (`pack_transcript`).
+"""Inspect's records of episodes: a log of several (`write_inspect_log`), or a packed transcript of one.
 
-Invariants: a log appears only when it is complete. `pack_transcript` never raises, whatever a task put into a
-record, and what it returns is within the bounds. Long texts are cut first, then events in the middle are left
-out.
+Invariants: a log appears only when it is complete. `pack_transcript` never raises, whatever a record
+contains, and its result stays within the bounds: long texts are cut first, then events in the middle
+are left out.
 """
 
 from __future__ import annotations
@@ -34,16 +33,15 @@ from pydantic_core import from_json, to_json
 from inspect_tinker_bridge.episodes import MODEL_NAME
 
 MAX_JSON_BYTES = 16 * 2**20
-"""Before compression: what a reader has to be ready for."""
+"""The maximum size before compression, which bounds readers' memory."""
 
 TEXT_CHARS = (20_000, 2_000, 200)
-"""What is left of each text of a transcript that is too long, until it is short enough."""
+"""Lengths to which the texts of a long transcript are cut, in turn."""
 
 EVENTS_AT_ENDS = 100
-"""Events that are left at each end of one that is still too long then."""
+"""The number of events to keep at each end of a transcript that is still too long."""
 
 LEVEL = 3
-"""Of zstd."""
 
 _AS_JSON: dict[str, Any] = {
     "exclude_none": True,
@@ -51,29 +49,25 @@ _AS_JSON: dict[str, Any] = {
     "inf_nan_mode": "strings",
     "bytes_mode": "base64",
 }
-"""Whatever a value is, it is written."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SavedRollout:
-    """An episode that ended, and its tokens."""
-
     task: str
     batch: int | None
     record: EvalSample
     reward: float | None
-    """None for an episode that failed."""
 
     turns: Sequence[tuple[list[int], list[int]]] = ()
-    """Prompt ids and sampled ids of each action."""
+    """The prompt ids and sampled ids of each action."""
 
 
 def write_inspect_log(path: Path, rollouts: Sequence[SavedRollout]) -> None:
     """Write an Inspect log (`.eval`): messages, events and scores, with tokens and rewards in the metadata.
 
-    Episodes of one sample become its epochs, in order.
+    Episodes of the same sample become its epochs, in order.
     """
     epochs: dict[int | str, int] = {}
     samples: list[EvalSample] = []
@@ -107,7 +101,6 @@ def write_inspect_log(path: Path, rollouts: Sequence[SavedRollout]) -> None:
 
 
 def _mean_reward(rollouts: Sequence[SavedRollout]) -> EvalResults:
-    """The mean of the episodes that have a reward."""
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     scores: list[EvalScore] = []
     if rewards:
@@ -117,10 +110,10 @@ def _mean_reward(rollouts: Sequence[SavedRollout]) -> EvalResults:
 
 
 def pack_transcript(record: EvalSample, max_bytes: int) -> bytes:
-    """The record with its events, scores and store: JSON of an `EvalSample` in a frame of zstd, which has at
-    most `max_bytes` bytes. Empty if it cannot be written, or is too long however short its texts are.
+    """Return the record, with events, scores and store, as JSON of an `EvalSample` in a zstd frame.
 
-    What a model call has in common with other calls is in `events_data`, as in Inspect's own logs.
+    The frame has at most `max_bytes` bytes, or none if the record cannot be written or is too long even
+    with short texts. As in Inspect's logs, `events_data` has what model calls share.
     """
     try:
         return _packed(record, max_bytes)
@@ -131,13 +124,13 @@ def pack_transcript(record: EvalSample, max_bytes: int) -> bytes:
 
 def _packed(record: EvalSample, max_bytes: int) -> bytes:
     events, pooled = condense_events(record.events)
-    # The bridge numbers all episodes of an eval as its epochs.
+    # The bridge numbers an eval's episodes as epochs, which mean nothing outside.
     whole = record.model_copy(update={"epoch": 1, "events": events, "events_data": pooled})
     try:
         text = to_json(whole, **_AS_JSON)
-    except ValueError:  # Text or bytes that are not Unicode.
+    except ValueError:  # It has text or bytes that are not Unicode.
         text = to_json(_cut(whole.model_dump(exclude_none=True), None), **_AS_JSON)
-    if b"NaN" in text or b"Infinity" in text:  # Inspect writes them as JSON that only some parsers read.
+    if b"NaN" in text or b"Infinity" in text:  # Inspect writes these as JSON that only some parsers read.
         text = to_json(from_json(text), **_AS_JSON)
     if packed := _within(text, max_bytes):
         return packed
@@ -150,7 +143,6 @@ def _packed(record: EvalSample, max_bytes: int) -> bytes:
 
 
 def _within(text: bytes, max_bytes: int) -> bytes:
-    """`text` compressed; empty if it is too long."""
     if len(text) > MAX_JSON_BYTES:
         return b""
     packed = zstandard.ZstdCompressor(level=LEVEL).compress(text)
@@ -158,7 +150,6 @@ def _within(text: bytes, max_bytes: int) -> bytes:
 
 
 def _cut(value: Any, chars: int | None) -> Any:
-    """`value` with at most `chars` characters of each text, and without what UTF-8 cannot hold."""
     if isinstance(value, str):
         left = value[:chars].encode("utf-8", "replace").decode()
         more = 0 if chars is None else len(value) - chars

@@ -1,10 +1,10 @@
-"""Inspect messages -> prompt ids by a renderer, and sampled actions -> Inspect model outputs.
+"""Render Inspect messages as prompt ids, and turn sampled actions into Inspect model outputs.
 
-Invariants: text survives to the character, and what a renderer cannot express raises UnsupportedError. What
-was sampled is data: an action that does not parse is text or a failed tool call, never an exception. While
-the history is unmodified, the next prompt is the previous prompt ids + sampled ids + newly rendered ids
-(`TokenBuffer`); sampled text is never tokenized again. A modified history is a fork: the whole prompt is
-rendered. So is one that the renderer itself writes differently once it goes on.
+Invariants: text survives to the character, and what a renderer cannot express raises UnsupportedError.
+Samples are data: an action that does not parse becomes text or a failed tool call, never an exception.
+While the history is unmodified, the next prompt is the previous prompt ids + sampled ids + newly
+rendered ids (`TokenBuffer`), so that sampled text is never tokenized again. If the history was modified
+or the renderer rewrites it, the whole prompt is rendered as a fork.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from inspect_tinker_bridge.conversion import parse_arguments, tool_call
 from inspect_tinker_bridge.errors import UnsupportedError
 
 UNPARSED = "unparsed_tool_call"
-"""Function name of a tool call that the renderer could not parse; its argument `raw_text` has the text."""
+"""The function name of a tool call that did not parse. Its argument `raw_text` has the text."""
 
 
 TOOLS_AS_TEXT = """\
@@ -68,34 +68,33 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""  # noqa: E501
-"""What the system message says of the tools for a renderer without any: Qwen's and Hermes' words."""
+"""The declaration of tools for a renderer without tools, in the wording of Qwen and Hermes."""
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class ContinuingRenderer(Renderer):
-    """A renderer that knows itself how a conversation goes on after sampled ids, and what they say."""
+    """A renderer that can continue a conversation after sampled ids."""
 
     @abstractmethod
     def read(self, action: list[int], tools: list[ToolSpec]) -> tuple[Message, ParseTermination]:
-        """The message of an action, and how it ended; without `tools`, what looks like a call is text."""
+        """Parse an action, and return how it ended. Without `tools`, calls are text."""
 
     @abstractmethod
     def continuation(
         self, prompt: list[int], action: list[int], history: list[Message], messages: list[Message]
     ) -> list[int] | None:
-        """The ids to append to `prompt` and the `action` sampled for it, to generate after `messages`.
+        """Return the ids to append to `prompt` and its sampled `action` to generate after `messages`.
 
-        `history` is the conversation of the prompt and the action's message. None if the renderer writes the
-        history differently once the messages follow it.
+        `history` is the conversation of the prompt and the action's message. Returns None if the
+        renderer rewrites the history when the messages follow.
         """
 
 
 def to_renderer_messages(
     renderer: Renderer, messages: Sequence[ChatMessage], tools: Sequence[ToolInfo], tool_choice: ToolChoice
 ) -> list[Message]:
-    """Convert a conversation, with its tools declared the way the renderer declares them, or as text if it
-    cannot declare any.
+    """Convert a conversation with its tools, as text if the renderer has no tools.
 
     Raises UnsupportedError for content other than text, reasoning and images.
     """
@@ -114,7 +113,6 @@ def to_renderer_messages(
 
 
 def _declares_tools(renderer: Renderer) -> bool:
-    """Whether the renderer has a format for tools."""
     tool = ToolSpec(name="any", description="", parameters={"type": "object", "properties": {}})
     try:
         renderer.create_conversation_prefix_with_tools([tool])
@@ -130,7 +128,6 @@ def to_renderer_message(renderer: Renderer, message: ChatMessage) -> Message:
 
 
 def _as_text(message: Message) -> Message:
-    """The message for a renderer without tools: calls are text of the assistant's, results of the user's."""
     calls = [
         f'<tool_call>\n{{"name": {json.dumps(call.function.name)}, "arguments": {call.function.arguments}}}'
         "\n</tool_call>"
@@ -148,7 +145,6 @@ def _as_text(message: Message) -> Message:
 
 
 def _with_calls(message: Message) -> Message:
-    """The message of an action in which calls are text."""
     content = message["content"]
     parts = [TextPart(type="text", text=content)] if isinstance(content, str) else content
     calls: list[RendererToolCall] = []
@@ -197,19 +193,17 @@ def _to_renderer_message(message: ChatMessage) -> Message:
 
 @dataclass(frozen=True)
 class ParsedAction:
-    """What an action says."""
-
     message: Message
     is_well_formed: bool
-    """Whether it ended where it should and everything that looks like a tool call parsed."""
+    """Whether the action ended properly and all its tool calls parsed."""
 
 
 def parse_action(
     renderer: Renderer, action: list[int], tools: list[ToolSpec], *, stop_texts: Sequence[str] = ()
 ) -> ParsedAction:
-    """Parse an action (token ids). If no `tools` are offered, what looks like a tool call is text.
+    """Parse an action (token ids), where calls are text without `tools`.
 
-    The text ends before the first of `stop_texts`, which are the task's own stop sequences.
+    The text ends before the first of `stop_texts`, the task's stop sequences.
     """
     text = _text(renderer, action)
     stopped = any(stop in text for stop in stop_texts)
@@ -235,20 +229,18 @@ def parse_action(
 
 
 def _text(renderer: Renderer, action: list[int]) -> str:
-    """The text before the stop id."""
     stops = {stop for stop in renderer.get_stop_sequences() if isinstance(stop, int)}
     end = next((index for index, token in enumerate(action) if token in stops), None)
     return str(renderer.tokenizer.decode(action[:end]))
 
 
 def _end(renderer: Renderer) -> list[int]:
-    """Ids that end a message where the renderer expects an end."""
     stop = renderer.get_stop_sequences()[0]
     return [stop] if isinstance(stop, int) else renderer.tokenizer.encode(stop, add_special_tokens=False)
 
 
 def _cut(message: Message, stops: Sequence[str]) -> Message:
-    """The message up to the first stop text; a tool call does not survive one in the text before it."""
+    # Tool calls after the stop text are dropped.
     content = message["content"]
     parts = [TextPart(type="text", text=content)] if isinstance(content, str) else content
     kept: list[ContentPart] = []
@@ -267,9 +259,9 @@ def _cut(message: Message, stops: Sequence[str]) -> Message:
 def to_model_output(
     message: Message, *, prompt_tokens: int, sampled_tokens: int, truncated: bool
 ) -> ModelOutput:
-    """Build the solver's model output. `truncated`: sampling stopped at its token limit.
+    """Build the solver's model output. `truncated` means that sampling reached its token limit.
 
-    NUL characters, which no sandbox takes, become U+FFFD, as bytes that are no character do when decoded.
+    NUL characters, which no sandbox accepts, become U+FFFD like undecodable bytes.
     """
     calls = _to_inspect_calls(message)
     stop: StopReason = "max_tokens" if truncated else "tool_calls" if calls else "stop"
@@ -369,41 +361,37 @@ def _new_call_id() -> str:
 
 
 def offered_tools(tools: Sequence[ToolInfo], choice: ToolChoice) -> list[ToolSpec]:
-    """The tools that a request offers to the model."""
     if choice == "none":
         return []
     if isinstance(choice, ToolFunction):
         tools = [tool for tool in tools if tool.name == choice.name]
     return [
-        ToolSpec(name=tool.name, description=tool.description, parameters=_parameters(tool)) for tool in tools
+        ToolSpec(
+            name=tool.name,
+            description=tool.description,
+            parameters=tool.parameters.model_dump(exclude_none=True),
+        )
+        for tool in tools
     ]
 
 
-def _parameters(tool: ToolInfo) -> dict[str, Any]:
-    return tool.parameters.model_dump(exclude_none=True)
-
-
 Piece: TypeAlias = int | tinker.ModelInputChunk
-"""A token id, or an image."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompt of one model call."""
-
     pieces: list[Piece]
     is_fork: bool
-    """Whether it does not extend the previous prompt and its action: the history was modified, the solver
-    switched conversations, or the renderer writes the history differently."""
+    """Whether it does not extend the previous prompt and action, because the history was modified, the
+    solver switched conversations, or the renderer rewrites the history."""
 
     @property
     def length(self) -> int:
-        """Its length in tokens; an image whose length the renderer does not say counts as one."""
+        """Length in tokens. An image of unknown length counts as one."""
         return sum(getattr(piece, "expected_tokens", None) or 1 for piece in self.pieces)
 
     @property
     def model_input(self) -> tinker.ModelInput:
-        """The prompt as Tinker takes it."""
         chunks: list[tinker.ModelInputChunk] = []
         for is_id, group in groupby(self.pieces, lambda piece: isinstance(piece, int)):
             pieces: list[Any] = list(group)
@@ -413,26 +401,24 @@ class Prompt:
 
 @dataclass(frozen=True)
 class _Turn:
-    """An answered prompt."""
-
     messages: list[Message]
     rendered: list[Piece]
-    """`messages` rendered for generation, regardless of what was sampled."""
+    """`messages` rendered for generation, independent of what was sampled."""
 
     ids: list[Piece]
-    """The prompt that was sampled from, then the action."""
+    """The prompt that was sampled from, and the action."""
 
     prompt_length: int
 
     reply: Message
 
     def is_continued_by(self, messages: list[Message]) -> bool:
-        """Whether `messages` repeat this turn and its reply."""
+        """Return whether `messages` repeat this turn and its reply."""
         return messages[: len(self.messages) + 1] == [*self.messages, self.reply]
 
 
 class TokenBuffer:
-    """Renders the successive prompts of one episode. One per episode, one call at a time."""
+    """Renders the successive prompts of one episode, one call at a time."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
@@ -456,7 +442,7 @@ class TokenBuffer:
         return Prompt(pieces, is_fork=pieces[: len(previous)] != previous)
 
     def record(self, action: list[int], reply: Message) -> None:
-        """Record the action sampled for the last prompt, and `reply`, the message the solver got for it."""
+        """Record the action for the last prompt, and `reply`, the solver's message for it."""
         if self._pending is None:
             raise ValueError("record() needs a prompt; call render() first")
         messages, rendered, pieces = self._pending
@@ -490,7 +476,7 @@ class TokenBuffer:
         return _pieces(self._renderer.build_generation_prompt(messages))
 
     def _splice(self, turn: _Turn, messages: list[Message], rendered: list[Piece]) -> list[Piece] | None:
-        """`turn`'s ids plus the rendering of what follows it in `messages`; None if it does not extend it."""
+        """Return `turn`'s ids plus what follows it in `messages`, or None if `messages` do not extend it."""
         count = len(turn.messages)
         if isinstance(self._renderer, ContinuingRenderer):
             return self._continued(self._renderer, turn, messages)
@@ -510,8 +496,8 @@ class TokenBuffer:
         prefill = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
         new = messages[count:-1] if prefill else messages[count:]
         if not new or not isinstance(prefill, str) or any(each["role"] == "assistant" for each in new):
-            return None  # Replies since then were sampled, and are not to be rendered.
-        before: Any = turn.ids  # Ids alone: such a renderer takes no images.
+            return None  # Later replies were sampled, and must not be rendered.
+        before: Any = turn.ids  # Only ids, because such a renderer takes no images.
         prompt, action = before[: turn.prompt_length], before[turn.prompt_length :]
         ids = renderer.continuation(prompt, action, messages[:count], new)
         return None if ids is None else before + ids + self._encoded(prefill)
@@ -520,7 +506,6 @@ class TokenBuffer:
         return self._renderer.tokenizer.encode(text, add_special_tokens=False) if text else []
 
     def _rendered_reply(self, messages: list[Message], index: int) -> list[Piece]:
-        """Ids of the reply as rendered after its header, including the end of the message."""
         users = [at for at, message in enumerate(messages) if message["role"] == "user"]
         context = RenderContext(
             idx=index,
@@ -535,7 +520,6 @@ class TokenBuffer:
 
 
 def _pieces(prompt: tinker.ModelInput) -> list[Piece]:
-    """A prompt's token ids and images, in order."""
     return [
         piece
         for chunk in prompt.chunks

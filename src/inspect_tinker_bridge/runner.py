@@ -1,11 +1,9 @@
-"""`TaskRunner`: one persistent Inspect eval that runs every episode of one or more tasks.
+"""`TaskRunner` is a persistent Inspect eval that runs every episode of one or more tasks.
 
-Tasks enter the eval through its `TaskSource`, the samples of each through a `SampleSource` of its own, which
-delivers their outcomes too.
-
-Invariants: every `run` ends with an outcome or an error, whatever the solver, the scorers or the eval itself
-do; a task that ends takes no other task's episodes with it; closing restores the process state. Inspect
-allows one eval per process at a time, so one runner is open at a time.
+Tasks enter the eval through its `TaskSource`. Each has a `SampleSource` that feeds its samples and
+delivers their outcomes. Invariants: every `run` ends with an outcome or an error, whatever the solver,
+the scorers or the eval do. The end of a task leaves the episodes of other tasks running. Closing
+restores the process state. One runner is open at a time, because Inspect allows one eval per process.
 """
 
 from __future__ import annotations
@@ -42,31 +40,30 @@ from inspect_tinker_bridge.errors import EpisodeAbandonedError, InvalidTaskError
 from inspect_tinker_bridge.sandbox import SandboxConfig, check_provider
 from inspect_tinker_bridge.tasks import AgentOptions, InspectTaskInfo, with_agent
 
+# Docker's engine may be restarting between two episodes.
 _BACK_WITHIN_S = 60.0
-"""How long Docker's engine may be away between two episodes."""
 
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """How a runner's episodes differ from the task as written."""
+    """The differences of a runner's episodes from the task."""
 
     model_roles: Mapping[str, str | Model] | None = None
     """Inspect model roles, such as the grader of model-graded scorers."""
 
     sandbox: SandboxConfig | None = None
-    """Replaces the task's own sandbox, like `inspect eval --sandbox`."""
+    """A sandbox that replaces the task's, like `inspect eval --sandbox`."""
 
     agent: AgentOptions | None = None
-    """Turns the solver's `generate()` into an agent; None leaves it a single model call."""
+    """Turns the solver's `generate()` into an agent. None leaves a single model call."""
 
     allow_self_grading: bool = False
-    """Let scorers call the policy. Such calls become ordinary model calls of the episode."""
+    """Whether scorers may call the policy. Such calls become ordinary calls of the episode."""
 
     solver: Solver | None = None
-    """Takes the place of the task's solver."""
 
     policy_roles: Sequence[str] = ()
-    """Inspect model roles whose calls go to the episode's policy too, with `GenerateRequest.role`."""
+    """Inspect model roles that the episode's policy answers too (see `GenerateRequest.role`)."""
 
 
 class TaskRunner:
@@ -75,13 +72,12 @@ class TaskRunner:
         async with TaskRunner(info) as runner:
             outcome = await runner.run(info.samples[0], policy)
 
-    Cancelling a `run` ends that episode only.
+    Cancelling a `run` ends only that episode.
     """
 
     def __init__(
         self, task: InspectTaskInfo | Sequence[InspectTaskInfo], options: RunnerOptions | None = None
     ) -> None:
-        """Raises InvalidTaskError if there is no task."""
         tasks = [task] if isinstance(task, InspectTaskInfo) else list(task)
         if not tasks:
             raise InvalidTaskError("a TaskRunner needs at least one task")
@@ -102,11 +98,10 @@ class TaskRunner:
 
     @property
     def is_open(self) -> bool:
-        """Whether `run` can be called: entered, not closed, and its eval alive."""
         return self._eval is not None and self._stopped is None and not self._closing
 
     async def __aenter__(self) -> TaskRunner:
-        """Start the eval. Raises RunnerError, from the cause, if it does not start."""
+        """Start the eval. Raises RunnerError from the cause."""
         if self._eval is not None:
             raise RunnerError("a TaskRunner can be entered only once; create another one")
         self._eval = asyncio.create_task(self._run_eval(), name=f"inspect-eval-{self.task.name}")
@@ -126,14 +121,14 @@ class TaskRunner:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the eval; episodes that still run are abandoned and their sandboxes removed."""
+        """End the eval, abandon running episodes and remove their sandboxes."""
         if self._eval is not None:
             await self._close(self._eval)
 
     async def add(self, task: InspectTaskInfo, options: RunnerOptions | None = None) -> None:
-        """Add a task, with options of its own, while others run; nothing happens if it is there.
+        """Add a task with these options, unless the runner has it.
 
-        Raises RunnerError, from the cause, if the task does not start; the others go on.
+        Raises RunnerError from the cause if the task does not start; other tasks continue.
         """
         options = options or RunnerOptions()
         entry = next((entry for entry in self._entries if entry.serves(task, options)), None)
@@ -153,15 +148,15 @@ class TaskRunner:
     ) -> EpisodeOutcome:
         """Run one episode of `sample`: the solver, then the scorers.
 
-        `task` selects one of several tasks, None the first; `options` selects among the options with which
-        the same task was added. `on_record` gets Inspect's record of the episode, also if this then raises;
-        an episode that is abandoned has none.
+        `task` selects one of several tasks (None: the first), and `options` one of the options with
+        which the task was added. `on_record` gets Inspect's record of the episode, even if this then
+        raises; an abandoned episode has none.
 
-        Raises InvalidTaskError for a task the runner does not have, RunnerError if the eval is closed or the
-        eval or the task dies, SandboxError if the sample's sandbox is not available on this machine,
-        SelfGradingError if a scorer called the policy, and the policy's own exception if the episode then
-        ended with an error. Any other exception of the solver or a scorer is the outcome's `error`.
-        Cancelling ends the episode without a score.
+        Raises InvalidTaskError for a task the runner does not have, RunnerError if the eval is closed
+        or the eval or the task dies, SandboxError if the sample's sandbox is not available on this
+        machine, SelfGradingError if a scorer called the policy, and the policy's own exception if the
+        episode then ended with an error. Any other exception of the solver or a scorer is the outcome's
+        `error`. Cancelling ends the episode without a score.
         """
         if not self.is_open:
             raise self._error() from self._cause
@@ -186,7 +181,7 @@ class TaskRunner:
             del self._episodes[epoch], entry.running[epoch]
 
     def finish(self, policy: ChatPolicy) -> None:
-        """End the solver of the policy's episode where it stands; the scorers run."""
+        """End the solver of the policy's episode, and run the scorers."""
         for epoch, episode in self._episodes.items():
             if episode.policy is policy:
                 episode.is_finishing = True
@@ -199,7 +194,6 @@ class TaskRunner:
         return next((entry for entry in entries if entry.options == options), entries[0])
 
     async def _start(self, entry: _TaskEntry) -> None:
-        """Start the entry's task in the running eval, unless it runs."""
         if entry.feed.is_open:
             return
         async with entry.starting:
@@ -217,10 +211,8 @@ class TaskRunner:
                 raise self._error(entry) from self._cause
 
     async def _check_sandbox(self, entry: _TaskEntry, sample: Sample) -> None:
-        """Check up front: one missing provider would end the task, and its other episodes with it.
-
-        Docker's engine may be away later, and is waited for: it may be starting again.
-        """
+        # A missing provider would end the task with all its episodes. A Docker engine that was there
+        # before may be restarting.
         override = entry.options.sandbox
         own = entry.info.task.sandbox or sample.sandbox
         name = override.sandbox_type if override else own.type if own else None
@@ -294,7 +286,7 @@ class TaskRunner:
         return _episode_task(entry, self._episodes)
 
     def _task_ended(self, log: EvalLog) -> None:
-        """End what waits for a task that is gone; its next run starts it again."""
+        # The next run starts the task again.
         number = (log.eval.metadata or {}).get(_ENTRY)
         for entry in self._entries:
             if entry.number == number:
@@ -323,14 +315,11 @@ class TaskRunner:
 
 
 _ENTRY = "inspect_tinker_bridge_entry"
-"""Key in a task's metadata: which entry it is."""
 
 _NUMBERS = itertools.count(1)
 
 
 class _TaskEntry:
-    """One task of a runner, with its options and its running episodes."""
-
     def __init__(self, info: InspectTaskInfo, options: RunnerOptions, episodes: Episodes) -> None:
         self.info = info
         self.options = options
@@ -340,30 +329,28 @@ class _TaskEntry:
         self.reset(episodes)
 
     def reset(self, episodes: Episodes) -> None:
-        """Get ready for the task to start."""
         self.feed = _SampleFeed(episodes)
         self.ended = asyncio.Event()
         self.stopped: str | None = None
-        """Why the task ended; None while it runs."""
+        """The reason for the task's end, or None while it runs."""
 
     def serves(self, info: InspectTaskInfo, options: RunnerOptions) -> bool:
         return self.info is info and self.options == options
 
 
 class _TaskFeed(TaskSource):
-    """An eval's tasks: those that it begins with, and those added later. It stays alive until `close`."""
+    """The tasks of an eval, including later ones. It lives until `close`."""
 
     def __init__(self, on_task_ended: Callable[[EvalLog], None]) -> None:
         self.first: list[Task] = []
         self._on_task_ended = on_task_ended
         self._context: Context | None = None
         self._next: asyncio.Future[list[Task] | None] | None = None
-        """What Inspect waits for while no task runs."""
 
         self._closed = False
 
     def add(self, task: Task) -> None:
-        """Add a task to the running eval. Raises what Inspect finds wrong with it."""
+        """Add a task to the running eval. Raises the errors that Inspect finds in it."""
         if self._next is not None and not self._next.done():
             self._next.set_result([task])
         elif self._context is not None:
@@ -372,7 +359,7 @@ class _TaskFeed(TaskSource):
             raise RunnerError("the eval has not started")
 
     def close(self) -> None:
-        """Let the eval end once no task runs."""
+        """Let the eval end when no task runs."""
         self._closed = True
         if self._next is not None and not self._next.done():
             self._next.set_result(None)
@@ -390,20 +377,19 @@ class _TaskFeed(TaskSource):
         self._on_task_ended(log)
 
     def started(self, context: Context) -> None:
-        """Keep a context of the eval, in which tasks can be added."""
+        """Keep a context of the eval in which tasks can be added."""
         self._context = context
 
 
 class _SampleFeed(SampleSource):
     """Feeds one task's samples into the eval and delivers its outcomes.
 
-    Inspect awaits `next_samples` only while the task is idle, so every submission wakes it.
+    Inspect awaits `next_samples` only while the task is idle, so that every submission must wake it.
     """
 
     def __init__(self, episodes: Episodes) -> None:
         self.started = asyncio.Event()
         self.on_started: Callable[[Context], None] = lambda context: None
-        """Called with a context of the eval's own."""
 
         self._context: Context | None = None
         self._episodes = episodes
@@ -413,19 +399,15 @@ class _SampleFeed(SampleSource):
 
     @property
     def is_open(self) -> bool:
-        """Whether it has started and takes samples."""
         return self.started.is_set() and not self._closed
 
     @property
     def busy(self) -> bool:
-        """Whether Inspect is still working on a sample, abandoned ones included."""
+        """Return whether Inspect still works on a sample, including abandoned ones."""
         return self._running > 0
 
     def submit(self, sample: Sample, epoch: int) -> None:
-        """Hand over a sample.
-
-        `enqueue_sample` works only in the eval's own context; copies of it may nest.
-        """
+        """Submit a sample. `enqueue_sample` only works in the eval's context; copies allow nested calls."""
         if self._context is None:
             raise RunnerError("the eval has not started")
         self._context.copy().run(enqueue_sample, sample, epoch=epoch)
@@ -502,7 +484,6 @@ def _error_in(logs: list[EvalLog]) -> str | None:
 
 
 async def _first_of(task: asyncio.Task[None], *events: asyncio.Event) -> None:
-    """Wait for the end of the task or an event, whichever comes first."""
     waiters = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         await asyncio.wait({task, *waiters}, return_when=asyncio.FIRST_COMPLETED)
@@ -513,7 +494,7 @@ async def _first_of(task: asyncio.Task[None], *events: asyncio.Event) -> None:
 
 
 async def _end_of(task: asyncio.Task[None]) -> None:
-    """Wait for the task to end, even if the caller is cancelled meanwhile; re-raise that afterwards."""
+    # The task must end even if the caller is cancelled.
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:

@@ -1,7 +1,7 @@
-"""Sandboxes outside of an episode: start one for a sample, run commands in it, release it.
+"""Sandboxes outside of episodes: start one for a sample, run commands in it, release it.
 
-Episodes do not need this: Inspect starts and ends a sample's sandbox with its episode.
-Invariant: a `SandboxInstance` is released exactly once, by `cleanup_sandbox` or when the process exits.
+Episodes do not need this, because Inspect starts and ends their sandboxes. Invariant: a
+`SandboxInstance` is released exactly once, by `cleanup_sandbox` or at the exit of the process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 Sandboxes = Mapping[str, SandboxEnvironment]
-"""One sample's sandboxes by name; the first is the default."""
+"""The sandboxes of a sample by name. The first is the default."""
 
 _DOCKER_TIMEOUT_S = 60.0
 
@@ -58,20 +58,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SandboxConfig:
-    """A sandbox to use instead of the task's own."""
+    """A sandbox that replaces the task's."""
 
     sandbox_type: str = "docker"
     """An Inspect provider: `docker`, `local` (runs commands on this machine), or one from a package."""
 
     config: str | None = None
-    """Path of the provider's config file, such as a compose file, kept as an absolute path; None uses the
-    task's own if it fits."""
+    """The absolute path of the provider's config file, such as a compose file. None uses the task's file
+    if it fits."""
 
     timeout: int = 120
-    """Default time limit of an `exec_in_sandbox` command in seconds."""
+    """The default time limit of `exec_in_sandbox` in seconds."""
 
     def __post_init__(self) -> None:
-        """Raises EnvironmentConfigError for a config file that does not exist or a timeout below 1."""
         require_counts(timeout=self.timeout)
         if self.config is not None:
             path = Path(self.config).expanduser().absolute()
@@ -82,8 +81,6 @@ class SandboxConfig:
 
 @dataclass(eq=False)
 class SandboxInstance:
-    """One sample's running sandboxes."""
-
     environments: dict[str, SandboxEnvironment]
     sandbox_type: str
     config: Any
@@ -99,10 +96,11 @@ _OPEN: set[SandboxInstance] = set()
 
 
 def check_sandboxes(task: Task, samples: Sequence[Sample], override: SandboxConfig | None) -> bool:
-    """Check that the sandboxes of a task's samples can start here, each once. Blocks while docker answers.
+    """Check once that each sandbox of a task's samples can start here, and return whether every sample has
+    one.
 
-    Returns whether every sample has one. Raises SandboxError, with the remedy, for an unknown provider, a
-    docker engine that does not respond, and a compose file or Dockerfile that does not exist.
+    Blocks while docker answers. Raises SandboxError, with the remedy, for an unknown provider, a docker
+    engine that does not respond, and a missing compose file or Dockerfile.
     """
     own = {task.sandbox} if task.sandbox else {sample.sandbox for sample in samples}
     if override is not None:
@@ -122,9 +120,9 @@ def check_sandboxes(task: Task, samples: Sequence[Sample], override: SandboxConf
 
 
 def check_provider(sandbox_type: str) -> type[SandboxEnvironment]:
-    """Get a provider by name. Blocks while docker answers.
+    """Return a provider by name. Blocks while docker answers.
 
-    Raises SandboxError if there is none, or docker's engine does not respond.
+    Raises SandboxError if it does not exist, or if docker's engine does not respond.
     """
     provider = _inspect_private.sandbox_provider(sandbox_type)
     if provider is None:
@@ -144,11 +142,10 @@ async def create_sandbox_for_sample(
 ) -> SandboxInstance:
     """Start a sample's sandboxes, copy its files into the default one and run its setup script.
 
-    `sample` is a Sample or the `info` of an `inspect_dataset_to_hf` row. With `sandbox_config=None` the
-    sample's own sandbox is used; a `sandbox_config` of the same type without a config file uses the sample's.
-
-    Raises SandboxError for an unavailable provider. Exceptions of the provider or the setup script propagate
-    after everything was released.
+    `sample` is a Sample or the `info` of an `inspect_dataset_to_hf` row. Without a `sandbox_config`,
+    the sample's sandbox is used; one of the same type without a config file uses the sample's file.
+    Raises SandboxError for an unavailable provider. Exceptions of the provider or the setup script
+    propagate after everything was released.
     """
     wanted = sample if isinstance(sample, Sample) else sample_of_row(sample)
     sandbox_type, config = _resolve(wanted, sandbox_config)
@@ -165,7 +162,7 @@ async def create_sandbox_for_sample(
 
 
 async def sandbox_files_of(sample: Sample) -> dict[str, bytes]:
-    """The content of a sample's files by their path in its sandbox. Inspect copies them before the solver."""
+    """Return the contents of a sample's files by their path in its sandbox."""
     return await _inspect_private.sandbox_files(sample.files or {})
 
 
@@ -178,10 +175,10 @@ async def exec_in_sandbox(
     cwd: str | None = None,
     env: Mapping[str, str] | None = None,
 ) -> ExecResult[str]:
-    """Run a command in the named sandbox, or the default one; `timeout` in seconds.
+    """Run a command in the named or the default sandbox; `timeout` is in seconds.
 
-    As in a model's tool call, a timeout (return code 124), a denied permission (126) or too much output is a
-    result, not an exception. Raises SandboxError for an unknown sandbox name.
+    As in a model's tool call, a timeout (return code 124), a denied permission (126) or too much output
+    is a result. Raises SandboxError for an unknown sandbox name.
     """
     environments = _environments(sandboxes)
     name = sandbox_name or next(iter(environments))
@@ -208,7 +205,7 @@ async def sandbox_context(sandboxes: SandboxInstance | Sandboxes) -> AsyncGenera
 
 
 async def cleanup_sandbox(instance: SandboxInstance) -> None:
-    """End the sandboxes, even while the caller is being cancelled. Idempotent."""
+    """End the sandboxes, even if the caller is cancelled. Idempotent."""
     if instance.released:
         return
     instance.released = True
@@ -250,7 +247,7 @@ async def _stop(instance: SandboxInstance) -> None:
 
 
 async def _inside(instance: SandboxInstance, work: Coroutine[Any, Any, _T]) -> _T:
-    """Run in the instance's own context: providers keep their state in context variables."""
+    # Providers keep their state in context variables.
     return await asyncio.get_running_loop().create_task(work, context=instance.context)
 
 

@@ -1,10 +1,9 @@
 """Scores, rewards and reports of finished episodes.
 
-`score_episode` turns the scores of an outcome into a reward, `report_of` summarizes them for results and
-metrics; `compute_reward` scores a conversation without an episode.
-
-Invariant: an error, no score at all, or a score or reward that is not a finite number fails the episode. It
-is never a reward of 0. A scorer that returns None, as Inspect allows, does not count.
+`score_episode` turns the scores of an outcome into a reward, and `report_of` summarizes them.
+`compute_reward` scores a conversation without an episode. Invariant: an error, a missing score, or a
+score or reward that is not a finite number fails the episode; it is never a reward of 0. A scorer that
+returns None, as Inspect allows, does not count.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ __all__ = [
 ]
 
 _MAX_EXPLANATION = 2000
-"""Characters of a scorer's explanation that a report keeps."""
 
 _TO_FLOAT = value_to_float()
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
@@ -60,22 +58,21 @@ _WORDS = {CORRECT, INCORRECT, NOANSWER, PARTIAL, "yes", "no", "true", "false"}
 
 @dataclass(frozen=True)
 class EpisodeReward:
-    """The reward of one episode and its components."""
-
     reward: float
-    """Weighted mean of the scorers that returned a score; one with several values counts with their mean."""
+    """The weighted mean of the scorers that returned a score. Several values of a scorer count with their
+    mean."""
 
     values: dict[str, float]
     """Every value: `scorer` for a single one, `scorer/key` for a dict, `scorer/0` for a list."""
 
     correct: bool = False
-    """Whether the scorers gave full marks: a weighted mean of at least 1."""
+    """Whether the weighted mean is at least 1, full marks."""
 
 
 def check_weights(weights: Mapping[str, float], scorers: Collection[str]) -> None:
-    """Raise EnvironmentConfigError unless each scorer, and no other name, has a weight.
+    """Raise EnvironmentConfigError unless exactly the scorers have weights.
 
-    Weights are finite and at least 0, and not all 0.
+    Weights must be finite, at least 0, and not all 0.
     """
     if set(weights) != set(scorers):
         raise EnvironmentConfigError(
@@ -93,11 +90,10 @@ def _check_weight_values(weights: Mapping[str, float]) -> None:
 def score_episode(outcome: EpisodeOutcome, weights: Mapping[str, float] | None = None) -> EpisodeReward:
     """Convert scores to floats as Inspect's `value_to_float` does, and average the scorers.
 
-    `weights`: weight of each scorer by name (see `check_weights`); equal weights if None. The weight of a
-    scorer that returned None is shared by the others.
-
-    Raises TaskFailedError if the solver or a scorer raised (with file and line), no score counts, or a value
-    is not a finite number; EnvironmentConfigError if a score has no weight.
+    `weights` are by scorer name, or equal if None. A scorer that returned None leaves its weight to the
+    others. Raises TaskFailedError (with file and line) if the solver or a scorer raised, if no score
+    counts, or if a value is not a finite number, and EnvironmentConfigError for a score without a
+    weight.
     """
     if outcome.error is not None:
         cause = f"{outcome.error}{_place(outcome.traceback)}"
@@ -122,11 +118,12 @@ def score_episode(outcome: EpisodeOutcome, weights: Mapping[str, float] | None =
 
 @dataclass(frozen=True)
 class EpisodeReport:
-    """Summary of one scored episode in plain JSON values, for results, metrics and logs."""
+    """A summary of one scored episode in plain JSON values."""
 
     metadata: dict[str, Any]
-    """`sample_id`, `scores` (every value as a float), `explanations` (each scorer's answer and explanation),
-    `answer`, `limit` (type of the limit that ended it, or None) and `tool_errors` (count by kind)."""
+    """`sample_id`, `scores` (every value as a float), `explanations` (each scorer's answer and
+    explanation), `answer`, `limit` (the type of the limit that ended the episode, or None) and
+    `tool_errors` (count by kind)."""
 
     metrics: dict[str, float]
     """`score/<scorer>`, `score/<scorer>/<key>`, `limit/<kind>` and `tool_error/<kind>`."""
@@ -135,7 +132,7 @@ class EpisodeReport:
 def report_of(
     outcome: EpisodeOutcome, scored: EpisodeReward, unapplied: Collection[str] = ()
 ) -> EpisodeReport:
-    """Summarize an episode. `unapplied`: what the task asked of the model that does not apply to it."""
+    """Summarize an episode. `unapplied` lists settings of the task that do not apply to this model."""
     replies = (message.text for message in reversed(outcome.messages) if message.role == "assistant")
     explained = {
         name: {
@@ -165,7 +162,7 @@ def report_of(
 
 
 def _writable(text: str) -> str:
-    """`text` without what UTF-8 cannot hold, which a model may write as JSON: `"\\ud800"`."""
+    # A model may write `"\ud800"` in JSON, which UTF-8 cannot encode.
     return text.encode(errors="replace").decode()
 
 
@@ -178,15 +175,12 @@ async def compute_reward(
 ) -> tuple[float, dict[str, float]]:
     """Score a finished conversation with Inspect scorers, without an episode.
 
-    Returns the reward and every value by name, as in `EpisodeReward`.
-
-    `conversation`: Inspect messages or dictionaries in OpenAI's chat format; the answer passed to `submit` is
-    scored if there is one, else the last assistant message. `info`: the sample, or a row of
-    `inspect_dataset_to_hf`. `sandbox_envs`: for scorers that read a sandbox. `weights`: in the order of
-    `scorers`, or by name.
-
-    Raises TaskFailedError, from the cause, if a scorer raises or there is no usable score, and
-    EnvironmentConfigError for no scorers or weights that do not match.
+    Returns the reward and every value by name, as in `EpisodeReward`. `conversation` has Inspect
+    messages, or dictionaries in OpenAI's chat format; the last submitted answer is scored, or else the
+    last assistant message. `info` is the sample, or a row of `inspect_dataset_to_hf`. `sandbox_envs`
+    are for scorers that read a sandbox. `weights` are in the order of `scorers`, or by name. Raises
+    TaskFailedError from the cause if a scorer raises or no score is usable, and EnvironmentConfigError
+    for missing scorers or weights that do not match.
     """
     if not scorers:
         raise EnvironmentConfigError("there are no scorers; pass at least one")
@@ -208,7 +202,7 @@ async def compute_reward(
 
 
 def to_number(value: object) -> float | None:
-    """The value as a finite float, or None: a number, a bool, or a scalar of NumPy or torch."""
+    """Return a number, a bool, or a scalar of NumPy or torch as a finite float, otherwise None."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:
         return None
     scalar: Any = value
@@ -220,7 +214,7 @@ def to_number(value: object) -> float | None:
 
 
 def _shown(value: object) -> str:
-    """A value in an error, cut; `repr` refuses integers of thousands of digits."""
+    # `repr` refuses integers of thousands of digits.
     try:
         return repr(value)[:200]
     except ValueError:
@@ -228,7 +222,7 @@ def _shown(value: object) -> str:
 
 
 def _place(traceback: str) -> str:
-    """File and line of what raised: in code that was not installed as a package, if any of it ran."""
+    # A place outside of installed packages is preferred.
     frames = _FRAME.findall(traceback)
     own = [frame for frame in frames if not any(each in frame[0] for each in _INSTALLED)]
     return " ({}, line {})".format(*(own or frames)[-1]) if frames else ""
@@ -264,7 +258,7 @@ def _final_state(sample: Sample, messages: list[ChatMessage]) -> TaskState:
 
 
 def _final_output(messages: Sequence[ChatMessage], submit: str = "submit") -> ModelOutput:
-    """What scorers score: the answer submitted last, else the last assistant message."""
+    """Return the answer submitted last, or else the last assistant message, for the scorers."""
     replies = [message for message in messages if isinstance(message, ChatMessageAssistant)]
     if not replies:
         return ModelOutput(model=MODEL_NAME)
@@ -301,7 +295,7 @@ def _number(outcome: EpisodeOutcome, key: str, value: object, reason: str | None
 
 
 def _is_convertible(value: str) -> bool:
-    """Whether `value_to_float` understands the text; it would turn any other text into 0."""
+    # `value_to_float` turns texts that it does not understand into 0.
     if value in _WORDS or value.lower() in _WORDS:
         return True
     try:

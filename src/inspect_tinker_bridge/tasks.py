@@ -1,6 +1,6 @@
-"""Loading Inspect tasks, and an agent for tasks that have none.
+"""Load Inspect tasks, and give an agent to tasks that have none.
 
-Invariant: `load_inspect_task` returns a Task that no one else holds, and samples with unique ids.
+Invariant: `load_inspect_task` returns a Task without other holders, and samples with unique ids.
 """
 
 from __future__ import annotations
@@ -54,43 +54,40 @@ _NAMES_SHOWN = 20
 
 @dataclass(frozen=True)
 class InspectTaskInfo:
-    """A loaded task and what episodes need to know about it.
+    """A loaded task with what episodes need to know about it.
 
-    Pickles as instructions for loading it again (once per process), so a task given as a Task object does not
-    pickle.
+    It pickles as instructions to load the task again, once per process, unless it was given as a Task.
     """
 
     task: Task
-    """Owned by this object: use `fresh_task` to get one that may be modified."""
+    """The task, owned by this object. `fresh_task` returns one that may be modified."""
 
     name: str
     samples: list[Sample]
-    """All samples in the dataset's order, each with a unique id."""
+    """All samples in the dataset's order, with unique ids."""
 
     scorers: list[Scorer]
     scorer_names: list[str]
-    """Names of `scorers` as in Inspect's logs, for `scorer_weights`: a second `match` is `match1`."""
+    """The names of `scorers` as in Inspect's logs, where a second `match` is `match1`."""
 
     sandbox_type: str | None
-    """Type of the task's own sandbox (`docker`, `local`, ...), or None."""
+    """The type of the task's sandbox (`docker`, `local`, ...), or None."""
 
     dataset: Dataset
     source: TaskLike = field(repr=False)
-    """What the task was loaded from."""
 
     args: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
 
     @property
     def task_id(self) -> str:
-        """What programs on other machines call the task: `file.py@name` without the file's folder, or the
-        registered name."""
+        """The task's name on any machine: `file.py@name` without the folder, or the registered name."""
         if not isinstance(self.source, str):
             return self.name
         path = Path(self.source.partition("@")[0])
         return f"{path.name}@{self.name}" if path.suffix == ".py" else self.source
 
     def fresh_task(self) -> Task:
-        """A copy for callers that modify it in place, as `task_with` does."""
+        """Return a copy for callers that modify it, as `task_with` does."""
         return copy.copy(self.task)
 
     def __reduce__(self) -> tuple[Callable[[bytes], InspectTaskInfo], tuple[bytes]]:
@@ -111,13 +108,11 @@ def _load_pickled(source_and_args: bytes) -> InspectTaskInfo:
 def load_inspect_task(task: TaskLike, **task_args: Any) -> InspectTaskInfo:
     """Load a task; each call creates a fresh Task.
 
-    `task` is a task function, a Task, `file.py@name`, a `file.py` with a single task, or a registered name
-    such as `inspect_evals/gsm8k`. `task_args` are passed to the task function. Samples without an id get
-    their position, counted from 1, as in Inspect.
-
-    Raises TaskNotFoundError (listing what exists), TaskArgumentsError for arguments the task does not accept,
-    and InvalidTaskError for duplicate sample ids or something that is not a task. Exceptions from the task's
-    own code propagate.
+    `task` is a task function, a Task, `file.py@name`, a `file.py` with a single task, or a registered
+    name such as `inspect_evals/gsm8k`. `task_args` are passed to the task function. As in Inspect,
+    samples without an id get their position from 1. Raises TaskNotFoundError with the existing names,
+    TaskArgumentsError for arguments that the task does not accept, and InvalidTaskError for duplicate
+    sample ids or something that is not a task. Exceptions of the task's code propagate.
     """
     loaded = _create(task, task_args)
     if not isinstance(loaded, Task):
@@ -136,7 +131,7 @@ def load_inspect_task(task: TaskLike, **task_args: Any) -> InspectTaskInfo:
 
 
 def _absolute(spec: str) -> str:
-    """The spec with the path of its file made absolute, for a process in another folder."""
+    # Another process may run in another folder.
     path, separator, name = spec.rpartition("@")
     if separator and path:
         return f"{Path(path).expanduser().absolute()}@{name}"
@@ -219,7 +214,7 @@ def _check_args(function: object, args: dict[str, Any], what: str) -> None:
         raise InvalidTaskError(f"{what} is a {type(function).__name__}, not a task function")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a builtin without one: the call itself will raise
+    except ValueError:  # Builtins may have no signature; then the call itself raises.
         return
     try:
         signature.bind(**args)
@@ -261,26 +256,23 @@ def _describe(task: TaskLike) -> str:
     return f"the task function {getattr(task, '__name__', task)!r}"
 
 
-# The agent of `env_type="multi_turn"`: bash, python and submit. The task's own solver runs unchanged, with
-# its `generate()` replaced by the whole agent. So whatever it does with the answer, such as marking choices,
-# it does with the submitted one.
+# The agent of `env_type="multi_turn"` has bash, python and submit. The task's solver runs unchanged
+# with the whole agent as its `generate()`, so that its treatment of answers, such as marking choices,
+# applies to the submitted one.
 
 SUBMIT_INSTRUCTION = "You must call submit() when you are done to complete the task."
-"""Default instruction about the submit tool in the system message."""
+"""The default instruction about the submit tool in the system message."""
 
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """Options of the agent."""
-
     submit_instruction: str | None = SUBMIT_INSTRUCTION
-    """Appended to the task's system message, or added as one; None adds nothing."""
+    """A text to add to the task's system message, or None."""
 
     tool_timeout_s: int = 180
-    """Time limit of one bash or python call in seconds; a timeout is a tool result that says so."""
+    """The time limit of a bash or python call in seconds. A timeout is a tool result."""
 
     def __post_init__(self) -> None:
-        """Raises EnvironmentConfigError for a time limit below 1, or an instruction that is not a text."""
         require_counts(tool_timeout=self.tool_timeout_s)
         if type(self.submit_instruction) not in (str, NoneType):
             raise EnvironmentConfigError(f"submit_instruction is {self.submit_instruction!r}, not a text")
@@ -288,7 +280,7 @@ class AgentOptions:
 
 @solver
 def with_agent(own: Solver, options: AgentOptions) -> Solver:
-    """Run `own` with an agent as its `generate`. A solver that calls the model directly still does."""
+    """Run `own` with an agent as its `generate`. Solvers that call the model directly are unaffected."""
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         async def run_agent(
@@ -308,7 +300,7 @@ def with_agent(own: Solver, options: AgentOptions) -> Solver:
 
 
 def _tools(state: TaskState, timeout_s: int) -> list[Tool]:
-    """The state's tools, plus bash and python unless it has tools with these names."""
+    """Return the state's tools, with bash and python if it lacks tools of these names."""
     own = list(state.tools)
     names = {ToolDef(tool).name for tool in own}
     ready = {"bash": bash(timeout=timeout_s), "python": python(timeout=timeout_s)}
@@ -316,10 +308,9 @@ def _tools(state: TaskState, timeout_s: int) -> list[Tool]:
 
 
 def _instruct(state: TaskState, instruction: str | None) -> None:
-    """Keep a single system message: chat templates differ in how they treat a second one.
-
-    A solver that generates again finds it there, and the prompt extends the one before.
-    """
+    # The first system message gets the instruction, because chat templates treat a second one
+    # differently. A solver that generates again finds it there, so that the prompt extends the previous
+    # one.
     first = state.messages[0] if state.messages else None
     if not instruction or (isinstance(first, ChatMessageSystem) and first.text.endswith(instruction)):
         return

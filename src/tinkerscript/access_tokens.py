@@ -1,7 +1,7 @@
 """Authorization: the server's secret, the key of each claim, and the tokens of the two roles.
 
-Invariant: a claim's key is an HMAC of (episode, attempt) under the server's secret. It is derived, so it
-survives a restart and is stored nowhere; it is compared in constant time and never logged.
+Invariant: a claim's key is an HMAC of (episode, attempt) under the server's secret. Because it is
+derived, it survives a restart and is not stored. It is compared in constant time and never logged.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ CLIENT_TOKEN = "TINKERSCRIPT_CLIENT_TOKEN"
 ADMIN_TOKEN = "TINKERSCRIPT_ADMIN_TOKEN"
 
 FILE_SUFFIX = "_FILE"
-"""With this suffix a token's variable names a file that holds the token."""
+"""The suffix of a token's variable that names a file with the token."""
 
 TOKEN_VARIABLES = frozenset(
     f"{name}{suffix}" for name in (ADMIN_TOKEN, CLIENT_TOKEN) for suffix in ("", FILE_SUFFIX)
 )
-"""What of the environment a child does not inherit unless it needs it."""
+"""Variables that a child process only inherits if it needs them."""
 
 MIN_TOKEN_CHARS = 16
-"""Minimum length of a token, in characters, on an address that other machines can reach."""
+"""The minimum length of a token on an address that other machines can reach."""
 
 _SECRET_BYTES = 32
 _MAX_TOKEN_BYTES = 4096
 
+# Enough for an episode uuid of 200 characters of four bytes each.
 _MAX_KEY_CHARS = 1200
-"""Room for an episode uuid of 200 characters of four bytes each."""
 
 _KEYS_REMEMBERED = 16_384
 
@@ -53,16 +53,14 @@ Role = Literal["client", "admin"]
 
 
 class ClaimId(NamedTuple):
-    """The claim that a key opens."""
-
     episode_uuid: str
     attempt: int
 
 
 def load_secret(path: Path) -> bytes:
-    """The 32-byte secret in `path`, created on first use with mode 0600.
+    """Return the 32-byte secret in `path`, created on first use with mode 0600.
 
-    Raises ConfigError for a file that another user owns or can read, or that holds anything else.
+    Raises ConfigError for other content, or if another user owns or can read the file.
     """
     if not path.exists():
         _make_secret(path)
@@ -72,13 +70,13 @@ def load_secret(path: Path) -> bytes:
     check_private(path, status)
     if len(secret) != _SECRET_BYTES:
         raise ConfigError(
-            f"{path} must hold {_SECRET_BYTES} bytes, not {len(secret)}: delete it to create a new one"
+            f"{path} must contain {_SECRET_BYTES} bytes, not {len(secret)}; delete it to create a new one"
         )
     return secret
 
 
 def _make_secret(path: Path) -> None:
-    """Write a draft and link it: the file never exists half written, and the first of two servers wins."""
+    # A link never exists half written, and of two servers the first wins.
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -92,7 +90,7 @@ def _make_secret(path: Path) -> None:
 
 
 def claim_key(secret: bytes, episode_uuid: str, attempt: int) -> str:
-    """The API key of one claim: `ts-<episode>.<attempt>.<mac>`, the parts base64url, decimal, base64url."""
+    """Return the API key of a claim: `ts-<episode>.<attempt>.<mac>` as base64url, decimal and base64url."""
     mac = _mac(secret, b"tinkerscript claim", episode_uuid, attempt)
     return f"{KEY_PREFIX}{_b64(episode_uuid.encode())}.{attempt}.{_b64(mac)}"
 
@@ -103,7 +101,7 @@ def _mac(secret: bytes, purpose: bytes, episode_uuid: str, attempt: int) -> byte
 
 
 def verify_key(secret: bytes, key: str) -> ClaimId | None:
-    """The claim that `key` opens; None for a key that this server did not issue."""
+    """Return the claim that `key` opens, or None if this server did not issue it."""
     claim = _parse_key(key)
     if claim is None:
         return None
@@ -112,16 +110,15 @@ def verify_key(secret: bytes, key: str) -> ClaimId | None:
 
 
 def claim_alias(secret: bytes, episode_uuid: str, attempt: int) -> str:
-    """The name of one claim for a client that sends no key: `<episode>~<attempt>~<mac>`.
+    """Return the name of a claim for a client that sends no key: `<episode>~<attempt>~<mac>`.
 
-    It stands where such a client expects the episode's uuid, and like a key nobody else can make it.
+    Such a client uses it as the episode's uuid. Like a key, it cannot be guessed.
     """
     mac = _mac(secret, b"tinkerscript alias", episode_uuid, attempt)
     return f"{episode_uuid}~{attempt}~{_b64(mac[:16])}"
 
 
 def verify_alias(secret: bytes, alias: str) -> ClaimId | None:
-    """The claim that `alias` names; None for anything else."""
     uuid, _, rest = alias.rpartition("~")[0].rpartition("~")
     if not uuid or not rest.isdecimal() or len(rest) > 9 or len(alias) > 1000:
         return None
@@ -149,19 +146,20 @@ def _b64(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The tokens of the two roles. None: the role needs no token, if no other machine reaches the server."""
+    """The tokens of the two roles. None means that the role needs no token, as on a local server."""
 
     client_token: str | None = field(default=None, repr=False)
     admin_token: str | None = field(default=None, repr=False)
     accounts: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    """Name -> token, of the clients with tokens of their own."""
+    """Tokens of named clients by name."""
 
     @staticmethod
     def of(section: InterchangeConfig, environ: Mapping[str, str], *, serve_model: bool = False) -> Roles:
-        """The roles of a server, with tokens from the environment or from files named there.
+        """Return the roles of a server, with tokens from the environment or from files named there.
 
-        A server that only serves a model has no admin: the role gets a random token if it has none. Raises
-        ConfigError if a token is needed and missing, too short, or in a file that others can read.
+        A server that only serves a model has no admin, so that a missing admin token is replaced by a
+        random one. Raises ConfigError if a required token is missing, too short, or in a file that
+        others can read.
         """
         client, admin = read_token(environ, CLIENT_TOKEN), read_token(environ, ADMIN_TOKEN)
         if serve_model and client is not None and admin is None:
@@ -170,7 +168,7 @@ class Roles:
         if setting := reached_through(section):
             _check_tokens(setting, tokens)
         if client is not None and admin is None:
-            raise ConfigError(f"{CLIENT_TOKEN} is set and {ADMIN_TOKEN} is not: set both, or neither")
+            raise ConfigError(f"{CLIENT_TOKEN} is set and {ADMIN_TOKEN} is not; set both, or neither")
         if client is not None and client == admin:
             raise ConfigError(
                 f"{CLIENT_TOKEN} and {ADMIN_TOKEN} are equal, so every client would be an admin"
@@ -179,24 +177,24 @@ class Roles:
 
     @property
     def are_open(self) -> bool:
-        """Whether no token is needed, so that clients of the first version may take part."""
+        """Whether no token is needed, so that clients of the first version may participate."""
         return self.client_token is None
 
     def check(self, role: Role, scope: Scope) -> None:
-        """Check the `Authorization` header of an HTTP request. Raises what `require` raises."""
+        """Check the `Authorization` header of an HTTP request. Raises like `require`."""
         self.require(role, authorization_of(scope))
 
     def account(self, scope: Scope) -> str:
-        """The name of the client whose own token a request carries; empty for any other token."""
+        """Return the name of the client with the request's token, or an empty string for a shared token."""
         return self._account_of(authorization_of(scope)) if self.accounts else ""
 
     def _account_of(self, authorization: str) -> str:
         token = authorization.removeprefix("Bearer ").encode()
-        # All are compared: how long it takes says nothing about the tokens.
+        # All tokens are compared, so that the duration reveals nothing about them.
         return next(iter([name for name, own in self.accounts.items() if _same(own, token)]), "")
 
     def grants(self, role: Role, authorization: str) -> bool:
-        """Whether an `Authorization` header grants `role`."""
+        """Return whether an `Authorization` header grants `role`."""
         try:
             self.require(role, authorization)
         except UnauthorizedError:
@@ -206,8 +204,8 @@ class Roles:
     def require(self, role: Role, authorization: str) -> None:
         """Check an `Authorization` header. The admin token grants the client role too.
 
-        Raises UnauthorizedError: 401 for a missing or wrong token, 403 for the client token on an admin
-        route.
+        Raises UnauthorizedError 401 for a missing or wrong token, and 403 for a client token on an
+        admin route.
         """
         needed = self.client_token if role == "client" else self.admin_token
         if needed is None:
@@ -225,47 +223,45 @@ class Roles:
 
 
 def authorization_of(scope: Scope) -> str:
-    """The `Authorization` header of an HTTP request; empty without one."""
+    """Return the `Authorization` header of an HTTP request, or an empty string."""
     values = (value for name, value in scope["headers"] if name == b"authorization")
     return next(values, b"").decode("latin-1")
 
 
 CLAIM = "tinkerscript.claim"
-"""Where `ClaimKeys.authorize` leaves the claim of a request, in its scope."""
+"""The key of a request's scope under which `ClaimKeys.authorize` stores the claim."""
 
 
 class ClaimKeys:
-    """Makes and checks what names one claim to the requests that end, abort and renew it."""
+    """Creates and checks the keys and aliases of claims."""
 
     def __init__(self, secret: bytes, roles: Roles) -> None:
         self._secret = secret
         self._roles = roles
+        # Recently used keys, the oldest first. Only valid keys are stored, so that attackers cannot
+        # displace them, and a key's claim never changes.
         self._opened: dict[str, ClaimId] = {}
-        """Keys that are not computed again at each of their calls, the oldest first; only valid ones, made
-        or opened here, so that nobody fills it with others. What a key opens never changes.
-        """
 
     def key(self, episode_uuid: str, attempt: int) -> str:
-        """The API key of a claim."""
         key = claim_key(self._secret, episode_uuid, attempt)
         self._remember(key, ClaimId(episode_uuid, attempt))
         return key
 
     def alias(self, episode_uuid: str, attempt: int) -> str | None:
-        """The name of a claim for a client without keys; None where clients need a token, and so a key."""
+        """Return the name of a claim for a client without keys, or None if clients need tokens."""
         return claim_alias(self._secret, episode_uuid, attempt) if self._roles.are_open else None
 
     def gateway(self, episode_uuid: str, attempt: int, *, of: int) -> int:
-        """Which of the gateway processes 1 to `of` owns a claim.
+        """Return which of the gateway processes 1 to `of` owns a claim.
 
-        It follows from the secret: the same after a restart and on a server that takes over, and nobody can
-        choose it by the names of episodes.
+        It depends on the secret, so that it survives a restart or takeover and cannot be chosen through
+        episode names.
         """
         digest = _mac(self._secret, b"tinkerscript gateway", episode_uuid, attempt)
         return int.from_bytes(digest[:8]) % of + 1
 
     def opened_by(self, key: str) -> ClaimId | None:
-        """The claim that `key` opens; None for a key that this server did not issue."""
+        """Return the claim that `key` opens, or None if this server did not issue it."""
         claim = self._opened.get(key)
         if claim is None and (claim := verify_key(self._secret, key)) is not None:
             self._remember(key, claim)
@@ -277,35 +273,34 @@ class ClaimKeys:
             del self._opened[next(iter(self._opened))]
 
     def named(self, alias: str) -> ClaimId | None:
-        """The claim that an alias names; None for anything else."""
         return verify_alias(self._secret, alias)
 
     def authorize(self, scope: Scope) -> None:
-        """Find the claim whose key a request carries; None for one without any, if clients need no token.
+        """Store the claim of a request's key in its scope, or None without a key if clients need no token.
 
-        Raises UnauthorizedError: 401 for a key that opens no claim, 403 for a role's token.
+        Raises UnauthorizedError 401 for a key without a claim, and 403 for a role's token.
         """
         authorization = authorization_of(scope)
         claim = self.opened_by(authorization.removeprefix("Bearer "))
         if claim is None and (authorization or not self._roles.are_open):
             if not self._roles.are_open and self._roles.grants("client", authorization):
-                raise UnauthorizedError(403, f"a client's token does not open a claim; {SEND_KEY}")
+                raise UnauthorizedError(403, f"a client token does not open a claim; {SEND_KEY}")
             raise UnauthorizedError(401, f"no claim of this server has this key; {SEND_KEY}")
         if claim is not None:
             now_about(episode=claim.episode_uuid, attempt=claim.attempt)
         scope[CLAIM] = claim
 
     def claim_of(self, scope: Scope, episode_uuid: str) -> ClaimId:
-        """The claim of a request that `authorize` let pass, and that names `episode_uuid` (or nothing).
+        """Return the claim of an authorized request that names `episode_uuid`, or nothing.
 
-        Raises UnauthorizedError 401 if neither key nor alias says which, NotTheOwnerError if they differ.
+        Raises UnauthorizedError 401 without a key or alias, and NotTheOwnerError if they disagree.
         """
         opened: ClaimId | None = scope[CLAIM]
         if opened is not None and episode_uuid in ("", opened.episode_uuid):
             return opened
         named = self.named(episode_uuid)
         if opened is None and named is None:
-            raise UnauthorizedError(401, f"the request does not say which claim it is of; {SEND_KEY}")
+            raise UnauthorizedError(401, f"the request names no claim; {SEND_KEY}")
         if opened is None or named == opened:
             return cast("ClaimId", named)
         raise NotTheOwnerError(
@@ -318,13 +313,13 @@ SEND_KEY = "send the claim's openai_api_key as 'Authorization: Bearer KEY'"
 
 
 def read_token(environ: Mapping[str, str], name: str) -> str | None:
-    """The token in the variable `name`, or in the file that `<name>_FILE` names; None if neither is set.
+    """Return the token in the variable `name` or in the file that `<name>_FILE` names, or None.
 
-    Raises ConfigError if both are set, or for a file that others can read or that holds no token.
+    Raises ConfigError if both are set, and for a file that is empty or readable by others.
     """
     token, path = environ.get(name) or None, environ.get(f"{name}{FILE_SUFFIX}") or None
     if token is not None and path is not None:
-        raise ConfigError(f"{name} and {name}{FILE_SUFFIX} are both set: set one of them")
+        raise ConfigError(f"{name} and {name}{FILE_SUFFIX} are both set; set one of them")
     return token if path is None else _token_in(Path(path), f"{name}{FILE_SUFFIX}")
 
 
@@ -338,18 +333,18 @@ def _token_in(path: Path, variable: str) -> str:
         raise ConfigError(f"{variable}: cannot read a token from {path}: {error}") from error
     check_private(path, status, prefix=f"{variable}: ")
     if not token or len(text) > _MAX_TOKEN_BYTES:
-        raise ConfigError(f"{variable}: {path} must hold one token of 1 to {_MAX_TOKEN_BYTES} bytes")
+        raise ConfigError(f"{variable}: {path} must contain one token of 1 to {_MAX_TOKEN_BYTES} bytes")
     return token
 
 
 def _check_tokens(setting: str, tokens: Mapping[str, str | None]) -> None:
-    """A server that other machines can reach, through `setting`, needs both tokens. Raises ConfigError."""
+    """Raise ConfigError unless both tokens are set and long enough, because others can reach the server."""
     where = f"interchange_server.{setting} is reachable from other machines, so"
     missing = [name for name, token in tokens.items() if token is None]
     if missing:
         raise ConfigError(
-            f"{where} {' and '.join(missing)} must be set in the environment, or the same with {FILE_SUFFIX} "
-            "to name a file (use long random strings)"
+            f"{where} {' and '.join(missing)} must be set in the environment to long random strings, or the "
+            f"same with {FILE_SUFFIX} to the name of a file"
         )
     for name, token in tokens.items():
         if token is not None and len(token) < MIN_TOKEN_CHARS:
@@ -361,11 +356,10 @@ def _check_tokens(setting: str, tokens: Mapping[str, str | None]) -> None:
 def _account_tokens(
     section: InterchangeConfig, environ: Mapping[str, str], client: str | None, admin: str | None
 ) -> dict[str, str]:
-    """The tokens of `interchange_server.clients` by name. Raises ConfigError for one that cannot be used."""
+    """Return the tokens of `interchange_server.clients` by name. Raises ConfigError."""
     if section.clients and client is None:
         raise ConfigError(
-            f"interchange_server.clients: without {CLIENT_TOKEN} and {ADMIN_TOKEN} everybody may enter: "
-            "set both"
+            f"interchange_server.clients: set {CLIENT_TOKEN} and {ADMIN_TOKEN}; without them anyone may enter"
         )
     tokens, taken = dict[str, str](), {client, admin}
     for each in section.clients:
@@ -376,9 +370,9 @@ def _account_tokens(
                 f"{where}: no token; set {variable}, or {variable}{FILE_SUFFIX} to a file with it"
             )
         if len(token) < MIN_TOKEN_CHARS and reached_through(section):
-            raise ConfigError(f"{where}: its token needs at least {MIN_TOKEN_CHARS} characters")
+            raise ConfigError(f"{where}: the token needs at least {MIN_TOKEN_CHARS} characters")
         if token in taken:
-            raise ConfigError(f"{where}: its token is also another's")
+            raise ConfigError(f"{where}: the token is not unique")
         taken.add(token)
         tokens[each.name] = token
     return tokens
@@ -389,7 +383,7 @@ def _same(known: str | None, token: bytes) -> bool:
 
 
 def reached_through(section: InterchangeConfig) -> str:
-    """The setting through which other machines reach the server, with its value; "" if none do."""
+    """Return the setting through which other machines reach the server, or an empty string."""
     public = urlsplit(section.public_base_url).hostname
     if not is_loopback(section.interchange_server_host):
         return f"interchange_server_host: {section.interchange_server_host!r}"

@@ -1,7 +1,7 @@
-"""Where the server listens: the HTTP socket, the link's address, and `server.json`, which names both.
+"""The server's addresses: its HTTP socket, its link, and `server.json` with both.
 
-Invariant: a restarted server takes its previous addresses if they are free, so that clients and the trainer
-find it again without new settings.
+Invariant: a restarted server takes its previous addresses if they are free, so that clients and the
+trainer find it again.
 """
 
 from __future__ import annotations
@@ -26,36 +26,34 @@ from tinkerscript.trainer_link.server_end import ServerLink
 SERVER_FILE = "server.json"
 
 PAGE_PORT = 10085
-"""Where a page listens if it can. Gateway processes take the ports above the server's, 10086."""
+"""The preferred port of a page. Gateway processes take the ports above the server's 10086."""
 
 ADAPTERS_FOLDER = "adapters"
-"""In the run's folder: the versions that the server gives to replicas."""
+"""The folder in the run's folder with the adapter versions for replicas."""
 
 BACKLOG = 2048
 
 MAX_IPC_BYTES = 100
-"""Limit of a socket's path; the kernel's is 107."""
+"""The maximum length of a socket's path. The kernel's limit is 107."""
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
-    """The content of `server.json`."""
-
     url: str
     link_address: str
     pid: int
     server_id: str
     link_keys: str = ""
-    """The folder of the link's keys; empty for a link without keys."""
+    """The folder of the link's keys, empty for a link without keys."""
 
     certificate: str = ""
-    """PEM file of the certificate with which it serves HTTPS; empty for HTTP."""
+    """The PEM file of the HTTPS certificate, empty for HTTP."""
 
     gateway_ports: tuple[int, ...] = ()
-    """Where its gateway processes listen; empty if it answers model calls itself."""
+    """The ports of the gateway processes, empty if the server answers model calls itself."""
 
 
 def read_server_info(run_dir: Path) -> ServerInfo | None:
-    """The `server.json` of the folder's last server; None if there is none or it cannot be read."""
+    """Return the `server.json` of the folder's last server, or None if it is missing or unreadable."""
     try:
         return msgspec.json.decode((run_dir / SERVER_FILE).read_bytes(), type=ServerInfo)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -63,10 +61,11 @@ def read_server_info(run_dir: Path) -> ServerInfo | None:
 
 
 def bind_http(config: InterchangeConfig, previous: ServerInfo | None) -> socket.socket:
-    """A listening socket. Ports 0 and `auto` take the previous server's port, without one `auto` takes
-    `DEFAULT_PORT`, and where that is in use any free one, unless `public_base_url` says where clients come.
+    """Return a listening socket for the server.
 
-    Raises ConfigError that names the port and the config key.
+    Ports 0 and `auto` prefer the previous server's port, and `auto` then `DEFAULT_PORT`. If that port
+    is in use they take a free one, except `auto` with a `public_base_url`, which clients already know.
+    Raises ConfigError with the port and the config key.
     """
     host, port = config.interchange_server_host, config.interchange_server_port
     former = _port_of(previous.url) if previous is not None else 0
@@ -82,10 +81,10 @@ def bind_http(config: InterchangeConfig, previous: ServerInfo | None) -> socket.
 def bind_gateways(
     config: InterchangeConfig, number: int, port: int, previous: ServerInfo | None
 ) -> Generator[list[socket.socket]]:
-    """Listening sockets of `number` gateway processes: at their former ports, at first at those after the
-    server's `port`; where one is in use at any free one, unless `public_base_url` says where clients come.
+    """Yield listening sockets for `number` gateway processes.
 
-    Raises ConfigError.
+    They take their former ports, at first those after the server's `port`. If one is in use they take a
+    free port, except with a `public_base_url`. Raises ConfigError.
     """
     host = config.interchange_server_host
     former = previous.gateway_ports if previous is not None else ()
@@ -105,7 +104,7 @@ def bind_gateways(
 
 
 def listen_near(host: str, port: int) -> socket.socket:
-    """A listening socket at `port`, or if it is in use at any free one. Raises OSError."""
+    """Return a listening socket at `port`, or at a free port if it is in use. Raises OSError."""
     try:
         return listen(host, port)
     except OSError as error:
@@ -115,10 +114,10 @@ def listen_near(host: str, port: int) -> socket.socket:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError."""
+    """Return a listening socket. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol: asyncio sets TCP_NODELAY only on sockets that say TCP, and without it every reply
-    # waits for a delayed acknowledgment, 40 ms.
+    # asyncio sets TCP_NODELAY only on sockets created with IPPROTO_TCP. Without it every reply waits 40 ms
+    # for a delayed acknowledgment.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -147,13 +146,13 @@ def _port_of(url: str) -> int:
 
 
 def moved_to(config: InterchangeConfig, url: str) -> str:
-    """What to say behind `url` of a server that did not get the default port; empty for any other."""
+    """Return a remark for a server that did not get the default port, otherwise an empty string."""
     is_moved = config.interchange_server_port == "auto" and _port_of(url) != DEFAULT_PORT
     return f" (port {DEFAULT_PORT} was in use)" if is_moved else ""
 
 
 def http_url(listener: socket.socket, *, tls: bool = False) -> str:
-    """The URL at which this machine reaches the socket."""
+    """Return the URL of the socket for this machine."""
     name: tuple[str, int] = listener.getsockname()[:2]
     host, port = name
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -162,20 +161,19 @@ def http_url(listener: socket.socket, *, tls: bool = False) -> str:
 
 
 def remote_url(url: str, host: str) -> str:
-    """`url`, at which this machine reaches a server that is bound to `host`, as other machines see it."""
+    """Return `url` of a server that is bound to `host` as other machines see it."""
     if host not in ("0.0.0.0", "::"):
         return url
     return f"http://{socket.gethostname()}:{_port_of(url)}"
 
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
-"""Bound address -> address at which this machine reaches it, where they differ."""
 
 
 def bind_link(
     link: ServerLink, config: InterchangeConfig, run_dir: Path, previous: ServerInfo | None
 ) -> tuple[str, str]:
-    """Bind the link; returns the address at which this machine reaches it, and the folder of its keys or "".
+    """Bind the link. Returns its address for this machine, and the folder of its keys or "".
 
     Raises ConfigError.
     """
@@ -193,14 +191,15 @@ def bind_link(
 
 
 def needs_link_keys(config: InterchangeConfig) -> bool:
-    """Whether the link is encrypted: any user of a machine may connect to its loopback addresses."""
+    """Return whether the link is encrypted. TCP always is, because every user may connect to a loopback
+    address."""
     return config.interchange_method == "tcp"
 
 
 def _bind_tcp(
     link: ServerLink, name: str, port: int, previous: ServerInfo | None, keys: ServerKeys | None
 ) -> str:
-    """Port 0 takes the previous server's port if it is free, or else any free port."""
+    # Port 0 takes the previous server's port if it is free, otherwise any free port.
     former = _port_of(previous.link_address) if previous is not None and port == 0 else 0
     if former:
         try:
@@ -211,19 +210,19 @@ def _bind_tcp(
 
 
 def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """ZeroMQ binds IP addresses, not host names. Raises ConfigError."""
+    # ZeroMQ does not bind host names.
     try:
         return ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     except ValueError as error:
         raise ConfigError(
-            f"interchange_server.link_host: {host!r} is not an IP address; use this machine's own, or 0.0.0.0"
+            f"interchange_server.link_host: {host!r} is not an IP address; use this machine's or 0.0.0.0"
         ) from error
 
 
 def socket_path(run_dir: Path, name: str) -> Path:
-    """In the run folder, or for a long path in a private folder whose name follows from the run folder.
+    """Return the path of a socket in the run folder, or in a private temporary folder if it is too long.
 
-    Raises ConfigError if somebody else has made that folder.
+    Raises ConfigError if the temporary folder is not private.
     """
     path = run_dir.absolute() / name
     if len(os.fsencode(path)) < MAX_IPC_BYTES:

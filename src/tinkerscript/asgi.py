@@ -1,9 +1,9 @@
-"""What every HTTP endpoint shares: `Caller` for model requests, routes that are answered before FastAPI's,
-refusals, the limit on bodies, and `SiteGuard`, which keeps the web pages of other sites out.
+"""ASGI parts of every HTTP endpoint: `Caller` for model requests, routes in front of FastAPI, refusals,
+the body limit, and `SiteGuard` against web pages of other sites.
 
-Invariants: one reply per request, and no status after the first event of a stream. Every refusal has a status
-for the caller's retry logic and the reason in words: a `RefusalResponse`, or under a given path prefix the
-error object of that API; one that asks for a retry says when.
+Invariants: a request gets one reply, and no status after the first event of a stream. Every refusal has
+a status for the caller's retry logic and a reason in words, as a `RefusalResponse` or, under a given
+path prefix, as the error object of that API. A refusal that asks for a retry gives the time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 COMMENT_EVERY_S = 10.0
-"""A stream that is silent for this long sends a comment, so that the connection stays open."""
+"""Seconds of silence after which a stream sends a comment, so that the connection stays open."""
 
 
 KEEP_ALIVE = b": ping\n\n"
@@ -64,42 +64,41 @@ _EVENT_HEADERS = [
 
 
 LOST = "tinkerscript.lost"
-"""Where a connection leaves a future in a request's scope that is done once the connection is lost."""
+"""The key of a request's scope with a future that completes when the connection is lost."""
 
 
-class CallerDisconnectedError(Exception):
-    """The caller disconnected before its request was read."""
+class CallerDisconnectedError(Exception): ...
 
 
 class Caller:
-    """One request and its reply."""
+    """A request and its reply."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.headers: Mapping[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])
         }
-        """By their names in lower case; of equal names the first."""
+        """The headers by lower-case name. Of equal names the first counts."""
 
         self.streaming = False
-        """Whether events were sent: an error must be an event then."""
+        """Whether events were sent, after which an error must be an event too."""
 
         self._disconnected: asyncio.Future[None] | None = scope.get(LOST)
+        # A task that watches for a disconnect, if the scope has no `LOST`.
         self._watching: asyncio.Task[None] | None = None
-        """Watches for a disconnect where the connection does not say."""
 
         self._receive = receive
         self._send = send
 
     @property
     def key(self) -> str:
-        """The API key, as OpenAI's or Anthropic's clients send it; empty without one."""
+        """The API key as OpenAI's or Anthropic's clients send it, or an empty string."""
         if given := self.headers.get("x-api-key", "").strip():
             return given
         scheme, _, key = self.headers.get("authorization", "").partition(" ")
         return key.strip() if scheme.lower() == "bearer" else ""
 
     async def body(self) -> bytes:
-        """The whole body. Raises CallerDisconnectedError, and GatewayError 413 if it is too long."""
+        """Read the whole body. Raises CallerDisconnectedError, and GatewayError 413 if it is too long."""
         try:
             return await _whole_body(self._receive)
         except ClientDisconnect as error:
@@ -108,34 +107,38 @@ class Caller:
             raise GatewayError(error.status_code, "request_too_large", error.detail) from error
 
     def disconnected(self) -> asyncio.Future[None]:
-        """Done once the caller disconnects. It may outlive the request: remove the callbacks you add."""
+        """Return a future that completes when the caller disconnects.
+
+        It may outlive the request, so remove your callbacks.
+        """
         if self._disconnected is None:
             self._disconnected = self._watching = asyncio.create_task(_until_disconnect(self._receive))
         return self._disconnected
 
     async def is_disconnected(self) -> bool:
-        """Whether the caller has disconnected. Check before replying: afterwards every caller has."""
+        """Return whether the caller has disconnected. Call it before the reply, after which the result is
+        always true."""
         if self._disconnected is None:
             await asyncio.wait((self.disconnected(),), timeout=0)
         return self.disconnected().done()
 
     async def close(self) -> None:
-        """Stop watching for a disconnect."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
 
     async def until_disconnect(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of `work`; None if the caller disconnects first, which cancels `work`."""
+        """Return the result of `work`, or cancel `work` and return None if the caller disconnects first."""
         disconnected, working = self.disconnected(), True
-        this = asyncio.current_task(disconnected.get_loop())  # Python 3.11 asks the system for the loop.
+        # The loop is given, because finding it takes a system call in Python 3.11.
+        this = asyncio.current_task(disconnected.get_loop())
         assert this is not None
         if disconnected.done():
             work.close()
             return None
 
         def cancel(_: asyncio.Future[None]) -> None:
-            if working:  # It may be over by the time the loop comes to this.
+            if working:  # The work may have ended before the loop runs this callback.
                 this.cancel()
 
         disconnected.add_done_callback(cancel)
@@ -156,17 +159,17 @@ class Caller:
         await _send_json(self._send, body, status, headers)
 
     async def refuse(self, status: int, body: bytes) -> None:
-        """Send an error, with the headers by which clients decide whether to retry."""
+        """Send an error with the headers that control the client's retries."""
         headers: dict[str, str] = {}
         if status in (429, 503):
             headers["Retry-After"] = str(RETRY_AFTER_S)
         if status == 409:
-            # OpenAI's clients retry a 409 otherwise.
+            # Without it OpenAI's clients retry a 409.
             headers["x-should-retry"] = "false"
         await self.reply(body, status=status, headers=headers)
 
     async def send_events(self, events: bytes, *, last: bool = False) -> None:
-        """Send events; the first ones start the reply."""
+        """Send events. The first call starts the reply."""
         if not self.streaming:
             self.streaming = True
             start: Message = {"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS}
@@ -176,7 +179,7 @@ class Caller:
 
 
 async def _whole_body(receive: Receive) -> bytes:
-    """Raises ClientDisconnect, and what `receive` raises."""
+    """Read the body. Raises ClientDisconnect, and everything that `receive` raises."""
     parts = list[bytes]()
     while True:
         message = await receive()
@@ -195,13 +198,14 @@ async def _send_json(send: Send, body: bytes, status: int, headers: Mapping[str,
 
 
 async def _until_disconnect(receive: Receive) -> None:
-    # Not a method: a task whose coroutine knows the caller, which knows the task, is a cycle per request.
+    # A method would create a reference cycle per request: the caller would own the task, and the task the
+    # caller.
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class WholeReply(NamedTuple):
-    """A whole reply. Header names are lower case."""
+    """A complete reply with lower-case header names."""
 
     status: int
     headers: Mapping[str, str]
@@ -211,10 +215,10 @@ class WholeReply(NamedTuple):
 async def ask(
     app: ASGIApp, method: str, url: str, headers: Mapping[str, str], body: bytes | None
 ) -> WholeReply:
-    """What `app`, in this process, answers to one request. To cancel this is to disconnect.
+    """Return the reply of an app in this process. Cancelling the call disconnects.
 
-    A defect in the app is answered by its error handler (500) and raised again for the HTTP server to log.
-    Here it is logged, and the one who asked gets the reply.
+    An app answers a defect with status 500 and raises it again for the HTTP server. Here it is logged,
+    and the reply is returned.
     """
     asked = urlsplit(url)
     named = {"host": asked.netloc, **{name.lower(): value for name, value in headers.items()}}
@@ -262,7 +266,7 @@ Responder = Callable[[Caller], Awaitable[None]]
 
 
 class Deferred(Response):
-    """A FastAPI response that lets a responder reply by itself; FastAPI documents the route."""
+    """A FastAPI response that lets a responder send the reply, while FastAPI documents the route."""
 
     def __init__(self, answer: Responder) -> None:
         super().__init__()
@@ -281,24 +285,23 @@ async def _serve(answer: Responder, scope: Scope, receive: Receive, send: Send) 
 
 
 FastHandler = Callable[..., Awaitable[BaseModel | Response]]
-"""`async (body: Model, request: Request) -> Model | Response`, or without `body` if it is not JSON."""
+"""`async (body: Model, request: Request) -> Model | Response`, without `body` if it is not JSON."""
 
 
 Authorize = Callable[[Scope], None]
-"""Raises UnauthorizedError for a request that may not pass; called before its body is read."""
+"""A check that raises UnauthorizedError before the body of a request is read."""
 
 
 class FastRoute(NamedTuple):
-    """What answers `POST` to a path, and for whom."""
+    """The handler of `POST` to a path, and its authorization."""
 
     handler: FastHandler
     authorize: Authorize
     openapi_extra: dict[str, Any] | None = None
-    """What the documentation says beyond the handler's types."""
 
 
 def fast_router(routes: Mapping[str, FastRoute], *, tags: list[str]) -> APIRouter:
-    """The documentation of `routes`, which `DirectRoutes` answers."""
+    """Return the documentation of `routes`, which `DirectRoutes` answers."""
     router = APIRouter(tags=list(tags))
     for path, route in routes.items():
         router.post(path, openapi_extra=route.openapi_extra)(route.handler)
@@ -306,8 +309,7 @@ def fast_router(routes: Mapping[str, FastRoute], *, tags: list[str]) -> APIRoute
 
 
 class _FastRequest(Request):
-    """Reads its body at once, and not through two of the framework's generators."""
-
+    # The framework reads a body through two generators.
     _whole: bytes | None = None
 
     async def body(self) -> bytes:
@@ -317,10 +319,10 @@ class _FastRequest(Request):
 
 
 class DirectRoutes:
-    """ASGI middleware that answers the requests that programs send all the time, and passes on all others.
+    """ASGI middleware that answers frequent requests and passes on the others.
 
-    FastAPI documents the same routes from the same list. Its routing, dependencies and validation would take
-    more time than most of these requests themselves (`bench/interchange.py`).
+    FastAPI documents the same routes from the same list. Its routing, dependencies and validation would
+    take longer than most of these requests (`bench/interchange.py`).
     """
 
     def __init__(
@@ -331,7 +333,7 @@ class DirectRoutes:
         models: Mapping[str, Responder],
         refusals: Refusals,
     ) -> None:
-        """`fast` and `models`: path -> what answers a `POST` to it."""
+        """`fast` and `models` map a path to the handler of its `POST`."""
         self._app = app
         self._fast = {path: (route, _parser_of(route.handler)) for path, route in fast.items()}
         self._models = models
@@ -371,7 +373,7 @@ class DirectRoutes:
 
 
 def _parser_of(handler: FastHandler) -> Callable[[bytes], BaseModel] | None:
-    """None for a handler that reads the body itself."""
+    """Return a parser of the handler's model, or None for a handler that reads the body itself."""
     model: type[BaseModel] | None = get_type_hints(handler).get("body")
     if model is None:
         return None
@@ -381,18 +383,14 @@ def _parser_of(handler: FastHandler) -> Callable[[bytes], BaseModel] | None:
         try:
             return validate(body)
         except ValidationError as error:
-            raise RequestValidationError([_of_body(each) for each in error.errors()], body=body) from None
+            # FastAPI's locations begin with `body`.
+            errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+            raise RequestValidationError(errors, body=body) from None
 
     return parse
 
 
-def _of_body(error: Any) -> dict[str, Any]:
-    """The error as FastAPI writes it: its location begins with `body`."""
-    return {**error, "loc": ("body", *error["loc"])}
-
-
 RETRY_AFTER_S = 1
-"""Seconds after which a client should retry."""
 
 
 _STATUS: dict[type[InterchangeError], int] = {
@@ -405,27 +403,25 @@ _STATUS: dict[type[InterchangeError], int] = {
 
 
 RefusalBody = Callable[[int, str], dict[str, Any]]
-"""From the status and the reason."""
+"""A function from the status and the reason."""
 
 
 class Refusals:
     """Turns errors into replies."""
 
     def __init__(self, bodies: Mapping[str, RefusalBody]) -> None:
-        """`bodies`: path prefix -> the body of a refusal there; the first prefix that matches counts."""
+        """`bodies` maps a path prefix to the function that builds its refusals. The first match counts."""
         self._bodies = bodies
 
     def install(self, app: FastAPI) -> None:
-        """Answer the errors of `app` as refusals."""
         for kind in (InterchangeError, RequestValidationError, HTTPException, Exception):
             app.exception_handler(kind)(self.handle)
 
     async def handle(self, request: Request, error: Exception) -> JSONResponse:
-        """`answer`, as frameworks call it."""
         return self.answer(request, error)
 
     def answer(self, request: Request, error: Exception) -> JSONResponse:
-        """The refusal for `error`. For a defect the framework raises it again and logs its traceback."""
+        """Return the refusal for `error`. The framework raises a defect again and logs its traceback."""
         match error:
             case UnauthorizedError():
                 return self.refuse(request, error.status, str(error))
@@ -444,7 +440,6 @@ class Refusals:
     def refuse(
         self, request: Request, status: int, reason: str, *, retry_after_s: float = RETRY_AFTER_S
     ) -> JSONResponse:
-        """The refusal as a reply."""
         headers: dict[str, str] = {}
         if status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -467,7 +462,7 @@ def _explain(item: Mapping[str, Any]) -> str:
 
 
 class BodyLimit:
-    """ASGI middleware that answers 413 to a request whose body is longer than `max_bytes`."""
+    """ASGI middleware that refuses a body longer than `max_bytes` with status 413."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, refusals: Refusals) -> None:
         self._app = app
@@ -481,7 +476,7 @@ class BodyLimit:
         length = next((value for name, value in scope["headers"] if name == b"content-length"), None)
         if length is None:
             await self._app(scope, self._counted(receive), send)
-        elif int(length) > self._max_bytes:  # The HTTP parser has checked that it is a number.
+        elif int(length) > self._max_bytes:  # The HTTP parser guarantees a number.
             refusal = self._refusals.refuse(Request(scope), 413, self._reason(int(length)))
             await refusal(scope, receive, send)
         else:
@@ -501,7 +496,7 @@ class BodyLimit:
         return counted
 
     def _reason(self, length: int) -> str:
-        return f"the request body has {length} bytes or more; it may have {self._max_bytes}"
+        return f"the request body has at least {length} bytes; the limit is {self._max_bytes}"
 
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -510,42 +505,42 @@ JSON = b"application/json"
 
 
 def problem_with_site(scope: Scope, *, any_host: bool) -> str:
-    """Why a request may be the work of another site's web page; empty if it cannot be.
+    """Return why a web page of another site may have caused the request, or an empty string.
 
-    A browser says from which site a request comes, and its Host header has the name under which the page
-    knows this server. A page whose own name resolves to this machine (DNS rebinding) is caught by the name
-    alone: `any_host` may be true only where every request needs a secret.
+    A browser sends the origin of a request, and its Host header has the page's name for this server. A
+    page with a name that resolves to this machine (DNS rebinding) is only recognized by that name, so
+    `any_host` must be false unless every request needs a secret.
     """
     headers = dict(scope["headers"])
     host = headers.get(b"host", b"")
     if not any_host and not _is_this_machine(host):
         return (
             f"without tokens this server answers to localhost, 127.0.0.1 and ::1 only, not to "
-            f"{host.decode('latin-1')!r}, so that no web page reaches it under a name of its own; with "
-            "tokens it answers to any name (docs/security.md)"
+            f"{host.decode('latin-1')!r}, because a web page could use such a name; with tokens it "
+            "answers to any name (docs/security.md)"
         )
     site = headers.get(b"sec-fetch-site")
     origin = headers.get(b"origin")
-    if (origin is None and site is None) or site == b"same-origin":  # No script can set it.
+    if (origin is None and site is None) or site == b"same-origin":  # A script cannot set these headers.
         return ""
     if scope["method"] in SAFE_METHODS:
-        # A link from elsewhere may be followed. What only a script would load may not be.
+        # Links from other sites are allowed, but not requests of their scripts.
         is_foreign = site == b"cross-site" and headers.get(b"sec-fetch-mode") != b"navigate"
     else:
         own = headers.get(b"x-forwarded-host", host)
-        is_foreign = site == b"cross-site" or (origin is not None and _netloc(origin) != own)
+        is_foreign = site == b"cross-site" or (origin is not None and origin.partition(b"://")[2] != own)
     if not is_foreign:
         return ""
     whence = (origin or b"a web page").decode("latin-1")
     return (
-        f"the request comes from another site: {whence}, not {host.decode('latin-1')}; a proxy before this "
-        "server has to pass the Host header on"
+        f"the request comes from another site: {whence}, not {host.decode('latin-1')}; a proxy in front "
+        "of this server must pass the Host header on"
     )
 
 
 @lru_cache(maxsize=1024)
 def _is_this_machine(host: bytes) -> bool:
-    """Whether a Host header has a name that no other site can have."""
+    # Other sites cannot have these names.
     try:
         return is_loopback((urlsplit(f"//{host.decode('ascii')}").hostname or "").lower())
     except ValueError:
@@ -553,7 +548,7 @@ def _is_this_machine(host: bytes) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
+    """Return whether only this machine can reach the address."""
     if host == "localhost":
         return True
     try:
@@ -562,13 +557,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _netloc(origin: bytes) -> bytes:
-    """The name and port of an Origin header; empty if it has none."""
-    return origin.partition(b"://")[2]
-
-
 def problem_with_body(scope: Scope) -> str:
-    """Why the body may be a form or a text, which any web page may send; empty for JSON or no body."""
+    """Return why the body may be a form or text, which any web page can send, or an empty string for JSON."""
     headers = dict(scope["headers"])
     kind = headers.get(b"content-type")
     if kind == JSON or scope["method"] in SAFE_METHODS:
@@ -583,7 +573,7 @@ def problem_with_body(scope: Scope) -> str:
 
 
 class SiteGuard:
-    """ASGI middleware that refuses what another site's web page makes a browser send."""
+    """ASGI middleware that refuses requests which a page of another site makes a browser send."""
 
     def __init__(
         self,
@@ -593,7 +583,8 @@ class SiteGuard:
         refusals: Refusals,
         binary: Collection[str] = (),
     ) -> None:
-        """`any_host`: see `problem_with_site`; `binary`: paths whose body is not JSON, under a secret."""
+        """See `problem_with_site` for `any_host`. `binary` are paths that need a secret and take a body
+        other than JSON."""
         self._app = app
         self._any_host = any_host
         self._refusals = refusals
@@ -618,7 +609,7 @@ def in_front(
     max_body_bytes: int = BODY.limit,
     refusals: Refusals,
 ) -> ASGIApp:
-    """`app` behind a limit on bodies and the routes that never enter it."""
+    """Put the body limit and the direct routes in front of `app`."""
     routed = DirectRoutes(app, fast=fast, models=models, refusals=refusals)
     limited = BodyLimit(routed, max_body_bytes, refusals)
     return ServerErrorMiddleware(limited, handler=refusals.handle)

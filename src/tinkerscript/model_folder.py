@@ -1,9 +1,9 @@
-"""What a model's folder says, read from its JSON files: no weights, no torch, no transformers.
+"""Read a model's folder without weights, torch or transformers.
 
-A model's folder is Hugging Face's: `config.json` and `tokenizer.json`, and where they exist
+A model's folder has Hugging Face's layout: `config.json`, `tokenizer.json` and optionally
 `generation_config.json`, `tokenizer_config.json`, a chat template and weights. The folder of a LoRA
-adapter has PEFT's `adapter_config.json` instead of the config, which is its base's. It is on this machine,
-or in the cache of huggingface_hub, which fetches models of the Hugging Face Hub.
+adapter has PEFT's `adapter_config.json` instead of a config. The folder is local, or in the cache of
+huggingface_hub.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.remote_folder import fetched_checkpoint, is_url
 
 TINY_MODEL = Path(__file__).parent / "engine" / "tiny"
-"""The model that ships with the package."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -37,23 +36,23 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-"""What a tokenizer and its chat templates may consist of."""
+"""The possible files of a tokenizer and its chat templates."""
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""PEFT's description of an adapter, which a folder with one has beside the adapter's weights."""
+"""PEFT's description of an adapter, in the folder of the adapter's weights."""
 
 _CONFIG_FILES = ("config.json", "generation_config.json")
 
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 
+# Some models were never converted to safetensors.
 _OLD_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
-"""What models have that were never converted to safetensors."""
 
+# The second key is GPT-2's, the third MPT's.
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
-"""What architectures call the context length; the second is GPT-2's, the third MPT's."""
 
+# `owner/name` and an optional revision: a branch, a tag or a commit.
 _HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
-"""`owner/name`, and a revision: a branch, a tag or a commit."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -61,15 +60,14 @@ logger = logging.getLogger(__name__)
 
 
 def model_folder(model: str, *, weights: bool = False, note: Callable[[str], None] = logger.info) -> Path:
-    """The folder of `model`: `tiny`, a path, a URL, or an id of the Hugging Face Hub.
+    """Return the folder of `model`: `tiny`, a path, a URL, or an id of the Hugging Face Hub.
 
-    A path is of a folder, or of a GGUF file, of which a folder is made. A URL is of a checkpoint that a run
-    has copied there. An id is `Qwen/Qwen3-8B`, or
-    `Qwen/Qwen3-8B@REVISION`. A folder comes before a model of the same name in the hub. From the hub, only
-    the files that are needed are fetched, with the weights if `weights`; HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME
-    and HF_TOKEN apply. `note` is told before the hub is asked, which is once in a process, and never for a
-    commit that is in the cache. Raises ConfigError for a model without config or tokenizer, or one that
-    cannot be fetched.
+    A path names a folder or a GGUF file, which is unpacked into a folder. A URL names a checkpoint that
+    a run has copied there. An id is `Qwen/Qwen3-8B` or `Qwen/Qwen3-8B@REVISION`. A local folder takes
+    precedence over a model of the same name in the hub. Only the needed files are fetched from the hub,
+    with the weights if `weights`; HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN apply. `note` is
+    called before the hub is asked: once per process, and not for a cached commit. Raises ConfigError
+    for a model without config or tokenizer, or if it cannot be fetched.
     """
     if is_url(model):
         model = str(fetched_checkpoint(model, note=note))
@@ -89,15 +87,15 @@ def model_folder(model: str, *, weights: bool = False, note: Callable[[str], Non
 
 
 def _local(folder: Path, model: str, note: Callable[[str], None]) -> Path:
-    """The folder, or the one made of a GGUF file. Raises ConfigError for any other path."""
+    """Return the folder, or the folder made from a GGUF file. Raises ConfigError for any other path."""
     if folder.is_dir():
         return folder
     if folder.suffix == ".gguf" and folder.is_file():
         try:
-            from tinkerscript.gguf_file import folder_of_gguf  # Needs torch, which servers do without.
+            from tinkerscript.gguf_file import folder_of_gguf  # It needs torch, which servers lack.
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"engine.model: reading {model!r} needs {error.name}: pip install 'tinkerscript[engine]'"
+                f"engine.model: reading {model!r} needs {error.name}; run pip install 'tinkerscript[engine]'"
             ) from error
         return folder_of_gguf(folder, note=note)
     what = "is a file" if folder.exists() else "does not exist"
@@ -109,10 +107,9 @@ def _local(folder: Path, model: str, note: Callable[[str], None]) -> Path:
 
 
 def pinned_model(model: str, *, note: Callable[[str], None] = logger.info) -> str:
-    """`model`, an id of the hub with its commit, and a file as its folder, so that all processes of a run use
-    the same files.
+    """Pin `model`, so that all processes of a run use the same files.
 
-    Raises ConfigError, as `model_folder` does.
+    A hub id gets its commit, and a file becomes its folder. Raises ConfigError like `model_folder`.
     """
     folder = model_folder(model, note=note)
     hub_id = hub_id_of(folder)
@@ -122,29 +119,28 @@ def pinned_model(model: str, *, note: Callable[[str], None] = logger.info) -> st
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether two names are of one model; a name without a commit is of any."""
+    """Return whether two names mean the same model. A name without a commit matches any commit."""
     names = {one.partition("@")[0], other.partition("@")[0]}
     return one == other or (len(names) == 1 and names <= {one, other})
 
 
 def hub_id_of(folder: Path) -> str | None:
-    """The hub's id of a model in huggingface_hub's cache (`models--OWNER--NAME/snapshots/COMMIT`)."""
+    """Return the hub id of a model in huggingface_hub's cache (`models--OWNER--NAME/snapshots/COMMIT`)."""
     owner, separator, name = folder.parent.parent.name.removeprefix("models--").partition("--")
     in_cache = folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
     return f"{owner}/{name}" if in_cache and separator else None
 
 
 def base_of_folder(folder: Path) -> tuple[str, str | None]:
-    """How an adapter names its base: an id of the Hub with the commit, or a path."""
+    """Return an adapter's name for its base: a hub id with the commit, or a path."""
     hub_id = hub_id_of(folder)
     return (str(folder.absolute()), None) if hub_id is None else (hub_id, folder.name)
 
 
 def base_of_adapter(folder: Path, *, note: Callable[[str], None] = logger.info) -> Path | None:
-    """The folder of the model that the LoRA adapter in `folder` is over, with its weights; None for a folder
-    without an adapter.
+    """Return the folder, with weights, of the model below the LoRA adapter in `folder`, or None without one.
 
-    Raises ConfigError for a base that is not there.
+    Raises ConfigError if the base is missing.
     """
     config = read_json(folder / ADAPTER_CONFIG)
     if not config:
@@ -158,16 +154,16 @@ def base_of_adapter(folder: Path, *, note: Callable[[str], None] = logger.info) 
 
 
 def model_name(folder: Path) -> str:
-    """What programs call the model in `folder`: its id in the hub, or the folder's name."""
+    """Return the name of the model for programs: its id in the hub, or the folder's name."""
     return hub_id_of(folder) or folder.name
 
 
+# The hub is asked once per process for an id, a revision, and whether with weights.
 _snapshots: dict[tuple[str, str | None, bool], Path] = {}
-"""What this process has asked the hub for: id, revision, with weights -> folder."""
 
 
 def _fetched(hub_id: str, revision: str | None, weights: bool, note: Callable[[str], None]) -> Path:
-    """The snapshot of a model of the hub. Raises ConfigError."""
+    """Return the snapshot of a model of the hub. Raises ConfigError."""
     if (folder := _snapshots.get((hub_id, revision, weights))) is not None:
         return folder
     more = _WEIGHTS if weights else ()
@@ -191,7 +187,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _snapshot(hub_id: str, revision: str | None, more: tuple[str, ...], *, cached: bool = False) -> Path:
-    """The folder of a model's files. `cached`: without asking the hub."""
+    # With `cached`, the hub is not asked.
     try:
         from huggingface_hub import constants, snapshot_download
         from huggingface_hub.errors import (
@@ -203,8 +199,8 @@ def _snapshot(hub_id: str, revision: str | None, more: tuple[str, ...], *, cache
         )
     except ImportError as error:
         raise ConfigError(
-            f"engine.model: {hub_id!r} is no folder, and models of the Hugging Face Hub need "
-            "huggingface_hub: pip install 'tinkerscript[server]'"
+            f"engine.model: {hub_id!r} is not a folder, and models of the Hugging Face Hub need "
+            "huggingface_hub; run pip install 'tinkerscript[server]'"
         ) from error
     name, hub = f"engine.model: {hub_id!r}", f"the Hugging Face Hub ({constants.ENDPOINT})"
     try:
@@ -238,14 +234,14 @@ def _snapshot(hub_id: str, revision: str | None, more: tuple[str, ...], *, cache
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of the error that caused another."""
+    """Return the first line of the error that caused another."""
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error).partition("\n")[0] or type(error).__name__
 
 
 def context_of(folder: Path) -> int:
-    """The context length: tokens of prompt and reply together. Raises ConfigError if it is not declared."""
+    """Return the context length in tokens of prompt and reply. Raises ConfigError if it is not declared."""
     config = text_config(folder)
     limit = next((config[name] for name in _CONTEXT_KEYS if name in config), None)
     if not isinstance(limit, int) or limit < 1:
@@ -254,7 +250,7 @@ def context_of(folder: Path) -> int:
 
 
 def vocabulary_of(folder: Path) -> int:
-    """How many ids the model has, which may be more than its tokenizer has. Raises ConfigError."""
+    """Return the number of ids of the model, which may exceed its tokenizer's. Raises ConfigError."""
     size = text_config(folder).get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise ConfigError(f"{folder / 'config.json'} has no vocab_size, the number of token ids")
@@ -262,7 +258,7 @@ def vocabulary_of(folder: Path) -> int:
 
 
 def stop_ids_of(folder: Path) -> frozenset[int]:
-    """The ids at which generation stops: generation_config.json's, else config.json's; empty for none."""
+    """Return the ids at which generation stops, from generation_config.json or else config.json."""
     base = base_of_adapter(folder) or folder
     declared = read_json(base / "generation_config.json").get("eos_token_id")
     if declared is None:
@@ -271,7 +267,8 @@ def stop_ids_of(folder: Path) -> frozenset[int]:
 
 
 def eos_token_of(folder: Path) -> str | int | None:
-    """The end-of-text token: its text by tokenizer_config.json, else its id by config.json, else None."""
+    """Return the end-of-text token: its text from tokenizer_config.json, or its id from config.json, or
+    None."""
     token: Any = read_json(folder / "tokenizer_config.json").get("eos_token")
     if isinstance(token, dict):
         token = token.get("content")
@@ -284,12 +281,12 @@ def eos_token_of(folder: Path) -> str | int | None:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """config.json, or that of an adapter's base; empty if there is none. Raises ConfigError."""
+    """Return config.json, or the one of an adapter's base, empty if there is none. Raises ConfigError."""
     return read_json((base_of_adapter(folder) or folder) / "config.json")
 
 
 def text_config(folder: Path) -> dict[str, Any]:
-    """config.json, or its part about text. Raises ConfigError if it cannot be read."""
+    """Return config.json, or its part about text. Raises ConfigError if it is unreadable."""
     path = (base_of_adapter(folder) or folder) / "config.json"
     if not path.is_file():
         raise ConfigError(f"cannot read {path}: there is no such file")
@@ -299,7 +296,8 @@ def text_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; empty if there is no such file. Raises ConfigError for other content."""
+    """Return the JSON object in `path`, empty if the file is missing. Raises ConfigError for other
+    content."""
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -307,12 +305,11 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not {type(data).__name__}")
+        raise ConfigError(f"{path} must contain a JSON object, not {type(data).__name__}")
     return data
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy those of `TOKENIZER_FILES` that `source` has."""
     for pattern in TOKENIZER_FILES:
         for path in source.glob(pattern):
             copy = target / path.relative_to(source)

@@ -1,13 +1,13 @@
-"""A run's folder at a URL: a mirror of what is finished in the run's folder here.
+"""Mirror a run's folder at a URL.
 
-A run with `experiment_dir: s3://...` works in a folder of this machine. With each checkpoint, and at its end,
-a thread copies what is new to the URL through fsspec, and deletes the checkpoints there that are gone here.
-The layout is the run folder's. The ledger there is a copy of the whole one, made while the run goes on.
+A run with `experiment_dir: s3://...` works in a local folder. At each checkpoint and at the end of the
+run, a thread copies everything new to the URL with fsspec, and deletes the checkpoints there that were
+deleted here. The layout is the run folder's. The whole ledger is copied while the run continues.
 
-Invariants: a checkpoint at the URL is whole if it has its `manifest.json`, which is written last, with sizes
-and digests; the ledger there covers every checkpoint there, since it is copied first; and a run waits for
-its copies only at its end. A copy that failed is made by the next one, or by `--resume`, because only the two
-folders say what is left.
+Invariants: a checkpoint at the URL is complete if it has a `manifest.json`, which is written last and
+contains sizes and digests. The ledger is copied first, so that it covers every checkpoint at the URL. A
+run waits for its copies only at its end. A failed copy is repeated by the next one or by `--resume`,
+because only the two folders determine what is missing.
 """
 
 from __future__ import annotations
@@ -34,57 +34,58 @@ from tinkerscript.files import CONFIG_FILE, LEDGER_FILE, RUN_ID, write_atomicall
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 ROLES = "roles"
-"""Below it: the checkpoints of roles that train, in a folder for each."""
+"""The folder below `CHECKPOINTS` with one folder for the checkpoints of each trained role."""
 
 BEGUN = (CONFIG_FILE, RUN_ID, "sft_data.json")
-"""What a run is resumed with, besides its ledger and its checkpoints."""
+"""The files besides ledger and checkpoints that a resumed run needs."""
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARIES = (METRICS_FILE, "summary.json", "alignment.json", "learning_curve.png")
 FOLDERS = ("rollouts", "inspect")
-"""Folders of files that do not change once they are written."""
+"""Folders of files that never change."""
 
 Position = tuple[int, int]
-"""How often a trainer began, and the steps of all of them."""
+"""The number of trainer starts in a ledger, and the number of steps."""
 
 NOWHERE: Position = (0, 0)
 
 POSITION = "position.json"
-"""At the URL: how far the ledger there has come."""
+"""The file at the URL with the position of the ledger there."""
 
 ATTEMPTS = 5
-"""How often a copy is tried before the run goes on without it."""
+"""The number of attempts before the run continues without a copy."""
 
 UPLOAD_PAUSE_S = 1.0
-"""Seconds before the second attempt, and twice as long before each further one."""
+"""Seconds before the second attempt, doubled for each further one."""
 
 UPLOAD_STOP_S = 30.0
-"""Seconds that a run which is stopped, or has failed, waits for its copies. `--resume` copies the rest."""
+"""Seconds that a stopped or failed run waits for its copies. `--resume` copies the rest."""
 
 _URL = re.compile(r"(?!tinker:)[a-z][a-z0-9+.-]*://.+")
 _STEP = re.compile(r"step_(\d+)")
 
 
 def is_url(text: str) -> bool:
-    """Whether this names a folder at a URL. `tinker://` is where a service of that protocol has weights."""
+    """Return whether `text` is the URL of a folder. A `tinker://` path is not: it names weights of a
+    service."""
     return _URL.fullmatch(text) is not None
 
 
 def name_of(url: str) -> str:
-    """The last part of a URL: the name of the folder on this machine that stands for it."""
+    """Return the last part of a URL, which is the name of its local folder."""
     return url.rstrip("/").rpartition("/")[2]
 
 
 class RemoteFolder:
-    """A folder at a URL. Every method blocks, and raises OSError, or what else its file system raises."""
+    """A folder at a URL. Every method blocks and raises OSError or other errors of the file system."""
 
     def __init__(self, url: str) -> None:
-        """Raises ConfigError without fsspec, or for a protocol that it does not know."""
+        """Open a URL. Raises ConfigError if fsspec is missing or does not know the protocol."""
         self.url = url.rstrip("/")
         try:
             import fsspec  # noqa: PLC0415 - An extra.
         except ImportError as error:
-            raise ConfigError(f"{url} needs fsspec: pip install 'tinkerscript[remote]'") from error
+            raise ConfigError(f"{url} needs fsspec; run pip install 'tinkerscript[remote]'") from error
         try:
             found: Any = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
@@ -92,7 +93,7 @@ class RemoteFolder:
         self._files, self._root = found
 
     def read(self, name: str) -> bytes:
-        """The content of a file. Raises FileNotFoundError."""
+        """Return the content of a file. Raises FileNotFoundError."""
         return self._files.cat_file(self._at(name))
 
     def write(self, data: bytes, name: str) -> None:
@@ -101,19 +102,19 @@ class RemoteFolder:
         self._files.pipe_file(target, data)
 
     def put(self, path: Path, name: str) -> None:
-        """Copy a file of any size there."""
+        """Upload a file of any size."""
         self._files.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
         self._files.put_file(str(path), self._at(name))
 
     def get(self, name: str, path: Path) -> None:
-        """Copy a file of any size here. Raises FileNotFoundError."""
+        """Download a file of any size. Raises FileNotFoundError."""
         self._files.get_file(self._at(name), str(path))
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """What is in a folder, sorted: name -> bytes. Empty if there is no such folder."""
+        """Return the sizes in bytes of a folder's entries by name, sorted. A missing folder is empty."""
         with suppress(FileNotFoundError):
             found = self._files.ls(self._at(folder), detail=True)
             return {name_of(each["name"]): each["size"] for each in sorted(found, key=lambda e: e["name"])}
@@ -123,18 +124,18 @@ class RemoteFolder:
         return list(self.sizes(folder))
 
     def manifest(self, checkpoint: str) -> dict[str, Any]:
-        """Empty for a checkpoint that is not whole."""
+        """Return a checkpoint's manifest, which is empty for an incomplete checkpoint."""
         with suppress(FileNotFoundError):
             return json.loads(self.read(f"{checkpoint}/{MANIFEST}".lstrip("/")))
         return {}
 
     def steps(self, folder: str = CHECKPOINTS) -> list[int]:
-        """The steps with a whole checkpoint in `folder`, in order."""
+        """Return the sorted steps with a complete checkpoint in `folder`."""
         steps = sorted(int(match[1]) for match in map(_STEP.fullmatch, self.names(folder)) if match)
         return [step for step in steps if self.manifest(f"{folder}/step_{step:04d}")]
 
     def put_checkpoint(self, source: Path, name: str) -> None:
-        """Copy a checkpoint's folder, its manifest last. One of that name is replaced."""
+        """Upload a checkpoint with its manifest last, replacing one of the same name."""
         self.remove(name)
         sealed = source / MANIFEST
         manifest: dict[str, Any] = json.loads(sealed.read_bytes()) if sealed.exists() else {}
@@ -147,11 +148,11 @@ class RemoteFolder:
         self.write(json.dumps(manifest, indent=2).encode(), f"{name}/{MANIFEST}")
 
     def get_checkpoint(self, name: str, target: Path) -> None:
-        """Copy a checkpoint to `target`, which must not exist. Raises ConfigError if it is not whole."""
+        """Download a checkpoint to `target`, which must not exist. Raises ConfigError if it is incomplete."""
         where = f"{self.url}/{name}".rstrip("/")
         manifest = self.manifest(name)
         if not manifest:
-            raise ConfigError(f"{where} is no finished checkpoint: it has no {MANIFEST}")
+            raise ConfigError(f"{where} is not a finished checkpoint: it has no {MANIFEST}")
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True) as folder:
             draft = Path(folder, target.name)
@@ -160,7 +161,7 @@ class RemoteFolder:
             for file in manifest["files"]:
                 path = PurePosixPath(file)
                 if path.is_absolute() or ".." in path.parts or not path.parts:
-                    raise ConfigError(f"{MANIFEST} names {file!r}, which is no file of the checkpoint")
+                    raise ConfigError(f"{MANIFEST} names {file!r}, which is not a file of the checkpoint")
             copies = [draft / file for file in manifest["files"]]
             for copy in copies:
                 copy.parent.mkdir(parents=True, exist_ok=True)
@@ -169,11 +170,11 @@ class RemoteFolder:
             )
             for copy, (file, wanted) in zip(copies, manifest["files"].items(), strict=True):
                 if _description(copy) != wanted:
-                    raise ConfigError(f"{where}: {file} is not what its {MANIFEST} says")
+                    raise ConfigError(f"{where}: {file} differs from its entry in {MANIFEST}")
             draft.rename(target)
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint, its manifest first."""
+        """Remove a checkpoint, starting with its manifest."""
         path = self._at(name)
         if self._files.exists(f"{path}/{MANIFEST}"):
             self._files.rm_file(f"{path}/{MANIFEST}")
@@ -181,7 +182,6 @@ class RemoteFolder:
             self._files.rm(path, recursive=True)
 
     def position(self) -> Position:
-        """How far the ledger there has come."""
         with suppress(FileNotFoundError):
             resumptions, steps = json.loads(self.read(POSITION))
             return resumptions, steps
@@ -194,9 +194,10 @@ def _description(path: Path) -> dict[str, object]:
 
 
 class Uploads:
-    """Copies what a run has finished, in a thread of its own. Use as an async context manager.
+    """Copies the finished parts of a run in a thread. Use it as an async context manager.
 
-    `finish` waits for everything; without it, after an error, the end of the block waits for `UPLOAD_STOP_S`.
+    Call `finish` to wait for all copies. Without it, as after an error, the exit waits up to
+    `UPLOAD_STOP_S`.
     """
 
     def __init__(
@@ -207,16 +208,16 @@ class Uploads:
         *,
         pause: Callable[[float], object] = time.sleep,
     ) -> None:
-        """`folder`: the run's. `note` is told what could not be copied. Raises ConfigError for a bad URL."""
+        """`note` is called with errors of copying. Raises ConfigError for a bad URL."""
         self.remote = RemoteFolder(url)
         self._folder, self._note, self._pause = folder, note, pause
         self._wanted, self._is_last = threading.Event(), False
         self._ended: Future[None] = Future()
+        # The error of the last copy, empty after a complete one.
         self._error = ""
-        """Why the last copy failed; empty if all was copied."""
 
     async def __aenter__(self) -> Uploads:
-        """Raises ConfigError if the URL cannot be written, or a new run's URL holds another one."""
+        """Start the copies. Raises ConfigError if the URL is not writable or contains another run."""
         await asyncio.to_thread(self._begin)
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._run, args=(loop,), name="uploads", daemon=True).start()
@@ -230,14 +231,14 @@ class Uploads:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._end(), UPLOAD_STOP_S)
         if self._error or not self._ended.done():
-            self._note(f"not all is copied to {self.remote.url} yet; --resume copies the rest")
+            self._note(f"the copy at {self.remote.url} is incomplete; --resume copies the rest")
 
     async def finish(self) -> None:
-        """Wait until all of it is copied. Raises UploadError that says what could not be."""
+        """Wait until everything is copied. Raises UploadError with the reason if that failed."""
         await self._end()
         if self._error:
             raise UploadError(
-                f"not copied to {self.remote.url}: {self._error}; the run is whole in {self._folder}, and "
+                f"not copied to {self.remote.url}: {self._error}; the run is complete in {self._folder}, and "
                 "--resume copies the rest"
             )
 
@@ -247,7 +248,7 @@ class Uploads:
         await asyncio.shield(asyncio.wrap_future(self._ended))
 
     def copy(self) -> None:
-        """Copy what is new, soon."""
+        """Request a copy of everything new."""
         self._wanted.set()
 
     def _begin(self) -> None:
@@ -260,9 +261,9 @@ class Uploads:
             self._copy_files(BEGUN)
         except ConfigError:
             raise
-        except Exception as error:  # File systems have errors of their own.
+        except Exception as error:  # File systems of fsspec raise many kinds of errors.
             raise ConfigError(
-                f"experiment_dir: {self.remote.url} cannot be written: {_said(error)}"
+                f"experiment_dir: {self.remote.url} cannot be written: {_error_text(error)}"
             ) from error
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -277,17 +278,17 @@ class Uploads:
                     self._copy_all(is_last=is_last)
                     self._error = ""
                     break
-                except Exception as error:  # noqa: BLE001 - File systems have errors of their own.
-                    self._error = _said(error)
+                except Exception as error:  # noqa: BLE001 - File systems of fsspec raise many kinds of errors.
+                    self._error = _error_text(error)
             if self._error and not is_last:
-                text = f"not all is copied to {self.remote.url}: {self._error}"
-                with suppress(RuntimeError):  # The run has ended meanwhile.
+                text = f"the copy at {self.remote.url} is incomplete: {self._error}"
+                with suppress(RuntimeError):  # The run has ended and closed its loop.
                     loop.call_soon_threadsafe(self._note, text)
         self._ended.set_result(None)
 
     def _copy_all(self, *, is_last: bool) -> None:
-        # Listed before the ledger is copied, which has to cover them. Roles come first, since a step counts
-        # as complete once the policy's checkpoint is.
+        # The checkpoints are listed before the ledger is copied, so that it covers them. Roles come first,
+        # because a step counts as complete when the policy's checkpoint exists.
         local = [path.parent for path in (self._folder / CHECKPOINTS).rglob(MANIFEST)]
         checkpoints = sorted(local, key=lambda path: (-len(path.parts), path.name))
         self._copy_ledger()
@@ -296,7 +297,7 @@ class Uploads:
             there, here = self.remote.sizes(folder), sorted((self._folder / folder).glob("*"))
             self._copy_files(f"{folder}/{p.name}" for p in here if there.get(p.name) != p.stat().st_size)
         for path in checkpoints:
-            if is_last or _STEP.fullmatch(path.name):  # The final one is not final before.
+            if is_last or _STEP.fullmatch(path.name):  # The run may still replace its final checkpoint.
                 self._copy_checkpoint(path)
         for folder in {CHECKPOINTS, *(str(path.parent.relative_to(self._folder)) for path in checkpoints)}:
             for name in filter(_STEP.fullmatch, self.remote.names(folder)):
@@ -316,10 +317,11 @@ class Uploads:
         except FileNotFoundError:
             if path.exists():
                 raise
-            # Deleted meanwhile: a newer one has taken its place.
+            # It was deleted in favor of a newer one.
 
     def _is_there(self, path: Path, name: str) -> bool:
-        """Whether a step's checkpoint is copied. What `final` there says may be of an earlier end."""
+        # A remote final checkpoint may come from an earlier end of the run, so it always counts as
+        # missing.
         there = self.remote.manifest(name) if _STEP.fullmatch(path.name) else {}
         there["files"] = {file: {"bytes": each["bytes"]} for file, each in there.get("files", {}).items()}
         return there == json.loads((path / MANIFEST).read_bytes())
@@ -330,14 +332,15 @@ class Uploads:
             return
         with tempfile.TemporaryDirectory(prefix=".copy-", dir=self._folder) as place:
             copy = Path(place) / LEDGER_FILE
-            with closing(sqlite3.connect(ledger)) as run:  # It is written meanwhile.
+            # The run keeps writing, so only SQLite can make a consistent copy.
+            with closing(sqlite3.connect(ledger)) as run:
                 run.execute("VACUUM INTO ?", (str(copy),))
             self.remote.put(copy, LEDGER_FILE)
             self.remote.write(json.dumps(position_of(copy)).encode(), POSITION)
 
 
 def position_of(ledger: Path) -> Position:
-    """How far a ledger has come: what a trainer that goes on with another copy of it is ahead by."""
+    """Return the position of a ledger, by which copies of it are compared."""
     if not ledger.exists():
         return NOWHERE
     query = "SELECT (SELECT count(*) FROM resumptions), (SELECT count(*) FROM steps)"
@@ -346,14 +349,14 @@ def position_of(ledger: Path) -> Position:
         return run.execute(query).fetchone() if has_tables else NOWHERE
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
 def fetched_checkpoint(url: str, *, note: Callable[[str], None] = lambda text: None) -> Path:
-    """The folder of a checkpoint at a URL, in this user's cache: fetched again if another one has its name.
+    """Return the folder of a checkpoint at a URL, fetched into the user's cache unless it is unchanged there.
 
-    Raises ConfigError for one that is not there, not whole, or cannot be read.
+    Raises ConfigError if it is missing, incomplete or unreadable.
     """
     remote = RemoteFolder(url)
     try:
@@ -366,51 +369,50 @@ def fetched_checkpoint(url: str, *, note: Callable[[str], None] = lambda text: N
             remote.get_checkpoint("", folder)
     except ConfigError:
         raise
-    except Exception as error:  # File systems have errors of their own.
-        raise ConfigError(f"{url} cannot be read: {_said(error)}") from error
+    except Exception as error:  # File systems of fsspec raise many kinds of errors.
+        raise ConfigError(f"{url} cannot be read: {_error_text(error)}") from error
     return folder
 
 
 def local_checkpoint(name: str, *, note: Callable[[str], None] = lambda text: None) -> str:
-    """The folder of a checkpoint at a URL; any other name as it is. Raises ConfigError."""
+    """Return the local folder of a checkpoint at a URL, or any other name unchanged. Raises ConfigError."""
     return str(fetched_checkpoint(name, note=note)) if is_url(name) else name
 
 
 def resumable_folder(url: str, runs: Path, *, note: Callable[[str], None] = lambda text: None) -> Path:
-    """The folder of the run at a URL, to resume it here: the one in `runs` that is copied there, or one with
-    what is needed of it.
+    """Return a local folder in `runs` for resuming the run at a URL, fetched if needed.
 
-    Raises ConfigError for a URL without a run, or if the run has gone on elsewhere.
+    Raises ConfigError if the URL has no run, or if the run was continued elsewhere.
     """
     remote, folder = RemoteFolder(url), runs / name_of(url)
     try:
         there, here = remote.position(), position_of(folder / LEDGER_FILE)
         is_here = (folder / CONFIG_FILE).exists()
         if there == NOWHERE and not is_here and not remote.steps():
-            raise ConfigError(f"--resume: {url} holds no run yet")
+            raise ConfigError(f"--resume: {url} contains no run")
         if is_here and there > here:
             raise ConfigError(
-                f"--resume: the run at {url} has gone on elsewhere (there it was started {there[0]} times "
-                f"and has {there[1]} steps, in {folder} {here[0]} and {here[1]}): move {folder} away to "
-                "resume what is there"
+                f"--resume: the run at {url} was continued elsewhere (it has {there[0]} starts and "
+                f"{there[1]} steps there, {here[0]} and {here[1]} in {folder}); move {folder} away to resume "
+                "from the URL"
             )
         if not is_here:
             note(f"fetching the run at {url} into {folder}")
             _fetch_run(remote, folder)
     except ConfigError:
         raise
-    except Exception as error:  # File systems have errors of their own.
-        raise ConfigError(f"--resume: {url} cannot be read: {_said(error)}") from error
+    except Exception as error:  # File systems of fsspec raise many kinds of errors.
+        raise ConfigError(f"--resume: {url} cannot be read: {_error_text(error)}") from error
     return folder
 
 
 def _fetch_run(remote: RemoteFolder, folder: Path) -> None:
-    """The config comes last: with it the run is here."""
+    # The config marks a complete download, so it comes last.
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in (*BEGUN[1:], METRICS_FILE):
         with suppress(FileNotFoundError):
             (folder / name).write_bytes(remote.read(name))
-    # All that are there, since what is not here is deleted there: the best one is among the older ones.
+    # All steps are needed: a copy deletes what is missing here, and the best checkpoint may be an old one.
     roles = [f"{CHECKPOINTS}/{ROLES}/{role}" for role in remote.names(f"{CHECKPOINTS}/{ROLES}")]
     for step in remote.steps():
         for name in (f"{each}/step_{step:04d}" for each in (CHECKPOINTS, *roles)):

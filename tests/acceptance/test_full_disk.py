@@ -73,7 +73,7 @@ def test_a_full_disk_is_named_and_the_run_resumes_on_its_curve(
     ballast = fill(small_disk)
     assert command.wait(seconds=300) == 2, command.text()
     errors = [line for line in command.text().splitlines() if "error" in line]
-    assert errors == [f"error: the disk of {full} is full: nothing that was finished is lost"], command.text()
+    assert errors == [f"error: the disk of {full} is full; finished work is not lost"], command.text()
     assert "Traceback" not in command.text()
     assert "starting it again" not in command.text()
     drafts = [path for path in tmp_path.rglob(".*") if path.name != ".lock"]

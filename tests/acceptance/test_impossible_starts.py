@@ -123,7 +123,7 @@ STARTS = {
     ),
     "a folder without a model": new("another' has no config.json", **{"engine.model": "another"}),
     "no GPU": new("engine.device: 'cuda'", "cpu", **{"engine.device": "cuda"}),
-    "no run to resume": Start(["--resume", "nowhere"], ["nowhere holds no run yet"]),
+    "no run to resume": Start(["--resume", "nowhere"], ["there is no run in nowhere"]),
     "half a ledger": resumed(half_of(LEDGER_FILE), f"one/{LEDGER_FILE} cannot be read", "whole ledger back"),
     "an older ledger": resumed(behind, "ends with step 2", "checkpoint of step 3", "whole ledger back"),
     "a run of version 0.1": resumed(of_version_0_1, "made by tinkerscript 0.1", "engine.checkpoint"),

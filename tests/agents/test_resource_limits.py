@@ -228,7 +228,9 @@ def test_compose_settings_are_honored_or_refused() -> None:
     with pytest.raises(IsolationError, match="cannot honor the Compose settings privileged, volumes"):
         settings_of(compose(privileged=True, volumes=["/:/host"]))
     two = ComposeConfig.model_validate({"services": {"a": {}, "b": {}}})
-    with pytest.raises(IsolationError, match="one machine; the Compose settings have a, b"):
+    with pytest.raises(
+        IsolationError, match="Compose settings have the services a, b; this sandbox runs one"
+    ):
         settings_of(two)
     with pytest.raises(IsolationError, match=r"not 'compose.yaml'"):
         settings_of("compose.yaml")

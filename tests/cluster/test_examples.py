@@ -125,10 +125,10 @@ KNOWN = {
     ],
 )
 def test_a_slurm_job_asks_for_what_its_processes_take(script: str, name: str, number: int) -> None:
-    found, room = directives(script), PLAN[name].room
+    found, room = directives(script), PLAN[name].resources
     assert found.keys() <= KNOWN
     assert found.get("array", "0-0") == f"0-{number - 1}"
-    cpus = room.cpus + (PLAN["interchange server"].room.cpus if name == "trainer" else 0)
+    cpus = room.cpus + (PLAN["interchange server"].resources.cpus if name == "trainer" else 0)
     assert int(found["cpus-per-task"]) == cpus
     assert int(found.get("gpus-per-task", 0)) == room.gpus
     assert re.fullmatch(r"\d+G", found["mem"])
@@ -215,8 +215,8 @@ def variables(found: dict[str, Any]) -> dict[str, Any]:
 
 def check_room(found: dict[str, Any], process: PlannedProcess) -> None:
     resources = found["resources"]
-    assert float(resources["requests"]["cpu"]) == process.room.cpus
-    assert int(resources["limits"].get("nvidia.com/gpu", 0)) == process.room.gpus
+    assert float(resources["requests"]["cpu"]) == process.resources.cpus
+    assert int(resources["limits"].get("nvidia.com/gpu", 0)) == process.resources.gpus
     assert "memory" in resources["limits"]
 
 

@@ -15,7 +15,7 @@ from virtual_cluster import VirtualCluster, left_of
 
 from tinkerscript.config import RunConfig, parse_config
 from tinkerscript.errors import ConfigError
-from tinkerscript.processes.launcher import Child, Launcher, Room, Slot, Started
+from tinkerscript.processes.launcher import Child, Launcher, Resources, Slot, Started
 from tinkerscript.processes.planned import plan_of
 from tinkerscript.processes.ray_launcher import open_launcher
 
@@ -42,10 +42,10 @@ async def opened(
         yield launcher
 
 
-def child(folder: Path, name: str, code: str, *arguments: str, room: Room | None = None) -> Child:
+def child(folder: Path, name: str, code: str, *arguments: str, room: Resources | None = None) -> Child:
     log = folder / "logs" / f"{name.replace(' ', '-')}.log"
     argv = [sys.executable, "-c", code, *arguments]
-    return Child(name, lambda _: argv, log, environ={"SECRET": "s3cret"}, room=room or Room(0.1))
+    return Child(name, lambda _: argv, log, environ={"SECRET": "s3cret"}, resources=room or Resources(0.1))
 
 
 async def until_up(process: Started, log: Path) -> None:
@@ -72,7 +72,7 @@ async def test_processes_get_their_gpus_ports_and_secrets_and_end_as_they_are_to
     notes: list[str] = []
     async with opened(tmp_path, config_of(cluster.address), notes) as launcher:
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "0", "what Ray reserved for the trainer"
-        shown = child(tmp_path, "replica 0", SHOW, Slot.HOST, Slot.PORT, room=Room(1, 2))
+        shown = child(tmp_path, "replica 0", SHOW, Slot.HOST, Slot.PORT, resources=Resources(1, 2))
         first = await launcher.start(shown)
         waits, hangs = (child(tmp_path, name, code) for name, code in (("a", UNTIL_ASKED), ("b", STUBBORN)))
         asked = await launcher.start(waits)

@@ -85,7 +85,7 @@ async def test_samples_and_the_batch_from_the_command_line(setup: Setup, tmp_pat
     file.write_text('{"task_id": "t"}\n')
     broken = await control(setup, "control", "register", str(file), "--pool", "me")
     assert (broken.exit_code, f"{file}, line 1: needs an object with" in broken.stderr) == (2, True)
-    assert (await control(setup, "control", "batch")).stdout == "no batch is being filled\n"
+    assert (await control(setup, "control", "batch")).stdout == "no batch is in progress\n"
     batch = BatchProgress(
         label="step 2",
         rule="groups",

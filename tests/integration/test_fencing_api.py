@@ -331,7 +331,7 @@ async def test_bodies_and_outputs_have_limits(tmp_path: Path, byte_model: Path) 
                     content = chunks()
                 reply = await setup.http.post(path, content=content, headers=key)
                 assert reply.status_code == 413, reply.text
-                assert "it may have 16777216" in reply.text
+                assert "the limit is 16777216" in reply.text
         end = end_of(claim) | {"workflow_output": {"reward": 1, "metadata": {"log": "x" * 2**20}}}
         refused = await setup.post("/end_episode", 413, **end)
         assert refused["failure_reason"].startswith("workflow_output: has 1")

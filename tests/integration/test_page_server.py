@@ -159,7 +159,7 @@ async def test_a_page_that_dies_is_started_again_at_its_address(tmp_path: Path) 
             await http.get("/api/runs")
     _, died, gone = page.notes
     assert died.startswith("page died (signal 9); starting it again")
-    assert gone.startswith("the run goes on without its page: page ended (signal 9) after 1 restarts")
+    assert gone.startswith("the run continues without its page: page ended (signal 9) after 1 restarts")
     assert "\n" not in gone
 
 

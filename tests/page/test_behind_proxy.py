@@ -67,7 +67,7 @@ def test_two_pages_behind_one_proxy(tab: Tab, tmp_path: Path) -> None:
         expect(page.get_by_text("finished").first).to_be_visible()
         assert page.evaluate("window.sameDocument") is True
         # A link opens the same place.
-        page.get_by_role("navigation", name="Places").get_by_role("link", name="Steps").click()
+        page.get_by_role("navigation", name="Sections").get_by_role("link", name="Steps").click()
         page.get_by_role("link", name="step 3", exact=True).click()
         expect(page.get_by_role("heading", name="Step 3")).to_be_visible()
         link = page.url

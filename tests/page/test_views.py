@@ -18,7 +18,7 @@ from run_ledger import ask
 
 
 def place(page: Page, name: str) -> None:
-    page.get_by_role("navigation", name="Places").get_by_role("link", name=name, exact=True).click()
+    page.get_by_role("navigation", name="Sections").get_by_role("link", name=name, exact=True).click()
 
 
 def heading(page: Page, text: str | re.Pattern[str]) -> None:
@@ -38,7 +38,7 @@ def test_every_view_is_opened_from_the_one_before(tab: Tab, viewed: Viewed) -> N
     for title in ("Reward and score", "Your metrics", "Time by phase", "Reward by scorer"):
         heading(page, title)
     expect(page.get_by_role("img", name="Time by phase by step: rollouts")).to_be_visible()
-    expect(page.get_by_text(re.compile("^The same in every step: ")).first).to_be_visible()
+    expect(page.get_by_text(re.compile("^Constant over all steps: ")).first).to_be_visible()
     page.get_by_label("Compare with").select_option("shop-agent-2")
     expect(page.locator(".u-legend").first).to_contain_text("shop-agent-2")
     page.get_by_role("link", name="config differences").click()
@@ -74,7 +74,7 @@ def test_every_view_is_opened_from_the_one_before(tab: Tab, viewed: Viewed) -> N
     place(page, "Episodes")
     page.get_by_role("link", name="failed", exact=True).click()
     page.locator("tbody a.mono").first.click()
-    heading(page, "Attempts that failed")
+    heading(page, "Failed attempts")
     expect(page.locator(".message.assistant").first).to_be_visible()
     place(page, "Fleet")
     expect(page.get_by_text("this run has no server")).to_be_visible()
@@ -115,11 +115,11 @@ def test_runs_are_found_and_sorted_and_a_curve_is_taken_away(tab: Tab, viewed: V
     assert [row.split(",")[1] for row in rows[1:]] == ["0", "10", "20", "30"]
     shown = page.get_by_role("img", name="reward/mean by step")
     exact = shown.get_attribute("aria-label")
-    page.get_by_label("Smooth").select_option("much")
+    page.get_by_label("Smooth").select_option("strong")
     page.get_by_label("log axis").check()
     expect(shown).not_to_have_attribute("aria-label", exact or "")
     page.get_by_role("link", name="config", exact=True).click()
-    expect(page.get_by_role("region", name="What you set").locator("tbody tr")).to_have_count(2)
+    expect(page.get_by_role("region", name="Changed from the defaults").locator("tbody tr")).to_have_count(2)
 
 
 def small_run(folder: Path, state: str = "finished") -> None:

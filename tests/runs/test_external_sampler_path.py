@@ -171,6 +171,6 @@ async def test_tinkerscript_serve_ends_with_the_reason(
 
 def test_a_trainer_does_not_sample_from_weights_that_do_not_train(byte_model: Path, tmp_path: Path) -> None:
     path = write_config(tmp_path, "http://127.0.0.1:8000", byte_model)
-    with pytest.raises(ConfigError, match="a server whose weights do not train is for `tinkerscript serve`"):
+    with pytest.raises(ConfigError, match="a server with fixed weights, which only `tinkerscript serve`"):
         open_run(path, [], resume=None, join=None)
     assert not (tmp_path / "run").exists()

@@ -1,6 +1,7 @@
 """The command line: `tinkerscript COMMAND`.
 
-Owns the options; `commands` has what they do. `conventions` says what every command keeps to.
+This package owns the options, and `commands` has the implementations. `conventions` has what all
+commands share.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # Formatting help with rich would take longer than everything else.
+    rich_markup_mode=None,  # Formatting help with rich would take longer than everything else together.
     help="Reinforcement learning for agents whose rollouts are ordinary programs.",
 )
 

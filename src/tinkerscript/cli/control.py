@@ -1,7 +1,7 @@
-"""`tinkerscript control`: what an operator does to a running server, by the client's own methods.
+"""`tinkerscript control`: operate a running server, with the methods of the client.
 
-Tokens are read from the environment: TINKERSCRIPT_ADMIN_TOKEN, or for `register` and `batch`
-TINKERSCRIPT_CLIENT_TOKEN, or either with `_FILE`.
+Tokens are read from the environment: TINKERSCRIPT_ADMIN_TOKEN, or TINKERSCRIPT_CLIENT_TOKEN for
+`register` and `batch`, or either with `_FILE`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Episodes = Annotated[list[str], typer.Argument(help="Uuids of failed episodes.")
 @app.command()
 def start(
     config: Annotated[
-        Path | None, typer.Argument(help="Training config; by default the one that the server has.")
+        Path | None, typer.Argument(help="Training config; by default the server's own.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="End a trainer that is there first.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Stop the current trainer first.")] = False,
     server: Server = "",
 ) -> None:
     """Start a trainer at the server."""
@@ -49,7 +49,7 @@ def start(
 
 @app.command()
 def stop(server: Server = "") -> None:
-    """Ask the trainer to end its run in order; it can be resumed."""
+    """Ask the trainer to end its run in an orderly way; the run can be resumed."""
     with _client(server, ADMIN) as client:
         client.stop_engine()
 
@@ -70,27 +70,27 @@ def failed(server: Server = "") -> None:
 
 @app.command()
 def retry(episodes: Episodes, server: Server = "") -> None:
-    """Give failed episodes a fresh set of attempts."""
+    """Give failed episodes new attempts."""
     with _client(server, ADMIN) as client:
         _report(client.retry_failed_episodes(episodes))
 
 
 @app.command()
 def drop(episodes: Episodes, server: Server = "") -> None:
-    """Take failed episodes off the list."""
+    """Remove failed episodes from the list."""
     with _client(server, ADMIN) as client:
         _report(client.drop_failed_episodes(episodes))
 
 
 @app.command()
 def register(
-    samples: Annotated[Path, typer.Argument(help="JSON lines: each has `task_id` and `payload`.")],
-    pool: Annotated[str, typer.Option(help="Name of the client whose own pool they go into.")],
-    group_size: Annotated[int, typer.Option(min=1, help="Episodes of each sample.")] = 8,
-    round: Annotated[str, typer.Option(help="Another one registers the same samples again.")] = "",
+    samples: Annotated[Path, typer.Argument(help="JSON lines, each with `task_id` and `payload`.")],
+    pool: Annotated[str, typer.Option(help="Name of the client; the samples go into its pool.")],
+    group_size: Annotated[int, typer.Option(min=1, help="Episodes per sample.")] = 8,
+    round: Annotated[str, typer.Option(help="A new round registers the same samples again.")] = "",
     server: Server = "",
 ) -> None:
-    """Register samples of a client, many at once."""
+    """Register a client's samples, many at once."""
     payloads = dict[str, dict[str, Any]]()
     for number, line in enumerate(_text(samples).split("\n"), start=1):
         if line.strip():
@@ -107,7 +107,7 @@ def batch(server: Server = "") -> None:
     with _client(server, CLIENT) as client:
         progress = client.get_batch_progress()
     if not progress.collecting:
-        typer.echo("no batch is being filled")
+        typer.echo("no batch is in progress")
         return
     typer.echo(f"{progress.label}: {progress.have} of {progress.needed} {progress.rule}")
     for pool, groups in progress.groups_ahead.items():
@@ -116,7 +116,6 @@ def batch(server: Server = "") -> None:
 
 @contextmanager
 def _client(url: str, token: str, name: str | None = None) -> Generator[TinkerScriptClient]:
-    """A client with the token of a role; its errors are one line."""
     from tinkerscript.client import TinkerScriptClient
     from tinkerscript.client.settings import role_token
     from tinkerscript.errors import ClientError, ServerUnreachableError
@@ -146,7 +145,7 @@ def _sample(line: str, where: str) -> tuple[str, dict[str, Any]]:
     except (ValueError, KeyError, TypeError) as error:
         fail(f"{where}: needs an object with task_id and payload: {error!r}")
     if not isinstance(task_id, str) or not isinstance(payload, dict):
-        fail(f"{where}: task_id is text and payload an object, got {task_id!r} and {payload!r}")
+        fail(f"{where}: task_id must be text and payload an object, got {task_id!r} and {payload!r}")
     return task_id, payload
 
 

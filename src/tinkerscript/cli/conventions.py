@@ -1,8 +1,10 @@
-"""What all commands share: common options, and what a user sees of an error: one line and exit code 2, or 1
-where a restart may help.
+"""Options and error handling that all commands share.
 
-Invariant: the modules of this package import typer and nothing heavier. Each command imports what it runs, so
-that `--help` and a bare install need no more; a missing package names the extra that installs it.
+Users see an error as one line, with exit code 2, or 1 if a restart may help.
+
+Invariant: the modules of this package import nothing heavier than typer. Each command imports what it
+runs, so that `--help` and a base install need no more; the error for a missing package names the extra
+that installs it.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 CANNOT_RUN = 2
-"""Exit code for what the user has to change; a supervisor does not restart such a process."""
+"""Exit code if the user has to change something; a supervisor does not restart such a process."""
 
 
 def checked_server(value: str) -> str:
-    """The URL of a server that the user names by it or by its run's folder."""
+    """Return the URL of a server given by its URL or its run's folder."""
     from tinkerscript.client.settings import checked_url, local_server_url, url_of_run
 
     try:
@@ -42,8 +44,8 @@ Server = Annotated[
     str,
     typer.Option(
         envvar="TINKERSCRIPT_SERVER_URL",
-        help="URL of the interchange server, or its run's folder.",
-        show_default="the newest run's here, or http://127.0.0.1:10086",
+        help="URL of the interchange server, or the folder of its run.",
+        show_default="the newest run here, or http://127.0.0.1:10086",
         callback=checked_server,
     ),
 ]
@@ -64,8 +66,6 @@ def console() -> Console:
 
 
 class LogFormat(StrEnum):
-    """How a process logs."""
-
     TEXT = "text"
     JSON = "json"
 
@@ -75,13 +75,12 @@ LogFormatOption = Annotated[
     typer.Option(
         "--log-format",
         envvar="TINKERSCRIPT_LOG_FORMAT",
-        help="Lines for people, or a JSON object a line.",
+        help="Plain lines, or a JSON object per line.",
     ),
 ]
 
 
 def log_to_stderr(format: LogFormat | None = None) -> None:
-    """Log in `format`, or in the one that the environment names."""
     from tinkerscript.logs import start_logging
 
     start_logging(None if format is None else format.value)
@@ -89,9 +88,9 @@ def log_to_stderr(format: LogFormat | None = None) -> None:
 
 @contextmanager
 def one_line_errors(*fatal: type[TinkerScriptError]) -> Generator[None]:
-    """End the command with one line for an error raised on purpose, not with a traceback.
+    """End the command with one line, and no traceback, for our own errors.
 
-    The exit code is 2 for `fatal` errors (default: all), and 1 for the others.
+    The exit code is 2 for `fatal` errors (by default, all), and 1 for others.
     """
     try:
         yield
@@ -101,7 +100,7 @@ def one_line_errors(*fatal: type[TinkerScriptError]) -> Generator[None]:
 
 @contextmanager
 def extra(name: str) -> Generator[None]:
-    """Import in this block what `pip install 'tinkerscript[name]'` installs."""
+    """Import, in this block, packages that `pip install 'tinkerscript[name]'` installs."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -121,7 +120,6 @@ def json_object(option: str, text: str) -> dict[str, Any]:
 
 
 def on_port(port: int | None) -> list[str]:
-    """The override of a run's config that `--port` stands for."""
     return [] if port is None else [f"interchange_server.interchange_server_port={port}"]
 
 

@@ -1,4 +1,4 @@
-"""`tinkerscript view | show | export`: runs, for people to look at."""
+"""`tinkerscript view | show | export`: look at runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tinkerscript.cli.conventions import ExitWithParent, console, extra, one_lin
 from tinkerscript.errors import ConfigError
 
 MAIL_MB = 25
-"""Many mail servers refuse more."""
+"""Many mail servers refuse larger messages."""
 
 
 def view(
@@ -24,7 +24,7 @@ def view(
         typer.Option(min=0, max=65535, help="0: a free port.", show_default="10085, or a free port"),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to bind; beyond this machine it takes TINKERSCRIPT_ADMIN_TOKEN.")
+        str, typer.Option(help="Address to bind; other than loopback needs TINKERSCRIPT_ADMIN_TOKEN.")
     ] = "127.0.0.1",
     open_: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     certificate: Annotated[
@@ -32,7 +32,7 @@ def view(
     ] = "",
     key: Annotated[
         str,
-        typer.Option("--tls-key", help="PEM file of its key; by default the certificate's."),
+        typer.Option("--tls-key", help="PEM file of its key; by default in the certificate's file."),
     ] = "",
     fd: Annotated[
         int | None, typer.Option(hidden=True, help="The listening socket of a run's own page.")
@@ -64,7 +64,7 @@ def show(
         ),
     ] = "",
     limit: Annotated[int, typer.Option(min=1, max=200, help="Maximum number of steps.")] = 30,
-    as_json: Annotated[bool, typer.Option("--json", help="As the page's API answers.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the reply of the page's API.")] = False,
 ) -> None:
     """Show runs, the steps of a run, or an episode: what was asked, sampled and scored."""
     with one_line_errors():
@@ -77,9 +77,9 @@ def show(
 def export(
     run: Annotated[Path, typer.Argument(help="Folder of a run, such as runs/latest.")],
     target: Annotated[Path, typer.Argument(help="HTML file to write, or a folder for it.")] = Path(),
-    steps: Annotated[int, typer.Option(min=1, help="Steps whose groups are in it, evenly spaced.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to include with groups, evenly spaced.")] = 20,
     episodes: Annotated[
-        int, typer.Option(min=0, help="Episodes whose conversations and tokens are in it.")
+        int, typer.Option(min=0, help="Episodes to include with conversations and tokens.")
     ] = 300,
 ) -> None:
     """Write a run's page as one file that needs no server and no network."""
@@ -100,5 +100,5 @@ def export(
         except OSError as error:
             raise ConfigError(f"cannot write {target}: {error.strerror or error}") from error
     size = len(text.encode()) / 1e6
-    large = "; take fewer with --steps and --episodes" if size > MAIL_MB else ""
+    large = "; include fewer with --steps and --episodes" if size > MAIL_MB else ""
     typer.echo(f"{target}: {size:.1f} MB{large}")

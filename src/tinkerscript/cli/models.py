@@ -1,4 +1,4 @@
-"""`tinkerscript init | train | eval | merge`: from an example to a trained model."""
+"""`tinkerscript init | config | train | eval | merge`: from an example to a trained model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def init(
 
 
 def _write_example(folder: Path) -> str:
-    """Write the starter's files to `folder`, and say what to do with them. Raises ConfigError."""
     if existing := [name for name in STARTER_FILES if (folder / name).exists()]:
         raise ConfigError(f"{folder} already has {', '.join(existing)}; name another folder")
     try:
@@ -53,7 +52,7 @@ def _write_example(folder: Path) -> str:
 
 
 def config(
-    key: Annotated[str, typer.Argument(help="Only keys that begin so, such as training.kl.")] = "",
+    key: Annotated[str, typer.Argument(help="Only keys with this beginning, such as training.kl.")] = "",
 ) -> None:
     """List the keys of a config, each with its default and its meaning."""
     with one_line_errors():
@@ -78,7 +77,7 @@ def train(
         str | None, typer.Option(help="Folder or URL of a run to resume from its newest checkpoint.")
     ] = None,
     join: Annotated[
-        Path | None, typer.Option(help="Folder of a server that runs already (`tinkerscript serve`).")
+        Path | None, typer.Option(help="Folder of a running server (`tinkerscript serve`).")
     ] = None,
     port: Annotated[
         int | None,
@@ -90,11 +89,11 @@ def train(
         ),
     ] = None,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Print what would run where, and start nothing.")
+        bool, typer.Option("--plan", help="Print what would run where, without starting it.")
     ] = False,
     open_: Annotated[bool, typer.Option("--open", help="Open the run's page in a browser.")] = False,
 ) -> None:
-    """Train a model as CONFIG says.
+    """Train a model with CONFIG.
 
     Starts the server, the workers and the trainer on this machine, or all in one process.
     """
@@ -118,19 +117,19 @@ def train(
 def evaluate(
     task: Annotated[str, typer.Argument(help="A task, such as file.py@name or verifiers:ENV.")],
     checkpoint: Annotated[
-        str | None, typer.Option(help="Folder or URL of a trained model; it is served while the eval runs.")
+        str | None, typer.Option(help="Folder or URL of a trained model, served while the eval runs.")
     ] = None,
-    server: Annotated[str, typer.Option(help="Or the URL of a server that serves the model.")] = "",
+    server: Annotated[str, typer.Option(help="URL of a server for the model, instead.")] = "",
     task_args: Annotated[str, typer.Option(help="Arguments of the task, as a JSON object.")] = "{}",
     model_roles: Annotated[str, typer.Option(help="Models of other roles, as a JSON object.")] = "{}",
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of samples.")] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Attempts at each sample.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Attempts per sample.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Per model call.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Limit per model call.")] = None,
     max_connections: Annotated[int, typer.Option(min=1, help="Concurrent model calls.")] = 32,
     sandbox: Annotated[str | None, typer.Option(help="Replaces the task's own: TYPE or TYPE:FILE.")] = None,
     log_dir: Annotated[
-        Path, typer.Option(help="Folder of the log; inspect view shows those of Inspect tasks.")
+        Path, typer.Option(help="Folder of the log; `inspect view` shows logs of Inspect tasks.")
     ] = Path("logs"),
 ) -> None:
     """Evaluate a model on a task.
@@ -170,7 +169,7 @@ def merge(
             from tinkerscript.engine.lora import merged
             from tinkerscript.model_folder import copy_tokenizer
         if target.exists():
-            raise ConfigError(f"{target} exists already; name a new folder")
+            raise ConfigError(f"{target} already exists; name a new folder")
         merged(checkpoint).save_pretrained(target)
         copy_tokenizer(checkpoint, target)
-    typer.echo(f"{target} is a model by itself")
+    typer.echo(f"{target} is a complete model")

@@ -1,4 +1,4 @@
-"""`tinkerscript worker | status`: what a machine with the base install runs."""
+"""`tinkerscript worker | status`: the commands for a machine with the base install."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ from tinkerscript.tracing import start_tracing
 
 
 class EpisodeChoice(StrEnum):
-    """Which episodes a worker claims."""
-
     TRAIN = "train"
     EVAL = "eval"
     ANY = "any"
@@ -39,18 +37,18 @@ def worker(
     ] = None,
     task: Annotated[
         list[str] | None,
-        typer.Option(help="A task instead, such as file.py@name or verifiers:ENV. Repeatable."),
+        typer.Option(help="A task instead of a script: file.py@name, verifiers:ENV, ... Repeatable."),
     ] = None,
     task_args: Annotated[
-        list[str] | None, typer.Option(help="Arguments of each task in turn, as a JSON object.")
+        list[str] | None, typer.Option(help="Arguments of a task, as a JSON object, in the same order.")
     ] = None,
     eval_args: Annotated[
         list[str] | None,
-        typer.Option(help="The same for evaluations. Left out: those of --task-args."),
+        typer.Option(help="Arguments for evaluations; by default those of --task-args."),
     ] = None,
     sandbox: Annotated[
         list[str] | None,
-        typer.Option(help="Replaces each task's own sandbox in turn: TYPE, TYPE:CONFIG_FILE, or ''."),
+        typer.Option(help="Replaces a task's sandbox, in the same order: TYPE, TYPE:CONFIG_FILE, or ''."),
     ] = None,
     agent: Annotated[
         str,
@@ -59,23 +57,21 @@ def worker(
         ),
     ] = "",
     time_limit: Annotated[
-        float, typer.Option(min=1, help="Seconds after which an agent is ended and its work scored.")
+        float, typer.Option(min=1, help="Seconds after which an agent is stopped and its work scored.")
     ] = 1800.0,
     server: Server = "",
     concurrency: Annotated[int, typer.Option(min=1, help="Episodes at a time.")] = 16,
     episode_type: Annotated[EpisodeChoice, typer.Option(help="Episodes to claim.")] = EpisodeChoice.ANY,
-    pool: Annotated[
-        str, typer.Option(help="Claim the episodes that this client registered, not the trainer's.")
-    ] = "",
+    pool: Annotated[str, typer.Option(help="Claim episodes of this client instead of the trainer's.")] = "",
     allow_discard_timeout: Annotated[
         float, typer.Option(min=0.001, help="Seconds without activity after which a claim's lease expires.")
     ] = 60.0,
     drain_timeout: Annotated[
         float,
-        typer.Option(min=0.0, help="Seconds that episodes may take to finish after SIGTERM."),
+        typer.Option(min=0.0, help="Seconds for episodes to finish after SIGTERM."),
     ] = 20.0,
     wait: Annotated[
-        float, typer.Option(min=0.0, help="Seconds to wait for a server that does not answer. 0: no limit.")
+        float, typer.Option(min=0.0, help="Seconds to wait for an unreachable server. 0: no limit.")
     ] = 600.0,
     client_uuid: Annotated[
         str, typer.Option(help="Name of this worker at the server.", show_default="a new uuid")
@@ -113,7 +109,7 @@ def worker(
 
 def status(
     run: Annotated[
-        str, typer.Argument(help="Folder of a run, such as runs/latest, in place of --server.")
+        str, typer.Argument(help="Folder of a run, such as runs/latest, instead of --server.")
     ] = "",
     server: Server = "",
 ) -> None:

@@ -1,6 +1,4 @@
-"""`tinkerscript serve | engine`: models and episodes for programs on other machines. Also the commands that
-our own processes start as children; those are not listed.
-"""
+"""`tinkerscript serve | engine`, and the hidden commands that our own processes start as children."""
 
 from __future__ import annotations
 
@@ -27,11 +25,11 @@ from tinkerscript.tracing import start_tracing
 
 def serve(
     config: Annotated[
-        Path | None, typer.Argument(help="Config of a run: serve its episodes, without a trainer.")
+        Path | None, typer.Argument(help="Config of a run; serves its episodes without a trainer.")
     ] = None,
-    resume: Annotated[Path | None, typer.Option(help="Folder of a run whose server to start again.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Folder of a run; restarts its server.")] = None,
     checkpoint: Annotated[
-        str | None, typer.Option(help="Folder or URL of a trained model, or of any causal model, to serve.")
+        str | None, typer.Option(help="Folder or URL of a causal language model to serve.")
     ] = None,
     port: Annotated[
         int | None,
@@ -82,9 +80,7 @@ def engine(
     ] = "float32",
     activation_checkpointing: Annotated[
         bool,
-        typer.Option(
-            "--activation-checkpointing", help="With --port: compute activations again to save memory."
-        ),
+        typer.Option("--activation-checkpointing", help="With --port: recompute activations to save memory."),
     ] = False,
     link: Annotated[str, typer.Option(help="Sample for the server with this link (its server.json).")] = "",
     link_keys: Annotated[
@@ -94,7 +90,7 @@ def engine(
 ) -> None:
     """Serve a model over Tinker's protocol.
 
-    With --port over HTTP, to any of its clients; with --link it samples for an interchange server.
+    With --port, serve any Tinker client over HTTP; with --link, sample for an interchange server.
     """
     with one_line_errors():
         if (port is None) == (not link):
@@ -131,7 +127,7 @@ def interchange_server(
     ] = False,
     log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
-    """Run the interchange server of one run folder: the process that `train` and `serve` start."""
+    """Run the interchange server of a run folder. `train` and `serve` start this process."""
     log_to_stderr(log_format)
     start_tracing("server")
     with one_line_errors(ConfigError, StoreError):
@@ -141,13 +137,13 @@ def interchange_server(
 
 
 def run_gateway_process(
-    number: Annotated[int, typer.Option(help="Which of the server's gateway processes this is.")],
+    number: Annotated[int, typer.Option(help="Number of this gateway process.")],
     channel: Annotated[int, typer.Option(help="File descriptor of the socket to the server.")],
-    listener: Annotated[int, typer.Option(help="File descriptor of the socket where model calls come.")],
+    listener: Annotated[int, typer.Option(help="File descriptor of the socket for model calls.")],
     exit_with_parent: ExitWithParent = True,
 ) -> None:
-    """Answer the model calls of a share of the claims: a process that the interchange server starts."""
-    del exit_with_parent  # It always does.
+    """Answer the model calls of some claims. The interchange server starts this process."""
+    del exit_with_parent  # It is always true.
     log_to_stderr()
     start_tracing("gateway")
     with one_line_errors(ConfigError):
@@ -157,7 +153,7 @@ def run_gateway_process(
 
 
 def device_rank() -> None:
-    """Compute for an engine on several devices: the process that it starts for each but the first."""
+    """Compute for one device of an engine. The engine starts this process for each but the first."""
     with one_line_errors():
         with extra("all"):
             from tinkerscript.commands.train import follow_command

@@ -1,6 +1,6 @@
-"""What a rollout machine installs: claim episodes, call the model, hand in rewards.
+"""Claim episodes, call the model, and hand in rewards: the part that a rollout machine installs.
 
-`tinkerjet_remote` is the client of the server that the environment names, which is read at first use.
+`tinkerjet_remote` is a client for the server named by the environment, which is read at first use.
 """
 
 from tinkerscript.client.async_client import AsyncTinkerScriptClient

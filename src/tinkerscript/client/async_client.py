@@ -1,6 +1,7 @@
-"""`AsyncTinkerScriptClient`: the client for asyncio programs; `sync_client.py` runs it for all others.
+"""`AsyncTinkerScriptClient` is the client for asyncio programs; `sync_client.py` wraps it for all others.
 
-Invariant: an operation may be cancelled at any time; an episode whose block raises is given back.
+Invariants: any operation may be cancelled at any time, and an episode is given back if its block
+raises.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ T = TypeVar("T")
 
 
 class AsyncTinkerScriptClient:
-    """Claims episodes from an interchange server and hands in the results. For asyncio programs.
+    """Claims episodes from an interchange server and hands in their results.
 
-    Requests are retried while the server is unreachable or busy, for `timeout_s` seconds.
+    Requests are retried for `timeout_s` seconds while the server is unreachable or busy.
     """
 
     def __init__(
@@ -64,19 +65,19 @@ class AsyncTinkerScriptClient:
         allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
         ca_file: str | None = None,
     ) -> None:
-        """Create a client; nothing is sent yet.
+        """Create a client without sending anything.
 
-        Raises ValueError for a URL without http:// or https://, and a token file that cannot be read.
+        Raises ValueError for a URL without http:// or https://, or a token file that cannot be read.
 
         Args:
             server_url: URL of the interchange server, such as `http://10.0.0.5:10086`.
             client_uuid: Name of this client at the server; a new uuid if None.
-            token: Token of the client role; by default the one that TINKERSCRIPT_CLIENT_TOKEN, or the file in
-                TINKERSCRIPT_CLIENT_TOKEN_FILE, names, if any. "": none.
-            timeout_s: Seconds for which an operation is retried during an outage. None: no limit.
+            token: Token of the client role. By default, it is read from TINKERSCRIPT_CLIENT_TOKEN or from the
+                file in TINKERSCRIPT_CLIENT_TOKEN_FILE. "" means none.
+            timeout_s: Seconds for which operations are retried during an outage. None: no limit.
             allow_discard_timeout: Seconds without activity after which a claim's lease expires.
-            ca_file: PEM file of certificates that an https:// server is verified against; by default the
-                one that TINKERSCRIPT_CA_FILE names, if any.
+            ca_file: PEM file with certificates to verify an https:// server; by default the file in
+                TINKERSCRIPT_CA_FILE, if set.
         """
         self._lock = threading.RLock()
         self._closing = asyncio.Event()
@@ -87,10 +88,9 @@ class AsyncTinkerScriptClient:
 
     @classmethod
     def from_env(cls) -> AsyncTinkerScriptClient:
-        """A client of the server that the environment names: TINKERSCRIPT_SERVER_URL and _CLIENT_TOKEN.
+        """Create a client for the server in TINKERSCRIPT_SERVER_URL, with TINKERSCRIPT_CLIENT_TOKEN.
 
-        The environment is read at first use, where ValueError is raised for a URL or token file that cannot
-        be used.
+        The environment is read at first use, which raises ValueError for an unusable URL or token file.
         """
         client = cls(DEFAULT_SERVER_URL, token="")
         client._settings = None
@@ -98,14 +98,13 @@ class AsyncTinkerScriptClient:
 
     @property
     def settings(self) -> ClientSettings:
-        """The server, the client's name and token, and its timeouts."""
         with self._lock:
             if self._settings is None:
                 self._settings = settings_from_env()
             return self._settings
 
-    def again(self, timeout_s: float | None) -> AsyncTinkerScriptClient:
-        """The same client with connections of its own, which retries for `timeout_s` seconds."""
+    def with_timeout(self, timeout_s: float | None) -> AsyncTinkerScriptClient:
+        """Return the same client with separate connections and another `timeout_s`."""
         given = self.settings
         return AsyncTinkerScriptClient(
             given.server_url,
@@ -118,7 +117,7 @@ class AsyncTinkerScriptClient:
 
     @property
     def pool(self) -> str:
-        """The pool that `register_episode` fills; its name is the `client_uuid`."""
+        """The pool that `register_episode` fills, named after the `client_uuid`."""
         return self.settings.pool
 
     async def begin_episode(
@@ -129,13 +128,13 @@ class AsyncTinkerScriptClient:
         pool: str = TRAINER_POOL,
         heartbeat: bool = True,
     ) -> AsyncClaimedEpisode:
-        """Claim an episode; waits up to `wait_s` seconds for one (None: no limit).
+        """Claim an episode, waiting up to `wait_s` seconds for one (None: no limit).
 
-        `pool` names whose episodes: the trainer's, or a client's own (`client.pool`). The episode can be used
-        in an `async with` block: if the block raises, the episode is given back with the reason, and with
-        `heartbeat` the claim is renewed while the block runs (`Episode.lost` says how a block learns that its
-        claim is lost). Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or
-        RequestRefusedError.
+        `pool` selects the trainer's episodes or a client's own (`client.pool`). The episode can be used
+        in an `async with` block: if the block raises, the episode is given back with the reason, and
+        with `heartbeat` the claim is renewed while the block runs (see `Episode.lost` for how a block
+        learns that its claim is lost). Raises NoEpisodeError, RunFinishedError, ServerUnreachableError
+        or RequestRefusedError.
         """
         (episode,) = await self.begin_episodes(1, episode_type, wait_s, pool=pool, heartbeat=heartbeat)
         return episode
@@ -149,7 +148,7 @@ class AsyncTinkerScriptClient:
         pool: str = TRAINER_POOL,
         heartbeat: bool = True,
     ) -> list[AsyncClaimedEpisode]:
-        """Claim up to `max_episodes` (1 to 256) with one request; waits until there is at least one.
+        """Claim 1 to `max_episodes` (at most 256) with one request, waiting until there is one.
 
         Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or RequestRefusedError.
         """
@@ -159,7 +158,7 @@ class AsyncTinkerScriptClient:
     async def claim(
         self, max_episodes: int, episode_type: ClaimType, wait_s: float | None, *, pool: str
     ) -> list[dict[str, Any]]:
-        """What `begin_episodes` claims, as the arguments of `Episode`."""
+        """Claim like `begin_episodes`, and return the arguments of `Episode`."""
         claiming = self._operations.begin_episodes(max_episodes, episode_type, wait_s, pool=pool)
         return [episode_fields(claim, self.settings) for claim in await self._run(claiming)]
 
@@ -172,13 +171,13 @@ class AsyncTinkerScriptClient:
         episode_type: EpisodeType = "train",
         round: str = "",
     ) -> list[str]:
-        """Register one group of `group_size` episodes of `payload` into this client's own `pool`.
+        """Register a group of `group_size` episodes with this `payload` in the client's own `pool`.
 
-        `task_id` names the sample. The uuids, which are returned, are derived from the pool, `task_id` and
-        `round`: registering the same group again, even from a later process with the same `client_uuid`, adds
-        nothing. For another pass over the samples use another `round`. While the server's quota for the pool
-        is used up, this waits. Raises ValueError, RequestRefusedError (409: the same task and round with
-        another payload), ServerUnreachableError.
+        `task_id` names the sample. Returns the episodes' uuids, which are derived from the pool,
+        `task_id` and `round`: registering the same group again adds nothing, even from a later process
+        with the same `client_uuid`. Use another `round` for another pass over the samples. Waits while
+        the server's quota for the pool is used up. Raises ValueError, RequestRefusedError (409 if the
+        task and round exist with another payload), ServerUnreachableError.
         """
         return await self._run(
             self._operations.register_episode(
@@ -194,9 +193,9 @@ class AsyncTinkerScriptClient:
         episode_type: EpisodeType = "train",
         round: str = "",
     ) -> dict[str, list[str]]:
-        """Register a group for each of many samples (task id -> payload); returns the uuids by task id.
+        """Register a group for each sample (task id -> payload), and return the uuids by task id.
 
-        The same as `register_episode` for each, with few requests.
+        Equivalent to `register_episode` for each, with fewer requests.
         """
         return await self._run(
             self._operations.register_episodes(
@@ -214,9 +213,9 @@ class AsyncTinkerScriptClient:
         log_metrics: dict[str, float] | None = None,
         role_rewards: dict[str, float] | None = None,
     ) -> None:
-        """Hand in the episode's result; returns once it is stored. Safe to repeat.
+        """Hand in the episode's result and return once it is stored. Safe to repeat.
 
-        Raises ClaimLostError when the result no longer counts, ValueError for a reward that is missing or
+        Raises ClaimLostError if the result no longer counts, ValueError for a reward that is missing or
         above 1e6 in magnitude, ServerUnreachableError or RequestRefusedError.
         """
         await self._run(
@@ -231,91 +230,92 @@ class AsyncTinkerScriptClient:
         )
 
     async def abort_episode(self, episode: Episode, reason: str, kind: str = "aborted") -> None:
-        """Give the episode back: this attempt failed for `reason`. `kind` is a stable identifier.
+        """Give the episode back because this attempt failed for `reason`. `kind` is a stable identifier.
 
         Raises ClaimLostError, ServerUnreachableError or RequestRefusedError.
         """
         await self._run(self._operations.abort_episode(episode, reason, kind))
 
     async def can_continue_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
-        """Whether the episode still counts, and why not. Renews the claim."""
+        """Return whether the episode still counts, and if not, why. Renews the claim."""
         return await self._run(self._operations.can_continue_episode(episode))
 
     async def heartbeat_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
-        """Renew the claim; for a computation that makes no model calls for a while.
+        """Renew the claim during a long computation without model calls.
 
-        A Runner and the episode's own block do this by themselves. Returns what `can_continue_episode`
-        returns.
+        A Runner and an episode's own block do this automatically. Returns the same as
+        `can_continue_episode`.
         """
         return await self._run(self._operations.heartbeat_episode(episode))
 
     async def get_engine_status(self) -> EngineStatusResponse:
-        """What the engine does, the policy version, and how many episodes are in each state."""
+        """Return what the engine does, the policy version, and the number of episodes in each state."""
         return await self._run(self._operations.get_engine_status())
 
     async def get_batch_progress(self) -> BatchProgressResponse:
-        """What the trainer waits for before its next step, and which pools run ahead of it."""
+        """Return what the trainer waits for before its next step, and which pools run ahead of it."""
         return await self._run(self._operations.get_batch_progress())
 
     async def await_run_end(
         self, wait_s: float | None = None, *, report: Callable[[], WorkerReport] | None = None
     ) -> bool:
-        """Wait until the run is finished, at most `wait_s` seconds (None: no limit); whether it is.
+        """Wait up to `wait_s` seconds (None: no limit) for the run to finish; return whether it has.
 
-        For a program that works on one episode for long: `begin_episode` says so by itself. `report` says
-        what a worker has done, for the server's metrics; it is asked every 15 s. Raises RunFailedError for a
-        run that fails, RequestRefusedError (404 from a server that is too old) or ServerUnreachableError.
+        For programs that work on one episode for long; `begin_episode` notices the end by itself.
+        `report` returns the worker's counts for the server's metrics, and is called every 15 s. Raises
+        RunFailedError if the run fails, RequestRefusedError (404 from a server that is too old) or
+        ServerUnreachableError.
         """
         return await self._run(self._operations.await_run_end(wait_s, report))
 
     async def is_episode_claimed(self, episode_uuid: str) -> bool:
-        """Whether some client holds the episode at this moment."""
+        """Return whether a client holds the episode at this moment."""
         return await self._run(self._operations.is_episode_claimed(episode_uuid))
 
     async def replay_latest_llm_call(self, episode: Episode) -> ReplayLatestCallResponse:
-        """The latest model call of the claim as it was recorded: messages, ids and the reply.
+        """Return the claim's latest model call as it was recorded: messages, ids and the reply.
 
-        Raises RequestRefusedError (404) before the first.
+        Raises RequestRefusedError (404) before the first call.
         """
         return await self._run(self._operations.replay_latest_llm_call(episode))
 
-    # What takes the admin's token
+    # These need the admin's token.
 
     async def sync_train_config(self, yaml_as_string: str) -> None:
         """Store a training config for `start_engine`. Raises RequestRefusedError, which names a bad key."""
         await self._run(self._operations.sync_train_config(yaml_as_string))
 
     async def start_engine(self, *, force_restart: bool = False) -> None:
-        """Start a trainer; with `force_restart`, end the one that is there first.
+        """Start a trainer; with `force_restart`, stop the current one first.
 
-        `get_engine_status` says when it is ready, or why it failed. Raises RequestRefusedError.
+        `get_engine_status` reports when it is ready, or why it failed. Raises RequestRefusedError.
         """
         await self._run(self._operations.start_engine(force_restart=force_restart))
 
     async def stop_engine(self) -> None:
-        """Ask the trainer to end its run in order. Raises RequestRefusedError if there is none."""
+        """Ask the trainer to end its run in an orderly way. Raises RequestRefusedError if there is none."""
         await self._run(self._operations.stop_engine())
 
     async def failed_episodes(self) -> list[EpisodeStatus]:
-        """The dead letters: episodes that used up their attempts, with the reason of each."""
+        """Return the dead letters: episodes that used up their attempts, with the reasons."""
         return await self._run(self._operations.failed_episodes())
 
     async def retry_failed_episodes(self, episode_uuids: Sequence[str]) -> FailedEpisodesReply:
-        """Give failed episodes a fresh set of attempts, as far as no trainer may have used their failures."""
+        """Give failed episodes new attempts, unless a trainer may have used their failures already."""
         return await self._run(self._operations.each_failed_episode("retry", episode_uuids))
 
     async def drop_failed_episodes(self, episode_uuids: Sequence[str]) -> FailedEpisodesReply:
-        """Take failed episodes off the list."""
+        """Remove failed episodes from the list."""
         return await self._run(self._operations.each_failed_episode("drop", episode_uuids))
 
     async def close(self) -> None:
-        """Close the connections. Whoever waits for an answer gets ClientClosedError at once."""
+        """Close the connections. Pending calls raise ClientClosedError at once."""
         self._closing.set()
         if self._http is not None:
             await self._http.aclose()
 
     def reopen(self) -> None:
-        """Forget the connections and their event loop: after a fork, they are the parent's."""
+        """Drop connections and event loop after a fork, because they belong to the parent."""
         self._http, self._closing = None, asyncio.Event()
 
     async def __aenter__(self) -> AsyncTinkerScriptClient:
@@ -328,8 +328,8 @@ class AsyncTinkerScriptClient:
     async def held(self, episode: Episode, *, heartbeat: bool) -> AsyncGenerator[None]:
         """Renew the claim while this block runs, and give the episode back if the block raises.
 
-        A block that neither ends nor aborts its episode gives it back too, with a warning. What the block of
-        a claimed episode does, for an `Episode` from elsewhere.
+        If the block neither ends nor aborts the episode, it is given back with a warning. The block of
+        a claimed episode does the same; this is for other `Episode`s.
         """
         try:
             if heartbeat:
@@ -343,7 +343,7 @@ class AsyncTinkerScriptClient:
         await self.finish_block(episode)
 
     async def finish_block(self, episode: Episode, error: BaseException | None = None) -> None:
-        """Give an episode back whose block raised `error`, or ended without a result."""
+        """Give an episode back after its block raised `error`, or ended without a result."""
         if episode.lease.is_over:
             return
         if error is None:
@@ -353,7 +353,7 @@ class AsyncTinkerScriptClient:
             abort = self._operations.give_back(episode, error)
         try:
             await self._run(abort)
-        except ClientError as problem:  # The caller sees the block's own error; the lease covers an outage.
+        except ClientError as problem:  # Let the caller see the block's error; the lease covers an outage.
             logger.warning("episode %s could not be given back: %s", episode.episode_uuid, problem)
 
     @property
@@ -368,7 +368,6 @@ class AsyncTinkerScriptClient:
             return self._http
 
     async def _run(self, operation: Operation[T]) -> T:
-        """Do what `operation` yields until it returns; it is closed however this ends."""
         with closing(operation):
             reply: Reply = None
             while True:
@@ -389,7 +388,7 @@ class AsyncTinkerScriptClient:
                 raise ClientClosedError(CLOSED)
 
     async def send(self, request: HttpRequest) -> Reply:
-        """Send one request of an operation, and return what came back."""
+        """Send one request of an operation and return the reply."""
         if self._closing.is_set():
             raise ClientClosedError(CLOSED)
         try:
@@ -400,7 +399,7 @@ class AsyncTinkerScriptClient:
                 headers=request.headers,
                 timeout=request.timeout_s,
             )
-        except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: httpx's word for closed.
+        except (httpx.TransportError, RuntimeError) as error:  # httpx raises RuntimeError once closed.
             if self._closing.is_set():
                 raise ClientClosedError(CLOSED) from error
             if isinstance(error, RuntimeError):
@@ -411,11 +410,10 @@ class AsyncTinkerScriptClient:
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncClaimedEpisode(Episode):
-    """An episode whose `async with` block renews its claim, and gives it back if it raises."""
+    """An episode to use in an `async with` block, which renews the claim and gives it back on errors."""
 
     client: AsyncTinkerScriptClient = field(repr=False, compare=False)
     heartbeat: bool = field(default=True, repr=False, compare=False)
-    """Whether the `async with` block renews the claim."""
 
     _block: AsyncExitStack = field(default_factory=AsyncExitStack, init=False, repr=False, compare=False)
 

@@ -1,8 +1,8 @@
-"""`Episode`: one claim of one episode; its `Lease`; the heartbeats that renew it while a rollout runs.
+"""`Episode` is one claim of an episode, with its `Lease` and the heartbeats that renew it during a rollout.
 
-Invariants: a lease changes once, from held to lost or to settled. While the result is being handed in, a
-heartbeat's "lost" is ignored: the answer to the result itself decides. A claim is renewed from `holding`
-until that block ends, with at most `MAX_IN_FLIGHT` requests at a time for one `Heartbeats`. Once the server
+Invariants: a lease changes once, from held to lost or settled. While the result is being handed in, a
+heartbeat's "lost" is ignored, because the answer to the result decides. A claim is renewed while its
+`holding` block runs, with at most `MAX_IN_FLIGHT` concurrent requests per `Heartbeats`. Once the server
 reports it lost, it is no longer renewed, and its holder is notified once.
 """
 
@@ -34,7 +34,6 @@ from tinkerscript.protocol import (
 logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 8
-"""Heartbeat requests at once."""
 
 BEATS_PER_LEASE = 3
 
@@ -42,7 +41,7 @@ CLOSED = "the client was closed"
 
 
 class Lease:
-    """Whether one claim still counts, as far as this process knows. May be used from several threads."""
+    """Whether a claim still counts, as far as this process knows. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,14 +60,15 @@ class Lease:
         return self._settled or bool(self._lost_because)
 
     def lose(self, reason: str) -> None:
-        """Record that the server called the claim lost. Ignored while, and after, the claim is settled."""
+        """Record that the server reported the claim lost. Ignored during and after settling."""
         with self._lock:
             if not self._settling and not self._settled:
                 self._lost_because = self._lost_because or reason or "the server gave no reason"
 
     @contextmanager
     def settling(self) -> Generator[None]:
-        """Hand in the claim's result, or its abort, in this block. Keeps a ClaimLostError as the reason."""
+        """Settle the claim in this block, by its result or an abort. A ClaimLostError is kept as the
+        reason."""
         with self._lock:
             self._settling += 1
         settled, lost = False, ""
@@ -88,98 +88,96 @@ class Lease:
 
 @dataclass(frozen=True)
 class EpisodeModelAddress:
-    """What a client of OpenAI's format needs to call one model of a claim."""
+    """How to call one model of a claim with a client of OpenAI's format."""
 
     base_url: str
-    """It ends in `/v1`."""
+    """Ends in `/v1`."""
 
     api_key: str = field(repr=False)
-    """The claim's, for all of its models."""
+    """The claim's key, the same for all of its models."""
 
     name: str
-    """For the `model` field of requests."""
+    """The `model` field of requests."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """One claim of one episode: what to do, and the model to do it with."""
+    """One claim of an episode: what to do, and the model to do it with."""
 
     episode_uuid: str
     attempt: int
     """The number of this claim of the episode, from 1."""
 
     payload: dict[str, Any]
-    """JSON that the trainer registered, such as `payload["sample"]["input"]`."""
+    """The JSON that the trainer registered, with for example `payload["sample"]["input"]`."""
 
     episode_type: EpisodeType
     group_id: str
     openai_base_url: str
-    """The base URL for OpenAI's clients: it ends in `/v1`."""
+    """The base URL for OpenAI's clients, which ends in `/v1`."""
 
     openai_api_key: str = field(repr=False)
-    """Opens this claim alone, for as long as it holds the lease."""
+    """The key of this claim, valid as long as it holds the lease."""
 
     client_uuid: str = ""
     policy_version: int | None = None
-    """Policy version when the episode was claimed."""
+    """The policy version at the time of the claim."""
 
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
-    """Seconds without a model call or a heartbeat after which the claim expires."""
+    """Seconds without a model call or heartbeat after which the claim expires."""
 
     max_claim_s: float = 0.0
-    """Seconds after which the claim is over, however active it is. 0: the server did not say."""
+    """Seconds after which the claim ends regardless of activity; 0 if the server did not say."""
 
     max_transcript_bytes: int = 0
-    """The longest transcript that the server takes of this claim; 0: it takes none."""
+    """The longest transcript that the server accepts for this claim; 0 if it accepts none."""
 
     roles: tuple[str, ...] = ()
     """Names for `model`, besides the policy's."""
 
     run: str = ""
-    """Name of the run that it is of."""
 
     traceparent: str = ""
-    """W3C trace context of the claim, for the `traceparent` header of model calls; empty without traces."""
+    """W3C trace context for the `traceparent` header of model calls; empty without tracing."""
 
     server_url: str = ""
-    """Where the claim's other endpoints are: a gateway process answers model calls alone."""
+    """URL of the claim's other endpoints; the gateway process only answers model calls."""
 
     lease: Lease = field(default_factory=Lease, repr=False, compare=False)
     """What this process knows about the claim."""
 
     @property
     def anthropic_base_url(self) -> str:
-        """The base URL for Anthropic's clients, which add `/v1/messages` themselves. The key is the same."""
+        """The base URL for Anthropic's clients, which append `/v1/messages`. The key is the same."""
         return self.openai_base_url.removesuffix("/v1")
 
     @property
     def lost(self) -> bool:
         """Whether the server said that a result of this claim no longer counts.
 
-        Learned from the heartbeats of a Runner or of the episode's block, from `can_continue_episode` and
-        `heartbeat_episode`, and from handing in. Poll this in a long computation, or call `check`. An
-        `async with` block needs neither: it is cancelled when a heartbeat learns of the loss, and raises
-        ClaimLostError.
+        Heartbeats (of a Runner or of the episode's block), `can_continue_episode`, `heartbeat_episode`
+        and handing in update it. In a long computation, poll it or call `check`. An `async with` block
+        is cancelled when a heartbeat learns of the loss, and raises ClaimLostError.
         """
         return bool(self.lease.lost_because)
 
     def model(self, role: str = POLICY) -> EpisodeModelAddress:
-        """Where the model of a role of the run is, such as `episode.model("judge")`; by default, the policy.
+        """Return the address of a role's model, such as `episode.model("judge")`; by default, the policy's.
 
         The server refuses a role that the run does not have.
         """
         return EpisodeModelAddress(self.openai_base_url, self.openai_api_key, role)
 
     def check(self) -> None:
-        """Raises ClaimLostError, with the reason, if the claim is known to be lost. Sends nothing."""
+        """Raise ClaimLostError, with the reason, if the claim is known to be lost. Sends nothing."""
         if self.lost:
             raise ClaimLostError(self.lease.lost_because)
 
 
 def episode_fields(claim: EpisodeClaim, settings: ClientSettings) -> dict[str, Any]:
-    """The arguments of `Episode` for a claim that the client of `settings` made.
+    """Return the arguments of `Episode` for a claim made with `settings`.
 
-    A server of the first version does not name the lease: it uses the one that the client asked for.
+    Servers of the first version do not report the lease; they use what the client asked for.
     """
     return {
         "episode_uuid": claim.episode_uuid,
@@ -202,13 +200,11 @@ def episode_fields(claim: EpisodeClaim, settings: ClientSettings) -> dict[str, A
 
 
 def heartbeat_interval_s(episode: Episode) -> float:
-    """Seconds until the next heartbeat: a third of the lease or a little less, to spread out many."""
+    """Return the seconds until the next heartbeat: at most a third of the lease, with jitter."""
     return episode.allow_discard_timeout / BEATS_PER_LEASE * random.uniform(0.75, 1.0)
 
 
 class HeldClaim:
-    """One claim that is renewed."""
-
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
         self.on_lost: Callable[[], None] | None = None
@@ -221,7 +217,7 @@ class HeldClaim:
     @asynccontextmanager
     async def cancelling_the_block(self) -> AsyncGenerator[None]:
         """Cancel this block when a heartbeat learns that the claim is lost; it then raises ClaimLostError."""
-        scope = asyncio.timeout(None)  # Cancels its block, and tells this from another cancellation.
+        scope = asyncio.timeout(None)  # It cancels the block and recognizes its own cancellation.
         try:
             async with scope:
                 self.on_lost = lambda: scope.reschedule(0.0)
@@ -236,7 +232,6 @@ class HeldClaim:
             self.episode.check()
 
     def close(self) -> None:
-        """Send no further heartbeat."""
         self.is_open = False
         if self.timer is not None:
             self.timer.cancel()
@@ -245,19 +240,18 @@ class HeldClaim:
 
 
 class Heartbeats:
-    """Renews the claims that are held, with one asyncio task. `run` does the work and owns every request."""
+    """Renews held claims from a single task, `run`, which owns every request."""
 
     def __init__(self, heartbeat: Callable[[Episode], Awaitable[object]]) -> None:
-        """`heartbeat` renews one claim, and marks its lease lost if the claim is gone."""
+        """`heartbeat` renews one claim, and marks its lease as lost if the claim is gone."""
         self._heartbeat = heartbeat
         self._due: asyncio.Queue[HeldClaim] = asyncio.Queue()
-        """Bounded by the number of claims that are held."""
 
         self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
 
     @contextmanager
     def holding(self, episode: Episode) -> Generator[HeldClaim]:
-        """Renew `episode` while this block runs. On the event loop of `run`."""
+        """Renew `episode` while this block runs. Call it on the event loop of `run`."""
         held = HeldClaim(episode)
         self._schedule(held)
         try:
@@ -266,7 +260,7 @@ class Heartbeats:
             held.close()
 
     async def run(self) -> None:
-        """Renew what is due, until cancelled."""
+        """Renew claims when they are due, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 held = await self._due.get()
@@ -285,7 +279,8 @@ class Heartbeats:
         try:
             await self._heartbeat(held.episode)
         except Exception as error:  # noqa: BLE001 - the other claims are renewed all the same
-            _warn(held.episode, error)
+            uuid = held.episode.episode_uuid
+            logger.warning("episode %s could not be renewed; trying again: %s", uuid, error)
         if not held.is_open:
             return
         if not held.episode.lease.is_over:
@@ -310,19 +305,15 @@ async def renewed_by_task(
         await asyncio.wait([renewing])
 
 
-def _warn(episode: Episode, error: Exception) -> None:
-    logger.warning("episode %s could not be renewed; trying again: %s", episode.episode_uuid, error)
-
-
 RolloutResult = float | WorkflowOutput | tuple[float, dict[str, JsonValue]]
 """What a rollout returns: a reward, a reward with metadata, or the whole output."""
 
 RolloutFunction = Callable[[Episode], RolloutResult] | Callable[[Episode], Awaitable[RolloutResult]]
-"""A plain function (run on a thread of its own) or an async function."""
+"""A plain function, which gets its own thread, or an async function."""
 
 
 def as_output(result: object) -> WorkflowOutput:
-    """A rollout's result as a WorkflowOutput. Raises TypeError, with the type, for anything else."""
+    """Convert a rollout's result. Raises TypeError, naming the type, for anything else."""
     if isinstance(result, WorkflowOutput):
         return result
     if isinstance(result, int | float):
@@ -338,9 +329,9 @@ def as_output(result: object) -> WorkflowOutput:
 
 
 async def run_rollout(rollout: RolloutFunction, held: HeldClaim) -> object:
-    """Run `rollout` for the episode that is held; returns its result.
+    """Run `rollout` for a held episode and return its result.
 
-    Raises what it raises, and ClaimLostError if a heartbeat learns meanwhile that the claim is lost.
+    Raises what it raises, or ClaimLostError if a heartbeat learns meanwhile that the claim is lost.
     """
     if _is_async(rollout):
         result: object = None
@@ -353,7 +344,7 @@ async def run_rollout(rollout: RolloutFunction, held: HeldClaim) -> object:
 
 
 async def _in_thread(rollout: Callable[[Episode], object], episode: Episode) -> object:
-    """Run a plain function on a daemon thread: a rollout that never returns cannot keep the process alive."""
+    # A daemon thread cannot keep the process alive.
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[tuple[object, BaseException | None]] = loop.create_future()
 
@@ -370,7 +361,7 @@ async def _in_thread(rollout: Callable[[Episode], object], episode: Episode) -> 
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, failure)
 
-    run = contextvars.copy_context().run  # The thread's log records are about the episode too.
+    run = contextvars.copy_context().run  # Log records of the thread should also name the episode.
     threading.Thread(target=run, args=(work,), name=f"rollout-{episode.episode_uuid}", daemon=True).start()
     result, error = await outcome
     if error is not None:
@@ -379,5 +370,4 @@ async def _in_thread(rollout: Callable[[Episode], object], episode: Episode) -> 
 
 
 def _is_async(rollout: RolloutFunction) -> bool:
-    """Whether calling `rollout`, a function or an object with `__call__`, gives an awaitable."""
     return inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(type(rollout).__call__)

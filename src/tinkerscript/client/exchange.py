@@ -1,9 +1,9 @@
-"""One request to the interchange server and its answer, without the I/O: retries, refusals, lost claims.
+"""Requests to the interchange server without the I/O: retries, refusals, lost claims.
 
-An `Operation` is a generator. It yields what a face has to do, send an `HttpRequest` or sleep for a `Wait`,
-and is sent the `Reply` (None after a `Wait`). What it returns is the operation's result.
+An `Operation` is a generator. It yields an `HttpRequest` to send or a `Wait` to sleep, and receives the
+`Reply` (None after a `Wait`). Its return value is the operation's result.
 
-Invariant: an operation either returns what the server stored or raises; an error is never taken for an
+Invariant: an operation either returns what the server stored or raises; an error never passes for an
 answer.
 """
 
@@ -27,16 +27,16 @@ logger = logging.getLogger(__name__)
 MAX_RETRY_AFTER_S = 60.0
 
 REPLY_TIMEOUT_S = 30.0
-"""Seconds that a reply may take beyond the time that the server was asked to hold the request."""
+"""Seconds for the reply, in addition to the time that the server may hold the request."""
 
 CLAIM_PATH = "/claim_episode"
-"""A claim that waits for the server says so in the log. One claim waits for a whole worker."""
+"""Claims log a warning while the server is unavailable, because a whole worker waits for them."""
 
-NAMED_AFTER_S = 2.0
-NAMED_AGAIN_AFTER_S = 60.0
+WARN_AFTER_S = 2.0
+WARN_AGAIN_AFTER_S = 60.0
 
 LOST_CLAIM = frozenset({401, 403, 404, 409, 410})
-"""Statuses that say that the claim whose key a request carries does not hold its lease, or is unknown."""
+"""Statuses which mean that the claim of the request's key is unknown or has lost its lease."""
 
 _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
@@ -47,15 +47,12 @@ _REMEDIES = {
     404: " (is this the URL of an interchange server, without a path?)",
     413: " (send less: a smaller payload or less metadata)",
 }
-"""What the user can do about a status; follows the server's own message."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """One request as a face sends it."""
-
     method: str
     path: str
     body: bytes | None
@@ -63,29 +60,26 @@ class HttpRequest:
     """Seconds that the reply may take."""
 
     key: str | None = field(default=None, repr=False)
-    """The claim's key, in place of the client's token."""
+    """The claim's key, which replaces the client's token."""
 
     @property
     def headers(self) -> dict[str, str]:
-        """Besides those of every request."""
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
 
 def post(path: str, message: BaseModel, *, hold_s: float = 0.0, key: str | None = None) -> HttpRequest:
-    """A POST of `message` as JSON, which the server may hold for `hold_s` seconds."""
+    """Make a POST of `message` as JSON, which the server may hold for `hold_s` seconds."""
     return HttpRequest("POST", path, message.model_dump_json().encode(), hold_s + REPLY_TIMEOUT_S, key)
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Sleep for `delay_s` seconds."""
-
     delay_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What the server replied. Header names are lower case."""
+    """The server's reply. Header names are lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -98,7 +92,7 @@ class Response:
 
     @property
     def reason(self) -> str:
-        """The message of a refusal, or the start of whatever came instead."""
+        """The message of a refusal, or the beginning of any other body."""
         try:
             return RefusalResponse.model_validate_json(self.body).failure_reason
         except ValidationError:
@@ -108,7 +102,7 @@ class Response:
 
     @property
     def retry_after_s(self) -> float | None:
-        """Seconds of the Retry-After header; None without one, or for one that holds a date."""
+        """Seconds from the Retry-After header; None if it is missing or a date."""
         try:
             seconds = float(self.headers.get("retry-after", ""))
         except ValueError:
@@ -117,7 +111,7 @@ class Response:
 
 
 Reply: TypeAlias = Response | Exception | None
-"""The server's response, or the error for which none came; None after a `Wait`."""
+"""The server's response, or the error that prevented one; None after a `Wait`."""
 
 Operation: TypeAlias = Generator[HttpRequest | Wait, Reply, T]
 
@@ -130,7 +124,7 @@ class Timing:
     uniform: Callable[[float, float], float] = random.uniform
 
     def delay(self, failures: int, retry_after_s: float | None = None) -> float:
-        """Seconds before the next try: what the server asked for, or exponential backoff; both jittered."""
+        """Return the seconds before the next try: the server's wish or exponential backoff, with jitter."""
         if retry_after_s is not None:
             return min(retry_after_s, MAX_RETRY_AFTER_S) * self.uniform(1.0, 1.25)
         return min(_FIRST_DELAY_S * 2.0 ** min(failures, 16), _MAX_DELAY_S) * self.uniform(0.5, 1.0)
@@ -141,17 +135,17 @@ def respond(
 ) -> Operation[Response]:
     """Send `request` until the server gives a definite response.
 
-    Backs off by at most `max_delay_s` seconds between tries. Raises ServerUnreachableError once the server
-    has been unavailable for `timeout_s` seconds (None: never).
+    Waits at most `max_delay_s` seconds between tries. Raises ServerUnreachableError after `timeout_s`
+    seconds without an available server (None: never).
     """
-    failures, failing_since, named_at = 0, 0.0, 0.0
+    failures, failing_since, warn_at = 0, 0.0, 0.0
     while True:
         reply = yield request
         if isinstance(reply, Response) and not reply.is_retryable:
             return reply
         now = timing.clock()
         if not failures:
-            failing_since, named_at = now, now + NAMED_AFTER_S
+            failing_since, warn_at = now, now + WARN_AFTER_S
         delay_s = timing.delay(failures, reply.retry_after_s if isinstance(reply, Response) else None)
         failures += 1
         if timeout_s is not None and now + delay_s - failing_since > timeout_s:
@@ -160,18 +154,18 @@ def respond(
                 f"(timeout_s={timeout_s:g}); the last problem: {_problem(reply)}. "
                 "Check that the server runs and that its URL is right; a larger timeout_s waits longer"
             ) from (reply if isinstance(reply, Exception) else None)
-        if request.path == CLAIM_PATH and now + delay_s >= named_at:
-            named_at = now + NAMED_AGAIN_AFTER_S
+        if request.path == CLAIM_PATH and now + delay_s >= warn_at:
+            warn_at = now + WARN_AGAIN_AFTER_S
             limit = "" if timeout_s is None else f"; giving up after {timeout_s:.0f} s"
             logger.warning("waiting for the server: %s%s", _problem(reply), limit)
         yield Wait(min(delay_s, max_delay_s))
 
 
 def read(response: Response, parse: Callable[[bytes], T], *, may_lose_claim: bool = False) -> T:
-    """What `parse` makes of a successful response.
+    """Parse a successful response.
 
-    Raises RequestRefusedError for any other, and ClaimLostError for one that says so if the request
-    `may_lose_claim`.
+    Raises RequestRefusedError for any other response, or ClaimLostError if the request `may_lose_claim`
+    and the status means that.
     """
     if response.status >= 300:
         if may_lose_claim and response.status in LOST_CLAIM:

@@ -1,11 +1,11 @@
-"""What a client says to the interchange server: one `Operation` per method. No I/O.
+"""What a client says to the interchange server: one `Operation` per method, without I/O.
 
-Both faces run these; a face only sends, sleeps, and hands over replies.
+Both clients run these; they only send, sleep, and pass replies on.
 
-Invariant: an operation may be repeated. A claim keeps its `claim_request_id` until it has a definite answer,
-so that a retry returns the claim whose reply was lost. The uuids of registered episodes follow from
-the pool, the task id, the round and the place in the group, so that a group registered again, by this process
-or the next one, is the same group.
+Invariant: operations may be repeated. A claim keeps its `claim_request_id` until it has a definite
+answer, so a retry returns the claim whose reply was lost. Uuids of registered episodes are derived from
+the pool, the task id, the round and the place in the group, so registering a group again, even from
+another process, gives the same group.
 """
 
 from __future__ import annotations
@@ -81,27 +81,23 @@ from tinkerscript.protocol import (
 )
 
 LONG_POLL_S = 30.0
-"""Seconds that the server may hold one request for an episode."""
+"""Seconds that the server may hold a request for an episode."""
 
 REPORT_S = 15.0
-"""Seconds between two reports of a worker."""
 
 LAST_REQUEST_S = 5.0
-"""Seconds that an episode's last request may take when its program is being stopped."""
+"""Seconds for an episode's last request while its program is being stopped."""
 
 TASK_ERROR = "task_error"
-"""Kind of the failure of an attempt whose program raised."""
 
 ENGINE_S = 60.0
-"""Seconds that a trainer may take to end before another one starts."""
+"""Seconds for a trainer to end before another one starts."""
 
 _PER_REGISTRATION = 500
-"""Episodes of one request."""
 
 NO_RESULT = "the block of the episode ended without a result"
 
 NAMESPACE = UUID("8e2c4d0e-6f0b-5c53-9d0a-0f5f1f1a7c11")
-"""Namespace of the uuids that clients derive."""
 
 _HEARTBEAT_LOST = frozenset({401, 409, 410})
 
@@ -111,8 +107,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Operations:
-    """The operations of one client."""
-
     settings: ClientSettings
     timing: Timing = field(default_factory=Timing)
 
@@ -124,20 +118,21 @@ class Operations:
         *,
         pool: str = TRAINER_POOL,
     ) -> Operation[list[EpisodeClaim]]:
-        """Ask for episodes until there is one.
+        """Ask for episodes until there is at least one.
 
-        Raises NoEpisodeError after `wait_s` seconds without one, RunFinishedError if there will be none.
+        Raises NoEpisodeError after `wait_s` seconds without one, RunFinishedError if there will be
+        none.
         """
         if wait_s is not None and not wait_s >= 0:
             raise ValueError(f"wait_s must be a number of seconds or None, got {wait_s!r}")
         started, empty, left_s = self.timing.clock(), 0, wait_s
         while True:
-            request = self._claim_request(max_episodes, episode_type, pool, left_s)
+            request = self._begin_request(max_episodes, episode_type, pool, left_s)
             reply = yield from self._ask(request, ClaimEpisodeResponse.model_validate_json)
             if reply.success:
                 return [reply, *reply.more]
             if reply.run_finished:
-                raise _over(reply.fail_cause)
+                raise _run_end_error(reply.fail_cause)
             _check_worth_waiting(reply)
             delay_s = self.timing.delay(empty, reply.retry_after_s or None)
             empty += 1
@@ -158,7 +153,7 @@ class Operations:
         episode_type: EpisodeType,
         round: str,
     ) -> Operation[list[str]]:
-        """Register the episodes of a group one after the other; returns their uuids.
+        """Register the episodes of a group one by one, and return their uuids.
 
         Raises ValueError for an empty or long task id, or a group size below 1.
         """
@@ -175,9 +170,10 @@ class Operations:
         episode_type: EpisodeType,
         round: str,
     ) -> Operation[dict[str, list[str]]]:
-        """Register a group for each sample (task id -> payload), many with one request.
+        """Register a group for each sample (task id -> payload), many per request.
 
-        Waits while a quota is used up. Raises what `register_episode` raises; what was refused is named.
+        Waits while a quota is used up. Raises what `register_episode` raises, naming the refused
+        episodes.
         """
         groups = {
             task_id: self._group(
@@ -215,7 +211,6 @@ class Operations:
         episode_type: EpisodeType,
         round: str,
     ) -> list[RegisterEpisodeRequest]:
-        """The registrations of a group. Raises ValueError as `register_episode` says."""
         named = f"{task_id}#{round}" if round else task_id
         if not task_id or len(named) > ID_CHARS:
             raise ValueError(f"task_id (with its round) must have 1 to {ID_CHARS} characters, got {named!r}")
@@ -262,7 +257,7 @@ class Operations:
     def abort_episode(
         self, episode: Episode, reason: str, kind: str, *, within_s: float | None = None
     ) -> Operation[None]:
-        """Record why this attempt failed, and give the episode back, within `within_s` seconds if given."""
+        """Record why this attempt failed and give the episode back, within `within_s` seconds if given."""
         message = AbortEpisodeRequest(
             client_uuid=episode.client_uuid,
             episode_uuid=episode.episode_uuid,
@@ -272,69 +267,65 @@ class Operations:
         yield from self._settle(episode, request, within_s)
 
     def give_back(self, episode: Episode, error: BaseException) -> Operation[None]:
-        """Abort the episode of a program that raised `error`; hand it back, briefly, if the program is being
-        stopped."""
+        """Abort the episode of a program that raised `error`.
+
+        If the program is being stopped, do so quickly; an interruption does not count as a failure.
+        """
         if isinstance(error, Exception | SystemExit):
             within_s = LAST_REQUEST_S if isinstance(error, SystemExit) else None
             return self.abort_episode(episode, failure_line(error), TASK_ERROR, within_s=within_s)
         return self.abort_episode(episode, failure_line(error), HANDED_BACK, within_s=LAST_REQUEST_S)
 
     def can_continue_episode(self, episode: Episode) -> Operation[CanContinueEpisodeResponse]:
-        """Whether the episode still counts, and why not. Also updates the episode's lease."""
-        request = _about("/can_continue_episode", episode)
+        """Renew the claim and return whether the episode still counts."""
+        request = _claim_request("/can_continue_episode", episode)
         reply = yield from self._ask(request, CanContinueEpisodeResponse.model_validate_json)
-        return _noted(episode, reply)
+        return _mark_lost(episode, reply)
 
     def heartbeat_episode(self, episode: Episode) -> Operation[CanContinueEpisodeResponse]:
-        """Renew one claim. A claim that is lost is an answer here, not an error.
+        """Renew one claim. A lost claim is a normal answer here, not an error.
 
-        During an outage the server is tried at least as often as the lease needs.
+        During an outage, requests are sent at least as often as the lease requires.
         """
         response = yield from respond(
-            _about("/heartbeat_episode", episode),
+            _claim_request("/heartbeat_episode", episode),
             timeout_s=self.settings.timeout_s,
             timing=self.timing,
             max_delay_s=episode.allow_discard_timeout / BEATS_PER_LEASE,
         )
         if response.status in _HEARTBEAT_LOST:
-            return _noted(episode, CanContinueEpisodeResponse(can_continue=False, reason=response.reason))
-        return _noted(episode, read(response, CanContinueEpisodeResponse.model_validate_json))
+            return _mark_lost(episode, CanContinueEpisodeResponse(can_continue=False, reason=response.reason))
+        return _mark_lost(episode, read(response, CanContinueEpisodeResponse.model_validate_json))
 
     def is_episode_claimed(self, episode_uuid: str) -> Operation[bool]:
-        """Whether a client holds the episode at this moment."""
         request = post("/is_episode_claimed", IsEpisodeClaimedRequest(episode_uuid=episode_uuid))
         reply = yield from self._ask(request, IsEpisodeClaimedResponse.model_validate_json)
         return reply.success
 
     def replay_latest_llm_call(self, episode: Episode) -> Operation[ReplayLatestCallResponse]:
-        """The latest model call of a claim, as the server recorded it."""
         message = ReplayLatestCallRequest(episode_uuid=episode.episode_uuid)
         request = post("/replay_latest_llm_call", message, key=episode.openai_api_key)
         return self._ask(request, ReplayLatestCallResponse.model_validate_json)
 
     def get_batch_progress(self) -> Operation[BatchProgressResponse]:
-        """What the trainer waits for before its next step."""
         request = HttpRequest("GET", "/get_batch_progress", None, REPLY_TIMEOUT_S)
         return self._ask(request, BatchProgressResponse.model_validate_json)
 
-    # What takes the admin's token
+    # These need the admin's token.
 
     def sync_train_config(self, yaml_as_string: str) -> Operation[None]:
-        """Store the config of the next `start_engine`."""
         message = SyncTrainConfigRequest(yaml_as_string=yaml_as_string)
         return self._ask(post("/sync_train_config", message), _read_success)
 
     def start_engine(self, *, force_restart: bool) -> Operation[None]:
-        """Start a trainer with the stored config."""
         message = StartEngineRequest(force_restart=force_restart)
         return self._ask(post("/start_engine", message, hold_s=ENGINE_S), _read_success)
 
     def stop_engine(self) -> Operation[None]:
-        """Ask the trainer to end its run in order."""
         return self._ask(HttpRequest("POST", "/stop_engine", b"{}", REPLY_TIMEOUT_S), _read_success)
 
     def failed_episodes(self) -> Operation[list[EpisodeStatus]]:
-        """The dead letters, page after page."""
+        """Return the dead letters, reading page after page."""
         found, after = list[EpisodeStatus](), 0
         while after is not None:
             request = HttpRequest("GET", f"/failed_episodes?after={after}", None, REPLY_TIMEOUT_S)
@@ -346,23 +337,19 @@ class Operations:
     def each_failed_episode(
         self, action: str, episode_uuids: Sequence[str]
     ) -> Operation[FailedEpisodesReply]:
-        """`retry` or `drop` failed episodes."""
         message = FailedEpisodesRequest(episode_uuids=list(episode_uuids))
         return self._ask(post(f"/failed_episodes/{action}", message), FailedEpisodesReply.model_validate_json)
 
     def get_engine_status(self) -> Operation[EngineStatusResponse]:
-        """What the engine does and how many episodes there are."""
         request = HttpRequest("GET", "/get_engine_status", None, REPLY_TIMEOUT_S)
         return self._ask(request, EngineStatusResponse.model_validate_json)
 
     def await_run_end(
         self, wait_s: float | None, report: Callable[[], WorkerReport] | None = None
     ) -> Operation[bool]:
-        """Wait until the run is finished, at most `wait_s` seconds (None: no limit); whether it is.
+        """Wait up to `wait_s` seconds (None: no limit) for the run to finish; return whether it has.
 
-        Raises RunFailedError for a run that fails.
-
-        `report`: what the client has done, which each request says.
+        Each request includes the client's `report`. Raises RunFailedError if the run fails.
         """
         longest_s = LONG_POLL_S if report is None else REPORT_S
         started, asked = self.timing.clock(), 0
@@ -376,15 +363,15 @@ class Operations:
             request = post("/await_run_end", message, hold_s=hold_s)
             reply = yield from self._ask(request, AwaitRunEndResponse.model_validate_json)
             if reply.run_finished and reply.fail_cause not in ("", RUN_FINISHED):
-                raise _over(reply.fail_cause)
+                raise _run_end_error(reply.fail_cause)
             if reply.run_finished or left_s <= hold_s:
                 return reply.run_finished
-            # One that is answered early comes from a server that is going away.
+            # The server answers early when it is shutting down.
             asked = 0 if self.timing.clock() - sent_at >= hold_s / 2 else asked + 1
             if asked:
                 yield Wait(self.timing.delay(asked))
 
-    def _claim_request(
+    def _begin_request(
         self, max_episodes: int, episode_type: ClaimType, pool: str, left_s: float | None
     ) -> HttpRequest:
         hold_s = LONG_POLL_S if left_s is None else min(LONG_POLL_S, left_s)
@@ -407,7 +394,7 @@ class Operations:
     def _settle(
         self, episode: Episode, request: HttpRequest, within_s: float | None = None
     ) -> Operation[None]:
-        """Hand in what ends a claim. Raises ClaimLostError, which the lease keeps as the reason."""
+        """Hand in a result or an abort. On ClaimLostError, the lease is marked as lost too."""
         timeout_s = self.settings.timeout_s
         if within_s is not None:
             request, timeout_s = replace(request, timeout_s=min(request.timeout_s, within_s)), within_s
@@ -417,7 +404,6 @@ class Operations:
 
 
 def episode_uuids(pool: str, task_id: str, group_size: int, round: str) -> list[str]:
-    """The uuids of a group's episodes, in order."""
     names = (json.dumps([pool, task_id, round, index]) for index in range(group_size))
     return [str(uuid5(NAMESPACE, name)) for name in names]
 
@@ -430,7 +416,7 @@ def workflow_output(
     log_metrics: dict[str, float] | None,
     role_rewards: dict[str, float] | None = None,
 ) -> WorkflowOutput:
-    """The arguments of `end_episode` as one message; those given replace what a WorkflowOutput holds."""
+    """Combine the arguments of `end_episode`; they override the fields of a WorkflowOutput."""
     given: dict[str, Any] = {
         "is_success": is_success,
         "metadata": metadata,
@@ -443,23 +429,22 @@ def workflow_output(
     return WorkflowOutput(reward=reward, **given)
 
 
-def _about(path: str, episode: Episode) -> HttpRequest:
+def _claim_request(path: str, episode: Episode) -> HttpRequest:
     message = CanContinueEpisodeRequest(client_uuid=episode.client_uuid, episode_uuid=episode.episode_uuid)
     return post(path, message, key=episode.openai_api_key)
 
 
-def _noted(episode: Episode, reply: CanContinueEpisodeResponse) -> CanContinueEpisodeResponse:
+def _mark_lost(episode: Episode, reply: CanContinueEpisodeResponse) -> CanContinueEpisodeResponse:
     if not reply.can_continue and not reply.stale:
         episode.lease.lose(reply.reason)
     return reply
 
 
-def _over(cause: str) -> RunFinishedError:
+def _run_end_error(cause: str) -> RunFinishedError:
     return RunFinishedError(cause) if cause == RUN_FINISHED else RunFailedError(cause)
 
 
 def _check_worth_waiting(reply: ClaimEpisodeResponse) -> None:
-    """Raises RequestRefusedError for a failure that waiting does not help."""
     if reply.retry_after_s > 0 or any(cause in reply.fail_cause for cause in (NO_EPISODES, WEIGHT_SYNCING)):
         return
     raise RequestRefusedError(200, reply.fail_cause or "the claim failed without a reason")
@@ -469,13 +454,12 @@ def _no_episode(episode_type: ClaimType, pool: str, wait_s: float, fail_cause: s
     wanted = "" if episode_type == "any" else f"{episode_type} "
     where = f" in the pool {pool!r}" if pool else ""
     return (
-        f"no {wanted}episode{where} within {wait_s:g} s, the server says: {fail_cause} "
-        "Wait longer (wait_s), or see what the server holds: tinkerscript status"
+        f"no {wanted}episode{where} within {wait_s:g} s; the server says: {fail_cause} "
+        "Wait longer (wait_s), or run `tinkerscript status` to see what the server holds"
     )
 
 
 def _read_success(body: bytes) -> None:
-    """Raises RequestRefusedError for a reply that reports no success."""
     reply = SuccessResponse.model_validate_json(body)
     if not reply.success:
         raise RequestRefusedError(200, reply.failure_reason or "the server gave no reason")

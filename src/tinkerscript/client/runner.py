@@ -1,9 +1,9 @@
-"""`Runner`: run a rollout function over the server's episodes, several at a time, until stopped.
+"""`Runner` runs a rollout function over the server's episodes, several at a time, until stopped.
 
-Invariant: every claim that it makes is renewed while it is worked on, and then ended, aborted with its
-reason, or known to be lost. A stop lets claimed episodes finish within a grace period and hands back the
-rest, which does not count against them. The run waits while the server restarts, and ends when the trainer
-has finished.
+Invariant: every claim is renewed while it is worked on, and then ended, aborted with a reason, or known
+to be lost. After a stop, claimed episodes may finish within a grace period; the rest is handed back
+without counting as failed. The run waits while the server restarts, and ends when the trainer has
+finished.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ from tinkerscript.tracing import span
 logger = logging.getLogger(__name__)
 
 DEFAULT_GRACE_S = 20.0
-"""With the 10 s that a process may take to end, what Kubernetes and Slurm wait by default."""
+"""Together with 10 s for the process to exit, this is Kubernetes' and Slurm's default grace period."""
 
 INTERRUPT_GRACE_S = 2.0
-"""Grace period after SIGINT, which a person sends."""
+"""Grace period after SIGINT, which people send."""
 
 FINISHED_GRACE_S = 1.0
 """Grace period after the end of the run, which needs no more results."""
@@ -69,23 +69,21 @@ FINISHED_GRACE_S = 1.0
 DEFAULT_GIVE_UP_AFTER_S = 600.0
 DEFAULT_SUMMARY_EVERY_S = 10.0
 
+# A short poll lets a stop take effect without abandoning a claim in flight.
 _POLL_S = 1.0
-"""Seconds that one claim may wait: a stop is noticed without abandoning a claim in flight."""
 
 _MAX_PER_CLAIM = 256
-"""Maximum number of episodes claimed by one request."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatistics:
-    """Outcomes of one run's episodes: claimed = ended + failed + lost + handed_back + running."""
+    """The outcomes of a run's episodes: claimed = ended + failed + lost + handed_back + running."""
 
     claimed: int = 0
     ended: int = 0
-    """The result is stored."""
 
     failed: int = 0
-    """The rollout raised, or returned no usable reward; the reason is recorded."""
+    """The rollout raised or returned no usable reward; the reason is recorded."""
 
     lost: int = 0
     """The claim lost its lease."""
@@ -95,12 +93,11 @@ class RunStatistics:
 
     @property
     def running(self) -> int:
-        """Claimed and still in progress."""
         return self.claimed - self.ended - self.failed - self.lost - self.handed_back
 
 
 class Runner:
-    """One run of a rollout function. `run` may be called once."""
+    """One run of a rollout function. Call `run` only once."""
 
     def __init__(
         self,
@@ -118,20 +115,21 @@ class Runner:
     ) -> None:
         """Configure a run. Raises ValueError for a number out of range.
 
-        Losing a claim cancels an async rollout. A plain function cannot be stopped: it keeps its slot until
-        it returns, its model calls are refused, and it can check `episode.lost` or call `episode.check()`.
+        If its claim is lost, an async rollout is cancelled. A plain function cannot be stopped: it keeps
+        its slot until it returns, but its model calls are refused, and it can check `episode.lost` or call
+        `episode.check()`.
 
         Args:
             rollout: The function to run for each episode, plain or async.
-            client: The server, and the identity to use. The run opens connections of its own.
+            client: The server and the identity to use. The run opens its own connections.
             concurrency: Episodes at a time.
             episode_type: Which episodes to claim.
-            pool: Whose episodes: the trainer's, or a client's own (`client.pool`).
+            pool: Whose episodes to claim: the trainer's, or a client's own (`client.pool`).
             max_episodes: Claim at most this many. None: no limit.
             should_stop: Called before each claim; True ends the run.
-            grace_s: Seconds that running episodes get to finish after a stop.
+            grace_s: Seconds for running episodes to finish after a stop.
             give_up_after_s: Seconds to wait for an unreachable server. None: no limit.
-            summary_every_s: Seconds between the log lines that summarize the run, while it changes.
+            summary_every_s: Seconds between log lines that summarize the run, while it changes.
         """
         if concurrency < 1 or (max_episodes is not None and max_episodes < 1):
             raise ValueError(f"concurrency={concurrency} and max_episodes={max_episodes} must be at least 1")
@@ -150,46 +148,42 @@ class Runner:
         self._claiming: set[asyncio.Task[Any]] = set()
         self._claim_lock = asyncio.Lock()
         self._ready: deque[Episode] = deque()
-        """Claimed, and not yet taken by a slot."""
 
-        self._waits_for = ""
-        """Why nothing can be claimed, as it was logged."""
+        self._logged_wait = ""
 
+        # A repeated failure is logged without a traceback.
         self._last_failure = ""
-        """Of a rollout; the first of several that are alike is logged with its traceback."""
 
         self.has_failed = False
         """Whether the run that it worked for has failed."""
 
         self._idle = 0
-        """Number of slots that wait for an episode."""
 
+        # Distinguishes this run's counts from those of other runs with the same client.
         self._process = uuid4().hex
-        """Tells this run's counts from those of another one with the same client."""
 
         self._counts = dict.fromkeys(RunStatistics.__slots__, 0)
 
     def statistics(self) -> RunStatistics:
-        """A snapshot of the counters."""
         return RunStatistics(**self._counts)
 
     def stop(self, *, grace_s: float | None = None) -> None:
-        """Stop claiming; finish what is claimed within `grace_s` seconds (None: as configured) or hand it
-        back.
+        """Stop claiming, and finish claimed episodes within `grace_s` seconds (None: as configured).
 
-        Call this on the run's event loop.
+        The rest is handed back. Call this on the run's event loop.
         """
         if grace_s is not None:
             self._grace_s = min(grace_s, self._grace_s)
         self._stopping.set()
 
     async def run(self) -> RunStatistics:
-        """Work until stopped, `max_episodes` are done, the run is finished, or the server is away too long.
+        """Work until stopped, until `max_episodes` are done or the run is finished, or until the server is
+        away too long.
 
-        Raises ServerUnreachableError or RequestRefusedError when no episode can be claimed, and
-        WrongTaskError when the rollout raises it: that episode is handed back.
+        Raises ServerUnreachableError or RequestRefusedError if no episode can be claimed, and
+        WrongTaskError if the rollout raises it, in which case that episode is handed back.
         """
-        async with self._client.again(self._give_up_after_s) as client:
+        async with self._client.with_timeout(self._give_up_after_s) as client:
             heartbeats = Heartbeats(client.heartbeat_episode)
             parts = (heartbeats.run(), self._log_summaries(), self._watch_for_the_end(client))
             helpers = [asyncio.create_task(part) for part in parts]
@@ -200,14 +194,13 @@ class Runner:
                 for task in (*slots, *helpers):
                     task.cancel()
                 await asyncio.wait((*slots, *helpers))
-                for episode in self._ready:  # Claimed, and no slot is left to take it.
+                for episode in self._ready:  # Claimed, but all slots have ended.
                     self._counts["claimed"] += 1
-                    await self._last_words(client, episode, None)
+                    await self._settle_quickly(client, episode, None)
             _raise_first([*slots, *helpers])
         return self.statistics()
 
     async def _log_summaries(self) -> None:
-        """Log one line of counts every `summary_every_s` seconds while something runs or has changed."""
         loop = asyncio.get_running_loop()
         before, since = self.statistics(), loop.time()
         while True:
@@ -218,10 +211,8 @@ class Runner:
             before, since = now, at
 
     async def _watch_for_the_end(self, client: AsyncTinkerScriptClient) -> None:
-        """Stop when the run is finished, also while every slot works: the server may not be there for long.
-
-        Without a word for a server that cannot say so, or is away: who claims hears of that.
-        """
+        # All slots may be working when the run finishes, and the server may exit soon. Errors are
+        # ignored, because the next claim reports them.
         with suppress(RequestRefusedError, ServerUnreachableError):
             try:
                 if await client.await_run_end(report=self._report):
@@ -244,7 +235,6 @@ class Runner:
         )
 
     def _finish(self, why: RunFinishedError) -> None:
-        """The run is over: claim no more, in any slot."""
         if self._left != 0 or not self._stopping.is_set():
             logger.info("%s", why)
         self.has_failed = self.has_failed or isinstance(why, RunFailedError)
@@ -252,7 +242,6 @@ class Runner:
         self.stop(grace_s=FINISHED_GRACE_S)
 
     async def _watch(self, slots: list[asyncio.Task[None]], helpers: list[asyncio.Task[None]]) -> None:
-        """Return when all slots are done, or the grace period after a stop or a failed task is over."""
         stopping = asyncio.create_task(self._stopping.wait())
         pending: set[asyncio.Task[Any]] = {*slots, *helpers, stopping}
         try:
@@ -266,7 +255,7 @@ class Runner:
         await self._wind_down(pending & set(slots))
 
     async def _wind_down(self, running: set[asyncio.Task[Any]]) -> None:
-        """Let a claim in flight arrive, then let claimed episodes finish, within the grace period."""
+        """Let a claim in flight arrive and claimed episodes finish, within the grace period."""
         first_s = min(_POLL_S + 1.0, self._grace_s)
         if running:
             _, running = await asyncio.wait(running, timeout=first_s)
@@ -279,17 +268,14 @@ class Runner:
         while (episode := await self._next_episode(client)) is not None:
             self._counts["claimed"] += 1
             if self._stopping.is_set():
-                await self._last_words(client, episode, None)
+                await self._settle_quickly(client, episode, None)
             else:
                 rolling_out = span("episode", parent=episode.traceparent, episode=episode.episode_uuid)
-                with _about(episode), rolling_out, heartbeats.holding(episode) as held:
+                with _log_context(episode), rolling_out, heartbeats.holding(episode) as held:
                     await self._work(client, held)
 
     async def _next_episode(self, client: AsyncTinkerScriptClient) -> Episode | None:
-        """The next episode for this slot; None when the run claims no more.
-
-        One request at a time, which claims for every slot that is idle when it is sent.
-        """
+        # The lock lets one request claim for all idle slots.
         self._idle += 1
         try:
             async with self._claim_lock:
@@ -300,7 +286,6 @@ class Runner:
             self._idle -= 1
 
     async def _claim(self, client: AsyncTinkerScriptClient) -> Sequence[Episode]:
-        """Claim at least one episode; none when this run claims no more."""
         while not self._stopping.is_set() and not self._should_stop() and self._left != 0:
             wanted = min(self._idle, _MAX_PER_CLAIM, self._idle if self._left is None else self._left)
             try:
@@ -309,25 +294,24 @@ class Runner:
                         wanted, self._episode_type, wait_s=_POLL_S, pool=self._pool
                     )
             except NoEpisodeError as error:
-                self._name_the_wait(str(error))
+                self._log_wait(str(error))
                 continue
             except RunFinishedError as finished:
                 self._finish(finished)
                 break
-            self._waits_for = ""
+            self._logged_wait = ""
             self._left = None if self._left is None else self._left - len(episodes)
             return episodes
         return ()
 
-    def _name_the_wait(self, reason: str) -> None:
-        """Log why there is nothing to claim: for each reason once, until there is."""
-        if reason != self._waits_for and not self._ready and not self.statistics().running:
-            self._waits_for = reason
+    def _log_wait(self, reason: str) -> None:
+        if reason != self._logged_wait and not self._ready and not self.statistics().running:
+            self._logged_wait = reason
             logger.info("waiting for an episode: %s", reason)
 
     @contextmanager
     def _interruptible(self) -> Generator[None]:
-        """Mark the current task as waiting for an episode, and safe to cancel."""
+        # A task that waits for an episode is safe to cancel.
         task = cast("asyncio.Task[Any]", asyncio.current_task())
         self._claiming.add(task)
         try:
@@ -336,7 +320,7 @@ class Runner:
             self._claiming.discard(task)
 
     async def _work(self, client: AsyncTinkerScriptClient, held: HeldClaim) -> None:
-        """Run one claimed episode to its end, even when this task is cancelled."""
+        # The episode is settled even if this task is cancelled.
         episode, output = held.episode, None
         try:
             output = as_output(await run_rollout(self._rollout, held))
@@ -346,16 +330,16 @@ class Runner:
             if task is None or not task.cancelling():
                 await self._fail(client, episode, error)
                 return
-            await self._last_words(client, episode, output)
+            await self._settle_quickly(client, episode, output)
             raise
         except ClaimLostError as error:
             if episode.lost:
                 self._lost(episode, error)
-            else:  # From a model call, or another episode: the server decides about this one.
+            else:  # It came from a model call or another episode; the server decides about this one.
                 await self._fail(client, episode, error)
         except WrongTaskError as error:
-            # Every episode of that task would fail here; another worker can run it.
-            await self._last_words(client, episode, None, reason=str(error))
+            # Every episode of that task would fail here, but another worker can run it.
+            await self._settle_quickly(client, episode, None, reason=str(error))
             raise
         except ServerUnreachableError as error:
             if output is None:
@@ -386,7 +370,7 @@ class Runner:
         else:
             self._counts["failed"] += 1
 
-    async def _last_words(
+    async def _settle_quickly(
         self,
         client: AsyncTinkerScriptClient,
         episode: Episode,
@@ -394,7 +378,7 @@ class Runner:
         *,
         reason: str = "the worker was stopped",
     ) -> None:
-        """Hand in the result, or give the episode back, within seconds. Otherwise its lease expires."""
+        # A settlement that takes too long is left to the expiry of the lease.
         try:
             async with asyncio.timeout(LAST_REQUEST_S):
                 if output is None:
@@ -426,8 +410,8 @@ def run(
 ) -> RunStatistics:
     """Run `rollout` over the server's episodes until SIGTERM, SIGINT or `should_stop` ends the run.
 
-    Takes the parameters of `Runner`, and raises what it raises. In a program with its own event loop, use
-    `await Runner(...).run()`. Signals are handled only on the main thread.
+    Parameters and errors are those of `Runner`. In a program with its own event loop, use `await
+    Runner(...).run()`. Signals are handled only on the main thread.
     """
     runner = Runner(
         rollout,
@@ -450,11 +434,12 @@ async def stopped_by_signals(
     first: Callable[[signal.Signals], object] = lambda number: None,
     second: Callable[[signal.Signals], object] = signal.raise_signal,
 ) -> RunStatistics:
-    """Run `runner`; on the main thread SIGTERM and SIGINT stop it gracefully.
+    """Run `runner`; on the main thread, SIGTERM and SIGINT stop it gracefully.
 
-    SIGINT leaves episodes `INTERRUPT_GRACE_S` seconds to finish. `first` is called with the first signal and
-    `second` with the next one, which by default does what it does elsewhere: it ends the process, or raises
-    KeyboardInterrupt. Both are called even while a rollout blocks the event loop.
+    SIGINT leaves episodes `INTERRUPT_GRACE_S` seconds to finish. `first` is called with the first
+    signal and `second` with the next; by default, the second one has its usual effect, which is to end
+    the process or to raise KeyboardInterrupt. Both are called even while a rollout blocks the event
+    loop.
     """
     loop = asyncio.get_running_loop()
     received = list[signal.Signals]()
@@ -475,7 +460,7 @@ async def stopped_by_signals(
 
     on_main_thread = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if on_main_thread else ()
-    # Not the loop's own handlers: those wait for code that blocks the loop.
+    # The loop's own handlers would wait for code that blocks the loop.
     before = {number: signal.signal(number, stop) for number in numbers}
     try:
         return await runner.run()
@@ -484,7 +469,6 @@ async def stopped_by_signals(
 
 
 def summary_line(statistics: RunStatistics, ended_per_minute: float) -> str:
-    """The log line that summarizes a run so far."""
     return (
         f"episodes: claimed={statistics.claimed} ended={statistics.ended} failed={statistics.failed} "
         f"lost={statistics.lost} handed_back={statistics.handed_back} running={statistics.running} "
@@ -492,13 +476,13 @@ def summary_line(statistics: RunStatistics, ended_per_minute: float) -> str:
     )
 
 
-def _about(episode: Episode) -> AbstractContextManager[None]:
+def _log_context(episode: Episode) -> AbstractContextManager[None]:
     name, attempt, client = episode.episode_uuid, episode.attempt, episode.client_uuid
     return about(run=episode.run, episode=name, attempt=attempt, client=client)
 
 
 def _resident_bytes() -> int:
-    """Memory of this process; 0 on a system that does not say."""
+    """Return this process's memory, or 0 on systems that do not report it."""
     try:
         pages = Path("/proc/self/statm").read_text().split()[1]
     except OSError:

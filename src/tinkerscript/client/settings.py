@@ -1,9 +1,9 @@
-"""Which server a client talks to, as whom, and how long it retries; and its connections to that server.
+"""`ClientSettings`: the server, the client's identity and timeouts, and its connections to the server.
 
-The environment gives the server's URL, TINKERSCRIPT_SERVER_URL, and the client's token:
-TINKERSCRIPT_CLIENT_TOKEN, or TINKERSCRIPT_CLIENT_TOKEN_FILE, the path of a file that holds it, such as a
-mounted secret. TINKERSCRIPT_CLIENT_TOKEN takes precedence. TINKERSCRIPT_CA_FILE names the certificates of a
-server whose own are not known to this machine. Tokens are never logged.
+The environment may set the server's URL (TINKERSCRIPT_SERVER_URL) and the client's token, either
+directly (TINKERSCRIPT_CLIENT_TOKEN, which takes precedence) or as the path of a file, such as a mounted
+secret (TINKERSCRIPT_CLIENT_TOKEN_FILE). TINKERSCRIPT_CA_FILE names the certificates of a server that
+this machine does not trust yet. Tokens are never logged.
 """
 
 from __future__ import annotations
@@ -30,28 +30,26 @@ CA_FILE = "TINKERSCRIPT_CA_FILE"
 
 DEFAULT_SERVER_URL = "http://127.0.0.1:10086"
 LATEST = Path("runs/latest")
-"""The newest run of the working directory."""
+"""The newest run in the working directory."""
 
 DEFAULT_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """Which server a client talks to, as whom, and how long it retries."""
-
     server_url: str
     client_uuid: str
     token: str | None = field(default=None, repr=False)
-    """Token of the client role; None where the server asks for none."""
+    """Token of the client role; None if the server requires none."""
 
     timeout_s: float | None = DEFAULT_TIMEOUT_S
-    """Seconds for which an operation is retried while the server is unreachable. None: no limit."""
+    """Seconds for which operations are retried while the server is unreachable. None: no limit."""
 
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
     """Seconds without activity after which a claim's lease expires."""
 
     ca_file: str | None = None
-    """PEM file of certificates that an https:// server is verified against, besides the machine's own."""
+    """PEM file with certificates for an https:// server, in addition to the machine's."""
 
     def __post_init__(self) -> None:
         checked_url(self.server_url)
@@ -62,7 +60,7 @@ class ClientSettings:
         return self.client_uuid
 
     def tls(self) -> ssl.SSLContext:
-        """The context that verifies the server; for http://, one that trusts nothing.
+        """Return the context that verifies the server; for http://, one that trusts nothing.
 
         Raises ValueError for certificates that cannot be read.
         """
@@ -74,7 +72,6 @@ class ClientSettings:
             raise ValueError(f"ca_file: cannot read certificates from {self.ca_file}: {error}") from error
 
     def connections(self) -> dict[str, Any]:
-        """The arguments of httpx's client."""
         return {
             "base_url": self.server_url,
             "headers": self.headers(),
@@ -83,13 +80,12 @@ class ClientSettings:
         }
 
     def headers(self) -> dict[str, str]:
-        """Headers of every request."""
         headers = {"Content-Type": "application/json"}
         return headers | {"Authorization": f"Bearer {self.token}"} if self.token else headers
 
 
 def checked_url(url: str) -> str:
-    """`url` without a slash at its end. Raises ValueError if it is not an HTTP URL."""
+    """Return `url` without a trailing slash. Raises ValueError if it is not an HTTP URL."""
     url = url.strip().rstrip("/")
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"server_url must start with http:// or https://, got {url!r}")
@@ -97,10 +93,10 @@ def checked_url(url: str) -> str:
 
 
 def url_of_run(folder: Path) -> str:
-    """The URL of the server of the run in `folder`, from its `server.json`.
+    """Return the URL of the server of the run in `folder`, from its `server.json`.
 
-    Raises ValueError if no server runs, or if the file may not be this user's word: a folder from elsewhere
-    must not name the server that gets this user's token.
+    Raises ValueError if no server runs, or if the file is not owned by this user: otherwise a
+    downloaded folder could decide which server gets the user's token.
     """
     path = folder / "server.json"
     try:
@@ -128,7 +124,7 @@ def _is_loopback(url: str) -> bool:
 
 
 def local_server_url() -> str:
-    """The URL of the server of the newest run here, or without one the default."""
+    """Return the URL of the newest local run's server, or the default."""
     with suppress(ValueError):
         return url_of_run(LATEST)
     return DEFAULT_SERVER_URL
@@ -142,8 +138,9 @@ def make_settings(
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
     ca_file: str | None = None,
 ) -> ClientSettings:
-    """Settings, with a new `client_uuid` if none is given, and the token that the environment names if None
-    is. Raises ValueError for a bad URL or token file.
+    """Create settings, with a new `client_uuid` and the environment's token unless given.
+
+    Raises ValueError for a bad URL or token file.
     """
     return ClientSettings(
         checked_url(server_url),
@@ -156,12 +153,12 @@ def make_settings(
 
 
 def settings_from_env(environ: Mapping[str, str] = os.environ) -> ClientSettings:
-    """The settings that the environment gives. Raises ValueError for a bad URL or token file."""
+    """Read the settings from the environment. Raises ValueError for a bad URL or token file."""
     return make_settings(environ.get(SERVER_URL) or DEFAULT_SERVER_URL, token=client_token(environ))
 
 
 def client_token(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The client's token; None if the environment names none.
+    """Return the client's token, or None if the environment has none.
 
     Raises ValueError for a token file that is empty or cannot be read.
     """
@@ -169,7 +166,7 @@ def client_token(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def role_token(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """The token in the variable `name`, or in the file that `<name>_FILE` names; None without either.
+    """Return the token in the variable `name`, or in the file named by `<name>_FILE`, or None.
 
     Raises ValueError for a token file that is empty or cannot be read.
     """
@@ -187,7 +184,7 @@ def role_token(name: str, environ: Mapping[str, str] = os.environ) -> str | None
 
 @cache
 def certificates(ca_file: str | None) -> ssl.SSLContext:
-    """The machine's certificates and those of `ca_file`, read once: it takes tens of milliseconds."""
+    """Load the machine's certificates and `ca_file`. Cached, because it takes tens of milliseconds."""
     context = ssl.create_default_context()
     if ca_file is not None:
         context.load_verify_locations(ca_file)

@@ -1,9 +1,9 @@
-"""`TinkerScriptClient`: the client for ordinary, blocking programs.
+"""`TinkerScriptClient` is the client for ordinary, blocking programs.
 
-It runs an `AsyncTinkerScriptClient` on an event loop in a thread of its own, so the two faces cannot differ.
+It runs an `AsyncTinkerScriptClient` on an event loop in its own thread, so that the two cannot differ.
 
-Invariants: an interrupted call leaves nothing behind on the loop; closing a client ends every wait of other
-threads at once.
+Invariants: an interrupted call leaves nothing on the loop, and closing a client ends the waits of other
+threads.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S, TRAINER_POOL,
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LAST_TASKS_S = 1.0
-"""Seconds that what still runs when a client is closed may take to end by itself."""
+CLOSE_GRACE_S = 1.0
+"""Seconds for running tasks to end when the client is closed."""
 
 
 def _blocking(
     method: Callable[Concatenate[AsyncTinkerScriptClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[TinkerScriptClient, P], T]:
-    """The same method of the blocking client."""
-
     @wraps(method)
     def call(self: TinkerScriptClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self.run(method(self.asynchronous, *args, **kwargs))
@@ -44,9 +42,10 @@ def _blocking(
 
 
 class TinkerScriptClient:
-    """Claims episodes from an interchange server and hands in the results. May be used from several threads.
+    """Claims episodes from an interchange server and hands in their results. Safe to use from several
+    threads.
 
-    Requests are retried while the server is unreachable or busy, for `timeout_s` seconds.
+    Requests are retried for `timeout_s` seconds while the server is unreachable or busy.
     """
 
     def __init__(
@@ -59,7 +58,8 @@ class TinkerScriptClient:
         allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
         ca_file: str | None = None,
     ) -> None:
-        """Create a client; nothing is sent yet. Takes and raises what `AsyncTinkerScriptClient` does."""
+        """Create a client without sending anything. Arguments and errors are those of
+        `AsyncTinkerScriptClient`."""
         self.asynchronous = AsyncTinkerScriptClient(
             server_url,
             client_uuid=client_uuid,
@@ -76,10 +76,9 @@ class TinkerScriptClient:
 
     @classmethod
     def from_env(cls) -> TinkerScriptClient:
-        """A client of the server that the environment names: TINKERSCRIPT_SERVER_URL and _CLIENT_TOKEN.
+        """Create a client for the server in TINKERSCRIPT_SERVER_URL, with TINKERSCRIPT_CLIENT_TOKEN.
 
-        The environment is read at first use, where ValueError is raised for a URL or token file that cannot
-        be used.
+        The environment is read at first use, which raises ValueError for an unusable URL or token file.
         """
         client = cls("http://unused", token="")
         client.asynchronous = AsyncTinkerScriptClient.from_env()
@@ -87,12 +86,11 @@ class TinkerScriptClient:
 
     @property
     def settings(self) -> ClientSettings:
-        """The server, the client's name and token, and its timeouts."""
         return self.asynchronous.settings
 
     @property
     def pool(self) -> str:
-        """The pool that `register_episode` fills; its name is the `client_uuid`."""
+        """The pool that `register_episode` fills, named after the `client_uuid`."""
         return self.settings.pool
 
     def begin_episode(
@@ -103,12 +101,12 @@ class TinkerScriptClient:
         pool: str = TRAINER_POOL,
         heartbeat: bool = True,
     ) -> ClaimedEpisode:
-        """Claim an episode; waits up to `wait_s` seconds for one (None: no limit).
+        """Claim an episode, waiting up to `wait_s` seconds for one (None: no limit).
 
-        `pool` names whose episodes: the trainer's, or a client's own (`client.pool`). The episode can be used
+        `pool` selects the trainer's episodes or a client's own (`client.pool`). The episode can be used
         in a `with` block: if the block raises, the episode is given back with the reason, and with
-        `heartbeat` the claim is renewed while the block runs (`Episode.lost` says how a block learns that its
-        claim is lost). Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or
+        `heartbeat` the claim is renewed while the block runs (see `Episode.lost` for how a block learns
+        that its claim is lost). Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or
         RequestRefusedError.
         """
         (episode,) = self.begin_episodes(1, episode_type, wait_s, pool=pool, heartbeat=heartbeat)
@@ -123,7 +121,7 @@ class TinkerScriptClient:
         pool: str = TRAINER_POOL,
         heartbeat: bool = True,
     ) -> list[ClaimedEpisode]:
-        """Claim up to `max_episodes` (1 to 256) with one request; waits until there is at least one.
+        """Claim 1 to `max_episodes` (at most 256) with one request, waiting until there is one.
 
         Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or RequestRefusedError.
         """
@@ -149,7 +147,7 @@ class TinkerScriptClient:
     drop_failed_episodes = _blocking(AsyncTinkerScriptClient.drop_failed_episodes)
 
     def close(self) -> None:
-        """Close the connections. Whoever waits for an answer gets ClientClosedError at once."""
+        """Close the connections. Pending calls raise ClientClosedError at once."""
         with self._lock:
             loop, thread, self._is_closed = self._loop, self._thread, True
             self._loop = self._thread = None
@@ -163,7 +161,7 @@ class TinkerScriptClient:
     async def _end_tasks(self) -> None:
         await self.asynchronous.close()
         if others := asyncio.all_tasks() - {asyncio.current_task()}:
-            _, late = await asyncio.wait(others, timeout=LAST_TASKS_S)
+            _, late = await asyncio.wait(others, timeout=CLOSE_GRACE_S)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
@@ -178,8 +176,8 @@ class TinkerScriptClient:
     def held(self, episode: Episode, *, heartbeat: bool) -> Generator[None]:
         """Renew the claim while this block runs, and give the episode back if the block raises.
 
-        A block that neither ends nor aborts its episode gives it back too, with a warning. What the block of
-        a claimed episode does, for an `Episode` from elsewhere.
+        If the block neither ends nor aborts the episode, it is given back with a warning. The block of
+        a claimed episode does the same; this is for other `Episode`s.
         """
         try:
             with self._renewing(episode) if heartbeat else nullcontext():
@@ -203,7 +201,7 @@ class TinkerScriptClient:
             await heartbeats.run()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work` on the client's event loop; an interrupt cancels it."""
+        """Run `work` on the client's event loop and return its result. An interrupt cancels it."""
         try:
             loop = self._running()
         except ClientClosedError:
@@ -217,12 +215,11 @@ class TinkerScriptClient:
             raise
 
     def _running(self) -> asyncio.AbstractEventLoop:
-        """The client's event loop, started at first use. Raises ClientClosedError."""
         with self._lock:
             if self._is_closed:
                 raise ClientClosedError(CLOSED)
             if self._loop is None or self._process != os.getpid():
-                if self._process:  # The thread and the connections are those of the process that forked.
+                if self._process:  # After a fork, thread and connections still belong to the parent.
                     self.asynchronous.reopen()
                 self._process, self._loop = os.getpid(), asyncio.new_event_loop()
                 self._thread = threading.Thread(target=self._loop.run_forever, name="client", daemon=True)
@@ -232,11 +229,10 @@ class TinkerScriptClient:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimedEpisode(Episode):
-    """An episode whose `with` block renews its claim, and gives it back if it raises."""
+    """An episode to use in a `with` block, which renews the claim and gives it back on errors."""
 
     client: TinkerScriptClient = field(repr=False, compare=False)
     heartbeat: bool = field(default=True, repr=False, compare=False)
-    """Whether the `with` block renews the claim."""
 
     _block: ExitStack = field(default_factory=ExitStack, init=False, repr=False, compare=False)
 

@@ -1,1 +1,1 @@
-"""What the commands of `tinkerscript` do; `cli` parses their options."""
+"""The implementations of the `tinkerscript` commands; `cli` parses their options."""

@@ -1,10 +1,8 @@
-"""`tinkerscript eval`: evaluate a model on a task through our OpenAI-compatible endpoint.
+"""`tinkerscript eval` evaluates a model on a task through our OpenAI-compatible endpoint.
 
-Inspect's own `eval_async` runs the samples of its tasks and writes its usual log; `evaluate_task` runs those
-of other kinds, as a worker runs them.
-
-Invariant: a rollout that raises is a failed sample, with its reason in the log; it is not averaged into a
-score.
+Inspect's `eval_async` runs Inspect tasks and writes its usual log. `evaluate_task` runs other tasks as
+a worker does. Invariant: a rollout that raises is a failed sample with its reason in the log; it is
+never averaged into a score.
 """
 
 from __future__ import annotations
@@ -44,13 +42,13 @@ from tinkerscript.workers.chat_endpoint import ChatEndpoint
 from tinkerscript.workers.inspect_task import InspectTask
 
 SERVICE = "tinkerscript"
-"""Inspect's name for the endpoint: the model is `openai-api/tinkerscript/<model>` in logs."""
+"""Inspect's name for the endpoint. In logs the model is `openai-api/tinkerscript/<model>`."""
 
 
 async def evaluate_command(options: EvalOptions, console: Console) -> int:
-    """Run the eval and print its scores; returns 0, or 1 if the eval or one of its samples failed.
+    """Run the eval and print its scores. Returns 1 if the eval or a sample failed, otherwise 0.
 
-    Raises ConfigError for a task or checkpoint that cannot be used, ServerUnreachableError.
+    Raises ConfigError for an unusable task or checkpoint, and ServerUnreachableError.
     """
     if kind_of(options.task) != INSPECT:
         return await evaluate_task(options, console)
@@ -62,11 +60,13 @@ async def evaluate_command(options: EvalOptions, console: Console) -> int:
 
 
 async def evaluate(options: EvalOptions, console: Console) -> EvalLog:
-    """Run the eval of an Inspect task; returns its log, which is on disk too. Raises as `evaluate_command`
-    does."""
+    """Run the eval of an Inspect task and return its log, which is also on disk.
+
+    Raises what `evaluate_command` raises.
+    """
     info, roles = _task(options), _roles(options.model_roles)
     os.environ.setdefault("INSPECT_DISPLAY", "rich" if console.is_terminal else "none")
-    display_type()  # Makes Inspect read it now; eval_async would use plain lines.
+    display_type()  # Makes Inspect read the variable now; eval_async would use plain lines.
     async with model_endpoint(options, console) as endpoint:
         running = eval_async(
             info.fresh_task(),
@@ -85,7 +85,6 @@ async def evaluate(options: EvalOptions, console: Console) -> EvalLog:
 
 
 def _task(options: EvalOptions) -> InspectTaskInfo:
-    """The task. Raises ConfigError for one that cannot be loaded, or whose sandbox is not available."""
     task = usable_task(options.task, options.task_args)
     assert isinstance(task, InspectTask), "kind_of said so"
     info = task.info
@@ -99,32 +98,29 @@ def _task(options: EvalOptions) -> InspectTaskInfo:
 
 
 def _sandbox(named: str | None) -> str | tuple[str, str] | None:
-    """Type, or type and config file, as Inspect takes it."""
     kind, _, config = (named or "").partition(":")
     return (kind, config) if config else kind or None
 
 
 def _roles(names: Mapping[str, Any]) -> dict[str, str | Model | list[str | Model]]:
-    """The model of each role. Raises ConfigError for a model that Inspect cannot use."""
     models: dict[str, str | Model | list[str | Model]] = {}
     for role, name in names.items():
         if not isinstance(name, str):
             raise ConfigError(f"--model-roles: the model of {role!r} must be a name, got {json.dumps(name)}")
         try:
             models[role] = get_model(name)
-        except Exception as error:  # Any kind: unknown provider, missing package, missing key.
+        except Exception as error:  # Inspect raises many kinds: unknown provider, missing package or key.
             raise ConfigError(f"--model-roles: {role!r}: {name!r} cannot be used: {_plain(error)}") from error
     return models
 
 
 def _plain(error: Exception) -> str:
-    """The error in one line. Inspect's PrerequisiteError keeps its text, with rich's tags, in `message`."""
+    # Inspect's PrerequisiteError has its text, with rich's tags, in `message`.
     text = re.sub(r"\[/?bold\]", "", str(getattr(error, "message", error)))
     return " ".join(text.split())
 
 
 async def _model(url: str, options: EvalOptions) -> Model:
-    """The endpoint's first model. Raises what `model_name` raises."""
     name = await model_name(url, options)
     config = GenerateConfig(
         temperature=options.temperature,
@@ -143,7 +139,7 @@ def _print(log: EvalLog, console: Console) -> None:
         for name, metric in score.metrics.items():
             table.add_row(score.name, name, f"{metric.value:.3f}")
     console.print(table)
-    # Inspect has no results where every sample failed, and counts no failure in them where some did.
+    # Inspect has no results if every sample failed, and does not count failures otherwise.
     failed = [sample for sample in log.samples or [] if sample.error is not None]
     scored = len(log.samples or []) - len(failed)
     if log.error is not None:
@@ -159,54 +155,51 @@ def _print(log: EvalLog, console: Console) -> None:
 
 
 MODELS_TIMEOUT_S = 30.0
-"""Seconds that the endpoint may take to list its models."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """What to evaluate, and how. Give either `checkpoint` or `server`."""
+    """The options of an evaluation. Give either `checkpoint` or `server`."""
 
     task: str
     """`file.py@name`, a registered name, or a task of another kind."""
 
     checkpoint: str | None = None
-    """Folder or URL of a trained model; it is served while the eval runs."""
+    """The folder or URL of a trained model to serve while the eval runs."""
 
     server: str = ""
-    """URL of a running `tinkerscript serve --checkpoint`, or of another OpenAI-compatible endpoint."""
+    """The URL of a running `tinkerscript serve --checkpoint`, or of another OpenAI-compatible endpoint."""
 
     api_key: str = "none"
     task_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     model_roles: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Inspect's name of the model for each role, such as a grader."""
+    """The model of each role, such as a grader."""
 
     limit: int | None = None
-    """Maximum number of samples. None: all."""
+    """The maximum number of samples, or None."""
 
     epochs: int | None = None
-    """Attempts at each sample. None: the task's own setting."""
+    """The attempts at each sample, or None for the task's setting."""
 
     temperature: float | None = None
     max_tokens: int | None = None
     max_connections: int = 32
     sandbox: str | None = None
-    """Replaces the task's own sandbox: `TYPE`, or `TYPE:CONFIG_FILE`."""
+    """A sandbox that replaces the task's: `TYPE`, or `TYPE:CONFIG_FILE`."""
 
     log_dir: Path = Path("logs")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelEndpoint:
-    """Where to reach the model."""
-
     url: str
     """Base URL for OpenAI clients."""
 
     supervisor: Supervisor | None = None
-    """Supervisor of the server that this eval started; None for a server that runs already."""
+    """The supervisor of the server that this eval started, or None."""
 
     async def failed(self) -> None:
-        """Never returns; raises when the server or its engine cannot run."""
+        """Wait forever, or raise if the server or its engine cannot run."""
         if self.supervisor is None:
             await asyncio.Event().wait()
         else:
@@ -215,9 +208,9 @@ class ModelEndpoint:
 
 @asynccontextmanager
 async def model_endpoint(options: EvalOptions, console: Console) -> AsyncGenerator[ModelEndpoint]:
-    """The server that runs already, or a new one for the checkpoint. Raises ConfigError."""
+    """Yield the running server, or start one for the checkpoint. Raises ConfigError."""
     if (options.checkpoint is None) == (not options.server):
-        raise ConfigError("give one of --checkpoint FOLDER and --server URL")
+        raise ConfigError("give either --checkpoint FOLDER or --server URL")
     if options.checkpoint is None:
         yield ModelEndpoint(f"{options.server.rstrip('/').removesuffix('/v1')}/v1")
         return
@@ -226,7 +219,10 @@ async def model_endpoint(options: EvalOptions, console: Console) -> AsyncGenerat
 
 
 async def model_name(url: str, options: EvalOptions) -> str:
-    """The endpoint's first model. Raises ServerUnreachableError, or ConfigError if the endpoint refuses."""
+    """Return the name of the endpoint's first model.
+
+    Raises ServerUnreachableError, or ConfigError if the endpoint refuses.
+    """
     headers = {"Authorization": f"Bearer {options.api_key}"}
     try:
         async with httpx.AsyncClient(timeout=MODELS_TIMEOUT_S) as http:
@@ -239,13 +235,15 @@ async def model_name(url: str, options: EvalOptions) -> str:
 
 
 async def evaluate_task(options: EvalOptions, console: Console) -> int:
-    """Run the samples, print the scores and write them; returns 0, or 1 if a sample failed.
+    """Run the samples, print the scores and write them. Returns 1 if a sample failed, otherwise 0.
 
-    Raises ConfigError for a task or checkpoint that cannot be used, or an option of Inspect alone,
+    Raises ConfigError for an unusable task or checkpoint or an option that only Inspect has, and
     ServerUnreachableError.
     """
     if options.model_roles or options.sandbox:
-        raise ConfigError(f"--model-roles and --sandbox are for Inspect tasks; {options.task!r} is none")
+        raise ConfigError(
+            f"--model-roles and --sandbox need an Inspect task, and {options.task!r} is not one"
+        )
     task = usable_task(options.task, options.task_args)
     samples = list(task.samples(held_out=True))[: options.limit]
     if not samples:
@@ -261,7 +259,6 @@ async def evaluate_task(options: EvalOptions, console: Console) -> int:
 async def _run(
     task: Task, samples: Sequence[TaskSample], url: str, options: EvalOptions
 ) -> list[dict[str, Any]]:
-    """A line for each attempt at each sample."""
     limits = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     chat = ChatEndpoint()
     model = EpisodeModel(

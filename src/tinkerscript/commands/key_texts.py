@@ -1,4 +1,4 @@
-"""What `tinkerscript config` and docs/config.md say about each key: its type, default and meaning."""
+"""The texts of `tinkerscript config` and docs/config.md: type, default and meaning of each key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tinkerscript.config import RunConfig
 def key_texts(
     beginning: str, model: type[BaseModel] = RunConfig, prefix: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """Each key that begins so, with its default and what it may hold, and its meaning."""
+    """Yield a title (key, default and type) and the meaning of each key that starts with `beginning`."""
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
         if section := section_of(field.annotation):
@@ -28,7 +28,7 @@ def key_texts(
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
-    """The model of a section, or of each entry of a list of them or of a mapping from names to them."""
+    """Return the model of a section, or of a section's list or mapping entries."""
     if get_origin(annotation) in (list, dict):
         annotation = get_args(annotation)[-1]
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None

@@ -1,4 +1,4 @@
-"""`tinkerscript train --plan`: what a config starts, what it needs, and where its model calls go."""
+"""`tinkerscript train --plan` shows what a config starts, what it needs, and where its model calls go."""
 
 from __future__ import annotations
 
@@ -27,17 +27,15 @@ if TYPE_CHECKING:
     from tinkerscript.train.samples import TaskSamples
 
 ASSUMED_PROMPT_TOKENS = 1024
-"""Of the prompts that the memory is computed for where samples do not say: those that clients register."""
+"""The assumed prompt length if clients register the samples, so that they are unknown."""
 
 TEMPLATE_TOKENS = 64
-"""What a chat template adds to a sample, about."""
+"""The approximate length that a chat template adds."""
 
 MEASURED_SAMPLES = 200
-"""Whose lengths are counted."""
 
 
 def print_plan(path: Path | None, overrides: list[str], console: Console) -> None:
-    """Print the plan of a config. Raises ConfigError."""
     if path is None:
         raise ConfigError("--plan: give a CONFIG")
     for line in plan(load_config(path, overrides)):
@@ -45,8 +43,6 @@ def print_plan(path: Path | None, overrides: list[str], console: Console) -> Non
 
 
 def plan(config: RunConfig) -> list[str]:
-    """Lines for the terminal."""
-
     @cache
     def samples() -> TaskSamples:
         from tinkerscript.train.samples import TaskSamples
@@ -67,21 +63,20 @@ def _line(name: str, text: str) -> str:
 
 
 def _processes(config: RunConfig) -> list[str]:
-    """What the launcher starts: the same, on one machine or on many."""
-    cluster, ray = config.cluster, "a Ray of its own on this machine"
+    cluster, ray = config.cluster, "a new Ray cluster on this machine"
     where = "this machine" if cluster.launcher == "local" else cluster.address or ray
     lines = [f"processes that the run starts, on {where}", _line("to train", _trainer(config.engine))]
     for _, group in groupby(plan_of(config, config.new_folder(datetime.now())), key=_alike):
         first, *more = group
         name = f"{first.name}-{more[-1].name.split()[-1]}" if more else first.name
-        room = first.room
+        room = first.resources
         gpus = f" and {room.gpus} GPU" if room.gpus else ""
         facts = [
             *([f"{room.cpus:g} CPU{gpus}{' each' if more else ''}"] if room.cpus else []),
-            *(["beside the trainer"] if first.is_beside and first.name != TRAINER_PROCESS else []),
+            *(["with the trainer"] if first.on_trainer_machine and first.name != TRAINER_PROCESS else []),
             *([f"after the {' and the '.join(first.after)}"] if first.after else []),
             *(["while episodes wait"] if first.on_demand else []),
-            *([f"restarted {first.restarts} times at most"] if first.restarts else []),
+            *([f"restarted at most {first.restarts} times"] if first.restarts else []),
             *([f"gets {', '.join(first.secrets)} if set"] if first.secrets else []),
         ]
         own = dict(first.environment) | ({"RANK": name.split()[-1]} if "RANK" in first.environment else {})
@@ -95,7 +90,7 @@ def _processes(config: RunConfig) -> list[str]:
 
 
 def _alike(process: PlannedProcess) -> tuple[object, ...]:
-    """The same for processes that differ only in their number."""
+    # Processes that differ only in their number are shown once.
     kind = process.name.rpartition(" ")[0] or process.name
     environment = tuple((key, value) for key, value in process.environment.items() if key != "RANK")
     return kind, process.command, environment, process.on_demand
@@ -116,7 +111,6 @@ def _trainer(engine: EngineConfig) -> str:
 
 
 def _memory(config: RunConfig, samples: Callable[[], TaskSamples]) -> list[str]:
-    """What the devices of the trainer and of the replicas hold, and the disk."""
     engine, launch = config.engine, config.inference.launch
     if engine.backend == "tinker":
         return []
@@ -142,21 +136,21 @@ def _memory(config: RunConfig, samples: Callable[[], TaskSamples]) -> list[str]:
     ]
     wanted = config.sampling.reply_tokens
     if work.rows and work.length < prompt + wanted:
-        text = f"{wanted:,} do not fit the context of {work.length:,} behind a prompt of {prompt:,}"
-        lines.append(_line("sampling.max_tokens", f"{text}: a reply without an end fills it"))
+        text = f"{wanted:,} do not fit the context of {work.length:,} after a prompt of {prompt:,}"
+        lines.append(_line("sampling.max_tokens", f"{text}; replies are cut off earlier"))
     if work.rows:
         more = _gib(memory.sampling - memory.weights - memory.adapters)
         text = f"{work.rows} sequences of {work.length:,} tokens; {_gib(memory.total)} in all"
         lines.append(_line("to sample", f"{more} more, for {text}"))
     beside = _gib((memory.adapters or memory.weights) + memory.gradients + memory.moments)
     for name in config.trained_roles:
-        lines.append(_line(name, f"{beside} of weights and AdamW's moments, trained beside the policy"))
+        lines.append(_line(name, f"{beside} of weights and AdamW's moments, trained like the policy"))
     lines += frozen
     if launch.replicas:
         share = _gib(memory.weights // launch.tensor_parallel)
-        lines.append(_line("vLLM", f"{share} of weights a GPU, and its cache beside them"))
+        lines.append(_line("vLLM", f"{share} of weights per GPU, plus its cache"))
     kept, calls = config.training.keep_checkpoints, _gib(config.recording_limit_mb * 2**20)
-    disk = f"{_gib(_checkpoints(config, memory))}: {kept} that are kept and one that is written"
+    disk = f"{_gib(_checkpoints(config, memory))}: {kept} that are kept and one being written"
     lines += [
         "disk",
         _line("checkpoints", f"{disk}, {_gib(memory.checkpoint)} each"),
@@ -170,9 +164,9 @@ def _memory(config: RunConfig, samples: Callable[[], TaskSamples]) -> list[str]:
 
 
 def _frozen(config: RunConfig) -> list[str]:
-    """What the frozen roles hold beside the model that trains: each base once.
+    """Describe what frozen roles hold besides the policy, counting each base model once.
 
-    Raises ConfigError for a model that is not there.
+    Raises ConfigError for a missing model.
     """
     from transformers import AutoConfig
 
@@ -196,7 +190,7 @@ def _frozen(config: RunConfig) -> list[str]:
 
 
 def _dtype(engine: EngineConfig) -> torch.dtype:
-    """Of the engine's products, as far as it can be told from here."""
+    """Return the type of the engine's matrix products, as far as known without the device."""
     import torch
 
     from tinkerscript.engine.context import compute_dtype
@@ -206,10 +200,6 @@ def _dtype(engine: EngineConfig) -> torch.dtype:
 
 
 def _formula(config: RunConfig, prompt: int) -> tuple[Memory, Workload]:
-    """The memory of the trainer, and what it is computed for: prompts of at most `prompt` tokens.
-
-    Raises ConfigError for a model whose config cannot be had.
-    """
     import torch
     from transformers import AutoConfig
 
@@ -242,7 +232,6 @@ def _formula(config: RunConfig, prompt: int) -> tuple[Memory, Workload]:
 
 
 def _prompt_tokens(config: RunConfig, samples: Callable[[], TaskSamples]) -> int:
-    """Of the longest among the first samples, by the model's tokenizer."""
     if not config.all_tasks or config.method == "sft":
         return ASSUMED_PROMPT_TOKENS
     from tokenizers import Tokenizer
@@ -253,15 +242,15 @@ def _prompt_tokens(config: RunConfig, samples: Callable[[], TaskSamples]) -> int
 
 
 def check_fits(config: RunConfig, folder: Path, note: Callable[[str], None]) -> None:
-    """Tell `note` if the largest batches may have no room here.
+    """Call `note` if the largest batches may not fit on this machine.
 
-    Raises ConfigError for a run whose weights and optimizer, or checkpoints, have none.
+    Raises ConfigError if the weights and the optimizer, or the checkpoints, do not fit.
     """
     if config.engine.backend == "tinker":
         return
     try:
         memory, _ = _formula(config, ASSUMED_PROMPT_TOKENS)
-    except (OSError, ValueError, RuntimeError):  # A model or device that the engine refuses with the reason.
+    except (OSError, ValueError, RuntimeError):  # The engine refuses such a model or device with the reason.
         return
     if problem := _without_room(config, memory, folder):
         raise ConfigError(problem)
@@ -270,7 +259,7 @@ def check_fits(config: RunConfig, folder: Path, note: Callable[[str], None]) -> 
 
 
 def _without_room(config: RunConfig, memory: Memory, folder: Path) -> str:
-    """What certainly has no room; empty for nothing. What a batch takes is not counted: it depends."""
+    """Return what cannot fit regardless of the batch, or ""."""
     from tinkerscript.engine.memory import available_memory
 
     engine = config.engine
@@ -294,7 +283,7 @@ def _without_room(config: RunConfig, memory: Memory, folder: Path) -> str:
 
 
 def _too_much(config: RunConfig, memory: Memory) -> str:
-    """What has no room if batches become as large as they can; empty for nothing."""
+    """Return what does not fit with the largest possible batches, or ""."""
     from tinkerscript.engine.memory import available_memory
 
     engine = config.engine
@@ -304,16 +293,15 @@ def _too_much(config: RunConfig, memory: Memory) -> str:
     ways = {
         "engine.activation_checkpointing=true": not engine.activation_checkpointing,
         "engine.lora.rank=16": not engine.lora.rank,
-        "less workers.concurrency": True,
+        "a lower workers.concurrency": True,
     }
     return (
         f"training and sampling take up to {_gib(memory.total)} with {engine.model}, and {engine.device} has "
-        f"{_gib(room)} free; {', '.join(way for way, helps in ways.items() if helps)}: each needs less"
+        f"{_gib(room)} free; to need less, use {' or '.join(way for way, helps in ways.items() if helps)}"
     )
 
 
 def _checkpoints(config: RunConfig, memory: Memory) -> int:
-    """Bytes of those that are kept, and of the one that is being written."""
     return (config.training.keep_checkpoints + 1) * memory.checkpoint
 
 
@@ -354,7 +342,7 @@ def _learning_rate(config: RunConfig) -> list[str]:
         chosen, notes = resolved(config, folder)
         trains = rates_of(config, folder).trains
     except ConfigError:
-        return []  # The memory says what is wrong with the model.
+        return []  # `_memory` reports what is wrong with the model.
     said = notes if config.training.learning_rate else ()
     rate = f"  {chosen.training.learning_rate:g}, for {trains}"
     return ["learning rate", rate, *(f"  {note}" for note in said)]
@@ -381,7 +369,7 @@ def _evaluation(config: RunConfig, samples: Callable[[], TaskSamples]) -> str:
         return often
     try:
         shared, number = samples().trained_too(episodes)
-    except (ConfigError, ModuleNotFoundError):  # The memory says so.
+    except (ConfigError, ModuleNotFoundError):  # `_memory` reports this.
         return often
     if not shared:
         return f"{episodes:,} held out, before and after training"

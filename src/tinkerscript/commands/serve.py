@@ -1,6 +1,7 @@
-"""`tinkerscript serve`: a model, or the episodes of a run whose trainer is started separately.
+"""`tinkerscript serve` serves a model, or the episodes of a run with a separate trainer.
 
-Owns the child processes: the server and, for a model, `tinkerscript engine`. They end with the command.
+It owns the child processes, which end with the command: the server and, for a model, `tinkerscript
+engine`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tinkerscript.config import (
 )
 from tinkerscript.dashboard.terminal import print_wrapped
 from tinkerscript.errors import ConfigError
-from tinkerscript.files import followed, write_atomically
+from tinkerscript.files import resolve_link, write_atomically
 from tinkerscript.ledger import is_shared
 from tinkerscript.model_folder import context_of, model_folder, model_name, pinned_model
 from tinkerscript.processes.children import (
@@ -46,22 +47,19 @@ from tinkerscript.processes.supervisor import Supervisor
 from tinkerscript.train.identity import check_unused, check_whole, identify
 
 READY_POLL_S = 0.2
-"""Between two looks at whether a model has loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model behind a server, and the supervisor of both."""
-
     name: str
     address: ServerAddress
     supervisor: Supervisor
 
 
 def served_config(folder: Path, host: str, port: Port) -> RunConfig:
-    """The config that serves the model in `folder`; answers are limited only by the context length.
+    """Return the config that serves the model in `folder`, with replies limited only by the context length.
 
-    Raises ConfigError for a model that does not say its context length.
+    Raises ConfigError for a model without a context length.
     """
     return RunConfig(
         engine=EngineConfig(model=str(folder.absolute())),
@@ -74,10 +72,10 @@ def served_config(folder: Path, host: str, port: Port) -> RunConfig:
 async def served_checkpoint(
     checkpoint: str, host: str, port: Port, note: Callable[[str], None], *, max_restarts: int = MAX_RESTARTS
 ) -> AsyncGenerator[Served]:
-    """Run a model's server and engine as supervised children while the block runs, once they answer.
+    """Run a model's server and engine as supervised children while the block runs.
 
-    Port 0 takes a free port. `max_restarts`: of each child. Raises ConfigError for a folder that holds no
-    model, or a port in use.
+    The block starts when they answer. Port 0 takes a free port. `max_restarts` applies to each child.
+    Raises ConfigError for a folder without a model, or a port in use.
     """
     folder = model_folder(checkpoint, weights=True, note=note)
     config = served_config(folder, host, port)
@@ -95,14 +93,13 @@ async def served_checkpoint(
 
 
 async def _until_it_samples(address: ServerAddress, supervisor: Supervisor) -> None:
-    """Wait for the engine behind the server to load. Raises the supervisor's error."""
     token = read_token(os.environ, CLIENT_TOKEN)
     headers = {"authorization": f"Bearer {token}"} if token else {}
     watch = asyncio.create_task(supervisor.failed())
     try:
         async with httpx.AsyncClient(base_url=address.url, headers=headers, trust_env=False) as http:
             while not watch.done():
-                with suppress(httpx.TransportError):  # The server starts again.
+                with suppress(httpx.TransportError):  # The server is restarting.
                     reply = await http.get("/get_engine_status")
                     if reply.is_success and reply.json()["engine_status"] == "ENGINE.ROLLING":
                         return
@@ -116,7 +113,7 @@ async def _until_it_samples(address: ServerAddress, supervisor: Supervisor) -> N
 async def serve_checkpoint(
     checkpoint: str, host: str, port: Port, console: Console, *, max_restarts: int = MAX_RESTARTS
 ) -> int:
-    """Serve a model until cancelled. Raises ConfigError, as `served_checkpoint` does."""
+    """Serve a model until cancelled. Raises ConfigError."""
     async with served_checkpoint(checkpoint, host, port, console.print, max_restarts=max_restarts) as served:
         open_to_all = read_token(os.environ, CLIENT_TOKEN) is None
         key = "any API key will do" if open_to_all else f"the API key is {CLIENT_TOKEN}"
@@ -129,13 +126,13 @@ async def serve_checkpoint(
 async def serve_run(
     path: Path | None, resume: Path | None, console: Console, overrides: list[str] | None = None
 ) -> int:
-    """Serve a new run folder for the config at `path`, or the existing folder `resume`, until cancelled.
+    """Serve a new run folder for the config at `path`, or the folder `resume`, until cancelled.
 
     Raises ConfigError.
     """
     if (path is None) == (resume is None):
-        raise ConfigError("give one of CONFIG, --resume RUN_DIR and --checkpoint DIR")
-    resume = resume and followed(resume)
+        raise ConfigError("give exactly one of CONFIG, --resume RUN_DIR and --checkpoint DIR")
+    resume = resume and resolve_link(resume)
     config = load_config(path or (resume or Path()) / "config.yaml", overrides)
     if config.method == "sft":
         raise ConfigError("method: sft has no episodes to serve; train with `tinkerscript train`")
@@ -159,7 +156,7 @@ async def serve_run(
         if is_shared(config.interchange_server.store):
             patience_s = math.inf
             log = folder / "logs" / "server.log"
-            console.print(f"serving {folder} once no other server does (log: {log})", soft_wrap=True)
+            console.print(f"waiting until no other server serves {folder} (log: {log})", soft_wrap=True)
         address = await server_address(folder, server, supervisor, patience_s=patience_s)
         print_wrapped(console, _greeting(config, folder, address))
         await supervisor.failed()

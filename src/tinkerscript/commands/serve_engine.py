@@ -1,7 +1,4 @@
-"""`tinkerscript engine`: a model by itself, for a server over its link or for Tinker's clients over HTTP.
-
-Owns the engine for as long as the command runs.
-"""
+"""`tinkerscript engine` runs a model for a server over its link, or for Tinker's clients over HTTP."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from tinkerscript.trainer_link.trainer_end import TrainerLink
 async def sample_for_server(checkpoint: str, link_address: str, *, link_keys: Path | None = None) -> int:
     """Sample from a checkpoint for the server behind `link_address`, until cancelled.
 
-    `link_keys` is the folder of the link's keys, if it has any. Raises ConfigError.
+    `link_keys` is the folder of any link keys. Raises ConfigError.
     """
     folder = model_folder(checkpoint, weights=True)
     keys = None if link_keys is None else load_trainer_keys(link_keys)
@@ -63,8 +60,8 @@ async def serve_tinker(
 ) -> int:
     """Serve Tinker's wire protocol to unmodified clients, until cancelled.
 
-    The model's `name`, if it is empty, is its folder: clients on this machine find its tokenizer by it.
-    Raises ConfigError for a folder that holds no model.
+    If `name` is empty, the model is named after its folder, so that local clients find its tokenizer.
+    Raises ConfigError for a folder without a model.
     """
     folder = model_folder(checkpoint, weights=True, note=console.print)
     folder = folder if hub_id_of(folder) else folder.resolve()
@@ -98,12 +95,11 @@ async def serve_tinker(
 
 
 def _wire_server() -> ModuleType:
-    """Raises ConfigError if the installed SDK is too old for it: the server reads requests by its types."""
     try:
         from tinkerscript.tinker_api import wire_server
     except ImportError as error:
         raise ConfigError(
             f"tinkerscript engine --port needs tinker 0.38 or later, and {tinker.__version__} is installed "
-            f"({error}); run it in an environment of its own: its clients may have any tinker from 0.24 on"
+            f"({error}); run it in a separate environment: its clients may use any tinker from 0.24 on"
         ) from error
     return wire_server

@@ -1,6 +1,6 @@
-"""`tinkerscript show`: the runs of a folder, the steps of a run, or one episode, as text.
+"""`tinkerscript show` prints the runs of a folder, the steps of a run, or one episode, as text.
 
-With `--json`, or for a path of the page's API, it prints exactly what that API answers.
+With `--json`, or for a path of the page's API, it prints exactly what that API replies.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ HEALTH_STYLES = {"good": "", "warn": "yellow", "bad": "red"}
 STATE_STYLES = {"running": "green", "finished": "", "stopped": "yellow", "failed": "red"}
 
 PIPE_COLUMNS = 120
-"""At least, for tables that no terminal shows."""
 
 RULE = 60
 EPISODES_NAMED = 5
-"""In the message about an unknown one."""
+"""The number of episodes in the error for an unknown one."""
 
 
 def show_command(root: Path, what: str, console: Console, *, limit: int = 30, as_json: bool = False) -> int:
     """Print the run in `root`, or the runs in it.
 
-    `what` is the beginning of an episode's uuid, or a path of the page's API such as `/steps/3`. Raises
+    `what` is the prefix of an episode's uuid, or a path of the page's API such as `/steps/3`. Raises
     ConfigError, and NotRecordedError for what a run does not have.
     """
     if not console.is_terminal:
@@ -75,7 +74,6 @@ def show_command(root: Path, what: str, console: Console, *, limit: int = 30, as
 
 
 def _answer(root: Path, path: str) -> str:
-    """What the page's API answers, as a line. Raises NotRecordedError for a refusal."""
     from tinkerscript.page.web_app import create_page  # noqa: PLC0415 - Takes a second; `train` imports this.
 
     async def ask() -> httpx.Response:
@@ -90,17 +88,16 @@ def _answer(root: Path, path: str) -> str:
 
 
 def runs_in(root: Path) -> dict[str, Path]:
-    """Name -> folder. Raises ConfigError that names what is there instead."""
+    """Return folders by name. Raises ConfigError with what exists instead."""
     if not root.exists():
         there = sorted(path.name for path in root.parent.glob("*") if path.is_dir())[-5:]
         where = "this folder" if root.parent == Path() else root.parent
         has = f"; {where} has {', '.join(there)}" if there else ""
-        raise ConfigError(f"there is no folder {root}{has}; `tinkerscript train` makes one for each run")
+        raise ConfigError(f"there is no folder {root}{has}; `tinkerscript train` makes one per run")
     return find_runs(root)
 
 
 def _episode(ledger: LedgerReader, prefix: str) -> str:
-    """The uuid of the episode that begins so. Raises NotRecordedError that names some episodes."""
     try:
         return find_episode(ledger, prefix)
     except NotRecordedError as error:
@@ -111,18 +108,17 @@ def _episode(ledger: LedgerReader, prefix: str) -> str:
         raise NotRecordedError(f"{error} in {ledger.folder}; {has}") from error
 
 
-# Words and tables
+# Texts and tables
 
 
 def say(console: Console, text: str | Text, style: str = "") -> None:
-    """Print a line, or lines, broken between words."""
     if isinstance(text, Text):
         text, style = text.plain, str(text.style)
     print_wrapped(console, plain(text), style)
 
 
 def health_lines(rows: Sequence[HealthRow]) -> list[Text]:
-    """What deserves a look: a line for each row that is not good, worst first."""
+    """Return a line for each bad health row, worst first."""
     return [
         Text(f"look at: {row.told()}", HEALTH_STYLES[row.kind])
         for kind in ("bad", "warn")
@@ -136,7 +132,7 @@ def _number(value: float | None, text: str = "{:.3f}") -> str:
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
-    """The last column takes what room is left. A column of numbers begins with a `>`."""
+    """Make a table with a stretched last column. Titles of numeric columns start with `>`."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=not titles[-1].startswith(">"))
     for title in titles:
         numbers = title.startswith(">")
@@ -167,7 +163,6 @@ def _print_runs(view: RunList, console: Console) -> None:
 
 
 def _print_run(view: RunView, steps: Sequence[StepLine], console: Console, root: Path) -> None:
-    """State, health, steps, evaluations, newest episodes. `root`: what the user called the run."""
     tasks = ", ".join(Path(task).name for task in view.tasks)
     say(console, Text(one_line(view.folder), "bold"))
     say(console, f"{view.method} of {view.model}" + (f" on {tasks}" if tasks else ""))
@@ -206,7 +201,6 @@ def _print_run(view: RunView, steps: Sequence[StepLine], console: Console, root:
 
 
 def _steps(steps: Sequence[StepLine]) -> Table:
-    """Oldest first, as a log reads."""
     titles = (">step", ">reward", ">accepted", ">failed", ">trained", ">lag", ">policy", "ended")
     rows = [
         (
@@ -240,7 +234,7 @@ def _episodes(lines: Iterable[EpisodeLine]) -> Table:
 def _print_episode(view: EpisodeView, console: Console) -> None:
     for line in _facts(view):
         say(console, line)
-    for words, style in _conversations(view.turns):  # As the model wrote them.
+    for words, style in _conversations(view.turns):  # Not wrapped, to keep the model's own lines.
         console.print(plain(words), style=style, highlight=False, soft_wrap=True, markup=False)
     if not view.recorded:
         say(console, "\nIts calls were dropped to keep the ledger small (recording_limit_mb).")
@@ -249,7 +243,6 @@ def _print_episode(view: EpisodeView, console: Console) -> None:
 
 
 def _facts(view: EpisodeView) -> list[str]:
-    """What is known about an episode besides its conversation."""
     line = view.line
     end = line.status if line.status != "accepted" else f"reward {_number(line.reward, '{:g}')}"
     lines = [f"{line.type} episode {line.uuid}, group {line.group_id}: {end}"]
@@ -275,7 +268,6 @@ def _facts(view: EpisodeView) -> list[str]:
 
 
 def _conversations(turns: Sequence[CallView]) -> list[tuple[str, str]]:
-    """Lines and their styles: each conversation that no other call extends."""
     calls = {turn.call_id: turn for turn in turns}
     extended = {turn.parent_id for turn in turns}
     leaves = [turn for turn in turns if turn.call_id not in extended]
@@ -300,7 +292,7 @@ def _call(turn: CallView) -> str:
     stopped = "" if turn.stop_reason == "stop" else f", ended by {turn.stop_reason}"
     logprob = _number(turn.mean_logprob, ", mean logprob {:.3f}")
     side = ", a side call" if turn.side else ""
-    ignored = f", without effect: {', '.join(turn.ignored)}" if turn.ignored else ""
+    ignored = f", ignored: {', '.join(turn.ignored)}" if turn.ignored else ""
     last = turn.policy_version_end
     version = f"policy version {turn.policy_version}" + (f" to {last}" if last is not None else "")
     return f"({counted(turn.sampled_tokens, 'token')}, {version}{logprob}{stopped}{side}{ignored})"

@@ -1,7 +1,7 @@
-"""`tinkerscript train`: everything around a run, from checking the config to the summary on the terminal.
+"""`tinkerscript train` is everything around a run, from checking the config to the final summary.
 
-Invariant: what can be checked without torch is checked before torch is imported, and a run that stops early
-prints the command that resumes it.
+Invariant: whatever can be checked without torch is checked before its import, and a run that stops
+early prints the command that resumes it.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ from tinkerscript.dashboard.terminal import (
     shown_progress,
 )
 from tinkerscript.errors import ConfigError, StoreError, TinkerScriptError
-from tinkerscript.files import followed, is_disk_full
+from tinkerscript.files import is_disk_full, resolve_link
 from tinkerscript.ledger import is_here
 from tinkerscript.ledger.health import BestScore, HealthRow, best_score, health_rows, verdict
 from tinkerscript.ledger.reader import LedgerReader
-from tinkerscript.lifecycle import waited_lock, without_garbage_collection
+from tinkerscript.lifecycle import hold_lock, without_garbage_collection
 from tinkerscript.model_folder import pinned_model, same_model
-from tinkerscript.protocol import FleetClient, FleetResponse
+from tinkerscript.protocol import FleetResponse
 from tinkerscript.remote_folder import Uploads, is_url, name_of, resumable_folder
 from tinkerscript.train.identity import check_unused, check_whole, holds_run
 from tinkerscript.train.run_folder import steps_finished
 from tinkerscript.workers.base_task import check_is_there
 
 Train = Callable[[ProgressReporter, Path | None], Coroutine[Any, Any, object]]
-"""Trains a run: reports progress, and resumes or joins the folder if one is given."""
+"""A function that trains a run with its progress reporter, resuming or joining the given folder."""
 
 
 WORSE = 3
-"""The exit code of a run whose end is no success: the model is worse than it was, or nothing has trained."""
+"""The exit code of an unsuccessful run, whose model got worse or which trained nothing."""
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun sets for each process, besides WORLD_SIZE."""
+"""Variables that torchrun sets for each process, besides WORLD_SIZE."""
 
 
 async def train_command(
@@ -74,10 +74,10 @@ async def train_command(
     join: Path | None,
     opens: bool = False,
 ) -> int:
-    """Train, and print the results; returns the exit code: 0, 1 if episodes were lost, or `WORSE`.
+    """Train, print the results, and return the exit code: 0, 1 if episodes were lost, or `WORSE`.
 
-    `resume` is the folder of a run to resume, `join` that of a server that runs already; with `opens` the
-    run's page opens in a browser. Raises ConfigError.
+    `resume` is the folder of a run to resume, `join` that of a running server. With `opens`, the run's
+    page opens in a browser. Raises ConfigError.
     """
     config, folder = open_run(path, overrides, resume=resume, join=join)
     if resume and (message := _finished(config, folder)):
@@ -86,7 +86,7 @@ async def train_command(
         return 0
     config = _pinned(config, console)
     fresh = resume is None and join is None
-    if fresh and _has_server(config):
+    if fresh and config.method == "grpo":
         if config.workers.script and config.workers.count:
             check_is_there(Path(config.workers.script))
         Roles.of(config.interchange_server, os.environ)
@@ -107,7 +107,7 @@ async def train_command(
             _print(console, f"once the cause is fixed, resume with: {again}")
         if is_full:
             full = min((folder, *_store_folder(config)), key=lambda place: shutil.disk_usage(place).free)
-            raise ConfigError(f"the disk of {full} is full: nothing that was finished is lost") from error
+            raise ConfigError(f"the disk of {full} is full; finished work is not lost") from error
         raise
     if config.method == "sft":
         _report_sft(console, folder)
@@ -116,16 +116,16 @@ async def train_command(
 
 
 def resumed(name: str | None, console: Console) -> Path | None:
-    """The folder of the run to resume: of one at a URL, the one here. Raises ConfigError."""
+    """Return the folder of the run to resume, downloaded if it is a URL. Raises ConfigError."""
     if name is None or not is_url(name):
         return None if name is None else Path(name)
     RUNS.mkdir(exist_ok=True)
-    with waited_lock(RUNS / f".{name_of(name)}.lock"):  # Other ranks of this run want the same.
+    with hold_lock(RUNS / f".{name_of(name)}.lock"):  # Other ranks of this run may download it too.
         return resumable_folder(name, RUNS, note=lambda text: _print(console, text))
 
 
 async def _copy_rest(config: RunConfig, folder: Path, console: Console) -> None:
-    """Copy what a finished run could not copy to its URL. Raises ConfigError and UploadError."""
+    """Copy what a finished run failed to copy to its URL. Raises ConfigError and UploadError."""
     if is_url(config.experiment_dir):
         async with Uploads(folder, config.experiment_dir, partial(_print, console)) as uploads:
             await uploads.finish()
@@ -141,7 +141,7 @@ async def _train(
     join: bool,
     again: str,
 ) -> None:
-    """Train. `again`: the command that resumes the run."""
+    """Train a run. `again` is the command that resumes it."""
     with progress.waiting("torch, transformers and Inspect to load"):
         train = _import_training(config, join, watchers)
         check_fits(config, folder, progress.note)
@@ -156,8 +156,6 @@ async def _train(
 
 
 class _Watchers(NamedTuple):
-    """Who is told the addresses of a run's page and of its server."""
-
     page: Callable[[str], None]
     server: Callable[[str], None]
 
@@ -183,14 +181,10 @@ def _watching(progress: LineReporter | TableReporter, *, opens: bool) -> Generat
             poll.stop()
 
 
-def _has_server(config: RunConfig) -> bool:
-    return config.method == "grpo"
-
-
 def is_follower(path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None) -> bool:
-    """Whether a launcher such as torchrun started this process as a rank above 0.
+    """Return whether a launcher such as torchrun started this process as a rank above 0.
 
-    Raises ConfigError if it started another number of processes than the config has devices.
+    Raises ConfigError if it started a number of processes other than the config's devices.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if size == "1":
@@ -207,7 +201,7 @@ def is_follower(path: Path | None, overrides: list[str], *, resume: Path | None,
 
 
 def follow_command() -> None:
-    """Compute as a rank above 0 of an engine on several devices, until that ends."""
+    """Work as a rank above 0 of an engine on several devices, until the engine ends."""
     with without_garbage_collection():
         from tinkerscript.engine.distributed import follow
 
@@ -217,29 +211,29 @@ def follow_command() -> None:
 def open_run(
     path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None
 ) -> tuple[RunConfig, Path]:
-    """The config and folder of a run: a new one, one to resume, or one that joins a server.
+    """Return the config and folder of a run: a new one, one to resume, or one that joins a server.
 
     Raises ConfigError.
     """
     if resume is not None:
         if path is not None or join is not None:
             raise ConfigError("--resume uses the run's own config: give no CONFIG and no --join with it")
-        resume = followed(resume)
+        resume = resolve_link(resume)
         if not (resume / "config.yaml").exists():
-            raise ConfigError(f"--resume: {resume} holds no run yet")
+            raise ConfigError(f"--resume: there is no run in {resume}")
         return load_config(resume / "config.yaml", overrides), resume
     if path is None:
         raise ConfigError("give a CONFIG, or --resume RUN_DIR")
     config = load_config(path, overrides)
     if config.inference.samples_without_trainer:
         raise ConfigError(
-            "inference.base_url: a server whose weights do not train is for `tinkerscript serve`; name "
-            "replicas to train with in inference.replicas, or start some with inference.launch.replicas"
+            "inference.base_url names a server with fixed weights, which only `tinkerscript serve` can use; "
+            "to train, name replicas in inference.replicas or start some with inference.launch.replicas"
         )
     if join is not None:
         if config.method == "sft":
-            raise ConfigError("--join is for episodes: method: sft has none")
-        join = followed(join)
+            raise ConfigError("--join needs episodes, and method: sft has none")
+        join = resolve_link(join)
         return _joining(config, join), join
     folder = config.new_folder(datetime.now())
     if is_url(config.experiment_dir):
@@ -248,18 +242,17 @@ def open_run(
 
 
 def _pinned(config: RunConfig, console: Console) -> RunConfig:
-    """The config with the commit of a model of the Hugging Face Hub. Raises ConfigError."""
     model = pinned_model(config.engine.model, note=lambda text: _print(console, text))
     return config.model_copy(update={"engine": config.engine.model_copy(update={"model": model})})
 
 
 def _joining(config: RunConfig, folder: Path) -> RunConfig:
-    """The config with the section of the server in `folder`. Raises ConfigError for another model."""
+    """Take the section of the server in `folder`. Raises ConfigError for another model."""
     server = load_config(folder / "config.yaml")
     if not same_model(config.engine.model, server.engine.model):
         raise ConfigError(
             f"engine.model: the server in {folder} renders for {server.engine.model!r}, "
-            f"this config trains {config.engine.model!r}"
+            f"but this config trains {config.engine.model!r}; use the same model"
         )
     changes = {
         "engine": config.engine.model_copy(update={"model": server.engine.model}),
@@ -270,7 +263,6 @@ def _joining(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def _import_training(config: RunConfig, join: bool, watchers: _Watchers) -> Train:
-    """What trains this config. Importing it takes seconds."""
     if config.method == "sft":
         with without_garbage_collection():
             from tinkerscript.train.sft import run_sft
@@ -285,7 +277,6 @@ def _import_training(config: RunConfig, join: bool, watchers: _Watchers) -> Trai
 
 
 def _finished(config: RunConfig, folder: Path) -> str:
-    """A message for a run with nothing left to do; empty for any other."""
     steps = steps_finished(folder)
     if steps is None:
         return ""
@@ -298,7 +289,6 @@ def _finished(config: RunConfig, folder: Path) -> str:
 
 
 def _store_folder(config: RunConfig) -> list[Path]:
-    """Where the server's store is, if a path says so."""
     scheme, _, path = config.interchange_server.store.partition("://")
     return [Path(path).parent] if scheme == "sqlite" and path else []
 
@@ -308,7 +298,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def report(console: Console, config: RunConfig, folder: Path) -> int:
-    """Print the results, whether they are good, and what to do with them; returns the exit code."""
+    """Print the results, an assessment, and next steps, and return the exit code."""
     summary = _summary(folder)
     print_summary(console, summary, folder)
     store = config.interchange_server.store
@@ -317,7 +307,7 @@ def report(console: Console, config: RunConfig, folder: Path) -> int:
     try:
         ledger = LedgerReader(folder, store=store)
         best, rows = best_score(ledger), health_rows(ledger)
-    except (ConfigError, StoreError) as error:  # The server may be the only one that reaches its database.
+    except (ConfigError, StoreError) as error:  # Perhaps only the server can reach its database.
         unknown = f"not known: {error}"
     copied = f"copied to          {config.experiment_dir}\n" if is_url(config.experiment_dir) else ""
     _print(
@@ -341,7 +331,7 @@ def report(console: Console, config: RunConfig, folder: Path) -> int:
 
 
 def _use(config: RunConfig, folder: Path, best: BestScore | None) -> str:
-    """What to do with the model: the final one, unless an earlier one is better."""
+    """Return the next steps with the model: the final one, unless an earlier one is better."""
     checkpoint = folder / "checkpoints" / "final"
     if best is not None:
         checkpoint = folder / "checkpoints" / f"step_{best.step:04d}"
@@ -351,7 +341,7 @@ def _use(config: RunConfig, folder: Path, best: BestScore | None) -> str:
         if not checkpoint.is_dir():
             return f"best by score      step {best.step}, {best.score:.3f}: its checkpoint was not kept"
     name = "serve the model " if best is None else "serve the best  "
-    if config.engine.backend == "tinker":  # The folder says where the service has the weights.
+    if config.engine.backend == "tinker":  # The folder only says where the service has the weights.
         return f"train from it      tinkerscript train CONFIG --set engine.checkpoint={checkpoint}"
     return f"{name}   tinkerscript serve --checkpoint {checkpoint}"
 
@@ -375,30 +365,28 @@ def _print(console: Console, text: str) -> None:
 POLL_EVERY_S = 2.0
 POLL_TIMEOUT_S = 2.0
 NAMED = 4
-"""Clients that are named, those with the most claims first."""
+"""The number of clients to name, starting with the most claims."""
 
 
 CLIENT_ID = re.compile(r"[0-9a-f]{32}")
-"""A name that a client has made up."""
 
 LOCAL_WORKER = re.compile(r"worker-[0-9a-f]{8}-(\d+)-\d+")
-"""The name that the trainer gives to a worker of its own: its number, and how often it was started before."""
+"""Match the name of a trainer's worker: its number and the count of earlier starts."""
 
 
 class FleetPoll:
-    """A thread that asks a run's server who works on its episodes, for the table in the terminal.
+    """A thread that asks a run's server for its clients, for the table in the terminal.
 
-    Invariant: it only looks on. A server that does not answer is asked again, and the run is not told.
+    Invariant: it only observes. It keeps trying if the server does not answer.
     """
 
-    def __init__(self, told: Callable[[WorkersNow | None], None]) -> None:
-        """`told` is called with each answer, and with None where there is none."""
-        self._told = told
+    def __init__(self, report: Callable[[WorkersNow | None], None]) -> None:
+        """`report` is called with each answer, or None."""
+        self._report = report
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, url: str) -> None:
-        """Ask the server at `url` from now on."""
         self._thread = threading.Thread(target=self._run, args=(url,), name="fleet", daemon=True)
         self._thread.start()
 
@@ -413,21 +401,19 @@ class FleetPoll:
         verify = needs_certificate(url)
         with httpx.Client(timeout=POLL_TIMEOUT_S, headers=headers, verify=verify, trust_env=False) as client:
             while not self._stopping.wait(POLL_EVERY_S):
-                self._told(_workers(client, url))
+                self._report(_workers(client, url))
 
 
 def needs_certificate(url: str) -> bool:
-    """Whether a server has to prove who it is before it gets the token. One on this machine does not: its
-    certificate names the public address."""
+    """Return whether a server must prove its identity before it gets the token.
+
+    A local server need not, because its certificate names the public address.
+    """
     return not is_loopback(urlsplit(url).hostname or "")
 
 
-def _uuid(client: FleetClient) -> str:
-    return client.client_uuid
-
-
 def client_name(client_uuid: str) -> str:
-    """Of a worker that a run started, its number; of a uuid, its beginning."""
+    """Return a worker's number if the run started it, or the beginning of a uuid."""
     if found := LOCAL_WORKER.fullmatch(client_uuid):
         return f"worker {found[1]}"
     return f"client {client_uuid[:8]}" if CLIENT_ID.fullmatch(client_uuid) else client_uuid
@@ -441,8 +427,9 @@ def _workers(client: httpx.Client, url: str) -> WorkersNow | None:
     except (httpx.HTTPError, pydantic.ValidationError):
         return None
     holding = [each for each in fleet.clients if each.claims]
+    named = sorted(holding[:NAMED], key=lambda client: client.client_uuid)
     return WorkersNow(
-        claims={client_name(each.client_uuid): each.claims for each in sorted(holding[:NAMED], key=_uuid)},
+        claims={client_name(each.client_uuid): each.claims for each in named},
         clients=fleet.totals.clients,
         claimed=fleet.totals.claims,
         waiting=sum(counts.registered for counts in fleet.episodes.values()),

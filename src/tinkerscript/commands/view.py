@@ -1,4 +1,5 @@
-"""`tinkerscript view`: the page of one run, or of all runs in a folder. A run starts it for its own page."""
+"""`tinkerscript view` serves the page of one run, or of all runs in a folder. A run starts it for its
+page."""
 
 from __future__ import annotations
 
@@ -22,18 +23,19 @@ from tinkerscript.lifecycle import shorten_collections
 from tinkerscript.page.web_app import create_page
 
 NICENESS = 10
-"""A page must not take the processor from a run beside it."""
+"""A low priority, so that the page takes no processor time from a run on this machine."""
 
 PAGE_GRACE_S = 1
-"""Seconds that open requests, such as event streams, get at the end."""
+"""Seconds for open requests, such as event streams, to finish at the end."""
 
 
 async def view_command(
     root: Path, console: Console, *, host: str, port: int | None, opens: bool, certificate: str, key: str
 ) -> int:
-    """Serve the page of the runs in `root` until cancelled. `port`: None for the default one or any other.
+    """Serve the page of the runs in `root` until cancelled.
 
-    Raises ConfigError: no runs, a port in use, an address that takes a token.
+    `port` None means the default one or a free one. Raises ConfigError for a folder without runs, a
+    port in use, or an address that needs a token.
     """
     find_runs(root)
     check_reach(host, os.environ)
@@ -68,7 +70,7 @@ async def serve_page(root: Path, listener: socket.socket, *, certificate: str = 
 
 
 def check_reach(host: str, environ: Mapping[str, str]) -> None:
-    """Raises ConfigError for an address that other machines reach, if no good token protects the page."""
+    """Raise ConfigError if other machines can reach the address without a good token for the page."""
     if is_loopback(host):
         return
     token = read_token(environ, ADMIN_TOKEN)

@@ -1,36 +1,35 @@
-"""What people look at during a run and at its end. It only renders.
+"""Terminal output of a run. Nothing here influences the run.
 
-Text that a model or a program wrote goes through `plain` or `one_line`: its control characters could
-rewrite the terminal.
+Text from a model or a program must pass through `plain` or `one_line`, because its control characters
+could rewrite the terminal.
 """
 
 from __future__ import annotations
 
 import re
 
+# A command begins a line or follows two spaces.
 _COMMAND = re.compile(r"((?:.*?  )?)(tinkerscript .*)")
-"""A command, at the beginning of a line or behind two spaces."""
 
 _SHELL_WORD = re.compile(r"""\s*(?:'[^']*'|"[^"]*"|[^\s'"]|['"])+""")
 _WORD = re.compile(r"\s*\S+")
 
 
 def plain(text: str) -> str:
-    """`text` with its control characters (except newlines and tabs) and lone surrogates escaped."""
+    """Escape the control characters (except newlines and tabs) and lone surrogates of `text`."""
     text = text.encode("utf-8", "backslashreplace").decode()
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def one_line(text: str) -> str:
-    """`plain(text)`, with each run of white space as one space."""
+    """Return `plain(text)` with each run of white space as one space."""
     return plain(" ".join(text.split()))
 
 
 def wrapped(text: str, width: int) -> str:
-    """`text` with its lines broken between words where they are longer than `width`.
+    """Break the lines of `text` that are longer than `width` between words; a longer word stays whole.
 
-    A command, which begins a line or stands behind two spaces, goes on after a backslash, so that a shell
-    takes what is copied. Words that are too long by themselves stay whole.
+    A command continues after a backslash, so that a shell accepts it when it is copied.
     """
     return "\n".join(piece for line in text.split("\n") for piece in _wrapped_line(line, width))
 
@@ -46,7 +45,7 @@ def _wrapped_line(line: str, width: int) -> list[str]:
 
 
 def _filled(label: str, words: list[str], indent: str, width: int) -> list[str]:
-    """Lines of words, each with the space before it; `indent` begins those after the first."""
+    """Fill lines with words that carry their leading space. `indent` begins every line but the first."""
     lines = [label + words[0]]
     for word in words[1:]:
         if len(lines[-1]) + len(word) <= width:
@@ -57,5 +56,5 @@ def _filled(label: str, words: list[str], indent: str, width: int) -> list[str]:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Such as `1 claim` and `1,200 claims`."""
+    """Return a count with its noun, such as `1 claim` or `1,200 claims`."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"

@@ -1,4 +1,4 @@
-"""The learning curve of a run, as a picture. matplotlib, a second to import, is imported when it is drawn."""
+"""Draw the learning curve of a run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What a learning curve shows: two metrics of metrics.jsonl with their labels, and the axis label."""
-
     training: str
     training_label: str
     held_out: str
@@ -23,7 +21,8 @@ NLL_CURVE = Curve("train/nll", "training nll", "held_out/nll", "held-out nll", "
 
 
 def draw_learning_curve(metrics_file: Path, target: Path, curve: Curve = REWARD_CURVE) -> None:
-    """The training metric of each step and the held-out one, as a PNG."""
+    """Draw the training metric and the held-out metric of every step as a PNG."""
+    # Importing matplotlib takes a second, which only a run that draws should pay.
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

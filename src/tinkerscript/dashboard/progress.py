@@ -1,5 +1,7 @@
-"""`ProgressReporter`: what a training run shows people. `testing.QuietReporter` is the fake for tests and
-scripts."""
+"""`ProgressReporter` is the interface through which a training run reports to people.
+
+`testing.QuietReporter` is its fake.
+"""
 
 from __future__ import annotations
 
@@ -10,44 +12,40 @@ from typing import Protocol
 
 
 class Phase(Protocol):
-    """A batch of episodes in progress."""
-
     def advance(self, episodes: int) -> None: ...
 
 
 class ProgressReporter(ABC):
-    """Receives a run's progress; has no influence on it."""
+    """Receives a run's progress, and has no influence on the run."""
 
     @abstractmethod
     def begin(self, steps: int, *, done: int = 0) -> None:
-        """The run has `steps` training steps, of which a resumed one has `done` behind it."""
+        """Announce `steps` training steps. A resumed run has already done `done` of them."""
 
     @abstractmethod
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """The run waits for `what` until the context is left."""
+        """Report that the run waits for `what` until the context exits."""
 
     @abstractmethod
     def phase(self, label: str, *, total: int) -> AbstractContextManager[Phase]:
-        """`total` episodes begin; leaving the context ends the phase."""
+        """Report a batch of `total` episodes, which ends when the context exits."""
 
     @abstractmethod
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A training step ended."""
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     @abstractmethod
-    def evaluation(self, label: str, score: float, episodes: int, failed: int) -> None:
-        """An evaluation ended."""
+    def evaluation(self, label: str, score: float, episodes: int, failed: int) -> None: ...
 
     @abstractmethod
     def note(self, message: str) -> None:
-        """A message for the user, such as that a worker was restarted."""
+        """Show a message to the user, for example that a worker was restarted."""
 
 
 def time_left_s(steps: int, first: tuple[int, float], last: tuple[int, float], now: float) -> float | None:
-    """Seconds until the end of the last of `steps` steps, at the pace between two that ended.
+    """Estimate the seconds until the last of `steps` steps ends, from the pace between two finished steps.
 
-    `first` and `last` are a step and when it ended. None where nothing is known: after the last step, and
-    while a step takes more than twice as long as those before it.
+    `first` and `last` are pairs of a step and its end time. The result is None after the last step, and
+    when a step takes more than twice the usual time.
     """
     pace = (last[1] - first[1]) / (last[0] - first[0])
     passed, later = now - last[1], steps - last[0] - 1
@@ -56,11 +54,11 @@ def time_left_s(steps: int, first: tuple[int, float], last: tuple[int, float], n
 
 
 def rate_text(per_s: float) -> str:
-    """Such as 0.3, 1.4 or 84."""
+    """Format a rate, such as 0.3, 1.4 or 84."""
     return f"{per_s:.2g}" if per_s < 9.95 else f"{per_s:.0f}"
 
 
 def role_rewards(metrics: Mapping[str, float]) -> dict[str, float]:
-    """By role that trains: the mean reward in a step's metrics."""
+    """Map each trained role to its mean reward in a step's metrics."""
     names = (name.split("/", 2) for name in metrics if name.startswith("role/"))
     return {role: metrics[f"role/{role}/reward/mean"] for _, role, rest in names if rest == "reward/mean"}

@@ -1,6 +1,6 @@
-"""`RunTable`: a run as a few lines of text: where it is, what it waits for, its last steps, its workers.
+"""`RunTable` shows a run as a few lines of text: its progress, waits, last steps and workers.
 
-Invariant: it only arranges what a `ProgressReporter` is told, in lines that are narrower than the screen.
+Invariant: every line is narrower than the screen.
 """
 
 from __future__ import annotations
@@ -18,30 +18,29 @@ from tinkerscript.dashboard.progress import rate_text, role_rewards, time_left_s
 
 STEPS_SHOWN = 5
 PACE_STEPS = 20
-"""Steps whose pace tells how long the rest takes."""
+"""The number of last steps that determine the pace."""
 
 BAR, GAP = 24, 2
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARKLINE = 40
-"""At most so many characters; each is the mean of as many steps."""
+"""The maximum number of characters. In a longer run each character is the mean of several steps."""
 
 LABEL = 10
-"""Columns of what a line below the table is about."""
+"""The width of the label column below the table."""
 
 Metrics = Mapping[str, float]
 Part = tuple[str, str]
-"""Words and their style."""
 
 
 def short_time(seconds: float) -> str:
-    """Such as 0.02 s, 12.3 s, 4:05 min or 1:02 h."""
+    """Format a duration, such as 0.02 s, 12.3 s, 4:05 min or 1:02 h."""
     if seconds < 99.95:
         return f"{seconds:.2f} s" if seconds < 0.995 else f"{seconds:.1f} s"
     return _clock_time(seconds)
 
 
 def whole_time(seconds: float) -> str:
-    """Such as 12 s, 4:05 min or 1:02 h."""
+    """Format a duration without fractions, such as 12 s, 4:05 min or 1:02 h."""
     return f"{int(seconds)} s" if seconds < 60 else _clock_time(seconds)
 
 
@@ -52,29 +51,27 @@ def _clock_time(seconds: float) -> str:
 
 @dataclass
 class WorkersNow:
-    """Who works on the run's episodes now."""
+    """The clients of the run and their claims at one moment."""
 
     claims: dict[str, int]
-    """Client -> episodes that it holds, of those with the most."""
+    """The number of claimed episodes of the busiest clients."""
 
     clients: int
-    """How many hold any."""
 
     claimed: int
-    """Episodes that any of them holds."""
 
     waiting: int
-    """Episodes that nobody holds."""
+    """The number of episodes without a claim."""
 
     idle: int
-    """Clients that wait for an episode."""
+    """The number of clients that wait for an episode."""
 
     quarantined: int
 
 
 @dataclass
 class TableRow:
-    """A step, or with step 0 what was before the first."""
+    """A step. Step 0 stands for everything before the first."""
 
     step: int
     metrics: dict[str, float] = field(default_factory=dict[str, float])
@@ -97,15 +94,13 @@ def _train(metrics: Metrics) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the steps."""
-
     title: str
     needs: str
-    """A metric; without it the cell is empty."""
+    """The metric without which the cell stays empty."""
 
     text: Callable[[Metrics], str]
     rank: int
-    """Where there is little room, the highest go first."""
+    """The order of removal when the screen is narrow, highest first."""
 
     def cell(self, metrics: Metrics) -> str:
         return self.text(metrics) if self.needs in metrics else ""
@@ -130,35 +125,38 @@ COUNTED = (
     *("episodes/retried", "episodes/stale"),
     *("groups/trained", "groups/same_reward", "groups/dropped"),
 )
-"""Metrics that are summed over all steps."""
+"""The metrics that are summed over all steps."""
 
 HELD_OUT_COLUMN = "held out"
 HELD_OUT_RANK = 0
 
 
 class RunTable:
-    """What there is to show of a run. Told on the run's thread, drawn on another: see `frame`."""
+    """The state of a run, and its text.
+
+    It is not thread-safe: the run updates it on one thread and `frame` is called on another, so the
+    caller must lock it.
+    """
 
     def __init__(self, began: float) -> None:
-        """`began`: on the clock that `frame` is given."""
+        """`began` is a time on the clock of `frame`."""
         self.began = began
         self.steps = 0
         self.page = ""
-        """Its page's URL."""
 
         self.waits: list[tuple[str, float]] = []
-        """What it waits for, and since when; the last is the innermost."""
+        """Pending waits with their start times; the last is the innermost."""
 
         self.batch: tuple[str, int, int] | None = None
-        """Label, episodes that ended, and how many there are in all; 0: unknown."""
+        """The batch's label, its finished episodes and its size. Size 0 means unknown."""
 
         self.batch_began = began
         self.workers: WorkersNow | None = None
         self._step = 0
         self._rows: deque[TableRow] = deque(maxlen=STEPS_SHOWN)
         self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS)
+        # A column that has had a value stays, so that the table does not jump.
         self._titles: set[str] = set()
-        """Of columns that any step had something for: a column that is there stays."""
 
         self._rewards: list[float] = []
         self._role_rewards: dict[str, list[float]] = {}
@@ -195,8 +193,9 @@ class RunTable:
     # Lines
 
     def frame(self, columns: int, rows: int, now: float) -> list[Text]:
-        """Lines for a screen of so many columns and rows, the most important first where rows are few."""
-        head, room = [self._heading(columns, now), self._doing(now)], rows - 3
+        """Return the lines for a screen of `columns` by `rows`. The least important are left out when rows
+        are few."""
+        head, room = [self._heading(columns, now), self._activity(now)], rows - 3
         table, facts = self._table(columns - 1), self._facts(columns - 1)
         if len(table) + len(facts) + 2 <= room:
             lines = [*head, Text(), *table, *([Text()] if table else []), *facts]
@@ -207,9 +206,9 @@ class RunTable:
         return _cut(lines, columns)
 
     def last_frame(self, columns: int) -> list[Text]:
-        """What stays on the screen when the run has ended: its last steps, and what deserves a look."""
-        trouble, table = self._trouble().items(), self._table(columns - 1)
-        facts = [line for label, parts in trouble for line in _lines(label, parts, columns - 1)]
+        """Return the lines that remain on the screen after the run: its last steps and its problems."""
+        problems, table = self._problems().items(), self._table(columns - 1)
+        facts = [line for label, parts in problems for line in _lines(label, parts, columns - 1)]
         return _cut([Text(), *table, Text(), *facts, Text()], columns) if table else []
 
     def _heading(self, columns: int, now: float) -> Text:
@@ -225,12 +224,11 @@ class RunTable:
         return text.append(times, "dim")
 
     def _time_left(self, now: float) -> float | None:
-        """At the pace of the last steps, evaluations included; None until there is one, see `time_left_s`."""
         if len(self._ends) < 2:
             return None
         return time_left_s(self.steps, self._ends[0], self._ends[-1], now)
 
-    def _doing(self, now: float) -> Text:
+    def _activity(self, now: float) -> Text:
         if self.waits:
             what, since = self.waits[-1]
             long = f"   {whole_time(now - since)}" if now - since >= 1 else ""
@@ -242,12 +240,11 @@ class RunTable:
         rate = f"   {rate_text(done / seconds)} ep/s" if done and seconds > 1 else ""
         episodes = f"{done:,} of {total:,} episodes" if total else f"{done:,} episodes"
         text = Text.assemble("sampling ", one_line(label), f": {episodes}", (rate, "dim"))
-        if total:  # Last: a narrow screen cuts it off.
+        if total:  # The bar comes last, so that a narrow screen cuts only it.
             _add_bar(text.append("  "), BAR, done / total)
         return text
 
     def _table(self, width: int) -> list[Text]:
-        """The header and a line for each of the last steps, with as many columns as fit."""
         if not self._rows:
             return []
         columns: list[tuple[int, int, str, list[str]]] = [(0, -1, "step", [str(r.step) for r in self._rows])]
@@ -267,13 +264,12 @@ class RunTable:
         return lines
 
     def _facts(self, width: int) -> list[Text]:
-        """What the lines below the table say: each a label and parts, on more than one line where need be."""
         facts = {
             "reward": _curve(self._rewards),
             **{f"{role} ": _curve(rewards) for role, rewards in self._role_rewards.items()},
             HELD_OUT_COLUMN: self._held_out(),
-            "workers": self._working(),
-            **self._trouble(),
+            "workers": self._worker_parts(),
+            **self._problems(),
             "page": [(self.page, "")] if self.page else [],
         }
         return [line for label, parts in facts.items() for line in _lines(label, parts, width)]
@@ -284,7 +280,7 @@ class RunTable:
         (first, score), (last, newest) = self._scores[0], self._scores[-1]
         return [(f"{score:.3f} {first}" + (f" → {newest:.3f} {last}" if last != first else ""), "")]
 
-    def _working(self) -> list[Part]:
+    def _worker_parts(self) -> list[Part]:
         workers = self.workers
         if workers is None:
             return []
@@ -302,7 +298,7 @@ class RunTable:
             parts.append((f"{workers.quarantined} in quarantine", "red"))
         return parts or [("none", "")]
 
-    def _trouble(self) -> dict[str, list[Part]]:
+    def _problems(self) -> dict[str, list[Part]]:
         count = self._counts
         equal = count["groups/same_reward"]
         groups = count["groups/trained"] + equal + count["groups/dropped"]
@@ -328,7 +324,6 @@ def _curve(rewards: list[float]) -> list[Part]:
 
 
 def _lines(label: str, parts: list[Part], width: int) -> list[Text]:
-    """`label` and the parts behind it, as many to a line as there is room for."""
     lines = [Text.assemble((label.ljust(LABEL), "dim"))] if parts else []
     for at, (words, style) in enumerate(parts):
         if at:
@@ -355,7 +350,7 @@ def _width(column: tuple[int, int, str, list[str]]) -> int:
 
 
 def sparkline(values: list[float]) -> str:
-    """Values as bars of text, from the lowest to the highest; several share one where there are many."""
+    """Draw values as characters of different height. Neighbors share a character if there are too many."""
     cells = min(SPARKLINE, len(values))
     edges = [round(at * len(values) / cells) for at in range(cells + 1)]
     means = [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on and at its end, on a console that may be a terminal."""
+"""Show a run on a console: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tinkerscript.dashboard.run_table import RunTable, WorkersNow
 
 @contextmanager
 def shown_progress(console: Console) -> Generator[LineReporter | TableReporter]:
-    """Shows a run while the context is open: a table in place in a terminal, otherwise lines."""
+    """Show a run while the context is open: as a live table on a terminal, otherwise as lines."""
     if console.is_interactive and console.file.isatty():
         with TableReporter(console).opened() as reporter:
             yield reporter
@@ -31,10 +31,7 @@ def shown_progress(console: Console) -> Generator[LineReporter | TableReporter]:
 
 
 def open_in_browser(url: str, note: Callable[[str], object]) -> None:
-    """Open `url` in the user's browser, in a thread: finding one takes time.
-
-    `note` is told if there is none.
-    """
+    """Open `url` in the user's browser without blocking. `note` is called if no browser is found."""
 
     def work() -> None:
         if not webbrowser.open(url):
@@ -44,13 +41,13 @@ def open_in_browser(url: str, note: Callable[[str], object]) -> None:
 
 
 def print_wrapped(console: Console, text: str, style: str = "") -> None:
-    """Print `text` as it is; on a terminal, broken between words (see `wrapped`)."""
+    """Print `text`, with long lines broken between words on a terminal (see `wrapped`)."""
     shown = wrapped(text, console.width) if console.is_terminal else text
     console.print(shown, style=style, highlight=False, soft_wrap=True, markup=False)
 
 
 def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
-    """The table of a finished run's summary.json, and its alignment report."""
+    """Print the table of a finished run's `summary.json`, and its alignment report."""
     table = Table(show_header=False, title=f"Run {folder.name}", title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -91,13 +88,11 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _score(summary: Mapping[str, Any], name: str) -> str:
-    """With its 95% interval, if it was measured: runs of older versions did not."""
     margin: float | None = summary.get(f"{name}_margin")
     return f"{summary[name]:.3f}" + ("" if margin is None else f" ± {margin:.3f}")
 
 
 def _role_rows(role: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Of a role that trains."""
     rows: list[tuple[str, str]] = []
     if role["eval_before"] is not None:
         rows.append(("held-out score before", f"{role['eval_before']:.3f}"))
@@ -110,14 +105,15 @@ def _role_rows(role: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-SAY_AFTER_S = 2.0
-"""A wait is named after this many seconds."""
+REPORT_WAIT_AFTER_S = 2.0
+"""Seconds before a wait is reported."""
 
-SAY_PROGRESS_AFTER_S = 10.0
-"""And how far a batch has come."""
+REPORT_PROGRESS_AFTER_S = 10.0
+"""Seconds before the progress of a batch is reported."""
 
-SAY_AGAIN_AFTER_S = 60.0
-"""Then both again. Also the first wait of all: the address of the page is to be the first line."""
+REPORT_AGAIN_AFTER_S = 60.0
+"""Seconds before either is reported again, and before the first wait of a run is: the page's address
+should be the first line."""
 
 SHOWN_METRICS: dict[str, Callable[[float], str]] = {
     "reward/mean": "reward {:.3f}".format,
@@ -126,16 +122,14 @@ SHOWN_METRICS: dict[str, Callable[[float], str]] = {
     "episodes_per_s": lambda rate: f"{rate_text(rate)} episodes/s",
     "tokens_per_s": "{:.0f} tokens/s".format,
 }
-"""Metrics of a step that are shown, if the step has them."""
+"""The metrics that a step's line contains, with their formats."""
 
 
 class LineReporter(ProgressReporter):
-    """Prints to a console that is not a terminal."""
-
-    def __init__(self, console: Console, *, say_after_s: float = SAY_AFTER_S) -> None:
-        """`say_after_s`: seconds after which a wait is named."""
+    def __init__(self, console: Console, *, report_after_s: float = REPORT_WAIT_AFTER_S) -> None:
+        """`report_after_s` is the number of seconds before a wait is reported."""
         self._console = console
-        self._say_after_s = say_after_s
+        self._say_after_s = report_after_s
         self._steps = 0
         self._has_begun = False
 
@@ -144,33 +138,30 @@ class LineReporter(ProgressReporter):
 
     @contextmanager
     def waiting(self, what: str) -> Generator[None]:
-        after_s = self._say_after_s if self._has_begun else SAY_AGAIN_AFTER_S
-        with self._said(lambda: f"waiting for {what}", after_s=after_s):
+        after_s = self._say_after_s if self._has_begun else REPORT_AGAIN_AFTER_S
+        with self._reported(lambda: f"waiting for {what}", after_s=after_s):
             yield
 
     @contextmanager
     def phase(self, label: str, *, total: int) -> Generator[Phase]:
         batch = _Batch()
-        with self._said(
-            lambda: f"{label}: {batch.done}/{total or '?'} episodes", after_s=SAY_PROGRESS_AFTER_S
+        with self._reported(
+            lambda: f"{label}: {batch.done}/{total or '?'} episodes", after_s=REPORT_PROGRESS_AFTER_S
         ):
             yield batch
 
     @contextmanager
-    def _said(self, text: Callable[[], str], *, after_s: float) -> Generator[None]:
-        """Print `text()` while the block takes long.
-
-        In a thread: what is waited for may block the event loop.
-        """
+    def _reported(self, text: Callable[[], str], *, after_s: float) -> Generator[None]:
+        # A thread prints the text, because a wait may block the event loop.
         ended = threading.Event()
 
-        def say() -> None:
+        def report() -> None:
             pause = after_s
             while not ended.wait(pause):
                 self._print(text())
-                pause = SAY_AGAIN_AFTER_S
+                pause = REPORT_AGAIN_AFTER_S
 
-        thread = threading.Thread(target=say, name="progress", daemon=True)
+        thread = threading.Thread(target=report, name="progress", daemon=True)
         thread.start()
         try:
             yield
@@ -195,8 +186,6 @@ class LineReporter(ProgressReporter):
 
 
 class _Batch(Phase):
-    """Counts the episodes of a batch."""
-
     def __init__(self) -> None:
         self.done = 0
 
@@ -210,24 +199,22 @@ def evaluation_line(label: str, score: float, episodes: int, failed: int) -> str
 
 
 ASCII = str.maketrans("━─±→…▁▂▃▄▅▆▇█", "=-~>~..:-=+*#")
-"""For terminals of an encoding without the others."""
 
 
 class TableReporter(ProgressReporter, Phase):
-    """For a console that is a terminal. Use `opened` around the run."""
+    """Shows a live table on a terminal. Keep `opened` active during the run."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
         self._table = RunTable(clock())
         self._lock = threading.Lock()
-        """Of the table: it is drawn by a thread of its own."""
 
         self._live = Live(console=console, get_renderable=self._frame, refresh_per_second=2, transient=True)
 
     @contextmanager
     def opened(self) -> Generator[TableReporter]:
-        """Show the table while the context is open, and leave its last steps on the screen."""
+        """Show the table while the context is open, and leave the last steps on the screen."""
         self._live.start()
         self._console.show_cursor()  # A killed process would leave the terminal without one.
         try:
@@ -249,7 +236,7 @@ class TableReporter(ProgressReporter, Phase):
             line.plain = line.plain.translate(ASCII)
         return line
 
-    # What the run tells
+    # Progress
 
     def begin(self, steps: int, *, done: int = 0) -> None:
         with self._lock:
@@ -294,14 +281,13 @@ class TableReporter(ProgressReporter, Phase):
     def note(self, message: str) -> None:
         print_wrapped(self._console, message, "yellow")
 
-    # What else there is to show
+    # Page and workers
 
     def page(self, url: str) -> None:
-        """The run's page is at `url`."""
         with self._lock:
             self._table.page = url
 
     def workers(self, workers: WorkersNow | None) -> None:
-        """Who works on the run now; None: not known."""
+        """Show the state of the workers, or nothing if it is None."""
         with self._lock:
             self._table.workers = workers

@@ -1,20 +1,20 @@
-"""Messages in the one form that the gateway works with, and the keys by which it compares them.
+"""The normalized form of messages, and the keys that compare them.
 
-A normalized message is a plain dictionary: `role`, `content` (always a string), and where present `name`,
-`tool_call_id`, `reasoning_content`, and `tool_calls` (OpenAI's form, arguments as a JSON string). Three more
-fields are never rendered: `id`, the call that sampled an assistant message, if the caller named it;
-`instructions`, true for the system message of a single request; `is_error` of a tool result.
+A normalized message is a dictionary with `role`, `content` (always a string), and optionally `name`,
+`tool_call_id`, `reasoning_content` and `tool_calls` (OpenAI's form, arguments as a JSON string). Three
+more fields are never rendered: `id`, the call that sampled an assistant message, if the caller named
+it; `instructions`, true for a system message that applies to one request; and `is_error` of a tool
+result.
 
 Two messages are the same if and only if their keys are equal:
 
-- None equals "", and text parts are concatenated (the dialects do both).
-- Outer white space of an assistant's message does not count, since many programs strip it. Other messages
-  are compared as they are: their author sends them again unchanged.
-- Arguments of tool calls are compared as JSON values: key order, white space, escapes, and the spelling of a
-  number (`1.0`, `1`) do not count; an empty string is `{}`. Text that is not JSON is compared as text.
-- Ids do not count, but a tool result's position among the preceding calls does. (`matching` uses ids to
-  choose among equals.)
-- Reasoning does not count here; `matching` compares it where it was sent back.
+- None equals "", and text parts are concatenated.
+- White space around an assistant's message is ignored, because many programs strip it. Other messages
+  are compared exactly.
+- Arguments of tool calls are compared as JSON values, with `{}` for an empty string and `1.0` equal to
+  `1`. Text that is not JSON is compared as text.
+- Ids are ignored, but a tool result's position among the preceding calls counts.
+- Reasoning is ignored; `conversation.tree` compares it if it was sent back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import Any, cast
 import msgspec
 
 ChatMessage = dict[str, Any]
-"""A normalized message."""
 
 
 Tool = dict[str, Any]
@@ -37,15 +36,15 @@ Tool = dict[str, Any]
 _ORDERED = msgspec.json.Encoder(order="deterministic")
 
 
+# Canonical arguments up to this length are cached, because every later turn repeats them.
 _SHORT_TEXT = 4096
-"""Canonical arguments of texts up to this many characters are cached: every later turn repeats them."""
 
 
 _SHORT_TEXTS = 1024
 
 
 def message_keys(messages: Iterable[ChatMessage], before: ChatMessage | None = None) -> Iterator[Hashable]:
-    """The key of each message, where the assistant message `before` precedes the first."""
+    """Yield the key of each message, given the assistant message `before` the first."""
     positions = _call_positions(before) if before else {}
     for message in messages:
         role = message["role"]
@@ -58,7 +57,6 @@ def message_keys(messages: Iterable[ChatMessage], before: ChatMessage | None = N
 
 
 def text_size(messages: Iterable[ChatMessage]) -> int:
-    """About how many bytes of text the messages have, whether the chat format writes them or not."""
     size = 0
     for message in messages:
         size += len(message["content"] or "")
@@ -69,12 +67,10 @@ def text_size(messages: Iterable[ChatMessage]) -> int:
 
 
 def reply_key(message: Mapping[str, Any]) -> Hashable:
-    """The key of an assistant message, whether sampled or written by the caller."""
     return (message["content"].strip(), calls_key(message))
 
 
 def calls_key(message: Mapping[str, Any]) -> Hashable:
-    """The key of a message's tool calls."""
     calls = message.get("tool_calls")
     if not calls:
         return ()
@@ -82,18 +78,18 @@ def calls_key(message: Mapping[str, Any]) -> Hashable:
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
-    """The reasoning of a message, stripped for comparison."""
+    """Return a message's reasoning, stripped for comparison."""
     return (message.get("reasoning_content") or "").strip()
 
 
 def given_ids(message: Mapping[str, Any]) -> list[str]:
-    """The ids of an assistant message: its own, if the dialect has one, and its tool calls'."""
+    """Return the ids of an assistant message and of its tool calls."""
     ids = [call["id"] for call in message.get("tool_calls") or () if call.get("id")]
     return [message["id"], *ids] if message.get("id") else ids
 
 
 def with_ids_of(reply: ChatMessage, repeated: ChatMessage, results: list[ChatMessage]) -> list[ChatMessage]:
-    """Tool results with the call ids of `reply`, which the caller sent back as `repeated` with others."""
+    """Return `results` with the call ids of `reply`. The caller sent it back as `repeated` with other ids."""
     ours = [call["id"] for call in reply.get("tool_calls") or ()]
     positions = _call_positions(repeated)
     renamed = {id_: ours[position] for id_, position in positions.items() if ours[position] != id_}
@@ -108,12 +104,12 @@ def with_ids_of(reply: ChatMessage, repeated: ChatMessage, results: list[ChatMes
 
 
 def tools_key(tools: list[Tool]) -> bytes:
-    """The key of a request's tools: their JSON, with keys in order."""
+    """Return the key of a request's tools: JSON with sorted keys."""
     return _ORDERED.encode(tools) if tools else b""
 
 
 def canonical_json(text: str) -> str:
-    """The same text for every spelling of a JSON value; the text itself if it is not JSON."""
+    """Return one text for all spellings of a JSON value, or `text` itself if it is not JSON."""
     return _canonical_short(text) if len(text) <= _SHORT_TEXT else _canonical(text)
 
 
@@ -128,7 +124,7 @@ _canonical_short = lru_cache(maxsize=_SHORT_TEXTS)(_canonical)
 
 
 def joined_parts(parts: Sequence[str]) -> str:
-    """Texts with only white space between what they came from, a line each, with the outer white space."""
+    """Join the texts with one newline each, keep only the outermost white space, and drop blank texts."""
     parts = [part for part in parts if part.strip()]
     if not parts:
         return ""
@@ -138,7 +134,7 @@ def joined_parts(parts: Sequence[str]) -> str:
 
 
 def is_expressible(name: object, arguments: object) -> bool:
-    """Whether OpenAI's form can express a call: a name, and a JSON object of arguments."""
+    """Return whether OpenAI's form can express a call: a name and a JSON object of arguments."""
     if not isinstance(name, str) or not name or not is_encodable(name) or not isinstance(arguments, dict):
         return False
     try:
@@ -149,19 +145,19 @@ def is_expressible(name: object, arguments: object) -> bool:
 
 
 def is_encodable(text: str) -> bool:
-    """Whether `text` has no lone surrogates, which JSON escapes can produce."""
+    """Return whether `text` has no lone surrogates, which JSON escapes can produce."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def continued(history: list[ChatMessage], messages: list[ChatMessage]) -> list[ChatMessage]:
-    """`history` followed by `messages`. Instructions apply to one request: only the new ones remain."""
+    """Append `messages` to `history`, without the instructions of earlier requests."""
     first = [message for message in messages if message.get("instructions")]
     kept = [message for message in history if not message.get("instructions")]
     return first + kept + messages[len(first) :]
 
 
 def _numbers_by_value(value: Any) -> Any:
-    """Integers for whole numbers: JavaScript writes 1.0 as 1."""
+    # JavaScript writes 1.0 as 1.
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
@@ -172,6 +168,5 @@ def _numbers_by_value(value: Any) -> Any:
 
 
 def _call_positions(message: ChatMessage) -> dict[str | None, int]:
-    """Id of each tool call of an assistant message -> its position."""
     calls = message.get("tool_calls") or ()
     return {call["id"]: position for position, call in enumerate(calls) if call.get("id")}

@@ -1,8 +1,8 @@
-"""`ChatTemplate`: a model's own chat template (Jinja), rendered as transformers renders it, without it.
+"""`ChatTemplate` renders a model's Jinja chat template as transformers does, without importing it.
 
-Templates take messages in slightly different forms: arguments as an object or as JSON text, no content as ""
-or as None, ids of nine characters. Which one a template takes is tried once, on a conversation with a tool
-call. The environment is that of `transformers.utils.chat_template_utils` (version 5.5); a test compares the
+Templates differ in the messages they accept: arguments as an object or as JSON text, missing content as
+"" or None, tool call ids of nine characters. Rendering one conversation with a tool call shows which.
+The environment copies `transformers.utils.chat_template_utils` (version 5.5), and a test compares the
 two.
 """
 
@@ -30,13 +30,10 @@ from tinkerscript.gateway.chat_messages import ChatMessage, Tool
 from tinkerscript.model_folder import read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""The special tokens that templates see, by transformers' names."""
 
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
-"""What templates see of each conversation."""
 
 _FIELDS = frozenset({"role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content"})
-"""The fields of a message that templates see."""
 
 PROBE_TOOL_NAME = "probe_tool"
 
@@ -72,7 +69,6 @@ PROBE_CALL: list[ChatMessage] = [
     },
     {"role": "tool", "tool_call_id": _PROBE_ID, "content": "probe_result"},
 ]
-"""A conversation with a tool call and its result."""
 
 
 TOOLS_IN_PROMPT = """\
@@ -89,29 +85,29 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""  # noqa: E501
-"""What the system message says of the tools where a template says nothing: Qwen's and Hermes' words."""
+"""The declaration of tools for templates without one, in the wording of Qwen and Hermes."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """How a template takes messages that call tools."""
+    """The form in which a template expects messages with tool calls."""
 
     empty_content: str | None = ""
-    """The content beside tool calls, if there is none."""
+    """The content of a message with only tool calls."""
 
     parsed_arguments: bool = True
     """Whether arguments are an object rather than JSON text."""
 
     short_ids: bool = False
-    """Whether ids of tool calls are nine letters or digits (Mistral)."""
+    """Whether tool call ids have nine letters or digits (Mistral)."""
 
     tools_in: str = ""
-    """The role of the message that has the tools as text; empty where the template writes them itself."""
+    """The role of the message that declares the tools as text, or empty if the template writes them."""
 
     def of(self, message: ChatMessage) -> dict[str, Any]:
         given = {name: value for name, value in message.items() if name in _FIELDS}
         if "reasoning_content" in given and not (given["content"] and given.get("tool_calls")):
-            # The name in gpt-oss's template, which refuses it beside text and calls.
+            # gpt-oss's template has this name for it and refuses it together with text and calls.
             given["thinking"] = given["reasoning_content"]
         if self.short_ids and given.get("tool_call_id"):
             given["tool_call_id"] = _short_id(given["tool_call_id"])
@@ -130,8 +126,6 @@ class MessageForm:
 
 
 class ChatTemplate:
-    """The chat template of one model folder."""
-
     def __init__(
         self,
         templates: Mapping[str, str],
@@ -141,11 +135,12 @@ class ChatTemplate:
         clock: Callable[[], datetime] = datetime.now,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """`templates`: by name; `default`, and `tool_use` if requests with tools have one of their own.
+        """`templates` maps names to Jinja sources: `default`, and `tool_use` if requests with tools have
+        another. `origin` is the file for error messages, and `clock` gives the time that templates may
+        write.
 
-        `tokens`: the special tokens that templates see. `origin`: the file, for messages. `clock`: the time
-        that templates may write. `kwargs`: what else templates see. Raises ConfigError for a template that
-        cannot be compiled, or none called `default`, and for an argument that the template does not have.
+        Raises ConfigError if a template does not compile, if there is no `default`, or if the template
+        does not use one of `kwargs`.
         """
         if "default" not in templates:
             names = ", ".join(sorted(templates))
@@ -164,7 +159,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, folder: Path, kwargs: Mapping[str, Any] | None = None) -> ChatTemplate | None:
-        """The template of a model's folder; None if there is none. Raises ConfigError."""
+        """Return the template of a model folder, or None if it has none. Raises ConfigError."""
         templates = _templates_of(folder)
         return cls(templates, _tokens_of(folder), origin=str(folder), kwargs=kwargs) if templates else None
 
@@ -176,9 +171,9 @@ class ChatTemplate:
         generation: bool,
         now: datetime | None = None,
     ) -> str:
-        """The conversation as text; `generation`: with the header of the assistant's next reply.
+        """Render the conversation, with `generation` including the header of the assistant's next reply.
 
-        `now`: the time that a template may write. Raises GatewayError 400 for what it refuses.
+        Raises GatewayError 400 for messages that the template refuses.
         """
         try:
             return self._rendered(messages, tools, generation, self.form, now or self._clock())
@@ -187,7 +182,6 @@ class ChatTemplate:
             raise GatewayError(400, "invalid_messages", message, param="messages") from error
 
     def now(self) -> datetime:
-        """The time that a template may write."""
         return self._clock()
 
     def _rendered(
@@ -212,8 +206,8 @@ class ChatTemplate:
         )
 
     def _find_form(self) -> MessageForm:
-        """The first form with which the template writes a tool call and its result; where it writes nothing
-        about tools, they are text."""
+        """Return the first form in which the template writes a tool call and its result, or a textual
+        form."""
         if self._writes_tools():
             for content, parsed, short in product(("", None), (True, False), (False, True)):
                 form = MessageForm(content, parsed, short)
@@ -228,13 +222,11 @@ class ChatTemplate:
         return MessageForm()
 
     def _writes_tools(self) -> bool:
-        """Whether the template itself does. Some need a system message for that, some a call."""
         system: ChatMessage = {"role": "system", "content": "probe_system"}
         conversations = (PROBE_CALL[:1], [system, *PROBE_CALL[:1]])
         return any(PROBE_TOOL_NAME in self._probed(messages, MessageForm()) for messages in conversations)
 
     def _probed(self, messages: Sequence[ChatMessage], form: MessageForm) -> str:
-        """The text with the tool of the probe; "" if the template refuses it."""
         try:
             return self._rendered(messages, [PROBE_TOOL], True, form, self._clock())
         except _REFUSALS:
@@ -245,12 +237,14 @@ _REFUSALS = (
     jinja2.TemplateError,
     *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError),
 )
-"""What rendering raises for messages that a template does not expect."""
 
 
 def _as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], role: str) -> list[ChatMessage]:
-    """The conversation for a template that knows no tools: declared in the first message of `role`, calls as
-    text of the assistant's, and results, those of a turn together, as text of the user's."""
+    """Rewrite a conversation for a template without tools.
+
+    The first message of `role` declares the tools. Calls become text of the assistant, and the results
+    of a turn one text of the user.
+    """
     written: list[ChatMessage] = []
     for number, message in enumerate(messages):
         text = message.get("content") or ""
@@ -283,9 +277,9 @@ def _call_text(function: Mapping[str, Any]) -> str:
 
 
 def templates_with_defaults(folder: Path, kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """The template files of a model's folder, by name, in which `kwargs` are the defaults of the arguments.
+    """Return the template files of a model folder by name, with `kwargs` as the defaults of their arguments.
 
-    A checkpoint with them prompts as its training did, wherever it is served. Empty without `kwargs`.
+    A checkpoint with these files prompts as in training wherever it is served. Empty without `kwargs`.
     """
     if not kwargs:
         return {}
@@ -293,7 +287,7 @@ def templates_with_defaults(folder: Path, kwargs: Mapping[str, Any]) -> dict[str
         f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
         for name, value in kwargs.items()
     )
-    # The last block keeps the newline that may begin a template.
+    # `{{ '' }}` keeps a newline at the start of the template.
     texts = {name: defaults + "{{ '' }}" + text for name, text in _templates_of(folder).items()}
     return {
         "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja": text
@@ -302,7 +296,6 @@ def templates_with_defaults(folder: Path, kwargs: Mapping[str, Any]) -> dict[str
 
 
 def _check_kwargs(kwargs: Mapping[str, Any], source: str, origin: str) -> None:
-    """Raises ConfigError for an argument that the template does not have, or that is given to it anyway."""
     if not kwargs:
         return
     parsed = _environment().parse(source)
@@ -319,7 +312,7 @@ def _check_kwargs(kwargs: Mapping[str, Any], source: str, origin: str) -> None:
 
 
 def _templates_of(folder: Path) -> dict[str, str]:
-    """A folder's templates by name: files come before tokenizer_config.json, as in transformers."""
+    # As in transformers, files override tokenizer_config.json.
     found = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         found["default"] = folder / "chat_template.jinja"
@@ -352,7 +345,7 @@ def _tokens_of(folder: Path) -> dict[str, str]:
 
 
 def parsed_arguments(arguments: str) -> Any:
-    """Arguments as an object; as the text that they are if they are no JSON object."""
+    """Return arguments as an object, or as text if they are not a JSON object."""
     try:
         value: Any = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
@@ -365,7 +358,7 @@ def _short_id(call_id: str) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the model writes; here it changes nothing."""
+    """Accepts `{% generation %}`, which marks the model's text."""
 
     tags = {"generation"}  # noqa: RUF012, as in the base class
 

@@ -1,7 +1,7 @@
-"""The seam between the gateway and the episodes: keys in, claims out, calls recorded.
+"""`ClaimBook` is what the gateway needs from the server: it checks keys and stores calls.
 
-The server implements `ClaimBook` over its episodes; `testing.MemoryClaimBook` is the in-memory fake.
-Invariant: a call is recorded only for a claim that still holds its lease.
+The server implements it on its episodes; `testing.MemoryClaimBook` is a fake. Invariant: a call is only
+recorded for a claim that holds its lease.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ __all__ = ["ClaimBook", "OpenClaim"]
 
 @dataclass(frozen=True, slots=True)
 class OpenClaim:
-    """A claim that holds its episode's lease."""
-
     episode_uuid: str
     attempt: int
     policy_version: int
-    """The policy version when the episode was claimed."""
+    """The policy version at the time of the claim."""
 
     continues: bool = True
-    """Whether later calls may extend any earlier one; False for a model that is served without episodes,
-    whose calls extend only what `ClaimBook.keep` got."""
+    """Whether calls may extend any earlier call. A model served without episodes extends only calls given
+    to `ClaimBook.keep`."""
 
 
 class ClaimBook(ABC):
@@ -34,44 +32,44 @@ class ClaimBook(ABC):
 
     @abstractmethod
     async def open(self, key: str) -> OpenClaim:
-        """The claim that `key` opens; renews its lease.
+        """Return the claim of `key` and renew its lease.
 
-        Raises GatewayError: 401 `invalid_api_key` for an unknown key, 409 `claim_lost` with the reason if
-        the claim no longer holds the lease.
+        Raises GatewayError 401 `invalid_api_key` for an unknown key, and 409 `claim_lost` for a lost
+        lease.
         """
 
     async def begin(self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0) -> int:
-        """`claim`, whose `calls` were read, is about to sample; its lease does not expire before `end`.
+        """Reserve the claim's limits before sampling. The lease does not expire until `end`.
 
-        `num_bytes`: what is recorded besides the samples. Returns how many tokens each of the samples may
-        have: `max_tokens`, or what the claim has left. Raises GatewayError: 409 `claim_lost`, 403
-        `claim_limit_exceeded` if the claim has used up its calls, tokens or bytes, 429 while calls in flight
-        may use them up.
+        `num_bytes` is the size of the record besides the samples. Returns the granted number of tokens
+        per sample, at most `max_tokens`. Raises GatewayError 409 `claim_lost`, 403
+        `claim_limit_exceeded` if the claim has used up its calls, tokens or bytes, and 429 if calls in
+        flight may use them up.
         """
         return max_tokens
 
     def end(  # noqa: B027
         self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0
     ) -> None:
-        """What `begin` allowed, with as many tokens as it returned, is over."""
+        """Give back what `begin` reserved. `max_tokens` is the number that it returned."""
 
     @abstractmethod
     async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
         """Store the calls of one request durably, all or none, and renew the lease.
 
-        Raises GatewayError 409 `claim_lost`, and stores nothing, if the claim has lost the lease.
+        Raises GatewayError 409 `claim_lost` and stores nothing if the lease is lost.
         """
 
     def keep(self, claim: OpenClaim, calls: Sequence[Call]) -> None:  # noqa: B027
-        """Let later requests name these recorded calls. A claim that continues keeps all of its calls."""
+        """Let later requests name these recorded calls. A claim that continues keeps all its calls anyway."""
 
     def kept(self, claim: OpenClaim, call_id: str) -> list[Call]:
-        """A call that was given to `keep` and those that it extends, oldest first; empty if it is gone."""
+        """Return a call given to `keep` and the calls it extends, oldest first; empty if it is gone."""
         return []
 
     @abstractmethod
     async def calls(self, claim: OpenClaim) -> list[Call]:
-        """The calls recorded for this claim, oldest first, to restore its session after a restart.
+        """Return the recorded calls of this claim, oldest first, to restore its session after a restart.
 
-        Raises GatewayError 409 `claim_lost` if the claim has lost the lease.
+        Raises GatewayError 409 `claim_lost` if the lease is lost.
         """

@@ -1,7 +1,7 @@
-"""The model endpoint: routes for every wire format, and which of a run's models a name stands for.
+"""`Gateway` routes requests in every wire format to the model that they name.
 
-Owns the HTTP routes. `NamedModel`s answer: the policy's, and one for each role of the run.
-Invariant: only a role's name, letter for letter, reaches it; every other name is the policy's, or unknown.
+Each model is a `NamedModel`: the policy, or a role of the run. Invariant: a request reaches a role only
+under the role's exact name; every other name is the policy's or unknown.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tinkerscript.asgi import Caller, CallerDisconnectedError, Deferred, Respond
 from tinkerscript.config import RunConfig, SamplingConfig
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.claim_book import ClaimBook
-from tinkerscript.gateway.conversation.session import unblocked
+from tinkerscript.gateway.conversation.session import in_thread_if
 from tinkerscript.gateway.dialects.agent_mode import AGENT_PREFIX
 from tinkerscript.gateway.dialects.dialect import Dialect, TokenCounter
 from tinkerscript.gateway.dialects.openai import OpenAIDialect
@@ -36,8 +36,6 @@ MODELS_PATH = "/v1/models"
 
 
 class _Named(msgspec.Struct):
-    """What a request of any wire format says about its model."""
-
     model: object = None
 
 
@@ -45,13 +43,10 @@ _READ_NAME = msgspec.json.Decoder(_Named).decode
 
 
 class Gateway:
-    """Routes for the models of a run."""
-
     router: APIRouter
-    """Routes under `/v1`, to be included in the server's application."""
+    """Routes under `/v1`, for the server's application."""
 
     routes: dict[str, Responder]
-    """Whole path -> responder to a POST, for `ModelRoutes`."""
 
     def __init__(
         self,
@@ -61,7 +56,7 @@ class Gateway:
         model_names: Sequence[str],
         roles: Mapping[str, NamedModel],
     ) -> None:
-        """`model_names`: of the policy, to show. `roles`: name -> what answers for it."""
+        """`model_names` are the policy's names in the list of models."""
         self._policy = policy
         self._claims = claims
         self._roles = dict(roles)
@@ -75,7 +70,6 @@ class Gateway:
             self.router.add_api_route(path, self._models, methods=["GET"], response_model=None)
 
     def forget(self, episode_uuid: str, attempt: int) -> None:
-        """Drop the state of a claim that ended or whose lease expired."""
         for endpoint in (self._policy, *self._roles.values()):
             endpoint.forget(episode_uuid, attempt)
 
@@ -99,7 +93,6 @@ class Gateway:
         )
 
     async def _serve(self, path: str, dialect: Dialect[Any], caller: Caller) -> None:
-        """Read one request, and let the model that it names answer."""
         try:
             body = await caller.body()
         except GatewayError as error:
@@ -107,12 +100,10 @@ class Gateway:
             return
         except CallerDisconnectedError:
             return
-        role = await unblocked(len(body) >= LONG_BODY, self._named_in, body) if self._roles else None
+        role = await in_thread_if(len(body) >= LONG_BODY, self._named_in, body) if self._roles else None
         await (role or self._policy).handle(path, caller, body)
 
     def _named_in(self, body: bytes) -> NamedModel | None:
-        """The model of the role that a request names; None for the policy, which refuses what is no
-        request."""
         try:
             name = _READ_NAME(body).model
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -120,7 +111,6 @@ class Gateway:
         return self._roles.get(name) if isinstance(name, str) else None
 
     async def _models(self) -> Response:
-        """The models that requests may name."""
         return Deferred(self._answer_models)
 
     async def _answer_models(self, caller: Caller) -> None:
@@ -156,14 +146,13 @@ def create_gateway(
     sampled: Mapping[str, ChatRenderer] | None = None,
     frozen: Collection[str] = (),
 ) -> Gateway:
-    """The gateway for the model in `model_folder`, which replies call `model_name`.
+    """Create the gateway for the model in `model_folder`, which replies call `model_name`.
 
-    `accepted_names`: what else requests may call it; empty: anything, if there are no roles. `outside`: role
-    -> the server that answers for it; `sampled`: role -> its chat format, and `sampler` samples for it;
-    `frozen`: those that do not train, which are sampled as programs ask, whatever `sampling.precedence` says.
-
-    Raises ConfigError for a folder whose tokenizer, config, or chat format cannot be used, and for a role
-    with a name of the policy.
+    `accepted_names` are further names for the policy; if it is empty and there are no roles, any name
+    is accepted. `outside` maps roles to the servers that answer for them, and `sampled` roles to chat
+    formats for which `sampler` samples. `frozen` roles do not train, so they follow the program's
+    sampling parameters regardless of `sampling.precedence`. Raises ConfigError if the folder's
+    tokenizer, config or chat format is not usable, or if a role has one of the policy's names.
     """
     names = list(dict.fromkeys([model_name, POLICY, model_folder.name, *accepted_names]))
     renderer = ChatRenderer(model_folder, chat_template_kwargs)
@@ -202,7 +191,7 @@ def gateway_of(
     sampler: Sampler,
     outside: Mapping[str, OutsideServer] | None = None,
 ) -> Gateway:
-    """The gateway for the models of a run; `outside` is None where it has no roles. Raises ConfigError."""
+    """Create the gateway for the models of a run. `outside` is None without roles. Raises ConfigError."""
     folder = model_folder(config.engine.model)
     return create_gateway(
         claims=claims,
@@ -219,12 +208,12 @@ def gateway_of(
 
 
 def _sampled(config: RunConfig, folder: Path) -> dict[str, ChatRenderer]:
-    """The chat formats of the roles that the trainer samples for. `folder`: of the policy."""
     found: dict[str, ChatRenderer] = {}
     for name, role in config.episode_roles.items():
         if role.kind == "outside":
             continue
-        # What trains has the policy's tokenizer, as have a server's model and one without a name.
+        # Trained roles, models of inference servers, and roles without a model use the policy's
+        # tokenizer.
         is_same = role.kind == "trained" or role.base_url or not role.model
         own = folder if is_same else model_folder(role.model)
         kwargs = config.engine.chat_template_kwargs if own == folder else None

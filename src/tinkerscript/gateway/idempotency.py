@@ -1,18 +1,17 @@
-"""`IdempotencyCache`: which requests of a claim repeat another one, and get its reply.
+"""`IdempotencyCache` finds requests that repeat an earlier one and should get its reply.
 
-A request repeats another one in two cases; in every other case both are sampled:
+A request is a repetition in two cases; otherwise it is sampled:
 
-1. Both have the same `Idempotency-Key`. While the first one is in flight the others wait for it, and if it
-   fails, one of them takes its place; once it is recorded they get the recorded reply, also after a restart
-   of the server, since calls keep the key. The same key with another body is refused with 422.
-2. The later one is marked as a retry (`x-stainless-retry-count` above 0, as OpenAI's and Anthropic's clients
-   do), has the same body byte for byte, and there is an original that was recorded but whose client
-   disconnected before the reply was sent. While an original is being recorded, the retry waits to learn
-   which. An original serves one such retry, and none after a restart.
+1. It has the `Idempotency-Key` of an earlier one. While that is in flight, others wait; if it fails,
+   one of them takes its place. After it is recorded they get the recorded reply, even after a restart,
+   because calls store the key. The key with another body is refused with 422.
+2. It is marked as a retry (`x-stainless-retry-count` above 0, from OpenAI's and Anthropic's clients)
+   and has the same body as a request that was recorded after its client had disconnected. A retry waits
+   while such a request is being recorded. Each original serves one retry, and none after a restart.
 
-If the client disconnects during sampling, sampling stops and nothing is recorded, so a retry is sampled. A
-reply that cannot be reproduced (`recorded_completion`) is sampled again. Memory is bounded per claim and
-freed with it.
+A client that disconnects during sampling stops it and nothing is recorded, so that a retry is sampled.
+So is a reply that cannot be reproduced (`recorded_completion`). Memory is bounded per claim and freed
+with it.
 """
 
 from __future__ import annotations
@@ -31,68 +30,55 @@ from tinkerscript.limits import IDEMPOTENCY_KEY
 from tinkerscript.rollouts.call import Call
 
 MAX_KEYS = 1024
-"""Idempotency keys kept per claim; the oldest are dropped first."""
 
 
 MAX_UNDELIVERED = 64
-"""Undelivered replies kept per claim; the oldest are dropped first."""
 
 
 _DIGEST_BYTES = 16
 
 
 class RequestFingerprint(msgspec.Struct, frozen=True):
-    """What identifies a request among its repetitions."""
-
     key: str
-    """The `Idempotency-Key`; "" if there is none."""
 
     is_retry: bool
     digest: str
-    """Hex digest of route and body."""
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """A request that is being sampled."""
-
     fingerprint: RequestFingerprint
     call_id: str | None = None
-    """Id of the first choice's call, once all choices are recorded."""
+    """The id of the first choice's call, after all choices are recorded."""
 
     is_recording: bool = False
-    """Whether its sample is complete, so that it is recorded even if its client disconnects."""
+    """Whether the sample is complete, and is recorded even if the client disconnects."""
 
     delivered: bool = False
-    """Whether the reply was sent to a caller that was still connected."""
+    """Whether the client was still connected when the reply was sent."""
 
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the attempt ends, whether it succeeded or failed."""
+    """Set when the attempt ends, even by an error."""
 
 
 class IdempotencyCache:
-    """The requests of one claim that later ones may repeat."""
-
     def __init__(self, calls: Iterable[Call] = ()) -> None:
-        """`calls`: those that the claim recorded before a restart, oldest first."""
+        """Restore the keys of `calls`, recorded before a restart, oldest first."""
         self._in_flight: dict[str, Attempt] = {}
-        """By idempotency key."""
 
         self._keyless: list[Attempt] = []
-        """Requests in flight without a key."""
 
+        # The request's digest and the id of the first choice's call, by idempotency key.
         self._recorded: OrderedDict[str, tuple[str, str]] = OrderedDict()
-        """Idempotency key -> digest of its request, id of the first choice's call."""
 
         self._undelivered: OrderedDict[str, str] = OrderedDict()
-        """Id of the first choice's call -> digest of its request."""
 
         for call in calls:
             if call.idempotency_key:
                 self._remember(call.idempotency_key, call.request_digest, first_id(call.call_id))
 
     def in_flight(self, fingerprint: RequestFingerprint) -> Attempt | None:
-        """The attempt that a request must wait for. Raises GatewayError 422 for a reused key."""
+        """Return the attempt that a request must wait for. Raises GatewayError 422 for a reused key."""
         if not fingerprint.key:
             return next((each for each in self._keyless if _is_being_recorded(each, fingerprint)), None)
         attempt = self._in_flight.get(fingerprint.key)
@@ -101,10 +87,9 @@ class IdempotencyCache:
         return attempt
 
     def take(self, fingerprint: RequestFingerprint) -> str | None:
-        """The first choice's call of the recorded request that this one repeats, if any. An undelivered
-        reply is taken once.
+        """Return the first call id of the recorded request that this one repeats, if any.
 
-        Raises GatewayError 422 for a reused key.
+        An undelivered reply is returned only once. Raises GatewayError 422 for a reused key.
         """
         if fingerprint.key:
             digest, call_id = self._recorded.get(fingerprint.key, (fingerprint.digest, None))
@@ -121,7 +106,6 @@ class IdempotencyCache:
 
     @contextmanager
     def attempt(self, fingerprint: RequestFingerprint) -> Generator[Attempt]:
-        """A context in which a request is served."""
         attempt = Attempt(fingerprint)
         if fingerprint.key:
             self._in_flight[fingerprint.key] = attempt
@@ -160,22 +144,20 @@ def _is_being_recorded(original: Attempt, retry: RequestFingerprint) -> bool:
 
 
 def choice_id(call_id: str, index: int) -> str:
-    """The id of the call behind one choice of a request; the first one is the id of the reply."""
+    """Return the call id of one choice. The first choice's is the reply's id."""
     return f"{call_id}-{index}" if index else call_id
 
 
 def choice_index(call_id: str) -> int:
-    """Which choice of its request a call is behind."""
     return int(call_id.partition("-")[2] or 0)
 
 
 def first_id(call_id: str) -> str:
-    """The id of the first choice's call, given any choice's."""
     return call_id.partition("-")[0]
 
 
 def fingerprint_of(headers: Mapping[str, str], path: str, body: bytes) -> RequestFingerprint:
-    """The fingerprint of a request. Raises GatewayError 400 for a key that is too long."""
+    """Return the fingerprint of a request. Raises GatewayError 400 for a key that is too long."""
     key = headers.get("idempotency-key", "").strip()
     IDEMPOTENCY_KEY.check(len(key))
     count = headers.get("x-stainless-retry-count", "").strip()

@@ -1,7 +1,7 @@
-"""`NamedModel`: what answers the calls of one model: the policy, or a role of the run.
+"""`NamedModel` answers the calls of one model: the policy, or a role of the run.
 
-Owns the state of open claims. Invariant: a reply is sent only after the calls behind it are recorded; a
-request that repeats a recorded one gets its reply.
+It owns the in-memory state of open claims. Invariant: a reply is sent only after its calls are
+recorded, and a request that repeats a recorded one gets the recorded reply.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tinkerscript.gateway.conversation.session import (
     LONG_HISTORY,
     ConversationRenderer,
     Session,
-    unblocked,
+    in_thread_if,
 )
 from tinkerscript.gateway.conversation.tree import Turn
 from tinkerscript.gateway.dialects import DIALECTS
@@ -39,36 +39,34 @@ from tinkerscript.rollouts.call import calls_of, utf8_size
 ENCODER = msgspec.json.Encoder()
 
 _Handler = Callable[[Any, Caller, bytes], Awaitable[None]]
-"""Of a dialect, a caller, and the request's body."""
 
 
+# `uuid4` would cost a system call per id.
 _IDS = random.Random()
-"""Makes the ids of calls. The system gives one seed: asking it for every id would be a system call each."""
 
-NOT_ITS_FAULT = frozenset({409, 429, 503, 504})
-"""Statuses of calls that found the claim lost, or the engine away or busy."""
+UNCOUNTED_STATUSES = frozenset({409, 429, 503, 504})
+"""Statuses of a lost claim or a busy engine, which do not count as failed calls."""
 
 LONG_BODY = 2**18
-"""Bytes of a request from which on a thread reads it, which takes half a millisecond."""
+"""The length in bytes from which a request is parsed in a thread, which takes half a millisecond."""
 
 
 @dataclass(slots=True)
 class ClaimState:
-    """What is kept in memory of an open claim's calls to one model."""
-
     claim: OpenClaim
     session: Session
     cache: IdempotencyCache
     in_flight: int = 0
-    """Calls that are being answered."""
 
     failed: int = 0
-    """Calls that were refused, or failed in the engine."""
+    """The number of calls that were refused or failed in the engine."""
 
     @contextmanager
     def answering(self) -> Generator[None]:
-        """While a call is answered. Raises GatewayError: 403 after too many have failed, 429 for one too many
-        at once."""
+        """Count a call as in flight, and as failed if it raises.
+
+        Raises GatewayError 403 after too many failed calls, and 429 for too many at once.
+        """
         if self.failed >= FAILED_CALLS.limit:
             raise FAILED_CALLS.refusal(self.failed + 1)
         CALLS_AT_ONCE.check(self.in_flight + 1)
@@ -76,7 +74,7 @@ class ClaimState:
         try:
             yield
         except GatewayError as error:
-            self.failed += error.status not in NOT_ITS_FAULT
+            self.failed += error.status not in UNCOUNTED_STATUSES
             raise
         except Exception:
             self.failed += 1
@@ -86,19 +84,16 @@ class ClaimState:
 
 
 class PreparedRequest(msgspec.Struct, frozen=True):
-    """A request whose prompts are made."""
-
     claim: OpenClaim
     call: ModelCall
     session: Session
     turns: list[Turn]
-    """One per prompt; messages make one prompt."""
+    """One turn per prompt. Messages make one prompt."""
 
     header: ReplyHeader
     attempt: Attempt
 
     def recorded_fields(self, turn: Turn) -> dict[str, Any]:
-        """What a recorded call has of the request and of its turn, whatever answered."""
         fingerprint = self.attempt.fingerprint
         return {
             "parent_id": turn.parent.call_id if turn.parent else None,
@@ -111,22 +106,20 @@ class PreparedRequest(msgspec.Struct, frozen=True):
         }
 
     def recorded_bytes(self, number: int = 0) -> int:
-        """Bytes that are recorded of a turn and its choices, but for what is sampled."""
         turn, texts = self.turns[number], self.turns[number].texts
         return self.call.n * len(turn.new_prompt) + sum(map(utf8_size, texts))
 
 
 class NamedModel(ABC):
-    """The calls of one model in every dialect, authenticated and recorded by a `ClaimBook`."""
-
     def __init__(
         self, name: str, claims: ClaimBook, renderer: ConversationRenderer, *, role: str = ""
     ) -> None:
-        """`name`: what replies call the model; `role`: of its calls, empty for the policy."""
+        """`name` is the model's name in replies. `role` is recorded with the calls, and empty for the
+        policy."""
         self.name = name
         self.role = role
         self.max_context: int | None = None
-        """Longest prompt and reply together, in tokens; None: unknown."""
+        """Maximum tokens of prompt and reply together; None if unknown."""
 
         self._claims = claims
         self._prompts = renderer
@@ -139,7 +132,7 @@ class NamedModel(ABC):
                 self._handlers[route_of(dialect, counts=True)] = (self._count, dialect)
 
     async def handle(self, path: str, caller: Caller, body: bytes) -> None:
-        """Answer the request to the route `path`; an error becomes a reply of its dialect."""
+        """Answer a request to the route `path`. Errors become replies in its dialect."""
         handler, dialect = self._handlers[path]
         try:
             await handler(dialect, caller, body)
@@ -147,27 +140,21 @@ class NamedModel(ABC):
             await caller.refuse(error.status, ENCODER.encode(dialect.error(error)))
 
     def forget(self, episode_uuid: str, attempt: int) -> None:
-        """Drop the state of a claim that ended or whose lease expired."""
         self._states.pop((episode_uuid, attempt), None)
 
     @abstractmethod
-    def _check(self, call: ModelCall) -> None:
-        """Raises GatewayError for a call that this model cannot answer."""
+    def _check(self, call: ModelCall) -> None: ...
 
     @abstractmethod
     async def _completed(
         self, prepared: PreparedRequest, caller: Caller, live: StreamedReply | None
-    ) -> Completion | None:
-        """Make and record the completion, which `live` sends meanwhile; None if the caller disconnects
-        before there is one."""
+    ) -> Completion | None: ...
 
     @abstractmethod
-    def _streamed(self, dialect: Dialect[Any], call: ModelCall, header: ReplyHeader) -> StreamedReply:
-        """A stream of the reply to `call`, of which nothing has been sent."""
+    def _streamed(self, dialect: Dialect[Any], call: ModelCall, header: ReplyHeader) -> StreamedReply: ...
 
     @abstractmethod
-    async def _recorded(self, state: ClaimState, call: ModelCall, call_id: str) -> Completion | None:
-        """The completion of `call` that was recorded as `call_id`; None if it cannot be made again."""
+    async def _recorded(self, state: ClaimState, call: ModelCall, call_id: str) -> Completion | None: ...
 
     async def _reply(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
         completion = await self._completed(prepared, caller, None)
@@ -180,7 +167,6 @@ class NamedModel(ABC):
             prepared.attempt.delivered = True
 
     async def _stream(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
-        """Send events meanwhile, and the last ones once the calls are recorded."""
         live = self._streamed(dialect, prepared.call, prepared.header)
         try:
             completion = await self._completed(prepared, caller, live)
@@ -196,16 +182,13 @@ class NamedModel(ABC):
             await caller.send_events(live.failure(error), last=True)
 
     async def _answer(self, dialect: Dialect[Any], caller: Caller, body: bytes) -> None:
-        """Sample, or repeat what is recorded, once no request with the same key is in flight.
-
-        Requests that arrive together take each step together: what else waits for the event loop runs in
-        between, and a step's code is in the processor's caches for all but the first, which saves a fifth of
-        a request's time.
-        """
+        # Each step yields to the event loop, so that requests that arrive together run the same step
+        # one after another. Its code then stays in the processor's caches, which saves a fifth of the
+        # time per request.
         claim = await self._claims.open(caller.key)
         state = await self._state(claim)
         with state.answering():
-            fingerprint, call = await unblocked(len(body) >= LONG_BODY, _read, dialect, caller, body)
+            fingerprint, call = await in_thread_if(len(body) >= LONG_BODY, _read, dialect, caller, body)
             while attempt := state.cache.in_flight(fingerprint):
                 if await caller.until_disconnect(attempt.done.wait()) is None:
                     return
@@ -213,10 +196,9 @@ class NamedModel(ABC):
             await self._repeat_or_reply(dialect, caller, state, fingerprint, call)
 
     async def _count(self, dialect: TokenCounter[Any], caller: Caller, body: bytes) -> None:
-        """Count the tokens of a prompt."""
         state = await self._state(await self._claims.open(caller.key))
         with state.answering():
-            parsed = await unblocked(len(body) >= LONG_BODY, dialect.read, dialect.parse_count, body)
+            parsed = await in_thread_if(len(body) >= LONG_BODY, dialect.read, dialect.parse_count, body)
             call = await self._with_history(state, parsed)
             tokens = await state.session.prompt_tokens(call.messages, call.tools)
         await caller.reply(ENCODER.encode(dialect.count_reply(tokens)))
@@ -247,14 +229,13 @@ class NamedModel(ABC):
                     state.session.release(turn)
 
     async def _with_history(self, state: ClaimState, call: ModelCall) -> ModelCall:
-        """`call` with the messages it continues. Raises GatewayError for one that cannot be answered."""
         self._check(call)
         if call.previous is None:
             return call
         if not state.claim.continues:
             kept = self._claims.kept(state.claim, call.previous)
             is_long = sum(each.size for each in kept) >= LONG_HISTORY
-            state.session = await unblocked(is_long, Session.restore, self._prompts, kept)
+            state.session = await in_thread_if(is_long, Session.restore, self._prompts, kept)
         history = state.session.messages_of(call.previous)
         return msgspec.structs.replace(call, messages=continued(history, call.messages))
 
@@ -265,7 +246,7 @@ class NamedModel(ABC):
             for prompt in call.prompts:
                 turns.append(await session.plan_ids(prompt))
             if not call.prompts:
-                turns.append(await session.plan_unblocked(call.messages, call.tools))
+                turns.append(await session.plan_async(call.messages, call.tools))
         except BaseException:
             for turn in turns:
                 session.release(turn)
@@ -281,7 +262,6 @@ class NamedModel(ABC):
     async def _repeat(
         self, dialect: Dialect[Any], call: ModelCall, completion: Completion, caller: Caller, attempt: Attempt
     ) -> None:
-        """Send a recorded completion."""
         disconnected = await caller.is_disconnected()
         if call.stream:
             whole = self._streamed(dialect, call, completion)
@@ -291,26 +271,23 @@ class NamedModel(ABC):
         attempt.delivered = not disconnected
 
     async def _state(self, claim: OpenClaim) -> ClaimState:
-        """The state of a claim, restored from its recorded calls if need be."""
         if not claim.continues:
             return ClaimState(claim, Session(self._prompts), IdempotencyCache())
         key = (claim.episode_uuid, claim.attempt)
         if key not in self._states:
-            # Raises if the claim is lost meanwhile, so that it leaves no state behind.
+            # Raises if the claim was lost meanwhile, before any state is kept for it.
             calls = calls_of(await self._claims.calls(claim), self.role)
-            if key not in self._states:  # Another request may have restored it.
+            if key not in self._states:  # Another request may have restored it while we waited.
                 session = Session.restore(self._prompts, calls)
                 self._states[key] = ClaimState(claim, session, IdempotencyCache(calls))
         return self._states[key]
 
 
 def _read(dialect: Dialect[Any], caller: Caller, body: bytes) -> tuple[RequestFingerprint, ModelCall]:
-    """What a request asks for. May run in a thread. Raises GatewayError 400."""
     return fingerprint_of(caller.headers, dialect.path, body), dialect.read(dialect.parse, body)
 
 
 def _dialects(renderer: ConversationRenderer) -> Iterator[Dialect[Any]]:
-    """Every wire format for one model's tokenizer, and those that have one in agent mode."""
     for dialect in DIALECTS:
         yield dialect(renderer.tokenizer)
         if dialect.path in AGENT_FIELDS:
@@ -318,6 +295,6 @@ def _dialects(renderer: ConversationRenderer) -> Iterator[Dialect[Any]]:
 
 
 def route_of(dialect: Dialect[Any], *, counts: bool = False) -> str:
-    """The whole path of a dialect's requests; with `counts`, of those that count tokens."""
+    """Return the path of a dialect's requests, or of its token counting with `counts`."""
     path = dialect.count_path if counts and isinstance(dialect, TokenCounter) else dialect.path
     return (AGENT_PREFIX if dialect.agent_mode else "") + path

@@ -1,8 +1,8 @@
-"""`OutsideModel`: the calls of a role that an outside server answers.
+"""`OutsideModel` answers the calls of a role from an outside server.
 
-It is known by its text alone: its calls are recorded without ids, and never train. Invariants: an answer that
-the server gave is recorded, and counts toward the claim's limits, whether its caller still listens or not; a
-request field that needs the model's ids is refused.
+Only the text of an answer is known, so its calls are recorded without ids and never train. Invariants:
+every answer is recorded and counts toward the claim's limits, even if its caller has disconnected;
+request fields that need token ids are refused.
 """
 
 from __future__ import annotations
@@ -35,23 +35,25 @@ from tinkerscript.rollouts.call import FOREIGN_POLICY, Call
 from tinkerscript.tokenizer import LightTokenizer
 
 REPLY_TOKENS = 4096
-"""Of a reply, if the program sets no maximum."""
+"""The maximum length of a reply if the program sets none."""
 
 MAX_TIMEOUTS = 16
-"""Requests of one claim that may time out: a server may charge for them, and they are not recorded."""
+"""Requests of one claim that may time out. They are limited because a server may charge for them without
+an answer to record."""
 
 
 logger = logging.getLogger(__name__)
 
 
 class TextOnly:
-    """A renderer that produces no ids: an outside model's tokenizer is unknown."""
+    """A renderer without ids, because an outside model's tokenizer is unknown."""
 
     uses_template = False
     max_context = 2**31
 
     def __init__(self, tokenizer: LightTokenizer) -> None:
-        """`tokenizer`: of the policy; the dialects want one, and no request that gets here uses it."""
+        """The dialects require a tokenizer, so `tokenizer` is the policy's. No request to this model uses
+        it."""
         self.tokenizer = tokenizer
 
     def render(self, messages: list[ChatMessage], tools: list[Tool]) -> list[int]:
@@ -69,8 +71,6 @@ class TextOnly:
 
 
 class OutsideModel(NamedModel):
-    """A role's model behind an `OutsideServer`."""
-
     def __init__(
         self, role: str, *, claims: ClaimBook, tokenizer: LightTokenizer, server: OutsideServer
     ) -> None:
@@ -110,17 +110,16 @@ class OutsideModel(NamedModel):
     ) -> Completion:
         if live is None:
             return await self._asked(prepared, None)
-        asking = asyncio.create_task(self._asked(prepared, live.tell))
+        asking = asyncio.create_task(self._asked(prepared, live.add_text))
         try:
             await live.follow(asking, caller)
         finally:
-            await asyncio.wait((asking,))  # What was asked for is recorded, whoever still listens.
+            await asyncio.wait((asking,))  # Record the answer even if the caller disconnected.
         return asking.result()
 
     async def _asked(
         self, prepared: PreparedRequest, report: Callable[[str, str], None] | None
     ) -> Completion:
-        """Ask, and record the answer."""
         call, claim = prepared.call, prepared.claim
         key = (claim.episode_uuid, claim.attempt)
         if self._timeouts.get(key, 0) >= MAX_TIMEOUTS:
@@ -130,7 +129,7 @@ class OutsideModel(NamedModel):
         num_bytes = prepared.recorded_bytes()
         granted = await self._claims.begin(claim, 1, wanted, num_bytes)
         try:
-            prepared.attempt.is_recording = True  # A retry waits for what is paid for already.
+            prepared.attempt.is_recording = True  # A retry should not pay for the same answer twice.
             reply = await self._server.ask(request_of(call), max_tokens=granted, report=report)
             return await self._record(prepared, reply)
         except GatewayError as error:
@@ -189,9 +188,9 @@ class OutsideModel(NamedModel):
 
 
 def request_of(call: ModelCall) -> dict[str, Any]:
-    """`call` as the fields of a chat request, without those of the model and of its length.
+    """Return the fields of a chat request for `call`, without its model and length.
 
-    Raises GatewayError 400 for a choice among tools that the format does not have.
+    Raises GatewayError 400 for a choice of tools that the format cannot express.
     """
     request: dict[str, Any] = {"messages": [_sent(message) for message in call.messages]}
     if call.tools:
@@ -202,7 +201,7 @@ def request_of(call: ModelCall) -> dict[str, Any]:
         request["response_format"] = _response_format(call.json_schema)
     if call.template_kwargs:
         request["chat_template_kwargs"] = call.template_kwargs
-    fields: Mapping[str, tuple[Any, Any]] = {  # Only what was set: servers refuse what they do not know.
+    fields: Mapping[str, tuple[Any, Any]] = {  # Only what was set: servers refuse fields they do not know.
         "temperature": (call.temperature, None),
         "top_p": (call.top_p, 1.0),
         "top_k": (call.top_k, -1),
@@ -236,7 +235,6 @@ def _response_format(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sent(message: ChatMessage) -> dict[str, Any]:
-    """A message with OpenAI's fields alone; reasoning is not sent back."""
     sent = {name: message[name] for name in ("role", "content", "name", "tool_call_id") if name in message}
     if message.get("tool_calls"):
         sent |= {"tool_calls": message["tool_calls"], "content": message["content"] or None}

@@ -1,7 +1,7 @@
-"""`OutsideServer`: chat completions of an OpenAI-compatible server that a role names.
+"""`OutsideServer` requests chat completions from a role's OpenAI-compatible server.
 
-Invariant: its key goes into the `Authorization` header of requests to it and nowhere else. At most
-`IN_FLIGHT` requests are open, and redirects are not followed.
+Invariants: the key is only sent to this server, in the `Authorization` header. At most `IN_FLIGHT`
+requests are open, and redirects are not followed.
 
 Source: https://platform.openai.com/docs/api-reference/chat
 """
@@ -24,12 +24,10 @@ from tinkerscript.gateway.samplers.inference_server import Upstream, message_of_
 
 
 class OutsideReply(Struct, kw_only=True):
-    """The answer to one request."""
-
     message: ChatMessage
     finish_reason: FinishReason
     tokens: tuple[int, int]
-    """Of the prompt and of the reply, as the server counted them; 0 if it did not."""
+    """Prompt and reply tokens as counted by the server, or 0."""
 
 
 class _Function(Struct):
@@ -63,21 +61,19 @@ class _Usage(Struct):
 
 
 class _Body(Struct):
-    """A completion, or a chunk of one."""
-
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: Any = None
 
 
 IN_FLIGHT = 64
-"""Requests to the server of a role that may be open, of all gateway processes together."""
+"""Open requests per role's server, over all gateway processes."""
 
 _READ_BODY = msgspec.json.Decoder(_Body).decode
 
 
 class OutsideServer:
-    """The server of one role. Raises only GatewayError, and names the role, never the address."""
+    """The server of one role. It only raises GatewayError, which contains the role but not the address."""
 
     def __init__(
         self,
@@ -88,7 +84,6 @@ class OutsideServer:
         timeout_s: float,
         in_flight: int = IN_FLIGHT,
     ) -> None:
-        """`timeout_s`: of one request; `in_flight`: requests that may be open."""
         self._model = config.model
         self._length_field = "max_tokens"
         self._upstream = Upstream(
@@ -109,10 +104,10 @@ class OutsideServer:
         max_tokens: int,
         report: Callable[[str, str], None] | None = None,
     ) -> OutsideReply:
-        """The answer to a chat request with these fields. `report` gets its reasoning and text as they come.
+        """Send a chat request and return the answer. `report` gets new reasoning and text as they arrive.
 
-        Raises GatewayError: 400 for what the server refuses, 503 to try again, 504 if it takes too long, 502
-        for a malformed reply.
+        Raises GatewayError 400 if the server refuses the request, 503 if it should be retried, 504
+        after the timeout, and 502 for a malformed reply.
         """
         body: dict[str, Any] = {"model": self._model, **request}
         if report:
@@ -148,8 +143,6 @@ class OutsideServer:
 
 
 class _Reading:
-    """One answer as it comes, whole or in chunks."""
-
     def __init__(self, report: Callable[[str, str], None] | None) -> None:
         self._report = report
         self._content = ""
@@ -159,7 +152,6 @@ class _Reading:
         self._tokens = (0, 0)
 
     def add(self, body: _Body) -> None:
-        """Take a completion, or a chunk of one. Raises ValueError for an error in its place."""
         if body.error is not None:
             raise ValueError(f"an error instead: {message_of_refusal(msgspec.json.encode(body))}")
         if body.usage is not None:
@@ -170,7 +162,7 @@ class _Reading:
                 self._take(new)
 
     def result(self) -> OutsideReply:
-        """Raises ValueError if the reply has not ended, or has a tool call without a name."""
+        """Raises ValueError if the reply has not ended or a tool call has no name."""
         if not self._finish:
             raise ValueError("its choice is missing or cut off")
         message: ChatMessage = {"role": "assistant", "content": self._content}
@@ -209,9 +201,9 @@ def _tool_call(position: int, call: _ToolCall) -> dict[str, Any]:
 async def outside_servers(
     config: RunConfig, environ: Mapping[str, str], *, processes: int = 1
 ) -> AsyncGenerator[dict[str, OutsideServer]]:
-    """The outside servers of a run by role, not contacted yet. Leaving the context closes their connections.
+    """Open the outside servers of a run, by role.
 
-    `processes`: that ask them at a time. Raises ConfigError for a key that is not set.
+    `processes` share the limit of open requests. Raises ConfigError for a key that is not set.
     """
     async with AsyncExitStack() as stack:
         servers: dict[str, OutsideServer] = {}

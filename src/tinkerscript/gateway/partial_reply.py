@@ -1,8 +1,8 @@
-"""`PartialReply`: the text of a reply while its ids are still being sampled.
+"""`PartialReply` reads the text of a reply while its ids are still being sampled.
 
-Invariant: whatever comes next, the text returned so far is a prefix of what `ChatRenderer.parse`, or `text`,
-returns for all ids. Where that cannot be known (a tool call that may turn out malformed, a format that is
-read only as a whole), no more text is returned. Time is linear in the number of ids.
+Invariant: the text returned so far is a prefix of what `ChatRenderer.parse` or `text` returns for all
+ids. Where that is uncertain, as in a possibly malformed tool call, no more text is returned. Time is
+linear in the number of ids.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TokenBytes = Callable[[int], Sequence[int] | None]
 
 class _State(Enum):
     START = auto()
-    """Before any text: reasoning may still start."""
+    """No text yet, so reasoning may still start."""
 
     REASONING = auto()
     CONTENT = auto()
@@ -27,7 +27,7 @@ class _State(Enum):
 
 
 class PartialReply:
-    """A reply while it is sampled: `feed` ids, get the text that can no longer change."""
+    """Reads ids and returns the text that can no longer change."""
 
     def __init__(
         self,
@@ -39,16 +39,13 @@ class PartialReply:
         cut_at: Sequence[str] = (),
         plain: bool = False,
     ) -> None:
-        """`tool_calls` and `cut_at` are those of `ParseOptions`; `plain`: all text is content, as it is.
-
-        Of a reply that is not plain and has no `reply_format`, no text is returned.
-        """
+        """`tool_calls` and `cut_at` are as in `ParseOptions`. With `plain` all text is content; without it
+        and without a `reply_format`, no text is returned."""
         self._token_bytes = token_bytes
         self._format = reply_format or ReplyFormat()
         calls = self._format.calls if tool_calls and not plain else None
         self._call_openers = calls.openers if calls else ()
         self._bare = calls.bare if calls else ""
-        """Characters with which content starts that may be a call."""
 
         self._stop_ids = frozenset(stop_ids)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -58,11 +55,11 @@ class PartialReply:
         elif reply_format is None or reply_format.harmony:
             self._state = _State.UNDECIDED
         self._reasoning, self._content = _StablePrefix(cut_at), _StablePrefix(cut_at, strip=not plain)
+        # Text that may be part of a marker.
         self._text = ""
-        """Text that may be part of a marker."""
 
     def feed(self, ids: Iterable[int]) -> tuple[str, str]:
-        """The new reasoning and content that can no longer change; either may be empty."""
+        """Return the new reasoning and content that can no longer change."""
         reasoning, content = list[str](), list[str]()
         for token in ids:
             if self._state is _State.UNDECIDED:
@@ -76,7 +73,6 @@ class PartialReply:
         return "".join(reasoning), "".join(content)
 
     def _read(self, reasoning: list[str], content: list[str]) -> None:
-        """Take from the text what is certain."""
         if self._state is _State.START:
             self._start()
         if self._state is _State.REASONING:
@@ -100,7 +96,7 @@ class PartialReply:
             self._state, self._text = _State.CONTENT, self._text[len(marker) :]
             reasoning.append(self._reasoning.end())
         elif marker:
-            # A call ends the reasoning unless an end marker follows.
+            # A call ends the reasoning, unless an end marker follows later.
             self._state = _State.UNDECIDED
 
     def _read_content(self, content: list[str]) -> None:
@@ -118,10 +114,8 @@ class PartialReply:
             self._state = _State.UNDECIDED
 
     def _taken(self, markers: Sequence[str]) -> tuple[str, str]:
-        """Take the text before the first of `markers`, or before what may be the start of one.
-
-        Returns the text, and the marker that follows it; "" if none does.
-        """
+        """Return the text before the first of `markers` or before a possible start of one, and that marker
+        or ""."""
         found = min(
             ((at, marker) for marker in markers if (at := self._text.find(marker)) >= 0), default=None
         )
@@ -131,15 +125,14 @@ class PartialReply:
 
 
 def _started(text: str, markers: Sequence[str]) -> int:
-    """Length of the longest end of `text` that one of `markers` starts with."""
     longest = min(len(text), max(map(len, markers), default=0))
     return next((n for n in range(longest, 0, -1) if any(m.startswith(text[-n:]) for m in markers)), 0)
 
 
 class _StablePrefix:
-    """The prefix that cannot change of a text that will be cut at stop strings and then stripped.
+    """The stable prefix of a text that will be cut at stop strings and then stripped.
 
-    White space around the text counts for stop strings, and is dropped.
+    White space around the text can match stop strings, but is dropped.
     """
 
     def __init__(self, cut_at: Sequence[str], *, strip: bool = True) -> None:
@@ -148,10 +141,9 @@ class _StablePrefix:
         self._longest = max((len(stop) for stop in cut_at), default=1)
         self._held = ""
         self._blank = strip
-        """Whether the text is all white space so far."""
 
+        # Leading white space is dropped until text was returned.
         self._leading = strip
-        """Whether no text was returned so far, so that white space is dropped."""
 
         self._ended = False
 
@@ -174,7 +166,6 @@ class _StablePrefix:
         return self._returned(stable)
 
     def _begun(self, text: str) -> str:
-        """`text` if it begins what is not white space; nothing while all is."""
         self._blank = not text.strip()
         if not self._blank:
             return text
@@ -184,7 +175,6 @@ class _StablePrefix:
         return ""
 
     def end(self) -> str:
-        """The rest of a text that is complete."""
         if self._ended:
             return ""
         self._ended = True

@@ -1,7 +1,7 @@
-"""Messages to token ids and back, with the chat renderer that fits the model folder.
+"""`ChatRenderer` turns messages into token ids and sampled ids back into messages.
 
-Invariant: `extend` returns ids that follow the sampled ids exactly as they were sampled; what was sampled is
-never rendered again from text.
+Invariant: `extend` keeps sampled ids exactly as they were sampled; it never renders them again from
+text.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ from tinkerscript.tokenizer import (
 QWEN3_TYPES = frozenset({"qwen3", "qwen3_moe"})
 
 LONG_TEXT = 100
-"""Characters of a text from which on a renderer does not see its ids. It looks for those of shorter ones,
-such as the header of a reply."""
+"""The length in characters from which a text is encoded after rendering. Renderers search shorter texts,
+such as the header of a reply, for ids."""
 
-CANONICAL: list[tuple[list[ChatMessage], list[Tool]]] = [
+PROBE_CONVERSATIONS: list[tuple[list[ChatMessage], list[Tool]]] = [
     (PROBE_CALL[:1], []),
     ([{"role": "system", "content": "probe_system"}, *PROBE_CALL[:1]], []),
     ([*PROBE_CALL[:1], {"role": "assistant", "content": "probe_answer"}, *PROBE_CALL[:1]], []),
     ([{"role": "system", "content": "probe_system"}, *PROBE_CALL[:1]], [PROBE_TOOL]),
     (PROBE_CALL, [PROBE_TOOL]),
 ]
-"""Conversations whose prompts tell whether two renderers write one chat format."""
+"""Conversations for checking whether two renderers write the same chat format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """The ids that delimit reasoning and tool calls in Qwen3's format."""
+    """The ids of the markers around reasoning and tool calls in Qwen3's format."""
 
     think: int
     think_end: int
@@ -76,16 +76,14 @@ class Markers:
 
 
 class _Unencoded(int):
-    """Stands for the ids of a text."""
-
     text: str
 
 
 class _DeferringTokenizer:
-    """A tokenizer for a renderer that only places what `encode` returns.
+    """A tokenizer that leaves long texts unencoded until `encoded` fills them in.
 
-    The renderer notes for each id where it comes from, which takes a fifth of the time of a long prompt and
-    which nobody asks for here. So a long text is one id at first, until `encoded` puts its own in its place.
+    Renderers attribute every id to a message, which takes a fifth of the time of a long prompt and is
+    not needed. With a placeholder they handle one id per long text.
     """
 
     def __init__(self, tokenizer: LightTokenizer) -> None:
@@ -102,7 +100,7 @@ class _DeferringTokenizer:
         return [unencoded]
 
     def encoded(self, ids: list[int]) -> list[int]:
-        """`ids` with those of every long text in its place."""
+        """Return `ids` with every placeholder replaced by the ids of its text."""
         found: list[int] = []
         start = 0
         for _ in range(ids.count(-1)):
@@ -114,33 +112,31 @@ class _DeferringTokenizer:
 
 
 class ParseOptions(msgspec.Struct, frozen=True):
-    """How sampled ids become a message."""
-
     tool_calls: bool
-    """Whether tool calls are parsed; if not, their markup stays in the content."""
+    """If false, the markup of tool calls stays in the content."""
 
     cut_at: Sequence[str] = ()
-    """Stop strings at which the text is cut. The ids stay as they were sampled."""
+    """Stop strings at which the text, but not the ids, is cut."""
 
     tools: Sequence[Tool] = ()
-    """The tools of the request, whose schemas some formats need to tell text from numbers."""
+    """The request's tools, with schemas that some formats need to tell strings from numbers."""
 
 
 class ChatRenderer:
     """Renders, extends and parses the conversations of one model.
 
-    By the renderer that `renderers` has for the model, if its prompts are those of the model's chat template
-    (or there is no template); otherwise by the template.
+    It uses the model's renderer from the `renderers` library if that writes the same prompts as the
+    model's chat template, or if there is no template. Otherwise it uses the template.
     """
 
     def __init__(self, folder: Path, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Choose the renderer for the model in `folder`, whose chat template gets `template_kwargs`.
+        """Choose the renderer for the model in `folder` and pass `template_kwargs` to its chat template.
 
-        Raises ConfigError for a folder that cannot be read, a model without renderer and chat template, and
-        arguments that the template does not have.
+        Raises ConfigError if the folder is unreadable, if the model has neither renderer nor chat
+        template, or if the template lacks one of the arguments.
         """
         self.template_kwargs = dict(template_kwargs or {})
-        """Arguments of the chat template. Prompts are those of the template with them."""
+        """Arguments of the chat template, which determine the prompts."""
 
         template = ChatTemplate.of(folder, self.template_kwargs)
         if template is None and self.template_kwargs:
@@ -148,26 +144,23 @@ class ChatRenderer:
         self.tokenizer = LightTokenizer(folder)
         self._template = TemplateRendering(template, self.tokenizer, folder) if template else None
         self._deferring = _DeferringTokenizer(self.tokenizer)
-        self._renderer = _hand_made(folder, self._deferring, self._template, self.template_kwargs)
+        self._renderer = _library_renderer(folder, self._deferring, self._template, self.template_kwargs)
         if self._renderer is None and self._template is None:
             raise _no_renderer(folder)
         self.reply_format = _format_of(self._renderer, self._template)
-        """How replies are read; None: as a whole, by the renderer."""
+        """The format of replies, or None if only the renderer can read them, and only whole."""
 
         self.markers = _markers(self.tokenizer) if isinstance(self._renderer, Qwen3Renderer) else None
-        """Ids of the markers, which grammars need; None if unknown for this format."""
+        """The ids of markers for grammars, or None if unknown."""
 
         self.max_context = context_of(folder)
-        """Maximum length of prompt and reply together, in tokens."""
 
         self.stop_token_ids: list[int] = (
             list(self._renderer.get_stop_token_ids()) if self._renderer else self._by_template.stop_ids
         )
-        """Ids that end an assistant turn."""
 
     @property
     def uses_template(self) -> bool:
-        """Whether the model's chat template renders."""
         return self._renderer is None
 
     @property
@@ -176,10 +169,9 @@ class ChatRenderer:
         return self._template
 
     def render(self, messages: list[ChatMessage], tools: list[Tool]) -> list[int]:
-        """Prompt ids [P] of a whole conversation, up to and including the assistant's header.
+        """Return the prompt ids [P] of a conversation, with the header of the assistant's next message.
 
-        Raises GatewayError 400 for messages that the model's chat format cannot express, and for tools if it
-        has none.
+        Raises GatewayError 400 for messages or tools that the chat format cannot express.
         """
         given, specs = self._marked(messages, tools)
         unmarked = given is messages and specs is tools
@@ -199,11 +191,11 @@ class ChatRenderer:
         tools: list[Tool],
         history: Callable[[], list[ChatMessage]],
     ) -> list[int] | None:
-        """Ids to append to `tail + sampled` so that the assistant replies to `messages` next.
+        """Return the ids to append to `tail + sampled` so that the assistant replies to `messages` next.
 
-        `tail` is the prompt of the last turn alone, so that a renderer's cost does not grow with the turns
-        before it. `history` gives the whole conversation up to and including the reply that was sampled,
-        which a chat template needs. None if the chat format cannot continue from there.
+        `tail` is only the last turn's prompt, so that the cost does not grow with the number of turns.
+        `history` returns the whole conversation with the sampled reply, which chat templates need.
+        Returns None if the chat format cannot continue.
         """
         if self._renderer is None:
             conversation = history()
@@ -215,15 +207,16 @@ class ChatRenderer:
         given = self.tokenizer.escaper.messages(messages)
         new_ids = self._bridge(tail, sampled, given, tools)
         if new_ids is None and self._ends_in_reasoning(sampled):
-            # Renderers refuse a turn that they could not render themselves. What follows a turn depends only
-            # on how it ends, and nothing is rendered again here.
+            # The renderer refuses to continue a turn that it would not have written. Only the end of
+            # the turn matters for what follows.
             new_ids = self._bridge(tail, sampled[-1:], given, tools)
         return new_ids and self._checked(new_ids, given is messages)
 
     def reply_ids(self, messages: list[ChatMessage], reply: ChatMessage, tools: list[Tool]) -> list[int]:
-        """Ids [R] that the chat format writes for `reply` after the prompt of `messages`, end included.
+        """Return the ids [R] of `reply` after the prompt for `messages`, including the end of the turn.
 
-        Raises GatewayError 400 for a reply that it does not write where it prompts for one.
+        Raises GatewayError 400 if the chat format writes this reply differently from what it prompts
+        for.
         """
         every = [*messages, reply]
         marked, specs = self._marked(every, tools)
@@ -239,14 +232,12 @@ class ChatRenderer:
     def _rendered(
         self, messages: list[ChatMessage], tools: list[Tool], *, prompts: bool = False
     ) -> list[int]:
-        """Ids by the renderer; with `prompts`, up to and including the assistant's header."""
         assert self._renderer is not None
         given = cast("list[Message]", messages)
         ids = self._renderer.render_ids(given, tools=_specs(tools), add_generation_prompt=prompts)
         return self._deferring.encoded(ids)
 
     def _marked(self, messages: list[ChatMessage], tools: list[Tool]) -> tuple[list[ChatMessage], list[Tool]]:
-        """Both with the special tokens in their texts marked."""
         escaper = self.tokenizer.escaper
         return escaper.messages(messages), escaper.marked(tools, tools) if tools else tools
 
@@ -263,13 +254,12 @@ class ChatRenderer:
         return self._deferring.encoded(bridged.token_ids[len(before) :])
 
     def _ends_in_reasoning(self, sampled: list[int]) -> bool:
-        """Whether the turn ended inside its reasoning."""
         start, end = self.tokenizer.convert_tokens_to_ids([THINK_START, THINK_END])
         ended = bool(sampled) and sampled[-1] in self.stop_token_ids
         return ended and start in sampled and end not in sampled
 
     def _checked(self, ids: list[int], unmarked: bool) -> list[int]:
-        """`ids`. Raises GatewayError 400 if a mark was escaped while rendering, which cannot be undone."""
+        # An escaped mark cannot be restored.
         if not unmarked and ESCAPED_MARK in self.tokenizer.decode(ids):
             raise _invalid(
                 "this model's chat format cannot write special tokens as text; remove them from the messages"
@@ -277,10 +267,8 @@ class ChatRenderer:
         return ids
 
     def parse(self, sampled: list[int], options: ParseOptions) -> ChatMessage:
-        """The assistant message in `sampled` [R]; no sampled text is lost.
-
-        Malformed tool calls, and text between tool calls, stay in the content.
-        """
+        """Return the assistant message in `sampled` [R], without losing text. Malformed tool calls stay
+        content."""
         ids = self._before_stop(sampled)
         if self.reply_format is not None:
             read = self.reply_format.read(
@@ -295,7 +283,7 @@ class ChatRenderer:
         return _message(content, parsed.reasoning_content or "", named, options.cut_at)
 
     def partial(self, options: ParseOptions) -> PartialReply:
-        """Text of a message while it is sampled, a prefix of what `parse` will return."""
+        """Return a reader for an incomplete reply. Its text is a prefix of what `parse` returns."""
         return PartialReply(
             self.tokenizer.token_bytes,
             self.reply_format,
@@ -305,11 +293,9 @@ class ChatRenderer:
         )
 
     def text(self, sampled: list[int], cut_at: Sequence[str]) -> str:
-        """The plain text of `sampled` [R], with white space and markers as they are."""
         return _cut_at_stops(self.tokenizer.decode(self._before_stop(sampled)), cut_at)
 
     def partial_text(self, cut_at: Sequence[str]) -> PartialReply:
-        """Text while it is sampled, a prefix of what `text` will return."""
         return PartialReply(
             self.tokenizer.token_bytes, None, stop_ids=self.stop_token_ids, cut_at=cut_at, plain=True
         )
@@ -319,7 +305,7 @@ class ChatRenderer:
         return sampled[:end]
 
     def _content(self, ids: list[int], parsed: ParsedResponse, calls: list[ParsedToolCall]) -> str:
-        """The text outside `calls`. Renderers return only the text before the first attempted call."""
+        # Renderers only return the text before the first attempted call.
         spans = [attempt.token_span for attempt in parsed.tool_calls if attempt.token_span is not None]
         position = spans[0][0] if spans else len(ids)
         parts = [parsed.content]
@@ -335,16 +321,12 @@ class ChatRenderer:
         return joined_parts(parts)
 
 
-def _hand_made(
+def _library_renderer(
     folder: Path,
     deferring: _DeferringTokenizer,
     template: TemplateRendering | None,
     template_kwargs: Mapping[str, Any],
 ) -> Renderer | None:
-    """The renderer that `renderers` has for a model; None if there is none that fits its template.
-
-    Raises ConfigError if there is no template either.
-    """
     for config, name in _candidates(folder, template_kwargs):
         deferring.tokenizer.name_or_path = name or str(folder)
         defers = isinstance(config, Qwen3RendererConfig)
@@ -375,9 +357,8 @@ def _format_of(renderer: Renderer | None, template: TemplateRendering | None) ->
 def _candidates(
     folder: Path, template_kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[RendererConfig, str | None]]:
-    """The configs of renderers that may fit, each with the public model name that it needs, if any."""
     config = config_of(folder)
-    # "all": reasoning stays in the history, so that each turn extends the last.
+    # thinking_retention="all" keeps reasoning in the history, so that each turn extends the last one.
     if config.get("model_type") in QWEN3_TYPES and not template_kwargs.keys() - {"enable_thinking"}:
         for thinks in (True, False):
             yield Qwen3RendererConfig(thinking_retention="all", enable_thinking=thinks), None
@@ -387,21 +368,20 @@ def _candidates(
 
 
 def _writes_history_alike(config: RendererConfig) -> bool:
-    """Whether a renderer should write a history without reasoning as the template does.
-
-    Where a prompt opens with empty reasoning, it stays in the history, as other reasoning does.
-    """
+    # With thinking disabled it need not match, because the empty reasoning that opens each prompt stays in
+    # the history.
     return not isinstance(config, Qwen3RendererConfig) or config.enable_thinking
 
 
 def _fits(
     renderer: Renderer, deferring: _DeferringTokenizer, template: TemplateRendering, *, has_history: bool
 ) -> bool:
-    """Whether the prompts of `CANONICAL` are the template's, those that it can render.
+    """Return whether the renderer writes the template's ids for the probe conversations that the template
+    accepts.
 
-    Without `has_history`, only of conversations in which the assistant has said nothing.
+    Without `has_history`, conversations with assistant messages are skipped.
     """
-    for messages, tools in CANONICAL:
+    for messages, tools in PROBE_CONVERSATIONS:
         if not has_history and any(message["role"] == "assistant" for message in messages):
             continue
         try:
@@ -443,12 +423,10 @@ def _specs(tools: list[Tool]) -> list[ToolSpec] | None:
 
 
 def _is_complete(call: ParsedToolCall) -> bool:
-    """Whether OpenAI's form can express this attempt."""
     return call.status is ToolCallParseStatus.OK and is_expressible(call.name, call.arguments)
 
 
 def _message(content: str, reasoning: str, calls: Sequence[NamedCall], cut_at: Sequence[str]) -> ChatMessage:
-    """The message of a reply; its texts come with the white space around them."""
     message: ChatMessage = {"role": "assistant", "content": _cut_and_stripped(content, cut_at)}
     if reasoning.strip():
         message["reasoning_content"] = _cut_and_stripped(reasoning, cut_at)
@@ -466,12 +444,11 @@ def _openai_tool_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_and_stripped(text: str, stops: Sequence[str]) -> str:
-    """`text` up to the first of `stops`, without leading white space; if there is none, stripped."""
+    """Cut `text` at the first stop string and strip it. The end is only stripped if nothing was cut."""
     cut = _cut_at_stops(text, stops)
     return text.strip() if cut == text else cut.lstrip()
 
 
 def _cut_at_stops(text: str, stops: Sequence[str]) -> str:
-    """`text` up to the first of `stops`."""
     found = [position for stop in stops if (position := text.find(stop)) >= 0]
     return text[: min(found)] if found else text

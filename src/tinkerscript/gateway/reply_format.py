@@ -1,8 +1,8 @@
-"""How families of models write reasoning and tool calls in a reply, and how its text is read.
+"""The formats of reasoning and tool calls by model family, and the parser of a reply's text.
 
-A reply is read by its text, as inference servers do: a model that spells out `<tool_call>` calls a tool.
-Invariant: no text is lost. What is neither reasoning nor part of a complete call stays content, as do calls
-whose name or arguments OpenAI's form cannot express.
+Replies are read by their text, as inference servers do: a model that spells out `<tool_call>` calls a
+tool. Invariant: no text is lost. Everything but reasoning and complete calls stays content, including
+calls that OpenAI's form cannot express.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from tinkerscript.gateway.chat_messages import Tool, is_expressible
 Arguments = dict[str, Any]
 
 NamedCall = tuple[str, Arguments]
-"""The name of a tool, and its arguments."""
 
 _DECODER = json.JSONDecoder()
 
@@ -30,13 +29,11 @@ THINKING = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("◁think▷", "◁/think▷"),
 )
-"""What delimits reasoning; the first is the most common."""
+"""Delimiters of reasoning, the most common first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of a reply that calls tools."""
-
     start: int
     end: int
     calls: Sequence[NamedCall]
@@ -44,10 +41,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class ReadReply:
-    """A reply's parts, with the white space around them."""
+    """The parts of a reply, with their white space."""
 
     content: Sequence[str]
-    """The texts outside of the calls."""
+    """The texts outside the calls."""
 
     reasoning: str = ""
     calls: Sequence[NamedCall] = ()
@@ -55,43 +52,38 @@ class ReadReply:
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a family writes tool calls."""
-
     name: str
     openers: tuple[str, ...]
-    """Texts one of which precedes each call."""
+    """Each call starts with one of these."""
 
     blocks: Callable[[str, Mapping[str, Any]], Iterator[Block]]
-    """The complete calls in a text, in order, given the schemas of the tools by name."""
+    """A function that yields the complete calls in a text, given the schemas of the tools by name."""
 
     bare: str = ""
-    """Characters with which a reply starts that may be a call without an opener."""
+    """Characters that start a call without an opener."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """How one model writes its replies."""
-
     thinking: tuple[str, str] = THINKING[0]
     prefilled: bool = False
     """Whether the prompt ends inside reasoning."""
 
     calls: CallFormat | None = None
-    """None: tool calls are not known and stay text."""
+    """The format of calls, or None if it is unknown, so that calls stay text."""
 
     harmony: bool = False
     """Whether replies consist of messages on channels (gpt-oss)."""
 
     one_call: bool = False
-    """Whether the chat template can write only one call, so that several stay text."""
+    """Whether the chat template can only write one call. A reply with several then stays text."""
 
     @property
     def reads_calls(self) -> bool:
-        """Whether it is known how the model calls tools."""
         return self.harmony or self.calls is not None
 
     def read(self, text: str, *, tool_calls: bool, tools: Sequence[Tool] = ()) -> ReadReply:
-        """Read a reply's text. `tool_calls`: whether calls are read; if not, they are content."""
+        """Read a reply's text. Without `tool_calls`, calls stay content."""
         if self.harmony:
             return _harmony(text, tool_calls=tool_calls)
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
@@ -113,7 +105,7 @@ class ReplyFormat:
         return ReadReply([*content, rest[position:]], reasoning, calls)
 
     def split_reasoning(self, text: str) -> tuple[str, str, bool]:
-        """Reasoning, the text after it, and whether the reasoning is over (or there is none)."""
+        """Return the reasoning, the text after it, and whether the reasoning has ended or is absent."""
         opener, closer = self.thinking
         body = text.lstrip()
         if body.startswith(opener):
@@ -127,10 +119,10 @@ class ReplyFormat:
 
 
 def reply_format(written_call: str, prompt: str, *, source: str, one_call: bool = False) -> ReplyFormat:
-    """The format of a chat template.
+    """Return the format of a chat template.
 
-    `written_call`: what it writes for a call of PROBE_TOOL; `prompt`: a prompt; `source`: its own text;
-    `one_call`: whether it cannot write two calls.
+    `written_call` is the template's text for a call of PROBE_TOOL, `prompt` any prompt, `source` the
+    template, and `one_call` says that it cannot write two calls.
     """
     if "<|channel|>" in source and "<|message|>" in source:
         return ReplyFormat(harmony=True)
@@ -149,7 +141,6 @@ def _no_blocks(text: str, schemas: Mapping[str, Any]) -> Iterator[Block]:
 
 
 def _json_at(text: str, position: int) -> tuple[Any, int] | None:
-    """The JSON value that starts at `position` after white space, and where it ends."""
     start = _after_space(text, position)
     try:
         return _DECODER.raw_decode(text, start)
@@ -163,7 +154,7 @@ def _after_space(text: str, position: int) -> int:
 
 
 def _named_call(value: Any) -> NamedCall | None:
-    """A call as most families write it: an object with `name` and `arguments`, or `parameters` (Llama)."""
+    # Most families write `name` and `arguments`, Llama `parameters`.
     if not isinstance(value, dict):
         return None
     data = cast("dict[str, Any]", value)
@@ -214,7 +205,6 @@ def _types(schema: Any) -> dict[str, Any]:
 
 
 def _typed(text: str, declared: Any) -> Any:
-    """An argument that is written without quotes: text if it is declared as text, else JSON if it is JSON."""
     if declared == "string":
         return text
     try:
@@ -224,7 +214,7 @@ def _typed(text: str, declared: Any) -> Any:
 
 
 def _whole_json(text: str, schemas: Mapping[str, Any]) -> Iterator[Block]:
-    """A reply, or what follows `<|python_tag|>`, that is one JSON call, or several with `;` (Llama 3)."""
+    """One JSON call, or several separated by `;`, as the whole reply or after `<|python_tag|>` (Llama 3)."""
     start = max(text.find("<|python_tag|>"), 0)
     position = start + len("<|python_tag|>") if text.startswith("<|python_tag|>", start) else start
     calls: list[NamedCall] = []
@@ -239,7 +229,7 @@ def _whole_json(text: str, schemas: Mapping[str, Any]) -> Iterator[Block]:
 
 
 def _llama_call(value: Any) -> NamedCall | None:
-    """A call; an object with a `name` and no parameters is an answer."""
+    # An object with a `name` but no parameters is an ordinary answer.
     return _named_call(value) if isinstance(value, dict) and {"parameters", "arguments"} & {*value} else None
 
 
@@ -310,7 +300,7 @@ CALL_FORMATS = (
     CallFormat("glm", ("<tool_call>",), _tagged_arguments),
     CallFormat("llama3", ("<|python_tag|>",), _whole_json, bare="{"),
 )
-"""The formats, in the order in which they are tried on what a template writes."""
+"""The formats, in the order in which they are tried on a template's output."""
 
 
 _HARMONY_HEADER = re.compile(
@@ -322,7 +312,7 @@ _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
 
 
 def _harmony(text: str, *, tool_calls: bool) -> ReadReply:
-    """Messages on channels: `analysis` is reasoning, a message to a function is a call, the rest content.
+    """Messages on channels: `analysis` is reasoning, messages to functions are calls, the rest is content.
 
     Source: https://cookbook.openai.com/articles/openai-harmony
     """

@@ -1,9 +1,8 @@
-"""`constraint_of`: what a request requires of its reply's form, as a grammar over the model's ids.
+"""`constraint_of` expresses a request's requirements on the reply's form as a grammar over token ids.
 
-Invariant: a reply that the grammar allows, and that was not cut off, is parsed by `ChatRenderer.parse` as
-what was required; no text is added to the prompt.
-
-The grammars are in llguidance's Lark dialect; `<[7]>` is the token with the id 7.
+Invariant: `ChatRenderer.parse` reads every complete reply of the grammar as what was required. Nothing
+is added to the prompt. The grammars use llguidance's Lark dialect, in which `<[7]>` is the token with
+id 7.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from tinkerscript.gateway.rendering import Markers
 from tinkerscript.sampler import Constraint
 
 WHITE_SPACE = r"[ \n\r\t]{1,40}"
-"""Allowed between the parts of a JSON value: bounded, since a model may sample white space forever."""
+"""White space between the parts of a JSON value, bounded because a model may sample it forever."""
 
 
 JsonSchema = dict[str, Any]
 
 
 def constraint_of(call: ModelCall, markers: Markers | None, stop_ids: Sequence[int]) -> Constraint | None:
-    """The constraint that `call` needs, if any.
+    """Return the constraint for `call`, if any.
 
-    Raises GatewayError 400 for tool calls in a chat format whose markers are unknown.
+    Raises GatewayError 400 for tool calls in a chat format with unknown markers.
     """
     asked_by = _asked_by(call)
     if asked_by is None:
@@ -39,7 +38,6 @@ def constraint_of(call: ModelCall, markers: Markers | None, stop_ids: Sequence[i
 
 
 def is_constrained(call: ModelCall) -> bool:
-    """Whether `call` needs a constraint."""
     return _asked_by(call) is not None
 
 
@@ -91,7 +89,6 @@ def _tool_lines(call: ModelCall, markers: Markers) -> list[str]:
 
 
 def _object(parameters: JsonSchema | None) -> JsonSchema:
-    """The schema of arguments, which are always an object."""
     parameters = parameters or {}
     return parameters if "type" in parameters else {"type": "object", **parameters}
 

@@ -1,8 +1,7 @@
-"""`SampledModel`: the calls of a model whose tokens we have.
+"""`SampledModel` answers calls by sampling, and records every call as token ids.
 
-The claim's session makes the prompt, a `Sampler` samples, and every call is recorded as ids. Invariants: a
-request that failed or was abandoned records nothing; a completion is made only after every call behind it is
-recorded, and made again from the record it is the same.
+Invariants: a request that failed or was abandoned records nothing. A completion is made after its calls
+are recorded, and the record reproduces it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
-from tinkerscript.gateway.conversation.session import LONG, Session, unblocked
+from tinkerscript.gateway.conversation.session import LONG_PROMPT, Session, in_thread_if
 from tinkerscript.gateway.conversation.tree import SAMPLED_AGAIN, Turn
 from tinkerscript.gateway.dialects.dialect import Choice, Completion, Dialect, ModelCall, ReplyHeader
 from tinkerscript.gateway.idempotency import choice_id, choice_index
@@ -43,8 +42,6 @@ from tinkerscript.tracing import call_span
 
 
 class SampledModel(NamedModel):
-    """A model behind a `Sampler`."""
-
     def __init__(
         self,
         name: str,
@@ -57,8 +54,8 @@ class SampledModel(NamedModel):
         accepted_names: Collection[str] | None = None,
         other_names: Collection[str] = (),
     ) -> None:
-        """`role`: the one that samples, empty for the policy. `accepted_names`: what requests may call the
-        model; None: anything. `other_names`: of other models, for the error."""
+        """`accepted_names` are what requests may call the model, where None accepts anything.
+        `other_names` are names of other models, for the error message."""
         super().__init__(name, claims, renderer, role=role)
         self._sampler = sampler
         self._renderer = renderer
@@ -103,7 +100,6 @@ class SampledModel(NamedModel):
 
     @asynccontextmanager
     async def _granted(self, prepared: PreparedRequest) -> AsyncGenerator[list[SampleRequest]]:
-        """One request per prompt, as far as the claim may sample it while the context is open."""
         granted: list[tuple[SampleRequest, int]] = []
         try:
             for number, request in enumerate(self._requests(prepared)):
@@ -131,7 +127,7 @@ class SampledModel(NamedModel):
         requests: list[SampleRequest],
         progress: ProgressCallback | None = None,
     ) -> list[SampleResult]:
-        """Sample. What is sampled whole will be recorded, whatever its caller does."""
+        # A complete sample is recorded even if its caller disconnects.
         with self._span(prepared.claim, requests):
             results = await sample_all(self._sampler, requests, progress)
         prepared.attempt.is_recording = True
@@ -142,7 +138,6 @@ class SampledModel(NamedModel):
         return StreamedReply(dialect.events(call, header), messages, frozenset(self._extra_stops(call)))
 
     def _requests(self, prepared: PreparedRequest) -> list[SampleRequest]:
-        """One request per prompt, with the config's values for what the caller did not set."""
         call, renderer = prepared.call, self._renderer
         max_tokens = self._sampling.reply_tokens if call.max_tokens is None else call.max_tokens
         if call.logprobs:
@@ -169,16 +164,11 @@ class SampledModel(NamedModel):
         ]
 
     def _partial(self, call: ModelCall) -> PartialReply:
-        """Reads one choice of `call` while it is sampled."""
         if call.prompts:
             return self._renderer.partial_text(call.stop)
         return self._renderer.partial(ParseOptions(call.parse_tool_calls, call.stop))
 
     async def _record(self, prepared: PreparedRequest, results: Sequence[SampleResult]) -> Completion:
-        """Record what was sampled for each prompt.
-
-        Raises GatewayError: 502 if the engine returned the wrong number of sequences, 409 `claim_lost`.
-        """
         call, header = prepared.call, prepared.header
         for result in results:
             if len(result.sequences) != call.n:
@@ -186,7 +176,7 @@ class SampledModel(NamedModel):
                 raise GatewayError(502, "engine_error", message)
         sequences = [(result, sequence) for result in results for sequence in result.sequences]
         messages = [
-            await unblocked(len(sequence.sampled) >= LONG, self._parse, call, sequence)
+            await in_thread_if(len(sequence.sampled) >= LONG_PROMPT, self._parse, call, sequence)
             for _, sequence in sequences
         ]
         turns = [turn for turn in prepared.session.recording(prepared.turns) for _ in range(call.n)]
@@ -194,7 +184,7 @@ class SampledModel(NamedModel):
             self._call(choice_id(header.call_id, number), prepared, turn, *sampled, message)
             for number, (turn, sampled, message) in enumerate(zip(turns, sequences, messages, strict=True))
         ]
-        # All choices or none: a request that failed must leave nothing that trains.
+        # A failed request must leave nothing to train on, so all choices are recorded or none.
         await self._claims.record(prepared.claim, recorded)
         choices: list[Choice] = []
         for turn, (_, sequence), message, made in zip(turns, sequences, messages, recorded, strict=True):
@@ -213,7 +203,6 @@ class SampledModel(NamedModel):
         )
 
     def _distribution(self, call: ModelCall) -> dict[str, Any]:
-        """The parameters of what is sampled from, as a request and a recorded call have them."""
         own = self._sampling.temperature
         if self._sampling.precedence == "run":
             return {"temperature": own}
@@ -226,7 +215,6 @@ class SampledModel(NamedModel):
         }
 
     def _extra_stops(self, call: ModelCall) -> list[int]:
-        """Ids that end a reply to `call` and have no part in its text."""
         return [token for token in call.stop_token_ids if token not in self._renderer.stop_token_ids]
 
     def _parse(self, call: ModelCall, sequence: SampledSequence) -> ChatMessage:
@@ -250,7 +238,7 @@ class SampledModel(NamedModel):
         constrained, logprob_kind = sequence.constrained, result.logprob_kind
         messages, tools = ("", "") if choice_index(call_id) % call.n else turn.texts
         if is_constrained(call) and not constrained:
-            # The sampler honored the constraint and does not tell where, nor what its logprobs are of.
+            # The sampler did not report where it applied the constraint, or which logprobs it returns.
             constrained = bytes([TokenConstraint.UNKNOWN]) * (len(sequence.sampled) // 4)
             logprob_kind = "unknown"
         spans = sequence.spans or [(result.policy_version, 0)]
@@ -281,7 +269,6 @@ class SampledModel(NamedModel):
 
 
 def unknown_model(name: str, known: Collection[str]) -> GatewayError:
-    """The error for an unknown model."""
     names = " or ".join(repr(each) for each in known)
     message = f"the model {name!r} does not exist here; use {names} (interchange_server.model_names)"
     return GatewayError(404, "model_not_found", message, param="model")
@@ -290,10 +277,10 @@ def unknown_model(name: str, known: Collection[str]) -> GatewayError:
 def recorded_completion(
     call: ModelCall, call_id: str, calls: Iterable[Call], session: Session, model: str
 ) -> Completion | None:
-    """The completion of `call` that was recorded as `call_id` and its siblings among `calls`.
+    """Rebuild the completion of `call` from the recorded calls `call_id` and siblings.
 
-    None where it cannot be reproduced: the server stopped before all choices were recorded, the reply had
-    top logprobs, which are not recorded, or there were several prompts.
+    Returns None if it cannot be reproduced: not all choices were recorded before a restart, the request
+    had several prompts, or it asked for top logprobs, which are not recorded.
     """
     if call.top_logprobs or len(call.prompts) > 1:
         return None
@@ -317,7 +304,6 @@ def recorded_completion(
 
 
 def _choice(tokens: SampledTokens, recorded: Call, message: ChatMessage) -> Choice:
-    """`tokens`: those of the recorded call, with alternatives if there are any."""
     called = recorded.stop_reason == "stop" and "tool_calls" in message
     return Choice(
         message=message,
@@ -333,7 +319,7 @@ def _choice(tokens: SampledTokens, recorded: Call, message: ChatMessage) -> Choi
 async def sample_all(
     sampler: Sampler, requests: Sequence[SampleRequest], progress: ProgressCallback | None = None
 ) -> list[SampleResult]:
-    """Sample all requests concurrently; the first error cancels the others.
+    """Sample all requests concurrently. The first error cancels the others.
 
     `progress` gets the sequences of all requests under consecutive numbers.
     """

@@ -1,8 +1,8 @@
-"""`StreamedReply`: progress of a sample in, events out.
+"""`StreamedReply` turns the progress of a sample into events.
 
-Invariant: what was sent of a choice is a prefix of what is recorded of it, in ids and in text, or the stream
-ends with an error. A report that is repeated, or follows a gap, changes nothing; the result fills in what is
-missing.
+Invariant: what was sent of a choice is a prefix of what is recorded, in ids and in text; otherwise the
+stream ends with an error. Repeated reports and reports after a gap are ignored, and the final result
+fills gaps.
 """
 
 from __future__ import annotations
@@ -25,36 +25,28 @@ _FIELDS = ("sampled", "logprobs", "top_ids", "top_logprobs")
 
 
 class _StreamedChoice:
-    """What has been reported of one choice, and how much of it was sent."""
-
-    __slots__ = ("_content", "_hidden", "_ids", "_message", "_pending", "_reasoning", "_told")
+    __slots__ = ("_content", "_hidden", "_ids", "_message", "_pending", "_reasoning", "_texts")
 
     def __init__(self, message: PartialReply | None, hidden: frozenset[int]) -> None:
-        """`message`: reads the text of ids; None: the text is reported itself."""
+        """`message` turns ids into text, and is None if text is reported directly."""
         self._hidden = hidden
         self._content = list[str]()
-        """Content sent so far."""
 
         self._reasoning = list[str]()
-        """Reasoning sent so far."""
 
         self._message = message
         self._ids = bytearray()
-        """Ids reported so far (int32)."""
 
         self._pending = {name: bytearray() for name in _FIELDS}
-        """Tokens that were reported and not sent."""
 
-        self._told: list[tuple[str, str]] = []
-        """Reasoning and content that were reported and not sent."""
+        self._texts: list[tuple[str, str]] = []
 
     @property
     def sent(self) -> int:
-        """Number of tokens sent."""
         return (len(self._ids) - len(self._pending["sampled"])) // 4
 
     def take(self, report: Progress) -> bool:
-        """Add the new tokens of a report; False if it contradicts an earlier one."""
+        """Add the new tokens of a report. Returns False if it contradicts an earlier one."""
         known = len(self._ids) // 4 - report.offset
         if known < 0:
             return True
@@ -64,19 +56,18 @@ class _StreamedChoice:
             self._pending[name] += data
         return agrees
 
-    def tell(self, reasoning: str, content: str) -> None:
-        """Add text that was reported itself."""
-        self._told.append((reasoning, content))
+    def add_text(self, reasoning: str, content: str) -> None:
+        self._texts.append((reasoning, content))
 
-    def told(self, index: int) -> list[MessageDelta]:
-        """The text that was reported and not sent, as it came. It counts as sent from now on."""
-        told, self._told = self._told, []
-        self._reasoning += [reasoning for reasoning, _ in told]
-        self._content += [content for _, content in told]
-        return [MessageDelta(index=index, content=content, reasoning=text) for text, content in told]
+    def take_text(self, index: int) -> list[MessageDelta]:
+        """Return the directly reported text that was not sent, and mark it as sent."""
+        texts, self._texts = self._texts, []
+        self._reasoning += [reasoning for reasoning, _ in texts]
+        self._content += [content for _, content in texts]
+        return [MessageDelta(index=index, content=content, reasoning=text) for text, content in texts]
 
     def news(self, index: int) -> MessageDelta | None:
-        """What was reported and not sent, if anything. It counts as sent from now on."""
+        """Return the reported tokens that were not sent, and mark them as sent."""
         if self._message is None or not self._pending["sampled"]:
             return None
         tokens = {name: bytes(data) for name, data in self._pending.items()}
@@ -89,7 +80,7 @@ class _StreamedChoice:
         return MessageDelta(index=index, content=content, reasoning=reasoning, **tokens)
 
     def rest(self, index: int, choice: Choice) -> MessageDelta | None:
-        """What was not sent of the whole choice, if anything. Raises GatewayError 500 for other text."""
+        """Return the unsent rest of the choice. Raises GatewayError 500 if its text differs."""
         content = _after("".join(self._content), choice.message["content"])
         reasoning = _after("".join(self._reasoning), choice.message.get("reasoning_content", ""))
         tokens = choice.span(self.sent)
@@ -98,12 +89,11 @@ class _StreamedChoice:
         return MessageDelta(index=index, content=content, reasoning=reasoning, **tokens)
 
     def is_prefix_of(self, tokens: SampledTokens) -> bool:
-        """Whether `tokens` start with those that were sent."""
         return tokens.sampled.startswith(bytes(self._ids[: 4 * self.sent]))
 
 
 class StreamedReply:
-    """One streamed reply: `follow` while sampling, then `finish` with what was recorded."""
+    """A streamed reply. Call `follow` while sampling and `finish` with the record."""
 
     def __init__(
         self,
@@ -111,16 +101,16 @@ class StreamedReply:
         messages: Sequence[PartialReply | None],
         hidden: frozenset[int] = frozenset(),
     ) -> None:
-        """`messages`: one for each choice; `hidden`: ids that have no part in their text."""
+        """`messages` has one reader per choice. `hidden` ids are not part of the text."""
         self._events = events
         self._choices = [_StreamedChoice(message, hidden) for message in messages]
         self._diverged = False
         self._wake = asyncio.Event()
 
     async def follow(self, work: asyncio.Future[Any], caller: Caller) -> None:
-        """Send text and tokens as they come, until `work` ends or the caller disconnects.
+        """Send text and tokens as they arrive, until `work` ends or the caller disconnects.
 
-        Raises GatewayError 503 if the engine restarted the sample after tokens of it had been sent.
+        Raises GatewayError 503 if the engine restarted the sample after some tokens were sent.
         """
         disconnected = caller.disconnected()
 
@@ -135,13 +125,12 @@ class StreamedReply:
         finally:
             disconnected.remove_done_callback(wake)
 
-    def tell(self, reasoning: str, content: str) -> None:
-        """Take text of the first choice."""
-        self._choices[0].tell(reasoning, content)
+    def add_text(self, reasoning: str, content: str) -> None:
+        self._choices[0].add_text(reasoning, content)
         self._wake.set()
 
     def report(self, report: Progress) -> None:
-        """Take a report. Drops repeated tokens, malformed reports, and those that follow a gap."""
+        """Add a report. Repeated, malformed and late reports are dropped."""
         if not 0 <= report.index < len(self._choices) or len(report.sampled) != len(report.logprobs):
             logger.warning("progress.drop index=%d bytes=%d", report.index, len(report.sampled))
             return
@@ -149,18 +138,15 @@ class StreamedReply:
         self._wake.set()
 
     def start(self) -> bytes:
-        """The events that precede the first token."""
         return self._events.start()
 
     def finish(self, completion: Completion) -> bytes:
-        """The rest of every choice, and the end."""
         rest: list[MessageDelta | None] = []
         for index, (streamed, choice) in enumerate(zip(self._choices, completion.choices, strict=True)):
-            rest += [*streamed.told(index), streamed.rest(index, choice)]
+            rest += [*streamed.take_text(index), streamed.rest(index, choice)]
         return self._written(rest) + self._events.finish(completion)
 
     def failure(self, error: GatewayError) -> bytes:
-        """The end of a stream that failed."""
         return self._events.failure(error)
 
     async def _send_news(self, caller: Caller) -> None:
@@ -177,7 +163,7 @@ class StreamedReply:
             [
                 delta
                 for index, choice in enumerate(self._choices)
-                for delta in (*choice.told(index), choice.news(index))
+                for delta in (*choice.take_text(index), choice.news(index))
             ]
         )
         if news:
@@ -187,7 +173,7 @@ class StreamedReply:
         return b"".join(self._events.delta(delta) for delta in deltas if delta)
 
     def check(self, results: Sequence[SampleResult]) -> None:
-        """Raises GatewayError 503 if the results do not begin with what was sent."""
+        """Raise GatewayError 503 if the results do not begin with what was sent."""
         sequences = [sequence for result in results for sequence in result.sequences]
         for choice, sequence in zip(self._choices, sequences, strict=False):
             if not choice.is_prefix_of(sequence):
@@ -195,7 +181,6 @@ class StreamedReply:
 
 
 def _after(sent: str, text: str) -> str:
-    """What of `text` was not sent. Raises GatewayError 500 unless it starts with what was."""
     if not text.startswith(sent):
         logger.error("stream.mismatch sent=%r text=%r", sent[-80:], text[:200])
         message = "the text that was streamed is not the text that was sampled (a bug in this server)"

@@ -1,14 +1,13 @@
-"""`TemplateRendering`: prompts, continuations, and replies by a model's chat template, as token ids.
+"""`TemplateRendering` makes prompts, continuations and replies as token ids with a model's chat template.
 
-A continuation is proved for each turn. The conversation is rendered as text twice: as it was prompted, up to
-the header of the last reply, and with the reply and the new messages. If the first is a prefix of the second,
-and what follows it there reads as the reply that was sampled (the same reasoning and calls, and the same text
-but for white space around it), then what follows the reply is appended to the ids that were sampled. If not,
-the template rewrites what came before (it strips reasoning, drops text, moves the tools, shortens a result),
-and there is no continuation.
+Every continuation is verified. The conversation is rendered as text twice: up to the header of the last
+reply, and with the reply and the new messages. If the first text is a prefix of the second, and the
+text after it reads as the sampled reply (up to white space around its content), the text after the
+reply is appended to the sampled ids. Otherwise the template rewrites history (it may strip reasoning,
+move tools or shorten results), and there is no continuation.
 
-Invariant: sampled ids are never encoded again, and what is appended is exactly what the template writes after
-the reply. A turn costs two renderings of the whole conversation as text, and the encoding of what is new.
+Invariant: sampled ids are never encoded again, and exactly what the template writes after the reply is
+appended. A turn costs two text renderings of the conversation and the encoding of the new part.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _ANSWERED: list[ChatMessage] = [
 ]
 
 _HEADERS = 8
-"""How many headers before the end of a conversation may be those of its last reply."""
+"""The number of headers to try as the start of a conversation's last reply."""
 
 _TWO_CALLS: list[ChatMessage] = [
     PROBE_CALL[0],
@@ -42,10 +41,10 @@ _TWO_CALLS: list[ChatMessage] = [
 
 
 class TemplateRendering:
-    """Renders one model's conversations by its chat template. Messages and tools come with marks."""
+    """Renders conversations with a model's chat template. Messages and tools must already have marks."""
 
     def __init__(self, template: ChatTemplate, tokenizer: LightTokenizer, folder: Path) -> None:
-        """Raises ConfigError for a template that cannot write a reply, or a model that never stops."""
+        """Raises ConfigError if the template cannot write a reply or no token ends one."""
         self._template = template
         self._tokenizer = tokenizer
         try:
@@ -67,9 +66,9 @@ class TemplateRendering:
         )
 
     def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
-        """Ids of a whole conversation, up to and including the assistant's header.
+        """Return the ids of a conversation, with the header of the assistant's next message.
 
-        Raises GatewayError 400 for messages that the template refuses, and tools that it does not write.
+        Raises GatewayError 400 for messages that the template refuses and for tools that it ignores.
         """
         now = self._template.now()
         text = self._template.text(messages, tools, generation=True, now=now)
@@ -88,9 +87,9 @@ class TemplateRendering:
         messages: Sequence[ChatMessage],
         tools: Sequence[Tool],
     ) -> list[int] | None:
-        """Ids to append after `sampled`, the last message of `history`, so that the assistant replies next.
+        """Return the ids to append after `sampled`, the last message of `history`, for the next reply.
 
-        None if the template rewrites the history, or ends the reply otherwise than it was sampled. Raises
+        Returns None if the template rewrites the history or ends the reply differently. Raises
         GatewayError 400 for messages that it cannot render.
         """
         now = self._template.now()
@@ -98,7 +97,7 @@ class TemplateRendering:
         try:
             prompt = self._template.text(history[:-1], tools, generation=True, now=now)
         except GatewayError:
-            return None  # It cannot be rendered without the new messages.
+            return None  # The template needs the new messages to render the history.
         end = self._end_of_turn(whole, len(prompt))
         if end is None or not whole.startswith(prompt):
             return None
@@ -107,15 +106,14 @@ class TemplateRendering:
             return None
         if sampled and sampled[-1] in self.stop_ids:
             ids = self._tokenizer.encode(whole[end:])
-            # Without an end of its own, a reply ends with the first token of what follows it (GLM).
+            # Some templates (GLM's) do not end a reply; the next token does.
             return ids[1:] if self._ends_turns or ids[:1] == [sampled[-1]] else None
         if not self.format.split_reasoning(self._tokenizer.decode(sampled))[2]:
             start = whole.rfind(self.format.thinking[1], len(prompt), end)
             end = start if start >= 0 else end
-        return self._after_token(whole[end:])
+        return self._tokenizer.encode_after(next(iter(self._stops), ""), whole[end:])
 
     def _is_written(self, reply: ChatMessage, text: str, tools: Sequence[Tool]) -> bool:
-        """Whether `text` reads as `reply`."""
         read = self.format.read(text, tool_calls="tool_calls" in reply, tools=tools)
         return (
             joined_parts(read.content).strip() == unmarked(reply["content"]).strip()
@@ -124,16 +122,16 @@ class TemplateRendering:
         )
 
     def reply(self, messages: Sequence[ChatMessage], reply: ChatMessage, tools: Sequence[Tool]) -> list[int]:
-        """Ids that the template writes for `reply` after the prompt of `messages`, with the end of the turn.
+        """Return the ids of `reply` after the prompt for `messages`, including the end of the turn.
 
-        Raises GatewayError 400 if it does not write a reply where it prompts for one.
+        Raises GatewayError 400 if the template writes the reply differently from what it prompts for.
         """
         now = self._template.now()
         prompt = self._template.text(messages, tools, generation=True, now=now)
         past = self._template.text([*messages, reply], tools, generation=False, now=now)
         reply = self._with_reasoning(reply)
         if self._end_of_turn(past, min(self._starts_of_reply(prompt, past), default=0)) is None:
-            # What follows it says how it ends (GLM).
+            # Some templates end a reply only when something follows it (GLM).
             following = [_ANSWERED[2]]
             if calls := reply.get("tool_calls"):
                 following = [{**PROBE_CALL[2], "tool_call_id": call.get("id")} for call in calls]
@@ -151,7 +149,7 @@ class TemplateRendering:
         raise GatewayError(400, "invalid_messages", message, param="messages")
 
     def _with_reasoning(self, reply: ChatMessage) -> ChatMessage:
-        """`reply`; reasoning that is written into its content is the message's, as templates read it."""
+        # Templates look for reasoning in its own field.
         if reply.get("reasoning_content") or self.format.harmony:
             return reply
         reasoning, content, _ = self.format.split_reasoning(reply["content"])
@@ -159,10 +157,11 @@ class TemplateRendering:
         return {**reply, "content": content, "reasoning_content": reasoning} if opened else reply
 
     def _starts_of_reply(self, prompt: str, past: str) -> list[int]:
-        """Where the last reply may begin in `past`: after the prompt, or after headers, the last one first.
+        """Return the positions in `past` where the last reply may begin, most likely first.
 
-        A template may write what is before the reply differently once it is there (Mistral's system message,
-        DeepSeek's results of tools, gpt-oss's reasoning).
+        This is after the prompt if `past` starts with it. Otherwise it is after one of the headers,
+        because templates may rewrite earlier messages once there is a reply (Mistral's system message,
+        DeepSeek's tool results, gpt-oss's reasoning).
         """
         if past.startswith(prompt):
             return [len(prompt)]
@@ -171,22 +170,16 @@ class TemplateRendering:
         return [found.end() for found in re.finditer(headers, past)][: -_HEADERS - 1 : -1]
 
     def _header(self, prompt: str) -> str:
-        """The end of a prompt, from its last token of the format on."""
         return prompt[max((prompt.rfind(token) for token in self._tokenizer.added_tokens), default=0) :]
 
     def _end_of_turn(self, text: str, start: int) -> int | None:
-        """Where the first token that ends a turn begins, after `start`."""
         return min((at for stop in self._stops if (at := text.find(stop, start)) >= 0), default=None)
 
-    def _after_token(self, text: str) -> list[int]:
-        """Ids of `text`, which follows other tokens."""
-        return self._tokenizer.encode_after(next(iter(self._stops), ""), text)
-
     def _find_stop_ids(self, folder: Path) -> list[int]:
-        """What the template writes after a reply comes first, then what the model's files name.
+        """Return the ids that end a turn: the template's first, then those in the model's files.
 
-        After the last reply, if it writes anything there: gpt-oss's ends others with a token that also ends
-        parts of a reply.
+        The end of the last reply counts before the end of earlier ones, because gpt-oss ends earlier
+        replies with a token that also occurs within replies.
         """
         tokens = self._tokenizer.added_tokens
         last, other = (self._after_answer(_ANSWERED[:count]) for count in (2, 3))
@@ -197,14 +190,12 @@ class TemplateRendering:
         return list(dict.fromkeys(token for token in ids if token is not None))
 
     def _after_answer(self, messages: Sequence[ChatMessage]) -> str:
-        """The token that the template writes after a reply; "" if it is none."""
         after = self._template.text(messages, [], generation=False).partition("probe_answer")[2].lstrip()
         return max(
             (text for text in self._tokenizer.added_tokens if after.startswith(text)), key=len, default=""
         )
 
     def _written(self, messages: Sequence[ChatMessage]) -> str:
-        """What the template writes for a question's answer, without the end of the turn; "" if it refuses."""
         try:
             prompt = self._template.text(messages[:1], [PROBE_TOOL], generation=True)
             past = self._template.text(messages, [PROBE_TOOL], generation=False)
@@ -215,14 +206,13 @@ class TemplateRendering:
 
 
 def _calls(reply: ChatMessage) -> Iterator[tuple[str, Any]]:
-    """Name and arguments of the calls of a reply, without marks."""
     for call in reply.get("tool_calls") or ():
         name, arguments = (unmarked(call["function"][key]) for key in ("name", "arguments"))
         yield name, parsed_arguments(arguments)
 
 
 def _call_key(name: str, arguments: Any) -> tuple[str, str]:
-    """The same for `7` and `"7"`, which some formats write alike."""
+    # Some formats write `7` and `"7"` the same way.
     if isinstance(arguments, dict):
         values = cast("dict[str, Any]", arguments).items()
         arguments = {key: text if isinstance(text, str) else json.dumps(text) for key, text in values}
@@ -230,6 +220,5 @@ def _call_key(name: str, arguments: Any) -> tuple[str, str]:
 
 
 def _common(one: str, other: str) -> int:
-    """How many characters two texts have in common at their start."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

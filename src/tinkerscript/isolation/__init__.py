@@ -1,1 +1,1 @@
-"""Sandboxes for programs that nobody vouches for, without Docker: namespaces of Linux, and one way out."""
+"""Sandboxes for untrusted programs without Docker, built from Linux namespaces, with one way out."""

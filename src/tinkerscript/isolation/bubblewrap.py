@@ -1,17 +1,16 @@
-"""`Bubblewrap`: a sandbox made of Linux namespaces, with Debian's `bwrap` and util-linux's `nsenter`.
+"""`Bubblewrap` is a sandbox made of Linux namespaces, using Debian's `bwrap` and util-linux's `nsenter`.
 
-Inside, the root is a folder of the sandbox's own, with this machine's programs mounted read-only. Programs
-see no process but the sandbox's, no network but a loopback interface, no terminal, and no variable but what
-they are given. They have no capability. What they may use of memory, processes and files is limited if it is
-asked for (`ResourceLimits`); processor time and the disk as a whole are not. Memory and processes are counted
-by a control group (cgroups, version 1 or 2) where this process may make one below its own, and otherwise by
-the limits that each process has (setrlimit).
+Inside, the root is a private folder in which this machine's programs are mounted read-only. Programs
+see only the sandbox's processes, a loopback interface and the given variables; they have no terminal
+and no capabilities. `ResourceLimits` limits memory, processes and file size, but neither processor time
+nor the disk as a whole. Control groups (cgroups version 1 or 2) enforce the limits on memory and
+processes where this process may create them, otherwise setrlimit does for each process.
 
-Invariants: when `stop` returns, no process of the sandbox is alive, whatever it forked or detached. When the
-process that started it ends, however it ends, the sandbox's processes end and its files are removed. A limit
-that nothing enforces here is refused before anything runs.
+Invariants: when `stop` returns, every process of the sandbox has ended, including detached ones. When
+the process that started the sandbox ends, even by SIGKILL, the sandbox's processes end and its files
+are removed. A limit that cannot be enforced is refused before anything runs.
 
-Source: https://github.com/containers/bubblewrap, namespaces(7), nsenter(1), cgroups(7), getrlimit(2),
+Sources: https://github.com/containers/bubblewrap, namespaces(7), nsenter(1), cgroups(7), getrlimit(2),
 https://docs.kernel.org/admin-guide/cgroup-v2.html
 """
 
@@ -39,37 +38,38 @@ from pydantic import BaseModel, ConfigDict, Field
 from tinkerscript.errors import IsolationError
 
 MIN_PROCESSES = 16
-"""A sandbox and one command in it are some processes already."""
+"""The sandbox and one command in it already need several processes."""
 
 _MOUNT = Path("/sys/fs/cgroup")
 _REMOVED_WITHIN_S = 5.0
 
 
 class ResourceLimits(BaseModel):
-    """What the programs in a sandbox may use. None: as much as this machine has."""
+    """What programs in a sandbox may use. None means no limit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     memory_mb: int | None = Field(default=None, ge=1)
-    """MiB of memory that they use together, with the files that they keep in memory. Beyond it the kernel
-    kills one of them. Without control groups: MiB of data of each process, whose next allocation fails."""
+    """Memory of all programs together in MiB, with the files that they keep in memory. Beyond it the
+    kernel kills one of them. Without control groups it limits the data of each process, and an
+    allocation beyond it fails."""
 
     processes: int | None = Field(default=None, ge=MIN_PROCESSES)
-    """Processes and threads at a time, those of the sandbox itself included (two, and two for each command).
-    Beyond it none can be started."""
+    """The number of processes and threads at a time, including two of the sandbox and two for each
+    command. Beyond it no process can be started."""
 
     file_mb: int | None = Field(default=None, ge=1)
-    """MiB of the longest file that can be written."""
+    """The size of the largest file that can be written, in MiB."""
 
 
 class LimitedProcesses:
-    """The processes of one sandbox: what their commands begin with, so that they are limited."""
+    """Limits the processes of one sandbox by prefixes to its commands."""
 
     def __init__(self, name: str, limits: ResourceLimits) -> None:
-        """Make the control groups. `name` is theirs, and nobody else's.
+        """Make the control groups. `name` must be unique on this machine.
 
-        Raises IsolationError for `processes` where neither control groups nor the kernel's limit on a user's
-        processes, which root does not have, can enforce it.
+        Raises IsolationError for `processes` if neither control groups nor the kernel's limit for a
+        user can enforce it. The latter does not apply to root.
         """
         self._groups: list[Path] = []
         self._in_group = ""
@@ -83,16 +83,16 @@ class LimitedProcesses:
             each |= {"data": limits.memory_mb and limits.memory_mb * 2**20, "nproc": limits.processes}
         options = [f"--{name}={value}" for name, value in each.items() if value]
         self.inside = ["/usr/bin/prlimit", *options] if options else []
-        """What comes before a command in the sandbox. Only there: a limit on processes is kept for each user
-        namespace, and outside it would count everything that the user runs."""
+        """The prefix of a command inside the sandbox. Outside, the limit on processes would count
+        everything that the user runs, because it is kept per user namespace."""
 
     @property
     def outside(self) -> list[str]:
-        """What comes before the command that enters the sandbox, or makes it."""
+        """The prefix of the command that creates or enters the sandbox."""
         return ["/bin/sh", "-c", f'{self._in_group}exec "$@"', "sh"] if self._groups else []
 
     async def remove(self) -> None:
-        """Remove the groups, once their processes have ended. Idempotent."""
+        """Remove the control groups after their processes have ended. Idempotent."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _REMOVED_WITHIN_S
         while self._groups:
@@ -101,7 +101,7 @@ class LimitedProcesses:
                 group.rmdir()
             except FileNotFoundError:
                 pass
-            except OSError:  # A command that entered the sandbox ends a moment after it.
+            except OSError:  # A command that entered the sandbox ends slightly later than it.
                 if loop.time() > until:
                     raise
                 _kill_all(group)
@@ -110,7 +110,6 @@ class LimitedProcesses:
             self._groups.pop()
 
     def _join_group(self, name: str, limits: ResourceLimits) -> bool:
-        """Whether there are groups for all that is limited."""
         made = dict[Path, dict[str, int]]()
         for controller, limit in (("memory", limits.memory_mb), ("pids", limits.processes)):
             if not limit:
@@ -138,13 +137,13 @@ class LimitedProcesses:
 
 
 def group_parents() -> list[Path]:
-    """The folders in which `LimitedProcesses` makes its groups."""
+    """Return the folders in which `LimitedProcesses` creates control groups."""
     found = (_parent_of(controller)[0] for controller in ("memory", "pids"))
     return list(dict.fromkeys(parent for parent in found if parent is not None))
 
 
 def _parent_of(controller: str) -> tuple[Path | None, str]:
-    """The group in which this process may make groups that limit `controller`, and the limit's file."""
+    """Return the group below which this process may limit `controller`, and the file of the limit."""
     for number, controllers, path in _own_groups():
         if controller in controllers:
             file = "memory.limit_in_bytes" if controller == "memory" else "pids.max"
@@ -161,7 +160,7 @@ def _parent_of(controller: str) -> tuple[Path | None, str]:
 
 
 def _passes_on(group: Path, controller: str) -> bool:
-    """Whether groups may be made in this one that limit `controller` (version 2)."""
+    """Return whether groups below this one can limit `controller` (cgroups version 2)."""
     try:
         passed_on = (group / "cgroup.subtree_control").read_text().split()
     except OSError:
@@ -170,7 +169,10 @@ def _passes_on(group: Path, controller: str) -> bool:
 
 
 def _own_groups() -> Iterator[tuple[int, list[str], str]]:
-    """Hierarchy, its controllers (version 2 has hierarchy 0 and names none), and this process's group."""
+    """Yield each hierarchy's number and controllers with this process's group.
+
+    Version 2 has hierarchy 0 and names no controllers.
+    """
     with suppress(FileNotFoundError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             number, controllers, path = line.split(":", 2)
@@ -185,12 +187,11 @@ def _kill_all(group: Path) -> None:
 
 USER_ID = 1000
 WORK = "/work"
-"""Where commands run."""
 
 HOME = "/home/agent"
 
+# Some programs expect `root`.
 _FOLDERS = ("home/agent", "tmp", "var/tmp", "run", "opt", "etc", "root")
-"""Folders of every sandbox besides `/work`. `root` is there for programs that look for it."""
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _RESERVED = sorted(
@@ -205,7 +206,6 @@ _SETTINGS = (
     "localtime",
     "ssl",
 )
-"""What is shown of `/etc`."""
 
 _ETC = {
     "passwd": f"root:x:0:0::/root:/bin/sh\nagent:x:{USER_ID}:{USER_ID}::{HOME}:/bin/sh\n",
@@ -216,21 +216,22 @@ _ETC = {
 
 _READY = b"ready\n"
 _START_S = 20.0
-"""Seconds that a sandbox may take to start."""
 
 _NAMESPACES = ("--user", "--preserve-credentials", "--mount", "--pid", "--net", "--ipc", "--uts")
 
+# See ioctl_ns(2).
 _NS_GET_PARENT = 0xB702
-"""ioctl_ns(2)"""
 
+# This program listens in a sandbox's network namespace and passes the socket to the parent.
 _LISTEN = """
 import array, socket, sys
 listening = socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=128)
 sent = array.array("i", [listening.fileno()])
 socket.socket(fileno=0).sendmsg([b"!"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, sent)])
 """
-"""Runs in a sandbox's network, outside of the rest: passes on the socket that it listens with."""
 
+# This script removes a folder after standard input closes, and the control groups with the prefixes in
+# the arguments. It retries until that succeeds.
 _SWEEP = """
 cat > /dev/null
 while [ -e "$0" ]; do chmod -R u+rwX "$0" 2> /dev/null; rm -rf "$0" 2> /dev/null || sleep 0.1; done
@@ -238,35 +239,33 @@ for names in "$@"; do for group in "$names"-*; do
     while [ -e "$group" ]; do rmdir "$group" 2> /dev/null || sleep 0.1; done
 done; done
 """
-"""Removes a folder when standard input closes, and the control groups whose names begin like the arguments;
-stays until that has worked."""
 
 
 NO_LIMITS = ResourceLimits()
 
 
 class Bubblewrap:
-    """One sandbox. It belongs to the event loop that starts it."""
+    """A sandbox. It belongs to the event loop that starts it."""
 
     def __init__(self, limits: ResourceLimits = NO_LIMITS) -> None:
-        """Make the sandbox's folder; nothing runs yet.
+        """Create the sandbox's folder. No process runs yet.
 
-        Raises IsolationError if `bwrap` or `nsenter` is not installed, and for limits that cannot be enforced
-        here.
+        Raises IsolationError if `bwrap` or `nsenter` is missing, or if a limit cannot be enforced.
         """
         for program, package in (("bwrap", "bubblewrap"), ("nsenter", "util-linux")):
             if shutil.which(program) is None:
                 raise IsolationError(f"{program} is not installed; install it: apt-get install {package}")
         self.root = Path(tempfile.mkdtemp(dir=_folder_of_this_process()))
-        """The folder that programs in the sandbox see as `/`. Do not follow its links: they are theirs."""
+        """The folder that is `/` inside. Do not follow links in it, because programs in the sandbox made
+        them."""
 
         self._process: asyncio.subprocess.Process | None = None
+        # A pidfd of the sandbox's first process. All others end with it.
         self._init = -1
-        """Descriptor of the sandbox's first process, with which all others end."""
 
         self._init_pid = 0
+        # A descriptor of the user namespace that owns the others. This user may enter them from there.
         self._owner = -1
-        """Descriptor of the user namespace that owns the others, in which this user may enter them."""
 
         self._lay_out()
         try:
@@ -280,12 +279,11 @@ class Bubblewrap:
         return self._process is not None and self._process.returncode is None
 
     async def start(self, *, readable: Iterable[Path] = ()) -> None:
-        """Start the sandbox. `readable`: folders of this machine to mount read-only, besides its system's and
-        those of the Python that runs this.
+        """Start the sandbox. `readable` are further folders of this machine to mount read-only.
 
-        What an earlier start left stays in `/work` and in folders that are not the system's; everything else,
-        such as the home folder and `/tmp`, is new. Raises IsolationError with bwrap's own words, such as that
-        user namespaces are not allowed here.
+        Files in `/work` and in folders outside the system survive a restart; the home folder and `/tmp`
+        are new. Raises IsolationError with bwrap's message, for example if user namespaces are
+        forbidden.
         """
         await self.stop()
         await asyncio.to_thread(self._lay_out)
@@ -314,15 +312,15 @@ class Bubblewrap:
     def command(
         self, arguments: Sequence[str], *, cwd: str = WORK, environment: Mapping[str, str] | None = None
     ) -> list[str]:
-        """The command line that runs `arguments` in the sandbox; `cwd` relative to `/work`.
+        """Return the command line that runs `arguments` in the sandbox. `cwd` is relative to `/work`.
 
-        Raises IsolationError if the sandbox does not run.
+        Raises IsolationError if the sandbox is not running.
         """
         variables = DEFAULT_ENVIRONMENT | dict(environment or {})
-        # The first `env` keeps this process's variables from the one that enters the namespaces.
+        # The first `env` hides this process's variables from the process that enters the namespaces.
         return [
             *("/usr/bin/env", "-i", *self._limited.outside, *self._entered(*_NAMESPACES)),
-            # In a session of its own it has no terminal: it could type commands into the user's shell.
+            # Without a new session the program could type commands into the terminal of the user's shell.
             "/usr/bin/setsid",
             *self._limited.inside,
             *(
@@ -335,7 +333,7 @@ class Bubblewrap:
         ]
 
     async def listen(self, port: int) -> socket.socket:
-        """A socket that listens on the sandbox's loopback interface, for this process to accept from."""
+        """Return a socket that listens on the sandbox's loopback interface; this process accepts from it."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
             process = await asyncio.create_subprocess_exec(
@@ -345,10 +343,10 @@ class Bubblewrap:
                 stderr=subprocess.PIPE,
                 env={},
             )
-            _, said = await process.communicate()
+            _, errors = await process.communicate()
             if process.returncode:
                 raise IsolationError(
-                    f"nothing can listen in the sandbox: {said.decode(errors='replace').strip()}"
+                    f"nothing can listen in the sandbox: {errors.decode(errors='replace').strip()}"
                 )
             descriptors = array.array("i")
             _, ancillary, _, _ = ours.recvmsg(1, socket.CMSG_LEN(descriptors.itemsize))
@@ -356,15 +354,15 @@ class Bubblewrap:
         return socket.socket(fileno=descriptors[0])
 
     async def stop(self) -> None:
-        """End every process; the files stay. Idempotent."""
+        """End every process and keep the files. Idempotent."""
         process, self._process = self._process, None
         if process is None:
             return
-        with suppress(ProcessLookupError):  # It ended by itself, and the others with it.
+        with suppress(ProcessLookupError):  # It has already ended, and all others with it.
             signal.pidfd_send_signal(self._init, signal.SIGKILL)
         os.close(self._init)
         os.close(self._owner)
-        # bwrap waits for the first process, and the kernel ends that one last.
+        # bwrap waits for the first process, which the kernel ends last.
         await process.communicate()
 
     async def remove(self) -> None:
@@ -375,7 +373,7 @@ class Bubblewrap:
             await asyncio.to_thread(_remove, self.root)
 
     def _lay_out(self) -> None:
-        """Make the folders anew that programs trust or that are the system's."""
+        # Programs trust these folders, so nothing of an earlier program may stay in them.
         for name in _RESERVED:
             _remove(self.root / name)
         for folder in _FOLDERS:
@@ -408,8 +406,8 @@ class Bubblewrap:
             process.kill()
             await process.communicate()
             raise
-        _, said = await process.communicate()
-        words = said.decode(errors="replace").strip() or f"it did not start within {_START_S:g} s"
+        _, errors = await process.communicate()
+        words = errors.decode(errors="replace").strip() or f"it did not start within {_START_S:g} s"
         raise IsolationError(f"bubblewrap cannot start a sandbox here: {words}")
 
 
@@ -420,17 +418,17 @@ DEFAULT_ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "TERM": "dumb",
 }
-"""What every command gets, unless its own environment says otherwise."""
+"""The environment of every command, unless it overrides it."""
 
 
 def _owner_of(pid: int) -> int:
-    # bwrap makes the namespaces as root of one user namespace, and runs programs in another one below it.
+    # bwrap creates the namespaces as root of one user namespace and runs programs in a child of it.
     with open(f"/proc/{pid}/ns/user", "rb") as own:
         return fcntl.ioctl(own, _NS_GET_PARENT)
 
 
 def _remove(path: Path) -> None:
-    """Remove what is there, whatever the modes of the folders in it; links are not followed."""
+    # Folders may have any modes, and links must not be followed.
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
@@ -442,8 +440,8 @@ def _bwrap(root: Path, readable: Iterable[Path], status: int) -> list[str]:
     arguments = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     arguments += ["--uid", str(USER_ID), "--gid", str(USER_ID), "--hostname", "sandbox", "--clearenv"]
     if os.geteuid() == 0:
-        # Without it a program may make user namespaces of its own, in which it is root; nobody else can enter
-        # the sandbox with it.
+        # Otherwise a program could create a user namespace in which it is root. The option also prevents
+        # other users from entering the sandbox, so only root uses it.
         arguments += ["--disable-userns"]
     arguments += ["--bind", str(root), "/"]
     for path in _SYSTEM:
@@ -465,7 +463,7 @@ _folder: Path | None = None
 
 
 def _folder_of_this_process() -> Path:
-    """The folder of all sandboxes of this process, which a process of its own removes after its end."""
+    # A separate process removes the folder after this one ends, even by SIGKILL.
     global _folder
     if _folder is None or not _folder.exists():
         folder = Path(tempfile.mkdtemp(prefix="tinkerscript-sandboxes-"))

@@ -1,10 +1,10 @@
-"""The Inspect sandbox `bubblewrap`: a sample's commands run isolated, without Docker.
+"""The Inspect sandbox `bubblewrap` runs a sample's commands isolated, without Docker.
 
     Task(..., sandbox="bubblewrap")
     Task(..., sandbox=("bubblewrap", BubblewrapSettings(memory_mb=4096, processes=256, file_mb=1024)))
 
-Commands run in `/work` as the user `agent`, without a network. What they leave running ends with the sample.
-Files are read and written by commands in the sandbox, so that a link in it leads nowhere else.
+Commands run in `/work` as the user `agent`, without a network. Background processes end with the
+sample. Files are read and written by commands in the sandbox, so that a link in it cannot lead outside.
 """
 
 from __future__ import annotations
@@ -33,43 +33,41 @@ from tinkerscript.isolation.bubblewrap import WORK, Bubblewrap, ResourceLimits
 
 _WRITE = '[ -d "$0" ] && exit 21; mkdir -p -- "$(dirname -- "$0")" && cat > "$0" || exit 13'
 _SIZE = '[ -d "$0" ] && exit 21; [ -e "$0" ] || exit 2; [ -r "$0" ] || exit 13; exec stat -L -c %s -- "$0"'
+# The exit statuses of these commands are error numbers.
 _FAILURES = {2: FileNotFoundError, 13: PermissionError, 21: IsADirectoryError}
-"""Exit statuses of these commands, which are the errors' numbers."""
 
 _TIMED_OUT = (124, 137)
-"""Exit statuses of `timeout`."""
 
 _USERS = (None, "agent", "1000")
 
 
 class BubblewrapSettings(ResourceLimits):
-    """A sample's own settings of its sandbox."""
-
     environment: dict[str, str] = Field(default_factory=dict)
-    """Variables of every command, unless it sets them itself."""
+    """Variables of every command, unless it overrides them."""
 
     working_dir: str = WORK
-    """Where commands run, made if it is not there. It must be a folder that the system does not have."""
+    """The folder in which commands run, created if needed. It must not be a system folder."""
 
     def __hash__(self) -> int:
-        """Inspect keeps settings in sets."""
+        # Inspect keeps settings in sets.
         return hash(self.model_dump_json())
 
 
+# These Compose settings have no meaning here: programs come from this machine, and there is no network
+# and no processor limit.
 _NOT_OF_IMAGES = {
     *("build", "command", "cpus", "entrypoint", "hostname", "image", "init", "network_mode", "platform"),
     *("pull_policy", "restart", "stop_grace_period", "x_default"),
 }
-"""Compose settings that say nothing here: programs are this machine's, there is no network, and no limit on
-processors."""
 
 _HONORED = {"environment", "mem_limit", "pids_limit", "working_dir"}
 
 
 def settings_of(config: SandboxEnvironmentConfigType | None) -> BubblewrapSettings:
-    """The settings of a sample, also from a Compose file's one service, which Harbor's tasks have.
+    """Return the settings of a sample. A Compose file with one service, as in Harbor's tasks, is accepted
+    too.
 
-    Raises IsolationError for what cannot be honored.
+    Raises IsolationError for settings that cannot be honored.
     """
     match config:
         case None:
@@ -81,7 +79,7 @@ def settings_of(config: SandboxEnvironmentConfigType | None) -> BubblewrapSettin
             return _settings_of_service(service)
         case ComposeConfig():
             names = ", ".join(config.services)
-            raise IsolationError(f"this sandbox is one machine; the Compose settings have {names}")
+            raise IsolationError(f"the Compose settings have the services {names}; this sandbox runs one")
         case _:
             raise IsolationError(f"give BubblewrapSettings or Compose settings, not {config!r}")
 
@@ -103,15 +101,14 @@ def _settings_of_service(service: ComposeService) -> BubblewrapSettings:
 
 
 def _mib(size: str) -> int:
-    """A size as Compose writes it, such as 512m or 2gb. Raises IsolationError for another one."""
     found = re.fullmatch(r"(\d+)([bkmg]?)b?", size.lower())
     if found is None:
-        raise IsolationError(f"mem_limit: {size!r} is no size such as 512m or 2g")
+        raise IsolationError(f"mem_limit: {size!r} is not a size such as 512m or 2g")
     return max(1, (int(found[1]) << {"k": 10, "m": 20, "g": 30}.get(found[2], 0)) >> 20)
 
 
 def _variables(given: list[str] | dict[str, str | None] | None) -> dict[str, str]:
-    # Without a value, Compose takes this machine's, which stays here.
+    # Compose would take a variable without a value from this machine. Here it must not leak into the sandbox.
     if isinstance(given, dict):
         return {name: value for name, value in given.items() if value is not None}
     pairs = [text.partition("=") for text in given or []]
@@ -120,8 +117,6 @@ def _variables(given: list[str] | dict[str, str | None] | None) -> dict[str, str
 
 @sandboxenv(name="bubblewrap")  # pyright: ignore[reportUntypedClassDecorator]
 class BubblewrapSandbox(SandboxEnvironment):
-    """One sample's sandbox."""
-
     def __init__(self, bubblewrap: Bubblewrap, settings: BubblewrapSettings) -> None:
         super().__init__()
         self.bubblewrap = bubblewrap
@@ -174,8 +169,8 @@ class BubblewrapSandbox(SandboxEnvironment):
         concurrency: bool = True,
     ) -> ExecResult[str]:
         if user not in _USERS:
-            raise SandboxUserUnsupportedError(f"this sandbox has one user, 'agent', and no {user!r}")
-        # What it starts in its process group ends with it; the rest at the latest with the sandbox.
+            raise SandboxUserUnsupportedError(f"user: this sandbox only has 'agent', not {user!r}")
+        # Processes in the command's group end with it, others at the latest with the sandbox.
         limited = cmd if timeout is None else ["timeout", "--kill-after=2s", f"{timeout}s", *cmd]
         started = time.monotonic()
         result = await subprocess(
@@ -186,7 +181,7 @@ class BubblewrapSandbox(SandboxEnvironment):
             concurrency=concurrency,
         )
         if result.returncode < 0:
-            # `nsenter` dies of the signal that its command died of; a shell would say it so.
+            # `nsenter` dies of its command's signal, which a shell would report as 128 + its number.
             result.returncode = 128 - result.returncode
         if timeout is not None and result.returncode in _TIMED_OUT and time.monotonic() - started >= timeout:
             raise TimeoutError(f"the command took longer than {timeout} s and was ended")
@@ -196,7 +191,7 @@ class BubblewrapSandbox(SandboxEnvironment):
 
     async def write_file(self, file: str, contents: str | bytes) -> None:
         data = contents.encode() if isinstance(contents, str) else contents
-        # Without input, Inspect's function would leave standard input closed.
+        # Inspect's `subprocess` leaves standard input closed without input, so `cat` would fail.
         command = self._shell(_WRITE if data else _WRITE.replace("cat", ":"), file)
         _raise_failure(await subprocess(command, input=data or None), file)
 

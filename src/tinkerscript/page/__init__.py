@@ -1,6 +1,6 @@
-"""The page of a run: what it recorded and what it does now, by API and in a browser.
+"""The page of a run: an API and a browser view of what it recorded and what it does now.
 
-The API's functions are in modules by place: `overview`, `curves`, `steps`, `held_out`, `episode_view`,
-`token_view`, `findings`, `search`; `tinkerscript show` prints what they return. `web_app` serves them,
-`static/` is the page itself.
+One module per view computes the API's replies: `overview`, `curves`, `steps`, `held_out`, `lines`,
+`episode_view`, `token_view`, `transcript_view`. `web_app` serves them, `tinkerscript show` prints them,
+and `static/` is the page.
 """

@@ -1,9 +1,9 @@
-"""Who may see the page: `PageAccess`, an ASGI middleware; and who changed what: the audit log.
+"""Access to the page (`PageAccess`, an ASGI middleware), and the audit log of changes.
 
-Invariants: with an admin token nothing but the login form is answered without it, or without a cookie that
-was given for it. Without one, only requests for a loopback name are, so that no other site can reach the page
-under a name of its own. A request that changes something comes from the page itself, and no token is ever in
-a URL.
+Invariants: with an admin token, only the login form is served without the token or a cookie obtained
+with it. Without one, only requests to a loopback name are served, so that other sites cannot reach the
+page under another name. A request that changes something must come from the page, and tokens are never
+in a URL.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinkerscript.asgi import problem_with_site
 
 AUDIT_FILE = "audit.jsonl"
-"""In the run's folder: who changed what through the page."""
+"""The log in the run's folder of changes through the page."""
 
 COOKIE = "tinkerscript_session_"
-"""Beginning of the cookie's name. Cookies know no ports: runs on one host with tokens of their own need names
-of their own."""
+"""The prefix of the cookie's name. Cookies ignore ports, so that runs with different tokens on one host
+need different names."""
 
 SESSION_S = 30 * 24 * 3600
 OPEN_PATHS = frozenset({"/", "/docs", "/favicon.ico", "/api/login", "/api/session"})
-"""What anybody may load: the files of the page, with the login form, and what the form asks."""
+"""Paths that anyone may load: the page's files with the login form, and the form's requests."""
 
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "font-src 'self'; frame-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'self'"
 )
-"""Nothing from elsewhere, and no script that is not a file of ours."""
+"""Allow nothing from other hosts, and no scripts except our files."""
 
 HEADERS = {
     "content-security-policy": CONTENT_POLICY,
@@ -58,13 +58,13 @@ logger = logging.getLogger(__name__)
 
 
 class PageSessions:
-    """Cookies for those who have shown the admin token."""
+    """Cookies for users who have shown the admin token."""
 
     def __init__(self, admin_token: str | None, *, clock: Callable[[], float] = time.time) -> None:
-        """`admin_token`: None lets everybody in."""
+        """Without an `admin_token`, everyone may enter."""
         self._token = admin_token
         self._clock = clock
-        # A new secret with each process would end all sessions at a restart of the server.
+        # The secret is derived from the token. A random one would end all sessions at a restart.
         self._secret = hashlib.sha256(b"tinkerscript page " + (admin_token or "").encode()).digest()
         self.cookie_name = COOKIE + hashlib.sha256(b"cookie " + self._secret).hexdigest()[:12]
 
@@ -73,11 +73,9 @@ class PageSessions:
         return self._token is not None
 
     def admits(self, token: str) -> bool:
-        """Whether `token` is the admin's."""
         return self._token is None or hmac.compare_digest(token.encode(), self._token.encode())
 
     def cookie(self) -> str:
-        """A new session's."""
         expires = f"{int(self._clock()) + SESSION_S}.{secrets.token_urlsafe(8)}"
         return f"{expires}.{self._mac(expires)}"
 
@@ -91,7 +89,7 @@ class PageSessions:
         return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
 
     def may_enter(self, headers: Headers) -> bool:
-        """Whether a request with these headers is of somebody who has shown the token."""
+        """Return whether the sender of these headers has shown the token."""
         if not self.are_needed:
             return True
         scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -147,11 +145,11 @@ class PageAccess:
 def write_audit(
     folder: Path, request: Request, action: str, details: Mapping[str, object] | None = None
 ) -> None:
-    """Note an action in the folder of its run."""
+    """Append an action to the audit log in the run's folder."""
     who = request.client.host if request.client else ""
     entry = {"time": time.time(), "from": who, "action": action}
     line = json.dumps({**entry, **(details or {})})
-    # The folder may be from elsewhere, with a link or a pipe in the file's place.
+    # A folder from elsewhere may have a link or a pipe in place of the file.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     with os.fdopen(os.open(folder / AUDIT_FILE, flags, 0o666), "a", encoding="utf-8") as file:
         file.write(f"{line}\n")
@@ -159,7 +157,7 @@ def write_audit(
 
 
 def read_audit(folder: Path) -> list[dict[str, Any]]:
-    """The last actions, newest first."""
+    """Return the last actions, newest first."""
     path = folder / AUDIT_FILE
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [json.loads(line) for line in reversed(lines[-1000:])]

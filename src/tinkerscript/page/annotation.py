@@ -1,7 +1,7 @@
-"""`Annotation`: what people write about a run, in its folder: a note, and tags to find it by.
+"""`Annotation` is the note and tags that people give a run, stored in its folder.
 
-Invariant: the folder may be from elsewhere, so what is read is bounded, and anything else in the file's place
-counts as nothing written.
+Invariant: the folder may come from elsewhere, so reads are bounded, and an invalid file counts as no
+annotation.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from pydantic import AfterValidator, BaseModel, Field, StringConstraints
 from tinkerscript.files import write_json
 
 ANNOTATION_FILE = "annotation.json"
-"""In the run's folder."""
 
 MAX_NOTE_CHARS, MAX_TAG_CHARS, MAX_TAGS = 4000, 40, 20
 MAX_BYTES = 64 * 2**10
-"""Of the file: more than the longest annotation takes as JSON."""
+"""The maximum size of the file. The longest annotation takes less."""
 
 
 def _unique(tags: list[str]) -> list[str]:
@@ -33,18 +32,16 @@ Tag = Annotated[
 
 
 class Annotation(BaseModel):
-    """What people wrote about a run."""
-
     note: Note = Field(default="", description="Such as `learning rate too high`.")
     tags: Annotated[list[Tag], Field(max_length=MAX_TAGS), AfterValidator(_unique)] = Field(
-        default=[], description="Such as `baseline`; a tag has no comma."
+        default=[], description="Such as `baseline`. Tags cannot contain commas."
     )
 
 
 def read_annotation(folder: Path) -> Annotation:
     path = folder / ANNOTATION_FILE
     try:
-        if path.is_file():  # A pipe in its place would wait for a writer.
+        if path.is_file():  # Opening a pipe would block.
             with path.open("rb") as file:
                 return Annotation.model_validate_json(file.read(MAX_BYTES + 1))
     except (OSError, ValueError):
@@ -53,5 +50,4 @@ def read_annotation(folder: Path) -> Annotation:
 
 
 def write_annotation(folder: Path, annotation: Annotation) -> None:
-    """Raises OSError."""
     write_json(folder / ANNOTATION_FILE, annotation.model_dump())

@@ -1,7 +1,7 @@
-"""Curves of metrics over steps, how the configs of runs differ, and token alignment over time.
+"""Curves of metrics over steps, differences between the configs of runs, and token alignment over time.
 
-Invariant: a curve has at most as many points as were asked for, whatever the number of steps: each is the
-mean of a span, with the lowest and the highest value in it.
+Invariant: a curve has at most the requested number of points, whatever the number of steps. Each point
+is the mean of a span, with its lowest and highest value.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_POINTS = 2000
 
 
 class MetricCurve(BaseModel):
-    """A metric over steps; all lists are equally long."""
+    """A metric over steps. All lists are equally long."""
 
     steps: list[int] = Field(description="The first step of each span.")
     mean: list[float]
@@ -30,8 +30,6 @@ class MetricCurve(BaseModel):
 
 
 class Metric(BaseModel):
-    """A metric's newest value."""
-
     name: str
     step: int
     value: float
@@ -42,10 +40,8 @@ class Curves(BaseModel):
 
 
 class ConfigDifference(BaseModel):
-    """A setting that runs do not share."""
-
     key: str
-    values: dict[str, Any] = Field(description="By run.")
+    values: dict[str, Any] = Field(description="The value of each run.")
 
 
 _SPAN = "SELECT min(step), max(step) FROM metrics WHERE name = ? AND undone = 0"
@@ -57,7 +53,6 @@ SELECT min(step), avg(value), min(value), max(value) FROM metrics WHERE name = ?
 
 
 def metrics(ledger: LedgerReader) -> list[Metric]:
-    """Every metric with its newest value."""
     newest = "SELECT step, value FROM metrics WHERE name = ? AND undone = 0 ORDER BY step DESC LIMIT 1"
     found: list[Metric] = []
     for name in metric_names(ledger):
@@ -67,8 +62,7 @@ def metrics(ledger: LedgerReader) -> list[Metric]:
 
 
 def metric_names(ledger: LedgerReader, prefix: str = "") -> list[str]:
-    """The names of a run's metrics, in order."""
-    # From one name to the next by the index: each has a row for every step.
+    # Each metric has a row per step, so the index lets the query skip from one name to the next.
     following = "SELECT min(name) FROM metrics WHERE name > ? AND name < ?"
     names: list[str] = []
     last, end = prefix, f"{prefix}\U0010ffff"
@@ -80,7 +74,7 @@ def metric_names(ledger: LedgerReader, prefix: str = "") -> list[str]:
 
 
 def curve(ledger: LedgerReader, name: str, *, points: int = 400) -> MetricCurve | None:
-    """The curve of one metric; None if the run has no such metric."""
+    """Return the curve of one metric, or None if the run lacks it."""
     low, high = ledger.rows(_SPAN, (name,))[0]
     if low is None:
         return None
@@ -90,13 +84,12 @@ def curve(ledger: LedgerReader, name: str, *, points: int = 400) -> MetricCurve 
 
 
 def curves(ledger: LedgerReader, names: Iterable[str], *, points: int = 400) -> Curves:
-    """The curves of those of `names` that the run has."""
     found = {name: curve(ledger, name, points=points) for name in names}
     return Curves(curves={name: each for name, each in found.items() if each is not None})
 
 
 def config_differences(configs: Mapping[str, Mapping[str, Any]]) -> list[ConfigDifference]:
-    """The settings that differ between runs, or from the defaults those of one run. `configs`: by run."""
+    """Return settings that differ between runs, or for a single run from the defaults."""
     if len(configs) == 1:
         configs = {"default": RunConfig().model_dump(mode="json"), **configs}
     flat = {run: dict(_flat(config)) for run, config in configs.items()}
@@ -125,9 +118,9 @@ CURVES = (
 
 
 class FindingKind(BaseModel):
-    """What was found, by name, over the whole run."""
+    """One kind of finding, over the whole run."""
 
-    kind: str = Field(description="finding: a step; error: a sequence that did not train; warning.")
+    kind: str = Field(description="`finding` (a step), `error` (a sequence that did not train) or `warning`.")
     name: str
     meaning: str
     count: int
@@ -137,15 +130,11 @@ class FindingKind(BaseModel):
 
 
 class AlignmentView(BaseModel):
-    """The report over time."""
-
     curves: dict[str, MetricCurve]
     kinds: list[FindingKind]
 
 
 class FoundIn(BaseModel):
-    """One finding."""
-
     step: int
     detail: str
     count: int
@@ -170,7 +159,7 @@ def alignment_view(ledger: LedgerReader) -> AlignmentView:
 
 
 def found_in(ledger: LedgerReader, kind: str, name: str) -> FindingPage:
-    """The newest findings of a kind and name. Raises NotRecordedError if there are none."""
+    """Return the newest findings of a kind and name. Raises NotRecordedError if there are none."""
     query = (
         "SELECT step, detail, count, episode FROM findings WHERE kind = ? AND name = ? AND undone = 0 "
         f"ORDER BY number DESC LIMIT {MAX_ROWS}"

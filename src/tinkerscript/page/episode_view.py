@@ -1,4 +1,4 @@
-"""An episode: its conversation call by call, its scores, its attempts and the others of its group."""
+"""An episode: its conversation call by call, its scores, its attempts and the other episodes of its group."""
 
 from __future__ import annotations
 
@@ -28,39 +28,37 @@ from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
 
 EPISODE_TEXT_CHARS = 50_000
-"""Of one text in a message; the rest is in the tokens."""
+"""The maximum length of a text in a message. The token view has the rest."""
 
 MAX_SIBLINGS = 256
 
 
 class CallView(BaseModel):
-    """One model call."""
-
     call_id: str
     parent_id: str | None = Field(description="The call that its prompt extends.")
-    messages: list[dict[str, Any]] = Field(description="New in its prompt, in OpenAI's format.")
+    messages: list[dict[str, Any]] = Field(description="The prompt's new messages, in OpenAI's format.")
     reply: dict[str, Any]
-    tools: list[Any] = Field(description="Of a new prompt; a call with a parent has the parent's.")
-    sequence: int | None = Field(description="The training sequence that it is in; null in a failed attempt.")
-    start: int | None = Field(description="Its sampled tokens are [start, end) of the sequence.")
+    tools: list[Any] = Field(description="Tools of a new prompt; other calls have their parent's.")
+    sequence: int | None = Field(
+        description="The training sequence with this call; null in a failed attempt."
+    )
+    start: int | None = Field(description="The sequence's tokens [start, end) are the sampled ones.")
     end: int | None
-    prompt_tokens: int = Field(description="New ones.")
+    prompt_tokens: int = Field(description="Number of new prompt tokens.")
     sampled_tokens: int
     stop_reason: str
     policy_version: int
-    policy_version_end: int | None = Field(description="If the weights changed during the call.")
+    policy_version_end: int | None = Field(description="The last version, if the weights changed during it.")
     fork_reason: str | None = Field(description="Why it does not extend an earlier call.")
-    role: str = Field(description="The role of the run that was called; empty: the policy.")
-    side: bool = Field(description="Whether an agent made it beside its work.")
-    ignored: list[str] = Field(description="Fields of the request that had no effect.")
+    role: str = Field(description="The role that was called; empty for the policy.")
+    side: bool = Field(description="Whether an agent made it for something other than its task.")
+    ignored: list[str] = Field(description="Fields of the request that were ignored.")
     temperature: float
     created: int
     mean_logprob: float | None
 
 
 class Score(BaseModel):
-    """One scorer's verdict."""
-
     name: str
     value: Any
     answer: str | None
@@ -68,27 +66,27 @@ class Score(BaseModel):
 
 
 class FailedAttempt(BaseModel):
-    """An attempt that failed. It never trains."""
+    """A failed attempt. It never trains."""
 
     attempt: int
     client: str
     kind: str
     message: str
-    turns: list[CallView] = Field(description="What is known of its calls.")
+    turns: list[CallView] = Field(description="Its recorded calls.")
 
 
 class SequenceLine(BaseModel):
-    """A training sequence, without its tokens."""
-
     number: int
-    role: str = Field(description="Whose policy sampled it: that of a role that trains; empty: the run's.")
+    role: str = Field(description="The trained role that sampled it; empty for the policy.")
     tokens: int
     sampled: int
-    trained: int = Field(description="Tokens that carried loss; before any step, those that may.")
+    trained: int = Field(
+        description="Tokens with loss; before any step used them, tokens that may have loss."
+    )
     parent: int | None = Field(description="The sequence that it forks from.")
-    fork: int = Field(description="Leading tokens that it shares with the parent.")
+    fork: int = Field(description="Number of leading tokens shared with the parent.")
     fork_reason: str | None
-    reason: str | None = Field(description="Why it did not train; null: it did, or no step has used it.")
+    reason: str | None = Field(description="Why it did not train; null if it did, or if no step has used it.")
 
 
 class EpisodeUse(BaseModel):
@@ -101,15 +99,13 @@ class EpisodeUse(BaseModel):
 
 
 class EpisodeView(BaseModel):
-    """One episode."""
-
     run: str
     line: EpisodeLine
     queued_s: float | None = Field(
-        description="Seconds that it waited for the claim that counts; null: no queue, or unknown."
+        description="Seconds that it waited for the claim that counts; null without a queue, or if unknown."
     )
     recorded: bool = Field(
-        description="Whether its calls are there: the oldest are dropped (`recording_limit_mb`)."
+        description="Whether its calls are still stored; the oldest are dropped (`recording_limit_mb`)."
     )
     task: str
     sample_id: str
@@ -121,16 +117,16 @@ class EpisodeView(BaseModel):
     metadata: dict[str, Any]
     attempts: list[FailedAttempt]
     sequences: list[SequenceLine]
-    uses: list[EpisodeUse] = Field(description="More than one if it was replayed.")
-    siblings: list[EpisodeLine] = Field(description="The episodes of its group, itself included.")
+    uses: list[EpisodeUse] = Field(description="Several if it was replayed.")
+    siblings: list[EpisodeLine] = Field(description="The episodes of its group, including itself.")
     previous: str | None = Field(description="The uuid of the episode that ended before it.")
     next: str | None
     is_chat: bool = Field(description="Whether it is a chat of supervised fine-tuning, which has no calls.")
-    transcripts: list[int] = Field(description="The attempts whose transcript by Inspect is recorded.")
+    transcripts: list[int] = Field(description="The attempts with an Inspect transcript.")
 
 
 def find_episode(ledger: LedgerReader, prefix: str) -> str:
-    """The uuid of the only episode that begins so. Raises NotRecordedError."""
+    """Return the uuid of the only episode with this prefix. Raises NotRecordedError."""
     query = "SELECT uuid FROM episodes WHERE uuid >= ? AND uuid < ? AND end_number IS NOT NULL LIMIT 5"
     found = [uuid for (uuid,) in ledger.rows(query, (prefix, f"{prefix}\U0010ffff"))]
     if len(found) == 1 or prefix in found:
@@ -140,7 +136,7 @@ def find_episode(ledger: LedgerReader, prefix: str) -> str:
 
 
 def episode_view(run: str, ledger: LedgerReader, uuid: str) -> EpisodeView:
-    """One episode, by its whole uuid. Raises NotRecordedError."""
+    """Return the view of one episode, by its whole uuid. Raises NotRecordedError."""
     found = episodes(ledger, "e.uuid = ?", (uuid,))
     if not found:
         raise NotRecordedError(f"the run has no episode {uuid!r} that ended")
@@ -181,29 +177,26 @@ def episode_view(run: str, ledger: LedgerReader, uuid: str) -> EpisodeView:
 
 
 class EpisodeSequence(NamedTuple):
-    """A training sequence of an episode."""
-
     role: str
-    """Whose policy sampled it."""
 
     number: int
-    """Among those of the role, from 0."""
+    """The number among the role's sequences, from 0."""
 
     rollout: Rollout
     first: int
-    """Place of the role's first sequence among all of the episode."""
+    """The index of the role's first sequence in the episode."""
 
     def used_in(self, step: Iterable[TrainedSequence]) -> TrainedSequence | None:
-        """What a step did with it."""
+        """Return what a step did with the sequence."""
         return next((each for each in step if (each.role, each.number) == (self.role, self.number)), None)
 
 
 Steps = Mapping[int, Sequence[TrainedSequence]]
-"""Step -> what it did with the sequences of an episode."""
+"""A step's use of an episode's sequences, by step."""
 
 
 def recorded_sequences(ledger: LedgerReader, uuid: str) -> tuple[list[EpisodeSequence], Steps] | None:
-    """An episode's sequences, and what each step did with them; None if its tokens are not there."""
+    """Return an episode's sequences and what each step did with them, or None if its tokens were dropped."""
     found = episodes(ledger, "e.uuid = ?", (uuid,))
     if not found or found[0]["emptied"]:
         return None
@@ -219,8 +212,10 @@ def _chat_of(steps: Steps) -> TrainedSequence | None:
 
 
 def sequences_of(uuid: str, calls: Sequence[Call], steps: Steps) -> list[EpisodeSequence]:
-    """The episode's training sequences: the policy's, then those of each role that trains, by name. Of a chat
-    of supervised fine-tuning, the chat."""
+    """Return the training sequences: the policy's, then those of each trained role, by name.
+
+    In supervised fine-tuning, the chat is the only sequence.
+    """
     if chat := _chat_of(steps):
         tokens = unpack_ids(chat.chat)
         trained = np.frombuffer(chat.chat_trained, np.uint8).astype(np.bool_)
@@ -236,8 +231,8 @@ def sequences_of(uuid: str, calls: Sequence[Call], steps: Steps) -> list[Episode
 
 
 def siblings(ledger: LedgerReader, own: EpisodeLine) -> list[EpisodeLine]:
-    """The episodes of an episode's group, which counts or was taken back as a whole."""
-    # Not `e.step = ?`, by whose index SQLite would go through all episodes of clients' own samples.
+    """Return the episodes of an episode's group that count, or if it was undone, the undone ones."""
+    # SQLite would use an index on `e.step = ?` and scan all episodes of clients' samples.
     rest = "e.group_id = ? AND e.step + 0 = ? AND e.label = ? AND e.undone = ? ORDER BY e.end_number"
     given = (own.group_id, own.step, own.label, own.undone or 0)
     return lines(ledger, rest, given, limit=MAX_SIBLINGS)
@@ -284,8 +279,9 @@ def _turn(call: Call, place: tuple[int, int, int] | None) -> CallView:
 
 
 def _message(value: Any) -> dict[str, Any]:
-    """A message in OpenAI's shape, whatever was recorded as one."""
-    message: dict[str, Any] = _object(value) if isinstance(value, dict) else {"content": as_text(value)}
+    message: dict[str, Any] = {"content": as_text(value)}
+    if isinstance(value, dict):
+        message = dict(cast("dict[str, Any]", value))
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
         message["content"] = [
@@ -304,10 +300,6 @@ def _message(value: Any) -> dict[str, Any]:
         if message.get(name) is not None:
             message[name] = as_text(message[name])
     return message
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return dict(cast("dict[str, Any]", value)) if isinstance(value, dict) else {}
 
 
 def _items(value: Any) -> list[Any]:

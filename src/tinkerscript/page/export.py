@@ -1,13 +1,14 @@
-"""A run as one HTML file that needs no server: the page's own code, and the replies that it asks for.
+"""A run as one HTML file that needs no server: the page's code and the replies that it requests.
 
-Invariant: the file runs no script but the page's, whose digest its content-security policy names, and asks no
-other host for anything. What does not fit into it says so where it would be.
+Invariant: the file runs only the page's script, whose digest is in its content-security policy, and
+requests nothing from other hosts. The page reports omitted data.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,10 +29,10 @@ from tinkerscript.page.token_view import token_view
 
 PAGE_FILES = Path(__file__).parent / "static"
 TOKENS_PER_REPLY = 2048
-"""As `tokens.js` asks for them."""
+"""The number of tokens per request, as in `tokens.js`."""
 
 EXPORTED_TOKENS = 20_000
-"""Of a sequence, in the file."""
+"""The number of tokens of a sequence in the file."""
 
 CURVE_POINTS = 300
 MAX_STEP_LINES = 10_000
@@ -41,10 +42,11 @@ _EXPORTED = re.compile(r"^export (?=(async )?(function|const|class) )", re.MULTI
 
 
 def export_run(name: str, ledger: LedgerReader, *, steps: int = 20, episodes: int = 300) -> str:
-    """The HTML of a run.
+    """Return the HTML of a run.
 
-    `steps`: how many have their groups in it, evenly spaced, the first and the last among them; `episodes`:
-    how many have their conversations and tokens, those of the evaluations and of these steps.
+    `steps` is the number of steps to include with their groups, evenly spaced with the first and the
+    last. `episodes` is the number of episodes to include with conversations and tokens, from the
+    evaluations and these steps.
     """
     replies = {path: _plain(reply) for path, reply in _replies(name, ledger, steps, episodes)}
     return _html(f"{name} · TinkerScript", _bundle(), to_json(replies, inf_nan_mode="null").decode())
@@ -56,11 +58,10 @@ def _plain(reply: Any) -> Any:
     return [_plain(item) for item in reply] if isinstance(reply, list) else reply  # pyright: ignore[reportUnknownVariableType]
 
 
-# What the page asks for
+# The page's requests
 
 
 def _replies(name: str, ledger: LedgerReader, steps: int, episodes: int) -> Iterator[tuple[str, Any]]:
-    """(path and query, decoded) -> reply."""
     run = f"runs/{name}"
     yield "runs", {"runs": [run_line(name, ledger)], "version": ""}
     yield run, overview(name, ledger)
@@ -126,7 +127,6 @@ def _step_lines(ledger: LedgerReader) -> list[StepLine]:
 
 
 def _spaced(items: list[Any], number: int) -> list[Any]:
-    """At most `number` of the items, evenly spaced, the first and the last among them."""
     if len(items) <= number:
         return items
     last = len(items) - 1
@@ -137,7 +137,6 @@ def _spaced(items: list[Any], number: int) -> list[Any]:
 
 
 def _bundle() -> str:
-    """The page's modules as one script, each in a function of its own."""
     order: list[str] = []
     _visit("app.js", order)
     parts = [f"const {_variable(name)} = (() => {{\n{_function(name)}\n}})();" for name in order]
@@ -145,7 +144,6 @@ def _bundle() -> str:
 
 
 def _visit(name: str, order: list[str]) -> None:
-    """Add the modules that `name` imports, then itself."""
     if name in order:
         return
     for match in _IMPORT.finditer((PAGE_FILES / name).read_text(encoding="utf-8")):
@@ -158,11 +156,11 @@ def _variable(name: str) -> str:
 
 
 def _function(name: str) -> str:
-    """A module's text, with what it imports from the others' results and what it exports returned."""
+    """Rewrite a module as the body of a function from imports to exports."""
     text = (PAGE_FILES / name).read_text(encoding="utf-8")
     names = re.findall(r"^export (?:async )?(?:function|const|class) (\w+)", text, re.MULTILINE)
     renamed: dict[str, str] = {}
-    if found := re.search(r"export\s*\{([^}]*)\};?\s*$", text):  # Preact's, which is minified.
+    if found := re.search(r"export\s*\{([^}]*)\};?\s*$", text):  # In Preact, which is minified.
         pairs = [pair.split(" as ") for pair in found[1].split(",")]
         renamed = {pair[-1]: pair[0] for pair in pairs}
         text = text[: found.start()]
@@ -192,7 +190,7 @@ def _html(title: str, script: str, replies: str) -> str:
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(styles)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    data = replies.replace("<", "\\u003c")  # No text can end the element, or begin a comment in it.
+    data = replies.replace("<", "\\u003c")  # No text can end the script element or begin a comment in it.
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -200,7 +198,7 @@ def _html(title: str, script: str, replies: str) -> str:
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>{_escaped(title)}</title>
+<title>{html.escape(title, quote=False)}</title>
 <link rel="icon" href="data:image/svg+xml;base64,{icon}">
 <style>{styles}</style>
 </head>
@@ -215,7 +213,3 @@ def _html(title: str, script: str, replies: str) -> str:
 
 def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

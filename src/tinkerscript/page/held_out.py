@@ -1,4 +1,4 @@
-"""Held-out samples: evaluations compared sample by sample, and one sample over the policy's versions."""
+"""Held-out samples: evaluations compared by sample, and one sample over the policy's versions."""
 
 from __future__ import annotations
 
@@ -23,51 +23,43 @@ Change = Literal["better", "worse", "same"]
 
 
 class SampleChange(BaseModel):
-    """A sample's mean reward in two evaluations."""
-
     sample: str
     id: str
-    input: str = Field(description="Its beginning.")
+    input: str = Field(description="The beginning of the input.")
     before: float | None
     after: float | None
-    before_uuid: str | None = Field(description="An episode of it.")
+    before_uuid: str | None = Field(description="One of its episodes.")
     after_uuid: str | None
     change: Change
 
 
 class Comparison(BaseModel):
-    """Two evaluations, sample by sample."""
-
     before: Evaluation
     after: Evaluation
     better: int
     worse: int
     same: int
-    gain: Gain | None = Field(description="Null if fewer than two samples have a score in both.")
-    samples: list[SampleChange] = Field(description="Those that changed most first.")
+    gain: Gain | None = Field(description="Null if fewer than two samples have a score in both evaluations.")
+    samples: list[SampleChange] = Field(description="Sorted by the size of the change, largest first.")
     next: int | None = Field(description="`offset` of the following page.")
 
 
 class ComparisonQuery(BaseModel):
-    """Which evaluations to compare, and which samples of them to list."""
-
     before: str = Field(default="", description="Label of an evaluation; by default the first.")
-    after: str = Field(default="", description="By default the last.")
+    after: str = Field(default="", description="Label of an evaluation; by default the last.")
     show: Change | Literal["all"] = "all"
-    offset: int = Field(default=0, ge=0, description="Continue at: `next` of the previous page.")
+    offset: int = Field(default=0, ge=0, description="Where to continue: `next` of the previous page.")
 
 
 class Attempts(BaseModel):
-    """The episodes of a sample that one policy version began, or, of very many versions, a few in a row."""
+    """A sample's episodes under one policy version, or under consecutive ones if there are very many."""
 
-    policy_version: int | None = Field(description="The first of them; null: not recorded.")
+    policy_version: int | None = Field(description="The first version; null if not recorded.")
     episodes: int
     mean_reward: float | None
 
 
 class SampleView(BaseModel):
-    """One sample over the policy's versions."""
-
     digest: str
     id: str
     task: str
@@ -87,7 +79,7 @@ SELECT min(a.policy_version), count(*), avg(reward) FROM episodes AS e
 
 
 def compare(ledger: LedgerReader, query: ComparisonQuery) -> Comparison:
-    """Two evaluations, sample by sample. Raises NotRecordedError."""
+    """Compare two evaluations sample by sample. Raises NotRecordedError."""
     every = evaluations(ledger)
     if not every:
         raise NotRecordedError("the run has not been evaluated yet")
@@ -113,7 +105,6 @@ def compare(ledger: LedgerReader, query: ComparisonQuery) -> Comparison:
 
 
 def _difference(change: SampleChange) -> float:
-    """0 where one of the two evaluations has no reward."""
     return 0.0 if change.before is None or change.after is None else abs(change.after - change.before)
 
 
@@ -148,16 +139,16 @@ def _change(
 
 @dataclass(frozen=True, slots=True)
 class SampleContent:
-    """What an episode works on; empty if that is not known."""
+    """What an episode works on; empty if unknown."""
 
     id: str = ""
     task: str = ""
     content: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Inspect's `Sample` as JSON, or what a client registered."""
+    """Inspect's `Sample` as JSON, or a client's registration."""
 
 
 def sample_of(ledger: LedgerReader, digest: str | None) -> SampleContent | None:
-    """None if the run has none with this digest. Raises NotRecordedError for what is no digest."""
+    """Return None for an unknown sample. Raises NotRecordedError if `digest` is not a digest."""
     try:
         row = ledger.row("SELECT payload FROM samples WHERE digest = ?", (bytes.fromhex(digest or ""),))
     except ValueError as error:
@@ -171,7 +162,7 @@ def sample_of(ledger: LedgerReader, digest: str | None) -> SampleContent | None:
 
 
 def input_text(sample: Mapping[str, Any]) -> str:
-    """What a sample asks. Clients that register samples of their own may give anything."""
+    """Return the question of a sample. Clients may register anything."""
     given = sample.get("input", "")
     return (
         "\n".join(map(_message_text, cast("list[Any]", given))) if isinstance(given, list) else as_text(given)
@@ -179,7 +170,6 @@ def input_text(sample: Mapping[str, Any]) -> str:
 
 
 def _message_text(message: Any) -> str:
-    """The text of a message, whose content may come in parts."""
     content: Any = message.get("content", "") if isinstance(message, dict) else message  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
     return (
         "\n".join(map(_part_text, cast("list[Any]", content)))
@@ -196,14 +186,13 @@ def _part_text(part: Any) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Text as it is, and all else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def sample_view(
     ledger: LedgerReader, digest: str, *, before: int | None = None, limit: int = 50
 ) -> SampleView:
-    """One sample. Raises NotRecordedError."""
+    """Return the view of one sample. Raises NotRecordedError."""
     sample = sample_of(ledger, digest)
     if sample is None:
         raise NotRecordedError(f"the run has no sample {digest!r}")

@@ -1,4 +1,4 @@
-"""`EpisodeLine`: an episode in a list; the filters of such lists, and the search.
+"""`EpisodeLine`: an episode in a list, the filters of such lists, and the search.
 
     sorry cannot            episodes with both words
     "the answer is"         with this phrase
@@ -6,8 +6,8 @@
     score/exact=0           on scores, and on metrics that the program logged
     client:worker-3 7f3a    ids and names, by their beginning
 
-Invariant: a list is read from its newest end in pages, by an index or for at most `SCAN_S` seconds, so that
-it takes the same time whatever the run's size. A search says where to go on.
+Invariant: lists are read in pages from the newest episode on, by an index or for at most `SCAN_S`
+seconds, so the time does not depend on the size of the run. A search reports where to continue.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from tinkerscript.page.search_index import BAD_CALLS, SearchIndex, reply_text, s
 
 MAX_LINES = 200
 FIRST_ROWS, SCAN_ROWS = 64, 2000
-"""Episodes that are read at once: few at first, as most lists need no more."""
+"""Episodes per query. The first query reads few, because most lists need no more."""
 
 SPAN = 20_000
-"""Episodes among which one query looks for those that a filter lets pass."""
+"""The range of episodes that one filtered query covers."""
 
 SCAN_S = 1.0
-"""How long a filter looks for what it lets pass, until it hands out what it has found."""
+"""Seconds after which a filtered list returns its results so far."""
 
 PREVIEW_CHARS = 160
 
 QUEUED = "queued_s"
-"""Name of the figure: seconds that an episode waited for the claim that counts."""
+"""The metric with the seconds that an episode waited for its final claim."""
 
 Show = Literal["all", "accepted", "failed", "truncated", "trained", "untrained"]
 
@@ -56,8 +56,8 @@ LEFT JOIN trained AS t ON t.episode = e.sequence AND t.undone = 0 AND t.outcome 
     AND t.step = (SELECT min(step) FROM trained WHERE episode = e.sequence AND undone = 0)
     AND t.role = (SELECT min(role) FROM trained WHERE episode = e.sequence AND undone = 0 AND step = t.step)
 """
-"""Episodes with their last claim, and what the first step did with them for the policy whose name is first:
-the run's own has none."""
+"""Episodes with their last claim, and what the first step did with them for the policy with the first
+name; the run's own policy has an empty name."""
 
 _CALLS = """
 SELECT episode, attempt, count(*) AS calls, min(nullif(created, 0)) AS started,
@@ -66,7 +66,6 @@ SELECT episode, attempt, count(*) AS calls, min(nullif(created, 0)) AS started,
     min(policy_version) AS first_version, max(last_version) AS last_version
 FROM calls WHERE role = '' AND episode IN ({}) GROUP BY episode, attempt
 """
-"""What the calls of episodes sum up to."""
 
 NO_CALLS: dict[str, Any] = {
     "calls": 0,
@@ -82,63 +81,60 @@ _LAST_CALL = """
 SELECT call FROM calls WHERE episode = ? AND attempt = ? AND role = '' ORDER BY number DESC LIMIT 1
 """
 
+# Attempt 0 ends an unclaimed episode, so it comes last.
 _LAST_FAILURE = """
 SELECT failure FROM attempts WHERE episode = ? AND failure IS NOT NULL
     ORDER BY CASE WHEN attempt = 0 THEN 1 ELSE 0 END DESC, attempt DESC LIMIT 1
 """
-"""Attempt 0 is what ended an episode while nobody held it, and so the last."""
 
 Episode = dict[str, Any]
-"""A row of `EPISODE_ROWS` with what its calls sum up to."""
+"""A row of `EPISODE_ROWS` with the totals of its calls."""
 
 
 class EpisodeLine(BaseModel):
-    """One episode."""
-
     number: int = Field(description="Place in the order in which episodes ended, from 1.")
     uuid: str
     type: Literal["train", "eval"]
     step: int = Field(
-        description="The first training step that could train on it, or that the evaluation follows."
+        description="The first training step that could use it, or the step before the evaluation."
     )
-    label: str = Field(description="Of an evaluation: before, step-5, after.")
+    label: str = Field(description="The evaluation: before, step-5, after.")
     group_id: str
-    sample: str | None = Field(description="Digest of its sample; null for a chat, which has none.")
+    sample: str | None = Field(description="Digest of its sample; null for a chat.")
     status: Literal["accepted", "failed", "cancelled"]
     reward: float | None
     advantage: float | None
     outcome: str | None = Field(
-        description="What training did with it: trained, same_reward, group_too_small, stale, misaligned, "
-        "nothing_to_train, set_aside (its step was stopped, by misalignment), left_out (it failed, or no "
-        "batch waited for it), given_up (by a resumption); null: not yet, or an evaluation."
+        description="How training used it: trained, same_reward, group_too_small, stale, misaligned, "
+        "nothing_to_train, set_aside (misalignment stopped its step), left_out (it failed, or no "
+        "batch waited for it), given_up (by a resumption); null if not used yet, or an evaluation."
     )
     is_success: bool | None
     attempt: int
     client: str
-    started: int = Field(description="Unix time of the first model call in seconds; 0: unknown.")
+    started: int = Field(description="Unix time of the first model call in seconds; 0 if unknown.")
     ended: float = Field(description="Unix time in seconds.")
     calls: int
     prompt_tokens: int
     sampled_tokens: int
-    truncated: int = Field(description="Calls that the token limit cut off.")
-    first_version: int | None = Field(description="The oldest policy version that sampled any of it.")
+    truncated: int = Field(description="Calls cut off by the token limit.")
+    first_version: int | None = Field(description="The oldest policy version that sampled from it.")
     last_version: int | None
     undone: int | None = Field(
-        description="The start of the trainer that took it back: its step or evaluation was repeated "
-        "without it; null: it counts."
+        description="The start of the trainer that undid it by repeating its step or evaluation; null if it "
+        "counts."
     )
     preview: str = Field(description="The beginning of the last reply, or why the episode failed.")
 
 
 class EpisodePage(BaseModel):
-    """Some episodes, newest first."""
-
     episodes: list[EpisodeLine]
-    next: int | None = Field(description="`before` of the following page; null: there are no more.")
+    next: int | None = Field(description="`before` for the next page; null on the last page.")
 
 
 def episodes(ledger: LedgerReader, rest: str, parameters: Sequence[Any] = ()) -> list[Episode]:
-    """Episodes that ended or failed. `rest`: the WHERE of `EPISODE_ROWS`, and what follows it."""
+    """Return episodes that ended or failed. `rest` is the WHERE of `EPISODE_ROWS` and the remaining
+    clauses."""
     found = [
         dict(row)
         for row in ledger.rows(f"{EPISODE_ROWS} WHERE e.end_number IS NOT NULL AND {rest}", parameters)
@@ -163,7 +159,6 @@ def status_of(episode: Episode) -> str:
 
 
 def line(ledger: LedgerReader, episode: Episode) -> EpisodeLine:
-    """An episode in a list."""
     solved, sample = episode["is_success"], bytes(episode["sample"])
     return EpisodeLine.model_validate(
         {
@@ -180,12 +175,12 @@ def line(ledger: LedgerReader, episode: Episode) -> EpisodeLine:
 
 
 def lines(ledger: LedgerReader, rest: str, parameters: Sequence[Any], *, limit: int) -> list[EpisodeLine]:
-    """The lines of a query that an index answers."""
+    """Return the lines of a query that an index answers."""
     return [line(ledger, each) for each in episodes(ledger, f"{rest} LIMIT {limit}", parameters)]
 
 
 def preview(ledger: LedgerReader, episode: Episode) -> str:
-    """The last reply, or why the episode failed."""
+    """Return the last reply, or the reason of the failure."""
     if episode["state"] != "ended":
         found = ledger.row(_LAST_FAILURE, (episode["sequence"],))
         failure: dict[str, Any] = json.loads(found[0]) if found else {}
@@ -205,13 +200,12 @@ SHOWN: dict[str, str] = {
     "trained": "t.outcome = 'trained'",
     "untrained": "e.state = 'ended' AND t.outcome <> 'trained'",
 }
-"""What each `Show` lets pass, in SQL."""
 
 
 def newest(
     ledger: LedgerReader, *, show: str = "all", before: int | None = None, limit: int = 50
 ) -> EpisodePage:
-    """The newest episodes that `show` lets pass, with numbers below `before`."""
+    """Return the newest episodes that pass `show`, with numbers below `before`."""
     found = scanned(ledger, SHOWN[show], last=(before or 2**62) - 1)
     return EpisodePage(**page_of(ledger, found, lambda _: True, limit))
 
@@ -219,8 +213,11 @@ def newest(
 def page_of(
     ledger: LedgerReader, found: Iterable[Episode | int], passes: Callable[[Episode], bool], limit: int
 ) -> dict[str, Any]:
-    """`episodes`, at most `limit` of `found` that pass, and `next`: where to go on after that, or after
-    `SCAN_S` seconds. A number in `found` says that everything from it on was looked at."""
+    """Return up to `limit` passing episodes, and `next`, where to continue.
+
+    Stops after `SCAN_S` seconds. A number in `found` means that all episodes from this number on were
+    examined.
+    """
     ends = time.monotonic() + SCAN_S
     shown: list[EpisodeLine] = []
     for each in found:
@@ -238,7 +235,7 @@ def page_of(
 def scanned(
     ledger: LedgerReader, where: str, parameters: Sequence[Any] = (), *, first: int = 1, last: int
 ) -> Iterator[Episode | int]:
-    """Episodes that `where` lets pass from number `last` down to `first`, and now and then how far it is."""
+    """Yield the episodes that pass `where`, from `last` to `first`, and occasionally the current number."""
     newest = ledger.number("SELECT max(end_number) FROM episodes") or 0
     rest = f"e.end_number BETWEEN ? AND ? AND {where} ORDER BY e.end_number DESC LIMIT ?"
     last, count = min(last, int(newest)), FIRST_ROWS
@@ -253,8 +250,6 @@ def scanned(
 
 
 class StoredResult(msgspec.Struct):
-    """What the page shows of a `protocol.WorkflowOutput`."""
-
     role_rewards: dict[str, float] = {}
     metadata: dict[str, Any] = {}
     log_metrics: dict[str, float] = {}
@@ -264,7 +259,7 @@ _read_result = msgspec.json.Decoder(StoredResult).decode
 
 
 def result_of(ledger: LedgerReader, sequence: int) -> StoredResult:
-    """What an episode ended with; empty for one that failed. Raises NotRecordedError for anything else."""
+    """Return an episode's result, empty if it failed. Raises NotRecordedError for malformed data."""
     found = ledger.row("SELECT result FROM results WHERE episode = ?", (sequence,))
     try:
         return _read_result(bytes(found[0])) if found is not None else StoredResult()
@@ -273,13 +268,13 @@ def result_of(ledger: LedgerReader, sequence: int) -> StoredResult:
 
 
 def metrics_of(result: StoredResult) -> dict[str, float]:
-    """What the program reported of the episode, and the rewards of roles."""
+    """Return the metrics that the program reported, and the rewards of roles."""
     rewards = {f"role/{name}/reward": reward for name, reward in result.role_rewards.items()}
     return {**result.log_metrics, **rewards}
 
 
 def figures_of(ledger: LedgerReader, episode: Episode) -> dict[str, float]:
-    """The episode's scores and metrics by name, and how long it was queued."""
+    """Return the episode's scores and metrics by name, and its time in the queue."""
     result = result_of(ledger, episode["sequence"]) if episode["state"] == "ended" else StoredResult()
     scores = result.metadata.get("scores")
     given = cast("dict[str, Any]", scores) if isinstance(scores, dict) else {}
@@ -300,14 +295,14 @@ TEXTS = {
     "outcome": "coalesce(t.outcome, '')",
 }
 NUMBERS = {
-    "step": "e.step + 0",  # By whose index SQLite would go through all episodes of a step, such as 0.
+    "step": "e.step + 0",  # Keeps SQLite from scanning all episodes of a step by its index.
     "reward": "e.reward",
     "advantage": "t.advantage",
     "attempt": "coalesce(a.attempt, 0)",
     "is_success": "e.is_success",
     "undone": "e.undone",
 }
-"""What conditions may name, and how SQL has it. `SAMPLE` is one more; all else is looked at one by one."""
+"""Columns for conditions that SQL checks. Other conditions are checked for each episode."""
 
 SAMPLE = "sample"
 
@@ -326,25 +321,19 @@ _CONDITION = re.compile(r"([A-Za-z_][\w/.\- ]*?)(<=|>=|!=|<|>|=|:)(.+)")
 
 
 class SearchPage(BaseModel):
-    """Episodes that were found, newest first."""
-
     episodes: list[EpisodeLine]
-    next: int | None = Field(description="`before` of the following page; null: that was all.")
+    next: int | None = Field(description="`before` for the next page; null on the last page.")
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What to search for."""
-
     words: list[str]
-    """Words, or phrases."""
 
     conditions: list[tuple[str, str, str]]
-    """(name, operator, value)."""
 
 
 def parse(text: str) -> Query:
-    """Raises NotRecordedError for a condition that cannot be read."""
+    """Parse a search. Raises NotRecordedError for a condition that cannot be read."""
     words: list[str] = []
     conditions: list[tuple[str, str, str]] = []
     for match in _TERM.finditer(text[:MAX_QUERY_CHARS]):
@@ -355,7 +344,7 @@ def parse(text: str) -> Query:
             continue
         name, sign, value = found[1], found[2], found[3]
         if name not in (*TEXTS, SAMPLE) and not _is_number(value):
-            if sign in ("=", ":"):  # A word such as `https://...`.
+            if sign in ("=", ":"):  # It may be a word such as `https://...`.
                 words.append(word)
                 continue
             raise NotRecordedError(f"{word}: {value!r} is not a number")
@@ -364,7 +353,7 @@ def parse(text: str) -> Query:
 
 
 def search(ledger: LedgerReader, text: str, *, before: int | None = None, limit: int = 50) -> SearchPage:
-    """The newest episodes that match. Raises NotRecordedError for a query that cannot be read."""
+    """Return the newest episodes that match. Raises NotRecordedError for a query that cannot be read."""
     query = parse(text)
     if named := lines(ledger, "e.uuid = ?", (text.strip(),), limit=1):
         return SearchPage(episodes=named, next=None)
@@ -384,7 +373,6 @@ def search(ledger: LedgerReader, text: str, *, before: int | None = None, limit:
 
 
 def _span(ledger: LedgerReader, conditions: list[tuple[str, str, str]]) -> tuple[int, int]:
-    """The numbers of the first and the last episode of the steps that are asked for."""
     asked = [(sign.replace(":", "="), float(value)) for name, sign, value in conditions if name == "step"]
     if not asked:
         return 1, 2**62
@@ -396,7 +384,6 @@ def _span(ledger: LedgerReader, conditions: list[tuple[str, str, str]]) -> tuple
 
 
 def _in_sql(conditions: list[tuple[str, str, str]]) -> tuple[str, list[Any]]:
-    """Those of the conditions that SQL can check: a WHERE, and its parameters."""
     where, parameters = ["1 = 1"], list[Any]()
     for name, sign, value in conditions:
         if name in TEXTS:
@@ -412,7 +399,6 @@ def _in_sql(conditions: list[tuple[str, str, str]]) -> tuple[str, list[Any]]:
 
 
 def _digests(beginning: str) -> tuple[bytes, bytes]:
-    """The first and the last digest that begins so. Raises NotRecordedError."""
     half = len(beginning) % 2
     try:
         return bytes.fromhex(beginning + "0" * half), bytes.fromhex(beginning + "f" * half) + b"\xff" * 64
@@ -423,7 +409,7 @@ def _digests(beginning: str) -> tuple[bytes, bytes]:
 def _with_words(
     ledger: LedgerReader, words: list[str], where: str, parameters: Sequence[Any], *, first: int, last: int
 ) -> Iterator[Episode | int]:
-    """Episodes with all words that `where` lets pass, and now and then how far the search is."""
+    """Yield episodes with all words that pass `where`, and occasionally the current number."""
     index = SearchIndex.of(ledger)
     while last >= first:
         low, count = index.extend(first, last), FIRST_ROWS

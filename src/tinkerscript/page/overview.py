@@ -1,7 +1,7 @@
-"""The first screen of a run, and the list of runs: state, progress, score, health, the newest rollouts.
+"""The first screen of a run, and the list of runs.
 
-Invariants: nothing here reads all episodes, so the first screen takes the same time after a million of them.
-One look at the ledger a second serves all streams of a run (`RunEvents`), and there is none without streams.
+Invariants: nothing here reads all episodes, so that the first screen is as fast with a million of them.
+All streams of a run share one poll of the ledger per second (`RunEvents`), which stops without streams.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tinkerscript.page.lines import EpisodeLine, lines, newest
 
 NEWEST = 12
 RECENT_STEPS = 50
-"""Steps whose pace tells how long the rest will take."""
+"""The number of steps for the estimate of the remaining time."""
 
 EVALUATIONS = 20
 
@@ -34,18 +34,14 @@ State = Literal["running", "finished", "stopped", "failed"]
 
 
 class CurrentWait(BaseModel):
-    """What a run waits for."""
-
     what: str
     since: float = Field(description="Unix time in seconds.")
 
 
 class PhaseProgress(BaseModel):
-    """A batch of episodes in progress."""
-
     label: str
     done: int
-    total: int = Field(description="0: unknown, since clients register the samples.")
+    total: int = Field(description="0 if unknown because clients register the samples.")
 
 
 class Evaluation(BaseModel):
@@ -61,7 +57,7 @@ class Evaluation(BaseModel):
 
 
 class FailureCount(BaseModel):
-    """Episodes that failed alike."""
+    """The number of failed episodes with a kind of failure."""
 
     kind: str
     count: int
@@ -69,13 +65,13 @@ class FailureCount(BaseModel):
 
 
 class Health(BaseModel):
-    """What deserves a look. Counts are over the whole run."""
+    """Conditions that deserve attention, counted over the whole run."""
 
     episodes: int = Field(description="Training episodes with a result.")
     failed: int
     failures: list[FailureCount]
     retried: int
-    rows: list[HealthRow] = Field(description="What was judged, by the last steps; empty before the first.")
+    rows: list[HealthRow] = Field(description="What was checked over the last steps; empty before the first.")
     verdict: str = Field(description="Such as `all well` and `needs attention: reply length`.")
 
 
@@ -85,39 +81,35 @@ class Note(BaseModel):
 
 
 class RunLine(Annotation):
-    """A run in the list."""
-
     name: str
     state: State
     method: str
     model: str
     learning_rate: float | None
     tasks: list[str]
-    failure: str = Field(description="Why it failed; empty for any other.")
+    failure: str = Field(description="Why it failed; empty otherwise.")
     step: int
     steps: int
     began: float
     updated: float
-    score_before: float | None = Field(description="Of the first evaluation, once there is a later one.")
-    score: float | None = Field(description="Of the newest evaluation.")
+    score_before: float | None = Field(description="Score of the first of several evaluations.")
+    score: float | None = Field(description="Score of the newest evaluation.")
     reward: float | None
 
 
 class RunView(RunLine):
-    """A run's first screen."""
-
     folder: str
     time_left_s: float | None
     waiting: CurrentWait | None
     phase: PhaseProgress | None
     evaluations: list[Evaluation] = Field(description="The first one and the newest ones, in order.")
-    gain: Gain | None = Field(description="Of the last evaluation over the first one, sample by sample.")
+    gain: Gain | None = Field(description="Gain of the last evaluation over the first, sample by sample.")
     health: Health
     newest: list[EpisodeLine]
     notes: list[Note]
     recording: str
     policy_version: int | None
-    episodes: int = Field(description="All that ended, evaluations included.")
+    episodes: int = Field(description="Number of episodes that ended, including evaluations.")
 
 
 def run_line(name: str, ledger: LedgerReader) -> RunLine:
@@ -125,14 +117,12 @@ def run_line(name: str, ledger: LedgerReader) -> RunLine:
 
 
 class RunList(BaseModel):
-    """The runs that are here, newest first."""
-
     runs: list[RunLine]
-    version: str = Field(description="Of tinkerscript.")
+    version: str = Field(description="Version of tinkerscript.")
 
 
 def run_list(ledgers: Mapping[str, LedgerReader]) -> RunList:
-    """`ledgers`: by the run's name."""
+    """Return the list of runs. `ledgers` are by name."""
     runs = [run_line(name, ledger) for name, ledger in ledgers.items()]
     return RunList(runs=sorted(runs, key=lambda line: -line.began), version=__version__)
 
@@ -168,14 +158,13 @@ def _tasks(ledger: LedgerReader) -> list[str]:
 
 
 def _learning_rate(ledger: LedgerReader) -> float | None:
-    """The config's, or of one that was chosen by what trains, that of the newest step."""
+    # The newest step has the rate if the trainer chose it.
     section = "sft" if ledger.config.get("method") == "sft" else "training"
     said = ledger.setting(section, "learning_rate")
     return said if isinstance(said, float) and said else newest_value(ledger, "train/learning_rate")
 
 
 def overview(name: str, ledger: LedgerReader) -> RunView:
-    """The first screen."""
     status = ledger.status()
     line = _line(name, ledger, status)
     live = line["state"] == "running"
@@ -207,7 +196,7 @@ def _waiting(status: dict[str, Any]) -> CurrentWait | None:
 
 
 def state(status: dict[str, Any]) -> State:
-    """As the trainer said last; one that is gone without a word was stopped."""
+    """Return the trainer's last report. A run without a living trainer was stopped."""
     said: State = status.get("state", "stopped")
     if said == "running" and "process" in status and ProcessId(*status["process"]).is_gone():
         return "stopped"
@@ -215,7 +204,7 @@ def state(status: dict[str, Any]) -> State:
 
 
 def evaluations(ledger: LedgerReader, *, newest: int | None = None) -> list[Evaluation]:
-    """All evaluations in order, or the first one and the `newest`."""
+    """Return all evaluations in order, or the first one and the `newest`."""
     columns = "label, step, time, policy_version, score, accepted, failed"
     query = f"SELECT {columns} FROM evaluations WHERE undone = 0 ORDER BY step, time"
     rows = ledger.rows(query)
@@ -245,7 +234,6 @@ def health(ledger: LedgerReader) -> Health:
 
 
 def _failures(ledger: LedgerReader) -> list[FailureCount]:
-    """Failed training episodes by the kind of their last failure."""
     found: list[FailureCount] = []
     for name in metric_names(ledger, "failure/"):
         kind = name.removeprefix("failure/")
@@ -254,7 +242,7 @@ def _failures(ledger: LedgerReader) -> list[FailureCount]:
 
 
 def _example(ledger: LedgerReader, kind: str) -> EpisodeLine | None:
-    # Failed episodes have an index of their own.
+    # Failed episodes have a separate index.
     found = lines(ledger, "e.state = 'failed' AND e.failure = ? ORDER BY e.end_number DESC", (kind,), limit=1)
     return found[0] if found else None
 
@@ -267,7 +255,7 @@ def _total(ledger: LedgerReader, name: str) -> float:
 
 
 def newest_value(ledger: LedgerReader, name: str) -> float | None:
-    """The value of a metric at the newest step that has it."""
+    """Return the value of a metric at the newest step that has it."""
     return ledger.number(_VALUES.format(what="value") + " ORDER BY step DESC LIMIT 1", (name,))
 
 
@@ -282,7 +270,6 @@ def _updated(ledger: LedgerReader, status: dict[str, Any]) -> float:
 
 
 def _time_left_s(ledger: LedgerReader, status: dict[str, Any]) -> float | None:
-    """Until the last step, at the pace of the last ones; see `time_left_s`."""
     query = f"SELECT step, time FROM steps WHERE undone = 0 ORDER BY step DESC LIMIT {RECENT_STEPS}"
     rows = [row for row in ledger.rows(query) if row["time"] >= status.get("began", 0.0)]
     if len(rows) < 2:
@@ -299,11 +286,11 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 EVENT_EVERY_S = 15.0
-"""A stream that is silent for this long sends a comment, so that the connection stays open."""
+"""Seconds of silence after which a stream sends a comment, so that the connection stays open."""
 
 
 class RunEvents:
-    """The streams of one run. For one event loop."""
+    """The streams of one run. An instance belongs to one event loop."""
 
     def __init__(self, run: str, ledger: LedgerReader) -> None:
         self._run = run
@@ -314,7 +301,7 @@ class RunEvents:
         self._changed = asyncio.Event()
 
     async def stream(self, is_disconnected: Callable[[], Awaitable[bool]]) -> AsyncGenerator[bytes]:
-        """The events of one page, from the present state on."""
+        """Yield the events for one page, starting with the current state."""
         self._streams += 1
         if self._looking is None:
             self._looking = asyncio.create_task(self._look(), name=f"events of {self._run}")
@@ -346,7 +333,7 @@ class RunEvents:
         while True:
             try:
                 event = await asyncio.to_thread(self._read)
-            except TinkerScriptError as error:  # The folder may be gone; it may come back.
+            except TinkerScriptError as error:  # The folder may be gone, and come back.
                 logger.warning("page.look_failed %s: %s", self._run, error)
                 event = self._event
             if event != self._event:

@@ -1,7 +1,8 @@
-"""`Runs`: the runs that a page shows, and their interchange servers while they go on.
+"""`Runs` are the runs of a page, with the interchange servers of those in progress.
 
-Invariants: a server is asked at most once a second, however many people look. Only a server of this user on
-this machine is asked: a run folder from elsewhere could name any address, which would get the admin token.
+Invariants: a server is asked at most once a second, regardless of the number of viewers. Only this
+user's servers on this machine are asked, because a run folder from elsewhere could name any address,
+which would receive the admin token.
 """
 
 from __future__ import annotations
@@ -31,17 +32,16 @@ from tinkerscript.page.overview import state
 from tinkerscript.page.search_index import SearchIndex
 
 FRESH_S = 1.0
-"""Seconds for which a reply of a run's server is shown again."""
 
 SERVER_TIMEOUT_S = 15.0
-"""The page has low priority, so it may notice a reply late."""
+"""A long timeout, because the page has low priority and may notice a reply late."""
 
 LOOK_AGAIN_S = 2.0
-"""Seconds between two looks at the folder for new runs."""
+"""Seconds between scans of the folder for new runs."""
 
 
 class Runs:
-    """The run in a folder, or all that are in it. For any thread."""
+    """The run in a folder, or all runs in it. Thread-safe."""
 
     def __init__(self, root: Path, admin_token: str | None = None) -> None:
         self.root = root
@@ -53,7 +53,6 @@ class Runs:
         self._lock = threading.Lock()
 
     def folders(self) -> dict[str, Path]:
-        """Name -> folder, of the runs that are there now."""
         with self._lock:
             now = time.monotonic()
             if now - self._looked >= LOOK_AGAIN_S:
@@ -65,11 +64,11 @@ class Runs:
             return self._folders
 
     def ledger(self, name: str) -> LedgerReader:
-        """Raises NotRecordedError for a run that is not there."""
+        """Return a run's ledger. Raises NotRecordedError."""
         folder = self.folders().get(name)
         if folder is None:
             known = ", ".join(list(self._folders)[:10])
-            there = f"there are {known}" if known else "a run is where its ledger is"
+            there = f"the runs here are {known}" if known else "a run is shown where its ledger is"
             raise NotRecordedError(f"there is no run {name!r} here; {there}")
         with self._lock:
             if name not in self._ledgers:
@@ -77,7 +76,6 @@ class Runs:
             return self._ledgers[name]
 
     def readable(self) -> dict[str, LedgerReader]:
-        """Name -> ledger, without those that another version wrote."""
         found: dict[str, LedgerReader] = {}
         for name in self.folders():
             with suppress(ConfigError):
@@ -85,33 +83,33 @@ class Runs:
         return found
 
     def ledger_of(self, episode_uuid: str) -> tuple[str, LedgerReader]:
-        """The run that has the episode, and its ledger. Raises NotRecordedError."""
+        """Return the run with the episode, and its ledger. Raises NotRecordedError."""
         for name, ledger in self.readable().items():
             if ledger.number("SELECT sequence FROM episodes WHERE uuid = ?", (episode_uuid,)) is not None:
                 return name, ledger
         raise NotRecordedError(f"no run here has an episode {episode_uuid!r} that ended")
 
     def delete(self, name: str) -> None:
-        """Delete the folder of a run that does not go on.
+        """Delete the folder of a run that is not in progress.
 
-        Raises NotRecordedError, ConflictError with the reason why not, and OSError.
+        Raises NotRecordedError, ConflictError with the reason against it, and OSError.
         """
         ledger = self.ledger(name)
         folder = ledger.folder
         if folder.parent != self.root or folder.is_symlink():
             raise ConflictError(
-                f"this page shows {name} alone; `tinkerscript view {folder.parent}` can delete it"
+                f"this page shows only {name}; use `tinkerscript view {folder.parent}` to delete it"
             )
         if state(ledger.status()) == "running":
-            raise ConflictError(f"{name} goes on; stop it first")
+            raise ConflictError(f"{name} is running; stop it first")
         with ExitStack() as held:
             for path in (folder / "trainer.lock", folder / "server.lock"):
-                if path.is_symlink() or not path.is_file():  # No lock of ours, and locking would write there.
+                if path.is_symlink() or not path.is_file():  # Not our lock; locking would write there.
                     continue
                 if (lock := try_lock(path)) is None:
-                    raise ConflictError(f"a {path.stem} is at work in {folder}; stop it first")
+                    raise ConflictError(f"a {path.stem} is running in {folder}; stop it first")
                 held.enter_context(lock)
-            # If this may not be done, nothing is lost; after it, the run is gone as a whole.
+            # The rename fails without any loss, or removes the run as a whole.
             gone = folder.rename(folder.with_name(f".deleted-{name}"))
             with self._lock:
                 self._ledgers.pop(name, None)
@@ -123,7 +121,6 @@ class Runs:
             latest.unlink()
 
     def server_of(self, folder: Path) -> RunServer:
-        """The server of the run in `folder`."""
         if folder not in self._servers:
             self._servers[folder] = RunServer(folder, self._admin_token)
         return self._servers[folder]
@@ -134,19 +131,16 @@ class Runs:
 
 
 class RunServer:
-    """One run's server; it may come and go."""
-
     def __init__(self, folder: Path, admin_token: str | None) -> None:
         self._folder = folder
         self._headers = {"authorization": f"Bearer {admin_token or 'none'}"}
         self._clients: dict[str, httpx.AsyncClient] = {}
-        """By the certificate that the server has to show; empty: it speaks HTTP."""
 
         self._asking = asyncio.Lock()
         self._fleet: tuple[float, dict[str, Any]] = (-FRESH_S, {})
 
     async def fleet(self) -> dict[str, Any]:
-        """What `GET /fleet` answers. Raises NotRecordedError if no server answers."""
+        """Return the reply of `GET /fleet`. Raises NotRecordedError if no server answers."""
         async with self._asking:
             at, found = self._fleet
             if time.monotonic() - at >= FRESH_S:
@@ -155,11 +149,9 @@ class RunServer:
             return found
 
     async def openapi(self) -> dict[str, Any]:
-        """The OpenAPI description of its API. Raises NotRecordedError."""
         return await self._ask("GET", "/openapi.json")
 
     async def failed_episodes(self, action: str, uuids: list[str]) -> dict[str, Any]:
-        """`retry` or `drop` episodes that failed. Raises NotRecordedError."""
         return await self._ask("POST", f"/failed_episodes/{action}", {"episode_uuids": uuids})
 
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -179,10 +171,9 @@ class RunServer:
         try:
             return reply.json()
         except ValueError as error:
-            raise NotRecordedError(f"what answers at {info.url} is not the run's server: no JSON") from error
+            raise NotRecordedError(f"{info.url} is not the run's server: its reply is not JSON") from error
 
     def _client(self, certificate: str) -> httpx.AsyncClient:
-        """Raises NotRecordedError for a certificate that cannot be read."""
         if certificate not in self._clients:
             verify: ssl.SSLContext | bool = True
             if certificate:
@@ -190,8 +181,8 @@ class RunServer:
                     verify = ssl.create_default_context(cafile=certificate)
                 except (OSError, ssl.SSLError) as error:
                     raise NotRecordedError(f"the run's certificate {certificate}: {error}") from error
-                # It names the server's public address, and this is the same machine; and it need not be the
-                # root that signed it.
+                # The certificate names the server's public address, although the server is on this
+                # machine, and it may not be the root that signed it.
                 verify.check_hostname = False
                 verify.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
             self._clients[certificate] = httpx.AsyncClient(
@@ -205,22 +196,24 @@ class RunServer:
 
 
 def _check_own(folder: Path, info: ServerInfo) -> None:
-    """Raises NotRecordedError unless `info` is of a server that this user runs on this machine."""
+    """Raise NotRecordedError unless this user runs the server of `info` on this machine."""
     us = os.geteuid()
     for path in (folder, folder / SERVER_FILE):
         if path.stat().st_uid != us:
-            raise NotRecordedError(f"{path} is another user's, so its server is not asked")
+            raise NotRecordedError(f"{path} belongs to another user; this page does not contact its server")
     host = urlsplit(info.url).hostname or ""
     if not is_loopback(host) and not _is_of_this_machine(host):
-        raise NotRecordedError(f"this run's server is not on this machine ({info.url}), so it is not asked")
+        raise NotRecordedError(
+            f"this run's server is on another machine ({info.url}), so this page does not contact it"
+        )
     try:
         os.kill(info.pid, 0)
-    except (ProcessLookupError, PermissionError):  # Whoever has its port now is somebody else.
-        raise NotRecordedError(f"this run's server does not run any more (process {info.pid})") from None
+    except (ProcessLookupError, PermissionError):  # Another program may have its port now.
+        raise NotRecordedError(f"this run's server (process {info.pid}) has ended") from None
 
 
 def _is_of_this_machine(host: str) -> bool:
-    """Whether an IP address is one of this machine's own: only those can be bound."""
+    # Only this machine's addresses can be bound.
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((str(ipaddress.ip_address(host)), 0))

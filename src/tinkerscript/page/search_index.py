@@ -1,11 +1,12 @@
-"""`SearchIndex`: finds the episodes of a run by the words of their text, with SQLite's full-text search.
+"""`SearchIndex` finds the episodes of a run by words, with SQLite's full-text search.
 
-The index is a file beside the ledger, `search.sqlite`, or a temporary one where nobody may write. It is made
-of the ledger when somebody searches, from the newest episode down, and may be deleted at any time.
+The index is the file `search.sqlite` next to the ledger, or a temporary file if the folder is not
+writable. Searches build it from the ledger, from the newest episode down, and it may be deleted at any
+time.
 
-Invariants: a search looks only at what is indexed, and says down to which episode that is: it indexes for a
-moment before it answers, and the next page of it goes on. A folder from elsewhere may have anything in the
-place of the file, and nothing is written through a link.
+Invariants: a search only covers indexed episodes and reports how far they reach. It indexes briefly
+before it answers, and its next page continues. A folder from elsewhere may have anything in place of
+the file, and nothing is written through a link.
 """
 
 from __future__ import annotations
@@ -26,19 +27,15 @@ from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.rollouts.call import Call
 
 SEARCH_FILE = "search.sqlite"
-"""In the run's folder."""
 
 INDEX_S = 0.25
-"""Of one call of `extend`."""
 
 CHUNK = 200
-"""Episodes that are indexed in one transaction."""
 
 MAX_INDEXED_CHARS = 65_536
-"""Of an episode's text."""
 
 BAD_CALLS = NotRecordedError, ValueError, RecursionError
-"""What a call raises that no gateway wrote. It is shown where the episode is; lists and the search go on."""
+"""Errors of a call that no gateway wrote. The episode's view shows them; lists and searches skip them."""
 
 _SCHEMA = """
 BEGIN IMMEDIATE;
@@ -61,14 +58,13 @@ _SPANS = "SELECT first, last FROM spans"
 
 
 class SearchIndex:
-    """The index of one run. For any thread."""
+    """The index of one run. It is thread-safe."""
 
     _known: ClassVar[dict[Path, SearchIndex]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     @classmethod
     def of(cls, ledger: LedgerReader) -> SearchIndex:
-        """The index of the run of this ledger."""
         with cls._lock:
             if ledger.folder not in cls._known:
                 cls._known[ledger.folder] = cls(ledger)
@@ -79,7 +75,7 @@ class SearchIndex:
         self._at_work = threading.Lock()
         path = ledger.folder / SEARCH_FILE
         try:
-            # SQLite itself follows no link in the place of the files that it writes beside it.
+            # SQLite itself follows no links for the files that it adds.
             if path.is_symlink() or not os.access(ledger.folder, os.W_OK):
                 raise sqlite3.OperationalError("not writable")
             self._connection = _opened(path)
@@ -89,16 +85,16 @@ class SearchIndex:
 
     @classmethod
     def forget(cls, folder: Path) -> None:
-        """The run in this folder is gone."""
         with cls._lock:
             cls._known.pop(folder, None)
 
     def extend(self, first: int, last: int) -> int:
-        """Index some of the episodes from `first` to `last`, from the last one down, if that one is not.
+        """Index some of the episodes from `last` to `first`, unless `last` is indexed already.
 
-        Returns the number down to which all are indexed. Raises NotRecordedError if it cannot be written.
+        Returns the number from which on all are indexed. Raises NotRecordedError if the index is not
+        writable.
         """
-        with self._at_work, _explained("the search index"):
+        with self._at_work, _readable_errors("the search index"):
             ends = time.monotonic() + INDEX_S
             newest = int(self._ledger.number("SELECT coalesce(max(end_number), 0) FROM episodes") or 0)
             last = min(last, newest)
@@ -111,31 +107,28 @@ class SearchIndex:
             return max(low, first)
 
     def find(self, words: list[str], first: int, last: int, limit: int) -> list[int]:
-        """The end numbers of at most `limit` episodes from `first` to `last` with all words, newest first.
+        """Return the numbers of up to `limit` episodes from `first` to `last` with all words, newest first.
 
-        Raises NotRecordedError for a query that cannot be read.
+        Raises NotRecordedError for an unreadable query.
         """
         match = " ".join(f'"{word.replace(chr(34), chr(34) * 2)}"*' for word in words)
-        with self._at_work, _explained(f"the search {match}"):
+        with self._at_work, _readable_errors(f"the search {match}"):
             return [number for (number,) in self._connection.execute(_MATCHES, (match, first, last, limit))]
 
     def _spans(self) -> list[tuple[int, int]]:
-        """What is indexed, as first and last numbers. No two of them touch."""
         return self._connection.execute(_SPANS).fetchall()
 
     def _indexed_from(self, last: int) -> int:
-        """The number from which on all up to `last` are indexed."""
         return next((low for low, high in self._spans() if low <= last <= high), last + 1)
 
     def _index(self, first: int, last: int) -> None:
-        """Index at most `CHUNK` episodes up to `last`."""
         found = self._ledger.rows(_TO_INDEX, (first, last, CHUNK))
         done = found[-1][0] if len(found) == CHUNK else first
         texts = [(number, self._text(sequence, names)) for number, sequence, *names in found]
         run = self._connection
         run.execute("BEGIN IMMEDIATE")
         try:
-            # Another page may have indexed them meanwhile.
+            # Another page may have indexed some of them meanwhile.
             known = {number for (number,) in run.execute(_KNOWN, (done, last))}
             fresh = [each for each in texts if each[0] not in known]
             run.executemany("INSERT INTO words (rowid, body) VALUES (?, ?)", fresh)
@@ -149,7 +142,6 @@ class SearchIndex:
                 run.execute("ROLLBACK")
 
     def _text(self, sequence: int, names: list[Any]) -> str:
-        """What the search finds an episode by: ids, tasks and clients, and what was said."""
         uuid, group_id, sample = names
         row = self._ledger.row("SELECT payload FROM samples WHERE digest = ?", (sample,))
         payload: Any = json.loads(bytes(row[0])) if row is not None else {}
@@ -167,8 +159,7 @@ class SearchIndex:
 
 
 @contextmanager
-def _explained(what: str) -> Generator[None]:
-    """SQLite's errors as a NotRecordedError: a strange query, a full disk, or a damaged file."""
+def _readable_errors(what: str) -> Generator[None]:
     try:
         yield
     except sqlite3.Error as error:
@@ -176,10 +167,9 @@ def _explained(what: str) -> Generator[None]:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    """Raises sqlite3.Error for something else in the place of an index."""
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
-        connection.execute("PRAGMA synchronous = OFF")  # It can be made again.
+        connection.execute("PRAGMA synchronous = OFF")  # The index can be rebuilt.
         connection.executescript(_SCHEMA)
         connection.execute(_MATCHES, ("a", 0, 0, 1))
         connection.execute(_SPANS)
@@ -190,12 +180,11 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 
 def reply_text(call: Call) -> str:
-    """What a call answered, tools that it called included."""
+    """Return a call's reply, including its tool calls."""
     return " ".join(_texts(json.loads(call.reply) or {}))
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Strings inside a message, but for what only names its parts."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -208,5 +197,5 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def storable(text: str) -> str:
-    """The text without lone surrogates, which are not UTF-8."""
+    """Replace lone surrogates, which are not UTF-8."""
     return text.encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""A training step: its groups as rows of rewards and advantages, and the list of steps."""
+"""A training step, with its groups as rows of rewards and advantages, and the list of steps."""
 
 from __future__ import annotations
 
@@ -20,29 +20,23 @@ GroupFilter = Literal["all", "failed", "truncated", "all_equal", "best", "worst"
 
 
 class StepLine(BaseModel):
-    """A step in the list."""
-
     step: int
-    time: float = Field(description="Unix time in seconds at which it ended.")
+    time: float = Field(description="Unix time of its end in seconds.")
     policy_version: int
-    reward: float | None = Field(description="Mean of the accepted episodes.")
+    reward: float | None = Field(description="Mean reward of the accepted episodes.")
     accepted: int
     failed: int
     trained: int = Field(description="Episodes that carried a gradient.")
-    max_lag: int | None = Field(description="Of its episodes, in steps.")
-    stopped: str = Field(description="Why it changed no weights and ended the run; empty for any other.")
+    max_lag: int | None = Field(description="Maximum lag of its episodes, in steps.")
+    stopped: str = Field(description="Why it changed no weights and ended the run; empty otherwise.")
 
 
 class StepPage(BaseModel):
-    """Some steps, newest first."""
-
     steps: list[StepLine]
-    next: int | None = Field(description="`before` of the following page; null: there are no more.")
+    next: int | None = Field(description="`before` for the next page; null on the last page.")
 
 
 class Bin(BaseModel):
-    """A bar of the reward histogram."""
-
     low: float
     high: float
     count: int
@@ -58,17 +52,15 @@ class StepGroup(BaseModel):
 
 
 class Step(BaseModel):
-    """One step."""
-
     line: StepLine
     metrics: dict[str, float]
     histogram: list[Bin]
     groups: list[StepGroup]
-    groups_found: int = Field(description="Groups that the filter lets pass; a page has 100 of them.")
-    next: int | None = Field(description="`offset` of the following page of groups.")
+    groups_found: int = Field(description="Number of groups that pass the filter; a page has 100.")
+    next: int | None = Field(description="`offset` for the next page of groups.")
     undone: int = Field(
-        description="Episodes of earlier attempts at the step, which a resumed run took back. They are in no "
-        "group here; the search finds them."
+        description="Episodes of earlier attempts at the step that a resumed run has undone. They are in no "
+        "group here, but the search finds them."
     )
     previous_step: int | None
     next_step: int | None
@@ -81,7 +73,6 @@ SELECT step, time, policy_version, reward, accepted, failed, trained, max_lag, s
 
 
 def step_page(ledger: LedgerReader, *, before: int | None = None, limit: int = 50) -> StepPage:
-    """The newest steps below `before`."""
     query = f"{_LINE} AND step < ? ORDER BY step DESC LIMIT ?"
     rows = ledger.rows(query, (before if before is not None else 2**62, min(limit, 200)))
     found = [StepLine.model_validate(dict(row)) for row in rows]
@@ -89,7 +80,7 @@ def step_page(ledger: LedgerReader, *, before: int | None = None, limit: int = 5
 
 
 def step_view(ledger: LedgerReader, step: int, *, show: GroupFilter = "all", offset: int = 0) -> Step:
-    """One step. Raises NotRecordedError for one that the run has not finished."""
+    """Return the view of one step. Raises NotRecordedError for an unfinished step."""
     row = ledger.row(f"{_LINE} AND step = ?", (step,))
     if row is None:
         raise NotRecordedError(f"the run has no step {step} yet")
@@ -120,8 +111,7 @@ def _number(ledger: LedgerReader, query: str, step: int) -> int | None:
 
 
 def _groups(ledger: LedgerReader, step: int) -> tuple[list[StepGroup], int]:
-    """Those that the step took; and how many episodes were planned for it that a resumption has undone."""
-    # Not by `e.step` alone: a group may train later than it could. What trained before only trains again.
+    # `e.step` is not enough, because a group may train later than planned, or again.
     first = (
         "coalesce((SELECT min(step) FROM trained WHERE episode = e.sequence AND undone = 0 "
         f"AND outcome != '{Use.GIVEN_UP}'), e.step)"
@@ -145,7 +135,7 @@ def _groups(ledger: LedgerReader, step: int) -> tuple[list[StepGroup], int]:
 
 
 def _place(item: tuple[str, list[EpisodeLine]]) -> tuple[str, int, str]:
-    """By the sample's number, where the group's name ends in one."""
+    # The group's name ends in the sample's number, if it has one.
     stem, _, number = item[0].rpartition("-")
     return (stem, int(number), "") if number.isdecimal() else (item[0], 0, "")
 
@@ -176,7 +166,7 @@ def _filtered(groups: list[StepGroup], show: GroupFilter) -> list[StepGroup]:
 
 
 def histogram(values: list[float]) -> list[Bin]:
-    """At most `BINS` bars; one for each value where there are few of them."""
+    """Return at most `BINS` bars, or one per value if there are few."""
     distinct = sorted(set(values))
     if len(distinct) <= BINS // 2:
         return [Bin(low=value, high=value, count=values.count(value)) for value in distinct]

@@ -1,4 +1,4 @@
-"""The tokens of a training sequence: text, ids, and what sampler and trainer gave each."""
+"""The tokens of a training sequence: text, ids, and the sampler's and trainer's numbers for each."""
 
 from __future__ import annotations
 
@@ -19,34 +19,37 @@ from tinkerscript.rollouts.rollout import Rollout
 from tinkerscript.tokenizer import LightTokenizer
 
 SHOWN_TOKENS = 8192
-"""Of one reply."""
 
 Numbers = list[float | None]
 
 
 class Tokens(BaseModel):
-    """The tokens [start, end) of a sequence; all lists are that long. A number is null where it does not
-    apply, a list where it is not recorded."""
+    """The tokens [start, end) of a sequence, in lists of that length.
+
+    A number is null where it does not apply, and a list is null if it was not recorded.
+    """
 
     sequence: int
-    length: int = Field(description="Of the whole sequence.")
+    length: int = Field(description="Length of the whole sequence.")
     start: int
     end: int
-    step: int | None = Field(description="The step whose trainer this is; null: none has used the sequence.")
+    step: int | None = Field(
+        description="The step of the trainer's numbers; null if no step used the sequence."
+    )
     ids: list[int]
     texts: list[str] = Field(
-        description="A character of several tokens is the text of its last one; the others have none."
+        description="A character that spans several tokens is the text of the last one; the others are empty."
     )
     sampled: list[bool]
     uses: list[str | None] = Field(
-        description="What training did with a sampled token: trained, constrained, corrected, left_out."
+        description="How training used each sampled token: trained, constrained, corrected, left_out."
     )
     reason: str | None = Field(description="Why the sequence did not train.")
-    versions: list[int | None] = Field(description="Policy version of each sampled token's call.")
-    calls: list[int | None] = Field(description="Which call of the sequence sampled it, from 0.")
-    logprobs: Numbers = Field(description="The sampler's.")
+    versions: list[int | None] = Field(description="Policy version that sampled each token.")
+    calls: list[int | None] = Field(description="Number of the call that sampled each token, from 0.")
+    logprobs: Numbers = Field(description="The sampler's log probabilities.")
     trainer_logprobs: Numbers | None
-    entropies: Numbers | None = Field(description="Of the trainer's distribution, in nats.")
+    entropies: Numbers | None = Field(description="Entropy of the trainer's distribution in nats.")
     advantages: Numbers | None
 
 
@@ -59,10 +62,7 @@ def token_view(
     end: int | None = None,
     step: int | None = None,
 ) -> Tokens:
-    """Tokens of one sequence. `step`: whose view of it, by default the last one's.
-
-    Raises NotRecordedError.
-    """
+    """Return tokens of one sequence as `step` (by default the last) saw them. Raises NotRecordedError."""
     recorded = recorded_sequences(ledger, uuid)
     if recorded is None:
         raise NotRecordedError(f"the tokens of episode {uuid!r} are not recorded")
@@ -96,7 +96,7 @@ def _tokens(
         calls[segment.start : segment.end] = number
 
     def placed(data: bytes, kind: str) -> Numbers | None:
-        """Numbers of the sampled tokens, as numbers of all."""
+        """Spread numbers of the sampled tokens over all tokens."""
         if not data:
             return None
         out = np.full(len(sampled), np.nan)
@@ -139,15 +139,15 @@ def _tokenizer(folder: Path) -> LightTokenizer:
 
 
 def pieces(model: str, ids: list[int], start: int, end: int) -> list[str]:
-    """The text of each token [start, end).
+    """Return the text of each token [start, end).
 
-    Raises NotRecordedError for a model at a URL: a run folder from elsewhere could name any.
+    Raises NotRecordedError for a model at a URL, which a run folder from elsewhere could name.
     """
     if "://" in model:
         raise NotRecordedError(f"the page fetches no tokenizer from {model}")
     tokenizer = _tokenizer(model_folder(model))
     texts: list[str] = []
-    begin = max(0, start - 8)  # A character has at most 4 bytes; the rest is for decoders that look back.
+    begin = max(0, start - 8)  # Four bytes for a character; more because some decoders look back.
     pending: list[int] = []
     for place in range(begin, end):
         pending.append(ids[place])
@@ -163,7 +163,7 @@ def pieces(model: str, ids: list[int], start: int, end: int) -> list[str]:
 
 
 def _text(tokenizer: LightTokenizer, token: int, pending: list[int]) -> str | None:
-    """The text of the tokens that wait, of which `token` is the last; None if they end within a character."""
+    """Return the text of the `pending` tokens, or None within a character. The last one is `token`."""
     parts = [tokenizer.token_bytes(each) for each in pending]
     if any(part is None for part in parts):
         return tokenizer.piece_text(token)

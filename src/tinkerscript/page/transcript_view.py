@@ -1,7 +1,7 @@
-"""An episode's transcript as a list of events to read, and what any reader of transcripts has to know.
+"""An episode's transcript as a list of readable events, and helpers for reading transcripts.
 
-Invariant: a transcript is whatever a client sent. What is not one is said to be none, and shown as text;
-nothing is read beyond `TRANSCRIPT_BYTES` and `MAX_EVENTS`.
+Invariant: a transcript comes from a client and may be invalid, which is reported while it is shown as
+text. Nothing is read beyond `TRANSCRIPT_BYTES` and `MAX_EVENTS`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tinkerscript.errors import NotRecordedError
 from tinkerscript.ledger.reader import LedgerReader
 
 TRANSCRIPT_BYTES = 16 * 2**20
-"""Of a transcript: what the bridge packs is not longer."""
+"""The maximum size of an unpacked transcript. The bridge packs no more."""
 
 MAX_EVENTS = 20_000
 EVENTS_PER_PAGE = 100
@@ -28,58 +28,52 @@ SHOWN_CHARS_OF_MESSAGE = 20_000
 MAX_RAW_CHARS = 2000
 MAX_DEPTH = 12
 LAST_MESSAGES = 4
-"""Of a model call's prompt."""
+"""The number of messages shown of a call's prompt."""
 
 ATTACHMENT = "attachment://"
 
+# Unpacking a transcript takes many times its size.
 _one_at_a_time = threading.Lock()
-"""A transcript takes many times its size while it is taken apart."""
 
 
 class TranscriptError(ValueError):
-    """What a client sent as a transcript is none."""
+    """The client's transcript is not valid."""
 
 
 class Part(BaseModel):
-    """One text of an event."""
-
     label: str
     text: str
 
 
 class TimelineEvent(BaseModel):
-    """One event of a transcript."""
-
-    kind: str = Field(description="As Inspect names it: model, tool, score, store, sandbox, error, ...")
+    kind: str = Field(description="Inspect's name: model, tool, score, store, sandbox, error, ...")
     title: str
-    depth: int = Field(description="How many solvers, agents, and tools it lies inside.")
-    seconds: float | None = Field(description="Since the first event.")
+    depth: int = Field(description="Nesting depth in solvers, agents and tools.")
+    seconds: float | None = Field(description="Seconds since the first event.")
     took_s: float | None
     failed: bool
     parts: list[Part]
 
 
 class TranscriptView(BaseModel):
-    """A page of a transcript."""
-
     attempt: int
-    attempts: list[int] = Field(description="Those with a transcript.")
+    attempts: list[int] = Field(description="The attempts with a transcript.")
     events: list[TimelineEvent]
-    total: int = Field(description="Events in all.")
-    next: int | None = Field(description="`offset` of the following page; null: there are no more.")
+    total: int = Field(description="Number of all events.")
+    next: int | None = Field(description="`offset` for the next page; null on the last page.")
     store: str = Field(description="The sample's store at the end, as JSON; empty if it had none.")
-    problem: str | None = Field(description="Why it cannot be read; null: it can.")
-    raw: str = Field(description="The beginning of what cannot be read.")
+    problem: str | None = Field(description="Why it cannot be read, or null.")
+    raw: str = Field(description="The beginning of an unreadable transcript.")
 
 
 class Pool(msgspec.Struct):
-    """What model calls have in common."""
+    """The parts that model calls share."""
 
     messages: list[msgspec.Raw] = []
 
 
 class Transcript(msgspec.Struct):
-    """What is read of Inspect's `EvalSample`; each event when it is looked at."""
+    """The parts of Inspect's `EvalSample` that are read. Events are decoded when they are shown."""
 
     events: list[msgspec.Raw] = []
     events_data: Pool | None = None
@@ -90,8 +84,6 @@ class Transcript(msgspec.Struct):
 
 
 class _Place(msgspec.Struct):
-    """What says where an event lies."""
-
     event: str = ""
     id: str | None = None
     parent_id: str | None = None
@@ -105,7 +97,7 @@ _read_place = msgspec.json.Decoder(_Place).decode
 def transcript_view(
     ledger: LedgerReader, uuid: str, *, attempt: int | None = None, offset: int = 0
 ) -> TranscriptView:
-    """A page of the transcript of an attempt, the last one by default. Raises NotRecordedError."""
+    """Return a page of an attempt's transcript, by default the last attempt's. Raises NotRecordedError."""
     number, attempts, attempt = _find_transcript(ledger, uuid, attempt)
     text = ledger.transcript(number, attempt)
     with _one_at_a_time:
@@ -128,10 +120,6 @@ def transcript_view(
 def _find_transcript(
     ledger: LedgerReader, uuid: str, attempt: int | None = None
 ) -> tuple[int, list[int], int]:
-    """The episode's number, the attempts with a transcript, and the one meant: the last by default.
-
-    Raises NotRecordedError if there is no such transcript.
-    """
     number = ledger.number("SELECT sequence FROM episodes WHERE uuid = ?", (uuid,))
     attempts = ledger.transcribed(int(number)) if number is not None else []
     if number is None or not attempts or attempt not in (None, *attempts):
@@ -141,7 +129,7 @@ def _find_transcript(
 
 
 def unpacked_text(data: bytes) -> bytes:
-    """The JSON of a transcript as it was sent. Raises TranscriptError."""
+    """Decompress a transcript to JSON. Raises TranscriptError."""
     try:
         with zstandard.ZstdDecompressor().stream_reader(data) as reader:
             text = reader.read(TRANSCRIPT_BYTES + 1)
@@ -153,7 +141,7 @@ def unpacked_text(data: bytes) -> bytes:
 
 
 def parsed(text: bytes) -> Transcript:
-    """The JSON of a transcript, read as far as needed. Raises TranscriptError."""
+    """Parse a transcript's JSON as far as needed. Raises TranscriptError."""
     try:
         return _read_transcript(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -179,7 +167,6 @@ def _view(attempt: int, attempts: list[int], transcript: Transcript, offset: int
 
 
 def _places(events: list[msgspec.Raw]) -> Iterator[tuple[int, int]]:
-    """Index and depth of the events to show."""
     depths: dict[str, int] = {}
     for at, event in enumerate(events):
         try:
@@ -198,7 +185,7 @@ def _places(events: list[msgspec.Raw]) -> Iterator[tuple[int, int]]:
 def _event(transcript: Transcript, at: int, depth: int, first: Any) -> TimelineEvent:
     value: dict[str, Any] = _attached(_value(transcript.events[at]), transcript.attachments)
     kind = str(value.get("event") or "unknown")[:40]
-    title, parts = _told(kind, value, transcript)
+    title, parts = _summary(kind, value, transcript)
     took = value.get("working_time")
     return TimelineEvent(
         kind=kind,
@@ -213,8 +200,7 @@ def _event(transcript: Transcript, at: int, depth: int, first: Any) -> TimelineE
     )
 
 
-def _told(kind: str, value: dict[str, Any], transcript: Transcript) -> tuple[str, list[tuple[str, Any]]]:
-    """What an event says: a title, and texts by label."""
+def _summary(kind: str, value: dict[str, Any], transcript: Transcript) -> tuple[str, list[tuple[str, Any]]]:
     match kind:
         case "model":
             return _model_call(value, transcript)
@@ -265,19 +251,18 @@ _ABOUT = frozenset(
         "completed",
     }
 )
-"""Fields of all events."""
 
 
 def _model_call(value: dict[str, Any], transcript: Transcript) -> tuple[str, list[tuple[str, Any]]]:
     output = _object(value.get("output"))
     choices = [_object(choice) for choice in _items(output.get("choices"))]
     number, messages = _prompt(value, transcript)
-    asked = "".join(f"{m.get('role')}: {_said(m.get('content'))}\n" for m in messages)
+    asked = "".join(f"{m.get('role')}: {_message_text(m.get('content'))}\n" for m in messages)
     label = f"prompt, the last {len(messages)} of {number} messages" if number > len(messages) else "prompt"
     parts: list[tuple[str, Any]] = [(label, asked)]
     for choice in choices:
         message = _object(choice.get("message"))
-        parts.append(("reply", _said(message.get("content"))))
+        parts.append(("reply", _message_text(message.get("content"))))
         for call in _items(message.get("tool_calls")):
             parts.append((f"calls {_object(call).get('function')}", _object(call).get("arguments")))
         if choice.get("stop_reason") not in ("stop", "tool_calls", None):
@@ -289,7 +274,6 @@ def _model_call(value: dict[str, Any], transcript: Transcript) -> tuple[str, lis
 
 
 def _prompt(value: dict[str, Any], transcript: Transcript) -> tuple[int, list[dict[str, Any]]]:
-    """How many messages the prompt has, and the last of them."""
     pool = transcript.events_data.messages if transcript.events_data else []
     given = _items(value.get("input"))
     pooled: list[range] = []
@@ -302,8 +286,7 @@ def _prompt(value: dict[str, Any], transcript: Transcript) -> tuple[int, list[di
     return number, [_attached(each, transcript.attachments) for each in messages[-LAST_MESSAGES:]]
 
 
-def _said(content: Any) -> str:
-    """The text of a message, reasoning included."""
+def _message_text(content: Any) -> str:
     if isinstance(content, str):
         return content
     parts = [_object(part) for part in _items(content)]
@@ -315,7 +298,6 @@ def _message_of(error: Any) -> Any:
 
 
 def _attached(value: Any, attachments: dict[str, str], depth: int = 0) -> Any:
-    """`value` with its attachments in their places."""
     if isinstance(value, str):
         named = value.startswith(ATTACHMENT)
         return attachments.get(value.removeprefix(ATTACHMENT), value) if named else value
@@ -356,7 +338,6 @@ def _text(value: Any) -> str:
 
 
 def _seconds(first: Any, at: Any) -> float | None:
-    """Between two times."""
     try:
         return (datetime.fromisoformat(at) - datetime.fromisoformat(first)).total_seconds()
     except (TypeError, ValueError, OverflowError):

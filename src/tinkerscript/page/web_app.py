@@ -1,8 +1,8 @@
-"""The page as an ASGI app: its files, the API that it uses, its events.
+"""The page as an ASGI app: its files, its API and its events.
 
-Invariant: it reads ledgers, and asks the run's server for the rest; it never writes to either, but for
-actions that name themselves as such, which are in the audit log: that of the run, or, for a run that was
-deleted, that of the folder of runs.
+Invariant: it reads ledgers and asks the run's server for the rest. It only changes them through
+explicit actions, which are logged in the run's audit log or, for a deleted run, in that of the folder
+of runs.
 """
 
 from __future__ import annotations
@@ -57,13 +57,12 @@ from tinkerscript.page.steps import GroupFilter, Step, StepPage, step_page, step
 from tinkerscript.page.token_view import Tokens, token_view
 from tinkerscript.page.transcript_view import TranscriptView, transcript_view
 
-Before = Annotated[int | None, Query(ge=1, description="Continue below: `next` of the previous page.")]
-Offset = Annotated[int, Query(ge=0, description="Continue at: `next` of the previous page.")]
-Limit = Annotated[int, Query(ge=1, le=200, description="Maximum number in the reply.")]
+Before = Annotated[int | None, Query(ge=1, description="Where to continue: `next` of the previous page.")]
+Offset = Annotated[int, Query(ge=0, description="Where to continue: `next` of the previous page.")]
+Limit = Annotated[int, Query(ge=1, le=200, description="Maximum number of items in the reply.")]
 
 
 PAGE_BODY_BYTES = 2**20
-"""Of a request."""
 
 
 class Token(BaseModel):
@@ -82,12 +81,14 @@ class FailedEpisodes(BaseModel):
 
 
 class Deletion(BaseModel):
-    name: str = Field(description="The run's name again.")
+    name: str = Field(description="The run's name, repeated for confirmation.")
 
 
 def create_page(root: Path, *, admin_token: str | None) -> FastAPI:
-    """The app for the runs in `root`. `admin_token`: None lets everybody in who reaches it by a loopback
-    name."""
+    """Create the app for the runs in `root`.
+
+    Without an `admin_token`, everyone who reaches it by a loopback name may enter.
+    """
     sessions = PageSessions(admin_token)
     runs = Runs(root, admin_token)
 
@@ -123,7 +124,6 @@ async def _not_found(request: Request, error: Exception) -> JSONResponse:
 
 @contextmanager
 def _writing(folder: Path) -> Generator[None]:
-    """Raises ConflictError for a folder in which this process may not write."""
     try:
         yield
     except OSError as error:
@@ -134,7 +134,7 @@ def _writing(folder: Path) -> Generator[None]:
 
 
 class _Page:
-    """The routes. Those that read a ledger are plain functions, which FastAPI runs in threads."""
+    """The routes. FastAPI runs plain functions in threads, as reading a ledger requires."""
 
     def __init__(self, runs: Runs, sessions: PageSessions) -> None:
         self._runs = runs
@@ -187,7 +187,7 @@ class _Page:
         return FileResponse(PAGE_FILES / "index.html", headers={"cache-control": "no-cache"})
 
     async def docs(self) -> Response:
-        """The API's documentation: the page's own view of its OpenAPI description."""
+        """The API's documentation, shown by the page itself."""
         return FileResponse(PAGE_FILES / "docs.html", headers={"cache-control": "no-cache"})
 
     async def icon(self) -> Response:
@@ -200,13 +200,13 @@ class _Page:
         return LoginState(needed=self._sessions.are_needed, entered=self._sessions.may_enter(request.headers))
 
     async def login(self, body: Token, request: Request, response: Response) -> LoginState:
-        """Log in with the admin token; the reply sets a cookie. 401 for another token, after a pause."""
+        """Log in with the admin token; the reply sets a cookie. 401 after a pause for a wrong token."""
         try:
             is_right = self._sessions.admits(body.token)
-        except UnicodeEncodeError as error:  # Half of a pair of surrogates, which JSON can spell.
+        except UnicodeEncodeError as error:  # JSON can spell lone surrogates.
             raise HTTPException(400, "the token is not Unicode text") from error
         if not is_right:
-            await asyncio.sleep(0.5 + random.random() / 2)  # Guessing gets slow.
+            await asyncio.sleep(0.5 + random.random() / 2)  # Slows down guessing.
             response.status_code = 401
             return LoginState(needed=True, entered=False)
         secure = request.headers.get("x-forwarded-proto", request.url.scheme) == "https"
@@ -214,7 +214,7 @@ class _Page:
             self._sessions.cookie_name,
             self._sessions.cookie(),
             max_age=SESSION_S,
-            path=None,  # That of the API as the browser sees it, behind whichever prefix.
+            path=None,  # The path of the API as the browser sees it, behind any prefix.
             httponly=True,
             samesite="strict",
             secure=secure,
@@ -237,7 +237,7 @@ class _Page:
         return overview(run, self._ledger(run))
 
     def annotate(self, run: str, body: Annotation, request: Request) -> Annotation:
-        """Write a run's note and tags, in place of those that it has."""
+        """Replace a run's note and tags."""
         folder = self._ledger(run).folder
         with _writing(folder):
             write_annotation(folder, body)
@@ -245,9 +245,9 @@ class _Page:
         return body
 
     def delete(self, run: str, body: Deletion, request: Request) -> RunList:
-        """Delete a run that does not go on, with its checkpoints. The reply has those that are left."""
+        """Delete a run that is not in progress, with its checkpoints. The reply lists the remaining runs."""
         if body.name != run:
-            raise ConflictError(f"to delete {run}, repeat its name, which is not {body.name!r}")
+            raise ConflictError(f"to delete {run}, repeat its name; got {body.name!r}")
         with _writing(self._runs.root / run):
             self._runs.delete(run)
             write_audit(self._runs.root, request, "delete", {"run": run})
@@ -255,7 +255,7 @@ class _Page:
         return self.list_runs()
 
     async def events(self, run: str, request: Request) -> StreamingResponse:
-        """Server-sent events: `run` with the first screen when something has changed, at most once a
+        """Server-sent events: `run` with the first screen whenever something changed, at most once a
         second."""
         ledger = await asyncio.to_thread(self._ledger, run)
         if run not in self._events:
@@ -269,7 +269,7 @@ class _Page:
         return self._ledger(run).config
 
     def differences(self, run: Annotated[list[str], Query()]) -> list[ConfigDifference]:
-        """The settings that the given runs do not share, or of one run those that are not the defaults."""
+        """The settings that differ between the given runs, or, for a single run, from the defaults."""
         return curve_view.config_differences({name: self.config(name) for name in run})
 
     def metrics(self, run: str) -> list[Metric]:
@@ -300,7 +300,7 @@ class _Page:
         return evaluations(self._ledger(run))
 
     def comparison(self, run: str, query: Annotated[ComparisonQuery, Query()]) -> Comparison:
-        """Two evaluations sample by sample, by label; by default the first and the last."""
+        """Two evaluations compared sample by sample, by label; by default the first and the last."""
         return compare(self._ledger(run), query)
 
     def sample(self, run: str, digest: str, before: Before = None, limit: Limit = 50) -> SampleView:
@@ -339,17 +339,17 @@ class _Page:
     def transcript(
         self,
         uuid: str,
-        attempt: Annotated[int | None, Query(ge=1, description="The last one by default.")] = None,
+        attempt: Annotated[int | None, Query(ge=1, description="By default the last one.")] = None,
         offset: Offset = 0,
     ) -> TranscriptView:
-        """What happened in an Inspect episode, event by event: model calls, tools, scores, state, sandbox."""
+        """The events of an Inspect episode: model calls, tools, scores, state, sandbox."""
         _, ledger = self._runs.ledger_of(uuid)
         return transcript_view(ledger, uuid, attempt=attempt, offset=offset)
 
     # Alignment
 
     def alignment(self, run: str) -> AlignmentView:
-        """Token alignment over time, and what was found."""
+        """Token alignment over time, and the findings."""
         return alignment_view(self._ledger(run))
 
     def found(self, run: str, kind: str, name: str) -> FindingPage:
@@ -362,12 +362,11 @@ class _Page:
         return self._runs.server_of(self._ledger(run).folder)
 
     async def server_api(self) -> dict[str, Any]:
-        """The OpenAPI description of the interchange server here, or of a run that goes on."""
+        """The OpenAPI description of the interchange server here, or of a run in progress."""
         folder = await asyncio.to_thread(self._served_folder)
         return await self._runs.server_of(folder).openapi()
 
     def _served_folder(self) -> Path:
-        """Raises NotRecordedError if there is none."""
         runs = [
             ledger.folder for ledger in self._runs.readable().values() if state(ledger.status()) == "running"
         ]
@@ -377,13 +376,13 @@ class _Page:
         raise NotRecordedError("no interchange server runs here; open /docs at the address of one")
 
     async def fleet(self, run: str) -> dict[str, Any]:
-        """Queue, claims, workers and failures, as the run's server has them now."""
+        """Queue, claims, workers and failures, as reported by the run's server."""
         return await self._server(run).fleet()
 
     async def failed_episodes(
         self, run: str, action: Literal["retry", "drop"], body: FailedEpisodes, request: Request
     ) -> dict[str, Any]:
-        """Requeue failed episodes, or take them off the list."""
+        """Requeue failed episodes, or remove them from the list."""
         reply = await self._server(run).failed_episodes(action, body.episode_uuids)
         done = {"done": reply.get("done"), "refused": reply.get("refused")}
         write_audit(self._ledger(run).folder, request, f"{action} failed episodes", done)

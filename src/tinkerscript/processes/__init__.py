@@ -1,1 +1,1 @@
-"""The processes of a run: starting, watching and ending them."""
+"""Start, watch and end the processes of a run."""

@@ -1,6 +1,6 @@
-"""The child processes of a run: the interchange server, the engine of a served model, the workers.
+"""The child processes of a run: the interchange server, the engine of a served model, and the workers.
 
-Owns what a trainer waits for or releases when one has died, and how many workers there are.
+This module decides how many workers run, and releases the claims of dead ones.
 """
 
 from __future__ import annotations
@@ -29,37 +29,34 @@ from tinkerscript.trainer_link.keys import TrainerKeys, load_trainer_keys
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 SERVER_START_S = 60.0
-"""Seconds that the server may take to listen."""
 
 FORMER_SERVER_S = 20.0
-"""Seconds that the server of a dead trainer may take to end."""
+"""Seconds within which the server of a dead trainer must end."""
 
 CHILD_POLL_S = 0.02
 
 RANK_ERROR_S = 5.0
-"""Seconds in which a rank that has died is known to be dead."""
+"""Seconds within which the death of a rank is noticed."""
 
 IDLE_S = 60.0
-"""After which a worker beyond `workers.count` that is not needed, and has no episode, is stopped."""
+"""Seconds after which a worker beyond `workers.count` that has no episode is stopped."""
 
 SCALE_S = 1.0
-"""Between two looks at how many workers are needed: the server says so once a second."""
+"""Seconds between two scaling decisions. The server reports the demand once a second."""
 
 LOCAL_WORKERS = "local_workers"
-"""File in the run folder with the names of the workers that the trainer has started, one per line."""
+"""The file in the run folder with the names of the trainer's own workers, one per line."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where a running server listens, from its `server.json`."""
-
     url: str
     link_address: str
     link_keys: Path | None
-    """Folder of the link's keys; None for a link that needs none."""
+    """The folder of the link's keys, or None if the link needs none."""
 
     def seen_from(self, address: str, section: InterchangeConfig) -> str:
-        """The server's URL for processes that reach this machine at `address`."""
+        """Return the server's URL for processes that reach this machine at `address`."""
         if section.public_base_url:
             return section.public_base_url
         if section.interchange_server_host not in ("0.0.0.0", "::"):
@@ -69,12 +66,12 @@ class ServerAddress:
         return f"{parts.scheme}://{host}:{parts.port}"
 
     def trainer_keys(self) -> TrainerKeys | None:
-        """The keys that a trainer connects with; None if it needs none. Raises ConfigError."""
+        """Return the trainer's keys for the link, or None if it needs none. Raises ConfigError."""
         return None if self.link_keys is None else load_trainer_keys(self.link_keys)
 
 
 def engine_child(checkpoint: Path, address: ServerAddress, folder: Path) -> Child:
-    """The engine that samples from a checkpoint for a server over its link."""
+    """Return the engine that samples from a checkpoint for a server over its link."""
     keys = ["--link-keys", str(address.link_keys)] if address.link_keys else []
     options = ["--checkpoint", str(checkpoint), "--link", address.link_address, *keys]
 
@@ -85,11 +82,11 @@ def engine_child(checkpoint: Path, address: ServerAddress, folder: Path) -> Chil
 
 
 async def former_server_gone(folder: Path) -> None:
-    """Wait for the server of a trainer that has just died to end. Raises LinkError if it does not."""
+    """Wait until the server of a dead trainer has ended. Raises LinkError if it does not end."""
     deadline = time.monotonic() + FORMER_SERVER_S
     while (lock := try_lock(folder / "server.lock")) is None:
         if time.monotonic() > deadline:
-            raise LinkError(f"another interchange server serves {folder}")
+            raise LinkError(f"another interchange server still serves {folder}")
         await asyncio.sleep(CHILD_POLL_S)
     lock.close()
 
@@ -97,7 +94,7 @@ async def former_server_gone(folder: Path) -> None:
 async def server_address(
     folder: Path, server: Child, supervisor: Supervisor, *, patience_s: float = 0.0
 ) -> ServerAddress:
-    """Wait until `server` listens, at most `SERVER_START_S + patience_s` seconds.
+    """Wait until `server` listens, for at most `SERVER_START_S + patience_s` seconds.
 
     Raises LinkError, or the supervisor's error.
     """
@@ -120,7 +117,7 @@ async def server_address(
 
 
 def _written_by(server: Child, path: Path) -> dict[str, Any] | None:
-    """The server's addresses; None while the file is missing, or from an earlier process."""
+    """Return the server's addresses, or None if the file is missing or belongs to an earlier process."""
     if not path.exists() or server.process is None:
         return None
     data: dict[str, Any] = json.loads(path.read_text())
@@ -129,8 +126,11 @@ def _written_by(server: Child, path: Path) -> dict[str, Any] | None:
 
 
 def worker_command(config: RunConfig, url: str) -> str:
-    """What a user types to run a worker of this run on any machine that reaches the server at `url`, in the
-    folder that has the script or the task's file there."""
+    """Return the command that runs a worker of this run on another machine.
+
+    The machine must reach the server at `url`, and the command must run in a folder with the script or
+    the task's file.
+    """
     interchange = config.interchange_server
     remote = interchange.public_base_url or remote_url(url, interchange.interchange_server_host)
     what = shlex.join(worker_arguments(config, elsewhere=True)) or "SCRIPT"
@@ -139,17 +139,16 @@ def worker_command(config: RunConfig, url: str) -> str:
 
 
 def remember_worker(folder: Path, name: str) -> None:
-    """A worker of the trainer's own has this name."""
     with (folder / LOCAL_WORKERS).open("a", encoding="utf-8") as file:
         file.write(f"{name}\n")
 
 
 def release_former_workers(folder: Path, link: TrainerLink) -> None:
-    """Release the claims of a dead trainer's own workers, which died with it, before the leases expire."""
+    """Release the claims of a dead trainer's workers, which died with it, before their leases expire."""
     path = folder / LOCAL_WORKERS
     if path.exists():
         for name in path.read_text(encoding="utf-8").split():
-            link.release_client(name, "the trainer that started this worker is gone")
+            link.release_client(name, "the trainer that started this worker has ended")
         path.unlink()
 
 
@@ -157,9 +156,9 @@ def release_former_workers(folder: Path, link: TrainerLink) -> None:
 async def launched_ranks(
     plan: Sequence[PlannedProcess], launcher: Launcher, folder: Path, note: Callable[[str], None]
 ) -> AsyncGenerator[None]:
-    """The trainer's ranks above 0 on other machines, and this process as rank 0, as torchrun would have them.
+    """Run the trainer's ranks above 0 on other machines, with this process as rank 0, as torchrun would.
 
-    On this machine the engine starts them itself. Raises ChildFailedError for one that dies.
+    On one machine the engine starts the ranks itself. Raises ChildFailedError for a rank that dies.
     """
     ranks = [process for process in plan if process.name.startswith(f"{TRAINER_PROCESS} rank ")]
     if not ranks or launcher.shares_files:
@@ -179,15 +178,15 @@ async def launched_ranks(
         try:
             yield
         except EngineError:
-            with suppress(TimeoutError):  # Its log says more than the end of its connection.
+            with suppress(TimeoutError):  # The rank's log says more than the lost connection.
                 await asyncio.wait_for(supervisor.failed(), RANK_ERROR_S)
             raise
 
 
 class Workers:
-    """The workers of a run: as many as there is work for, between its two bounds.
+    """Runs as many workers of a run as its demand needs, between two bounds.
 
-    Invariant: a worker that holds a claim is never stopped for want of work.
+    Invariant: a worker that holds a claim is never stopped for lack of demand.
     """
 
     def __init__(
@@ -201,7 +200,7 @@ class Workers:
         supervisor: Supervisor,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`server_url`: where they find the server; `planned`: the most that there may be."""
+        """`planned` are all workers that may run. They reach the server at `server_url`."""
         self._planned = planned
         self._config = config.workers
         self._folder = folder
@@ -212,24 +211,20 @@ class Workers:
         self._secrets = worker_secrets(os.environ)
         self._running: dict[int, Child] = {}
         self._names: dict[int, list[str]] = {number: [] for number in range(len(planned))}
-        """The client uuids that each worker has had."""
 
         self._needed_at = clock()
-        """When all that run were last needed."""
 
     @property
     def number(self) -> int:
-        """How many run."""
         return len(self._running)
 
     async def start(self) -> None:
-        """Start those that run from the beginning."""
         for number, process in enumerate(self._planned):
             if not process.on_demand:
                 await self._start(number)
 
     async def follow_demand(self, pause_s: float = SCALE_S) -> None:
-        """Start and stop workers as episodes wait, until cancelled."""
+        """Start and stop workers by demand, until cancelled."""
         try:
             while self._config.max_count > self._config.count:
                 await asyncio.sleep(pause_s)
@@ -238,7 +233,7 @@ class Workers:
             self._supervisor.fail(error)
 
     async def scale(self) -> None:
-        """Start workers for the episodes that wait; stop those that have had nothing to do for long."""
+        """Start workers for waiting episodes, and stop workers that have been idle for `IDLE_S`."""
         demand = self._link.demand
         episodes = demand.waiting + sum(demand.own_claims.values())
         wanted = max(-(-episodes // self._config.concurrency), self._config.count)
@@ -277,6 +272,6 @@ class Workers:
 
 
 def worker_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """What workers may get of this process's environment, with the client's token from its file."""
+    """Return this process's environment, with the client's token from its file."""
     token = read_token(environ, CLIENT_TOKEN)
     return {**environ, **({CLIENT_TOKEN: token} if token else {})}

@@ -1,7 +1,7 @@
-"""A run in one process (`enable_tinkerscript_mode: false`): server and worker are tasks of the trainer.
+"""A run in one process (`enable_tinkerscript_mode: false`), with server and worker as tasks of the trainer.
 
-Invariant: they are the same server and the same worker as in processes of their own, so nothing works in one
-way only. The worker asks the server's app directly; every other client may join, over the server's socket.
+Invariant: they run the same code as in separate processes, so that nothing works in one way only. The
+worker calls the server's app directly. Other clients connect to the server's socket.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tinkerscript.workers.chat_endpoint import ChatAttempt, ChatEndpoint, retry_
 from tinkerscript.workers.worker import WorkerOptions, open_runner
 
 Failed = Callable[[Exception], None]
-"""Ends the run."""
+"""A callback that ends the run with an error."""
 
 
 class ServerHere:
-    """The server of a run, in this process."""
+    """The server of a run in this process."""
 
     def __init__(self, config: RunConfig, folder: Path, failed: Failed) -> None:
         self._config = config
@@ -50,9 +50,9 @@ class ServerHere:
 
     @asynccontextmanager
     async def working(self, link: TrainerLink, url: str) -> AsyncGenerator[None]:
-        """Run episodes, `workers.concurrency` at once, while the context is open.
+        """Run up to `workers.concurrency` episodes at once while the context is open.
 
-        Raises WorkerError for a script or task that cannot be run.
+        Raises WorkerError for a script or task that cannot run.
         """
         workers, name = self._config.workers, f"{link.own_clients}0-0"
         tasks = [] if workers.script else self._config.all_tasks
@@ -88,7 +88,7 @@ class ServerHere:
 
 
 class _Client(AsyncTinkerScriptClient):
-    """A client of an app in this process."""
+    """Sends its requests to an app in this process."""
 
     def __init__(
         self, app: ASGIApp, url: str, *, client_uuid: str, token: str | None, allow_discard_timeout: float
@@ -98,7 +98,7 @@ class _Client(AsyncTinkerScriptClient):
         )
         self._app = app
 
-    def again(self, timeout_s: float | None) -> AsyncTinkerScriptClient:
+    def with_timeout(self, timeout_s: float | None) -> AsyncTinkerScriptClient:
         return self
 
     async def send(self, request: HttpRequest) -> Reply:
@@ -109,7 +109,7 @@ class _Client(AsyncTinkerScriptClient):
 
 
 class _Endpoint(ChatEndpoint):
-    """The models of an app in this process. Programs that open connections use its URL, as elsewhere."""
+    """Asks the models of an app in this process. Programs that open connections use its URL."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__()

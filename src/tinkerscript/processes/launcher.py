@@ -1,8 +1,9 @@
-"""`Launcher`: starts a `Child` of the run somewhere; `LocalLauncher` does so on this machine.
+"""`Launcher` starts a `Child` of the run on some machine, `LocalLauncher` on this one.
 
-Invariant: no process outlives this one. Its standard input is a pipe from here, which closes however this
-process dies, and it then ends by itself (`--exit-with-parent`, or `with_parent`). It runs in a session
-of its own: Ctrl-C reaches only this process, which stops it in order, and what it has started ends with it.
+Invariant: no process outlives this one. A child's standard input is a pipe that closes when this
+process dies, and the child then ends (`--exit-with-parent`, or `with_parent`). Each child has its own
+session, so that Ctrl-C only reaches this process, which stops the children in order, and so that a
+child's descendants can be killed with it.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from pathlib import Path
 from tinkerscript.lifecycle import DISK_FULL, describe_exit
 
 MAX_RESTARTS = 10
-"""How often a process that died is started again before the run gives up."""
+"""The number of restarts of a process before the run gives up."""
 
 
 class Slot(StrEnum):
-    """A word of a planned command, or a value of its environment, that is known when the process starts."""
+    """A placeholder in a planned command or environment, replaced when the process starts."""
 
     CONFIG = "<config>"
     MODEL = "<model folder>"
@@ -36,113 +37,106 @@ class Slot(StrEnum):
     MASTER = "<address of rank 0>"
     MASTER_PORT = "<port of rank 0>"
     HOST = "<host>"
-    """Filled in by the launcher, as is the port: an address of the machine on which the process starts."""
+    """An address of the machine on which the process starts. The launcher replaces it, and the port."""
 
     PORT = "<port>"
     KEY = "<API key>"
 
 
 class Started(ABC):
-    """A process that a launcher has started."""
+    """A process that was started by a launcher."""
 
     host: str
-    """What it got for `Slot.HOST`."""
 
     port: int
-    """What it got for `Slot.PORT`: free when it was started."""
+    """The value of `Slot.PORT`, which was free when the process started."""
 
     @property
     @abstractmethod
     def returncode(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """The exit code, negative for a signal, or None while the process runs."""
 
     @abstractmethod
     async def wait(self) -> int:
-        """Its exit code, when it has ended. Raises WorkerError if its launcher fails."""
+        """Wait for the end of the process and return its exit code. Raises WorkerError if the launcher
+        fails."""
 
     @abstractmethod
     def ask_to_stop(self) -> None:
-        """Close its standard input, at which it stops by itself."""
+        """Close the standard input of the process, upon which it stops."""
 
     @abstractmethod
-    def kill(self) -> None:
-        """Kill it, and whatever it has started."""
+    def kill(self) -> None: ...
 
     def describe_end(self) -> str:
-        """How it ended, for a message."""
         assert self.returncode is not None
         return describe_exit(self.returncode)
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What a process takes of a machine."""
-
+class Resources:
     cpus: float = 1.0
     gpus: int = 0
 
 
 @dataclass
 class Child:
-    """A process of a run; `argv` is called for each incarnation, numbered from 0."""
+    """A process of a run, in incarnations numbered from 0. `argv` returns the command of each."""
 
     name: str
     argv: Callable[[int], Sequence[str]]
     log: Path
-    """File of this machine to which its output is appended."""
+    """The file on this machine that receives the output."""
 
     environ: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    """Variables that are added to the environment of its machine."""
+    """Variables added to the environment of the process's machine."""
 
     withheld: tuple[str, ...] = ()
-    """Names of variables of that environment that it does not get."""
+    """Names of that environment's variables that are removed."""
 
-    room: Room = field(default_factory=Room)
-    is_beside: bool = False
-    """Whether it has to run on this machine, whatever launcher its supervisor uses."""
+    resources: Resources = field(default_factory=Resources)
+    on_trainer_machine: bool = False
+    """Whether the process must run on this machine, regardless of the supervisor's launcher."""
 
     max_restarts: int | None = None
-    """None: as often as its supervisor says."""
+    """The maximum number of restarts, or None for the supervisor's."""
 
     on_start: Callable[[Started], None] = lambda process: None
-    """Called once it runs: there may have to be room for it first."""
+    """Called when the process runs, which may be later than its start if it waits for room."""
 
     on_death: Callable[[int, int], None] = lambda incarnation, code: None
-    """Called with the number of the incarnation that died, and its exit code."""
+    """Called with the number of the dead incarnation and its exit code."""
 
     may_restart: Callable[[], bool] = lambda: True
-    """Whether it can be started again now; asked until it can."""
+    """Whether the process may restart now. It is polled until it returns true."""
 
     fatal_codes: frozenset[int] = frozenset({2, DISK_FULL})
-    """Exit codes after which a restart does not help: bad configuration, a port in use, a full disk."""
+    """Exit codes after which a restart is useless: bad configuration, a port in use, a full disk."""
 
     restarts: int = 0
     retired: bool = False
-    """Whether it is no longer needed, and not started again."""
+    """Whether the process is no longer needed, so that it is not restarted."""
 
     process: Started | None = field(default=None, repr=False)
 
     fds: Sequence[int] = ()
-    """Open files of this process that it inherits, if it runs on this machine."""
+    """Open files that the process inherits on this machine."""
 
 
 class Launcher(ABC):
-    """Starts processes of a run."""
+    """Starts processes of a run on one or more machines."""
 
     address = "127.0.0.1"
-    """At which the processes that it starts reach this machine."""
+    """The address of this machine for the started processes."""
 
     shares_files = True
-    """Whether those processes see the files of this machine."""
 
     @abstractmethod
     async def start(self, child: Child) -> Started:
-        """Start its next incarnation. Raises OSError or WorkerError if it cannot be started."""
+        """Start the next incarnation of `child`. Raises OSError or WorkerError."""
 
 
 class LocalProcess(Started):
-    """A child process of this one."""
-
     def __init__(self, process: Process, host: str, port: int) -> None:
         self.host = host
         self.port = port
@@ -170,14 +164,12 @@ class LocalProcess(Started):
             self._kill_session()
 
     def _kill_session(self) -> None:
-        """Kill it and whatever it started, also when it has died itself."""
+        # Descendants may outlive the process.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class LocalLauncher(Launcher):
-    """Starts child processes of this one."""
-
     async def start(self, child: Child) -> LocalProcess:
         argv = child.argv(child.restarts)
         port = free_port() if Slot.PORT in argv else 0
@@ -202,7 +194,6 @@ class LocalLauncher(Launcher):
 
 
 def free_port() -> int:
-    """A port that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -1,6 +1,6 @@
-"""The plan of a run: its processes, as a value that `train --plan` prints and every launcher executes.
+"""The plan of a run: a list of `PlannedProcess` that `train --plan` prints and every launcher executes.
 
-A process is `PlannedProcess`; `child` makes it one that a supervisor keeps running.
+`PlannedProcess.child` returns the process for a supervisor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tinkerscript.config import EngineConfig, InferenceConfig, RunConfig
 from tinkerscript.ledger.reader import STORE_VARIABLE
 from tinkerscript.lifecycle import own_command
 from tinkerscript.logs import FORMAT, LogFormat
-from tinkerscript.processes.launcher import MAX_RESTARTS, Child, Room, Slot
+from tinkerscript.processes.launcher import MAX_RESTARTS, Child, Resources, Slot
 from tinkerscript.protocol import SERVER_URL
 from tinkerscript.vllm_plugin import ADAPTERS, ADAPTERS_TOKEN, TRANSFER
 
@@ -24,53 +24,50 @@ SERVER_PROCESS = "interchange server"
 TRAINER_PROCESS = "trainer"
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What `vllm serve --max-lora-rank` takes."""
+"""The accepted values of `vllm serve --max-lora-rank`."""
 
 REPLICA_MODEL = "base"
-"""What a replica calls the model without an adapter."""
+"""A replica's name for the model without an adapter."""
 
 KEY = "VLLM_API_KEY"
-"""The environment variable from which vLLM reads its API key."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedProcess:
-    """One process of a run."""
-
     name: str
     command: tuple[str, ...]
-    """As a user would type it. A `Slot` stands for what is known when it starts."""
+    """The command as a user would type it, with a `Slot` for each value that is only known at the start."""
 
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What it needs besides the environment of its machine."""
+    """Variables added to the environment of the process's machine."""
 
     secrets: tuple[str, ...] = ()
-    """Names of environment variables with keys that it gets, if they are set: never on a command line."""
+    """Names of variables with keys. They are passed in the environment if set, never on a command line."""
 
     withheld: tuple[str, ...] = ()
-    """Names of environment variables that it does not get, whatever started it has them."""
+    """Names of environment variables that are withheld from the process."""
 
-    room: Room = field(default_factory=Room)
-    is_beside: bool = False
-    """Whether it runs beside the trainer, whose folder and link it uses."""
+    resources: Resources = field(default_factory=Resources)
+    on_trainer_machine: bool = False
+    """Whether the process must run on the trainer's machine, because it uses its folder and link."""
 
     restarts: int = 0
-    """How often it is started again when it dies, before the run gives up."""
+    """The number of restarts before the run gives up."""
 
     after: tuple[str, ...] = ()
-    """Names of the processes that have to be ready first."""
+    """Names of the processes that must be ready first."""
 
     on_demand: bool = False
-    """Whether it is started while episodes wait, and not at the start."""
+    """Whether the process is started by demand instead of at the start."""
 
     @property
     def log(self) -> str:
-        """The name of its log in the run's `logs` folder."""
+        """The file name of the log in the run's `logs` folder."""
         name = {SERVER_PROCESS: "server"}.get(self.name, self.name.removeprefix(f"{TRAINER_PROCESS} "))
         return f"{name.replace(' ', '-')}.log"
 
     def argv(self) -> list[str]:
-        """Its command on a machine with this Python, as one that ends with what started it."""
+        """Return the command for a machine with this Python, such that the process ends with its parent."""
         program, *arguments = self.command
         if program == "tinkerscript" and arguments[0] != "rank":
             return own_command(*arguments)
@@ -85,8 +82,11 @@ class PlannedProcess:
         values: Callable[[int], Mapping[str, str]] = lambda incarnation: {},
         secrets: Mapping[str, str] | None = None,
     ) -> Child:
-        """This process in the run in `folder`. `values`: of the slots, for each incarnation; `secrets`: of
-        the variables that are named here."""
+        """Return the child process for the run in `folder`.
+
+        `values` returns the slots' values for an incarnation. `secrets` contains the values of the
+        named secrets.
+        """
         kept = {name: value for name, value in (secrets or {}).items() if name in self.secrets}
         first = values(0)
 
@@ -99,8 +99,8 @@ class PlannedProcess:
             folder / "logs" / self.log,
             environ={name: _filled(word, first) for name, word in self.environment.items()} | kept,
             withheld=self.withheld,
-            room=self.room,
-            is_beside=self.is_beside,
+            resources=self.resources,
+            on_trainer_machine=self.on_trainer_machine,
             max_restarts=self.restarts,
         )
 
@@ -110,13 +110,13 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
 
 
 def plan_of(config: RunConfig, folder: Path) -> list[PlannedProcess]:
-    """The processes of a run in `folder`, those first that others wait for."""
+    """Return the processes of a run in `folder`, each after the processes that it waits for."""
     trainer = _trainer(config)
     page = [] if config.page_port == "off" else [page_process(config, folder)]
     if config.method == "sft":
         return [*trainer, *page]
     server, workers = list[PlannedProcess](), list[PlannedProcess]()
-    if config.enable_tinkerscript_mode:  # Else they are the trainer's process.
+    if config.enable_tinkerscript_mode:  # Otherwise they run in the trainer's process.
         server = [server_process(folder, secrets=_of_server(config), log_format=config.log_format)]
         workers = _workers(config)
     children = [*trainer[1:], *_replicas(config), *workers]
@@ -130,7 +130,6 @@ def plan_of(config: RunConfig, folder: Path) -> list[PlannedProcess]:
 
 
 def _without(keys: Collection[str], process: PlannedProcess) -> PlannedProcess:
-    """`process`, which gets of `keys` only those that it needs."""
     return replace(process, withheld=tuple(sorted({*keys} - {*process.secrets})))
 
 
@@ -142,14 +141,13 @@ def server_process(
     serve_model: bool = False,
     log_format: LogFormat = "text",
 ) -> PlannedProcess:
-    """The interchange server of a run folder."""
     options = ["--run-dir", str(folder), *(["--serve-model"] if serve_model else [])]
     return PlannedProcess(
         SERVER_PROCESS,
         ("tinkerscript", "server", *options),
         environment=_logging(log_format),
         secrets=(CLIENT_TOKEN, ADMIN_TOKEN, *secrets),
-        is_beside=True,
+        on_trainer_machine=True,
         restarts=max_restarts,
     )
 
@@ -157,14 +155,14 @@ def server_process(
 def page_process(
     config: RunConfig, folder: Path, *options: str, max_restarts: int = MAX_RESTARTS
 ) -> PlannedProcess:
-    """The page of the run in `folder`. `options`: of `tinkerscript view`."""
+    """Return the page of the run in `folder`. `options` are options of `tinkerscript view`."""
     elsewhere = () if config.interchange_server.store == "sqlite" else (STORE_VARIABLE,)
     page = PlannedProcess(
         "page",
         ("tinkerscript", "view", str(folder), *options),
         secrets=(ADMIN_TOKEN, f"{ADMIN_TOKEN}{FILE_SUFFIX}", *elsewhere),
-        room=Room(0),  # It has low priority, and is idle unless somebody looks.
-        is_beside=True,
+        resources=Resources(0),  # It has low priority and is usually idle.
+        on_trainer_machine=True,
         restarts=max_restarts,
         after=(TRAINER_PROCESS,),
     )
@@ -172,7 +170,7 @@ def page_process(
 
 
 def _of_server(config: RunConfig) -> tuple[str, ...]:
-    """The variables that the server alone needs. The key of a frozen role's server is the trainer's."""
+    # The trainer uses the key of a frozen role's server.
     outside = (role.api_key_env for role in config.roles.values() if role.kind == "outside")
     return (*(client.token_env for client in config.interchange_server.clients), *filter(None, outside))
 
@@ -182,12 +180,15 @@ def _logging(format: LogFormat) -> dict[str, str]:
 
 
 def _trainer(config: RunConfig) -> list[PlannedProcess]:
-    """The trainer, and the ranks above it."""
     engine = config.engine
-    room = Room(cpus=max(1, engine.threads), gpus=int(engine.device.startswith("cuda")))
+    resources = Resources(cpus=max(1, engine.threads), gpus=int(engine.device.startswith("cuda")))
     after = (SERVER_PROCESS,) if config.enable_tinkerscript_mode and config.method == "grpo" else ()
     rank_0 = PlannedProcess(
-        TRAINER_PROCESS, ("tinkerscript", "train", Slot.CONFIG), room=room, is_beside=True, after=after
+        TRAINER_PROCESS,
+        ("tinkerscript", "train", Slot.CONFIG),
+        resources=resources,
+        on_trainer_machine=True,
+        after=after,
     )
     meeting = {"MASTER_ADDR": Slot.MASTER, "MASTER_PORT": Slot.MASTER_PORT}
     ranks = [
@@ -195,7 +196,7 @@ def _trainer(config: RunConfig) -> list[PlannedProcess]:
             f"{TRAINER_PROCESS} rank {rank}",
             ("tinkerscript", "rank"),
             environment={"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(engine.devices), **meeting},
-            room=room,
+            resources=resources,
             after=after,
         )
         for rank in range(1, engine.devices)
@@ -213,7 +214,7 @@ def _replicas(config: RunConfig) -> list[PlannedProcess]:
             tuple(_replica_command(engine, inference)),
             environment=_replica_environment(engine, inference, number),
             secrets=(*secrets, *config.cluster.environment),
-            room=Room(launch.cpus, launch.tensor_parallel if launch.gpus else 0),
+            resources=Resources(launch.cpus, launch.tensor_parallel if launch.gpus else 0),
             restarts=MAX_RESTARTS,
             after=(SERVER_PROCESS,),
         )
@@ -222,7 +223,6 @@ def _replicas(config: RunConfig) -> list[PlannedProcess]:
 
 
 def _replica_command(engine: EngineConfig, inference: InferenceConfig) -> list[str]:
-    """The command of one replica."""
     launch = inference.launch
     return [
         *(launch.python or "python", "-m"),
@@ -255,16 +255,15 @@ def _vllm(engine: EngineConfig, inference: InferenceConfig) -> list[str]:
 
 
 def _replica_environment(engine: EngineConfig, inference: InferenceConfig, number: int) -> dict[str, str]:
-    """The environment of replica `number`, besides its key and that of its machine."""
     launch = inference.launch
     first = number * launch.tensor_parallel
     named = [] if launch.gpus == "any" else launch.gpus
     gpus = ",".join(map(str, named[first : first + launch.tensor_parallel]))
     vllm = {
-        # Adapters are found by the plugin when a request names them.
+        # The plugin finds an adapter when a request names it.
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         ADAPTERS: Slot.ADAPTERS,
-        # Replacing all weights and sleeping are for development mode alone.
+        # vLLM replaces all weights and sleeps only in development mode.
         **({"VLLM_SERVER_DEV_MODE": "1"} if inference.sleep or not engine.lora.rank else {}),
     }
     return {
@@ -287,7 +286,7 @@ def _workers(config: RunConfig) -> list[PlannedProcess]:
             ),
             environment={SERVER_URL: Slot.SERVER, **_logging(config.log_format)},
             secrets=(CLIENT_TOKEN, *config.cluster.environment),
-            room=Room(workers.cpus),
+            resources=Resources(workers.cpus),
             restarts=MAX_RESTARTS,
             after=(SERVER_PROCESS,),
             on_demand=number >= workers.count,
@@ -297,10 +296,10 @@ def _workers(config: RunConfig) -> list[PlannedProcess]:
 
 
 def worker_arguments(config: RunConfig, *, elsewhere: bool = False) -> list[str]:
-    """What a worker of this run works on: a script, or tasks with their arguments.
+    """Return the arguments of a worker: a script, or tasks with their arguments.
 
-    `elsewhere`: without this machine's folders, for a worker that has the files where it starts. A server
-    finds an episode's task with or without its folder.
+    With `elsewhere` the paths have no folders, for a worker on a machine that has the files in its
+    working directory. The server recognizes an episode's task with and without the folder.
     """
     if config.workers.script:
         return [Path(config.workers.script).name if elsewhere else config.workers.script]
@@ -309,7 +308,7 @@ def worker_arguments(config: RunConfig, *, elsewhere: bool = False) -> list[str]
     words: list[str] = []
     for task in tasks:
         words += ["--task", _without_folder(task.name) if elsewhere else task.name]
-        if with_arguments:  # Of each task, in turn.
+        if with_arguments:  # The command pairs the n-th arguments with the n-th task.
             words += ["--task-args", json.dumps(task.train_args), "--eval-args", json.dumps(task.eval_args)]
         if any(each.sandbox for each in tasks):
             names = [task.sandbox_type, Path(task.sandbox_config).name]

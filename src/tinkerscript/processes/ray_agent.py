@@ -1,15 +1,15 @@
-"""`python -m tinkerscript.processes.ray_agent`: connected to a Ray cluster on behalf of a trainer.
+"""`python -m tinkerscript.processes.ray_agent` connects to a Ray cluster on behalf of a trainer.
 
-Reads orders as JSON lines from standard input, which ends with the trainer, and writes what becomes of them
-to standard output. Each process of the run is an actor on the machine where it runs, which owns a child
-process there; its output comes here and into the run's folder.
+It reads orders as JSON lines from standard input, which closes when the trainer ends, and writes their
+outcomes to standard output. Each process of the run has an actor on its machine, which owns it as a
+child process and sends its output here, into the run's folder.
 
-Invariant: a child ends with its actor, which holds its standard input. Ray ends the actors when this process
-is gone, and those of a node that has not heard of the cluster's head for a minute.
+Invariant: a child ends with its actor, which holds its standard input. Ray ends the actors when this
+process ends, and the actors of a node that has lost the cluster's head for a minute.
 """
 
 # pyright: reportMissingImports=false
-# Ray is an extra, which the environment that types are checked in does not have.
+# Ray is an optional extra, which the environment for type checks lacks.
 
 from __future__ import annotations
 
@@ -31,25 +31,24 @@ HEAD_TIMEOUT_S = 10
 """Seconds without the cluster's head after which Ray ends this process."""
 
 PARENT_POLL_S = 5.0
-"""Seconds for which an actor waits for output."""
+"""Seconds that an actor waits for output per call."""
 
 STARTING_NOTE_S = 15.0
-"""Seconds of waiting for room after which the user is told."""
+"""Seconds of waiting for room before the user gets a message."""
 
 UNAVAILABLE_S = 20.0
-"""Seconds after which an actor that does not answer counts as dead."""
+"""Seconds without an answer after which an actor counts as dead."""
 
+# Ray reports these facts about every dead actor.
 _FACT = re.compile(r"(class_name|actor_id|pid|name|namespace|ip): ")
-"""Before what Ray says of every dead actor."""
 
 KILL_S = 2.0
-"""Seconds that an actor gets to kill its process."""
 
 READ_BYTES = 65536
 OBJECT_STORE_BYTES = 100 * 2**20
-"""Of a Ray of our own: nothing goes through it."""
+"""The size of a private Ray's object store, which the run does not use."""
 
-# Ray reads these when it is imported.
+# Ray reads these variables when it is imported.
 os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEAD_TIMEOUT_S))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -61,13 +60,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # n
 
 
 class HostedProcess:
-    """An actor: one child process on its machine."""
-
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Start it; returns where it is."""
+        """Start the child and return its host, port and GPUs."""
         host = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -91,11 +88,10 @@ class HostedProcess:
         return {"host": host, "port": port, "gpus": [str(gpu) for gpu in ray.get_gpu_ids()]}
 
     def gpus(self) -> list[str]:
-        """The GPUs of this actor."""
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     async def read(self) -> tuple[bytes, int | None]:
-        """Output, if there is any, and the exit code once there is no more."""
+        """Return output if there is any, and the exit code after the last output."""
         assert self._process is not None
         assert self._process.stdout is not None
         try:
@@ -107,47 +103,40 @@ class HostedProcess:
         return b"", await self._process.wait()
 
     async def ask_to_stop(self) -> None:
-        """Close its standard input."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 
     async def _end_session(self) -> None:
-        """Whatever the process has started ends with it: it may hold the output open."""
+        # Descendants may hold the output open.
         assert self._process is not None
         await self._process.wait()
         self.kill()
 
     def kill(self) -> None:
-        """Kill it, and whatever it has started."""
         assert self._process is not None
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class Agent:
-    """What follows the orders of one trainer."""
-
     def __init__(self, answers: int) -> None:
-        """`answers`: file descriptor to write to."""
+        """`answers` is the file descriptor for answers."""
         self._answers = answers
         self._group: PlacementGroup | None = None
         self._bundles: dict[str, int] = {}
         self._actors: dict[int, Any] = {}
         self._placed: set[int] = set()
-        """Those of them that have a machine."""
 
+        # Orders that have waited for long and are not reported yet.
         self._late: list[dict[str, Any]] = []
-        """Orders that wait for long, and of which the user is not told yet."""
 
         self._tasks: set[asyncio.Task[None]] = set()
         self._actor_class: Any = ray.remote(HostedProcess)
 
-    def tell(self, **message: Any) -> None:
-        """Write an answer."""
+    def send(self, **message: Any) -> None:
         os.write(self._answers, json.dumps(message).encode() + b"\n")
 
     async def run(self, orders: asyncio.StreamReader) -> None:
-        """Follow orders until there are no more."""
         settings = json.loads(await orders.readline() or b"null")
         if settings is None:
             return
@@ -156,19 +145,19 @@ class Agent:
         reserving = asyncio.create_task(self._reserve(settings, node_id))
         ending = asyncio.create_task(orders.readline())
         await asyncio.wait({reserving, ending}, return_when=asyncio.FIRST_COMPLETED)
-        if not reserving.done():  # Nobody sends an order before it is told that there is room.
+        if not reserving.done():  # Standard input ended, because no order comes before `ready`.
             reserving.cancel()
             return
         nodes = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
         gpus = reserving.result()
-        self.tell(ready={"address": ray.util.get_node_ip_address(), "nodes": nodes, "gpus": gpus})
+        self.send(ready={"address": ray.util.get_node_ip_address(), "nodes": nodes, "gpus": gpus})
         line = await ending
         while line:
             self._follow(json.loads(line))
             line = await orders.readline()
 
     async def _reserve(self, settings: dict[str, Any], node_id: str) -> list[str]:
-        """Reserve room for all that the run needs from its start, at once; returns the trainer's own GPUs."""
+        """Reserve room for everything that the run needs from its start. Returns the trainer's GPUs."""
         beside = [each for each in settings["processes"] if each["beside"]]
         others = [each for each in settings["processes"] if not each["beside"]]
         wanted = [_resources(sum(each["cpus"] for each in beside), sum(each["gpus"] for each in beside))]
@@ -180,14 +169,14 @@ class Agent:
                 selectors.append({})
         group = self._group = placement_group(wanted, strategy="PACK", bundle_label_selector=selectors)
         deadline = time.monotonic() + settings["timeout_s"]
-        told_at = time.monotonic() + STARTING_NOTE_S
+        report_at = time.monotonic() + STARTING_NOTE_S
         while not await asyncio.to_thread(group.wait, 1):
             room = f"the run needs {_sums(wanted)}; Ray has {_of_cluster()}"
             if time.monotonic() > deadline:
                 raise TimeoutError(f"there is no room within {settings['timeout_s']:g} s: {room}")
-            if time.monotonic() > told_at:
-                self.tell(note=f"waiting for room in the Ray cluster: {room}")
-                told_at = float("inf")
+            if time.monotonic() > report_at:
+                self.send(note=f"waiting for room in the Ray cluster: {room}")
+                report_at = float("inf")
         if not wanted[0].get("GPU"):
             return []
         self._holder = self._actor({"name": "", "cpus": 0, "gpus": wanted[0]["GPU"]}, bundle=0)
@@ -222,7 +211,7 @@ class Agent:
         task.add_done_callback(self._tasks.discard)
 
     async def _kill(self, number: int, actor: Any) -> None:
-        """Kill what the actor has started, or if it does not respond the actor itself."""
+        # The actor itself may not respond.
         with suppress(RayError, TimeoutError):
             await asyncio.wait_for(_value(actor.kill.remote()), KILL_S)
         self._end(number, -signal.SIGKILL, "")
@@ -234,45 +223,43 @@ class Agent:
             if number not in self._actors:
                 return
             self._placed.add(number)
-            self.tell(started=number, host=facts["host"], port=facts["port"])
+            self.send(started=number, host=facts["host"], port=facts["port"])
             code = await self._copy_output(actor, log)
             self._end(number, code, "")
         except RayError as error:
-            if number not in self._actors:  # Its end was ordered.
+            if number not in self._actors:  # An order ended it.
                 return
             why = _why(error)
             _append(log, f"ray: {why}\n".encode())
             self._end(number, -signal.SIGKILL, why.splitlines()[0].split(". ")[0])
 
     async def _place(self, actor: Any, order: dict[str, Any]) -> dict[str, Any]:
-        """Where it is, once there is room for it."""
         starting = asyncio.ensure_future(_value(actor.start.remote(order)))
         done, _ = await asyncio.wait({starting}, timeout=STARTING_NOTE_S)
         if not done:
             if not self._late:
-                asyncio.get_running_loop().call_later(1.0, self._tell_of_delays)
+                asyncio.get_running_loop().call_later(1.0, self._report_delays)
             self._late.append(order)
         return await starting
 
-    def _tell_of_delays(self) -> None:
-        """One line for all that wait for the same reason."""
+    def _report_delays(self) -> None:
+        # All orders that wait for the same reason share one message.
         late, self._late = self._late, []
         free = ray.available_resources()
         needs = [_resources(order["cpus"], order["gpus"]) for order in late]
         fits = [all(free.get(name, 0) >= amount for name, amount in need.items()) for need in needs]
         if starting := [order["name"] for order, fit in zip(late, fits, strict=True) if fit]:
-            self.tell(note=f"still being started: {_some(starting)}")
+            self.send(note=f"still being started: {_some(starting)}")
         if waiting := [order["name"] for order, fit in zip(late, fits, strict=True) if not fit]:
             total = _sums([need for need, fit in zip(needs, fits, strict=True) if not fit])
-            self.tell(note=f"waiting for {total}: {_some(waiting)}; Ray has {_of_cluster()}")
+            self.send(note=f"waiting for {total}: {_some(waiting)}; Ray has {_of_cluster()}")
 
     async def _copy_output(self, actor: Any, log: Path) -> int:
-        """Append its output to `log`; returns its exit code."""
         silent_since: float | None = None
         while True:
             try:
                 data, code = await _value(actor.read.remote())
-            except ActorUnavailableError:  # Its machine may be lost, or slow.
+            except ActorUnavailableError:  # Its machine may be lost or only slow.
                 silent_since = silent_since or time.monotonic()
                 if time.monotonic() - silent_since > UNAVAILABLE_S:
                     raise
@@ -288,7 +275,7 @@ class Agent:
         self._placed.discard(number)
         if actor is not None:
             ray.kill(actor)
-            self.tell(ended=number, code=code, why=why)
+            self.send(ended=number, code=code, why=why)
 
 
 async def _value(reference: Any) -> Any:
@@ -310,7 +297,6 @@ def _connect(settings: dict[str, Any]) -> None:
 
 
 def _folder_here(folder: str) -> str | None:
-    """The trainer's working directory, if this machine has it."""
     return folder if Path(folder).is_dir() else None
 
 
@@ -340,22 +326,21 @@ def _of_cluster() -> str:
 
 
 def _why(error: Exception) -> str:
-    """What Ray knows about the end of an actor, in its own words, the most telling line first."""
+    """Return Ray's explanation of an actor's end, with the most informative line first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines[1:] if not _FACT.match(line)]
     return "\n".join([*telling, *lines[:1]]) or type(error).__name__
 
 
 async def main(answers: int) -> int:
-    """Follow the orders on standard input."""
     loop = asyncio.get_running_loop()
     orders = asyncio.StreamReader(limit=2**20)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
     agent = Agent(answers)
     try:
         await agent.run(orders)
-    except Exception as error:  # noqa: BLE001 - The trainer tells the user.
-        agent.tell(failed=f"{type(error).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001 - The trainer reports it to the user.
+        agent.send(failed=f"{type(error).__name__}: {error}")
         return 1
     finally:
         ray.shutdown()
@@ -365,5 +350,5 @@ async def main(answers: int) -> int:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     own = os.dup(1)
-    os.dup2(2, 1)  # Whatever Ray prints goes to the log.
+    os.dup2(2, 1)  # Ray's own prints go to the log.
     sys.exit(asyncio.run(main(own)))

@@ -1,11 +1,11 @@
-"""`RayLauncher`: starts the processes of a run where a Ray cluster has room for them.
+"""`RayLauncher` starts the processes of a run where a Ray cluster has room for them.
 
-Ray itself is in a child process (`processes.ray_agent`): when the cluster's head is gone, Ray ends the
-process that is connected to it, and the trainer has weights to save. This end sends it orders, as JSON lines,
-and learns what becomes of them.
+Ray runs in a child process (`processes.ray_agent`), because it ends a connected process when the
+cluster's head is gone, and the trainer must still save its weights. This side sends orders as JSON
+lines and reads their outcomes.
 
-Invariant: secrets go through pipes and Ray's calls, never onto a command line. The agent and whatever it
-has started end with this process.
+Invariant: secrets pass through pipes and Ray's calls, never through a command line. The agent and
+everything that it started end with this process.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from tinkerscript.processes.launcher import Child, Launcher, LocalLauncher, Slot
 from tinkerscript.processes.planned import PlannedProcess
 
 ACTOR_STOP_S = 4.0
-"""Seconds that the agent gets to leave the cluster."""
 
 ROOM_S = 600.0
-"""Seconds that the cluster may take to have room for what the run needs from its start."""
+"""Seconds to wait for the resources that the run needs from its start."""
 
 LINE_BYTES = 2**20
 
@@ -47,15 +46,15 @@ async def open_launcher(
     note: Callable[[str], None],
     room_s: float = ROOM_S,
 ) -> AsyncGenerator[Launcher]:
-    """What starts the processes of a run that need not be beside the trainer.
+    """Open the launcher of the processes that may run on other machines.
 
-    Raises ConfigError without Ray, or for a cluster that cannot be used.
+    Raises ConfigError if Ray is not installed or the cluster cannot be used.
     """
     if config.cluster.launcher == "local":
         yield LocalLauncher()
         return
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError("cluster.launcher: ray needs Ray: pip install 'tinkerscript[ray]'")
+        raise ConfigError("cluster.launcher: ray is not installed; run pip install 'tinkerscript[ray]'")
     log = folder / "logs" / "ray.log"
     with log.open("ab") as output:
         process = await asyncio.create_subprocess_exec(
@@ -69,7 +68,7 @@ async def open_launcher(
     launcher = RayLauncher(process, log, note)
     try:
         await launcher.connect(config, plan, room_s)
-        if launcher.gpus:  # Before this process has used any.
+        if launcher.gpus:  # CUDA reads the variable at its first use, which is later.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(launcher.gpus)
         yield launcher
     finally:
@@ -77,13 +76,13 @@ async def open_launcher(
 
 
 class RayProcess(Started):
-    """A process that Ray has started, or will when there is room."""
+    """A process that Ray has started, or will start when there is room."""
 
     def __init__(self, number: int, send: Callable[[dict[str, Any]], None]) -> None:
         self.host, self.port = "", 0
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.why = ""
-        """Of an end that is not its own, such as that of its machine."""
+        """The reason if the process did not end by itself, for example because its machine was lost."""
 
         self._number = number
         self._send = send
@@ -108,13 +107,11 @@ class RayProcess(Started):
 
 
 class RayLauncher(Launcher):
-    """This process's end of the agent."""
-
     shares_files = False
 
     def __init__(self, process: Process, log: Path, note: Callable[[str], None]) -> None:
         self.gpus: list[str] = []
-        """Those that Ray has reserved for this process."""
+        """The GPUs that Ray has reserved for this process."""
 
         self._process = process
         self._log = log
@@ -126,20 +123,27 @@ class RayLauncher(Launcher):
         self._reading = asyncio.create_task(self._read(), name="ray agent")
 
     async def connect(self, config: RunConfig, plan: Sequence[PlannedProcess], room_s: float) -> None:
-        """Join the cluster, and wait `room_s` for room for all but the workers. Raises ConfigError."""
+        """Join the cluster and wait up to `room_s` seconds for the resources of everything but the workers.
+
+        Raises ConfigError.
+        """
         self._where = f" at {config.cluster.address}" if config.cluster.address else ""
-        fixed = [process for process in plan if process.is_beside or not process.name.startswith("worker ")]
+        fixed = [
+            process
+            for process in plan
+            if process.on_trainer_machine or not process.name.startswith("worker ")
+        ]
         self._send(
             {
                 "address": config.cluster.address,
                 "timeout_s": room_s,
-                "cpus": sum(process.room.cpus for process in plan),
+                "cpus": sum(process.resources.cpus for process in plan),
                 "processes": [
                     {
                         "name": process.name,
-                        "cpus": process.room.cpus,
-                        "gpus": process.room.gpus,
-                        "beside": process.is_beside,
+                        "cpus": process.resources.cpus,
+                        "gpus": process.resources.gpus,
+                        "beside": process.on_trainer_machine,
                     }
                     for process in fixed
                 ],
@@ -155,8 +159,8 @@ class RayLauncher(Launcher):
         if others and is_loopback(section.interchange_server_host) and not section.public_base_url:
             raise ConfigError(
                 f"cluster.address: {config.cluster.address!r} has other machines ({', '.join(others[:5])}), "
-                f"which cannot reach an interchange server on {section.interchange_server_host}: set "
-                "interchange_server.interchange_server_host: 0.0.0.0, and the two tokens that it then needs"
+                f"which cannot reach an interchange server on {section.interchange_server_host}; set "
+                "interchange_server.interchange_server_host: 0.0.0.0, and the two tokens that it requires"
             )
 
     async def start(self, child: Child) -> RayProcess:
@@ -175,28 +179,28 @@ class RayLauncher(Launcher):
                 "cwd": str(Path.cwd()),
                 "environ": dict(child.environ),
                 "withheld": list(child.withheld),
-                "cpus": child.room.cpus,
-                "gpus": child.room.gpus,
+                "cpus": child.resources.cpus,
+                "gpus": child.resources.gpus,
                 "log": str(child.log),
             }
         )
         return process
 
     async def close(self) -> None:
-        """Leave the cluster, and end one that was started for this run."""
+        """Leave the cluster, and end it if it was started for this run."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
             await asyncio.wait_for(self._process.wait(), ACTOR_STOP_S)
         except TimeoutError:
-            self._note("Ray does not end by itself: it is killed")
+            self._note("Ray did not end in time and was killed")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
         await self._reading
         if self._ready.done():
-            self._ready.exception()  # Raised already, or too late to matter.
+            self._ready.exception()  # It was raised already, or comes too late to matter.
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -212,7 +216,7 @@ class RayLauncher(Launcher):
             self._on_message(message)
         end = describe_exit(await self._process.wait())
         what = "the Ray cluster is lost" if self._ready.done() else f"cannot connect to Ray{self._where}"
-        tail = f"what connects to it ended ({end}); the end of {self._log}:\n{last_lines(self._log)}"
+        tail = f"its agent ended ({end}); the end of {self._log}:\n{last_lines(self._log)}"
         self._fail(WorkerError(failure or f"{what}: {tail}"))
 
     def _on_message(self, message: dict[str, Any]) -> None:
@@ -238,4 +242,4 @@ class RayLauncher(Launcher):
         for future in (self._ready, *(process.ended for process, _ in self._started.values())):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # A process that nobody waits for is none to report.
+                future.exception()  # Otherwise asyncio would log the error of a process without a waiter.

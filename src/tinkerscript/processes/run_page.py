@@ -1,7 +1,7 @@
-"""`run_page`: the page of a run, which `tinkerscript view` serves beside it as a child process.
+"""`run_page` serves the page of a run from a child process that runs `tinkerscript view`.
 
-Invariant: a run neither waits for its page nor fails because of it. The page has low priority, so it cannot
-delay a claim. It ends with this process.
+Invariant: a run neither waits for its page nor fails because of it. The page has low priority, so that
+it cannot delay a claim, and it ends with this process.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ async def run_page(
     *,
     max_restarts: int = MAX_RESTARTS,
 ) -> AsyncGenerator[None]:
-    """Serve the page of the run in `folder` while the context is open, and say where it is.
+    """Serve the page of the run in `folder` while the context is open, and announce its URL.
 
-    `on_page` is called with its URL. Without `on_page`, or with `page_port: off`, there is no page.
+    `on_page` is called with the URL. Without it, or with `page_port: off`, there is no page.
     """
     if on_page is None or config.page_port == "off":
         yield
@@ -49,7 +49,7 @@ async def run_page(
             yield
             return
         with listener:
-            # The run holds the socket: while the page restarts, the address stays and visitors wait.
+            # The run holds the socket, so that the address stays and visitors wait while the page restarts.
             url = http_url(listener, tls=bool(options))
             note(f"watch the run at {url}")
             on_page(url)
@@ -72,20 +72,19 @@ async def run_page(
 async def _given_up(
     supervisor: Supervisor, listener: socket.socket, log: Path, note: Callable[[str], None]
 ) -> None:
-    """Say once that the page has died too often; the run goes on."""
     try:
         await supervisor.failed()
     except (OSError, WorkerError) as error:
-        listener.close()  # Visitors are refused, instead of waiting.
-        note(f"the run goes on without its page: {str(error).splitlines()[0].rstrip(':;')} ({log})")
+        listener.close()  # Otherwise visitors would wait forever.
+        note(f"the run continues without its page: {str(error).splitlines()[0].rstrip(':;')} ({log})")
 
 
 def _listen(config: RunConfig) -> tuple[socket.socket, list[str]]:
-    """A listening socket, and the options of `view` for TLS. Raises OSError.
+    """Return a listening socket, and the options of `view` for TLS. Raises OSError.
 
-    The page listens where the server does if the admin token protects it there, else on this machine alone:
-    so does that of a trainer that shares the ledger with a server elsewhere, and lacks its address or
-    certificate.
+    The page listens on the server's host if the admin token protects it there, otherwise only on this
+    machine. It also does so for a trainer that shares the ledger with a server elsewhere, and therefore
+    lacks that server's address or certificate.
     """
     section, port = config.interchange_server, config.page_port
     token = read_token(os.environ, ADMIN_TOKEN) or ""
@@ -104,7 +103,6 @@ def _bound(host: str, port: int | str) -> socket.socket:
 
 
 def _tls(section: InterchangeConfig) -> list[str]:
-    """Raises OSError for a file that is not on this machine."""
     files = {"--tls-certificate": section.tls_certificate, "--tls-key": section.tls_key}
     given = {option: str(Path(name).resolve(strict=True)) for option, name in files.items() if name}
     return [word for pair in given.items() for word in pair]

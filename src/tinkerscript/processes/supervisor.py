@@ -1,6 +1,6 @@
-"""`Supervisor`: the processes of a run, restarted when they die and stopped when their run ends.
+"""`Supervisor` restarts the processes of a run when they die, and stops them when the run ends.
 
-A launcher starts them, on this machine or on another. Invariant: none outlives this process.
+Launchers start them on this machine or on others. Invariant: no process outlives this one.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from tinkerscript.lifecycle import last_lines
 from tinkerscript.processes.launcher import Child, Launcher, LocalLauncher
 
 CHILD_GRACE_S = 4.0
-"""Seconds between the request to stop and SIGKILL, before an interrupted supervisor exits hard itself."""
+"""Seconds between the request to stop and SIGKILL. It is less than an interrupted run has before it exits
+hard."""
 
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
-"""Seconds of backoff before the first, second, ... restart in a row; the last one repeats."""
+"""Seconds of backoff before the first, second, ... restart in a row. The last one repeats."""
 
 STABLE_AFTER_S = 60.0
-"""A child that lived this long is restarted at once, with its backoff reset."""
+"""A child that lived this many seconds is restarted at once, and its backoff starts again."""
 
 
 class Supervisor:
-    """Owns child processes. An async context manager: leaving it stops every child."""
+    """Owns child processes. Leaving the context stops all of them."""
 
     def __init__(
         self, *, max_restarts: int, note: Callable[[str], None], launcher: Launcher | None = None
     ) -> None:
         self._local = LocalLauncher()
         self.launcher = launcher or self._local
-        """What starts children that do not have to be on this machine."""
+        """The launcher of children that may run on other machines."""
 
         self._max_restarts = max_restarts
         self._note = note
@@ -49,7 +50,7 @@ class Supervisor:
         await self.stop()
 
     async def stop(self) -> None:
-        """Stop every child, now rather than at the end of the context."""
+        """Stop every child before the end of the context."""
         await asyncio.shield(self._end())
 
     async def _end(self) -> None:
@@ -57,36 +58,32 @@ class Supervisor:
         await asyncio.gather(*(self._stop(child) for child in self._children))
         await asyncio.gather(*self._tasks)
         if self._failure is not None and self._failure.done():
-            self._failure.exception()  # Raised already, or too late to matter.
+            self._failure.exception()  # It was raised already, or comes too late to matter.
 
     @property
     def restarts(self) -> int:
-        """Number of restarts, of all children."""
         return sum(child.restarts for child in self._children)
 
     async def start(self, child: Child) -> None:
-        """Start `child` and keep it running."""
         self._children.append(child)
         await self._spawn(child)
         self._tasks.append(asyncio.create_task(self._keep(child), name=f"keep {child.name}"))
 
     def kill(self, child: Child) -> None:
-        """Kill a child that hangs, which starts it again."""
         if child.process is not None and child.process.returncode is None:
             child.process.kill()
 
     async def retire(self, child: Child) -> None:
-        """Stop a child that is no longer needed."""
         child.retired = True
         await self._stop(child)
 
     async def failed(self) -> None:
-        """Never returns; raises ChildFailedError when a child dies too often or cannot run."""
+        """Wait forever, or raise ChildFailedError when a child dies too often or cannot run."""
         assert self._failure is not None
         await asyncio.shield(self._failure)
 
     async def _spawn(self, child: Child) -> None:
-        launcher = self._local if child.is_beside else self.launcher
+        launcher = self._local if child.on_trainer_machine else self.launcher
         child.process = await launcher.start(child)
 
     async def _keep(self, child: Child) -> None:
@@ -119,7 +116,7 @@ class Supervisor:
                 return
             child.restarts += 1
             await self._spawn(child)
-            if self._stopping.is_set():  # The stop came while the child was starting.
+            if self._stopping.is_set():  # The request to stop came while the child was starting.
                 await self._stop(child)
                 return
 
@@ -131,13 +128,12 @@ class Supervisor:
         return True
 
     def fail(self, error: Exception) -> None:
-        """End what depends on this supervisor with `error`, if nothing has before."""
+        """Let `failed` raise `error`, unless an earlier error exists."""
         assert self._failure is not None
         if not self._failure.done():
             self._failure.set_exception(error)
 
     async def _stop(self, child: Child) -> None:
-        """Ask the child to stop; kill it if it does not."""
         process = child.process
         if process is None or process.returncode is not None:
             return
@@ -148,12 +144,12 @@ class Supervisor:
             except TimeoutError:
                 process.kill()
                 await process.wait()
-        except WorkerError as error:  # Its launcher failed, which the task that keeps it has told.
+        except WorkerError as error:  # The launcher failed.
             self.fail(error)
 
 
 class ChildFailedError(WorkerError):
-    """A child process cannot run, or died more often than allowed."""
+    """A child process cannot run, or has died too often."""
 
     def __init__(self, child: Child) -> None:
         assert child.process is not None
@@ -164,10 +160,8 @@ class ChildFailedError(WorkerError):
 
 
 class CanFail(Protocol):
-    """Something that work depends on."""
-
     async def failed(self) -> None:
-        """Never returns; raises when it fails."""
+        """Wait forever, or raise when it fails."""
         ...
 
 
@@ -175,7 +169,7 @@ WorkT = TypeVar("WorkT")
 
 
 async def run_beside(others: CanFail, work: asyncio.Task[WorkT]) -> WorkT:
-    """Await `work`, but fail as soon as what it depends on fails."""
+    """Await `work`, but raise as soon as a dependency fails."""
     watch = asyncio.create_task(others.failed(), name="watch children")
     try:
         await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,9 +1,9 @@
-"""`python -m tinkerscript.processes.with_parent PROGRAM ...`: run a program that ends when our parent does.
+"""`python -m tinkerscript.processes.with_parent PROGRAM ...` runs a foreign program that ends with our
+parent.
 
-For programs that are not ours: the supervisor asks a child to stop by closing its standard input, which
-happens too when the supervisor is killed. In a session of its own, which the supervisor gives it, what the
-program has started ends as well, also when this process is killed: Ray kills what an actor has started, and
-leaves what that has started.
+The supervisor asks a child to stop by closing its standard input, which also closes when the supervisor
+is killed. If this process leads a session, as it does under the supervisor, the program's descendants
+end too, even if this process is killed. Ray kills an actor's children, but not their descendants.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import sys
 import threading
 
 PROGRAM_GRACE_S = 2.0
-"""Seconds between SIGTERM and SIGKILL."""
 
 
 def main(argv: list[str]) -> int:
-    """Run `argv` until it ends or standard input closes; returns its exit code."""
+    """Run `argv` until it ends or standard input closes, and return its exit code."""
     if os.getpgrp() == os.getpid():
         _end_the_group_after_this_process()
     program = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
@@ -38,12 +37,12 @@ def main(argv: list[str]) -> int:
     threading.Thread(target=watch, daemon=True).start()
     code = program.wait()
     if stopped.is_set() and os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)  # This process too: nobody reads its exit code any more.
+        os.killpg(0, signal.SIGKILL)  # This kills this process too. Its exit code has no reader any more.
     return code
 
 
 def _end_the_group_after_this_process() -> None:
-    """However this one ends: then its end of a pipe closes, which a process of the same group reads."""
+    # However this process ends, its end of the pipe closes, and the forked process kills the group.
     read, write = os.pipe()
     if os.fork():
         os.close(read)

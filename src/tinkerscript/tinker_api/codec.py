@@ -1,9 +1,9 @@
-"""Request bodies and replies, to and from the SDK's own types.
+"""Convert request bodies and replies from and to the SDK's types.
 
-JSON bodies are read by the SDK's request types, which refuse unknown fields. The protobuf messages are
-`tinker.proto.tinker_public_pb2`, which ships with the SDK. Samples and losses are answered in protobuf to who
-accepts it, as every SDK from 0.24 on does, and in JSON to others. An error names the field, by a path such as
-`data[3].loss_fn_inputs.weights`.
+The SDK's request types read JSON bodies and refuse unknown fields. The protobuf messages come from
+`tinker.proto.tinker_public_pb2`, which the SDK ships. Samples and losses are answered in protobuf to
+clients that accept it (the SDK since 0.24), otherwise in JSON. An error contains the path of the field,
+such as `data[3].loss_fn_inputs.weights`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinkerscript.errors import EngineRequestError, WireError
 
 Reply = dict[str, Any] | Response | None
-"""A JSON object, a whole response, or None for an empty one."""
+"""A JSON object, a complete response, or None for an empty reply."""
 
 FutureResult = tinker.SampleResponse | tinker.ForwardBackwardOutput | dict[str, Any]
-"""What `write_result` writes; a JSON object goes out as it is."""
+"""The results that `write_result` can write. A JSON object is sent unchanged."""
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -36,7 +36,7 @@ _NUMPY_TYPES: dict[int, tuple[tinker.types.TensorDtype, type[np.generic]]] = {
 
 
 def read_json(model: type[M], body: bytes) -> M:
-    """Raises WireError 422 naming the field and the value."""
+    """Parse a JSON body. Raises WireError 422 with the field and the value."""
     try:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:
@@ -55,8 +55,6 @@ def _short(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardCall:
-    """A decoded `ForwardBackwardRequest`."""
-
     model_id: str
     seq_id: int
     data: list[tinker.Datum]
@@ -66,7 +64,7 @@ class ForwardBackwardCall:
 
 
 def read_forward_backward(body: bytes) -> ForwardBackwardCall:
-    """Decode the body of `forward_backward`. Raises EngineRequestError naming the field."""
+    """Decode the body of `forward_backward`. Raises EngineRequestError with the field."""
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -85,7 +83,7 @@ def read_forward_backward(body: bytes) -> ForwardBackwardCall:
 
 
 def _config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
-    """`loss_fn_config_v2` takes precedence; `loss_fn_config` can hold only numbers."""
+    # `loss_fn_config` can only hold numbers, so `loss_fn_config_v2` takes precedence.
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         config[key] = value.text if value.WhichOneof("value") == "text" else value.number
@@ -111,12 +109,12 @@ def _datum(message: pb.Datum, where: str) -> tinker.Datum:
 
 
 def read_tensor(message: pb.Tensor, where: str) -> tinker.TensorData:
-    """A one-dimensional tensor. Raises EngineRequestError naming `where`."""
+    """Read a one-dimensional tensor. Raises EngineRequestError with `where`."""
     shape = list(message.shape)
     if message.dtype not in _NUMPY_TYPES:
         raise EngineRequestError(f"{where}: dtype {message.dtype} is not float32 or int64")
     if message.HasField("sparse_csr") or len(shape) > 1:
-        raise EngineRequestError(f"{where}: shape {shape}; only one value for each position is supported")
+        raise EngineRequestError(f"{where}: shape {shape} is not supported; send one value per position")
     name, dtype = _NUMPY_TYPES[message.dtype]
     return tinker.TensorData(data=np.frombuffer(message.dense, dtype=dtype).copy(), dtype=name, shape=None)
 
@@ -125,7 +123,7 @@ PROTOBUF = "application/x-protobuf"
 
 
 def write_result(result: FutureResult, *, accept: str) -> Reply:
-    """A result for a client with this `Accept` header."""
+    """Write a result for a client that sent the header `Accept: {accept}`."""
     if isinstance(result, dict):
         return result
     is_sample = isinstance(result, tinker.SampleResponse)
@@ -163,7 +161,7 @@ def _tensor_json(values: NDArray[Any]) -> dict[str, Any]:
 
 
 def write_forward_backward(output: tinker.ForwardBackwardOutput) -> bytes:
-    """One record, with one batched tensor for each output field of the loss."""
+    """Write one record with a batched tensor for each output field of the loss."""
     message = pb.ForwardBackwardOutput()
     message.loss_fn_output_type = output.loss_fn_output_type
     record = message.loss_fn_outputs.add()
@@ -181,7 +179,6 @@ def write_forward_backward(output: tinker.ForwardBackwardOutput) -> bytes:
 
 
 def write_sample(response: tinker.SampleResponse) -> bytes:
-    """The sequences, and the scores of the prompt that were asked for."""
     message = pb.SampleResponse()
     for sequence in response.sequences:
         written = message.sequences.add()

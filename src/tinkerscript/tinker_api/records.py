@@ -1,9 +1,9 @@
-"""What the server keeps on disk: sessions with their runs and samplers, and checkpoints.
+"""Sessions with their runs and samplers, and checkpoints, all stored on disk.
 
-A session is on disk from its creation, so a client that outlives the server can go on sampling from
-checkpoints. A checkpoint is a Hugging Face folder with a note of ours in it, behind
-`tinker://RUN/weights/NAME` or `tinker://RUN/sampler_weights/NAME`. The folders are the only record: what is
-there after a restart is what exists.
+A session is stored when it is created, so that a client that outlives the server can continue sampling
+from checkpoints. A checkpoint is a Hugging Face folder with the file `NOTE` in it, behind
+`tinker://RUN/weights/NAME` or `tinker://RUN/sampler_weights/NAME`. The folders are the only record, so
+a restarted server finds exactly what they contain.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from tinkerscript.errors import WireError
 from tinkerscript.files import write_atomically
 
 FORGET_AFTER = timedelta(days=30)
-"""How long a session stays on disk."""
 
 NOTE = "tinker_checkpoint.json"
-"""The file in a checkpoint's folder that says what it is."""
+"""The file that describes a checkpoint in its folder."""
 
 ARCHIVE_KINDS: Mapping[str, Literal["training", "sampler"]] = {
     "weights": "training",
     "sampler_weights": "sampler",
 }
-"""Second part of a `tinker://` path -> Tinker's name for the kind of checkpoint."""
+"""Tinker's name for the kind of checkpoint, by the second part of its `tinker://` path."""
 
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 366 * 24 * 3600
 
@@ -43,16 +42,16 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 @dataclass(slots=True)
 class SamplerRecord:
-    """One sampling session: over a checkpoint, over a snapshot, or (with neither) over the base model."""
+    """A sampling session over a checkpoint, over a snapshot, or (with neither) over the base model."""
 
     sampler_id: str
     base_model: str
     model_path: str | None = None
     snapshot: bool = False
-    """Its weights were never saved: only the process that made them has them."""
+    """True if only this process has the weights, because they were not saved."""
 
     clones: int = 0
-    """Clients that joined after the first one."""
+    """The number of clients that joined after the first."""
 
 
 @dataclass(slots=True)
@@ -62,7 +61,7 @@ class RunRecord:
     last_request: str
     user_metadata: dict[str, Any] | None = None
     lora_config: dict[str, Any] | None = None
-    """Tinker's `LoraConfig` as JSON. None: all weights train."""
+    """Tinker's `LoraConfig` as JSON, or None if all weights train."""
 
 
 @dataclass(slots=True)
@@ -72,14 +71,14 @@ class ClientSession:
     user_metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     display_name: str | None = None
     finished: str | None = None
-    """How it ended; None while it lasts."""
+    """The reason for the end, or None if the session is active."""
 
     samplers: dict[str, SamplerRecord] = field(default_factory=dict[str, SamplerRecord])
     runs: dict[str, RunRecord] = field(default_factory=dict[str, RunRecord])
 
 
 class Sessions:
-    """Every session on disk under `root`. `clock` is in seconds."""
+    """The sessions on disk under `root`. `clock` returns seconds."""
 
     def __init__(self, root: Path, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._root = root
@@ -109,10 +108,10 @@ class Sessions:
         return session
 
     def active(self, session_id: str) -> ClientSession:
-        """A session that has not ended. Counts as its heartbeat. Raises WireError 410 or 404."""
+        """Return an active session and count the request as a heartbeat. Raises WireError 410 or 404."""
         session = self.get(session_id)
         if session.finished is not None:
-            raise WireError(410, f"session_id: the session {session_id} is over ({session.finished})")
+            raise WireError(410, f"session_id: the session {session_id} has ended ({session.finished})")
         self._last_seen[session_id] = self._clock()
         return session
 
@@ -122,36 +121,36 @@ class Sessions:
         return self._sessions[session_id]
 
     def all(self) -> list[ClientSession]:
-        """Newest first."""
+        """Return every session, newest first."""
         return sorted(self._sessions.values(), key=lambda session: session.created, reverse=True)
 
     def sampler(self, sampler_id: str) -> tuple[ClientSession, SamplerRecord]:
-        """Raises WireError 404 for an unknown one."""
+        """Return a sampler with its session. Raises WireError 404."""
         session = self._sessions.get(sampler_id.partition(":sample:")[0])
         if session is None or sampler_id not in session.samplers:
             raise WireError(
                 404,
-                f"sampling_session_id: no sampler {sampler_id!r}; one over unsaved weights does not outlive "
-                "the server; save_weights_for_sampler(name) and create_sampling_client(path) do",
+                f"sampling_session_id: no sampler {sampler_id!r}; one over unsaved weights ends with the "
+                "server: use save_weights_for_sampler(name) and create_sampling_client(path)",
             )
         return session, session.samplers[sampler_id]
 
     def run(self, run_id: str) -> tuple[ClientSession, RunRecord]:
-        """Raises WireError 404 for an unknown one."""
+        """Return a training run with its session. Raises WireError 404."""
         session = self._sessions.get(run_id.partition(":train:")[0])
         if session is None or run_id not in session.runs:
             raise WireError(404, f"model_id: no training run {run_id!r}")
         return session, session.runs[run_id]
 
     def finish(self, session: ClientSession, how: str) -> None:
-        """End a session; the first reason given stands."""
+        """End a session. Of several reasons, the first is kept."""
         if session.finished is None:
             session.finished = how
             self._last_seen.pop(session.session_id, None)
             self.save(session)
 
     def silent(self) -> list[ClientSession]:
-        """Sessions past their timeout without a heartbeat."""
+        """Return the sessions that have missed their heartbeats."""
         limit = self._clock() - self._timeout_s
         return [self._sessions[id_] for id_, seen in self._last_seen.items() if seen < limit]
 
@@ -164,7 +163,7 @@ def timestamp() -> str:
 
 
 def lora_reply(record: RunRecord | Checkpoint) -> dict[str, Any]:
-    """`is_lora` and `lora_rank`, as in Tinker's replies."""
+    """Return `is_lora` and `lora_rank` as in Tinker's replies."""
     config = record.lora_config
     return {"is_lora": config is not None, "lora_rank": None if config is None else config["rank"]}
 
@@ -178,11 +177,11 @@ def _read_session(path: Path) -> ClientSession:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One checkpoint; times are ISO 8601 with a time zone."""
+    """A checkpoint. Times are ISO 8601 with a time zone."""
 
     run_id: str
     kind: str
-    """`weights` (with optimizer state) or `sampler_weights`."""
+    """Either `weights` (with optimizer state) or `sampler_weights`."""
 
     name: str
     time: str
@@ -191,7 +190,7 @@ class Checkpoint:
     expires_at: str | None = None
     public: bool = False
     lora_config: dict[str, Any] | None = None
-    """The run's. None: the checkpoint has all weights."""
+    """The run's `LoraConfig`, or None if the checkpoint contains all weights."""
 
     @property
     def path(self) -> str:
@@ -202,7 +201,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Every checkpoint under `root`, one folder per run."""
+    """The checkpoints under `root`, in one folder per run."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -219,7 +218,7 @@ class Checkpoints:
         user_metadata: dict[str, str] | None,
         ttl_seconds: int | None,
     ) -> Checkpoint:
-        """A checkpoint yet to be written. Raises WireError naming the field."""
+        """Describe a checkpoint that is yet to be written. Raises WireError with the field."""
         name = name or uuid4().hex
         if not _NAME.fullmatch(name):
             raise WireError(400, f"path: {name!r} must be letters, digits, '.', '_' and '-', without '/'")
@@ -242,21 +241,22 @@ class Checkpoints:
         return (self.folder(checkpoint) / NOTE).is_file()
 
     def notes(self, checkpoint: Checkpoint) -> dict[str, str]:
-        """The text files to write into the checkpoint's folder."""
+        """Return the text files that belong into the checkpoint's folder."""
         return {NOTE: json.dumps(asdict(checkpoint), indent=2) + "\n"}
 
     def find(self, path: str, *, field: str = "path") -> Checkpoint:
-        """The checkpoint at a `tinker://` path. Raises WireError: 400 for a bad path, 404 if it is gone."""
+        """Return the checkpoint at a `tinker://` path. Raises WireError 400 for a malformed path and 404
+        for a missing checkpoint."""
         run_id, kind, name = _parts(path, field)
         found = _read_checkpoint(self._root / _folder_name(run_id) / kind / name / NOTE)
         if found is None or found.expired(datetime.now(UTC)):
             raise WireError(
-                404, f"{field}: no checkpoint {path}; it was deleted, has expired, or was never saved here"
+                404, f"{field}: no checkpoint {path}; it was deleted, has expired, or was never saved"
             )
         return found
 
     def all(self, run_id: str | None = None) -> list[Checkpoint]:
-        """The checkpoints of one run, or of all, newest first."""
+        """Return the checkpoints of one run or of all runs, newest first."""
         pattern = f"{_folder_name(run_id) if run_id else '*'}/*/*/{NOTE}"
         now = datetime.now(UTC)
         found = [_read_checkpoint(path) for path in self._root.glob(pattern)]
@@ -283,7 +283,6 @@ class Checkpoints:
         _write(self.folder(checkpoint) / NOTE, asdict(checkpoint))
 
     def as_reply(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """As Tinker's `Checkpoint`."""
         files = self.folder(checkpoint).iterdir()
         return {
             "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
@@ -298,7 +297,7 @@ class Checkpoints:
 
 
 def _read_checkpoint(path: Path) -> Checkpoint | None:
-    """None if the file does not exist, or no longer does."""
+    # The file may be deleted at any time.
     try:
         return Checkpoint(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Samplers and sampling. Invariant: a sampler's weights never change."""
+"""Endpoints of samplers. Invariant: a sampler's weights never change."""
 
 from __future__ import annotations
 
@@ -77,7 +77,6 @@ def _check_room(state: WireState, num_samples: int) -> None:
 
 
 def _check_supported(request: types.SampleRequest) -> None:
-    """Raises WireError naming what this engine cannot do."""
     if request.topk_sample_logprobs:
         raise WireError(
             400, "topk_sample_logprobs: not supported; request topk_prompt_logprobs of the result instead"
@@ -96,7 +95,7 @@ def _check_supported(request: types.SampleRequest) -> None:
 
 
 async def _sample(client: EmbeddedSamplingClient, request: types.SampleRequest) -> tinker.SampleResponse:
-    """Sequences and, if requested, scores of the prompt. Both are queued before either is awaited."""
+    # Both are queued before either is awaited.
     target = None if request.target_prompt_logprobs is None else _Target(request)
     sampled = client.sample(request.prompt, request.num_samples, request.sampling_params)
     if not (request.prompt_logprobs or request.topk_prompt_logprobs or target):
@@ -123,7 +122,8 @@ def _top(scores: PromptScores) -> TopkLogprobs | None:
 
 
 class _Target:
-    """`target_prompt_logprobs`: token ids by prompt position, dense or sparse; -1 marks an unused cell."""
+    """Token ids by prompt position from `target_prompt_logprobs`, dense or sparse. -1 marks an unused
+    cell."""
 
     def __init__(self, request: types.SampleRequest) -> None:
         asked = request.target_prompt_logprobs
@@ -150,7 +150,7 @@ class _Target:
         self.cells = (rows[self._wanted].astype(np.int64), self._ids[self._wanted])
 
     def answer(self, scores: PromptScores) -> tinker.TensorData:
-        """In the layout of the request, 0 in unused cells."""
+        """Return the log-probabilities in the layout of the request, with 0 in unused cells."""
         assert scores.chosen is not None
         values = np.zeros(len(self._ids), np.float32)
         values[self._wanted] = scores.chosen

@@ -1,4 +1,4 @@
-"""Sessions, results, and what is on record: runs, samplers and checkpoints, as the SDK's REST client asks."""
+"""Endpoints of sessions, results, and stored runs, samplers and checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tinkerscript.tinker_api.codec import Reply, read_json, write_result
 from tinkerscript.tinker_api.records import Checkpoint, RunRecord, lora_reply
 from tinkerscript.tinker_api.state import WireState
 
-# Bodies that the SDK has no types for.
+# The SDK has no types for these bodies.
 
 
 class CancelRequest(BaseModel):
@@ -52,7 +52,8 @@ CLIENT_CONFIG = {
     "sample_join_sampling_session": True,
     "custom_loss_server_side": False,
 }
-"""No token exchange, plain httpx, one request at a time for each run; of SDKs before 0.25, protobuf."""
+"""Options of the SDK: no token exchange, plain httpx, one request per run at a time, and protobuf before
+0.25."""
 
 DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
@@ -95,7 +96,7 @@ async def capabilities(state: WireState, request: Request) -> Reply:
 
 
 async def retrieve_future(state: WireState, request: Request, body: bytes) -> Reply:
-    """Wait for a result; 408 with the queue's state tells the client to ask again."""
+    """Wait for a result. Status 408 makes the client ask again."""
     request_id = read_json(FutureRetrieveRequest, body).request_id
     answer = await state.futures.fetch(request_id, state.limits.poll_s)
     if answer is None:

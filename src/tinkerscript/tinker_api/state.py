@@ -1,12 +1,12 @@
-"""`WireState`: what all endpoints share, and how much of it stays in memory.
+"""`WireState` is the state that all endpoints share, and limits its memory.
 
-`Futures` are requests that clients start now and fetch the results of later. One that is sent again, because
-the reply was lost runs once: its key maps to the same future for as long as the future is kept, and a fetched
-result is kept for a while, so that it can be fetched again.
+A client starts a request now and fetches its result later (`Futures`). A request that is repeated
+because its reply was lost runs only once: its key maps to the same future while that is kept. A fetched
+result is kept for some time, so that it can be fetched again.
 
-A training run's weights are in memory until its session ends. Samplers over one checkpoint, or over the base
-model, share one copy of the weights; the least recently used copies are evicted and reloaded from disk when
-needed. Evicted weights that were never saved are gone.
+A training run's weights stay in memory until its session ends. Samplers over the same checkpoint, or
+over the base model, share one copy of the weights. The least recently used copies are evicted and
+reloaded from disk when needed; unsaved weights are then lost.
 """
 
 from __future__ import annotations
@@ -37,32 +37,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WireLimits:
-    """How much the server accepts before it asks clients to wait."""
+    """The load at which the server asks clients to wait."""
 
     runs: int = 8
-    """Training runs in memory, each with its own adapter or weights, gradients and moments."""
+    """Training runs in memory. Each has an adapter or weights, gradients and moments."""
 
     samplers: int = 32
-    """Sets of weights kept for sampling."""
+    """Sets of weights that are kept for sampling."""
 
     waiting_samples: int = 8192
-    """Sequences running or waiting; a request beyond that gets 429."""
+    """Running or waiting sequences. A request beyond it gets status 429."""
 
     waiting_requests: int = 4096
-    """Requests of all kinds whose results are still kept."""
+    """Requests of all kinds that have not been forgotten yet."""
 
     body_bytes: int = 64 * 1024 * 1024
     poll_s: float = 30.0
-    """Longest wait for a result in one request; the SDK gives up after 45."""
+    """The longest wait for a result in one request. The SDK gives up after 45 seconds."""
 
     session_timeout_s: float = 300.0
-    """A session without a heartbeat for this long is over; the SDK sends one every 10."""
+    """The time without a heartbeat after which a session ends. The SDK sends one every 10 seconds."""
 
 
 @dataclass(slots=True)
 class Run:
-    """A training run in memory."""
-
     client: EmbeddedTrainingClient
     session_id: str
     last_seq: int = 0
@@ -70,8 +68,6 @@ class Run:
 
 @dataclass(slots=True)
 class Pending:
-    """One started request."""
-
     key: Hashable
     task: asyncio.Task[FutureResult]
     session_id: str
@@ -80,7 +76,7 @@ class Pending:
 
 
 class Futures:
-    """Requests by id. Belongs to one event loop."""
+    """Started requests by id. An instance belongs to one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -88,20 +84,18 @@ class Futures:
         self._ids: dict[Hashable, str] = {}
         self._closing = asyncio.Event()
         self.samples = 0
-        """Sequences of the requests that are still running."""
+        """The number of sequences in running requests."""
 
     def __len__(self) -> int:
         return len(self._pending)
 
     def known(self, key: Hashable) -> bool:
-        """Whether the request with this key was started."""
         return key in self._ids
 
     def id_of(self, key: Hashable) -> str:
         return self._ids[key]
 
     def running(self, key: Hashable) -> bool:
-        """Whether the request with this key was started and is not done."""
         request_id = self._ids.get(key)
         return request_id is not None and not self._pending[request_id].task.done()
 
@@ -113,9 +107,9 @@ class Futures:
         session_id: str,
         samples: int = 0,
     ) -> str:
-        """Start `work` and return its id; for a known key, return the id it already has.
+        """Start `work` and return its id. If the key is known, only return the existing id.
 
-        Work starts in the order of these calls.
+        Work starts in the order of the calls.
         """
         self._sweep()
         found = self._ids.get(key)
@@ -130,9 +124,9 @@ class Futures:
         return request_id
 
     async def fetch(self, request_id: str, timeout_s: float) -> FutureResult | None:
-        """The result, or None if it takes longer than `timeout_s`; an error is a result too.
+        """Return the result or the error, or None after `timeout_s`.
 
-        Raises WireError 410 for an unknown id: the client then starts its request over.
+        Raises WireError 410 for an unknown id, upon which the client starts its request again.
         """
         pending = self._pending.get(request_id)
         if pending is None:
@@ -153,23 +147,21 @@ class Futures:
         return pending.task.result() if error is None else failure(error)
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request if it is running; unknown ids are ignored."""
+        """Cancel a request. Unknown ids are ignored."""
         pending = self._pending.get(request_id)
         if pending is not None:
             pending.task.cancel()
 
     def cancel_session(self, session_id: str) -> None:
-        """Stop a session's requests."""
         for pending in self._pending.values():
             if pending.session_id == session_id:
                 pending.task.cancel()
 
     def release_waiting(self) -> None:
-        """Answer every waiting fetch with "ask again", so that clients retry at the next server."""
+        """Answer every waiting fetch with "try again", so that clients retry at the next server."""
         self._closing.set()
 
     async def close(self) -> None:
-        """Stop all requests."""
         tasks = [pending.task for pending in self._pending.values()]
         for task in tasks:
             task.cancel()
@@ -191,7 +183,7 @@ class Futures:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """An error as the SDK expects it: the category says whose fault it is."""
+    """Return an error as the SDK expects it. The category tells whether the user or the server caused it."""
     wrong_request = isinstance(error, EngineRequestError) or (
         isinstance(error, WireError) and error.status < 500
     )
@@ -201,7 +193,7 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 
 class WireState:
-    """One engine, the server's folder under `root`, and what clients created."""
+    """The engine, the folder of the server under `root`, and the runs and samplers of clients."""
 
     def __init__(self, engine: EmbeddedEngine, root: Path, *, name: str, limits: WireLimits) -> None:
         self.engine = engine
@@ -214,13 +206,13 @@ class WireState:
         self._weights: OrderedDict[str, asyncio.Future[EmbeddedSamplingClient]] = OrderedDict()
 
     def check_model(self, name: str, *, field: str = "base_model") -> str:
-        """The name of the served model, if `name` is it or its folder. Raises WireError."""
+        """Return the served model's name if `name` is that name or the model's folder. Raises WireError."""
         if name == self.name or Path(name).expanduser().resolve() == self.engine.folder.resolve():
             return self.name
         raise WireError(400, f"{field}: this server has {self.name!r}, not {name!r}")
 
     def checkpoint(self, path: str, *, field: str = "path") -> Checkpoint:
-        """A checkpoint that the engine can load. Raises WireError 404, or 400 for one of another kind."""
+        """Return a checkpoint that the engine can load. Raises WireError 404, or 400 for the wrong kind."""
         found = self.checkpoints.find(path, field=field)
         if (found.lora_config is not None) == self.engine.is_lora:
             return found
@@ -236,33 +228,33 @@ class WireState:
         )
 
     def run(self, model_id: str) -> Run:
-        """A run in memory. Counts as a heartbeat of its session. Raises WireError 404 or 410."""
+        """Return a run in memory and count a heartbeat. Raises WireError 404 or 410."""
         if model_id in self.runs:
             self.sessions.active(self.runs[model_id].session_id)
             return self.runs[model_id]
         self.sessions.run(model_id)
         raise WireError(
             404,
-            f"model_id: the training run {model_id} is over: its session ended or the server restarted; go "
-            "on with create_training_client_from_state_with_optimizer from one of its checkpoints",
+            f"model_id: the training run {model_id} ended with its session or the server; continue from a "
+            "checkpoint with create_training_client_from_state_with_optimizer",
         )
 
     def check_room(self) -> None:
-        """Raises WireError 429, on which the SDK waits and retries, at `limits.waiting_requests`."""
+        """Raise WireError 429 at `limits.waiting_requests`. The SDK then waits and retries."""
         if len(self.futures) >= self.limits.waiting_requests:
             raise WireError(
                 429, f"{len(self.futures)} requests are waiting or not fetched yet; the limit is reached"
             )
 
     def keep_snapshot(self, sampler_id: str, client: EmbeddedSamplingClient) -> None:
-        """Keep unsaved weights for `sampler_id`."""
         ready: asyncio.Future[EmbeddedSamplingClient] = asyncio.get_running_loop().create_future()
         ready.set_result(client)
         self._weights[sampler_id] = ready
         self._trim()
 
     async def weights_of(self, sampler: SamplerRecord) -> EmbeddedSamplingClient:
-        """The client over a sampler's weights, from disk if needed. Raises WireError if they are gone."""
+        """Return a client over a sampler's weights, loading them if needed. Raises WireError if they are
+        lost."""
         key = sampler.sampler_id if sampler.snapshot else (sampler.model_path or "")
         found = self._weights.get(key)
         if found is None or (found.done() and (found.cancelled() or found.exception() is not None)):
@@ -290,11 +282,10 @@ class WireState:
             self._weights.popitem(last=False)
 
     def forget_path(self, path: str) -> None:
-        """Drop the weights of a checkpoint that was deleted or overwritten."""
+        """Drop the weights of a deleted or overwritten checkpoint."""
         self._weights.pop(path, None)
 
     def end(self, session: ClientSession, how: str) -> None:
-        """Finish a session and free what it holds in memory."""
         self.sessions.finish(session, how)
         self.futures.cancel_session(session.session_id)
         for run_id in session.runs:
@@ -303,7 +294,6 @@ class WireState:
             self._weights.pop(sampler_id, None)
 
     def housekeeping(self) -> None:
-        """End sessions without heartbeats; delete expired checkpoints."""
         for session in self.sessions.silent():
             self.end(session, "no heartbeat")
         self.checkpoints.delete_expired()

@@ -1,6 +1,7 @@
-"""Training runs: create, train, save, load.
+"""Endpoints that create, train, save and load runs.
 
-Invariant: requests of one run take effect in the order of their `seq_id`, and a repeated one starts nothing.
+Invariant: the requests of a run take effect in the order of their `seq_id`, and a repeated one has no
+effect.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from tinkerscript.tinker_api.records import (
 from tinkerscript.tinker_api.state import Run, WireState
 
 LORA_PARTS = {"attn": "train_attn", "mlp": "train_mlp", "unembed": "train_unembed"}
-"""Target of an adapter -> field of Tinker's LoraConfig."""
+"""Fields of Tinker's LoraConfig by target of the adapter."""
 
 LORA_ALPHA = 32.0
-"""Tinker's, whatever the rank."""
+"""Tinker uses this value for every rank."""
 
 TINKER_LOSSES = {
     "cross_entropy": frozenset({"target_tokens", "weights"}),
@@ -44,15 +45,17 @@ TINKER_LOSSES = {
     "gspo": POLICY_INPUTS | {"sequence_ratio_mask"},
     "stable_reinforce": POLICY_INPUTS,
 }
-"""`loss_fn` -> the `loss_fn_inputs` that its page in Tinker's documentation names."""
+"""The `loss_fn_inputs` that Tinker's documentation lists for each `loss_fn`."""
 
 STABLE_REINFORCE = {"clip_low_threshold": 0.0, "clip_high_threshold": 2.0}
-"""Tinker publishes no formula of `stable_reinforce`. Ours is REINFORCE with truncated importance sampling
-(Yao et al. 2025): -sg(min(ratio, 2)) * advantage * logprob. It needs no record of the sampler but the datum's
-`logprobs`."""
+"""Parameters of `cispo` that implement `stable_reinforce`, for which Tinker publishes no formula.
+
+This is REINFORCE with truncated importance sampling (Yao et al. 2025): -sg(min(ratio, 2)) * advantage *
+logprob. Of the sampler it only needs the datum's `logprobs`.
+"""
 
 DEFAULT_RANK = 32
-"""Of a run that asks for none, as in the SDK."""
+"""The rank of a run that requests none, as in the SDK."""
 
 
 async def create_model(state: WireState, request: types.CreateModelRequest) -> Reply:
@@ -71,10 +74,8 @@ def _begin_run(
     lora_config: dict[str, Any] | None,
     source: tuple[Checkpoint, bool] | None,
 ) -> dict[str, str]:
-    """Start a run from the base model, or from `source`: a checkpoint, and whether to load its optimizer.
-
-    `lora_config`: as in the run's record.
-    """
+    """Start a run from the base model, or from `source`: a checkpoint and whether to load its optimizer
+    state."""
     model_id = f"{session.session_id}:train:{model_seq_id}"
     record = RunRecord(model_id, state.name, timestamp(), user_metadata, lora_config)
     key = (model_id, "create")
@@ -136,7 +137,8 @@ def _check_optimizer(config: types.OptimizerConfig | None) -> None:
 
 
 def _checked_lora(state: WireState, config: types.LoraConfig | None) -> dict[str, Any] | None:
-    """What the run's record has; None if all weights train. Raises WireError naming the field."""
+    """Return the `LoraConfig` for the run's record, or None if all weights train. Raises WireError with
+    the field."""
     config = config or types.LoraConfig(rank=DEFAULT_RANK)
     left_out = [name for name in LORA_PARTS.values() if not getattr(config, name)]
     if not state.engine.is_lora:
@@ -153,15 +155,14 @@ def _checked_lora(state: WireState, config: types.LoraConfig | None) -> dict[str
 
 
 def _check_adapter(checkpoint: Checkpoint, record: RunRecord) -> None:
-    """Raises WireError if the run's adapter cannot take the checkpoint's."""
     mine, theirs = record.lora_config or {}, checkpoint.lora_config or {}
     differing = [name for name in ("rank", *LORA_PARTS.values()) if mine.get(name) != theirs.get(name)]
     if differing:
         has, wants = (", ".join(f"{name}={config[name]}" for name in differing) for config in (theirs, mine))
         raise WireError(
             400,
-            f"path: {checkpoint.path} has {has}, and the run {wants}; create_training_client_from_state "
-            "makes a run with the checkpoint's settings",
+            f"path: {checkpoint.path} has {has}, and the run {wants}; use create_training_client_from_state "
+            "to start a run with the checkpoint's settings",
         )
 
 
@@ -195,9 +196,8 @@ async def forward_backward(state: WireState, request: Request, body: bytes) -> R
 
 
 def _for_engine(call: ForwardBackwardCall) -> tuple[list[tinker.Datum], str, dict[str, float | str]]:
-    """A call with a loss of Tinker's, as the engine computes it. Raises EngineRequestError."""
     needed = TINKER_LOSSES.get(call.loss_fn)
-    if needed is None:  # A request must not import what it names, so this is not `resolve_loss`.
+    if needed is None:  # `resolve_loss` could import a module that the request names.
         raise EngineRequestError(f"loss_fn {call.loss_fn!r} is not one of {', '.join(TINKER_LOSSES)}")
     for index, datum in enumerate(call.data):
         if (given := frozenset(datum.loss_fn_inputs)) != needed:
@@ -220,7 +220,7 @@ def _for_engine(call: ForwardBackwardCall) -> tuple[list[tinker.Datum], str, dic
 
 
 def _averaged(datum: tinker.Datum) -> tinker.Datum:
-    """For the engine's `gspo`, which averages over the tokens in the ratio what Tinker's sums."""
+    # The engine's `gspo` averages over the tokens in the ratio, and Tinker's sums.
     inputs = dict(datum.loss_fn_inputs)
     mask = inputs.pop("sequence_ratio_mask").to_numpy() != 0
     advantages = inputs["advantages"].to_numpy() * max(1, int(mask.sum()))
@@ -228,7 +228,7 @@ def _averaged(datum: tinker.Datum) -> tinker.Datum:
 
 
 def _without_padding(datum: tinker.Datum) -> tinker.Datum:
-    """For the engine's `dro`, whose penalty would train prompts: they have neither advantage nor logprob."""
+    # The penalty of the engine's `dro` would train prompts, which have neither advantage nor logprob.
     inputs = dict(datum.loss_fn_inputs)
     mask = (inputs["advantages"].to_numpy() != 0) | (inputs["logprobs"].to_numpy() != 0)
     return _with_inputs(datum, inputs, mask=mask)
@@ -250,7 +250,7 @@ async def optim_step(state: WireState, request: types.OptimStepRequest) -> Reply
     async def work() -> FutureResult:
         response = await run.client.optim_step(params)
         if SKIPPED_STEPS in (response.metrics or {}):
-            # Tinker has no metric for it, and its clients would take the step for one that was taken.
+            # Tinker has no metric for a skipped step, so a client would believe that it was taken.
             raise EngineError("the gradient is not finite; the step was not taken")
         return {"metrics": response.metrics}
 
@@ -270,7 +270,7 @@ async def save_weights(state: WireState, request: types.SaveWeightsRequest) -> R
 
 
 async def save_weights_for_sampler(state: WireState, request: types.SaveWeightsForSamplerRequest) -> Reply:
-    """To disk; with `sampling_session_seq_id`, to a sampler in memory."""
+    """Save to disk, or with `sampling_session_seq_id` to a sampler in memory."""
     run = state.run(request.model_id)
     if request.sampling_session_seq_id is None:
         checkpoint = _planned(state, request, "sampler_weights")
@@ -308,9 +308,7 @@ def _planned(
 
 async def _write(state: WireState, run: Run, checkpoint: Checkpoint, *, overwrite: bool) -> None:
     if state.checkpoints.exists(checkpoint) and not overwrite:
-        raise WireError(
-            400, f"path: {checkpoint.path} is there already; choose another name, or pass overwrite=True"
-        )
+        raise WireError(400, f"path: {checkpoint.path} exists; choose another name, or pass overwrite=True")
     written = run.client.save_to(
         state.checkpoints.folder(checkpoint),
         optimizer=checkpoint.kind == "weights",
@@ -321,7 +319,7 @@ async def _write(state: WireState, run: Run, checkpoint: Checkpoint, *, overwrit
 
 
 async def load_weights(state: WireState, request: types.LoadWeightsRequest) -> Reply:
-    """Into a new run (`session_id`), or into an existing one (`model_id`)."""
+    """Load into a new run (`session_id`) or into an existing one (`model_id`)."""
     if request.weights_access_token is not None:
         raise WireError(400, "weights_access_token: this server has no accounts; leave it out")
     _check_optimizer(request.optimizer_config)
@@ -354,7 +352,6 @@ def _begin(
     seq_id: int | None,
     work: Callable[[], Coroutine[Any, Any, FutureResult]],
 ) -> dict[str, str]:
-    """Start a request of a run, unless it was already started."""
     if seq_id is None:
         raise WireError(400, "seq_id: required")
     key = (model_id, seq_id)

@@ -1,9 +1,10 @@
-"""The Tinker server: the table of its endpoints, the ASGI application, and the process around both.
+"""The Tinker server: the table of its endpoints, the ASGI application, and its process.
 
-Every error is answered with `{"detail": message}` and a status that the SDK's retries understand: 400, 404,
-410 and 422 are final, 408 and 429 mean "try again later", 5xx is the server's fault. Every request but the
-health check needs an `X-API-Key` header, even if any key will do: a web page of another site cannot send that
-header unasked, and one that takes this server's place by its name (DNS rebinding) is refused by that name.
+Every error is answered with `{"detail": message}` and a status that the SDK's retries understand: 400,
+404, 410 and 422 are final, 408 and 429 mean "try again later", 5xx is a fault of the server. Every
+request except the health check needs an `X-API-Key` header, even if any key is accepted, because a web
+page of another site cannot send that header unasked. A page that uses DNS rebinding is refused by its
+host name.
 """
 
 from __future__ import annotations
@@ -51,11 +52,10 @@ HOUSEKEEPING_S = 10.0
 
 
 LIMITS = ConnectionLimits(body_s=600.0)
-"""Of connections. A batch to train on may take minutes to arrive."""
+"""Limits of connections. A training batch may take minutes to arrive."""
 
 
 ENGINE_GRACE_S = 2
-"""Seconds that open requests may take to finish at shutdown."""
 
 
 M = TypeVar("M", bound=BaseModel)
@@ -65,15 +65,13 @@ Handler = Callable[[WireState, Request, bytes], Awaitable[Reply]]
 
 
 UNUSED_ADAPTER = LoraSettings(rank=1, targets=("unembed",))
-"""Of the engine's own training client; each run has an adapter of its own."""
+"""The adapter of the engine's own training client, which is unused because each run has another one."""
 
 
 logger = logging.getLogger(__name__)
 
 
 def _json(model: type[M], handler: Callable[[WireState, M], Awaitable[Reply]]) -> Handler:
-    """A handler of a JSON body that `model` reads."""
-
     async def handle(state: WireState, request: Request, body: bytes) -> Reply:
         del request
         return await handler(state, read_json(model, body))
@@ -90,8 +88,7 @@ def _no_body(handler: Callable[[WireState, Request], Awaitable[Reply]]) -> Handl
 
 
 def _fixed(reply: dict[str, Any]) -> Handler:
-    """A handler that drops the body: nothing that a client reports about itself is kept."""
-
+    # Telemetry of clients is not stored.
     async def handle(state: WireState, request: Request, body: bytes) -> Reply:
         del state, request, body
         return reply
@@ -140,11 +137,11 @@ WIRE_ENDPOINTS: Mapping[tuple[str, str], Handler] = {
     ("POST", f"{_CHECKPOINT}/publish"): _no_body(session.publish),
     ("DELETE", f"{_CHECKPOINT}/publish"): _no_body(session.unpublish),
 }
-"""(method, path after `PREFIX`) -> handler. Parts in braces are the request's `path_params`."""
+"""Handlers by method and by path after `PREFIX`. Parts in braces are `path_params`."""
 
 
 def wire_app(state: WireState, *, api_key: str | None = None) -> Starlette:
-    """The application. `api_key` is the only key let in; None lets in any."""
+    """Return the application. With an `api_key`, only this key is accepted."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
@@ -194,7 +191,9 @@ def _served(
 def _authorize(request: Request, api_key: str | None) -> None:
     given = request.headers.get("x-api-key", "")
     if not given:
-        raise WireError(401, "X-API-Key: the header is missing; any key will do unless the server has one")
+        raise WireError(
+            401, "X-API-Key: the header is missing; any key is accepted unless the server has one"
+        )
     if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
         raise WireError(401, "X-API-Key: this is not the server's key")
 
@@ -204,12 +203,12 @@ async def _body(request: Request, limit: int) -> bytes:
     async for part in request.stream():
         body += part
         if len(body) > limit:
-            raise WireError(413, f"the body has more than {limit} bytes")
+            raise WireError(413, f"the body is larger than {limit} bytes")
     return bytes(body)
 
 
 async def _unknown(request: Request) -> Response:
-    return _refusal(404, f"{request.method} {request.url.path}: the embedded engine does not serve this")
+    return _refusal(404, f"{request.method} {request.url.path}: the embedded engine has no such endpoint")
 
 
 def _refusal(status: int, message: str) -> Response:
@@ -223,28 +222,26 @@ async def _keep_house(state: WireState) -> None:
 
 
 ENGINE_KEY_VARIABLE = "TINKERSCRIPT_ENGINE_KEY"
-"""Environment variable: the only API key that the server lets in."""
+"""The environment variable with the only accepted API key."""
 
 
 @dataclass(frozen=True, slots=True)
 class WireOptions:
-    """Where the server listens and what it serves."""
+    """The address of the server and the model that it serves."""
 
     folder: Path
-    """The base model's folder."""
 
     state_dir: Path
-    """Where sessions and checkpoints are kept."""
 
     name: str
-    """What clients call the model."""
+    """The model's name for clients."""
 
     host: str = "127.0.0.1"
     port: int = 0
-    """0 picks a free one."""
+    """0 selects a free port."""
 
     full: bool = False
-    """Train all weights of each run, instead of an adapter over the one model."""
+    """Train all weights of each run instead of an adapter."""
 
     threads: int = 1
     max_batch: int = 128
@@ -256,9 +253,9 @@ class WireOptions:
 
 
 async def serve_wire(options: WireOptions, announce: Callable[[str], None]) -> None:
-    """Serve until cancelled; `announce` is called with the URL once the server listens.
+    """Serve until cancelled. `announce` is called with the URL when the server listens.
 
-    Raises ConfigError for an address that is taken, or open to other machines without a key.
+    Raises ConfigError if the address is in use, or if it is open to other machines without a key.
     """
     key = os.environ.get(ENGINE_KEY_VARIABLE) or None
     if key is None and not is_loopback(options.host):

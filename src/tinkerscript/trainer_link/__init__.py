@@ -1,1 +1,1 @@
-"""The link between trainer and server: messages, framing, the two ends, keys, and sampling over it."""
+"""The link between trainer and server: messages, framing, both ends, keys, and sampling over the link."""

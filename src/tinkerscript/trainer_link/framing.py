@@ -1,7 +1,8 @@
-"""What both ends of the link share: frames, socket options, intervals, and the queue of outgoing messages.
+"""Framing, socket options, intervals and the send queue, which both ends of the link share.
 
-A frame is a msgpack list of messages; messages queued in one tick of the event loop share a frame. Invariant:
-a message that cannot be decoded is dropped and takes no other along, and no queue grows without bound.
+A frame is a msgpack list of messages. Messages that are queued in one tick of the event loop share a
+frame. Invariant: a message that cannot be decoded is dropped without losing the others, and every queue
+is bounded.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ MAX_FRAME_BYTES = 256 * 2**20
 """A peer that sends a larger frame is disconnected."""
 
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 2**20
-"""Of one message: the rest is for what is around it. A larger one is never sent."""
+"""The maximum size of a message. The remainder of a frame is for the list around it."""
 
 FULL_FRAME_BYTES = 4 * 2**20
-"""A frame is closed once it holds this much."""
 
 MAX_QUEUED = 100_000
-"""Limit of the send queue, in messages. Beyond it the oldest are dropped; whatever matters is repeated."""
+"""The maximum number of queued messages. Beyond it the oldest are dropped, which is safe because important
+messages are repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +40,16 @@ class LinkTimes:
     """Intervals of the link, in seconds."""
 
     heartbeat_s: float = 1.0
-    """Time between two `Hello` messages."""
+    """The interval between two `Hello` messages."""
 
     silence_s: float = 5.0
-    """Time without a message after which the trainer counts as disconnected."""
+    """The time without a message after which the trainer counts as disconnected."""
 
     grace_s: float = 10.0
-    """How long a model call waits for a trainer to connect."""
+    """The time that a model call waits for a trainer to connect."""
 
     resend_s: float = 5.0
-    """Time after which an unconfirmed message is sent again."""
+    """The time after which an unconfirmed message is sent again."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -69,8 +70,8 @@ def frames(
 ) -> Iterator[bytes]:
     """Pack messages into frames, in order.
 
-    `drop(reason, detail, message)` is called for a message that cannot be written, or is too large: its frame
-    would end the connection, and with it every other message, as often as it is repeated.
+    `drop(reason, detail, message)` is called for a message that cannot be encoded or is too large. Its
+    frame would end the connection, and would do so again whenever the message is repeated.
     """
     parts, size = list[msgspec.Raw](), 0
     for message in messages:
@@ -96,12 +97,12 @@ def frames(
 
 
 def read_to_server(frame: bytes) -> list[ToServer]:
-    """The messages of a trainer's frame. Raises LinkError if none can be read."""
+    """Decode a trainer's frame. Raises LinkError if no message is readable."""
     return _read(frame, _decode_to_server)
 
 
 def read_to_trainer(frame: bytes) -> list[ToTrainer]:
-    """The messages of a server's frame. Raises LinkError if none can be read."""
+    """Decode a server's frame. Raises LinkError if no message is readable."""
     return _read(frame, _decode_to_trainer)
 
 
@@ -115,7 +116,6 @@ def _read(frame: bytes, decode: Callable[[bytes], list[T]]) -> list[T]:
 
 
 def _each(frame: bytes, decode: Callable[[bytes], list[T]]) -> Iterator[T]:
-    """The messages of a frame that can be read: those that cannot are dropped, and take no others along."""
     try:
         parts = _split(frame)
     except _MALFORMED:
@@ -128,20 +128,19 @@ def _each(frame: bytes, decode: Callable[[bytes], list[T]]) -> Iterator[T]:
 
 
 def set_options(socket: zmq.asyncio.Socket, address: str) -> None:
-    """Limits and reconnection, the same at both ends."""
+    """Set the limits and the reconnection of a socket, equally at both ends."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     socket.setsockopt(zmq.IPV6, int("[" in address))
-    # A stopped machine keeps its connections: without these a trainer would not reach the next server.
+    # The connections to a stopped machine stay open, so only a heartbeat lets a trainer reach the next
+    # server.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
 
 
 class Outbox:
-    """The bounded queue of outgoing messages."""
-
     def __init__(self) -> None:
         self._messages: deque[Tagged] = deque()
         self._filled = asyncio.Event()
@@ -155,17 +154,16 @@ class Outbox:
         self._filled.set()
 
     def put_latest(self, message: Tagged) -> None:
-        """Put a message in place of those of its kind that are still queued."""
+        """Queue a message in place of earlier ones of its type."""
         kind = type(message)
         self._messages = deque(queued for queued in self._messages if not isinstance(queued, kind))
         self.put(message)
 
     def clear(self) -> None:
-        """Drop what was queued for a peer that is gone."""
         self._messages.clear()
 
     async def take(self) -> list[Tagged]:
-        """Wait for messages and return all that are queued."""
+        """Wait for messages and return all of them."""
         while not self._messages:
             self._filled.clear()
             await self._filled.wait()

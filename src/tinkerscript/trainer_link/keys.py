@@ -1,10 +1,10 @@
-"""The keys of a link that leaves this machine (CURVE), and who may connect with them.
+"""The keys of a link that leaves this machine (CURVE), and the check of connections.
 
-Owns both key pairs, one for the server and one for the trainer, as ZeroMQ certificates in the run folder.
-Invariants: secret keys are in files that only their owner can read; a pair is created once, atomically: of
-two processes that start together, one creates the folder and the other reads it. A connection that does not
-prove the trainer's key carries no message; it is counted and occasionally logged. CURVE proves the key,
-`LinkGuard` checks that it is the right one (ZAP, RFC 27), and a socket monitor reports failed handshakes.
+The run folder contains one key pair for the server and one for the trainer, as ZeroMQ certificates.
+Invariants: only the owner can read the secret keys. The pairs are created once and atomically, so that
+of two processes that start together one creates the folder and the other reads it. Only a connection
+that proves the trainer's key carries messages; others are counted and occasionally logged. CURVE proves
+the key, `LinkGuard` compares it (ZAP, RFC 27), and a socket monitor reports failed handshakes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.files import check_private
 
 KEYS_DIR = "link_keys"
-"""In the run folder."""
+"""The folder in the run folder."""
 
 SERVER_KEYS = "server"
 TRAINER_KEYS = "trainer"
@@ -43,7 +43,7 @@ _REMEDY = f"copy the folder {KEYS_DIR!r} of the server's run folder, or delete i
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """The keys of the server's end, in Z85 (40 characters each)."""
+    """The keys of the server's end in Z85, 40 characters each."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -53,16 +53,16 @@ class ServerKeys:
 
 @dataclass(frozen=True, slots=True)
 class TrainerKeys:
-    """The keys of the trainer's end, in Z85 (40 characters each)."""
+    """The keys of the trainer's end in Z85, 40 characters each."""
 
     public: bytes
     secret: bytes = field(repr=False)
     server_public: bytes
-    """The only server that is trusted."""
+    """The only trusted server."""
 
 
 def make_link_keys(folder: Path) -> None:
-    """Create both pairs in `folder`, unless it exists. Raises ConfigError if it cannot be written."""
+    """Create both pairs in `folder`, unless it exists. Raises ConfigError if it is not writable."""
     if folder.exists():
         return
     try:
@@ -74,7 +74,7 @@ def make_link_keys(folder: Path) -> None:
             if not folder.exists():
                 draft.rename(folder)
         except OSError:
-            if not folder.exists():  # Otherwise the other process was first.
+            if not folder.exists():  # Otherwise another process created it first.
                 raise
         finally:
             shutil.rmtree(draft, ignore_errors=True)
@@ -83,28 +83,28 @@ def make_link_keys(folder: Path) -> None:
 
 
 def pack_link_keys(folder: Path) -> bytes:
-    """Both pairs, for another server that has to have the same. Raises ConfigError."""
+    """Pack both pairs for another server that needs the same keys. Raises ConfigError."""
     load_server_keys(folder)
     return msgspec.json.encode({name: (folder / name).read_text() for name in _FILES})
 
 
 def unpack_link_keys(folder: Path, packed: bytes) -> None:
-    """Replace the pairs in `folder`, which `make_link_keys` made, by packed ones."""
+    """Replace the pairs in `folder`, which `make_link_keys` has created, by packed ones."""
     for name, text in msgspec.json.decode(packed, type=dict[str, str]).items():
         if name in _FILES:
-            (folder / name).write_text(text)  # Which keeps who may read it.
+            (folder / name).write_text(text)  # Writing keeps the file's mode.
 
 
 def load_server_keys(folder: Path) -> ServerKeys:
-    """The server's keys. Raises ConfigError that names the file and the remedy."""
+    """Load the server's keys. Raises ConfigError with the file and the remedy."""
     public, secret = _pair(folder, SERVER_KEYS)
     return ServerKeys(public, secret, _public(folder, TRAINER_KEYS))
 
 
 def load_trainer_keys(folder: Path) -> TrainerKeys:
-    """The trainer's keys; needs only `server.key` and the two `trainer` files of the folder.
+    """Load the trainer's keys, from `server.key` and the two `trainer` files.
 
-    Raises ConfigError that names the file and the remedy.
+    Raises ConfigError with the file and the remedy.
     """
     public, secret = _pair(folder, TRAINER_KEYS)
     return TrainerKeys(public, secret, _public(folder, SERVER_KEYS))
@@ -115,7 +115,7 @@ def _pair(folder: Path, name: str) -> tuple[bytes, bytes]:
     public, secret = _read(path)
     check_private(path, path.stat())
     if secret is None:
-        raise ConfigError(f"{path} holds no secret key; {_REMEDY}")
+        raise ConfigError(f"{path} contains no secret key; {_REMEDY}")
     return public, secret
 
 
@@ -128,9 +128,9 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
         public, secret = zmq.auth.load_certificate(path)
         for key in (public, secret):
             if key is not None:
-                zmq.curve_public(key)  # Raises if it is not a key.
+                zmq.curve_public(key)  # It raises for a malformed key.
     except (OSError, ValueError, zmq.ZMQError) as error:
-        raise ConfigError(f"{path} holds no key of the link ({error}); {_REMEDY}") from error
+        raise ConfigError(f"{path} contains no key of the link ({error}); {_REMEDY}") from error
     return public, secret
 
 
@@ -138,12 +138,12 @@ _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _DOMAIN = b"tinkerscript"
 _LOG_EVERY_S = 60.0
 
+# The reason under which a refused connection is counted.
 _FAILED = {
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "wrong_key",
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "handshake",
     int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "handshake",
 }
-"""Socket event -> the reason under which a refused connection is counted."""
 
 _DETAILS = {
     "wrong_key": "a connection with the wrong key was refused",
@@ -152,10 +152,10 @@ _DETAILS = {
 
 
 class FailedHandshakes:
-    """Counts and logs refused connections, at either end of the link."""
+    """Counts and logs refused connections at either end of the link."""
 
     def __init__(self, socket: zmq.asyncio.Socket, address: str, count: Callable[[str], None]) -> None:
-        """`count(reason)` is called for each."""
+        """`count(reason)` is called for each refused connection."""
         events = 0
         for event in _FAILED:
             events |= event
@@ -167,7 +167,6 @@ class FailedHandshakes:
         self._unlogged: dict[str, int] = {}
 
     async def run(self) -> None:
-        """Count and log until cancelled."""
         while True:
             message = parse_monitor_message(await self._monitor.recv_multipart())
             reason = _FAILED.get(int(message["event"]))
@@ -176,13 +175,12 @@ class FailedHandshakes:
                 self._log(reason)
 
     def close(self) -> None:
-        """Safe to call more than once."""
         if not self._monitor.closed:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
 
     def _log(self, reason: str) -> None:
-        """Log each reason at most once a minute: a refused peer keeps retrying."""
+        # A refused peer keeps retrying.
         now = asyncio.get_running_loop().time()
         self._unlogged[reason] = self._unlogged.get(reason, 0) + 1
         if now - self._logged_at.get(reason, -_LOG_EVERY_S) >= _LOG_EVERY_S:
@@ -195,17 +193,16 @@ class FailedHandshakes:
 
 
 class LinkGuard:
-    """Restricts a server's socket to the trainer's key. `run` answers libzmq's ZAP requests."""
+    """Restricts a server's socket to the trainer's key by answering libzmq's ZAP requests."""
 
     def __init__(self, context: zmq.asyncio.Context, keys: ServerKeys) -> None:
         self._allowed = zmq.utils.z85.decode(keys.trainer_public)
-        # Bound before the link: without a ZAP handler libzmq accepts every key.
+        # Bind before the link does, because libzmq accepts every key without a ZAP handler.
         self._socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ZAP_ADDRESS)
 
     async def run(self) -> None:
-        """Answer until cancelled."""
         while True:
             frames = await self._socket.recv_multipart()
             split = frames.index(b"") + 1
@@ -215,14 +212,13 @@ class LinkGuard:
             await self._socket.send_multipart([*envelope, *answer])
 
     def _is_allowed(self, request: list[bytes]) -> bool:
-        """`request` is version, id, domain, address, identity, mechanism, credentials."""
+        # A request has version, id, domain, address, identity, mechanism and credentials.
         if len(request) != 7:
             return False
         _, _, domain, _, _, mechanism, key = request
         return domain == _DOMAIN and mechanism == b"CURVE" and hmac.compare_digest(key, self._allowed)
 
     def close(self) -> None:
-        """Safe to call more than once."""
         self._socket.close(linger=0)
 
 
@@ -235,7 +231,7 @@ def secure_server(socket: zmq.asyncio.Socket, keys: ServerKeys) -> None:
 
 
 def secure_trainer(socket: zmq.asyncio.Socket, keys: TrainerKeys) -> None:
-    """Connect only to the server that has the known public key."""
+    """Connect only to the server with the known public key."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)

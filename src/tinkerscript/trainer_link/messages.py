@@ -1,9 +1,9 @@
-"""Messages of the ZeroMQ link between trainer and server: msgspec structs, encoded as msgpack.
+"""Messages of the ZeroMQ link between trainer and server, as msgspec structs encoded in msgpack.
 
-A frame holds a list of messages. Invariant: delivery is at least once in both directions, and every message
-may arrive twice. Registrations are repeated until `Registered` and are idempotent by episode uuid; rows until
-`Committed`, in the order of their numbers. Outcomes come in the order of their end numbers, and the trainer
-says up to which it has them.
+Invariant: messages are delivered at least once in both directions, and any of them may arrive twice.
+Registrations repeat until `Registered` and are idempotent by episode uuid. Rows repeat until
+`Committed`, in the order of their numbers. Outcomes arrive in the order of their end numbers, and the
+trainer reports the last one that it has.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ LINK_VERSION = 15
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base: the class name is the message's tag on the wire."""
+    """The base class of messages. The class name is the message's tag on the wire."""
 
 
 # Trainer -> server
 
 
 class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trainer waits for. See `protocol.BatchProgressResponse`."""
+    """The progress of the batch that a trainer waits for. See `protocol.BatchProgressResponse`."""
 
     label: str
     rule: str
@@ -40,71 +40,66 @@ class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Tagged, frozen=True):
-    """First message of a trainer, repeated as its heartbeat."""
+    """The first message of a trainer, repeated as its heartbeat."""
 
     link_version: int
     trainer_id: str
-    """Unique to the trainer process."""
+    """An id that is unique to the trainer process."""
 
     policy_version: int
     global_step: int
     engine_status: EngineStatus
     model: str
     usable_versions: list[int] | None = None
-    """Policy versions whose results the lag rule lets train in the batch that takes results now; None: the
-    trainer has no such rule."""
+    """The policy versions that the lag rule lets train in the current batch, or None without such a rule."""
 
     client_samples: bool = True
-    """Whether samples that clients register may train."""
 
     batch: BatchProgress | None = None
-    """The batch that is being filled; None while there is none."""
+    """The batch that is being filled, or None."""
 
     run_finished: bool = False
     """Whether the run has reached its end."""
 
     failure: str = ""
-    """Why the trainer leaves before the run's end; empty if it was stopped, or has not failed."""
+    """The error with which the trainer leaves, or an empty string."""
 
     position: int = -1
-    """The end number of the last outcome that the trainer has; -1: it takes none yet."""
+    """The end number of the trainer's last outcome, or -1 if it takes none yet."""
 
     number: int = 0
-    """Grows with every Hello of a trainer; the `Welcome` that answers it carries the same number."""
+    """The number of this `Hello`, which increases. The answering `Welcome` has the same number."""
 
     started_ns: int = 0
-    """Unix time in nanoseconds at which the trainer started. The trainer that started last owns the server: a
-    dead trainer's frame may arrive after its successor's."""
+    """The trainer's start in Unix nanoseconds. The trainer that started last owns the server, because the
+    frame of a dead trainer may arrive after its successor's."""
 
 
 class NewEpisode(Tagged, frozen=True):
-    """One episode to register."""
-
     episode_uuid: str
     episode_type: EpisodeType
     group_id: str
     payload: bytes
-    """JSON object."""
+    """A JSON object."""
 
     pool: str = TRAINER_POOL
     group_size: int = 0
-    """Number of episodes in the group; 0 if unknown."""
+    """The number of episodes in the group, or 0 if unknown."""
 
     step: int = 0
-    """The training step that plans it, or that its evaluation follows; 0: a client's own sample."""
+    """The training step that plans the episode or precedes its evaluation, or 0 for a client's sample."""
 
     label: str = ""
-    """Of its evaluation; empty for training."""
+    """The label of the evaluation, empty for training."""
 
     position: int = -1
-    """Of its sample in the order of training; -1 if it has none."""
+    """The position of the sample in the training order, or -1."""
 
     copies: int = 1
-    """Episodes of the sample, this one included, which are registered together."""
+    """The number of episodes of the sample, including this one. They are registered together."""
 
     @property
     def uuids(self) -> list[str]:
-        """Of the episode and its copies."""
         return uuids_of_copies(self.episode_uuid, self.copies)
 
 
@@ -113,56 +108,56 @@ class Register(Tagged, frozen=True):
 
 
 class Received(Tagged, frozen=True):
-    """The trainer has the outcomes up to this end number, so that more may follow."""
+    """Confirms the outcomes up to an end number, so that the server may send more."""
 
     position: int
 
 
 class Commit(Tagged, frozen=True):
-    """Rows for the ledger, in one transaction. Answered by `Committed`."""
+    """Writes rows into the ledger in one transaction. Answered by `Committed`."""
 
     number: int
-    """From 1; the commits of a trainer are carried out in order, each once."""
+    """The number of the commit, from 1. The commits of a trainer are executed once each, in this order."""
 
     rows: list[TrainerRow]
 
 
 class Resume(Tagged, frozen=True):
-    """A trainer begins: where does it go on? Answered by `Resumed`."""
+    """Asks where a starting trainer continues. Answered by `Resumed`."""
 
     request_id: int
     checkpoints: list[int]
-    """The steps whose checkpoints are whole."""
+    """The steps with complete checkpoints."""
 
     replay_lag: int = 0
-    """Of how many steps before the next one it wants to know what they trained on."""
+    """The number of previous steps for which the trainer needs the episodes that trained."""
 
     plan_lag: int = 0
-    """How many steps before the next one what can train in it may have been planned for."""
+    """The number of previous steps that may have planned episodes for the next one."""
 
 
 class Fetch(Tagged, frozen=True):
-    """What did this episode end with, by sequence? Answered by `Fetched`."""
+    """Asks for an episode's result by its sequence. Answered by `Fetched`."""
 
     request_id: int
     episode: int
 
 
 class TallyRequest(Tagged, frozen=True):
-    """How did the run's episodes end? Answered by `Tallied`, after everything sent before."""
+    """Asks how the run's episodes ended. Answered by `Tallied` after everything sent before it."""
 
     request_id: int
 
 
 class Cancel(Tagged, frozen=True):
-    """These episodes are no longer needed: unless they have ended, they fail with kind `cancelled`."""
+    """Cancels episodes. Those that have not ended fail with kind `cancelled`."""
 
     episode_uuids: list[str]
     reason: str
 
 
 class ReleaseClient(Tagged, frozen=True):
-    """This client is known to be dead: its claims are released at once."""
+    """Releases the claims of a dead client at once."""
 
     client_uuid: str
     reason: str
@@ -174,7 +169,8 @@ class Sampled(Tagged, frozen=True):
 
 
 class SampleProgress(Tagged, frozen=True):
-    """Tokens sampled since the previous report. Sent once; nothing depends on it."""
+    """Reports tokens sampled since the previous report. It is sent only once, because nothing depends on
+    it."""
 
     request_id: int
     reports: list[Progress]
@@ -190,7 +186,7 @@ class SampleFailed(Tagged, frozen=True):
 
 
 class Metrics(Tagged, frozen=True):
-    """The trainer's metrics, as text for Prometheus: the server's `/metrics` has them."""
+    """The trainer's metrics in Prometheus' text format, for the server's `/metrics`."""
 
     text: bytes
 
@@ -199,47 +195,41 @@ class Metrics(Tagged, frozen=True):
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is to do for workers."""
-
     waiting: int = 0
-    """Episodes of the trainer that no client has claimed."""
+    """The number of the trainer's episodes that are not claimed."""
 
     own_claims: dict[str, int] = {}
-    """Workers that the trainer has started -> the claims that they hold; those without any are left out."""
+    """The number of claims of each worker that the trainer started, without workers that have none."""
 
 
 class Welcome(Tagged, frozen=True):
-    """Answer to `Hello`."""
-
     link_version: int
     server_id: str
-    """Unique to the server process."""
+    """An id that is unique to the server process."""
 
     number: int
-    """The number of the `Hello` that this answers: everything the trainer sent before it is committed.
-    0 in the first message to a trainer that has just connected, which promises nothing."""
+    """The number of the answered `Hello`: everything that the trainer sent before it is committed. The
+    first message to a new connection has number 0 and confirms nothing."""
 
     quarantined: dict[str, str] = {}
-    """Clients that get no episodes because their attempts only fail -> why."""
+    """The reason for each quarantined client, which gets no episodes because all its attempts fail."""
 
     demand: Demand = Demand()
 
 
 class Refused(Tagged, frozen=True):
-    """The server does not accept this trainer: another one took over, or the link versions differ."""
+    """Rejects a trainer, because another one took over or the link versions differ."""
 
     reason: str
 
 
 class Stop(Tagged, frozen=True):
-    """Asks the trainer to shut down cleanly. The run can be resumed."""
+    """Asks the trainer to stop in order. The run can be resumed."""
 
     reason: str
 
 
 class NotRegistered(Tagged, frozen=True):
-    """The episode cannot be registered; a retry would fail too."""
-
     episode_uuid: str
     reason: str
 
@@ -249,95 +239,87 @@ class Registered(Tagged, frozen=True):
 
 
 class Cancelled(Tagged, frozen=True):
-    """Answer to `Cancel`: these are cancelled, had ended before, or are unknown."""
+    """Answers a `Cancel`: the episodes are cancelled, had ended before, or are unknown."""
 
     episode_uuids: list[str]
 
 
 class Committed(Tagged, frozen=True):
-    """The commits of this trainer up to this number are in the ledger."""
+    """Confirms the commits of this trainer up to a number."""
 
     number: int
 
 
 class Resumed(Tagged, frozen=True):
-    """Answer to `Resume`. The outcomes that wait for the trainer follow."""
+    """Answers a `Resume`. The outcomes that wait for the trainer follow."""
 
     request_id: int
     history: History
 
 
 class RequestFailed(Tagged, frozen=True):
-    """Answer to a `Request` that cannot be carried out."""
-
     request_id: int
     reason: str
     is_config: bool = False
-    """Whether the user has to change something: the run cannot go on with this ledger."""
+    """Whether the run cannot continue with this ledger until the user changes something."""
 
 
 class Tallied(Tagged, frozen=True):
-    """Answer to `TallyRequest`."""
-
     request_id: int
     tally: Tally
 
 
 class _Ended(Tagged, frozen=True, kw_only=True, omit_defaults=True):
-    """How an episode ended."""
-
     number: int = 0
-    """Its end number."""
+    """The end number."""
 
     after: int = 0
-    """The end number of the outcome that was sent before it: a trainer that lacks that one waits for both."""
+    """The end number of the outcome sent before this one. A trainer that lacks it must wait for both."""
 
     sequence: int = 0
-    """Of the episode in the ledger."""
+    """The sequence of the episode in the ledger."""
 
     episode_uuid: str
     episode_type: EpisodeType = "train"
     pool: str = TRAINER_POOL
     group_id: str = ""
     group_size: int = 0
-    """Episodes in the group; 0 if the client that registered it did not say."""
+    """The number of episodes in the group, or 0 if the registering client did not give it."""
 
 
 class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
-    """An episode's result, with the calls of the claim that produced it."""
+    """A result, with the calls of the claim that produced it."""
 
     attempt: int
     client_uuid: str
     reward: float
     policy_version_at_claim: int
     all_calls: list[Call] = msgspec.field(name="calls")
-    """Of every role, in the order in which they were recorded."""
+    """The calls of every role in the order of their recording."""
 
     role_rewards: dict[str, float] = {}
-    """What counts for a policy in place of `reward`, by the name of its role."""
 
     metadata: dict[str, object] = {}
     log_metrics: dict[str, float] = {}
     is_success: bool | None = None
-    """Whether the attempt solved its sample; None if it did not say."""
+    """Whether the attempt solved its sample, or None if unknown."""
 
     retries: list[dict[str, object]] = []
-    """The `protocol.Failure` of each earlier attempt."""
 
     @property
     def calls(self) -> list[Call]:
-        """The policy's."""
+        """The calls of the policy."""
         return calls_of(self.all_calls)
 
     @property
     def policy_versions(self) -> set[int]:
-        """Of all weights of this run that sampled any of it: the policy's, and those of roles that train."""
+        """The versions of all weights of this run that sampled any part, including other trained roles."""
         return {version for call in self.all_calls if not call.is_foreign for version in call.policy_versions}
 
     def reward_of(self, role: str) -> float:
-        """The reward of a policy of the run; an empty `role` is the run's own.
+        """Return the reward of a trained role. An empty `role` is the run's policy.
 
-        Without one in `role_rewards`, that of a role is the score with its name, or else the episode's.
+        If `role_rewards` lacks the role, the score with its name counts, or else the episode's reward.
         """
         if not role:
             return self.role_rewards.get(POLICY, self.reward)
@@ -348,11 +330,9 @@ class EpisodeFailed(_Ended, frozen=True, kw_only=True, omit_defaults=True):
     """An episode that used all its attempts or was cancelled."""
 
     failures: list[dict[str, object]]
-    """The `protocol.Failure` of each attempt."""
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the trainer cancelled it because it was no longer needed."""
         return bool(self.failures) and self.failures[-1].get("kind") == "cancelled"
 
 
@@ -360,7 +340,7 @@ Outcome = EpisodeAccepted | EpisodeFailed
 
 
 class Fetched(Tagged, frozen=True):
-    """Answer to `Fetch`; None: the episode did not end with a result."""
+    """Answers a `Fetch`, with None if the episode has no result."""
 
     request_id: int
     outcome: EpisodeAccepted | None
@@ -370,11 +350,11 @@ class Sample(Tagged, frozen=True):
     request_id: int
     request: SampleRequest
     traceparent: str = ""
-    """W3C trace context of the model call; empty without traces."""
+    """The W3C trace context of the model call, or an empty string."""
 
 
 class CancelSample(Tagged, frozen=True):
-    """The caller of this sample is gone."""
+    """Cancels a sample, because its caller is gone."""
 
     request_id: int
 
@@ -393,12 +373,12 @@ FromTrainer = (
     | SampleProgress
     | SampleFailed
 )
-"""What a trainer sends after its `Hello`."""
+"""Messages of a trainer after its `Hello`."""
 
 ToServer = Hello | FromTrainer
 
 Request = Resume | Fetch | TallyRequest
-"""What has a `request_id`, and an answer with the same."""
+"""Messages with a `request_id`, which the answer repeats."""
 
 Answer = Resumed | Fetched | Tallied | RequestFailed
 
@@ -422,17 +402,16 @@ ToTrainer = (
 
 
 QUARANTINED = "reward_out_of_bounds"
-"""Failure kind of a recorded result whose reward would end the run (`errors.MAX_REWARD`)."""
+"""The failure kind of a result with a reward that would end the run (`errors.MAX_REWARD`)."""
 
 UNREADABLE = "calls_unreadable"
-"""Failure kind of a recorded result whose calls are not one after another, and cannot be merged."""
+"""The failure kind of a result with calls that do not follow one another and cannot be merged."""
 
 
 def usable(outcome: Outcome) -> Outcome:
-    """The outcome as training may see it: a result with a reward out of bounds, or calls that cannot be
-    merged, is a failure.
+    """Turn a result with a reward out of bounds or with calls that cannot be merged into a failure.
 
-    The ledger keeps the result itself.
+    The ledger keeps the result.
     """
     if isinstance(outcome, EpisodeFailed):
         return outcome
@@ -457,14 +436,14 @@ def usable(outcome: Outcome) -> Outcome:
 
 
 def check_episode(episode: NewEpisode) -> None:
-    """Raises ValueError for an episode that cannot be registered."""
+    """Raise ValueError for an episode that cannot be registered."""
     if not 0 < len(last := episode.uuids[-1]) <= ID_CHARS:
         raise ValueError(f"an episode uuid has 1 to {ID_CHARS} characters, not {len(last)}")
     try:
         payload = msgspec.json.decode(episode.payload, type=dict[str, object])
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"the payload of an episode must be a JSON object: {error}") from error
-    # No deeper than it has brackets: most payloads need no second look.
+    # Counting brackets is cheap and bounds the depth, so that most payloads need no further check.
     brackets, depth = episode.payload.count(b"{") + episode.payload.count(b"["), PAYLOAD_DEPTH.limit
     if brackets > depth and depth_is_beyond(payload, depth):
         raise ValueError(f"the payload of an episode is nested more than {depth} deep; flatten it")

@@ -1,8 +1,8 @@
 """Model calls over the link: `LinkSampler` at the server's end, `SampleService` at the trainer's.
 
-Invariant: a model call is answered once, or refused with a status that tells the caller whether to retry; it
-never outlives its time limit, whichever process restarts. The trainer works on a request once at a time, and
-whatever the engine raises becomes a `SampleFailed`.
+Invariant: a model call is answered once, or refused with a status that tells the caller whether to
+retry. It never outlives its time limit, whichever process restarts. The trainer never runs a request
+twice at once, and every exception of the engine becomes a `SampleFailed`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 
 class SampleLink(Protocol):
-    """The way from a `LinkSampler` to what samples."""
-
     connected: bool
 
     def send(self, message: Tagged) -> None: ...
@@ -56,13 +54,14 @@ class _Pending:
 
 
 class LinkSampler(Sampler):
-    """The gateway's sampler, answered by the trainer. A trainer that connects gets open requests again."""
+    """The gateway's sampler, which the trainer answers. A trainer that connects gets the open requests
+    again."""
 
     def __init__(self, link: SampleLink, *, timeout_s: float, times: LinkTimes | None = None) -> None:
         self._link = link
         self._timeout_s = timeout_s
         self._times = times or LinkTimes()
-        # An answer to a previous server process must not match a request of this one.
+        # Ids start at random, so that an answer to a previous server process matches no request of this one.
         self._ids = itertools.count(secrets.randbits(31) << 32)
         self._pending: dict[int, _Pending] = {}
         self._closed = False
@@ -105,32 +104,32 @@ class LinkSampler(Sampler):
         self._link.send(pending.message)
 
     def trainer_connected(self) -> None:
-        """Send all open requests again: the trainer may be new, or may have missed some."""
+        """Send all open requests again, because the trainer may be new or may have missed some."""
         for pending in self._pending.values():
             self._send(pending)
 
     def resend(self) -> None:
-        """Repeat requests that have waited long; the trainer ignores those that it is working on."""
+        """Repeat requests that have waited for long. The trainer ignores those that it is running."""
         due = asyncio.get_running_loop().time() - self._times.resend_s
         for pending in self._pending.values():
             if 0 < pending.sent_at <= due:
                 self._send(pending)
 
     def engine_unavailable(self) -> None:
-        """Refuse the requests sent to the last trainer: none came back within the grace period."""
+        """Refuse the requests of a trainer that was lost without a successor within the grace period."""
         for pending in self._pending.values():
             if pending.sent_at and not pending.answer.done():
                 pending.answer.set_exception(_unavailable(self._times.grace_s))
 
     def close(self) -> None:
-        """Refuse open and future requests: the server is shutting down."""
+        """Refuse open and future requests, because the server is shutting down."""
         self._closed = True
         for pending in self._pending.values():
             if not pending.answer.done():
                 pending.answer.set_exception(_shutting_down())
 
     def message(self, message: Sampled | SampleProgress | SampleFailed) -> None:
-        """Deliver an answer or progress; one whose caller is gone is dropped."""
+        """Deliver an answer or progress, or drop it if its caller is gone."""
         pending = self._pending.get(message.request_id)
         if pending is None or pending.answer.done():
             return
@@ -148,7 +147,7 @@ class LinkSampler(Sampler):
 
 def _unavailable(grace_s: float) -> GatewayError:
     return GatewayError(
-        503, "engine_unavailable", f"no trainer or engine has been here for {grace_s:g} s; retry"
+        503, "engine_unavailable", f"no trainer or engine has been connected for {grace_s:g} s; retry"
     )
 
 
@@ -157,19 +156,19 @@ def _shutting_down() -> GatewayError:
 
 
 class SampleService:
-    """Runs `sampler` for every request and passes the answers to `send`. Owns one task per request."""
+    """Runs `sampler` for every request and passes the answers to `send`. It has one task per request."""
 
     def __init__(
         self, sampler: SampleFunction, send: Callable[[Tagged], None], *, relays: bool = False
     ) -> None:
-        """`relays`: `sampler` asks another process, whose span it is."""
+        """`relays` says that `sampler` asks another process, which creates the span."""
         self._sampler = sampler
         self._send = send
         self._relays = relays
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._cancelled = set[asyncio.Task[None]]()
+        # A request gets one message per tick of the event loop.
         self._reports: dict[int, list[Progress]] = {}
-        """Progress not sent yet, by request: each request gets one message per tick of the event loop."""
 
     def start(self, message: Sample) -> None:
         """Start a task for a request, unless it has one."""
@@ -180,19 +179,16 @@ class SampleService:
         task.add_done_callback(self._cancelled.discard)
 
     def cancel(self, request_id: int) -> None:
-        """Cancel a request whose caller is gone."""
         task = self._tasks.pop(request_id, None)
         if task is not None:
             self._cancelled.add(task)
             task.cancel()
 
     def cancel_all(self) -> None:
-        """Cancel every request: the server that sent them is gone."""
         for request_id in list(self._tasks):
             self.cancel(request_id)
 
     async def close(self) -> None:
-        """Cancel all requests and wait for their tasks."""
         self.cancel_all()
         await asyncio.gather(*self._cancelled, return_exceptions=True)
 

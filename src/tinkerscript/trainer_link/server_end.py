@@ -1,9 +1,9 @@
-"""The server's end of the link: a ROUTER socket that serves one trainer at a time.
+"""The server's end of the link is a ROUTER socket that serves one trainer at a time.
 
-Invariant: the trainer that started last owns the server. Its `Hello` takes over; the previous trainer gets a
-`Refused` and is rejected from then on. Each frame to a trainer has the server's epoch before it. Frames that
-cannot be delivered are counted and dropped: whatever matters is repeated until it is confirmed (see
-`messages`).
+Invariant: the trainer that started last owns the server. Its `Hello` takes over, and the previous
+trainer gets a `Refused` and is rejected from then on. Each frame to a trainer is preceded by the
+server's epoch. Frames that cannot be delivered are counted and dropped, because important messages are
+repeated (see `messages`).
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerEvent(Enum):
-    """What happens to the connection of the trainer."""
-
     CONNECTED = auto()
-    """A trainer is there, for the first time or again. It may have missed earlier messages."""
+    """A trainer connected, for the first time or again. It may have missed earlier messages."""
 
     SILENT = auto()
-    """Nothing was received from the trainer for `LinkTimes.silence_s`."""
+    """Nothing was received for `LinkTimes.silence_s`."""
 
     LOST = auto()
-    """The trainer did not come back within `LinkTimes.grace_s`."""
+    """The trainer did not return within `LinkTimes.grace_s`."""
 
 
 LinkEvent = TrainerEvent | ToServer
 
 LinkHandler = Callable[[LinkEvent], None]
-"""Gets every event, on the event loop: the trainer's messages and the changes of its connection. Must not
-block. It answers each `Hello` with `ServerLink.welcome`, once everything that it got before is committed."""
+"""A handler of all events, called on the event loop, which it must not block.
+
+It answers each `Hello` with `ServerLink.welcome` when everything received before is committed.
+"""
 
 
 class ServerLink:
-    """Binds, receives, sends, and watches the heartbeat. `run` owns its tasks."""
+    """Binds the socket, receives, sends and watches the heartbeat. `run` owns the tasks."""
 
     def __init__(
         self,
@@ -71,12 +71,11 @@ class ServerLink:
         times: LinkTimes | None = None,
         count_drop: Callable[[str], None],
     ) -> None:
-        """`epoch`: a trainer drops frames whose epoch is lower than one it has seen. `count_drop(reason)` is
-        called for every dropped frame or message."""
+        """A trainer drops frames with a lower `epoch` than one it has seen. `count_drop(reason)` is called
+        for every dropped frame or message."""
         self.server_id = server_id
         self.epoch = epoch
         self.connected = False
-        """Whether a trainer is connected."""
 
         self._times = times or LinkTimes()
         self._count_drop = count_drop
@@ -86,10 +85,10 @@ class ServerLink:
         self._handshakes: FailedHandshakes | None = None
         self._outbox = Outbox()
         self.trainer_id = ""
-        """Of the trainer that owns this server; empty before the first."""
+        """The id of the owning trainer, empty before the first."""
 
         self.position = -1
-        """The end number of the last outcome that it has, as it said last; -1: it takes none yet."""
+        """The end number of the trainer's last outcome, or -1 if it takes none yet."""
 
         self._started_ns = 0
         self._refused: set[str] = set()
@@ -97,10 +96,10 @@ class ServerLink:
         self._became_connected = asyncio.Event()
 
     def bind(self, address: str, keys: ServerKeys | None = None) -> str:
-        """Bind `ipc://PATH` or `tcp://HOST:PORT` (`:*` takes a free port); returns the bound address.
+        """Bind `ipc://PATH` or `tcp://HOST:PORT` (`:*` takes a free port) and return the bound address.
 
-        With `keys` only connections that prove the trainer's key (CURVE) are accepted.
-        Raises ConfigError if the address cannot be used; `bind` may then be called again.
+        With `keys`, connections must prove the trainer's key (CURVE). Raises ConfigError if the address
+        is not usable, after which `bind` may be called again.
         """
         set_options(self._socket, address)
         if keys is not None:
@@ -120,7 +119,7 @@ class ServerLink:
         return os.fsdecode(endpoint.rstrip(b"\0"))
 
     def send(self, message: Tagged) -> None:
-        """Queue a message for the trainer; dropped if none is connected."""
+        """Queue a message for the trainer, or drop it if none is connected."""
         if self.connected:
             self._outbox.put(message)
 
@@ -130,7 +129,7 @@ class ServerLink:
         quarantined: Mapping[str, str] = MappingProxyType({}),
         demand: Demand | None = None,
     ) -> None:
-        """Answer the trainer's `Hello` of that number: everything sent before it is committed."""
+        """Answer the `Hello` with this number, which confirms everything sent before it."""
         self.send(
             Welcome(
                 link_version=LINK_VERSION,
@@ -142,7 +141,6 @@ class ServerLink:
         )
 
     async def run(self, handle: LinkHandler) -> None:
-        """Serve until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._receive(handle))
@@ -156,7 +154,7 @@ class ServerLink:
             self.close()
 
     def close(self) -> None:
-        """Close the socket; queued messages are dropped. Safe to call more than once."""
+        """Close the socket and drop queued messages. Idempotent."""
         if self._handshakes is not None:
             self._handshakes.close()
         self._socket.close(linger=0)
@@ -183,13 +181,14 @@ class ServerLink:
                     self._heard.set()
                     handle(message)
                     if isinstance(message, Register):
-                        await asyncio.sleep(0)  # A frame may hold thousands of episodes.
+                        await asyncio.sleep(
+                            0
+                        )  # Other tasks must run, because a frame may have thousands of episodes.
                 else:
                     name = type(message).__name__
                     self._drop("not_the_trainer", f"{name} before a Hello, or after a takeover")
 
     async def _accept(self, identity: bytes, hello: Hello) -> bool:
-        """Whether this trainer owns the server now."""
         problem = self._problem(identity, hello)
         if problem:
             self._drop("refused", problem)
@@ -206,7 +205,7 @@ class ServerLink:
             self.connected = True
             logger.info("link.connected trainer_id=%s model=%s", hello.trainer_id, hello.model)
             self._became_connected.set()
-            # Sent first: a trainer that meets a new server drops the requests of the previous one.
+            # Sent first, because a trainer drops the requests of a previous server when it meets a new one.
             self.welcome(number=0)
             handle(TrainerEvent.CONNECTED)
 
@@ -238,7 +237,7 @@ class ServerLink:
             await self._send_to(self.trainer_id.encode(), messages)
 
     async def _send_to(self, identity: bytes, messages: list[Tagged]) -> None:
-        """Never waits: a trainer that is gone or does not read must not block its successor."""
+        # This never waits, because a trainer that does not read must not block its successor.
         for frame in frames(messages, self._drop):
             try:
                 await self._socket.send_multipart([identity, b"%d" % self.epoch, frame], flags=zmq.NOBLOCK)
@@ -275,5 +274,5 @@ class ServerLink:
     def _drop(self, reason: str, detail: str, message: Tagged | None = None) -> None:
         logger.warning("link.drop reason=%s detail=%s", reason, detail)
         self._count_drop(reason)
-        if isinstance(message, Resumed | Fetched | Tallied):  # Somebody waits for it.
+        if isinstance(message, Resumed | Fetched | Tallied):  # The trainer waits for the answer.
             self.send(RequestFailed(request_id=message.request_id, reason=f"the answer is lost: {detail}"))

@@ -1,9 +1,9 @@
-"""`TrainerLink`: the trainer's end of the link.
+"""`TrainerLink` is the trainer's end of the link.
 
-Invariant: nothing that matters depends on a single message. Registrations, commits, cancellations and
-requests are repeated until they are confirmed, and the server repeats outcomes until the trainer has them.
-The same link object survives a restart of the server, and its replacement by another one at the same address:
-messages of a server with a lower epoch than one heard before are dropped.
+Invariant: nothing important depends on a single message. Registrations, commits, cancellations and
+requests are repeated until they are confirmed, and the server repeats outcomes until the trainer has
+them. A link survives a restart of the server and its replacement at the same address: messages with a
+lower epoch than a known one are dropped.
 """
 
 from __future__ import annotations
@@ -81,26 +81,23 @@ logger = logging.getLogger(__name__)
 
 
 REGISTER_CHUNK = 500
-"""Episodes in one `Register` message, unless a group has more: it holds whole groups, however many bytes the
-last one adds to `FULL_FRAME_BYTES`."""
+"""Episodes per `Register` message. A message holds whole groups, so that a large last group may exceed
+this number and `FULL_FRAME_BYTES`."""
 
 FETCHED_AT_ONCE = 16
-"""Episodes that are asked for before an answer comes. Each has a message of its own, which may be large."""
+"""Episodes that are requested before an answer arrives. Each has a message, which may be large."""
 
 
 @dataclass(slots=True, eq=False)
 class _Registration:
-    """One call of `register`."""
-
     missing: dict[str, NewEpisode]
-    """What the server has not confirmed yet."""
 
     confirmed: asyncio.Future[None]
 
 
 class TrainerLink:
-    """A DEALER socket that sends heartbeats, registers episodes, serves samples, receives outcomes and writes
-    into the ledger.
+    """A DEALER socket that sends heartbeats, registers episodes, serves samples, receives outcomes and
+    writes to the ledger.
 
         async with TrainerLink(address, trainer_id=uuid, model="tiny", sampler=engine.sample) as link:
             history = await link.resume(checkpoints=[])
@@ -125,16 +122,16 @@ class TrainerLink:
         keys: TrainerKeys | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
-        """Does not connect yet. `keys`: required if the server's `server.json` names `link_keys`. `note` is
-        called with what a person should know."""
+        """Create a link without connecting. `keys` are required if `server.json` names `link_keys`. `note`
+        is called with messages for the user."""
         self.stop_requested = asyncio.Event()
         """Set when the server asks the trainer to stop."""
 
         self.refused_handshakes = 0
-        """Connections that the server refused, or whose server does not have the key in `keys`."""
+        """Connections that the server refused, or that failed because the server lacks the expected key."""
 
         self.demand = Demand()
-        """What there is to do for workers, as of the server's last answer."""
+        """The work for workers, from the server's last answer."""
 
         self._address = address
         self._keys = keys
@@ -153,25 +150,21 @@ class TrainerLink:
         self._outbox = Outbox()
         self._samples = SampleService(sampler, self._outbox.put)
         self._inbox: list[Outcome] = []
+        # The end number of the last outcome that was taken from the inbox.
         self._taken = 0
-        """The end number of the last outcome that left the inbox."""
 
         self._commits: dict[int, Commit] = {}
-        """By number: those that the server has not confirmed."""
 
         self._commit_numbers = itertools.count(1)
         self._committed = 0
-        """The number of the last commit that the server has confirmed."""
 
         self._registering: dict[str, _Registration] = {}
         self._cancelling: dict[str, str] = {}
         self._asking: dict[int, tuple[Request, asyncio.Future[Answer]]] = {}
-        """By `request_id`: requests without an answer yet."""
 
         self._request_ids = itertools.count(1)
         self._server_id = ""
         self._epoch = 0
-        """The highest that a server has sent."""
 
         self._welcomed = -1
         self._news = asyncio.Event()
@@ -211,19 +204,19 @@ class TrainerLink:
 
     @property
     def own_clients(self) -> str:
-        """What the `client_uuid` of each worker that this trainer starts itself begins with."""
+        """The prefix of the `client_uuid` of each worker that this trainer starts."""
         return own_clients(self._hello.trainer_id)
 
     @property
     def server_id(self) -> str:
-        """The id of the server that answered last; empty before the first answer."""
+        """The id of the server that answered last, empty before the first answer."""
         return self._server_id
 
     async def register(self, episodes: Sequence[NewEpisode]) -> None:
-        """Register episodes; returns when the server has stored all of them.
+        """Register episodes, and return when the server has stored all of them.
 
-        Raises ValueError for an invalid episode, ConflictError for a uuid that the server holds with other
-        content, and LinkError for a group that no message can carry, or if the server refuses this trainer.
+        Raises ValueError for an invalid episode, ConflictError for a known uuid with other content, and
+        LinkError for a group that is too large for a message, or if the server refuses this trainer.
         """
         self._check()
         missing = {episode.episode_uuid: episode for episode in episodes}
@@ -240,10 +233,11 @@ class TrainerLink:
                 self._registering.pop(episode.episode_uuid, None)
 
     async def resume(self, checkpoints: Sequence[int], *, replay_lag: int = 0, plan_lag: int = 0) -> History:
-        """Begin, or go on from the newest of the steps in `checkpoints`; see `ledger.history.find_beginning`.
-        From now on outcomes come.
+        """Start, or continue from the newest of the steps in `checkpoints` (see
+        `ledger.history.find_beginning`).
 
-        Raises ConfigError if the ledger cannot go on from them, and LinkError.
+        Outcomes arrive from now on. Raises ConfigError if the ledger cannot continue from these steps,
+        and LinkError.
         """
         request = Resume(
             request_id=next(self._request_ids),
@@ -256,7 +250,7 @@ class TrainerLink:
         return answer.history
 
     async def fetch(self, episodes: Sequence[int]) -> list[EpisodeAccepted]:
-        """What these episodes, by sequence, ended with, but for those that failed. Raises LinkError."""
+        """Return the results of episodes, given by sequence, without failed ones. Raises LinkError."""
         found = list[EpisodeAccepted]()
         for start in range(0, len(episodes), FETCHED_AT_ONCE):
             chunk = episodes[start : start + FETCHED_AT_ONCE]
@@ -269,7 +263,7 @@ class TrainerLink:
         return answer.outcome
 
     async def tally(self) -> Tally:
-        """How the episodes of the run ended, by what is committed. Raises LinkError."""
+        """Return how the committed episodes of the run ended. Raises LinkError."""
         answer = await self._ask(TallyRequest(request_id=next(self._request_ids)))
         assert isinstance(answer, Tallied)
         return answer.tally
@@ -288,9 +282,9 @@ class TrainerLink:
         return answer
 
     async def outcomes(self) -> list[Outcome]:
-        """Wait for results and failures; returns one or more, in the order in which the episodes ended.
+        """Wait for results and failures. Returns at least one, in the order of the episodes' ends.
 
-        Each is returned once. Raises LinkError.
+        Each outcome is returned once. Raises LinkError.
         """
         while not self._inbox:
             self._check()
@@ -302,15 +296,18 @@ class TrainerLink:
         return taken
 
     def note(self, rows: Collection[TrainerRow]) -> None:
-        """Write rows into the ledger, in one transaction, without waiting for it."""
+        """Write rows into the ledger in one transaction, without waiting."""
         if rows:
             commit = Commit(number=next(self._commit_numbers), rows=list(rows))
             self._commits[commit.number] = commit
             self._outbox.put(commit)
 
     async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
-        """Write rows into the ledger, in one transaction; return once they, and all before them, are
-        committed. Raises LinkError."""
+        """Write rows into the ledger in one transaction, and wait until they and all earlier ones are
+        committed.
+
+        Raises LinkError.
+        """
         self.note(rows)
         wanted = max(self._commits, default=0)
         while self._committed < wanted:
@@ -319,13 +316,13 @@ class TrainerLink:
             await self._news.wait()
 
     def cancel(self, uuids: Iterable[str], reason: str) -> None:
-        """Cancel episodes that are no longer needed. Each still gets an outcome: failed, or its result."""
+        """Cancel episodes. Each still gets an outcome: a failure, or the result that came first."""
         uuids = list(uuids)
         self._cancelling.update(dict.fromkeys(uuids, reason))
         self._outbox.put(Cancel(episode_uuids=uuids, reason=reason))
 
     def release_client(self, client_uuid: str, reason: str) -> None:
-        """Release the claims of a dead client at once instead of waiting for their leases to expire."""
+        """Release the claims of a dead client at once instead of when their leases expire."""
         self._outbox.put(ReleaseClient(client_uuid=client_uuid, reason=reason))
 
     def set_status(
@@ -339,7 +336,7 @@ class TrainerLink:
         run_finished: bool | None = None,
         failure: str | None = None,
     ) -> None:
-        """Tell the server the engine's state; None leaves a value unchanged."""
+        """Send the engine's state to the server. None leaves a value unchanged."""
         new = {
             "policy_version": policy_version,
             "global_step": global_step,
@@ -354,11 +351,10 @@ class TrainerLink:
         self._say_hello()
 
     def send_metrics(self, text: bytes) -> None:
-        """Give the server the trainer's metrics, in Prometheus' text format."""
         self._outbox.put_latest(Metrics(text=text))
 
     def set_batch(self, batch: BatchProgress | None, *, at_once: bool) -> None:
-        """Tell the server about the batch that is being filled: at once, or with the next heartbeat."""
+        """Send the progress of the current batch, at once or with the next heartbeat."""
         self._hello = msgspec.structs.replace(self._hello, batch=batch)
         if at_once:
             self._say_hello()
@@ -372,13 +368,13 @@ class TrainerLink:
             self._news.clear()
             await self._news.wait()
 
-    # The tasks
+    # Tasks
 
     def _count_handshake(self, reason: str) -> None:
         self.refused_handshakes += 1
 
     async def _guarded(self, name: str, part: Callable[[], Awaitable[None]]) -> None:
-        """If a part fails, every pending and later call raises instead of waiting forever."""
+        # If a task fails, every pending and later call must raise instead of waiting forever.
         try:
             await part()
         except Exception as error:
@@ -421,7 +417,6 @@ class TrainerLink:
         self._outbox.put(self._hello)
 
     def _repeat(self) -> None:
-        """Send again what the server has not confirmed."""
         self._send_registrations(
             [episode for uuid, each in self._registering.items() if (episode := each.missing.get(uuid))]
         )
@@ -436,7 +431,7 @@ class TrainerLink:
 
     def _send_registrations(self, episodes: Iterable[NewEpisode]) -> None:
         chunk, size = list[NewEpisode](), 0
-        # A group is registered as a whole, whenever this process or the server ends.
+        # A group stays in one message, so that the server never has a part of it.
         for _, members in itertools.groupby(episodes, key=attrgetter("group_id")):
             group = list(members)
             more = sum(len(each.payload) for each in group)
@@ -449,17 +444,17 @@ class TrainerLink:
             self._outbox.put(Register(episodes=chunk))
 
     def _on_unsendable(self, reason: str, detail: str, message: Tagged) -> None:
-        """Whoever waits for what this message would bring about learns that it is never sent."""
+        # Some call waits for an effect of this message, which will never be sent.
         logger.error("link.drop reason=%s detail=%s", reason, detail)
         if isinstance(message, Sampled | SampleProgress | Metrics):
-            return  # The server gives a sample up by itself.
+            return  # The server abandons a sample after its time limit.
         if not isinstance(message, Register):
-            self._fail(LinkError(f"the server cannot be told: {detail}"))
+            self._fail(LinkError(f"a message to the server cannot be sent: {detail}"))
             return
         first = message.episodes[0]
         registration = self._registering.get(first.episode_uuid)
         if registration is not None and not registration.confirmed.done():
-            # A group that is too large has a message of its own.
+            # Only a group that is too large fails, and it has its own message.
             reason = f"the group {first.group_id!r} cannot be registered: {detail}"
             registration.confirmed.set_exception(LinkError(reason))
 
@@ -492,7 +487,7 @@ class TrainerLink:
                 self._fail(LinkError(f"the server refused this trainer: {message.reason}"))
 
     def _on_outcome(self, outcome: Outcome) -> None:
-        """Take an outcome, unless it came before, or one before it is missing: the server repeats them."""
+        # The server repeats outcomes, so this may be a repetition, or an earlier one may be missing.
         position = self._hello.position
         if outcome.after <= position < outcome.number:
             self._inbox.append(outcome)

@@ -1,4 +1,4 @@
-"""Ready-made workers over the client: a user's script, or tasks of any kind."""
+"""Ready-made workers that use the client: for a user's script, or for tasks of any kind."""
 
 from tinkerscript.workers.base_task import EpisodeModel, Task, named_scores
 from tinkerscript.workers.worker import WorkerOptions, load_rollout, run_worker

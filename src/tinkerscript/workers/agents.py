@@ -1,15 +1,16 @@
-"""`AgentTask`: an Inspect task whose samples an agent works on, in the place of the task's own solver.
+"""`AgentTask` is an Inspect task with a coding agent in place of the task's solver.
 
-Each episode: the sample's files and setup in a `bubblewrap` sandbox of its own; the agent with the sample's
-input as its prompt, in `/work`; the end of every process; the task's tests as they were; the task's scorers,
-in the same sandbox with a fresh home, without the agent's programs and without a way to the model.
+Each episode starts a `bubblewrap` sandbox with the sample's files and setup, and runs the agent in
+`/work` with the sample's input as its prompt. Then all processes end, the task's test files are
+restored, and the task's scorers run in the same sandbox with a fresh home, without the agent's programs
+and without access to the model. A sample's metadata `tests` lists its test files. Before scoring, each
+is restored from the sample's `files`, or removed if the sample has no such file.
 
-A sample's metadata `tests` lists its test files: each is restored from the sample's `files`, or removed if
-the sample has none of that name, before anything is scored.
+Users install agents, which are found on the PATH. To add one, write its `CodingAgent` and add it to
+`AGENTS`.
 
-An agent is a program that its user installs; it is found on the PATH. To add one, write its `CodingAgent` and
-enter it in `AGENTS`. Sources: the programs' own help and documentation; Claude Code 2.1, Codex CLI 0.169,
-mini-swe-agent 2.4, opencode 1.18.
+Sources: the programs' help and documentation; Claude Code 2.1, Codex CLI 0.169, mini-swe-agent 2.4,
+opencode 1.18.
 """
 
 from __future__ import annotations
@@ -44,24 +45,21 @@ from tinkerscript.workers.inspect_task import GatewayPolicy, InspectTask
 from tinkerscript.workers.model_relay import AgentRelay
 
 PORT = 8000
-"""Where the agent finds the model, on its own loopback interface."""
+"""The model's port on the agent's loopback interface."""
 
 MAX_OUTPUT_BYTES = 4 * 2**20
-"""How much is kept of what an agent prints: the end."""
+"""The length of an agent's output that is kept, from its end."""
 
 OF_A_CLAIM = 0.9
-"""The part of a claim's lifetime that the agent may use; the rest is for scoring."""
+"""The part of a claim's lifetime that the agent may use. The rest is for scoring."""
 
 TESTS = "tests"
 
 
 class AgentTask(InspectTask):
-    """An Inspect task for one agent."""
-
     def __init__(self, name: str, agent: str, time_limit_s: float, /, **args: Any) -> None:
-        """Raises ConfigError for a task that cannot be loaded, or metadata `tests` that is no list of paths,
-        and WorkerError for an agent that is unknown or not installed.
-        """
+        """Raises ConfigError for an invalid task or metadata `tests` that is not a list of paths, and
+        WorkerError for an agent that is unknown or not installed."""
         super().__init__(name, **args)
         program = agent_named(agent)
         installation_of(program)
@@ -74,8 +72,6 @@ class AgentTask(InspectTask):
 
 @solver
 def agent_solver(agent: CodingAgent, time_limit_s: float) -> Solver:
-    """Run the agent in the sample's sandbox; its answer becomes the output."""
-
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         policy = current_policy()
         assert isinstance(policy, GatewayPolicy)
@@ -103,7 +99,7 @@ def agent_solver(agent: CodingAgent, time_limit_s: float) -> Solver:
 
 
 def _record(agent: CodingAgent, run: AgentRun) -> None:
-    """Into Inspect's record of the sample, which is the episode's transcript."""
+    # Inspect's record of the sample becomes the episode's transcript.
     found: dict[str, JsonValue] = {
         "exit_code": run.exit_code,
         "model_calls": run.calls,
@@ -118,7 +114,7 @@ async def _restore(sample: Sample, place: BubblewrapSandbox) -> None:
     tests = _tests_of(sample)
     files = await sandbox_files_of(sample)
     for name in tests:
-        # A link or a folder in its place is the agent's.
+        # The agent may have put a link or a folder in its place.
         await place.exec(["rm", "-rf", "--", name])
         if name in files:
             await place.write_file(name, files[name])
@@ -133,30 +129,26 @@ def _tests_of(sample: Sample) -> list[str]:
 
 @dataclass(frozen=True)
 class AgentRun:
-    """What an agent did, but for the files."""
-
     answer: str
     output: str
-    """What it printed; the last `MAX_OUTPUT_BYTES`."""
 
     complaints: str
-    """What it printed to standard error."""
 
     exit_code: int | None
-    """None: it was ended at its time limit."""
+    """The exit code, or None after the time limit."""
 
     calls: int
     refusals: dict[str, int]
-    """What it asked for and did not get: `STATUS METHOD PATH` -> how often."""
+    """The number of refused requests by `STATUS METHOD PATH`."""
 
 
 async def run_agent(
     agent: CodingAgent, prompt: str, *, sandbox: Bubblewrap, model: EpisodeModel, limit_s: float
 ) -> AgentRun:
-    """Run the agent in the sandbox, which is started again for it, in its folder `/work`.
+    """Restart the sandbox and run the agent in its folder `/work`.
 
-    Raises WorkerError for an agent that is not installed, that made no model call, or whose last one the
-    gateway does not support; ClaimLostError; IsolationError.
+    Raises WorkerError for an agent that is not installed, that made no model call, or with a last call
+    that the gateway does not support; ClaimLostError; IsolationError.
     """
     if len(prompt.encode()) > MAX_PROMPT_BYTES:
         raise WorkerError(
@@ -189,7 +181,7 @@ async def run_agent(
 
 
 def _write_home(sandbox: Bubblewrap, agent: CodingAgent, job: AgentJob) -> None:
-    """Before anything of the agent's runs: nobody has made links there."""
+    # No program of the agent has run yet, so no links can be in the way.
     for name, text in agent.home_files(job).items():
         path = Path(f"{sandbox.root}{HOME}") / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,7 +191,6 @@ def _write_home(sandbox: Bubblewrap, agent: CodingAgent, job: AgentJob) -> None:
 async def _run(
     command: list[str], sandbox: Bubblewrap, limit_s: float, output: IO[bytes], errors: IO[bytes]
 ) -> int | None:
-    """The exit status; None if the time limit came first. Ends the sandbox's processes."""
     process = await asyncio.create_subprocess_exec(
         *command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env={}
     )
@@ -220,49 +211,44 @@ def _end_of(file: IO[bytes]) -> str:
 
 
 SIDE = "side"
-"""The name under which an agent's side calls are marked (the gateway's agent mode)."""
+"""The model name that marks an agent's side calls (the gateway's agent mode)."""
 
 MAX_PROMPT_BYTES = 120_000
-"""Linux takes no longer argument."""
+"""The longest argument that Linux accepts."""
 
 PLACEHOLDER_KEY = "the-sandbox-holds-no-key"
-"""What agents send as their key."""
+"""The key that agents send."""
 
 
 @dataclass(frozen=True)
 class AgentJob:
-    """What an agent is to do, and the model to do it with."""
-
     prompt: str
     url: str
-    """Of the gateway's agent mode, without `/v1`."""
+    """The URL of the gateway's agent mode, without `/v1`."""
 
     context_tokens: int
 
     @property
     def reply_tokens(self) -> int:
-        """How many of them an agent should leave to a reply."""
+        """Return the number of tokens of the context that an agent should reserve for a reply."""
         return min(32_000, self.context_tokens // 4)
 
 
 @dataclass(frozen=True)
 class CodingAgent:
-    """One program."""
-
     program: str
-    """What it is called on the PATH."""
 
     arguments: Callable[[AgentJob], list[str]]
-    """What follows the program's name."""
+    """The command line after the program's name."""
 
     environment: Callable[[AgentJob], dict[str, str]]
-    """Its variables, besides those of the sandbox."""
+    """Environment variables in addition to the sandbox's."""
 
     home_files: Callable[[AgentJob], Mapping[str, str]] = lambda job: {}
-    """Files of its home folder by their path in it."""
+    """Files to write, by their path in the home folder."""
 
     answer: Callable[[str], str] = lambda output: ""
-    """The agent's last words, from what it printed; empty if it had none."""
+    """Extracts the agent's final answer from its output, or an empty string."""
 
 
 def _claude_environment(job: AgentJob) -> dict[str, str]:
@@ -276,7 +262,7 @@ def _claude_environment(job: AgentJob) -> dict[str, str]:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(job.context_tokens),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(job.reply_tokens),
-        # Tools that are loaded later come as references, which no model but Anthropic's knows.
+        # Tools that are loaded later come as references, which only Anthropic's models know.
         "ENABLE_TOOL_SEARCH": "false",
         "IS_SANDBOX": "1",
     }
@@ -344,7 +330,7 @@ AGENTS: Mapping[str, CodingAgent] = {
         _codex_config,
         _codex_answer,
     ),
-    "mini-swe-agent": CodingAgent(  # It ends with the output of a command, and no words of its own.
+    "mini-swe-agent": CodingAgent(  # It ends with the output of a command, without an answer.
         "mini",
         lambda job: [
             *("--yolo", "--exit-immediately", "--model", f"openai/{POLICY}"),
@@ -370,11 +356,11 @@ AGENTS: Mapping[str, CodingAgent] = {
         ),
     ),
 }
-"""What `tinkerscript worker --agent` takes."""
+"""The values of `tinkerscript worker --agent`."""
 
 
 def agent_named(name: str) -> CodingAgent:
-    """Raises WorkerError for an agent that is not in the table."""
+    """Return an agent of the table. Raises WorkerError for an unknown one."""
     if name not in AGENTS:
         raise WorkerError(f"there is no agent {name!r}; there are {', '.join(AGENTS)}")
     return AGENTS[name]
@@ -382,18 +368,15 @@ def agent_named(name: str) -> CodingAgent:
 
 @dataclass(frozen=True)
 class Installation:
-    """Where a program is on this machine."""
-
     program: Path
     folders: tuple[Path, ...]
-    """What it needs to run: its own folder, and that of its interpreter."""
+    """The folders that the program needs: its own and its interpreter's."""
 
     path: str
-    """PATH for it."""
 
 
 def installation_of(agent: CodingAgent) -> Installation:
-    """Raises WorkerError if the agent's program is not on the PATH."""
+    """Find an agent's program on the PATH. Raises WorkerError."""
     found = shutil.which(agent.program)
     if found is None:
         raise WorkerError(f"{agent.program!r} is not on the PATH; docs/agents.md shows how to install it")
@@ -415,7 +398,6 @@ def installation_of(agent: CodingAgent) -> Installation:
 
 
 def _outermost(folders: Iterable[Path]) -> Iterator[Path]:
-    """The folders that are in none of the others, nor in the system's."""
     known = list(folders)
     for folder in known:
         inside = any(folder != other and folder.is_relative_to(other) for other in known)

@@ -1,12 +1,15 @@
-"""`Task`: what each kind of environment is to a run, and `load_task`, which makes one from its name.
+"""`Task` is the interface of every kind of environment, and `load_task` makes one from its name.
 
-The trainer asks a task for its samples and never runs one. A worker gets a sample with each episode, and runs
-it with the model of that episode, an `EpisodeModel`. `verifiers:ENV` is a task of the kind `verifiers`,
-`file.py:NAME` and `module:NAME` are the user's own, and every other name is one of Inspect's. A kind is an
-entry of `TASK_KINDS`, or an installed package's entry point in the group `tinkerscript.tasks`.
+The trainer asks a task for its samples and never runs one. A worker gets a sample with each episode,
+and runs it with that episode's model, an `EpisodeModel`.
 
-Invariants: a rollout that cannot be scored raises; it never returns a reward in place of a failure. A kind's
-packages are imported only for a task of that kind; a missing one is an error that names the `pip install`.
+`verifiers:ENV` is a task of the kind `verifiers`, `file.py:NAME` and `module:NAME` are the user's, and
+every other name is one of Inspect's. Kinds are entries of `TASK_KINDS`, or entry points of installed
+packages in the group `tinkerscript.tasks`.
+
+Invariants: a rollout that cannot be scored raises; it never returns a reward for a failure. The
+packages of a kind are imported only for its tasks; the error for a missing one contains the `pip
+install`.
 """
 
 from __future__ import annotations
@@ -35,51 +38,54 @@ from tinkerscript.client.episode import RolloutResult
 from tinkerscript.errors import ClientError, ConfigError, WorkerError
 from tinkerscript.protocol import WorkflowOutput
 
-if TYPE_CHECKING:  # It needs aiohttp, which the extras of the kinds install.
+if TYPE_CHECKING:  # This needs aiohttp, which the extras of the kinds install.
     from tinkerscript.workers.chat_endpoint import ChatEndpoint
 
 __all__ = ["EpisodeModel", "Task", "TaskSample", "named_scores"]
 
 HELD_OUT_SEED = 1_000_000
-"""Where the seeds of generated samples to evaluate on begin: added to the first seed of those to train on."""
+"""The distance of the first evaluation seed of generated samples from the first training seed."""
 
 TRANSCRIPT_S = 10.0
-"""Seconds that sending a transcript may hold up its episode's end."""
+"""Seconds that sending a transcript may delay the end of its episode."""
 
 TaskSample: TypeAlias = Mapping[str, JsonValue]
-"""One problem, as JSON. `id`: unique in its task. `input`: what is asked, for people: text, or chat messages.
-Optional `target` and `metadata` are shown, too. Whatever else the rollout needs may stand beside them. With a
-`digest`, that alone says whether the sample of another machine is the same problem; else all of it does."""
+"""One problem as JSON.
+
+`id` is unique in its task, and `input` is the question: text or chat messages. Optional `target` and
+`metadata` are shown too. Further fields are free. Samples of two machines are the same problem if their
+`digest`s are equal or, without a digest, all their fields.
+"""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeModel:
-    """The model of one episode: its calls go to `base_url` with `api_key`, which opens this episode alone.
+    """The model of one episode, with a `base_url` and an `api_key` that is only valid for this episode.
 
-    Programs of any kind can be pointed there: it speaks OpenAI's and Anthropic's formats.
+    Any program that speaks OpenAI's or Anthropic's format can use it.
     """
 
     base_url: str
-    """For OpenAI's clients: it ends in `/v1`. Anthropic's add that themselves: `anthropic_base_url`."""
+    """The base URL for OpenAI's clients, ending in `/v1`. Anthropic's clients append that (see
+    `anthropic_base_url`)."""
 
     api_key: str = field(repr=False)
     name: str = "policy"
-    """What requests call the model."""
+    """The `model` field of requests."""
 
     endpoint: ChatEndpoint = field(repr=False)
     """The connections that all episodes of a worker share."""
 
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Request fields that are set for every call, such as `temperature`. Empty under a run: the server
-    decides."""
+    """Request fields for every call, such as `temperature`. Empty during a run, where the server decides."""
 
     claim: Episode | None = None
-    """The claim that is worked on, with its lease and limits. None in `tinkerscript eval`."""
+    """The claim, with its lease and limits, or None in `tinkerscript eval`."""
 
     def role(self, name: str) -> EpisodeModel:
-        """The model of a role of the run (`roles` in its config), for this episode: a judge, an opponent.
+        """Return the model of a role of the run, such as a judge or an opponent.
 
         The server refuses a role that the run does not have.
         """
@@ -87,7 +93,7 @@ class EpisodeModel:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Names for `role`: the roles that the claim's run has."""
+        """The run's roles: valid names for `role`."""
         return self.claim.roles if self.claim else ()
 
     @property
@@ -95,26 +101,26 @@ class EpisodeModel:
         return self.base_url.removesuffix("/v1")
 
     async def complete(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
-        """One model call: the reply's message (`role`, `content`, and `tool_calls` if there are any).
+        """Make a model call and return the reply's message (`role`, `content`, and `tool_calls` if any).
 
-        `messages` and `fields` (`tools`, `max_tokens`, ...) are those of OpenAI's chat completions. Raises
-        what `ChatEndpoint.complete` raises.
+        `messages` and `fields` (`tools`, `max_tokens`, ...) are those of OpenAI's chat completions.
+        Raises what `ChatEndpoint.complete` raises.
         """
         body = {"model": self.name, "messages": list(messages), **self.sampling, **fields}
         completion = await self.endpoint.complete(self.base_url, self.api_key, body)
         return completion["choices"][0]["message"]
 
     async def ask(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
-        """One model call: the reply's text. Raises what `complete` raises."""
+        """Make a model call and return the reply's text. Raises what `complete` raises."""
         return (await self.complete(messages, **fields))["content"] or ""
 
     @property
     def max_transcript_bytes(self) -> int:
-        """The longest transcript that is kept of this episode; 0: none is."""
+        """The maximum size of this episode's transcript, or 0 if none is kept."""
         return self.claim.max_transcript_bytes if self.claim else 0
 
     async def record_transcript(self, transcript: bytes) -> None:
-        """Keep what a rollout recorded beside its calls. Raises nothing: it is for people."""
+        """Keep what a rollout recorded besides its calls. Never raises, because only people read it."""
         if self.claim is None or not 0 < len(transcript) <= self.max_transcript_bytes:
             return
         url = f"{self.claim.server_url or self.anthropic_base_url.rstrip('/')}/record_transcript"
@@ -126,32 +132,31 @@ class EpisodeModel:
 
 
 class Task(ABC):
-    """A source of samples and the way to run one. Subclass it; its arguments are those of
-    `task.train_args`."""
+    """A source of samples that can run them. Subclass it; its arguments are `task.train_args`."""
 
     task_id: str = ""
-    """What programs on every machine call the task. `load_task` sets it."""
+    """The task's name on every machine. `load_task` sets it."""
 
     temperature: float | None = None
-    """What every model call asks for unless it says otherwise, if the task knows: a run says before it starts
-    that a temperature of 0 does not train."""
+    """The temperature of model calls that set none, if known. A run warns before it starts that a
+    temperature of 0 does not train."""
 
+    # Each split is loaded at its first use.
     _own: dict[bool, dict[str, TaskSample]] | None = None
-    """The samples by id, each kind once it has been asked for."""
 
     @abstractmethod
     def samples(self, *, held_out: bool) -> Sequence[TaskSample]:
-        """The samples to train on, or those to evaluate on: the same whenever they are asked for.
+        """Return the samples to train on or to evaluate on, which must always be the same ones.
 
-        A task without a split of its own returns the same ones for both; then its arguments choose
-        (`task.train_args`, `task.eval_args`).
+        A task without a split returns the same for both, and its arguments choose (`task.train_args`,
+        `task.eval_args`).
         """
 
     def own_sample(self, sample_id: str, *, held_out: bool) -> TaskSample | None:
-        """The sample with this id, as text, on this machine; None if there is none.
+        """Return this machine's sample with this id, or None.
 
-        It is what a worker runs: of what comes with an episode only the id is used, since whoever runs the
-        server writes that.
+        Workers run this sample. They only use the id of an episode's payload, because the payload comes
+        from whoever runs the server.
         """
         if self._own is None:
             self._own = {}
@@ -161,17 +166,16 @@ class Task(ABC):
 
     @abstractmethod
     async def rollout(self, sample: TaskSample, model: EpisodeModel) -> RolloutResult:
-        """Run one episode and score it. Any number run at once.
+        """Run one episode and score it. Calls may be concurrent.
 
-        Returns a reward, or a reward and more: `named_scores` makes that of scores by name. Raises whatever
-        went wrong, which is recorded as the reason of the failure.
+        Returns a reward, or a reward and more (see `named_scores`). An exception is recorded as the
+        reason of a failure.
         """
 
     @classmethod
     @asynccontextmanager
     async def resources(cls, tasks: Sequence[Any]) -> AsyncGenerator[None]:
-        """Hold what rollouts of `tasks` need, all of this kind that a process runs: servers, pools, an
-        eval."""
+        """Hold resources of rollouts of `tasks`, which are all of this kind in a process."""
         yield
 
 
@@ -183,10 +187,10 @@ def named_scores(
     answer: str = "",
     metadata: Mapping[str, JsonValue] | None = None,
 ) -> WorkflowOutput:
-    """A rollout's result with its scores by name.
+    """Make a rollout's result with its scores by name.
 
-    The scores are shown with the episode, and averaged as `score/<name>`; `metrics` are averaged under their
-    own names. `answer`: what was scored, for people.
+    The scores are shown with the episode, and averaged as `score/<name>`; `metrics` are averaged under
+    their names. `answer` shows people what was scored.
     """
     shown: dict[str, JsonValue] = {
         "scores": dict(scores),
@@ -204,11 +208,14 @@ TASK_KINDS: Mapping[str, str] = {
     "textarena": "tinkerscript.workers.environments.textarena_game:TextArenaGame",
     "verifiers": "tinkerscript.workers.environments.verifiers_environment:VerifiersEnvironment",
 }
-"""Kind -> `module:factory`. The factory takes what follows the colon, and the task's arguments; it returns a
-Task, or raises ConfigError. The extra that installs its packages has the kind's name."""
+"""The `module:factory` of each kind.
+
+The factory takes the part after the colon and the task's arguments, and returns a Task or raises
+ConfigError. The extra that installs its packages has the kind's name.
+"""
 
 ENTRY_POINTS = "tinkerscript.tasks"
-"""Group of the entry points of other packages' kinds: each names a factory, as in `TASK_KINDS`."""
+"""The group of entry points of other packages' kinds. Each names a factory, as in `TASK_KINDS`."""
 
 INSPECT = "inspect"
 OWN = "own"
@@ -217,10 +224,9 @@ _INSPECT_FACTORY = "tinkerscript.workers.inspect_task:InspectTask"
 
 
 def kind_of(name: str) -> str:
-    """The kind of the task that is called `name`: one of `TASK_KINDS`, of an installed package, `own`, or
-    `inspect`.
+    """Return the kind of a task's name: one of `TASK_KINDS`, of an installed package, `own`, or `inspect`.
 
-    Raises ConfigError for a prefix that is no kind.
+    Raises ConfigError for an unknown prefix.
     """
     prefix, colon, rest = name.partition(":")
     if re.fullmatch(r".+\.py:\w+", name):
@@ -235,11 +241,11 @@ def kind_of(name: str) -> str:
 
 
 def load_task(name: str, args: Mapping[str, Any], *, sandbox: str = "") -> Task:
-    """The task called `name`, with its arguments. `sandbox`: one to use in place of an Inspect task's own, as
-    `TYPE` or `TYPE:CONFIG_FILE`.
+    """Load the task called `name` with its arguments.
 
-    Raises ConfigError for a name that is unknown, a package that is missing, or arguments that the task does
-    not take. What the task's own code raises propagates.
+    `sandbox` (`TYPE` or `TYPE:CONFIG_FILE`) replaces an Inspect task's sandbox. Raises ConfigError for
+    an unknown name, a missing package, or arguments that the task does not accept. Exceptions of the
+    task's code propagate.
     """
     kind = kind_of(name)
     rest = name.partition(":")[2]
@@ -317,13 +323,12 @@ def _check_arguments(factory: Callable[..., object], args: Mapping[str, Any], na
 
 
 def _name_anywhere(name: str) -> str:
-    """The name without the folder of its file."""
     source, _, wanted = name.rpartition(":")
     return f"{Path(source).name}:{wanted}" if source.endswith(".py") else name
 
 
 def load_module(path: Path) -> ModuleType:
-    """The module of a Python file. Raises WorkerError for a file that is missing or cannot be imported."""
+    """Import a Python file. Raises WorkerError if it is missing or cannot be imported."""
     path = path.resolve()
     check_is_there(path)
     name = f"tinkerscript_script_{path.stem}"
@@ -331,7 +336,7 @@ def load_module(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise WorkerError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # Registered before it runs, so that dataclasses and pickling inside the script find their module.
+    # Registered before it runs, so that dataclasses and pickling in the script find their module.
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
     try:
@@ -346,7 +351,6 @@ def load_module(path: Path) -> ModuleType:
 
 
 def how_to_install(module: str | None) -> str:
-    """What to type for a module that this machine lacks."""
     package = (module or "").partition(".")[0]
     if package in ("inspect_ai", "aiohttp", "anyio"):
         return "pip install 'tinkerscript[inspect]'"
@@ -354,7 +358,7 @@ def how_to_install(module: str | None) -> str:
 
 
 def check_is_there(path: Path) -> None:
-    """Raises WorkerError that says what is there instead of the file."""
+    """Raise WorkerError for a missing file, with the files that exist."""
     if not path.is_file():
         raise WorkerError(f"no script at {path}; {_beside(path)}")
 

@@ -1,7 +1,7 @@
-"""`ChatEndpoint`: chat completions for the rollouts of one worker process, over shared connections.
+"""`ChatEndpoint` makes the model calls of a worker's rollouts over shared connections.
 
-Invariant: a call is retried while the server restarts or is busy, and never after a refusal that a retry
-cannot change; a lost claim is a ClaimLostError at once.
+Invariant: a call is retried while the server restarts or is busy, and never after a refusal that a
+retry cannot change. A lost claim raises ClaimLostError at once.
 """
 
 from __future__ import annotations
@@ -21,29 +21,26 @@ from tinkerscript.errors import ClaimLostError, RequestRefusedError, ServerUnrea
 from tinkerscript.tracing import HEADER
 
 _BUSY = (429, 503)
+# There is no connection, or a proxy reports that.
 _AWAY = (0, 502, 503, 504)
-"""No connection, or a proxy's word for it."""
 
 _TIMED_OUT = -1
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long a failing model call is retried."""
-
     attempts: int = 6
     """Maximum number of attempts that end in a server error."""
 
     max_away_s: float = 300.0
-    """Seconds in all that one call may wait for a server that is not there, such as one that is restarted:
-    the claim outlives that."""
+    """Seconds to wait for an unreachable server in total. The claim outlives a restart of the server."""
 
     first_delay_s: float = 0.25
-    """Delay after the first failure; doubles each time, up to `max_delay_s`, with a jitter of 50%."""
+    """The delay after the first failure. It doubles each time up to `max_delay_s`, with a jitter of 50%."""
 
     max_delay_s: float = 8.0
     max_busy_s: float = 600.0
-    """Seconds in all that one call may wait for the `Retry-After` of 429 and 503."""
+    """Seconds to wait for the `Retry-After` of 429 and 503 in total."""
 
 
 Reply = TypeVar("Reply")
@@ -55,23 +52,19 @@ class ChatAttempt(Generic[Reply]):
     """0 if the connection failed, `_TIMED_OUT` without an answer in time."""
 
     said: bytes
-    """The body of a refusal, or why the connection failed."""
+    """The body of a refusal, or the reason of a failed connection."""
 
     reply: Reply | None
-    """What was accepted."""
 
     retry_after: float | None
-    """In seconds."""
 
 
 class ChatEndpoint:
-    """Chat completions over pools of connections, one for each gateway process, which a worker shares.
+    """Chat completions over connection pools that a worker shares, one per gateway process.
 
-    A server with several gateway processes has a base URL for each: a connection that only ever serves one of
-    them stays with it.
-
-    Opened by its first call; close it with `aclose`. Belongs to one event loop. Uses aiohttp: a request costs
-    a fraction of the CPU time that it costs with httpx.
+    Each gateway process has a base URL, so that connections stay with it. The first call opens the
+    endpoint; close it with `aclose`. It belongs to one event loop. It uses aiohttp, which takes a
+    fraction of httpx's CPU time per request.
     """
 
     def __init__(
@@ -82,22 +75,22 @@ class ChatEndpoint:
         retry: RetryPolicy | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`call_timeout_s` limits one attempt; tests replace `sleep`."""
+        """`call_timeout_s` limits one attempt. Tests replace `sleep`."""
         self._connections = connections
         self._timeout = aiohttp.ClientTimeout(total=call_timeout_s, sock_connect=30.0)
         self._retry = retry or RetryPolicy()
         self._sleep = sleep
         self._sessions: dict[str, aiohttp.ClientSession] = {}
-        """By the URL of the gateway process."""
 
     async def complete(
         self, base_url: str, api_key: str, body: dict[str, Any], *, trace: str = ""
     ) -> dict[str, Any]:
-        """POST `body` to `{base_url}/chat/completions`; returns the completion. `trace`: its `traceparent`.
+        """POST `body` to `{base_url}/chat/completions` and return the completion. `trace` is the
+        `traceparent`.
 
-        A lost claim (409 claim_lost) raises ClaimLostError at once, any other refusal RequestRefusedError. A
-        busy or restarting server is retried; ServerUnreachableError when the attempts or the wait are used
-        up.
+        A lost claim (409 claim_lost) raises ClaimLostError at once, any other refusal
+        RequestRefusedError. While the server is busy or restarting, the call is retried; then
+        ServerUnreachableError is raised.
         """
         url = f"{base_url.rstrip('/')}/chat/completions"
         data = json.dumps(body, separators=(",", ":")).encode()
@@ -108,9 +101,9 @@ class ChatEndpoint:
         return json.loads(await self._answer(url, api_key, None, "application/json", self.whole))
 
     async def open_stream(self, url: str, api_key: str, data: bytes) -> aiohttp.ClientResponse:
-        """POST a JSON body; returns the accepted reply with its body unread, which the caller closes.
+        """POST a JSON body and return the accepted reply with an unread body; the caller closes it.
 
-        Raises what `complete` raises. Nothing is retried once the reply has begun.
+        Raises what `complete` raises. Nothing is retried after the reply has begun.
         """
         return await self._answer(url, api_key, data, "application/json", self._open)
 
@@ -155,13 +148,12 @@ class ChatEndpoint:
             await self._sleep(delay_s)
 
     async def aclose(self) -> None:
-        """Close the connections."""
         while self._sessions:
             _, session = self._sessions.popitem()
             await session.close()
 
     async def whole(self, url: str, data: bytes | None, headers: dict[str, str]) -> ChatAttempt[bytes]:
-        """One attempt, with its whole reply. Without `data` it is a GET."""
+        """Make one attempt and read its whole reply. Without `data` it is a GET."""
         attempt = await self._open(url, data, headers)
         if attempt.reply is None:
             return ChatAttempt(attempt.status, attempt.said, None, attempt.retry_after)
@@ -176,7 +168,6 @@ class ChatEndpoint:
     async def _open(
         self, url: str, data: bytes | None, headers: dict[str, str]
     ) -> ChatAttempt[aiohttp.ClientResponse]:
-        """One attempt, whose reply is unread if it was accepted."""
         try:
             method = "GET" if data is None else "POST"
             response = await self._session_of(url).request(method, url, data=data, headers=headers)
@@ -214,7 +205,6 @@ def _unreachable(error: Exception) -> ChatAttempt[Any]:
 
 
 def _raise_refusal(status: int, reply: bytes) -> None:
-    """Raise for a status that a retry cannot change."""
     if status <= 0 or status == 429 or status >= 500:
         return
     if status == 409 and _error(reply).get("code") == "claim_lost":

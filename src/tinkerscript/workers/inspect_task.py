@@ -1,7 +1,7 @@
-"""Inspect tasks: each episode is one sample, run by the task's own solver and scorers.
+"""Inspect tasks: each episode runs one sample with the task's solver and scorers.
 
-Invariant: every model call goes through the episode's own key to the gateway, which records its tokens; a
-solver or scorer that raises is an error, never a reward of 0.
+Invariants: every model call goes to the gateway with the episode's key, so that its tokens are
+recorded. A solver or scorer that raises is an error, never a reward of 0.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ from tinkerscript.workers.base_task import EpisodeModel, Task, TaskSample
 class InspectTask(Task):
     """An Inspect task: `file.py@name`, or a registered name. Its arguments are the task function's.
 
-    They also choose the samples: the task's dataset is taken whole, to train and to evaluate.
+    The arguments also choose the samples, because training and evaluation use the task's whole dataset.
     """
 
     def __init__(self, name: str, /, **args: Any) -> None:
-        """Raises ConfigError for a task that `inspect_tinker_bridge.load_inspect_task` refuses."""
         try:
             self.info = load_inspect_task(name, **args)
         except BridgeError as error:
@@ -52,13 +51,12 @@ class InspectTask(Task):
         self.task_id = self.info.task_id
         self.temperature = self.info.task.config.temperature
         self.options = RunnerOptions()
-        """How episodes differ from the task as it is written."""
 
         self._by_id = {str(sample.id): sample for sample in self.info.samples}
         self._eval: _SharedEval | None = None
 
     def replace_sandbox(self, sandbox: str) -> None:
-        """Use another sandbox than the task's own: `TYPE`, or `TYPE:CONFIG_FILE`. Raises ConfigError."""
+        """Replace the task's sandbox with `TYPE` or `TYPE:CONFIG_FILE`. Raises ConfigError."""
         kind, _, config = sandbox.partition(":")
         try:
             self.options = replace(self.options, sandbox=SandboxConfig(kind, config or None))
@@ -67,7 +65,7 @@ class InspectTask(Task):
 
     @property
     def sandbox_type(self) -> str | None:
-        """Of all its samples; None where they have none, or each its own."""
+        """The sandbox type of all samples, or None if they have none or individual ones."""
         return self.options.sandbox.sandbox_type if self.options.sandbox else self.info.sandbox_type
 
     def samples(self, *, held_out: bool) -> list[dict[str, Any]]:
@@ -78,10 +76,10 @@ class InspectTask(Task):
         return None if sample is None else sample_summary(sample)
 
     async def rollout(self, sample: TaskSample, model: EpisodeModel) -> WorkflowOutput:
-        """Run the task's sample with the id of `sample` by the task's own solver and scorers.
+        """Run the task's sample with the id of `sample`, with the task's solver and scorers.
 
-        Raises TaskFailedError when the solver or a scorer raises, ClaimLostError, and the endpoint's errors
-        when the model cannot be reached.
+        Raises TaskFailedError if the solver or a scorer raises, ClaimLostError, and the endpoint's
+        errors.
         """
         assert self._eval is not None, "a rollout runs inside `resources`"
         policy = GatewayPolicy(model, self._by_id[str(sample["id"])])
@@ -98,8 +96,10 @@ class InspectTask(Task):
     @classmethod
     @asynccontextmanager
     async def resources(cls, tasks: Sequence[Any]) -> AsyncGenerator[None]:
-        """One eval for all of them, since Inspect runs one per process. Raises WorkerError if it cannot
-        start, or a task's sandbox is not available here."""
+        """Run one eval for all tasks, because Inspect allows one per process.
+
+        Raises WorkerError if it cannot start or a task's sandbox is not available.
+        """
         shared = _SharedEval(tasks)
         for task in tasks:
             task._eval = shared
@@ -116,7 +116,7 @@ class InspectTask(Task):
 
 
 class _SharedEval:
-    """The eval of a process; one that died is started again by the next episode."""
+    """The eval of a process. If it dies, the next episode restarts it."""
 
     def __init__(self, tasks: Sequence[InspectTask]) -> None:
         self._tasks = tasks
@@ -126,7 +126,7 @@ class _SharedEval:
     async def run(
         self, task: InspectTask, policy: GatewayPolicy, on_record: Callable[[EvalSample], None]
     ) -> EpisodeOutcome:
-        """Run the policy's sample. Inspect gets the roles of its claim as models: those of its run."""
+        """Run the policy's sample. The roles of the run are models in Inspect."""
         runner = await self.runner()
         options = replace(task.options, policy_roles=policy.model.roles)
         await runner.add(task.info, options)
@@ -157,9 +157,9 @@ class GatewayPolicy:
         self.model = model
         self.sample = sample
         self._converter = ChatConverter()
-        self._trace = traceparent()  # The solver runs in a task of the eval's.
+        self._trace = traceparent()  # Kept here, because the solver runs in one of the eval's tasks.
         self.unapplied: set[str] = set()
-        """What the task asks for and requests do not carry, as `name=value`."""
+        """Settings of the task that requests do not carry, as `name=value`."""
 
         self.calls = 0
         self.lost: ClaimLostError | None = None

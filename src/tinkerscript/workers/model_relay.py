@@ -1,10 +1,9 @@
-"""Relays of model calls in the worker's process, for programs that must not or cannot hold a claim's key.
+"""Relays for model calls of programs that must not, or cannot, hold a claim's key.
 
-`ModelRelay` is for a library that keeps its model clients, one for each endpoint and key, and would keep one
+`ModelRelay` is for a library that keeps one model client per endpoint and key, and so would keep one
 for every claim. It gets the relay's address once, and a request header names the conversation, which an
-episode has announced. `AgentRelay` is for an agent in a sandbox.
-
-Invariant: a claim's key never reaches the program, only the server; only routes of the model pass.
+episode has announced. `AgentRelay` is for an agent in a sandbox. Invariant: only the server sees a
+claim's key, and only routes of the model pass.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class RelayedEpisode:
-    """The conversations of one episode, and what ended its model calls."""
+    """The conversations of one episode, with the error that ended its model calls."""
 
     def __init__(self, model: EpisodeModel, routes: dict[str, RelayedEpisode]) -> None:
         self.model = model
@@ -50,25 +49,24 @@ class RelayedEpisode:
         self._sessions: set[str] = set()
         self.calls = 0
         self.error: ClientError | None = None
-        """Why calls cannot go on: the claim is lost, or the server is not there."""
+        """The reason why no further calls are possible: a lost claim or an unreachable server."""
 
     def announce(self, session: str) -> None:
-        """Requests that name this session are of this episode."""
+        """Assign requests of this session to this episode."""
         self._routes[session] = self
         self._sessions.add(session)
 
     def forget(self) -> None:
-        """Refuse further requests of the episode."""
         for session in self._sessions:
             self._routes.pop(session, None)
 
 
 class ModelRelay:
-    """Listens on this machine alone, inside its `async with` block."""
+    """Listens only on this machine, inside its `async with` block."""
 
     def __init__(self) -> None:
         self.url = ""
-        """The base URL for OpenAI's clients: it ends in `/v1`."""
+        """The base URL for OpenAI's clients, which ends in `/v1`."""
 
         self._routes: dict[str, RelayedEpisode] = {}
         app = web.Application(client_max_size=MAX_BODY_BYTES)
@@ -89,12 +87,12 @@ class ModelRelay:
 
     @property
     def open_sessions(self) -> int:
-        """Conversations that may be continued."""
+        """The number of conversations that may be continued."""
         return len(self._routes)
 
     @contextmanager
     def episode(self, model: EpisodeModel) -> Generator[RelayedEpisode]:
-        """Relay the conversations that are announced in this block to `model`."""
+        """Relay the conversations that this block announces to `model`."""
         relayed = RelayedEpisode(model, self._routes)
         try:
             yield relayed
@@ -115,41 +113,39 @@ class ModelRelay:
             return _refused(error.status, error.reason, error.code)
         except ClientError as error:
             relayed.error = error
-            return _refused(400, str(error))  # No client tries this status again.
+            return _refused(400, str(error))  # No client retries this status.
         relayed.calls += 1
         return answer
 
 
 class AgentRelay:
-    """The only way out of an agent's sandbox, on the sandbox's own loopback interface."""
+    """The only way out of an agent's sandbox, on the sandbox's loopback interface."""
 
     def __init__(self, model: EpisodeModel) -> None:
         self._model = model
         self._models: dict[str, Any] = {}
         self.answered = 0
-        """Model calls that were answered."""
 
         self.refusals: Counter[str] = Counter()
-        """What was asked for and refused, here or by the gateway: `STATUS METHOD PATH`."""
+        """The number of refused requests by `STATUS METHOD PATH`."""
 
         self.last_refusal = ""
-        """The gateway's words when it last refused a call."""
 
         self.refused = False
-        """Whether the last model call was one that the gateway does not support."""
+        """Whether the gateway does not support the last model call."""
 
         self.lost: ClaimLostError | None = None
-        """Set when the gateway says that the claim is lost."""
+        """Set when the gateway reports that the claim is lost."""
 
     async def context_length(self) -> int:
-        """Tokens that a prompt and its reply may have together. Raises ClientError."""
+        """Return the maximum length of prompt and reply together, in tokens. Raises ClientError."""
         url = f"{self._model.anthropic_base_url.rstrip('/')}{AGENT_MODELS}"
         self._models = await self._model.endpoint.get_json(url, self._model.api_key)
         return int(self._models["data"][0]["max_model_len"])
 
     @asynccontextmanager
     async def listening(self, listening: socket) -> AsyncGenerator[None]:
-        """Serve what connects to a socket of the sandbox. Takes the socket."""
+        """Serve connections to a socket of the sandbox, and close it at the end."""
         application = web.Application(client_max_size=MAX_BODY_BYTES)
         application.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
@@ -172,7 +168,7 @@ class AgentRelay:
         except RequestRefusedError as error:
             self.refusals[f"{error.status} POST {request.path}"] += 1
             self.last_refusal = error.reason
-            # A prompt that is too long is the agent's own doing.
+            # A prompt that is too long is a mistake of the agent.
             self.refused = error.status == 400 and error.code != "context_length_exceeded"
             return _refused(error.status, error.reason, error.code)
         except ClaimLostError as error:
@@ -187,7 +183,6 @@ class AgentRelay:
 
 
 async def _streamed(request: web.Request, url: str, model: EpisodeModel, body: bytes) -> web.StreamResponse:
-    """Answer with what the gateway answers at `url`, as it comes. Raises ClientError if it refuses."""
     async with await model.endpoint.open_stream(url, model.api_key, body) as reply:
         answer = web.StreamResponse(headers={"Content-Type": reply.headers["Content-Type"]})
         await answer.prepare(request)

@@ -1,9 +1,10 @@
-"""One worker process: `run_worker` runs a user's script or tasks of any kind over a server's episodes.
+"""`run_worker` is a worker process: it runs a user's script, or tasks, over a server's episodes.
 
-Invariants: SIGTERM, SIGINT and, on request, the parent's end stop it gracefully, and after a grace period it
-exits whatever its rollouts do; at the second signal it exits at once. Of a task, it runs its own
-sample and never what an episode's payload holds, so that a server cannot make it run anything else, and gives
-back an episode whose task or sample it does not have. What a task needs is imported only to run one.
+Invariants: SIGTERM, SIGINT and, on request, the parent's end stop it gracefully. After a grace period
+it exits even if its rollouts hang, and at the second signal at once. A worker runs its own copy of a
+sample and never the content of a payload, so that a server cannot make it run anything else; it gives
+back an episode of a task or sample that it does not have. The packages of a task are imported only to
+run it.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from tinkerscript.workers.base_task import (
     load_task,
 )
 
-if TYPE_CHECKING:  # It needs aiohttp, which a script does not.
+if TYPE_CHECKING:  # This needs aiohttp, which a script does not.
     from tinkerscript.workers.chat_endpoint import ChatEndpoint
 
 DEFAULT_TIME_LIMIT_S = 1800.0
@@ -70,34 +71,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """What a worker runs, and for which server. Give either `script` or `tasks`."""
+    """The program and the server of a worker. Give either `script` or `tasks`."""
 
     server_url: str = DEFAULT_SERVER_URL
     script: str = ""
-    """File with a `rollout(episode)` function."""
+    """A file with a `rollout(episode)` function."""
 
     tasks: Mapping[str, Mapping[str, JsonValue]] = field(default_factory=dict[str, Mapping[str, JsonValue]])
-    """Tasks by name (docs/environments.md), each with its arguments."""
+    """The arguments of each task, by name (docs/environments.md)."""
 
     eval_args: Mapping[str, Mapping[str, JsonValue]] = field(
         default_factory=dict[str, Mapping[str, JsonValue]]
     )
-    """Arguments with which evaluations make some of the tasks, where they are others."""
+    """Different arguments for tasks in evaluations."""
 
     sandboxes: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What some of the tasks use in place of their own sandbox: `TYPE`, or `TYPE:CONFIG_FILE`."""
+    """Sandboxes that replace those of tasks: `TYPE` or `TYPE:CONFIG_FILE`."""
 
     agent: str = ""
-    """A coding agent that works on the samples of Inspect tasks in place of their own solvers."""
+    """A coding agent that replaces the solvers of Inspect tasks."""
 
     time_limit_s: float = DEFAULT_TIME_LIMIT_S
-    """Seconds after which an agent is ended and what it left is scored."""
+    """Seconds after which an agent is stopped. Its results are scored."""
 
     concurrency: int = 1
     client_uuid: str | None = None
     episode_type: ClaimType = "any"
     pool: str = TRAINER_POOL
-    """Whose episodes: the trainer's, or the `client_uuid` of the client that registered them."""
+    """The trainer's pool, or the `client_uuid` of a client that registers episodes."""
 
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
     """Seconds without activity after which the lease of this worker's claims expires."""
@@ -106,31 +107,32 @@ class WorkerOptions:
     """Whether the worker stops when standard input, a pipe from its parent, closes."""
 
     grace_s: float = DEFAULT_GRACE_S
-    """Seconds that running episodes get to finish after SIGTERM. What is left is handed back."""
+    """Seconds for running episodes to finish after SIGTERM. The rest is handed back."""
 
     give_up_after_s: float | None = DEFAULT_GIVE_UP_AFTER_S
     """Seconds to wait for an unreachable server. None: no limit."""
 
     token: str | None = field(default=None, repr=False)
-    """Token of the client role; None where the server asks for none."""
+    """Token of the client role; None if the server requires none."""
 
 
 def run_worker(options: WorkerOptions) -> RunStatistics:
     """Run episodes until stopped.
 
-    Raises WorkerError for a script or task that cannot be run, or an episode of another task,
-    ServerUnreachableError when the server stays unreachable, RequestRefusedError when it refuses this client.
+    Raises WorkerError for a script or task that cannot be run or an episode of another task,
+    ServerUnreachableError if the server stays unreachable, RequestRefusedError if it refuses this
+    client.
     """
     statistics, _ = asyncio.run(_run(options, []))
     return statistics
 
 
 def worker_process(options: WorkerOptions) -> int:
-    """The same, as a process: its exit code, 0 when the run is finished, `INTERRUPTED` after a signal, and
-    1 when the run has failed, whose own workers end with 0 as it stops them.
+    """Run a worker and return the exit code of its process.
 
-    They differ because who starts workers again has to know whether there is work left: a Job of Kubernetes
-    is complete when one of its pods ends with 0.
+    0 means that the run is finished, `INTERRUPTED` that a signal arrived, and 1 that the run failed
+    (except for the run's own workers, which it stops). A supervisor must know whether work is left: a
+    Kubernetes Job is complete when one of its pods exits with 0.
     """
     signals = list[signal.Signals]()
     _, has_failed = asyncio.run(_run(options, signals))
@@ -138,7 +140,6 @@ def worker_process(options: WorkerOptions) -> int:
 
 
 async def _run(options: WorkerOptions, signals: list[signal.Signals]) -> tuple[RunStatistics, bool]:
-    """What was done, and whether the run has failed. Adds the signal that has stopped it to `signals`."""
     async with open_runner(options) as runner:
         if options.exit_with_parent:
             when_parent_ends(partial(runner.stop, grace_s=ORPHAN_GRACE_S / 3))
@@ -155,7 +156,7 @@ async def open_runner(
     client: AsyncTinkerScriptClient | None = None,
     endpoint: ChatEndpoint | None = None,
 ) -> AsyncGenerator[Runner]:
-    """What works as `options` say, once it is run. `client` and `endpoint` reach a server in this process.
+    """Yield the runner for `options`. `client` and `endpoint` reach a server in this process.
 
     Raises WorkerError for a script or task that cannot be run.
     """
@@ -179,7 +180,7 @@ def _on_signal(
     loop: asyncio.AbstractEventLoop,
     number: signal.Signals,
 ) -> None:
-    """The first one: the process ends in time whatever its rollouts do."""
+    # The process must end in time even if its rollouts hang.
     signals.append(number)
     is_interrupt = number == signal.SIGINT
     exit_hard_after(STOP_WITHIN_S + (0.0 if is_interrupt else grace_s + STOP_WITHIN_S), INTERRUPTED)
@@ -245,9 +246,9 @@ def _task(name: str, args: Mapping[str, JsonValue], options: WorkerOptions) -> T
 def tasks_with_args(
     tasks: Sequence[str], args: Sequence[Mapping[str, JsonValue]]
 ) -> dict[str, Mapping[str, JsonValue]]:
-    """Each task with its arguments, given in the same order; tasks beyond the last `args` have none.
+    """Pair each task with the arguments in the same position. Missing arguments are empty.
 
-    Raises WorkerError for more arguments than tasks, or a task that is named twice.
+    Raises WorkerError for more arguments than tasks, or for a repeated task.
     """
     if len(args) > len(tasks) or len(set(tasks)) < len(tasks):
         raise WorkerError(f"give each task once and at most one --task-args for each, got {list(tasks)}")
@@ -255,10 +256,10 @@ def tasks_with_args(
 
 
 def load_rollout(script: str | Path) -> RolloutFunction:
-    """The `rollout` function of a script, plain or async.
+    """Return the `rollout` function of a script, plain or async.
 
-    The script's folder comes first in `sys.path`, as when Python runs the script. Raises WorkerError for a
-    missing file or function, listing what is there, and for a script that cannot be imported.
+    Its folder comes first in `sys.path`, as when Python runs it. Raises WorkerError for a missing file
+    or function, with the existing ones, and for a script that cannot be imported.
     """
     path = Path(script).expanduser().resolve()
     module = load_module(path)
@@ -279,9 +280,9 @@ def load_rollout(script: str | Path) -> RolloutFunction:
 
 
 class TaskRollout:
-    """A rollout function for `tinkerscript.client.run`: `await rollout(episode)` runs one episode.
+    """A rollout function for `tinkerscript.client.run` that runs one episode per call.
 
-    Takes any number of calls at once, inside its `async with` block.
+    Calls may be concurrent, inside its `async with` block.
     """
 
     def __init__(
@@ -291,12 +292,15 @@ class TaskRollout:
         held_out: Mapping[str, Task] | None = None,
         endpoint: ChatEndpoint | None = None,
     ) -> None:
-        """`tasks`: each by its name as it was given. An episode names one of them in `payload["task"]`, with
-        or without its folder. `held_out`: those that evaluations run instead, under the same names, where
-        their arguments differ. `endpoint` replaces the model endpoint."""
+        """`tasks` maps names to tasks. An episode names its task in `payload["task"]`, with or without its
+        folder.
+
+        `held_out` has tasks with other arguments, for evaluations. `endpoint` replaces the model
+        endpoint.
+        """
         others = held_out or {}
         self._tasks: dict[str, tuple[Task, Task]] = {}
-        """What trains, and what evaluates."""
+        """The task for training, and the task for evaluation."""
 
         for name, task in tasks.items():
             self._tasks[name] = self._tasks[task.task_id] = task, others.get(name, task)
@@ -327,8 +331,8 @@ class TaskRollout:
     async def __call__(self, episode: Episode) -> RolloutResult:
         """Run the episode's sample and score it.
 
-        Raises WrongTaskError, WorkerError for a payload without a task or a sample, and what the task's
-        rollout raises: ClaimLostError, the endpoint's errors, and its own.
+        Raises WrongTaskError, WorkerError for a payload without a task or a sample, and the exceptions
+        of the task's rollout.
         """
         task, sample = self._found(episode)
         model = EpisodeModel(
@@ -340,7 +344,6 @@ class TaskRollout:
         return await task.rollout(sample, model)
 
     def _found(self, episode: Episode) -> tuple[Task, TaskSample]:
-        """The episode's task, and its sample, both this machine's own."""
         tasks, given = self._of(episode.payload), _sample(episode.payload)
         is_eval = episode.episode_type == "eval"
         sample_id, others = str(given["id"]), 0
@@ -361,7 +364,7 @@ class TaskRollout:
 
     def _of(self, payload: Mapping[str, JsonValue]) -> tuple[Task, Task]:
         named = payload.get("task")
-        if not isinstance(named, str):  # No worker could run it: its own failure, not this worker's.
+        if not isinstance(named, str):  # No worker could run it, so it is the episode's failure.
             raise WorkerError("the episode's payload names no task, so there is no sample to run")
         if named not in self._tasks:
             runs = ", ".join(sorted({repr(task.task_id) for task in self._loaded}))
@@ -376,7 +379,7 @@ def _is_same(own: TaskSample, given: TaskSample) -> bool:
 
 
 def _as_json(sample: TaskSample) -> str:
-    """As it is after it has travelled: keys are text, and tuples are lists."""
+    # Transport turns keys into text and tuples into lists.
     return json.dumps(json.loads(json.dumps(dict(sample))), sort_keys=True)
 
 

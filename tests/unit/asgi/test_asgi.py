@@ -113,4 +113,4 @@ async def test_a_long_body_is_refused_whether_it_says_its_length_or_streams(http
     for content in (b" " * 120, stream()):
         reply = await http.post("/loud/double", content=content)
         assert reply.status_code == 413
-        assert "it may have 100".upper() in reply.text.upper()
+        assert "the limit is 100".upper() in reply.text.upper()

@@ -18,7 +18,7 @@ from clock import Clock
 from interchange_helpers import until
 from tinkerscript.client.async_client import AsyncTinkerScriptClient
 from tinkerscript.client.episode import MAX_IN_FLIGHT, Episode, Heartbeats, Lease, as_output, renewed_by_task
-from tinkerscript.client.exchange import NAMED_AFTER_S, HttpRequest, Operation, Reply, Response, Timing, Wait
+from tinkerscript.client.exchange import WARN_AFTER_S, HttpRequest, Operation, Reply, Response, Timing, Wait
 from tinkerscript.client.operations import Operations, workflow_output
 from tinkerscript.client.runner import Runner
 from tinkerscript.client.settings import ClientSettings, client_token, make_settings
@@ -86,7 +86,7 @@ def test_both_clients_have_the_same_operations() -> None:
         return {name for name in vars(client) if not name.startswith("_")}
 
     differ = names(AsyncTinkerScriptClient) ^ names(TinkerScriptClient)
-    assert differ == {"again", "claim", "finish_block", "reopen", "run", "send"}, "what runs them"
+    assert differ == {"claim", "finish_block", "reopen", "run", "send", "with_timeout"}, "what runs them"
 
 
 def test_secrets_are_not_shown(core: Operations) -> None:
@@ -187,7 +187,7 @@ def test_a_claim_says_what_it_waits_for(
     began = clock.now
     while (delay_s := claim.unreachable(ConnectionError("refused")).delay_s) and not caplog.messages:
         clock.now += delay_s
-    assert clock.now - began <= NAMED_AFTER_S
+    assert clock.now - began <= WARN_AFTER_S
     assert caplog.messages == ["waiting for the server: refused; giving up after 10 s"]
 
 

@@ -22,8 +22,8 @@ CODING = f"{EXAMPLES / 'coding_task.py'}@coding_task"
 @pytest.mark.parametrize(
     ("task", "options", "message"),
     [
-        (ARITHMETIC, {}, "give one of --checkpoint FOLDER and --server URL"),
-        (ARITHMETIC, {"checkpoint": str(TINY_MODEL), "server": "http://x"}, "give one of --checkpoint"),
+        (ARITHMETIC, {}, "give either --checkpoint FOLDER or --server URL"),
+        (ARITHMETIC, {"checkpoint": str(TINY_MODEL), "server": "http://x"}, "give either --checkpoint"),
         ("nowhere.py@x", {"checkpoint": str(TINY_MODEL)}, "there is no file nowhere.py"),
         (ARITHMETIC, {"checkpoint": str(EXAMPLES)}, "has no config.json"),
         (

@@ -114,7 +114,7 @@ async def test_a_rollout_that_raises_is_a_failure_and_not_averaged(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"sandbox": "docker"}, "--model-roles and --sandbox are for Inspect tasks"),
+        ({"sandbox": "docker"}, "--model-roles and --sandbox need an Inspect task"),
         ({"task_args": {"words": []}}, "has no samples"),
         ({"task_args": {"letters": 3}}, "it accepts words"),
     ],

@@ -100,7 +100,7 @@ def test_the_memory_of_a_models_training_and_sampling(tmp_path: Path) -> None:
 
     node = load_config(EXAMPLES / "scale" / "one_node.yaml", [f"engine.model={tmp_path}"])
     to_train, of_vllm = memory_lines(plan(node))
-    assert "3.2 GiB of weights a GPU" in of_vllm
+    assert "3.2 GiB of weights per GPU" in of_vllm
 
 
 def test_frozen_roles_count_once_for_each_base_that_is_not_there_already(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_checkpoint_takes_what_the_plan_says() -> None:
     """The tiny model's are 2.8 MB of weights and 5.5 MB of AdamW's moments."""
     lines = plan(load_config(EXAMPLES / "arithmetic.yaml"))
     (checkpoints,) = [line for line in lines if line.startswith("  checkpoints ")]
-    assert checkpoints.endswith("24 MiB: 2 that are kept and one that is written, 8 MiB each"), checkpoints
+    assert checkpoints.endswith("24 MiB: 2 that are kept and one being written, 8 MiB each"), checkpoints
 
 
 def test_the_plan_says_what_is_not_held_out() -> None:

@@ -28,9 +28,11 @@ def test_a_run_has_a_server_a_trainer_replicas_and_workers() -> None:
         *("interchange server", "trainer", "page", "trainer rank 1", "replica 0", "replica 1"),
         *("worker 0", "worker 1", "worker 2"),
     ]
-    beside = [name for name, process in found.items() if process.is_beside]
+    beside = [name for name, process in found.items() if process.on_trainer_machine]
     assert beside == ["interchange server", "trainer", "page"]
-    assert [name for name, process in found.items() if not process.room.cpus] == ["page"], "it needs no room"
+    assert [name for name, process in found.items() if not process.resources.cpus] == ["page"], (
+        "it needs no room"
+    )
     assert [name for name, process in found.items() if process.on_demand] == ["worker 2"]
     assert found["trainer rank 1"].environment["RANK"] == "1"
     assert all(process.after == ("interchange server",) for name, process in found.items() if "w" in name)
@@ -71,7 +73,7 @@ def test_replicas_take_the_gpus_that_are_named_or_that_ray_chooses() -> None:
     named = of("inference.launch.gpus=[4,5,6,7]", pair)
     assert [named[f"replica {n}"].environment["CUDA_VISIBLE_DEVICES"] for n in (0, 1)] == ["4,5", "6,7"]
     chosen = of("inference.launch.gpus=any", pair, "cluster.launcher=ray")
-    assert chosen["replica 1"].room.gpus == 2
+    assert chosen["replica 1"].resources.gpus == 2
     assert "CUDA_VISIBLE_DEVICES" not in chosen["replica 1"].environment
 
 
@@ -101,7 +103,7 @@ def test_what_a_launcher_cannot_place_is_refused(text: str, message: str) -> Non
 def test_the_plan_prints_the_commands_that_are_executed() -> None:
     config = load_config(VLLM, ["workers.count=2", "workers.max_count=8", "cluster.launcher=ray"])
     lines = plan(config)
-    assert lines[0] == "processes that the run starts, on a Ray of its own on this machine"
+    assert lines[0] == "processes that the run starts, on a new Ray cluster on this machine"
     for process in plan_of(config, Path("run")):
         program = [word for word in process.command if not word.startswith("run")][:3]
         assert any(all(word in line for word in program) for line in lines), process.name

@@ -152,7 +152,7 @@ def test_what_is_not_there_is_named_with_what_is(told: Path, what: str, message:
 
 def test_before_the_first_run_it_says_what_makes_one(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(made.parent)
-    message = "there is no folder runs; this folder has made; `tinkerscript train` makes one for each run"
+    message = "there is no folder runs; this folder has made; `tinkerscript train` makes one per run"
     with pytest.raises(ConfigError, match=message):
         shown(Path("runs"))
 

@@ -100,7 +100,7 @@ def test_a_run_is_resumed_by_the_link_to_it(tmp_path: Path, monkeypatch: pytest.
     _, found = train.open_run(None, [], resume=Path("runs/latest"), join=None)
     assert found == Path("runs/first")
     (tmp_path / "runs" / "gone").symlink_to("gone")
-    with pytest.raises(ConfigError, match="runs/gone holds no run yet"):
+    with pytest.raises(ConfigError, match="there is no run in runs/gone"):
         train.open_run(None, [], resume=Path("runs/gone"), join=None)
 
 

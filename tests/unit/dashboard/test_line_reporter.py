@@ -35,7 +35,7 @@ def test_each_step_is_a_line_whatever_the_width(printed: io.StringIO) -> None:
 
 
 def test_no_wait_is_named_before_the_address_of_the_page(printed: io.StringIO) -> None:
-    progress = LineReporter(Console(file=printed, width=200), say_after_s=0.001)
+    progress = LineReporter(Console(file=printed, width=200), report_after_s=0.001)
     with progress.waiting("the interchange server"):
         assert "progress" in {thread.name for thread in threading.enumerate()}
         threading.Event().wait(0.1)
@@ -49,7 +49,7 @@ def test_no_wait_is_named_before_the_address_of_the_page(printed: io.StringIO) -
 
 
 def test_a_batch_says_how_far_it_is(printed: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "SAY_PROGRESS_AFTER_S", 0.01)
+    monkeypatch.setattr(terminal, "REPORT_PROGRESS_AFTER_S", 0.01)
     progress = LineReporter(Console(file=printed))
     with progress.phase("step 1", total=0) as phase:
         phase.advance(2)

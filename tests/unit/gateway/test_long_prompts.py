@@ -14,14 +14,14 @@ from gateway_bench import CLAIM, Bench
 from session_book import Book, user
 from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.conversation import tree
-from tinkerscript.gateway.conversation.session import LONG
+from tinkerscript.gateway.conversation.session import LONG_PROMPT
 from tinkerscript.gateway.named_model import LONG_BODY
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.testing import MemoryClaimBook
 from tiny_tokenizer import write_model_folder
 
-LONG_TEXT = "word " * (LONG // 5 + 1)
+LONG_TEXT = "word " * (LONG_PROMPT // 5 + 1)
 
 
 class GatedRenderer:
@@ -78,12 +78,12 @@ async def test_look_alikes_continue_one_call_each_though_both_are_long(
     byte_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     book = Book(ChatRenderer(byte_model))
-    book.renderer.max_context = 10 * LONG
+    book.renderer.max_context = 10 * LONG_PROMPT
     turns = [book.session.plan([user("q")], []) for _ in range(2)]
     replies = [book.answer(turn, book.ids("same")) for turn in turns]
     gated = GatedRenderer(monkeypatch)
     asked = [[user("q"), reply, user(LONG_TEXT)] for reply in replies]
-    planned = [asyncio.create_task(book.session.plan_unblocked(messages, [])) for messages in asked]
+    planned = [asyncio.create_task(book.session.plan_async(messages, [])) for messages in asked]
     await gated.until_waiting(2)
     gated.go.set()
     found = [await each for each in planned]
@@ -98,7 +98,7 @@ async def test_a_refused_long_prompt_gives_its_place_back(byte_model: Path) -> N
     book = Book(ChatRenderer(byte_model))
     _, reply = book.ask([user("q")], book.ids("a"))
     with pytest.raises(Exception, match="maximum context length"):
-        await book.session.plan_unblocked([user("q"), reply, user(LONG_TEXT)], [])
+        await book.session.plan_async([user("q"), reply, user(LONG_TEXT)], [])
     turn = book.session.plan([user("q"), reply, user("next")], [])
     assert turn.parent is not None
     assert turn.parent.call_id == "call0"

@@ -255,7 +255,7 @@ def test_the_policy_lets_no_other_sites_script_run() -> None:
 @pytest.mark.parametrize(
     ("path", "status", "reason"),
     [
-        ("/api/runs/two", 404, "no run 'two' here; there are one"),
+        ("/api/runs/two", 404, "no run 'two' here; the runs here are one"),
         ("/api/runs/one/steps/7", 404, "no step 7 yet"),
         ("/api/runs/one/comparison", 404, "not been evaluated"),
         ("/api/runs/one/samples/9", 404, "'9' is not the digest of a sample"),

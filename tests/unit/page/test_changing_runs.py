@@ -151,7 +151,7 @@ async def test_a_run_that_goes_on_is_not_deleted(runs: Path, lock: str) -> None:
     assert held is not None
     with held:
         async with page(runs) as client:
-            for name, reason in (("live", "live goes on"), ("one", f"a {lock[:-5]} is at work")):
+            for name, reason in (("live", "live is running"), ("one", f"a {lock[:-5]} is running")):
                 reply = await client.post(f"/api/runs/{name}/delete", json={"name": name})
                 assert reply.status_code == 409
                 assert reason in reply.json()["failure_reason"]

@@ -620,7 +620,7 @@ def test_a_run_of_another_version_hides_no_other(tmp_path: Path) -> None:
     assert (name, ledger.folder) == ("odd", tmp_path / "odd")
     with pytest.raises(NotRecordedError, match="no run here has an episode 'of bad'"):
         runs.ledger_of("of bad")
-    with pytest.raises(NotRecordedError, match="no run 'nope' here; there are bad, good, odd, old"):
+    with pytest.raises(NotRecordedError, match="no run 'nope' here; the runs here are bad, good, odd, old"):
         runs.ledger("nope")
     with pytest.raises(ConfigError, match="file is not a database"):
         runs.ledger("bad")

@@ -198,9 +198,9 @@ def test_only_its_token_is_a_client(header: str) -> None:
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ({}, "everybody may enter"),
+        ({}, "anyone may enter"),
         ({CLIENT_TOKEN: "c", ADMIN_TOKEN: "a"}, "set ANN, or ANN_FILE"),
-        ({CLIENT_TOKEN: "c", ADMIN_TOKEN: "a", "ANN": "a"}, "also another's"),
+        ({CLIENT_TOKEN: "c", ADMIN_TOKEN: "a", "ANN": "a"}, "is not unique"),
     ],
 )
 def test_tokens_of_clients_are_their_own(environ: dict[str, str], said: str) -> None:

@@ -1,5 +1,5 @@
-"""Whether a prompt continues a conversation, decided here alone, and the ids of each conversation.
+"""Decide whether a prompt continues a conversation, and keep the ids of each conversation.
 
-`tree` finds the call that a request continues, or says why there is none, and holds the ids exactly as they
-were prompted and sampled; `session` makes the prompts of one claim.
+`tree` finds the call that a request continues, or the reason why there is none. `session` makes the
+prompts of one claim.
 """

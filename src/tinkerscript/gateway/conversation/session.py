@@ -1,8 +1,8 @@
-"""`Session`: the token buffers of one claim, one for each conversation that its program holds.
+"""`Session` holds the conversations of one claim and makes their prompts.
 
-Owns the prompts. Invariant: a prompt that continues a call starts with that call's prompt and sampled ids,
-byte for byte; every other prompt is a new root, and says why (`FORK_REASONS`). Calls of one claim may be in
-flight together: what a thread does reads only what never changes.
+Invariant: a prompt that continues a call starts with that call's prompt and sampled ids, byte for byte.
+Every other prompt is a new root with a reason (`FORK_REASONS`). Calls of a claim may run concurrently,
+so work in threads only reads immutable data.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ _encode = msgspec.json.Encoder().encode
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LONG = 8_192
-"""Bytes of texts or of ids from which on a thread renders, encodes and decodes: about 2,000 tokens, which
-take a millisecond or two."""
+LONG_PROMPT = 8_192
+"""The size in bytes from which text or ids are processed in a thread: about 2,000 tokens, or a
+millisecond."""
 
 LONG_HISTORY = 2**18
-"""Bytes of texts from which on a thread reads what they say, to compare them with those of earlier calls."""
+"""The size in bytes from which text is compared with earlier calls in a thread."""
 
+# Everything except encoding holds the GIL, so that more threads would delay the event loop.
 _THREADS = ThreadPoolExecutor(2, "long prompts")
-"""Few: whatever but encoding computes in them makes the event loop wait for its turn with Python's lock."""
 
 
 class ConversationRenderer(Protocol):
-    """Makes the ids of prompts, as `ChatRenderer` does; those of a model whose ids nobody knows are empty."""
+    """Makes the ids of prompts. They are empty for a model with unknown ids."""
 
     tokenizer: LightTokenizer
     max_context: int
-    """Longest prompt and reply together, in tokens."""
+    """The maximum length of prompt and reply together, in tokens."""
 
     @property
     def uses_template(self) -> bool: ...
@@ -79,18 +79,15 @@ class ConversationRenderer(Protocol):
 
 
 class Session:
-    """The conversations of one claim."""
-
     def __init__(self, renderer: ConversationRenderer) -> None:
         self._renderer = renderer
         self._messages = MessageIndex()
         self._prompts = PromptIndex()
         self._recording: list[Turn] = []
-        """Turns that are about to be recorded."""
 
     @classmethod
     def restore(cls, renderer: ConversationRenderer, calls: Iterable[Call]) -> Session:
-        """The session that recorded `calls`, oldest first. Raises ValueError for a missing parent."""
+        """Rebuild the session that recorded `calls`, oldest first. Raises ValueError for a missing parent."""
         session = cls(renderer)
         for call in with_messages(calls):
             turn = session._recorded_turn(call)
@@ -98,33 +95,32 @@ class Session:
         return session
 
     def plan(self, messages: list[ChatMessage], tools: list[Tool]) -> Turn:
-        """Find the call that `messages` continue, and make the prompt.
+        """Find the call that `messages` continue, and make the prompt. The turn is in flight until `release`.
 
-        The turn is in flight until `release`. Raises GatewayError 400 `context_length_exceeded` if the
-        context has no room for a reply.
+        Raises GatewayError 400 `context_length_exceeded` if the context has no room for a reply.
         """
         with self._placed(messages, tools, _keys_of(messages, tools)) as place:
             return self._started(self._turn(place, place.prompt(self._renderer)), "messages")
 
-    async def plan_unblocked(
+    async def plan_async(
         self, messages: list[ChatMessage], tools: list[Tool], *, starts: bool = True
     ) -> Turn:
-        """Like `plan`; what is long is rendered and encoded by a thread, so that no other request waits.
+        """Like `plan`, but process long messages in a thread.
 
-        Without `starts`, the turn is not in flight, and may be too long.
+        Without `starts`, the turn is not in flight and may be too long.
         """
         is_long = text_size(messages) >= LONG_HISTORY
-        keys = await unblocked(is_long, _keys_of, messages, tools)
+        keys = await in_thread_if(is_long, _keys_of, messages, tools)
         with self._placed(messages, tools, keys) as place:
-            prompt = await unblocked(
-                is_long or place.size(self._renderer) >= LONG, place.prompt, self._renderer
+            prompt = await in_thread_if(
+                is_long or place.size(self._renderer) >= LONG_PROMPT, place.prompt, self._renderer
             )
             turn = self._turn(place, prompt)
             return self._started(turn, "messages") if starts else turn
 
     async def plan_ids(self, prompt: bytes) -> Turn:
-        """Like `plan`, for a prompt given as ids (int32), which is sampled from as it is."""
-        messages, texts = await unblocked(len(prompt) >= LONG, self._message_of, prompt)
+        """Like `plan`, for a prompt given as ids (int32)."""
+        messages, texts = await in_thread_if(len(prompt) >= LONG_PROMPT, self._message_of, prompt)
         node = self._prompts.find(prompt)
         turn = Turn(
             parent=node,
@@ -140,7 +136,6 @@ class Session:
         return self._started(turn, "prompt")
 
     def _message_of(self, prompt: bytes) -> tuple[list[ChatMessage], tuple[str, str]]:
-        """The message that stands for a prompt, and what is recorded of it."""
         text = self._renderer.tokenizer.decode(unpack_ids(prompt).tolist())
         messages = [{"role": PROMPT, "content": text}]
         return messages, _texts_of(messages, [])
@@ -160,10 +155,10 @@ class Session:
         return turn
 
     def recording(self, turns: Iterable[Turn]) -> list[Turn]:
-        """The turns of a request that is about to be recorded.
+        """Label the turns of a request before they are recorded.
 
-        Those that had nothing to continue when they were planned say why by now: of parallel requests, one is
-        the first of the claim.
+        Of parallel requests only one is the first of the claim. Turns that had nothing to continue when
+        they were planned get their fork reason here.
         """
         labelled: list[Turn] = []
         for turn in turns:
@@ -183,17 +178,17 @@ class Session:
         return reason or (NEW_CONVERSATION if self._recording else None)
 
     def release(self, turn: Turn) -> None:
-        """The request of a planned turn ended, recorded or not."""
+        """End the request of a planned turn."""
         self._recording = [each for each in self._recording if each.prompt is not turn.prompt]
         if turn.parent:
             turn.parent.pending -= 1
 
     async def prompt_tokens(self, messages: list[ChatMessage], tools: list[Tool]) -> int:
-        """Length of the prompt that `plan` would make, in tokens. Changes nothing."""
-        return len((await self.plan_unblocked(messages, tools, starts=False)).prompt) // 4
+        """Return the length in tokens of the prompt that `plan` would make, without side effects."""
+        return len((await self.plan_async(messages, tools, starts=False)).prompt) // 4
 
     def messages_of(self, call_id: str) -> list[ChatMessage]:
-        """The conversation up to a call: its messages and its reply, each reply with its call's id.
+        """Return the conversation up to and including a call, with call ids in the replies.
 
         Raises GatewayError 400 `previous_response_not_found` unless this claim recorded the call.
         """
@@ -209,17 +204,16 @@ class Session:
         return messages
 
     def prompt_of(self, call_id: str) -> bytes:
-        """The whole prompt of a recorded call (int32). Raises KeyError."""
+        """Return the whole prompt of a recorded call (int32). Raises KeyError."""
         node = self._recorded(call_id)
         stream = node.stream()
         return stream[: len(stream) - len(node.sampled)]
 
     def reply_of(self, call_id: str) -> ChatMessage:
-        """The message that a recorded call sampled. Raises KeyError."""
+        """Return the message of a recorded call. Raises KeyError."""
         return self._recorded(call_id).reply
 
     def add(self, turn: Turn, call_id: str, sampled: bytes, reply: ChatMessage) -> None:
-        """Add a recorded call, so that later requests can continue it."""
         node = Node(turn, call_id, sampled, reply)
         self._messages.add(node)
         self._prompts.add(node)
@@ -228,7 +222,7 @@ class Session:
 
     @contextmanager
     def _placed(self, messages: list[ChatMessage], tools: list[Tool], keys: _Keys) -> Generator[_Place]:
-        """Where `messages` belong. Until the end of the context, no look-alike takes the same place."""
+        # Within the context, no equal request takes the same place.
         path = self._messages.walk(messages, keys.tools, keys.messages)
         node = self._messages.find(path) if 0 < path.history_length < len(messages) else None
         place = _Place(path, tools, node)
@@ -271,7 +265,6 @@ class Session:
 
     @property
     def _refusal(self) -> str:
-        """Why a prompt does not extend the call that it continues."""
         return TEMPLATE_REWRITES if self._renderer.uses_template else RENDERER_REFUSED
 
     def _recorded(self, call_id: str) -> Node:
@@ -300,29 +293,26 @@ class Session:
 
 
 class _Prompt(NamedTuple):
-    """The ids of a prompt, or with `extends` those that follow the call that it continues (int32)."""
+    """The ids of a prompt (int32); with `extends`, only those after the call it continues."""
 
     ids: bytes
     extends: bool
     texts: tuple[str, str]
-    """What is recorded of its new messages and of its tools."""
+    """The new messages and the tools as recorded JSON."""
 
 
 class _Keys(NamedTuple):
-    """What messages and tools are compared by."""
-
     messages: list[Hashable]
     tools: bytes
 
 
 class _Place:
-    """Where messages belong in the tree of calls; what is read of it never changes."""
+    """The place of messages in the tree of calls. It is immutable, so that threads may read it."""
 
     def __init__(self, path: MessagePath, tools: list[Tool], node: Node | None) -> None:
         self.path = path
         self.tools = tools
         self.node = node
-        """The call that the messages continue, if any."""
 
         self.new_messages = path.messages
         if node:
@@ -330,13 +320,12 @@ class _Place:
             self.new_messages = with_ids_of(node.reply, repeated, rest)
 
     def size(self, renderer: ConversationRenderer) -> int:
-        """About how many bytes `prompt` reads."""
         if self.node is None or renderer.uses_template:
             return text_size(self.path.messages) + len(self.path.tools_key)
         return len(self.node.new_prompt) + len(self.node.sampled) + text_size(self.new_messages)
 
     def prompt(self, renderer: ConversationRenderer) -> _Prompt:
-        """Render and encode, also what is recorded. May run in a thread. Raises GatewayError 400."""
+        """Render and encode the prompt, possibly in a thread. Raises GatewayError 400."""
         if self.node:
             tail, sampled = unpack_ids(self.node.new_prompt).tolist(), unpack_ids(self.node.sampled).tolist()
             new_ids = renderer.extend(tail, sampled, self.new_messages, self.node.tools, self.node.messages)
@@ -354,8 +343,8 @@ def _texts_of(messages: list[ChatMessage], tools: list[Tool]) -> tuple[str, str]
     return _encode(messages).decode(), _encode(tools).decode() if tools else "[]"
 
 
-async def unblocked(is_long: bool, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of `work`; made by a thread if it takes long, so that nobody waits."""
+async def in_thread_if(is_long: bool, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run `work`, in a thread if `is_long` so that the event loop is not blocked."""
     if not is_long:
         return work(*args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_THREADS, partial(work, *args, **kwargs))

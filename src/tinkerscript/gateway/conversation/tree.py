@@ -1,28 +1,28 @@
-"""The calls of a claim as a tree of token buffers, and how a request finds its place in it.
+"""The calls of a claim as a tree of token buffers, and the search for a request's place in it.
 
-Each `Node` stores only the ids that are new since its parent. Invariant: `Node.stream` is exactly what the
-model saw and sampled, from the first prompt on.
+Each `Node` stores only the ids that are new since its parent. Invariant: `Node.stream` is exactly what
+the model saw and sampled, from the first prompt on.
 
-Chat requests are matched by their messages. A conversation is a path of message keys (`chat_messages`) in a
-trie, and a call's reply ends a path:
+Chat requests are matched by their messages. A conversation is a path of message keys (`chat_messages`)
+in a trie, and a call's reply ends a path:
 
     system -> user -> reply of call 1 -> tool -> reply of call 2 -> ...
 
-A request continues a call whose path equals its messages up to its last assistant message, with the same
-tools. Content decides which calls qualify; ids only choose among them:
+A request continues a call with a path that equals its messages up to its last assistant message, with
+the same tools. Content decides which calls qualify; ids only choose among them:
 
-- Where an assistant message carries an id that we issued (the message's or a tool call's), it is the reply of
-  the call that the id names, or the history is edited. An id never makes up for content that differs.
-- Reasoning may be dropped; where it came back it must be what was sampled.
-- If several calls match: the first that no other call continues, recorded or in flight. So parallel
-  conversations that look alike continue one call each.
+- If an assistant message carries an id that we issued (the message's or a tool call's), it must be the
+  reply of that call, or the history is edited. An id never excuses different content.
+- Reasoning may be dropped. If it is sent back, it must be what was sampled.
+- Of several matching calls, the first that no other call continues, recorded or in flight, is chosen.
+  Parallel conversations with equal messages therefore continue one call each.
 
-Invariant: `find` returns a call whose whole conversation the request repeats. It costs one look-up per
-message of the request, and one step per turn for each candidate; memory is linear in the text.
+Invariant: `find` returns a call with a conversation that the request repeats entirely. It costs one
+look-up per message and one step per turn for each candidate; memory is linear in the text.
 
-Text completions have no messages, so they are matched by ids: a prompt continues the longest stream (prompt
-and sampled ids) that it starts with, byte for byte; of equal ones, the first that no call continues. A
-look-up costs one step per stream length, and one comparison; a claim without text completions pays nothing.
+Text completions are matched by ids. A prompt continues the longest stream (prompt and sampled ids) that
+it starts with; among equal streams, the first that no call continues. A look-up costs one step per
+stream length and one comparison.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from tinkerscript.gateway.chat_messages import (
 from tinkerscript.rollouts.call import MatchedBy
 
 PROMPT = "prompt"
-"""Role of the one message that stands for a prompt given as text or ids. No chat has it."""
+"""The role of the message that stands for a prompt of text or ids. No chat uses it."""
 
 
 NEW_CONVERSATION = "new_conversation"
-"""The messages belong to no conversation so far (a subagent, an independent call)."""
+"""The messages belong to no known conversation, as in a subagent's first call."""
 
 
 SAMPLED_AGAIN = "sampled_again"
-"""The same messages were requested before (a parallel sample, a retry after the reply was delivered)."""
+"""The same messages were requested before, as by a parallel sample or a retry after delivery."""
 
 
 NO_NEW_MESSAGES = "no_new_messages"
@@ -60,15 +60,15 @@ NO_NEW_MESSAGES = "no_new_messages"
 
 
 TOOLS_CHANGED = "tools_changed"
-"""The conversation is known, with other tools."""
+"""The conversation is known, but with other tools."""
 
 
 SYSTEM_CHANGED = "system_changed"
-"""The conversation is known, with another system message at its start."""
+"""The conversation is known, but with another system message at its start."""
 
 
 HISTORY_SHORTENED = "history_shortened"
-"""Earlier messages were dropped, or replaced by fewer (truncation, compaction)."""
+"""Earlier messages were dropped or replaced by fewer (truncation, compaction)."""
 
 
 TOOL_RESULT_EDITED = "tool_result_edited"
@@ -92,8 +92,8 @@ RENDERER_REFUSED = "renderer_refused"
 
 
 TEMPLATE_REWRITES = "template_rewrites"
-"""The model's chat template writes the conversation differently once there are new messages: it strips
-reasoning, moves the tools, or ends a turn otherwise than it was sampled."""
+"""The model's chat template rewrites earlier messages when new ones follow: it strips reasoning, moves
+tools, or ends a turn differently."""
 
 
 FORK_REASONS = (
@@ -110,39 +110,34 @@ FORK_REASONS = (
     RENDERER_REFUSED,
     TEMPLATE_REWRITES,
 )
-"""Every value of `Turn.fork_reason`."""
 
 
 ROOT_STATE = 0
-"""The trie state before any message."""
 
 
 class Conversation(NamedTuple):
-    """Messages, and the key of each."""
-
     messages: Sequence[ChatMessage]
     keys: Sequence[Hashable]
 
     def until(self, end: int) -> Conversation:
-        """The first `end` messages."""
         return Conversation(self.messages[:end], self.keys[:end])
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt and its place in the tree: what to sample from, and what to record about it."""
+    """A prompt and its place in the tree."""
 
     parent: Node | None
-    """The call that the prompt extends; None for a fork, whose prompt is rendered whole."""
+    """The call that the prompt extends, or None for a fork with a fully rendered prompt."""
 
     prompt: bytes
     """The whole prompt (int32)."""
 
     new_prompt: bytes
-    """The part of it after the parent's prompt and sampled ids (int32)."""
+    """The part of the prompt after the parent's prompt and sampled ids (int32)."""
 
     matched_by: MatchedBy | None = None
     fork_reason: str | None
-    """One of `FORK_REASONS`; None if the prompt extends a call, or is the first one of its claim."""
+    """One of `FORK_REASONS`, or None if the prompt extends a call or is the first of its claim."""
 
     new_messages: list[ChatMessage]
     tools: list[Tool]
@@ -150,15 +145,13 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """Index of the reply among the messages of the conversation."""
 
     keys: Sequence[Hashable] = ()
-    """Those of `new_messages`; empty: not made yet."""
+    """Keys of `new_messages`; empty if not computed yet."""
 
     texts: tuple[str, str] = ("", "")
-    """`new_messages` and `tools` as JSON, as they are recorded; empty for a turn that will not be."""
+    """`new_messages` and `tools` as recorded JSON, or empty for a turn that is not recorded."""
 
 
 class Node:
-    """One recorded call in the tree of its claim."""
-
     def __init__(self, turn: Turn, call_id: str, sampled: bytes, reply: ChatMessage) -> None:
         self.call_id = call_id
         self.parent = turn.parent
@@ -169,30 +162,28 @@ class Node:
         self.tools = turn.tools
         self.tools_key = turn.parent.tools_key if turn.parent else tools_key(turn.tools)
         self.reply_index = turn.reply_index
-        """Index of the reply among the messages of the conversation."""
 
         before = turn.parent.reply if turn.parent else None
         self.keys = [*(turn.keys or message_keys(turn.new_messages, before)), reply_key(reply)]
-        """Those of the messages, the reply included: long arguments of tools are read for them only once."""
+        """The keys of the messages with the reply. They are kept because computing them reads long tool
+        arguments."""
 
         self.written = [
             (index, reasoning_of(message))
             for index, message in enumerate(turn.new_messages)
             if message["role"] == "assistant"
         ]
-        """Index and reasoning of assistant messages that the caller wrote; only a root has any."""
+        """Index and reasoning of assistant messages that the caller wrote. Only a root has any."""
 
         self.state = ROOT_STATE
         """The trie state after the reply; `MessageIndex` sets it."""
 
         self.extended = False
-        """Whether a recorded call continues this one."""
 
         self.pending = 0
-        """Requests in flight that continue this call."""
 
     def stream(self) -> bytes:
-        """The token buffer: the whole prompt and the sampled ids (int32)."""
+        """Return the token buffer: the whole prompt and the sampled ids (int32)."""
         parts: list[bytes] = []
         node: Node | None = self
         while node is not None:
@@ -201,15 +192,12 @@ class Node:
         return b"".join(reversed(parts))
 
     def messages(self) -> list[ChatMessage]:
-        """The whole conversation, the reply included."""
         return [message for node in self._line() for message in (*node.new_messages, node.reply)]
 
     def conversation(self) -> Conversation:
-        """The whole conversation with the keys of its messages."""
         return Conversation(self.messages(), [key for node in self._line() for key in node.keys])
 
     def _line(self) -> list[Node]:
-        """The calls of the conversation, oldest first."""
         line: list[Node] = []
         node: Node | None = self
         while node is not None:
@@ -219,56 +207,52 @@ class Node:
 
 
 _TAIL = 32
-"""Bytes at the end of a stream by which it is looked up."""
 
 
 class MessagePath(NamedTuple):
-    """How far the messages of one request follow the recorded conversations."""
+    """The part of the recorded conversations that the messages of one request follow."""
 
     messages: list[ChatMessage]
     keys: list[Hashable]
     tools_key: bytes
     history_length: int
-    """How many messages there are up to and including the last assistant message; 0 for none."""
+    """The number of messages up to the last assistant message, or 0."""
 
     states: list[int]
-    """The trie states before, between, and after the messages, as far as they exist."""
+    """The trie states before, between and after the messages, as far as they exist."""
 
     @property
     def history_state(self) -> int | None:
-        """The state after the last assistant message; None if no conversation reached it."""
+        """The state after the last assistant message, or None if no conversation reached it."""
         return self.states[self.history_length] if self.history_length < len(self.states) else None
 
     @property
     def end_state(self) -> int | None:
-        """The state after all messages; None if no conversation reached it."""
+        """The state after all messages, or None if no conversation reached it."""
         return self.states[-1] if len(self.states) > len(self.messages) else None
 
 
 class MessageIndex:
-    """The recorded calls of one claim, by their messages."""
-
     def __init__(self) -> None:
+        # The next trie state by state and message key.
         self._edges: dict[tuple[int, Hashable], int] = {}
-        """The trie: state and message key -> next state."""
 
+        # The calls with replies that lead to a state.
         self._replies: dict[int, list[Node]] = {}
-        """State -> calls whose reply leads to it."""
 
+        # The keys of the tools with which a reply was sampled from a state.
         self._prompted: dict[int, set[bytes]] = {}
-        """State -> keys of the tools with which a reply was sampled from it."""
 
+        # The last call with a path through a state.
         self._through: dict[int, Node] = {}
-        """State -> last call whose path passes through it, or ends there."""
 
+        # Calls by their id or the id of a tool call.
         self._named: dict[str, Node] = {}
-        """Call id, or id of a tool call -> call."""
 
+        # The last call by the key of the message before (None: any) and the key of the reply.
         self._by_reply: dict[tuple[Hashable, Hashable], Node] = {}
-        """Key of the message before (None: any) and key of the reply -> last such call."""
 
     def add(self, node: Node) -> None:
-        """Add a recorded call, after its parent."""
         keys = node.keys
         path = [node.parent.state if node.parent else ROOT_STATE]
         for key in keys:
@@ -284,14 +268,13 @@ class MessageIndex:
             self._by_reply[before, keys[-1]] = node
 
     def call(self, call_id: str) -> Node | None:
-        """The call with this id."""
         node = self._named.get(call_id)
         return node if node and node.call_id == call_id else None
 
     def walk(
         self, messages: list[ChatMessage], tools_key: bytes, keys: list[Hashable] | None = None
     ) -> MessagePath:
-        """Follow the recorded conversations as far as `messages` do. `keys`: of the messages, if known."""
+        """Follow the recorded conversations as far as `messages` do."""
         keys = list(message_keys(messages)) if keys is None else keys
         states = [ROOT_STATE]
         for key in keys:
@@ -302,7 +285,6 @@ class MessageIndex:
         return MessagePath(messages, keys, tools_key, _history_length(messages), states)
 
     def find(self, path: MessagePath) -> Node | None:
-        """The call that a request continues, by the rules above."""
         last: Node | None = None
         for node in self._ending_at(path.history_state):
             if node.tools_key == path.tools_key and self._agrees(node, path.messages):
@@ -312,14 +294,14 @@ class MessageIndex:
         return last
 
     def named_in(self, message: ChatMessage) -> Node | None:
-        """The call that a message names by one of our ids; the first, if several."""
+        """Return the first call that a message names by one of our ids."""
         for name in given_ids(message):
             if name in self._named:
                 return self._named[name]
         return None
 
     def fork_reason(self, path: MessagePath) -> str | None:
-        """Why a request continues no call; None for the first one of a claim."""
+        """Return why a request continues no call, or None for the first request of a claim."""
         if not self._edges:
             return None
         if path.history_length == len(path.messages) and self.find(path):
@@ -336,7 +318,7 @@ class MessageIndex:
         return self._edit(path)
 
     def _agrees(self, node: Node, messages: Sequence[ChatMessage]) -> bool:
-        """Whether the ids and the reasoning in `messages` are those of the calls up to `node`."""
+        """Return whether ids and reasoning in `messages` match the calls up to `node`."""
         current: Node | None = node
         while current is not None:
             given = messages[current.reply_index]
@@ -354,7 +336,6 @@ class MessageIndex:
         return [] if state is None else self._replies.get(state, [])
 
     def _edit(self, path: MessagePath) -> str:
-        """How the messages differ from the conversation that they come from."""
         messages, states = path.messages, path.states
         given = Conversation(messages, path.keys)
         for end in range(path.history_length, 0, -1):
@@ -373,10 +354,7 @@ class MessageIndex:
         return reason or HISTORY_EDITED
 
     def _edit_of_equal_reply(self, history: Conversation) -> str | None:
-        """How `history` differs from a conversation that ended with the same reply.
-
-        A reply alone may be equal by chance, so then only missing messages count.
-        """
+        # Equal replies may be a coincidence. If only the reply matches, only missing messages count.
         *_, before, reply = (None, None, *history.keys)
         if known := self._by_reply.get((before, reply)):
             return edit_reason(known.conversation(), history)
@@ -387,22 +365,19 @@ class MessageIndex:
 
 
 class PromptIndex:
-    """The recorded calls of one claim, by their token ids."""
+    """Finds the recorded calls of one claim by their token ids."""
 
     def __init__(self) -> None:
         self._unindexed: list[Node] = []
+        # Calls by a stream's length in bytes and its last `_TAIL` bytes.
         self._by_end: dict[int, dict[bytes, list[Node]]] = {}
-        """Length of a stream in bytes -> its last `_TAIL` bytes -> calls."""
 
         self._prompts: set[int] = set()
-        """Hashes of the prompts that were given as text or ids."""
 
     def add(self, node: Node) -> None:
-        """Add a recorded call."""
         self._unindexed.append(node)
 
     def find(self, prompt: bytes) -> Node | None:
-        """The call that `prompt` (int32) continues."""
         self._index()
         for length in sorted(self._by_end, reverse=True):
             if length > len(prompt):
@@ -415,7 +390,7 @@ class PromptIndex:
         return None
 
     def fork_reason(self, prompt: bytes) -> str | None:
-        """Why `prompt` continues no call; None for the first one of a claim."""
+        """Return why `prompt` continues no call, or None for the first one of a claim."""
         self._index()
         if not self._by_end:
             return None
@@ -438,7 +413,7 @@ def _history_length(messages: Sequence[ChatMessage]) -> int:
 
 
 def edit_reason(known: Conversation, given: Conversation) -> str | None:
-    """How the messages `given` differ from the conversation `known`; None if they do not.
+    """Return how `given` differs from the conversation `known`, or None.
 
     Both end with the same reply, or where the shorter one ends. The first difference decides.
     """
@@ -455,7 +430,6 @@ def edit_reason(known: Conversation, given: Conversation) -> str | None:
 
 
 def _only_system_differs(known: Conversation, given: Conversation) -> bool:
-    """Whether only the system messages at the start differ."""
     known_start, given_start = _system_length(known.messages), _system_length(given.messages)
     known_rest, given_rest = known.keys[known_start:], given.keys[given_start:]
     common = min(len(known_rest), len(given_rest))
@@ -474,10 +448,8 @@ def _edit_of_message(was: ChatMessage, now: ChatMessage, was_key: Hashable, now_
 
 
 def _calls_in(key: Hashable) -> Hashable:
-    """The key of an assistant message's tool calls, which is in that of the message."""
     return key[1] if isinstance(key, tuple) else None
 
 
 def _system_length(messages: Sequence[ChatMessage]) -> int:
-    """How many system messages the conversation starts with."""
     return next((index for index, each in enumerate(messages) if each["role"] != "system"), len(messages))

@@ -1,7 +1,7 @@
-"""The wire formats that the gateway speaks, in one table.
+"""The table of wire formats of the gateway.
 
-To add one, write its `Dialect` in a module of its own and enter it in `DIALECTS`: its routes, its API
-documentation, and the shape of its errors follow from there.
+To add one, write its `Dialect` in a module and add it to `DIALECTS`. The routes, API documentation and
+error format follow.
 """
 
 from __future__ import annotations
@@ -37,4 +37,4 @@ REFUSAL_BODIES: Mapping[str, Callable[[int, str], dict[str, Any]]] = {
     "/v1/": OpenAIDialect.error_body,
     f"{AGENT_PREFIX}/v1/": OpenAIDialect.error_body,
 }
-"""Path prefix, longest first -> the body of a refusal, given its HTTP status and reason."""
+"""Functions from HTTP status and reason to the body of a refusal, by path prefix, longest first."""

@@ -1,8 +1,8 @@
-"""Agent mode: fields that coding agents send whether or not a server honors them, accepted without effect.
+"""Agent mode ignores fields that coding agents send whether or not a server honors them.
 
-Under `/agent` every route of `AGENT_FIELDS` takes the requests of its strict twin, and those with the fields
-of the table, which are left out before the request is parsed. Invariants: what is left out is named on the
-call (`Call.ignored`) and counted in the alignment report; a field that is in neither format is still refused.
+Under `/agent`, every route in `AGENT_FIELDS` drops those fields before it parses the request.
+Invariants: dropped fields are recorded with the call (`Call.ignored`) and counted in the alignment
+report; any other unknown field is refused.
 
 Sources: requests of Claude Code 2.1, Codex CLI 0.169, opencode 1.18 and mini-swe-agent 2.4.
 """
@@ -17,10 +17,10 @@ import msgspec
 from tinkerscript.errors import GatewayError
 
 AGENT_PREFIX = "/agent"
-"""Precedes the path of a route in agent mode: an agent's base URL is `http://HOST/agent/v1`."""
+"""The prefix of routes in agent mode. An agent's base URL is `http://HOST/agent/v1`."""
 
 SIDE_MODEL = "side"
-"""The name by which an agent asks for the policy where its work does not need it: a title, a summary."""
+"""The model that agents request for side tasks, such as a title or a summary."""
 
 AGENT_FIELDS: Mapping[str, Sequence[str]] = {
     "/v1/chat/completions": (
@@ -62,16 +62,19 @@ AGENT_FIELDS: Mapping[str, Sequence[str]] = {
         "tools[type=web_search_20250305]",
     ),
 }
-"""Path of a route -> what its requests may have besides. `a.b` is a field of an object, `a[].b` a field of
-each element of a list, and `a[type=b]` the elements of a list that have this type. A type of tool is one that
-the provider's servers would run: the model is not told of it."""
+"""The fields to drop from requests, by path of the route.
+
+`a.b` is a field of an object, `a[].b` a field of each element of a list, and `a[type=b]` the elements
+of a list with this type. Tools of such types run on the provider's servers, so the model does not see
+them.
+"""
 
 _DECODER = msgspec.json.Decoder()
 _ENCODER = msgspec.json.Encoder()
 
 
 def without_agent_fields(path: str, body: bytes) -> tuple[bytes, list[str]]:
-    """A request to the route `path` without the fields of the table, and the names of those that were set.
+    """Drop the fields in `AGENT_FIELDS` from a request, and return the names of the set ones.
 
     Raises GatewayError 400 for a body that is not JSON.
     """
@@ -84,7 +87,6 @@ def without_agent_fields(path: str, body: bytes) -> tuple[bytes, list[str]]:
 
 
 def _remove(value: Any, path: Sequence[str]) -> bool:
-    """Remove a field of the table from `value`, wherever it is set. Returns whether it was."""
     if not isinstance(value, dict):
         return False
     fields = cast("dict[str, Any]", value)

@@ -1,16 +1,15 @@
-"""Anthropic Messages: the route, its replies, events and errors. Requests are read in `anthropic_request`.
+"""Anthropic Messages: the route, its replies, events and errors. `anthropic_request` parses requests.
 
-Our extension is `return_token_ids`, which adds `prompt_token_ids` and `token_ids` (with a grammar also
-`constrained`) to the reply, or to the first and the last event of a stream.
+Our extension `return_token_ids` adds `prompt_token_ids` and `token_ids` (with a grammar also
+`constrained`) to the reply, or to the first and last event of a stream. The signature of a thinking
+block is its message's id, so that the session finds the reply again. It proves nothing: texts are
+compared, and edited thinking makes a fork.
 
-The signature of a thinking block is the id of its message, by which the session finds the reply again. It
-proves nothing: texts are compared, so thinking that was edited makes a fork.
+Invariant: content blocks come one after another, and their deltas add up to the content of the whole
+reply. Tool calls come last, each in one delta.
 
-Invariant: content blocks come one after another, and their deltas add up to the content of the whole reply.
-Tool calls come last, each in one delta.
-
-Source: https://docs.anthropic.com/en/api/messages, https://docs.anthropic.com/en/api/messages-streaming,
-https://docs.anthropic.com/en/api/errors
+Source: https://docs.anthropic.com/en/api/messages,
+https://docs.anthropic.com/en/api/messages-streaming, https://docs.anthropic.com/en/api/errors
 """
 
 from __future__ import annotations
@@ -58,14 +57,14 @@ _ERROR_TYPES = {
 
 
 def message_id(call_id: str) -> str:
-    """The id of a message, and the signature of its thinking."""
+    """Return the id of a message, which is also the signature of its thinking."""
     return f"{MESSAGE_PREFIX}{call_id}"
 
 
 def message_of(
     tokenizer: LightTokenizer, call: MessagesCall, header: ReplyHeader, choice: Choice | None
 ) -> dict[str, Any]:
-    """The reply; without a choice, what a stream begins with."""
+    """Return the reply, or without a choice the message that starts a stream."""
     message: dict[str, Any] = {
         "id": message_id(header.call_id),
         "type": "message",
@@ -82,7 +81,6 @@ def message_of(
 
 
 def _blocks_of(call_id: str, message: ChatMessage, *, thinking: bool) -> list[dict[str, Any]]:
-    """The content blocks of a reply, possibly none."""
     blocks: list[dict[str, Any]] = []
     if thinking and (reasoning := message.get("reasoning_content")):
         blocks.append({"type": "thinking", "thinking": reasoning, "signature": message_id(call_id)})
@@ -92,21 +90,20 @@ def _blocks_of(call_id: str, message: ChatMessage, *, thinking: bool) -> list[di
 
 
 def _tool_use_block(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call with its arguments exactly as they are recorded."""
     function = call["function"]
     arguments = msgspec.Raw(function["arguments"].encode())
     return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
 
 
 def stop_of(tokenizer: LightTokenizer, call: ModelCall, choice: Choice | None) -> dict[str, Any]:
-    """`stop_reason`, and `stop_sequence` if the model sampled one."""
+    """Return `stop_reason`, and `stop_sequence` if the model sampled one."""
     if choice and (matched := _matched_stop(tokenizer, choice, call.stop)):
         return {"stop_reason": "stop_sequence", "stop_sequence": matched}
     return {"stop_reason": _STOP_REASONS[choice.finish_reason] if choice else None, "stop_sequence": None}
 
 
 def usage_of(tokenizer: LightTokenizer, prompt_tokens: int, choice: Choice | None) -> dict[str, Any]:
-    """Token counts; without a choice, those of the prompt alone."""
+    """Return token counts; without a choice, only the prompt's."""
     usage: dict[str, Any] = {
         "input_tokens": prompt_tokens,
         "output_tokens": choice.num_tokens if choice else 0,
@@ -119,7 +116,6 @@ def usage_of(tokenizer: LightTokenizer, prompt_tokens: int, choice: Choice | Non
 
 
 def _matched_stop(tokenizer: LightTokenizer, choice: Choice, stops: Sequence[str]) -> str | None:
-    """The stop string that ended a choice: the one that starts first in the sampled text."""
     if not stops or choice.finish_reason != "stop":
         return None
     text = tokenizer.decode(unpack_ids(choice.sampled).tolist())
@@ -131,14 +127,11 @@ _Kind = Literal["thinking", "text"]
 
 
 class MessageEvents(EventStream):
-    """One streamed message."""
-
     def __init__(self, tokenizer: LightTokenizer, call: MessagesCall, header: ReplyHeader) -> None:
         self._tokenizer = tokenizer
         self._call = call
         self._header = header
         self._blocks = 0
-        """Blocks started so far."""
 
         self._open: _Kind | None = None
 
@@ -171,7 +164,6 @@ class MessageEvents(EventStream):
         return named_event(AnthropicMessages.error(error))
 
     def _begin(self, kind: _Kind) -> bytes:
-        """Open a block, unless it is open already."""
         if self._open == kind:
             return b""
         ended = self._end()
@@ -180,7 +172,6 @@ class MessageEvents(EventStream):
         return ended + self._start_block({"type": kind, kind: "", **empty})
 
     def _end(self) -> bytes:
-        """Close the open block, if any."""
         kind, self._open = self._open, None
         if kind is None:
             return b""
@@ -234,7 +225,7 @@ class AnthropicMessages(TokenCounter[MessagesCall]):
     def error_body(
         status: int, message: str, *, code: str | None = None, param: str | None = None
     ) -> dict[str, Any]:
-        """An error as Anthropic writes it; our stable code is its `error_code`."""
+        """Write an error in Anthropic's form, with our stable code as `error_code`."""
         # Programs recognize this error by its first words.
         message = f"prompt is too long: {message}" if code == "context_length_exceeded" else message
         kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")

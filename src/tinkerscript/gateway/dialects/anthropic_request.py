@@ -1,15 +1,14 @@
-"""Anthropic's requests for a message, and for a count of its prompt's tokens.
+"""Anthropic Messages: requests for a message and for the token count of its prompt.
 
-Accepted and ignored: `cache_control`, `metadata`, a tool's `strict` (arguments are what the model sampled)
-and `eager_input_streaming`, and the headers `anthropic-version` and `anthropic-beta`.
+Accepted and ignored: `cache_control`, `metadata`, a tool's `strict` (arguments stay as sampled) and
+`eager_input_streaming`, and the headers `anthropic-version` and `anthropic-beta`. `thinking` only
+decides what is shown: thinking blocks for `enabled` and `adaptive`, nothing for `disabled` or null. The
+model reasons as it was trained to, and everything is recorded. As at Anthropic, `budget_tokens` is a
+target and `max_tokens` the limit.
 
-`thinking` decides what is shown: thinking blocks for `enabled` and `adaptive`, none for `disabled` or null.
-The model reasons as it was trained to, and everything it samples is recorded. `budget_tokens` is a target,
-as it is at Anthropic; `max_tokens` is the limit.
-
-Invariant: the blocks of a reply, sent back as they came, become the message that was sampled: tool-use ids
-are kept, text blocks are concatenated, and thinking may be left out; its signature names the reply. Blocks
-that are not text are refused by type.
+Invariant: the blocks of a reply, sent back unchanged, become the message that was sampled. Tool-use ids
+are kept, text blocks are concatenated, and thinking may be left out; its signature names the reply.
+Other blocks are refused by type.
 
 Source: https://docs.anthropic.com/en/api/messages
 """
@@ -45,10 +44,9 @@ from tinkerscript.gateway.dialects.validation import (
 from tinkerscript.limits import MESSAGES, STOPS, TOOLS
 
 MESSAGE_PREFIX = "msg_"
-"""Precedes a call's id in the id of its message."""
+"""The prefix of a message's id before the call's id."""
 
 Blocks = str | list[dict[str, Any]]
-"""Content: a string or a list of blocks."""
 
 
 class _InputMessage(Struct, forbid_unknown_fields=True):
@@ -90,7 +88,7 @@ class _ToolDefinition(Struct, forbid_unknown_fields=True, kw_only=True):
     name: Annotated[str, Meta(min_length=1)]
     input_schema: dict[str, Any]
     description: str | None = None
-    # Accepted and ignored: arguments are what the model sampled, `strict` or not.
+    # Accepted and ignored: arguments stay as the model sampled them.
     type: str = "custom"
     strict: bool = False
     cache_control: dict[str, Any] | None = None
@@ -101,8 +99,6 @@ class _ToolDefinition(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class MessagesCall(ModelCall, frozen=True, kw_only=True):
-    """A request for a message."""
-
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {
         "required_tools": "tool_choice",
         "json_schema": "output_config.format",
@@ -110,7 +106,7 @@ class MessagesCall(ModelCall, frozen=True, kw_only=True):
     }
 
     show_thinking: bool = False
-    """Whether the reply has thinking blocks. Reasoning is sampled and recorded either way."""
+    """Whether the reply has thinking blocks. Reasoning is sampled and recorded regardless."""
 
 
 class _Thinking(Struct, forbid_unknown_fields=True):
@@ -136,8 +132,6 @@ class _OutputConfig(Struct, forbid_unknown_fields=True):
 
 
 class _Prompt(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields of a request for a message and of one for its token count."""
-
     model: str
     messages: Annotated[list[_InputMessage], Meta(min_length=1, max_length=MESSAGES.limit)]
     system: Blocks | None = None
@@ -175,7 +169,7 @@ _PROMPT = msgspec.json.Decoder(_Prompt)
 
 
 def parse_request(body: bytes) -> MessagesCall:
-    """Raises GatewayError 400 that names the field that is invalid or unsupported."""
+    """Parse a request. Raises GatewayError 400 with the invalid or unsupported field."""
     request = decode(_REQUEST, body)
     _refuse_thread(request)
     stops = request.stop_sequences or []
@@ -194,7 +188,7 @@ def parse_request(body: bytes) -> MessagesCall:
 
 
 def parse_count(body: bytes) -> MessagesCall:
-    """Raises GatewayError 400 that names the field that is invalid or unsupported."""
+    """Parse a request to count tokens. Raises GatewayError 400 with the invalid or unsupported field."""
     prompt = decode(_PROMPT, body)
     return MessagesCall(**_prompt_arguments(prompt))
 
@@ -210,7 +204,7 @@ def _prompt_arguments(prompt: _Prompt) -> dict[str, Any]:
 
 
 def _refuse_thread(request: _Request) -> None:
-    """Refuse with the code upon which Anthropic's tool runner sends the whole history instead."""
+    # This code makes Anthropic's tool runner send the whole history.
     if request.thread is not None:
         message = "this server keeps no threads; send the whole history and leave thread out"
         raise GatewayError(400, "thread_unsupported_request", message, param="thread")
@@ -248,7 +242,7 @@ def _shows_thinking(thinking: _Thinking | None) -> bool:
 
 
 def normalized_messages(messages: Sequence[_InputMessage], system: Blocks | None) -> list[ChatMessage]:
-    """The conversation as normalized messages. Raises GatewayError 400 for content that is not supported."""
+    """Normalize a conversation. Raises GatewayError 400 for unsupported content."""
     normalized: list[ChatMessage] = []
     if system:
         normalized.append({"role": "system", "content": _text(system, "system")})
@@ -271,7 +265,7 @@ def normalized_messages(messages: Sequence[_InputMessage], system: Blocks | None
 
 
 def normalized_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
-    """Tools, normalized. Raises GatewayError 400 for a tool that Anthropic's servers would run."""
+    """Normalize tools. Raises GatewayError 400 for tools that Anthropic's servers would run."""
     return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
 
 
@@ -284,7 +278,6 @@ def _tool(tool: dict[str, Any], where: str) -> Tool:
 
 
 def _user(role: str, content: Blocks, where: str) -> Iterable[ChatMessage]:
-    """One message for each tool result, and one for each run of text blocks."""
     if isinstance(content, str) or not content:
         return [{"role": role, "content": content or ""}]
     found: list[ChatMessage] = []
@@ -306,7 +299,8 @@ def _tool_result(block: dict[str, Any], where: str) -> ChatMessage:
     content = _text(result.content, f"{where}.content")
     message: ChatMessage = {"role": "tool", "content": content, "tool_call_id": result.tool_use_id}
     if result.is_error:
-        # Recorded only: chat formats have no field for it, and nothing is added to the text.
+        # The flag is only recorded: chat formats have no field for it, and nothing is added to the
+        # text.
         message["is_error"] = True
     return message
 
@@ -340,7 +334,6 @@ def _tool_call(block: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _text(content: Blocks, where: str) -> str:
-    """The text of blocks, concatenated."""
     if isinstance(content, str):
         return content
     return "".join(_text_block(block, f"{where}[{index}]") for index, block in enumerate(content))

@@ -1,10 +1,9 @@
-"""OpenAI chat completions: every field is honored, or refused by name.
+"""OpenAI chat completions. Every field is honored, or refused by name.
 
-Our extensions: `top_k`; with `return_token_ids` also `token_ids` on a choice (with a grammar `constrained`,
-its `TokenConstraint`s) and `prompt_token_ids` on the reply. A logprob entry always has a `token_id`.
-
-`developer` messages become system messages. A tool's `strict` is accepted and not enforced: unless
-`tool_choice` requires a call, arguments are what the model sampled.
+Our extensions are `top_k` and `return_token_ids`, which adds `prompt_token_ids` to the reply and
+`token_ids` to each choice (with a grammar also `constrained`, its `TokenConstraint`s). Logprob entries
+always have a `token_id`. `developer` messages become system messages. A tool's `strict` is not
+enforced: unless `tool_choice` requires a call, arguments stay as sampled.
 
 Source: https://platform.openai.com/docs/api-reference/chat
 """
@@ -53,7 +52,7 @@ from tinkerscript.tokenizer import LightTokenizer
 class _Function(Struct, forbid_unknown_fields=True):
     name: str
     arguments: str = ""
-    # The `openai` client adds it to messages that it streamed or parsed: the arguments again.
+    # The `openai` client repeats the arguments here in messages that it streamed or parsed.
     parsed_arguments: Any = None
 
 
@@ -76,7 +75,7 @@ class _Message(Struct, forbid_unknown_fields=True):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    # The `openai` client adds it to messages that it streamed or parsed: the content again.
+    # The `openai` client repeats the content here in messages that it streamed or parsed.
     parsed: Any = None
 
 
@@ -137,7 +136,7 @@ _CHAT = msgspec.json.Decoder(_Chat)
 
 
 def read_chat(data: bytes) -> tuple[list[ChatMessage], list[Tool]]:
-    """The messages and the tools of a JSON object, read as those of a request. Raises GatewayError 400."""
+    """Parse the messages and tools of a JSON object in a request's form. Raises GatewayError 400."""
     return _normalized_chat(decode(_CHAT, data))
 
 
@@ -148,7 +147,6 @@ def _normalized_chat(chat: _Chat | _Request) -> tuple[list[ChatMessage], list[To
 
 
 def _required_tools(choice: str | dict[str, Any] | None, tools: list[Tool]) -> list[str]:
-    """The tools of which one must be called."""
     if choice in (None, "auto", "none"):
         return []
     if choice == "required":
@@ -220,7 +218,6 @@ def _add_assistant_fields(normalized: ChatMessage, message: _Message) -> None:
 
 
 def _text(content: str | list[dict[str, Any]] | None, index: int) -> str:
-    """The text of a message: its parts, concatenated."""
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[str] = []
@@ -248,15 +245,12 @@ def _choice(tokenizer: LightTokenizer, call: ModelCall, index: int, choice: Choi
 
 
 def _logprobs_of(tokenizer: LightTokenizer, call: ModelCall, tokens: SampledTokens) -> dict[str, Any] | None:
-    """The `logprobs` of a choice; None unless `call` asks for them."""
     if not call.logprobs:
         return None
     return {"content": logprob_entries(tokenizer, call, tokens), "refusal": None}
 
 
 class _ChatCompletionEvents(ChunkStream):
-    """`chat.completion.chunk`s, each for one choice."""
-
     def __init__(self, tokenizer: LightTokenizer, call: ModelCall, header: ReplyHeader) -> None:
         super().__init__(call, header, "chatcmpl", "chat.completion.chunk")
         self._tokenizer = tokenizer

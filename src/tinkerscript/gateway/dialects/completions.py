@@ -1,7 +1,7 @@
-"""OpenAI's older text completions: text or ids in, text out, without a chat format or a BOS token.
+"""OpenAI's older text completions, without a chat format or a BOS token.
 
-A text prompt is encoded as it stands; a prompt of ids is sampled from as it is. Our extensions: `top_k`, and
-`return_token_ids`, which adds `token_ids` and `prompt_token_ids` to each choice.
+Text prompts are encoded unchanged, and prompts of ids are used unchanged. Our extensions are `top_k`
+and `return_token_ids`, which adds `token_ids` and `prompt_token_ids` to each choice.
 
 Source: https://platform.openai.com/docs/api-reference/completions
 """
@@ -50,7 +50,6 @@ _DECODER = msgspec.json.Decoder(_Request)
 
 
 def _prompts(tokenizer: LightTokenizer, prompt: _Prompt) -> list[bytes]:
-    """The ids (int32) of each prompt."""
     if isinstance(prompt, str):
         return [_ids(tokenizer, prompt, "prompt")]
     ids = [each for each in prompt if isinstance(each, int)]
@@ -75,8 +74,6 @@ def _ids(tokenizer: LightTokenizer, prompt: str | list[int], where: str) -> byte
 
 @dataclass
 class _ChoiceWriter:
-    """Writes choices, whole or in consecutive parts."""
-
     tokenizer: LightTokenizer
     call: ModelCall
     offsets: dict[int, _TextOffsets] = field(default_factory=dict[int, "_TextOffsets"])
@@ -103,7 +100,6 @@ class _ChoiceWriter:
         return choice
 
     def _logprobs(self, index: int, tokens: SampledTokens) -> dict[str, Any]:
-        """Parallel lists, one entry per sampled id, the stop token included."""
         decode, top = self.tokenizer.decode, self.call.top_logprobs
         ids = unpack_ids(tokens.sampled).tolist()
         names = [decode(token) for token in unpack_ids(tokens.top_ids).tolist()]
@@ -113,7 +109,7 @@ class _ChoiceWriter:
             "tokens": [decode(token) for token in ids],
             "token_ids": ids,  # Our extension, as in chat completions.
             "token_logprobs": unpack_logprobs(tokens.logprobs).tolist(),
-            # Keyed by text: where two ids have the same text, the more likely one wins.
+            # The keys are texts. Of ids with the same text, the most likely one wins.
             "top_logprobs": [
                 dict(reversed(most_likely[position * top : (position + 1) * top]))
                 for position in range(len(ids))
@@ -125,8 +121,6 @@ class _ChoiceWriter:
 
 
 class _TextOffsets:
-    """Where the text of each token starts, in characters of the reply."""
-
     def __init__(self, tokenizer: LightTokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -141,8 +135,6 @@ class _TextOffsets:
 
 
 class _CompletionEvents(ChunkStream):
-    """`text_completion` chunks."""
-
     def __init__(self, tokenizer: LightTokenizer, call: ModelCall, header: ReplyHeader) -> None:
         super().__init__(call, header, "cmpl", "text_completion")
         self._writer = _ChoiceWriter(tokenizer, call)

@@ -1,4 +1,4 @@
-"""What OpenAI's formats share: errors, request fields, logprob entries, usage, stream chunks.
+"""Shared parts of OpenAI's formats: errors, request fields, logprob entries, usage, stream chunks.
 
 Source: https://platform.openai.com/docs/api-reference
 """
@@ -43,8 +43,6 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class OpenAIDialect(Dialect[CallT]):
-    """A dialect with OpenAI's error object."""
-
     @staticmethod
     def error_body(
         status: int, message: str, *, code: str | None = None, param: str | None = None
@@ -86,7 +84,7 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: Annotated[Any, Unsupported(0)] = None
 
     def shared_arguments(self) -> dict[str, Any]:
-        """These fields as arguments of `ModelCall`, all but `max_tokens`. Raises GatewayError 400."""
+        """Return these fields as arguments of `ModelCall`, except `max_tokens`. Raises GatewayError 400."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if not all(stop):
             raise invalid("stop", "a stop string must not be empty")
@@ -105,7 +103,7 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def usage_of(call: ModelCall, completion: Completion) -> dict[str, int]:
-    """Token counts. Each prompt counts once, however many choices it has."""
+    """Return token counts. Each prompt counts once, regardless of its choices."""
     prompt_tokens = sum(map(len, call.prompts)) // 4 or completion.prompt_tokens
     completion_tokens = sum(choice.num_tokens for choice in completion.choices)
     return {
@@ -116,8 +114,11 @@ def usage_of(call: ModelCall, completion: Completion) -> dict[str, int]:
 
 
 def envelope_of(header: ReplyHeader, prefix: str, kind: str) -> dict[str, Any]:
-    """What a reply and its chunks say of themselves. `system_fingerprint` names the policy version; it is
-    null before sampling, and for weights that have no version."""
+    """Return the fields that identify a reply and its chunks.
+
+    `system_fingerprint` names the policy version. It is null before sampling, and for weights without a
+    version.
+    """
     version = header.policy_version if isinstance(header, Completion) else -1
     return {
         "id": f"{prefix}-{header.call_id}",
@@ -129,7 +130,7 @@ def envelope_of(header: ReplyHeader, prefix: str, kind: str) -> dict[str, Any]:
 
 
 class ChunkStream(EventStream):
-    """A streamed reply of chunks in one envelope; the usage, if requested, comes last."""
+    """A streamed reply of chunks, with the usage last if requested."""
 
     def __init__(self, call: ModelCall, header: ReplyHeader, prefix: str, kind: str) -> None:
         self._call = call
@@ -137,11 +138,9 @@ class ChunkStream(EventStream):
         self._envelope = envelope_of(header, *self._kind)
 
     @abstractmethod
-    def _end(self, index: int, choice: Choice) -> bytes:
-        """The last chunks of one choice."""
+    def _end(self, index: int, choice: Choice) -> bytes: ...
 
     def _chunk_of(self, choice: dict[str, Any], **more: Any) -> bytes:
-        """One chunk, for one choice."""
         if self._call.stream_usage:
             more["usage"] = None
         return data_event(self._envelope | {"choices": [choice]} | more)
@@ -162,9 +161,9 @@ class ChunkStream(EventStream):
 def logprob_entries(
     tokenizer: LightTokenizer, call: ModelCall, tokens: SampledTokens
 ) -> list[dict[str, Any]]:
-    """One entry per sampled id, the stop token included, with the `top_logprobs` that `call` asked for.
+    """Return an entry per sampled id, including the stop token, with the requested `top_logprobs`.
 
-    Each entry has our extension `token_id`: its text does not say which of several ids was sampled.
+    Our extension `token_id` is in each entry, because several ids may have the same text.
     """
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
@@ -188,5 +187,4 @@ def _pairs(ids: bytes, logprobs: bytes) -> Iterable[tuple[int, float]]:
 
 
 def data_event(data: dict[str, Any]) -> bytes:
-    """One unnamed server-sent event."""
     return b"data: " + _ENCODER.encode(data) + b"\n\n"

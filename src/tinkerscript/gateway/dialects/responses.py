@@ -1,13 +1,12 @@
-"""OpenAI Responses: the route, its replies and events. Requests are read in `responses_request`.
+"""OpenAI Responses: the route, its replies and its events. `responses_request` parses requests.
 
-Our extensions: `top_k` and `return_token_ids` in the request; with the latter, `prompt_token_ids` and
-`token_ids` (with a grammar also `constrained`) on the response. Each logprob entry has a `token_id`.
+Our extensions are `top_k` and `return_token_ids`, which adds `prompt_token_ids` and `token_ids` (with a
+grammar also `constrained`) to the response. Each logprob entry has a `token_id`. Ids are the call's id
+with a prefix: `resp_` for the response; `rs_`, `msg_` and `fc_` for its items. They identify the call
+when a conversation is sent back.
 
-Ids are the call's id behind a prefix: `resp_` for the response; `rs_`, `msg_`, and `fc_` for its items. They
-identify the call when a conversation is sent back.
-
-Invariant: items come one after another, and the last event repeats all of them. Function calls come last,
-each with its arguments in one delta.
+Invariant: items come one after another, and the last event repeats them. Function calls come last, each
+with its arguments in one delta.
 
 Source: https://platform.openai.com/docs/api-reference/responses/object,
 https://platform.openai.com/docs/api-reference/responses-streaming
@@ -46,13 +45,10 @@ Item = dict[str, Any]
 
 @dataclass
 class ResponseWriter:
-    """Writes the response to one request."""
-
     tokenizer: LightTokenizer
     call: ResponsesCall
 
     def pending(self, header: ReplyHeader) -> dict[str, Any]:
-        """The response before anything is sampled."""
         return {
             "id": f"{RESPONSE_PREFIX}{header.call_id}",
             "object": "response",
@@ -67,7 +63,6 @@ class ResponseWriter:
         }
 
     def response(self, completion: Completion) -> dict[str, Any]:
-        """The whole response."""
         (choice,) = completion.choices
         response = self.pending(completion)
         complete = choice.finish_reason != "length"
@@ -82,7 +77,7 @@ class ResponseWriter:
         return response
 
     def items(self, call_id: str, choice: Choice) -> list[Item]:
-        """The output: reasoning, if any; text, unless there are only tool calls; tool calls."""
+        """Return the output items: any reasoning, text unless there are only tool calls, and tool calls."""
         message, items = choice.message, list[Item]()
         if reasoning := message.get("reasoning_content"):
             items.append(self.reasoning(call_id, reasoning))
@@ -115,7 +110,7 @@ class ResponseWriter:
         }
 
     def entries(self, tokens: SampledTokens) -> list[dict[str, Any]]:
-        """One logprob entry per sampled id, markup and stop token included; none unless requested."""
+        """Return a logprob entry per sampled id, including markup and stop token, if requested."""
         return logprob_entries(self.tokenizer, self.call, tokens) if self.call.logprobs else []
 
     def _usage(self, inputs: int, choice: Choice) -> dict[str, Any]:
@@ -143,32 +138,25 @@ class ResponseWriter:
 
 
 _TEXT = {"reasoning": "reasoning_text", "message": "output_text"}
-"""Item type -> name of the events of its text."""
 
 
 class ResponseEvents(EventStream):
-    """One streamed response."""
-
     def __init__(self, tokenizer: LightTokenizer, call: ResponsesCall, header: ReplyHeader) -> None:
         self._write = ResponseWriter(tokenizer, call)
         self._header = header
         self._pending = self._write.pending(header)
         self._sent = 0
-        """Events written so far."""
 
         self._opening = b"".join(self._lifecycle(kind, self._pending) for kind in ("created", "in_progress"))
 
         self._items = 0
-        """Items started so far."""
 
+        # The item that deltas extend, without its text.
         self._open: Item | None = None
-        """The item that deltas extend, as it was before them."""
 
         self._text: list[str] = []
-        """The deltas of the open item."""
 
         self._logprobs: list[dict[str, Any]] = []
-        """Entries of ids whose text has not been sent yet."""
 
     def start(self) -> bytes:
         return self._opening
@@ -193,7 +181,8 @@ class ResponseEvents(EventStream):
         return rest + self._lifecycle(response["status"], response)
 
     def failure(self, error: GatewayError) -> bytes:
-        """An `error`, which OpenAI's clients raise, then the failed response for clients that await it."""
+        """Return an `error`, which OpenAI's clients raise, and the failed response, for which other
+        clients wait."""
         flat = {"code": error.code, "message": error.message, "param": error.param}
         # The `error` has our code; a response may only have one of OpenAI's.
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
@@ -204,10 +193,9 @@ class ResponseEvents(EventStream):
         )
 
     def _begin(self, item: Item) -> bytes:
-        """Open an item for text, unless it is open already; close another one that is."""
         if self._open and self._open["type"] == item["type"]:
             return b""
-        # Only reasoning is followed by text.
+        # The previous item must be reasoning: only reasoning is followed by text.
         ended = (
             self._end(self._write.reasoning(self._header.call_id, "".join(self._text))) if self._open else b""
         )
@@ -215,13 +203,11 @@ class ResponseEvents(EventStream):
         return ended + self._added(item | {"content": []}) + self._part("content_part.added", item)
 
     def _end(self, item: Item) -> bytes:
-        """Close the open item, which has become `item`."""
         self._open = None
         self._text.clear()
         return self._text_done(item) + self._part("content_part.done", item) + self._done(item)
 
     def _whole(self, item: Item) -> bytes:
-        """An item of which nothing has been sent."""
         if item["type"] != "function_call":
             added = self._added(item | {"content": []}) + self._part(
                 "content_part.added", self._write.message(self._header.call_id, "", [])

@@ -1,15 +1,15 @@
-"""Requests for a response, and for a count of its prompt's tokens.
+"""OpenAI Responses: requests for a response and for the token count of its prompt.
 
-`previous_response_id` continues from a response of the same claim, even after a restart and whatever `store`
-was, because a claim's calls are kept. A model that is served outside of episodes keeps the latest in memory,
-unless `store` is false. As with OpenAI, that response's instructions do not carry over, and its tools must be
-sent again. `include` supports `message.output_text.logprobs` (one entry per sampled id, on the text part) and
-`reasoning.encrypted_content` (the reasoning in base64, beside the plain text). Accepted and ignored:
-`metadata`, a function's `strict`, and the fields about caches and users.
+`previous_response_id` continues a response of the same claim, even after a restart and regardless of
+`store`, because the calls of a claim are kept. A model served outside episodes keeps the latest in
+memory unless `store` is false. As with OpenAI, that response's instructions do not carry over, and its
+tools must be sent again. `include` supports `message.output_text.logprobs` (an entry per sampled id)
+and `reasoning.encrypted_content` (the reasoning in base64). Accepted and ignored: `metadata`, a
+function's `strict`, and the fields about caches and users.
 
-Invariant: the items of a response, sent back as they came, become the one message that was sampled, with or
-without its reasoning, and whether a call's output follows the call or all calls. Consecutive items belong to
-one message as long as they come in the order of a reply (reasoning, text, calls) and no id says otherwise.
+Invariant: the items of a response, sent back unchanged, become the one message that was sampled, with
+or without its reasoning, and wherever a call's output stands. Consecutive items belong to one message
+while they are in the order of a reply (reasoning, text, calls) and no id contradicts that.
 
 Source: https://platform.openai.com/docs/api-reference/responses/create
 """
@@ -48,12 +48,12 @@ from tinkerscript.gateway.dialects.validation import (
 from tinkerscript.limits import MESSAGES, TOOLS
 
 RESPONSE_PREFIX = "resp_"
-"""Precedes a call's id in the id of its response."""
+"""The prefix of a response's id before the call's id."""
 
 Parts = str | list[dict[str, Any]]
 
+# The ids of our output items: the call's id, and a function call's number.
 _OUR_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})(?:_\d+)?")
-"""Ids of our output items: the id of the call, and for a function call its number."""
 
 _ORDER = ("reasoning", "message", "function_call")
 
@@ -121,7 +121,7 @@ class _FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
     name: Annotated[str, Meta(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    # Accepted and not enforced: arguments are what the model sampled.
+    # Accepted and not enforced: arguments stay as the model sampled them.
     strict: bool = False
     allowed_callers: Annotated[Any, Unsupported(["direct"])] = None
     defer_loading: Annotated[Any, Unsupported(False)] = None
@@ -130,9 +130,9 @@ class _FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def normalized_messages(items: str | list[dict[str, Any]], instructions: str | None) -> list[ChatMessage]:
-    """The conversation as normalized messages. Raises GatewayError 400 for content that is not supported.
+    """Normalize a conversation. Raises GatewayError 400 for unsupported content.
 
-    The message made from `instructions` is marked: a response that continues from this one drops it.
+    The message from `instructions` is marked, because a response that continues this one drops it.
     """
     conversation = _Conversation()
     if instructions:
@@ -146,13 +146,14 @@ def normalized_messages(items: str | list[dict[str, Any]], instructions: str | N
 
 
 def encrypt(reasoning: str) -> str:
-    """The value of `encrypted_content`: the reasoning in base64, so that the server has nothing to keep."""
+    """Return the reasoning in base64 for `encrypted_content`, so that the server need not keep it."""
     return base64.b64encode(reasoning.encode()).decode()
 
 
 def normalized_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
-    """Function tools, normalized, also those in a namespace. Raises GatewayError 400 for a tool that OpenAI's
-    servers would run.
+    """Normalize function tools, also in namespaces.
+
+    Raises GatewayError 400 for tools that OpenAI's servers would run.
     """
     found: list[Tool] = []
     for index, tool in enumerate(tools):
@@ -165,7 +166,7 @@ def normalized_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
 
 
 def namespaces_of(tools: Iterable[dict[str, Any]]) -> dict[str, tuple[str, str]]:
-    """The name that the model sees of each tool in a namespace -> namespace and name. `tools` are valid."""
+    """Return the namespace and name of each tool in a namespace, by the model's name for it."""
     return {
         namespaced(space["name"], tool["name"]): (space["name"], tool["name"])
         for space in tools
@@ -175,12 +176,12 @@ def namespaces_of(tools: Iterable[dict[str, Any]]) -> dict[str, tuple[str, str]]
 
 
 def namespaced(namespace: str, name: str) -> str:
-    """What the model sees as the name of a tool: `web__open` for `open` in `web`, or in `web__`."""
+    """Return the model's name for a tool: `web__open` for `open` in `web`, or in `web__`."""
     return f"{namespace.removesuffix('__')}__{name}"
 
 
 def _tools_of(space: _Namespace, where: str) -> Iterable[Tool]:
-    """The tools of a namespace; its description precedes that of each."""
+    # The model sees one description, so the namespace's comes before the tool's.
     for index, inner in enumerate(space.tools):
         function = _tool(inner, f"{where}.tools[{index}]")["function"]
         described = [text for text in (space.description, function.get("description")) if text]
@@ -189,15 +190,11 @@ def _tools_of(space: _Namespace, where: str) -> Iterable[Tool]:
 
 
 class _Conversation:
-    """The messages so far, and the assistant message that further items may belong to."""
-
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
         self._reply: ChatMessage | None = None
-        """The last assistant message."""
 
         self._last: str = ""
-        """Type of the item last added to it."""
 
     def add(self, item: dict[str, Any], where: str) -> None:
         match _type_of(item, where):
@@ -226,7 +223,6 @@ class _Conversation:
             reply["reasoning_content"] = reply.get("reasoning_content", "") + text
 
     def _message_of(self, kind: str, item_id: str) -> ChatMessage:
-        """The assistant message that an item belongs to."""
         ours = _OUR_ID.fullmatch(item_id)
         call_id = ours[1] if ours else None
         if self._reply is None or not self._continues(self._reply, kind, call_id):
@@ -249,7 +245,6 @@ class _Conversation:
 
 
 def _type_of(item: dict[str, Any], where: str) -> str:
-    """The type of an item. Raises GatewayError 400 for a type that is not supported."""
     kind = item.get("type") or ("message" if "role" in item else "item_reference")
     if kind in (*_ORDER, "function_call_output"):
         return kind
@@ -272,7 +267,6 @@ def _tool_call(call: _FunctionCall) -> dict[str, Any]:
 
 
 def _text(content: Parts, where: str) -> str:
-    """The text of a content: its parts, concatenated."""
     if isinstance(content, str):
         return content
     texts: list[str] = []
@@ -305,15 +299,12 @@ _ENCRYPTED = "reasoning.encrypted_content"
 
 
 class ResponsesCall(ModelCall, frozen=True, kw_only=True):
-    """A request for a response."""
-
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {**ModelCall.FIELD_NAMES, "json_schema": "text.format"}
 
     echo: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
-    """The fields of the request that the response repeats."""
 
     namespaces: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict[str, tuple[str, str]])
-    """The name that the model sees of each tool in a namespace -> namespace and name."""
+    """Namespace and name of tools in namespaces, by the model's name."""
 
     encrypted_reasoning: bool = False
     """Whether reasoning items repeat their text in `encrypted_content`."""
@@ -333,8 +324,6 @@ class _TextSettings(Struct, forbid_unknown_fields=True):
 
 
 class _ReasoningSettings(Struct, forbid_unknown_fields=True):
-    """How much to reason and how to summarize it: not supported."""
-
     context: None = None
     effort: None = None
     generate_summary: None = None
@@ -347,8 +336,6 @@ class _StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class _Prompt(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields of a request for a response and of one for its token count."""
-
     model: str
     input: str | Annotated[list[dict[str, Any]], Meta(max_length=MESSAGES.limit)]
     instructions: str | None = None
@@ -397,7 +384,7 @@ _PROMPT = msgspec.json.Decoder(_Prompt)
 
 
 def parse_request(body: bytes) -> ResponsesCall:
-    """Raises GatewayError 400 that names the field that is invalid or unsupported."""
+    """Parse a request. Raises GatewayError 400 with the invalid or unsupported field."""
     request = decode(_REQUEST, body)
     include, prompt = _include(request.include or ()), _prompt_arguments(request)
     return ResponsesCall(
@@ -416,7 +403,7 @@ def parse_request(body: bytes) -> ResponsesCall:
 
 
 def parse_count(body: bytes) -> ResponsesCall:
-    """Raises GatewayError 400 that names the field that is invalid or unsupported."""
+    """Parse a request to count tokens. Raises GatewayError 400 with the invalid or unsupported field."""
     prompt = decode(_PROMPT, body)
     return ResponsesCall(**_prompt_arguments(prompt))
 
@@ -439,7 +426,6 @@ def _include(requested: Iterable[str]) -> frozenset[str]:
 
 
 def _previous(response_id: str | None) -> str | None:
-    """The id of the call behind a response."""
     if response_id is not None and not response_id.startswith(RESPONSE_PREFIX):
         raise invalid("previous_response_id", f"{response_id!r} is not a response id, such as 'resp_1f...'")
     return response_id.removeprefix(RESPONSE_PREFIX) if response_id else None
@@ -486,7 +472,6 @@ def _set_fields(value: Struct) -> dict[str, Any]:
 
 
 def _echo(request: _Request) -> dict[str, Any]:
-    """The fields of the request that the response repeats, with OpenAI's defaults."""
     return {
         "background": False,
         "instructions": request.instructions,

@@ -1,6 +1,6 @@
-"""Strict parsing of requests: JSON into typed structs, with errors that name the field.
+"""Parse requests strictly into typed structs, with errors that name the field.
 
-Invariant: a field is honored or refused by name. A field that is null counts as not set.
+Invariant: a field is honored or refused by name. A null field counts as not set.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ DIRECT = {"type": "direct"}
 
 
 class Unsupported:
-    """Annotates a field that is known and not supported: null and `values` change nothing, so they may be
-    sent. A field that is a Python keyword ends in an underscore."""
+    """Marks a known field that is refused unless it is null or one of `values`, which have no effect.
+
+    Fields that are Python keywords have a trailing underscore.
+    """
 
     def __init__(self, *values: Any) -> None:
         self.values = values
 
 
 SHOWN_CHARS = 80
-"""Characters of a refused value that the error quotes."""
+"""The length of a quoted value in errors."""
 
 
 def sampling_arguments(request: Any) -> dict[str, Any]:
-    """The fields that every format names alike, as arguments of `ModelCall`."""
     return {
         "model": request.model,
         "temperature": request.temperature,
@@ -54,7 +55,7 @@ def sampling_arguments(request: Any) -> dict[str, Any]:
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Decode a request. Raises GatewayError 400 that names the invalid field."""
+    """Decode a request. Raises GatewayError 400 with the invalid field."""
     try:
         request = decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -65,9 +66,9 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def convert(value: Mapping[str, Any], kind: type[T], where: str) -> T:
-    """Convert the part of a request at `where` to a struct; null fields count as not set.
+    """Convert the part of a request at `where` to a struct, where null fields count as not set.
 
-    Raises GatewayError 400 that names the invalid field.
+    Raises GatewayError 400 with the invalid field.
     """
     given = {name: each for name, each in value.items() if each is not None}
     try:
@@ -78,7 +79,6 @@ def convert(value: Mapping[str, Any], kind: type[T], where: str) -> T:
 
 
 def _honored(request: T, where: str) -> T:
-    """`request`. Raises GatewayError 400 for the first `Unsupported` field that is set to anything else."""
     for name, unset in _unsupported_fields(type(request)).items():
         value = getattr(request, name)
         if value is not None and value not in unset.values:
@@ -99,10 +99,8 @@ def _unsupported_fields(kind: type[Any]) -> dict[str, Unsupported]:
 
 
 def _explained(text: str, where: str = "") -> GatewayError:
-    """The error for a message of msgspec's, such as "Expected `int`, got `str` - at `$.n`".
-
-    A field that is declared as None is known and not supported.
-    """
+    # msgspec's messages look like "Expected `int`, got `str` - at `$.n`". Fields declared as None are
+    # known but not supported.
     problem, _, place = text.partition(" - at ")
     inner = place.strip("`").removeprefix("$")
     place = f"{where}{inner}".removeprefix(".")
@@ -120,12 +118,11 @@ def _explained(text: str, where: str = "") -> GatewayError:
 
 
 def invalid(param: str | None, message: str, *, code: str = "invalid_value") -> GatewayError:
-    """The error for a value that is not allowed."""
     return GatewayError(400, code, message, param=param)
 
 
 def unsupported(param: str, value: object, remedy: str = "") -> GatewayError:
-    """The error for a value that this server does not honor. Default remedy: leave the field out."""
+    """Return the error for a value that this server does not honor. The default remedy is to leave it out."""
     shown = msgspec.json.encode(value).decode()
     message = (
         f"{param}={shown[:SHOWN_CHARS]} is not supported by this server; {remedy or f'leave {param} out'}"
@@ -134,13 +131,15 @@ def unsupported(param: str, value: object, remedy: str = "") -> GatewayError:
 
 
 def unsupported_content(kind: object, where: str) -> GatewayError:
-    """The error for a content part that is not text."""
     message = f"content of the type {kind!r} is not supported; only text is"
     return GatewayError(400, "unsupported_content", message, param=where)
 
 
 def required_tools(names: Sequence[str] | None, tools: Sequence[Tool]) -> list[str]:
-    """The tools of which one must be called: `names`, or any of `tools` for None. Raises GatewayError 400."""
+    """Return the tools of which one must be called, or all `tools` if `names` is None.
+
+    Raises GatewayError 400.
+    """
     known = [tool["function"]["name"] for tool in tools]
     names = known if names is None else names
     for name in names:
@@ -152,7 +151,6 @@ def required_tools(names: Sequence[str] | None, tools: Sequence[Tool]) -> list[s
 
 
 def function_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> Tool:
-    """A tool in OpenAI's form, with the fields that are set."""
     given = {"description": description, "parameters": parameters}
     set_fields = {field: value for field, value in given.items() if value is not None}
     return {"type": "function", "function": {"name": name, **set_fields}}

@@ -1,7 +1,7 @@
-"""`Upstream`: the HTTP connection to a server that samples for us.
+"""`Upstream` is the HTTP connection to a server that samples for us.
 
-Invariant: a request that may have sampled is retried at most once, and only if not a single byte of a reply
-came; a cancelled request closes its connection, which is how servers learn that nobody waits.
+Invariants: a request that may have sampled is retried at most once, and only before the first byte of a
+reply. A cancelled request closes its connection, which stops the server's work.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 _CONTEXT = re.compile(r"context length|maximum context|longer than the model|max_model_len", re.IGNORECASE)
-"""How servers say that a prompt does not fit."""
 
 
 _SHOWN = 500
-"""Characters of a server's message that an error quotes."""
 
 
+# Before the first byte of a reply, these errors mean that none will come.
 _NOTHING_ANSWERED = (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError)
-"""Errors which, before the first byte of a reply, mean that there is none."""
 
 
 class Upstream:
-    """HTTP to one server, with at most `max_in_flight` requests at a time. Raises only GatewayError."""
+    """HTTP to one server with limited concurrency. Raises only GatewayError."""
 
     def __init__(
         self,
@@ -45,8 +43,8 @@ class Upstream:
         timeout_s: float = 300.0,
         name: str = "",
     ) -> None:
-        """`base_url` may end in `/v1`, as for OpenAI's clients. Errors give the server's name or address, and
-        never contain the key."""
+        """`base_url` may end in `/v1`, as for OpenAI's clients. Errors contain the server's name or
+        address, never the key."""
         self.url = base_url.rstrip("/").removesuffix("/v1")
         self.name = name or f"the inference server {self.url}"
         self._key = api_key
@@ -65,11 +63,11 @@ class Upstream:
         )
 
     async def get(self, path: str) -> bytes | None:
-        """The body of the reply; None if the server has no such path. Raises GatewayError."""
+        """Return the body of the reply, or None if the path does not exist. Raises GatewayError."""
         return await self._send("GET", path, None)
 
     async def post(self, path: str, body: Any) -> bytes:
-        """The body of the reply to JSON `body`. Raises GatewayError."""
+        """Send JSON and return the body of the reply. Raises GatewayError."""
         async with self.slot():
             reply = await self._send("POST", path, body)
         if reply is None:
@@ -77,24 +75,24 @@ class Upstream:
         return reply
 
     async def post_optional(self, path: str, body: Any) -> bytes | None:
-        """`post` without the limit on requests in flight; None if the server has no such path."""
+        """Like `post`, without the limit on concurrency. None if the path does not exist."""
         return await self._send("POST", path, body)
 
     def close(self) -> None:
-        """End the requests that are open, and refuse others."""
+        """Cancel open requests and refuse new ones."""
         self._is_closed = True
         for limit in self._open:
             if not limit.expired():
                 limit.reschedule(0)
 
     async def aclose(self) -> None:
-        """Close the connections."""
+        """Also close the connections."""
         self.close()
         await self._http.aclose()
 
     @asynccontextmanager
     async def slot(self) -> AsyncGenerator[None]:
-        """One of the requests that may be open. Raises GatewayError 503 if none becomes free in time."""
+        """Hold a slot for a request. Raises GatewayError 503 if none becomes free in time."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._slots.acquire()
@@ -110,7 +108,7 @@ class Upstream:
 
     @asynccontextmanager
     async def open(self, method: str, path: str, body: Any) -> AsyncGenerator[httpx.Response]:
-        """The reply to a request, unread. Raises GatewayError, also for what fails while it is read."""
+        """Yield the unread reply to a request. Raises GatewayError, also while it is read."""
         if self._is_closed:
             raise _shutting_down()
         try:
@@ -130,23 +128,22 @@ class Upstream:
             message = f"{self.name} did not answer within {self._timeout_s:g} s"
             raise GatewayError(504, "engine_timeout", message) from None
         except httpx.HTTPError as error:
-            # The error's own text may have the address, which some callers must not learn.
+            # The text of the error may contain the address, which some callers must not see.
             message = f"{self.name} cannot be reached ({type(error).__name__}); retry"
             raise GatewayError(503, "engine_unavailable", message) from None
 
     async def check(self, response: httpx.Response) -> None:
-        """Raises GatewayError for a refusal."""
         if not response.is_success:
             self.refuse(response.status_code, await response.aread())
 
     def refuse(self, status: int, body: bytes) -> NoReturn:
-        """Raises GatewayError for a refusal, whose status a stream may tell after its head."""
+        """Raise the GatewayError for a refusal. In a stream the status may follow the response's head."""
         said = self.without_key(message_of_refusal(body))
         if status in (400, 413, 422):
             if _CONTEXT.search(said):
                 raise GatewayError(400, "context_length_exceeded", said, param="messages")
             raise GatewayError(400, "invalid_request", f"{self.name} refused the request: {said}")
-        if status in (401, 403):  # Its words may contain parts of the key.
+        if status in (401, 403):  # The server's message may contain parts of the key.
             message = f"{self.name} refused our key (HTTP {status}); see {self._key_setting}"
             raise GatewayError(502, "engine_error", message)
         if status in (408, 504):
@@ -173,7 +170,7 @@ class Upstream:
         try:
             return await self._http.send(request, stream=True)
         except _NOTHING_ANSWERED:
-            # A pooled connection that the server has closed, or a server that is restarting.
+            # The server closed a pooled connection, or is restarting.
             return await self._http.send(request, stream=True)
 
 
@@ -186,15 +183,13 @@ class _Detail(msgspec.Struct):
 
 
 class _Refusal(msgspec.Struct):
-    """`{"error": {"message": ...}}`, `{"error": "..."}`, or `{"message": ...}` (older vLLM)."""
-
     error: _Detail | str | None = None
     message: str = ""
     detail: Any = None
 
 
 def message_of_refusal(body: bytes) -> str:
-    """The message of an error body, or the body itself."""
+    """Return the message in an error body, or the body itself."""
     try:
         refusal = msgspec.json.decode(body, type=_Refusal)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -204,7 +199,7 @@ def message_of_refusal(body: bytes) -> str:
 
 
 def _has_message(body: bytes) -> bool:
-    """Whether a 404 came from an endpoint that exists (an unknown model), not from a missing one."""
+    # A 404 with a message comes from an existing endpoint, as for an unknown model.
     try:
         refusal = msgspec.json.decode(body, type=_Refusal)
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -1,7 +1,7 @@
-"""The start-up probe: what an inference server really does, measured before an episode depends on it.
+"""The start-up probe measures the behavior of an inference server before an episode depends on it.
 
-Invariant: every pinned fact was observed in replies, not derived from a version number. A server whose
-replies could not be recorded as what was sampled is refused, with what is wrong and how to fix it.
+Invariant: every fact is observed in replies, not derived from a version. A server with replies that
+cannot be recorded as what was sampled is refused, with the reason and the remedy.
 """
 
 from __future__ import annotations
@@ -19,42 +19,39 @@ from tinkerscript.rollouts.call import LogprobKind, pack_ids
 from tinkerscript.sampler import SampleRequest
 
 PROBE_TOP = 5
-"""How many of the most likely tokens to compare: OpenAI's limit, so every server allows it."""
+"""The number of most likely tokens to compare. It is OpenAI's limit, so every server allows it."""
 
 HOT = 2.0
-"""The second temperature; no server refuses it."""
+"""A second temperature, which every server accepts."""
 
 CLEAR_GAP = 0.3
-"""Minimum gap between two tokens, in nats, for their gap at another temperature to reveal the kind."""
+"""The gap in nats between two tokens that is needed to recognize the kind of logprobs."""
 
 RATIO_MARGIN = 0.15
-"""How far the ratio of the gaps may be from the expected one: low-precision kernels add noise."""
+"""The tolerance for the ratio of gaps, because low-precision kernels add noise."""
 
 SAMPLES = 4
 TOKENS = 32
-"""Per sample, sampled at temperature 1 and scored again."""
+"""The length of a sample at temperature 1, which is scored again."""
 
 MAX_MEAN_GAP = 0.1
-"""Maximum mean gap in nats between reported and rescored logprobs: prefill and decode differ."""
+"""The maximum mean gap in nats between reported and rescored logprobs. Prefill and decode differ."""
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured of a server. Pinned for the lifetime of the sampler."""
-
     url: str
     version: str
     model: str
     max_context: int
-    """Maximum length of prompt and reply together, in tokens."""
+    """The maximum length of prompt and reply together, in tokens."""
 
     logprob_kind: LogprobKind
     rescored: bool
-    """Whether the logprobs of sampled tokens were compared with those of the same tokens in a prompt."""
+    """Whether logprobs of sampled tokens were compared with those of the same tokens in a prompt."""
 
     weight_version: str | None
 
     def describe(self) -> str:
-        """One line for logs and the terminal."""
         rescored = "rescored" if self.rescored else "not rescored (the server scores no prompts)"
         return (
             f"vLLM {self.version} at {self.url}, model {self.model!r}, context {self.max_context}, "
@@ -64,17 +61,15 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class Probe:
-    """Probes one server; each method establishes one fact."""
-
     server: VllmServer
     model: str
     prompts: Sequence[list[int]]
-    """At least one, as ids; the first few tokens of a chat will do."""
+    """Prompts as ids. The first few tokens of a chat suffice."""
 
     async def run(
         self, description: ServerDescription, *, text: str = "", ids: Sequence[int] = (), rescore: bool = True
     ) -> ServerFacts:
-        """Establish all facts. `ids`: those of `text` by our tokenizer. Raises ConfigError."""
+        """Establish all facts. `ids` is `text` encoded by our tokenizer. Raises ConfigError."""
         try:
             await self._check_not_logits()
             kind = await self._logprob_kind()
@@ -99,7 +94,7 @@ class Probe:
             raise self._missing("its log probabilities are above zero: these are logits", "logits")
 
     async def _logprob_kind(self) -> LogprobKind:
-        """A higher temperature shrinks the gap between two tokens, unless logprobs ignore it."""
+        # A higher temperature shrinks the gap between two tokens, unless logprobs ignore it.
         for prompt in self.prompts:
             cold = await self._top(prompt, 1.0)
             hot = await self._top(prompt, HOT)
@@ -117,7 +112,7 @@ class Probe:
         return "unknown"
 
     async def _rescore(self) -> bool:
-        """Check that a sampled token's logprob is its own, not its neighbor's or the most likely token's."""
+        # A sampled token's logprob must not be its neighbor's or the most likely token's.
         is_scored = False
         for number in range(SAMPLES):
             prompt = self.prompts[number % len(self.prompts)]
@@ -196,6 +191,5 @@ class Probe:
 
 
 def _mean_gap(reported: Sequence[float], scores: Sequence[float]) -> float:
-    """The mean absolute difference; infinite if a value is not finite."""
     gap = fmean(abs(a - b) for a, b in zip(reported, scores, strict=True))
     return gap if math.isfinite(gap) else math.inf

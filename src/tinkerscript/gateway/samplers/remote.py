@@ -1,8 +1,7 @@
-"""`RemoteSampler`: a vLLM server as the gateway's sampler; `remote_sampler` opens the one in the config.
+"""`RemoteSampler` samples from a vLLM server, and `remote_sampler` opens the server in the config.
 
-Invariants: no sampler is opened without a successful probe. A result holds what the server reported, under
-the facts that the probe pinned, with the number that the server gives its weights as their version. A
-request that cannot be honored in full is refused.
+Invariants: every sampler is probed before use. Results contain what the server reported, with its
+number for the weights as their version. A request that cannot be honored fully is refused.
 """
 
 from __future__ import annotations
@@ -32,42 +31,41 @@ from tinkerscript.sampler import (
 )
 
 PROGRESS_POLL_S = 0.25
-"""Interval at which to check for a server that is not up yet."""
 
 PROBE_TIMEOUT_S = 60.0
-"""Per request of the probe: the first ones may compile kernels."""
+"""The timeout of a probe request in seconds. The first requests may compile kernels."""
 
 PROMPTS = ("Tell me something.", "Write one sentence about the sea.", "What is 17 + 25?")
-"""User messages that the probe samples after."""
+"""The user messages to which the probe samples replies."""
 
 TOKENIZER_TEXT = "Ünïcode 漢字 12345\n\n\tdef f(x): return x  # e\u0301 🙂"
-"""Encoded here and by the server: it has the cases that tokenizers handle differently."""
+"""A text with cases that tokenizers handle differently, encoded by us and by the server."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class RemoteSampler(Sampler):
-    """Samples from `server`. Weights that it does not name by a number are `FOREIGN_POLICY`."""
+    """Samples from `server`. Weights without a number get the version `FOREIGN_POLICY`."""
 
     server: VllmServer
     facts: ServerFacts
-    """Without a `weight_version`, the server is not asked how it names its weights."""
+    """The server's facts. Without a `weight_version`, the server is not asked for it again."""
 
     timeout_s: float = 300.0
     cache_salt: str = ""
-    """Requests with another one never share the server's prefix cache with these."""
+    """Requests with different salts never share the server's prefix cache."""
 
     text: Callable[[list[int]], str] | None = None
-    """The text of ids, special tokens included, in which stop strings are looked for that other weights have
-    begun. None: it cannot be cut."""
+    """Decodes ids with special tokens, to find stop strings that earlier weights began. None if samples
+    cannot be cut."""
 
     def __post_init__(self) -> None:
         self._weights = self.facts.weight_version
         self._is_cut = asyncio.Event()
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Reports no progress."""
+        """Sample, without reporting progress."""
         refuse_unsupported(
             request,
             "an inference server",
@@ -99,12 +97,10 @@ class RemoteSampler(Sampler):
         )
 
     def cut(self) -> None:
-        """For good: what is asked from now on is cut too."""
         self._is_cut.set()
 
     def _ends(self, request: SampleRequest) -> Callable[[Sequence[int]], bool] | None:
-        """Whether ids complete a stop string that may have begun in what the reply has already. The server
-        finds those that begin after it."""
+        # The server only finds stop strings that begin after the earlier part of the reply.
         text, stops = self.text, request.stop
         if not (text and stops and request.sampled):
             return None
@@ -117,19 +113,18 @@ class RemoteSampler(Sampler):
         return ends
 
     def close(self) -> None:
-        """Refuse requests from now on, and those that wait."""
+        """Cancel open requests and refuse new ones."""
         self.server.close()
 
     async def aclose(self) -> None:
-        """Close the connections."""
         await self.server.aclose()
 
     async def _versions(self, before: str | None) -> tuple[int, int]:
-        """The versions that sampled, oldest first; two if they may have changed meanwhile.
+        """Return the first and last version that may have sampled.
 
-        The server names its weights beside the calls only, so the weights are compared with those of the
-        previous request: the first call after an update always counts as changed. Raises GatewayError 503 if
-        the change is to weights that are no version, as those of a server that was started again.
+        The server reports its weights only outside of calls. They are compared with the previous
+        request's, so that the first call after an update always counts as changed. Raises GatewayError
+        503 if one of the two has no version, as after a restart of the server.
         """
         if self.facts.weight_version is not None:
             self._weights = await self.server.weight_version()
@@ -143,8 +138,10 @@ class RemoteSampler(Sampler):
         return first, last
 
     def _logprob_kind(self, request: SampleRequest) -> LogprobKind:
-        """`processed` is before top-p, top-k and min-p. vLLM renormalizes after them, which is neither kind,
-        as are logprobs that may come before or after a repetition penalty."""
+        """Return the kind of the logprobs, which vLLM renormalizes after top-p, top-k and min-p.
+
+        `processed` means before these. With them or a repetition penalty the kind is unknown.
+        """
         truncated = request.top_p < 1 or request.top_k > 0 or request.min_p > 0
         if request.repetition_penalty != 1 or (truncated and self.facts.logprob_kind == "processed"):
             return "unknown"
@@ -156,7 +153,6 @@ def _number(weights: str | None) -> int:
 
 
 def _sequence(sample: ServerSample, top: int) -> SampledSequence:
-    """Raises GatewayError 502 if `sample` has fewer than `top` of the most likely ids somewhere."""
     most_likely = [_most_likely(each, top) for each in sample.top] if top else []
     if top and sample.ids and min(map(len, most_likely), default=0) < top:
         raise GatewayError(
@@ -173,7 +169,7 @@ def _sequence(sample: ServerSample, top: int) -> SampledSequence:
 
 
 def _most_likely(logprobs: dict[int, float], number: int) -> list[tuple[int, float]]:
-    """Best first. A server may add the sampled token to the number requested."""
+    # A server may add the sampled token to the requested ones.
     return sorted(logprobs.items(), key=lambda pair: -pair[1])[:number]
 
 
@@ -181,10 +177,10 @@ def _most_likely(logprobs: dict[int, float], number: int) -> list[tuple[int, flo
 async def remote_sampler(
     config: InferenceConfig, *, model_folder: Path, environ: Mapping[str, str], timeout_s: float
 ) -> AsyncGenerator[RemoteSampler]:
-    """A probed sampler over the server in `config`. Leaving the context closes its connections.
+    """Open a probed sampler for the server in `config`.
 
-    `model_folder` has the tokenizer and the chat format of the model that the server serves.
-    Raises ConfigError if the server cannot be reached or used.
+    `model_folder` has the tokenizer and chat format of the served model. Raises ConfigError if the
+    server is unreachable or unusable.
     """
     async with aclosing(inference_server(config, environ, timeout_s=timeout_s)) as server:
         facts = await examine(server, config, model_folder)
@@ -193,7 +189,7 @@ async def remote_sampler(
 
 
 def inference_server(config: InferenceConfig, environ: Mapping[str, str], *, timeout_s: float) -> VllmServer:
-    """The server in `config`, not contacted yet. Raises ConfigError."""
+    """Return a client of the server in `config` without contacting it. Raises ConfigError."""
     if not config.base_url:
         raise ConfigError("inference.backend: vllm needs inference.base_url, such as http://127.0.0.1:8000")
     upstream = Upstream(
@@ -209,7 +205,7 @@ async def examine(
 ) -> ServerFacts:
     """Wait for the server, choose its model, and probe it. Raises ConfigError.
 
-    `rescore`: compare log probabilities of sampled tokens with those of the same tokens in a prompt.
+    With `rescore`, logprobs of sampled tokens are compared with those of the same tokens in a prompt.
     """
     renderer = ChatRenderer(model_folder)
     description = await _description(server, config.start_timeout_s)
@@ -248,7 +244,7 @@ def _choose_model(description: ServerDescription, config: InferenceConfig, serve
 
 
 def api_key(variable: str, environ: Mapping[str, str]) -> str:
-    """What the variable holds; empty if none is named. Raises ConfigError if it is not set."""
+    """Return the key in an environment variable, or "" without a variable. Raises ConfigError."""
     if not variable:
         return ""
     key = environ.get(variable, "").strip()

@@ -1,29 +1,29 @@
 """`VllmServer`: token ids in and out of vLLM's `POST /v1/completions`.
 
-The wire format, as of vLLM 0.32.0 (`vllm/entrypoints/openai/completion/`, `vllm/v1/`) and the pull requests
-and issues named below; https://github.com/vllm-project/vllm:
+The wire format is that of vLLM 0.32.0 (`vllm/entrypoints/openai/completion/`, `vllm/v1/`) and of the
+pull requests and issues below, all at https://github.com/vllm-project/vllm:
 
-- `prompt` may be a list of ids, which is used as it is. `return_token_ids` (0.10.2 and newer,
-  pull/22587) puts `token_ids` and `prompt_token_ids` into every choice; `return_tokens_as_token_ids` writes
-  `token_id:123` wherever a token's text would stand, as in `top_logprobs`. Unknown fields are silently
-  ignored, so the probe checks the reply.
-- `logprobs: n` reports `token_logprobs` (the sampled tokens') and `top_logprobs` (the sampled token and the n
-  most likely ones), with -9999.0 for anything lower. `--max-logprobs` (20) is the largest n.
-- `--logprobs-mode` (0.10 and newer, pull/21398): `raw_logprobs`, the default, is at temperature 1, whatever
-  temperature was sampled at.
-  `processed_logprobs`: after temperature, top-p and top-k, normalized over what those left over.
-  `raw_logits` and `processed_logits` are not log probabilities.
-- Parameters that a request omits default to the model's generation_config.json, not to OpenAI's
-  defaults, so all of them are sent.
-- `token_ids` hold the stop token, and for a stop string every token up to the one that completes it.
-  `stop_reason` is that id or string, and null for the model's own end-of-sequence token. `ignore_eos` leaves
-  the stop ids of the request in force, so that a turn ends at exactly those.
-- `prompt_logprobs: 0` adds a list with one dict for each prompt token, its id as the key; the first is null.
-- n > 1 with a seed samples n different sequences: those of the seeds that follow it.
-- Streaming through tool parsers loses ids (issues/27482). Completions have no parser: each chunk of a stream
-  has the `token_ids` and `token_logprobs` that are new in a choice, its first one the `prompt_token_ids`, its
-  last one the `finish_reason`. We stream only what may have to end before it is complete.
-- `finish_reason: abort` ends requests that `/pause` or `/abort_requests` dropped. A closed connection aborts.
+- A `prompt` of ids is used unchanged. `return_token_ids` (since 0.10.2, pull/22587) adds `token_ids`
+  and `prompt_token_ids` to every choice; `return_tokens_as_token_ids` writes `token_id:123` instead of
+  a token's text, also in `top_logprobs`. Unknown fields are silently ignored, so the probe checks the
+  reply.
+- `logprobs: n` reports `token_logprobs` (the sampled tokens) and `top_logprobs` (the sampled token and
+  the n most likely ones), with -9999.0 for anything lower. `--max-logprobs` (20) is the largest n.
+- `--logprobs-mode` (since 0.10, pull/21398): the default `raw_logprobs` is at temperature 1, regardless
+  of the sampling temperature. `processed_logprobs` is after temperature, top-p and top-k, and
+  normalized over the remaining tokens. `raw_logits` and `processed_logits` are not log probabilities.
+- Omitted parameters default to the model's generation_config.json, not to OpenAI's defaults, so we send
+  all.
+- `token_ids` include the stop token, or every token up to the one that completes a stop string.
+  `stop_reason` is that id or string, and null for the model's own end-of-sequence token. `ignore_eos`
+  keeps the request's stop ids, so that a turn ends at exactly those.
+- `prompt_logprobs: 0` adds a list with one dict per prompt token, keyed by its id; the first is null.
+- n > 1 with a seed samples n different sequences, as if with consecutive seeds.
+- Streaming through tool parsers loses ids (issues/27482), but completions have no parser. Each chunk
+  has the new `token_ids` and `token_logprobs` of a choice, its first chunk the `prompt_token_ids`, its
+  last one the `finish_reason`. We stream only samples that may have to be cut.
+- `finish_reason: abort` ends requests that `/pause` or `/abort_requests` dropped. A closed connection
+  aborts.
 - Servers started for weight updates report their version at `GET /weight_info`.
 """
 
@@ -43,7 +43,7 @@ from tinkerscript.rollouts.call import StopReason, unpack_ids
 from tinkerscript.sampler import SampleRequest
 
 TOKEN_ID = "token_id:"
-"""Precedes an id where a token's text would stand."""
+"""The prefix of an id that stands for a token's text."""
 
 VLLM_REMEDIES = {
     "ids": "use vLLM 0.10.2 or newer (return_token_ids), with no proxy between that drops fields",
@@ -57,53 +57,46 @@ T = TypeVar("T")
 
 
 NOT_FINITE = float("nan")
-"""A log probability that the server sent as null: JSON has neither -inf nor NaN."""
+"""The value of a log probability that the server sent as null, because JSON has neither -inf nor NaN."""
 
 
 class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One sampled sequence, as the server reported it."""
-
     ids: list[int]
     logprobs: list[float]
-    """One per id. -9999.0 and NaN stand for values that the server could not send."""
+    """A log probability per id. -9999.0 and NaN stand for values that the server could not send."""
 
     stop_reason: StopReason
     top: list[dict[int, float]] = []
-    """The most likely ids of each position, with their log probabilities, if requested."""
+    """The log probabilities of the most likely ids at each position, if requested."""
 
     scores: list[float] = []
-    """Log probabilities of the prompt's tokens from `score_from` on, at temperature 1."""
+    """The log probabilities of the prompt's tokens from `score_from` on, at temperature 1."""
 
     is_cut: bool = False
-    """Whether a `Cut` ended it: `stop_reason` says nothing."""
+    """Whether a `Cut` ended the sample. `stop_reason` is then meaningless."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What may end samples before they are complete. What they have by then is their result."""
+    """Ends samples early. The result is what was sampled so far."""
 
     event: asyncio.Event
     ends: Callable[[Sequence[int]], bool] | None = None
-    """Whether a sample of these ids has come to its end, which the server cannot know."""
+    """Whether a sample of these ids is complete for a reason unknown to the server."""
 
 
 class ServerDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server reports about itself."""
-
     models: list[str]
-    """Names that requests may use."""
 
     max_context: int
-    """Maximum length of prompt and reply together, in tokens."""
+    """The maximum length of prompt and reply together, in tokens."""
 
     adapters: list[str] = []
-    """Those of `models` that are adapters over another one."""
 
     version: str = "unknown"
-    """Version of the server's software."""
 
     weight_version: str | None = None
-    """The server's name for its weights; None if it has none."""
+    """The server's name for its weights, or None."""
 
 
 class _Logprobs(msgspec.Struct):
@@ -135,7 +128,7 @@ class _Failure(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     error: _Failure | None = None
-    """In place of the rest of a stream: what would have been the status of a reply."""
+    """An error that ends a stream, with the status that a plain reply would have."""
 
 
 class _Completion(msgspec.Struct):
@@ -166,15 +159,12 @@ class _Tokens(msgspec.Struct):
 
 
 class VllmServer:
-    """vLLM's OpenAI-compatible server: token ids in, token ids out. Every method raises GatewayError."""
-
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
         self.url = upstream.url
         self.close = upstream.close
 
     async def describe(self) -> ServerDescription:
-        """Ask the server what it serves."""
         body = await self._upstream.get("/v1/models")
         models = decode(body, _Models).data if body else []
         lengths = [model.max_model_len for model in models if model.max_model_len]
@@ -200,11 +190,10 @@ class VllmServer:
     ) -> list[ServerSample]:
         """Sample `request.num_samples` sequences, in order.
 
-        `cache_salt`: requests with another one share no cached prefixes with this one. `score_from`: also
-        report the log probabilities of the prompt's tokens from this position on. `cut`: may end it before.
-
-        Raises GatewayError: 400 for a request that the server refuses, 502 for a reply without ids or
-        one that contradicts itself or the request, 503 and 504 if no reply came.
+        Requests with another `cache_salt` do not share cached prefixes. `score_from` requests log
+        probabilities of the prompt's tokens from this position on. `cut` may end samples early. Raises
+        GatewayError 400 for a refused request, 502 for a reply without ids or with a contradiction, and
+        503 or 504 without a reply.
         """
         prompt = unpack_ids(request.prompt).tolist()
         asked = request_body(request, prompt, model, cache_salt, score_from)
@@ -220,7 +209,6 @@ class VllmServer:
         return [_sample_of(choice, prompt, count, request.top_logprobs, score_from) for choice in choices]
 
     async def _stream(self, body: dict[str, Any], samples: list[_Streamed], cut: asyncio.Event) -> None:
-        """Fill `samples` until all are complete or `cut` is set, which closes the connection."""
         reading = asyncio.ensure_future(self._read(body | {"stream": True}, samples))
         ending = asyncio.ensure_future(cut.wait())
         try:
@@ -250,27 +238,26 @@ class VllmServer:
         raise GatewayError(503, "engine_unavailable", message)
 
     async def weight_version(self) -> str | None:
-        """Return the server's current name for its weights; None if it has none."""
         body = await self._upstream.get("/weight_info")
         return decode(body, _WeightInfo).weight_version if body else None
 
     async def encode(self, text: str, model: str) -> list[int] | None:
-        """Encode `text` with the server's tokenizer; None if the server has no such endpoint."""
+        """Encode `text` with the server's tokenizer, or return None if the server cannot."""
         prompt = {"model": model, "prompt": text, "add_special_tokens": False}
         body = await self._upstream.post_optional("/tokenize", prompt)
         return decode(body, _Tokens).tokens if body else None
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter if the server has it: a restarted one refuses to unload what it never loaded."""
+        """Unload an adapter if the server has it. After a restart it does not, and would refuse."""
         body = await self._upstream.get("/v1/models")
         if body and name in {model.id for model in decode(body, _Models).data}:
             await self._upstream.post_optional("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def load_weights(self, name: str, version: str) -> None:
-        """Replace all weights with those of `name` and call them `version`; running samples are aborted. A
-        failure may leave the server paused until `resume`.
+        """Replace the weights with those of `name` and call them `version`, aborting running samples.
 
-        This is the weight transfer of our plugin. It needs a server in development mode.
+        After a failure the server may be paused until `resume`. This needs our plugin's weight transfer
+        and a server in development mode.
         """
         await self._control("/init_weight_transfer_engine", init_info={"name": name})
         await self._control("/pause?mode=abort")
@@ -280,18 +267,18 @@ class VllmServer:
         await self.resume()
 
     async def resume(self) -> None:
-        """Let the server sample again, also if it does."""
+        """Let the server sample again. Idempotent."""
         await self._control("/resume")
 
     async def sleep(self) -> None:
-        """Give up the memory of the devices; running samples are aborted.
+        """Free device memory, aborting running samples.
 
         This needs a server in development mode with --enable-sleep-mode.
         """
         await self._control("/sleep?level=1&mode=abort")
 
     async def wake(self) -> None:
-        """Take the memory back, with the weights that were there."""
+        """Take the memory back, with the same weights."""
         await self._control("/wake_up")
 
     async def _control(self, path: str, **body: Any) -> None:
@@ -301,17 +288,14 @@ class VllmServer:
             )
 
     async def tokens_sampled(self) -> float:
-        """Return how many tokens the server has sampled, by its metrics."""
+        """Return the number of tokens in the server's metrics."""
         return metric(await self._upstream.get("/metrics"), "vllm:generation_tokens_total", at=self.url)
 
     async def aclose(self) -> None:
-        """Close the connections."""
         await self._upstream.aclose()
 
 
 class _Streamed:
-    """One sample that is being streamed."""
-
     def __init__(
         self, request: SampleRequest, prompt: list[int], ends: Callable[[Sequence[int]], bool] | None
     ) -> None:
@@ -322,7 +306,6 @@ class _Streamed:
         self._logprobs: list[float] = []
         self._top: list[dict[int, float]] = []
         self.stop_reason: StopReason | None = None
-        """None: it is not complete."""
 
     def take(self, choice: _Choice) -> None:
         """Add the tokens of a chunk, up to the one that ends the sample."""
@@ -351,7 +334,7 @@ class _Streamed:
 def request_body(
     request: SampleRequest, prompt: list[int], model: str, cache_salt: str, score_from: int | None
 ) -> dict[str, Any]:
-    """The JSON of `POST /v1/completions`, with every parameter that a server might default differently."""
+    """Return the JSON for `POST /v1/completions`, with every parameter that may have another default."""
     stop_token_ids = [*request.stop_token_ids, *request.extra_stop_ids]
     body: dict[str, Any] = {
         "model": model,
@@ -403,7 +386,6 @@ def _sample_of(
 def _tokens_of(
     choice: _Choice, prompt: list[int], count: int | None, top: int
 ) -> tuple[list[int], list[float], list[dict[int, float]]]:
-    """The ids of a choice, or of a chunk of one, their log probabilities, and the most likely ones."""
     check_prompt(prompt, choice.prompt_token_ids, count)
     if choice.logprobs is None or choice.token_ids is None:
         raise contradiction(f"it has no token_ids or no logprobs; {VLLM_REMEDIES['ids']}")
@@ -414,7 +396,6 @@ def _tokens_of(
 
 
 def _top(entry: dict[str, float | None] | None) -> dict[int, float]:
-    """Raises GatewayError 502 for tokens that are not written as `token_id:123`."""
     try:
         return {
             int(token.removeprefix(TOKEN_ID)): NOT_FINITE if value is None else value
@@ -449,7 +430,7 @@ def _stop_reason(reason: str | None) -> StopReason:
 
 
 def metric(body: bytes | None, name: str, *, at: str) -> float:
-    """The sum of a metric in Prometheus's text format; `at`: whose it is. Raises GatewayError 502."""
+    """Return the sum of a metric in Prometheus' text format. Raises GatewayError 502 with `at`."""
     pattern = rf"^{name}(?:{{[^}}]*}})? (\S+)$"
     found = re.findall(pattern, (body or b"").decode(errors="replace"), re.MULTILINE)
     if not found:
@@ -458,7 +439,7 @@ def metric(body: bytes | None, name: str, *, at: str) -> float:
 
 
 def contradiction(message: str) -> GatewayError:
-    """The error for a reply that cannot be recorded as what was sampled."""
+    """Return the error for a reply that cannot be recorded as what was sampled."""
     return GatewayError(502, "engine_error", f"the inference server's reply cannot be used: {message}")
 
 
@@ -469,9 +450,9 @@ def check_counts(ids: Sequence[int], logprobs: Sequence[float]) -> None:
 
 
 def check_prompt(sent: Sequence[int], used: Sequence[int] | None, count: int | None) -> None:
-    """Raise GatewayError 502 if the server sampled after another prompt than `sent`.
+    """Raise GatewayError 502 if the server sampled from another prompt than `sent`.
 
-    `used` and `count`: the prompt and its length as the server reports them, if it does.
+    `used` and `count` are the server's prompt and its length, if reported.
     """
     if used is not None and list(used) != list(sent):
         raise contradiction(

@@ -15,13 +15,13 @@ const NAMES = {
 export function AlignmentPlace({ run }) {
   const use = useData(`runs/${encodeURIComponent(run)}/alignment`, {}, { live: true });
   return html`<${Loaded} use=${use}>${(data) => html`
-    <${Card} title="Token alignment" more="the trainer computes the log probability of every sampled token again">
-      ${data.kinds.length > 0 && html`<p>${data.kinds.every((kind) => kind.kind === "warning") ? "Every sequence is exactly what was sampled. What is unusual about some:" : "Not every sequence is as it was sampled:"}</p>`}
-      ${data.kinds.length ? html`<div class="table"><table><thead><tr><th>kind</th><th>name</th><th class="number">times</th><th class="number">steps</th><th>meaning</th></tr></thead><tbody>
+    <${Card} title="Token alignment" more="the trainer recomputes the log probability of every sampled token">
+      ${data.kinds.length > 0 && html`<p>${data.kinds.every((kind) => kind.kind === "warning") ? "Every sequence is exactly what was sampled. Some are unusual:" : "Some sequences differ from what was sampled:"}</p>`}
+      ${data.kinds.length ? html`<div class="table"><table><thead><tr><th>kind</th><th>name</th><th class="number">count</th><th class="number">steps</th><th>meaning</th></tr></thead><tbody>
         ${data.kinds.map((kind) => html`<tr><td><span class=${`chip ${kind.kind === "warning" ? "warn" : "bad"}`}>${kind.kind}</span></td>
           <td><${Link} to=${["run", run, "alignment", kind.kind, kind.name]}>${kind.name}<//></td><td class="number">${number(kind.count)}</td>
           <td class="number">${kind.steps === 1 ? kind.first_step : `${kind.first_step} to ${kind.last_step}`}</td><td>${kind.meaning}</td></tr>`)}</tbody></table></div>`
-        : html`<${Empty} title="Clean">Every sequence is exactly what was sampled, as far as the steps have come.<//>`}
+        : html`<${Empty} title="Clean">So far, every sequence is exactly what was sampled.<//>`}
     <//>
     <div class="grid">${Object.entries(data.curves).map(([name, curve]) => html`<div class="span-4"><${Card} title=${NAMES[name] ?? name}><${Chart} lines=${[{ label: (NAMES[name] ?? name).split(" at policy")[0].split(" (")[0], curve }]} label=${NAMES[name] ?? name} /><//></div>`)}</div>`}<//>`;
 }

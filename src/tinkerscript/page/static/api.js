@@ -1,5 +1,5 @@
-// The API, by paths relative to the page, so that it works behind a proxy's prefix. An exported page carries its
-// replies with it.
+// The API, with paths relative to the page, so that it works behind a proxy's prefix. An exported page contains its
+// replies.
 
 const carried = document.getElementById("replies");
 const replies = carried ? JSON.parse(carried.textContent) : null;
@@ -33,11 +33,11 @@ function carriedReply(path, query) {
   }
   const asked = name.endsWith("/tokens") ? `${name}?${new URLSearchParams(query)}` : name;
   if (asked in replies) return replies[asked];
-  throw new ApiError(404, "This file does not carry it: `tinkerscript export` takes more steps and episodes, and `tinkerscript view` shows the whole run.");
+  throw new ApiError(404, "This file does not contain it. `tinkerscript export` can include more steps and episodes, and `tinkerscript view` shows the whole run.");
 }
 
 export async function post(path, body) {
-  if (isExport) throw new ApiError(404, "A file cannot do that. `tinkerscript view` can.");
+  if (isExport) throw new ApiError(404, "An exported file cannot do that; `tinkerscript view` can.");
   return reply(await fetched(url(path), { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) }));
 }
 
@@ -46,7 +46,7 @@ async function fetched(address, options) {
     return await fetch(address, options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(0, "The server does not answer. Is the run still going on? This page tries again.");
+    throw new ApiError(0, "The server does not respond. Is the run still in progress? This page keeps trying.");
   }
 }
 
@@ -63,7 +63,7 @@ async function reply(response) {
   return body;
 }
 
-/** Follow a run: `changed` gets its first screen, `linked` whether the events come. Returns what ends it. */
+/** Follow a run: `changed` gets its first screen, `linked` whether the connection works. Returns a function to stop. */
 export function follow(run, changed, linked) {
   if (isExport) return () => {};
   let source = null, timer = 0, pause = 1000, ended = false;

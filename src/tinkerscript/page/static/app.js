@@ -1,4 +1,4 @@
-// The page: which place is shown, the run that it follows, keys and theme.
+// The page: routing, the live run, keyboard shortcuts and the color theme.
 
 import { html, render, useEffect, useMemo, useState } from "./vendor/preact.js";
 import { AlignmentPlace, FindingPlace } from "./alignment.js";
@@ -33,7 +33,7 @@ function Place({ parts, query }) {
     case "episodes": return html`<${EpisodesPlace} run=${name} query=${query} />`;
     case "alignment": return rest.length === 2 ? html`<${FindingPlace} run=${name} kind=${rest[0]} name=${rest[1]} />` : html`<${AlignmentPlace} run=${name} />`;
     case "fleet": return html`<${FleetPlace} run=${name} />`;
-    default: return html`<${Card}><${Empty} title="There is no such place">The link may be of another version.<//><//>`;
+    default: return html`<${Card}><${Empty} title="Page not found">The link may be from another version.<//><//>`;
   }
 }
 
@@ -81,11 +81,11 @@ function App() {
       <${Link} to=${[]} class="brand"><img src=${isExport ? document.querySelector("link[rel=icon]").href : "page/icon.svg"} alt="" width="20" height="20" /><span>TinkerScript</span><//>
       <span class="where">${run}</span>${value.run && html`<${State} state=${value.run.state} />`}
       <div class="tools"><span class="link-state" role="status">${run && !isExport ? linked === false ? "reconnecting…" : linked && value.run?.state === "running" ? "live" : "" : ""}</span>
-        <button onClick=${() => setHelp(true)} title="Keys" aria-label="Keys">?</button><${Theme} /></div>
-      ${run && html`<nav aria-label="Places">${PLACES.filter(([to]) => !isExport || to !== "fleet").map(([to, text]) => html`<${Link} to=${["run", run, to].filter(Boolean)} aria-current=${to === section ? "page" : null}>${text}<//>`)}</nav>`}
+        <button onClick=${() => setHelp(true)} title="Keyboard shortcuts" aria-label="Keyboard shortcuts">?</button><${Theme} /></div>
+      ${run && html`<nav aria-label="Sections">${PLACES.filter(([to]) => !isExport || to !== "fleet").map(([to, text]) => html`<${Link} to=${["run", run, to].filter(Boolean)} aria-current=${to === section ? "page" : null}>${text}<//>`)}</nav>`}
     </header>
     <main id="main" tabindex="-1">
-      ${linked === false && html`<div class="banner" role="alert">The server does not answer. What is shown is from before; the page tries again by itself.</div>`}
+      ${linked === false && html`<div class="banner" role="alert">The server does not respond. You see the last known state; the page keeps trying.</div>`}
       <${Place} parts=${parts} query=${query} />
     </main>
     ${help && html`<${Keys} close=${() => setHelp(false)} />`}
@@ -114,8 +114,8 @@ function useKeys(run, setHelp) {
 
 function Keys({ close }) {
   const dialog = (element) => { if (element && !element.open) element.showModal(); };
-  const rows = [...Object.entries(KEYS).map(([key, to]) => [key, PLACES.find(([name]) => name === to)[1]]), ["/", "search"], ["[ ]", "previous and next step or episode"], ["?", "this list"]];
-  return html`<dialog ref=${dialog} onClose=${close} aria-labelledby="keys"><div class="stack"><h2 id="keys">Keys</h2><dl class="facts">${rows.map(([key, text]) => html`<dt><kbd>${key}</kbd></dt><dd>${text}</dd>`)}</dl>
+  const rows = [...Object.entries(KEYS).map(([key, to]) => [key, PLACES.find(([name]) => name === to)[1]]), ["/", "search"], ["[ ]", "previous and next step or episode"], ["?", "show this list"]];
+  return html`<dialog ref=${dialog} onClose=${close} aria-labelledby="keys"><div class="stack"><h2 id="keys">Keyboard shortcuts</h2><dl class="facts">${rows.map(([key, text]) => html`<dt><kbd>${key}</kbd></dt><dd>${text}</dd>`)}</dl>
     <form method="dialog"><button>Close</button></form></div></dialog>`;
 }
 
@@ -136,7 +136,7 @@ function Theme() {
   const dark = (theme ?? (system.matches ? "dark" : "light")) === "dark";
   const turn = () => {
     const next = dark ? "light" : "dark";
-    try { localStorage.setItem("theme", next); } catch { /* A private window forgets it. */ }
+    try { localStorage.setItem("theme", next); } catch { /* Private windows may refuse storage. */ }
     setTheme(next);
   };
   return html`<button onClick=${turn} aria-label=${dark ? "Light colors" : "Dark colors"} title=${dark ? "Light colors" : "Dark colors"}>${dark ? "☀" : "☾"}</button>`;

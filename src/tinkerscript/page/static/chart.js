@@ -1,4 +1,4 @@
-// Charts over steps: uPlot with our colors, a band from the lowest to the highest value of each point's span.
+// Charts over steps: uPlot in our colors, with a band from the lowest to the highest value of each point.
 
 import uPlot from "./vendor/uplot.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact.js";
@@ -7,8 +7,8 @@ import { number } from "./format.js";
 const HEIGHT = 190;
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** `lines`: [{label, curve: {steps, mean, low, high}, dots}]. `stacked`: areas, one on the other, the first at the
- * bottom. `label`: what the chart shows, for screen readers. `over`: what the points are numbered by. */
+/** `lines`: [{label, curve: {steps, mean, low, high}, dots}]. `stacked` draws areas, the first at the bottom. `label`
+ * describes the chart for screen readers. `over` names the x-axis. */
 export function Chart({ lines, height = HEIGHT, label, stacked = false, over = "step", log = false }) {
   const box = useRef();
   const plot = useRef();
@@ -35,7 +35,7 @@ export function Chart({ lines, height = HEIGHT, label, stacked = false, over = "
   return html`<div class="chart" ref=${box} role="img" aria-label=${`${label}: ${last.join(", ")}`} style=${{ minHeight: `${height + 30}px` }}></div>`;
 }
 
-/** One value alone makes no line. */
+/** A single value makes no line, so it gets a point. */
 const hasPoints = ({ dots, curve }) => Boolean(dots) || curve.steps.length === 1;
 
 function joined(lines, log) {
@@ -43,7 +43,7 @@ function joined(lines, log) {
   return [steps, ...values.map((own) => log ? own.map((value) => value > 0 ? value : null) : own)];
 }
 
-/** The sums of the curves from the bottom to each, the highest first. */
+/** Cumulative sums of the curves, the highest first. */
 function piled(lines) {
   const [steps, ...values] = uPlot.join(lines.map(({ curve }) => [curve.steps, curve.mean]));
   const sums = [];
@@ -72,10 +72,10 @@ function frame(width, height) {
   };
 }
 
-/** How many decimals a multiple of `gap` has. */
+/** The number of decimals that multiples of `gap` need. */
 const decimalsOf = (gap) => [0, 1, 2, 3, 4, 5].find((digits) => Math.abs(gap * 10 ** digits - Math.round(gap * 10 ** digits)) < 1e-6 * gap * 10 ** digits) ?? 6;
 
-/** One number of decimals for all labels of an axis. */
+/** Labels of an axis, all with the same number of decimals. */
 function labels(ticks) {
   const gap = ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : Math.abs(ticks[0]) || 1;
   const most = Math.max(...ticks.map((tick) => Math.abs(tick ?? 0)));
@@ -89,10 +89,10 @@ function labels(ticks) {
 }
 
 const STEP = { label: "step", value: (_, value) => value === null ? "–" : value };
-/** One step alone stands in the middle. */
+/** Centers a single step. */
 const X_SCALE = { time: false, range: (_, low, high) => low === high ? [low - 1, high + 1] : [low, high] };
 
-/** One value alone stands in the middle. */
+/** Centers a single value. */
 const Y_SCALE = { range: (_, low, high) => low === null || (low === 0 && high === 0) ? [0, 1] : low === high ? [low - Math.abs(low) / 10, low + Math.abs(low) / 10] : uPlot.rangeNum(low, high, 0.1, true) };
 const LOG_SCALE = { distr: 3 };
 
@@ -100,7 +100,7 @@ function options(lines, width, height, over, log) {
   const series = [{ ...STEP, label: over }], bands = [];
   lines.forEach((line, index) => {
     const color = style(`--curve-${1 + (index % 6)}`), at = series.length;
-    // Where a line ends before the others, its newest value is that of its own last step.
+    // A line that ends before the others shows the value at its last step.
     const value = (chart, found, _, idx) => found === null || found === undefined ? "–" : number(found) + (idx === chart.legend.idxs[0] ? "" : ` (${over} ${chart.data[0][idx]})`);
     series.push({ label: line.label, stroke: color, width: 2, spanGaps: true, value, points: { show: hasPoints(line), size: 7, fill: color } });
     if (!line.dots) {
@@ -114,12 +114,12 @@ function options(lines, width, height, over, log) {
   return { ...shown, series, bands, scales: { x: X_SCALE, y: log ? LOG_SCALE : Y_SCALE } };
 }
 
-/** The bounds of the spread are not entries of the legend. */
+/** Keeps the bounds of the spread out of the legend. */
 function hideSpread(chart) {
   chart.root.querySelectorAll(".u-series").forEach((row) => { if (row.classList.contains("u-off-legend")) row.style.display = "none"; });
 }
 
-/** Without a pointer on it, the legend shows the newest values. */
+/** The legend shows the newest values while no pointer is on the chart. */
 function showLast(chart) {
   const last = chart.series.map((_, index) => {
     let at = chart.data[index].length - 1;
@@ -129,7 +129,7 @@ function showLast(chart) {
   chart.setLegend({ idxs: last }, false);
 }
 
-/** A line as large as a word. */
+/** A line the size of a word. */
 export function Sparkline({ values, label, width = 120, height = 28 }) {
   if (values.length < 2) return null;
   const low = Math.min(...values), span = Math.max(...values) - low || 1;

@@ -1,4 +1,4 @@
-// A conversation turn by turn: tools and reasoning folded, long texts too.
+// A conversation turn by turn, with tools, reasoning and long texts folded.
 
 import { html, useState } from "./vendor/preact.js";
 import { duration, number } from "./format.js";
@@ -6,7 +6,7 @@ import { duration, number } from "./format.js";
 const LONG = 3000;
 const CALLS = 40;
 
-/** How long an episode waited for the claim that counts, where that is known. */
+/** How long an episode waited for the claim that counts. */
 export const queued = ({ queued_s: seconds, line }) => `${seconds < 10 ? `${seconds.toFixed(1)} s` : duration(seconds)} until ${line.client || "a client"} claimed it`;
 
 export function Conversation({ turns, sequences }) {
@@ -28,7 +28,7 @@ const facts = (turn, after) => [
   after > 0 && `asked ${duration(after)} after the first`,
   turn.role && `by the role ${turn.role}${turn.policy_version < 0 ? ", does not train" : ""}`, `${turn.sampled_tokens} tokens`, turn.policy_version < 0 ? "" : `policy version ${turn.policy_version}${turn.policy_version_end === null ? "" : ` to ${turn.policy_version_end}`}`,
   turn.mean_logprob === null ? "" : `mean logprob ${number(turn.mean_logprob)}`, turn.stop_reason === "length" ? "cut off by the token limit" : "", turn.temperature === 1 ? "" : `temperature ${turn.temperature}`,
-  turn.side ? "a side call" : "", turn.ignored.length ? `without effect: ${turn.ignored.join(", ")}` : "",
+  turn.side ? "a side call" : "", turn.ignored.length ? `ignored: ${turn.ignored.join(", ")}` : "",
 ].filter(Boolean).join(" · ");
 
 function Message({ message, facts: said }) {
@@ -40,7 +40,7 @@ function Message({ message, facts: said }) {
     ${reasoning && html`<details><summary>reasoning, ${reasoning.length.toLocaleString("en-US")} characters</summary><pre class="quiet">${reasoning}</pre></details>`}
     ${parts.filter(Boolean).map((text) => tool ? html`<details open=${text.length < 200}><summary>result, ${text.length.toLocaleString("en-US")} characters</summary><pre class="code">${text}</pre></details>` : html`<${Long} text=${text} />`)}
     ${(calls ?? []).map((call) => html`<details open=${JSON.stringify(call.function?.arguments ?? "").length < 200}><summary>calls <code>${call.function?.name}</code></summary><pre class="code">${pretty(call.function?.arguments)}</pre></details>`)}
-    ${!parts.filter(Boolean).length && !reasoning && !(calls ?? []).length && html`<span class="quiet">(nothing)</span>`}
+    ${!parts.filter(Boolean).length && !reasoning && !(calls ?? []).length && html`<span class="quiet">(empty)</span>`}
   </div>`;
 }
 

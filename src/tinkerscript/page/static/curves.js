@@ -1,4 +1,4 @@
-// All curves of a run, with those of other runs on the same charts, and how the configs differ.
+// All curves of a run, with other runs on the same charts, and config differences.
 
 import { html, useMemo } from "./vendor/preact.js";
 import { isExport } from "./api.js";
@@ -26,9 +26,9 @@ export function CurvesPlace({ run, query }) {
           <option value="">another run…</option>
           ${(runs.data?.runs ?? []).filter((each) => each.name !== run && !others.includes(each.name)).map((each) => html`<option value=${each.name}>${each.name}</option>`)}
         </select></label>
-        ${others.map((name) => html`<button onClick=${() => set({ with: others.filter((each) => each !== name).join(",") })} title="Leave it out">${name} ✕</button>`)}
+        ${others.map((name) => html`<button onClick=${() => set({ with: others.filter((each) => each !== name).join(",") })} title="Remove">${name} ✕</button>`)}
         ${picked.length > 0 && html`<button onClick=${() => set({ m: "" })}>Show all metrics</button>`}
-        <label>Smooth <select value=${query.smooth ?? ""} onChange=${(event) => set({ smooth: event.target.value })}>${[["", "not"], ["0.6", "a little"], ["0.9", "much"]].map(([weight, text]) => html`<option value=${weight} selected=${weight === (query.smooth ?? "")}>${text}</option>`)}</select></label>
+        <label>Smooth <select value=${query.smooth ?? ""} onChange=${(event) => set({ smooth: event.target.value })}>${[["", "off"], ["0.6", "light"], ["0.9", "strong"]].map(([weight, text]) => html`<option value=${weight} selected=${weight === (query.smooth ?? "")}>${text}</option>`)}</select></label>
         <label><input type="checkbox" checked=${query.log === "1"} onChange=${(event) => set({ log: event.target.checked ? "1" : "" })} /> log axis</label>
         <span style=${{ marginLeft: "auto" }}><${Link} to=${["run", run, "config"]} query=${{ with: query.with ?? "" }}>${others.length ? "config differences" : "config"}<//></span>
       </div>
@@ -46,7 +46,7 @@ function wanted(metrics, picked, filter) {
 }
 
 function Charts({ run, others, names, ...shown }) {
-  if (!names.length) return html`<${Card}><${Empty} title="No metric yet">Metrics appear with the first step. If you search for one, try a part of its name.<//><//>`;
+  if (!names.length) return html`<${Card}><${Empty} title="No metric yet">Metrics appear with the first step. When searching, try part of a name.<//><//>`;
   return html`<${All} key=${[run, ...others].join("|")} runs=${[run, ...others]} names=${names} ...${shown} />`;
 }
 
@@ -60,7 +60,7 @@ function All({ runs, names, plain, smooth, log }) {
   return found.filter(([, list]) => list.length).map(([title, list]) => html`<${Section} key=${title} title=${title} list=${list} smooth=${smooth} log=${log} />`);
 }
 
-/** Each value mixed with those before it, as TensorBoard does. Evaluations, which are far apart, stay as they are. */
+/** Exponential smoothing as in TensorBoard. Evaluations are too far apart and stay unchanged. */
 function smoothed(lines, weight) {
   return !weight ? lines : lines.map((line) => {
     if (line.dots) return line;
@@ -81,23 +81,22 @@ function Section({ title, list, smooth, log }) {
   const moving = list.filter((chart) => !still.includes(chart));
   return html`<section class="stack" aria-label=${title || "Curves"}>${title && html`<h2 class="section">${title}</h2>`}
     ${moving.length > 0 && html`<div class="grid">${moving.map((chart) => html`<div class="span-4" key=${chart.name}><${Card} title=${chart.name} more=${html`<button class="small" onClick=${() => download(chart)} aria-label=${`Download ${chart.name} as CSV`}>CSV</button>`}><p class="about small quiet" title=${chart.about}>${chart.about}</p><${Chart} lines=${smoothed(chart.lines, chart.stacked ? 0 : smooth)} stacked=${chart.stacked} log=${log} label=${`${chart.name} by step`} /><//></div>`)}</div>`}
-    ${still.length > 0 && html`<p class="small quiet">The same in every step: ${still.map((chart, at) => html`${at > 0 && ", "}<span title=${chart.about}><code>${chart.name}</code> ${number(chart.lines[0].curve.mean[0])}</span>`)}</p>`}</section>`;
+    ${still.length > 0 && html`<p class="small quiet">Constant over all steps: ${still.map((chart, at) => html`${at > 0 && ", "}<span title=${chart.about}><code>${chart.name}</code> ${number(chart.lines[0].curve.mean[0])}</span>`)}</p>`}</section>`;
 }
 
-/** A line that says nothing but its value. */
 const isConstant = ({ lines: [first, ...rest], stacked }) => !stacked && !rest.length && first.curve.steps.length > 1 && Math.min(...first.curve.low) === Math.max(...first.curve.high);
 
 const charts = (names, runs, uses) => names.map((name) => ({ name, about: about(name), lines: lines(name, runs, uses) })).filter((chart) => chart.lines.length);
 
-/** Charts of several metrics of one run: what makes up a step's time, reward by scorer and by task. */
+/** Charts of several metrics of one run: time by phase, reward by scorer and by task. */
 function joint(title, names, use) {
   const curves = use.data?.curves ?? {};
   const line = (name) => ({ label: name.split("/").pop(), curve: curves[name], dots: name.startsWith("eval/") });
-  if (title === "Time") return PHASES.every((name) => names.includes(name) && curves[name]) ? [{ name: "Time by phase", about: "seconds of a step; with a max_policy_lag above 0, groups are sampled in all of them", lines: phases(curves), stacked: true }] : [];
+  if (title === "Time") return PHASES.every((name) => names.includes(name) && curves[name]) ? [{ name: "Time by phase", about: "seconds of a step; with max_policy_lag above 0, sampling continues in every phase", lines: phases(curves), stacked: true }] : [];
   return together(names).map(([name, list, text]) => ({ name, about: text, lines: list.filter((each) => curves[each]).map(line) }));
 }
 
-/** Publishing is a part of the training time. */
+/** The training time includes publishing, so we subtract it. */
 function phases(curves) {
   const [rollout, train, publish] = PHASES.map((name) => curves[name]);
   const published = new Map(publish.steps.map((step, at) => [step, publish.mean[at]]));
@@ -117,10 +116,10 @@ export function ConfigPlace({ run, query }) {
   const columns = others.length ? [run, ...others] : [run, "default"];
   const text = (value) => typeof value === "string" && value ? value : JSON.stringify(value);
   return html`
-    ${!isExport && html`<${Card} title=${others.length ? "What differs" : "What you set"}><${Loaded} use=${differences}>${(rows) => html`<div class="table"><table>
+    ${!isExport && html`<${Card} title=${others.length ? "Differences" : "Changed from the defaults"}><${Loaded} use=${differences}>${(rows) => html`<div class="table"><table>
       <thead><tr><th>setting</th>${columns.map((name) => html`<th>${name}</th>`)}</tr></thead>
       <tbody>${rows.map((row) => html`<tr><td class="mono">${row.key}</td>${columns.map((name) => html`<td class="mono">${text(row.values[name])}</td>`)}</tr>`)}</tbody></table></div>`}<//><//>`}
-    <${Card} title="The whole config"><${Loaded} use=${config}>${(data) => html`<div class="table"><table><tbody>${flat(data).map(([key, value]) => html`<tr><td class="mono">${key}</td><td class="mono">${text(value)}</td></tr>`)}</tbody></table></div>`}<//><//>`;
+    <${Card} title="Full config"><${Loaded} use=${config}>${(data) => html`<div class="table"><table><tbody>${flat(data).map(([key, value]) => html`<tr><td class="mono">${key}</td><td class="mono">${text(value)}</td></tr>`)}</tbody></table></div>`}<//><//>`;
 }
 
 const flat = (value, prefix = "") => value !== null && typeof value === "object" && !Array.isArray(value) && Object.keys(value).length

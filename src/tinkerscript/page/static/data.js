@@ -1,14 +1,14 @@
-// Fetching for components: what was there stays on the screen until the new reply comes.
+// Data fetching for components. Old data stays on the screen until the new reply arrives.
 
 import { createContext, useContext, useEffect, useRef, useState } from "./vendor/preact.js";
 import { get } from "./api.js";
 
-/** The run's first screen as the events bring it; its `tick` grows with each. */
+/** The run's first screen from the newest event; `tick` counts the events. */
 export const Live = createContext({ run: null, tick: 0 });
 
 const AGAIN_MS = 4000;
 
-/** `{data, error, loading, again}` of a GET. `live`: ask again when the run has changed, at most every 2 s. */
+/** `{data, error, loading, again}` of a GET. With `live`, fetch again when the run changes, at most every 2 s. */
 export function useData(path, query = {}, { live = false } = {}) {
   const [state, setState] = useState({ data: null, error: null, loading: true, key: "" });
   const [round, setRound] = useState(0);
@@ -40,12 +40,11 @@ export function useData(path, query = {}, { live = false } = {}) {
   return { ...state, again: () => setRound((n) => n + 1) };
 }
 
-/** Pages of a list, each after the one before: `{items, more, next, error, loading}`; `more` is null at the end, and
- * `next` says where it goes on. */
+/** Consecutive pages of a list: `{items, more, next, error, loading}`. `more` is null at the end; `next` is the cursor. */
 export function usePages(path, query, name, cursor, options) {
   const [rest, setRest] = useState({ key: "", items: [], next: undefined, error: null });
   const key = path + JSON.stringify(query);
-  // Once more pages are there, the first one stays: what comes does not move what is being read.
+  // Once more pages are loaded, the first one is not refreshed, so that the list does not move while it is read.
   const first = useData(path, query, { ...options, live: options?.live && rest.key !== key });
   const own = rest.key === key ? rest : { key, items: [], next: undefined, error: null };
   const next = own.next === undefined ? first.data?.next : own.next;

@@ -1,4 +1,4 @@
-// The documentation of the HTTP APIs, from their OpenAPI descriptions: the page's, and the server's where there is one.
+// Documentation of the HTTP APIs of the page and, if it runs, of the server, from their OpenAPI descriptions.
 
 import { html, render, useEffect, useState } from "./vendor/preact.js";
 import { get } from "./api.js";
@@ -73,7 +73,7 @@ function Schema({ schema, description, depth = 0 }) {
   const inner = schema?.type === "array" ? schema.items : schema;
   const found = named(inner, description);
   if (!found?.properties) return html`<code>${type(schema)}</code>`;
-  return html`<div class="table"><table><thead><tr><th>${schema?.type === "array" ? "of each" : "field"}</th><th>type</th><th>meaning</th></tr></thead><tbody>
+  return html`<div class="table"><table><thead><tr><th>${schema?.type === "array" ? "item field" : "field"}</th><th>type</th><th>meaning</th></tr></thead><tbody>
     ${Object.entries(found.properties).map(([name, each]) => html`<tr><td class="mono">${name}</td><td class="mono">${type(each)}</td><td>${each.description}${depth < 2 && refs(each).map((ref) => html`<details><summary>${ref.$ref.split("/").pop()}</summary><${Schema} schema=${ref} description=${description} depth=${depth + 1} /></details>`)}</td></tr>`)}</tbody></table></div>`;
 }
 

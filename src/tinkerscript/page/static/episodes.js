@@ -1,4 +1,4 @@
-// All episodes of a run, and the search among them.
+// All episodes of a run, and their search.
 
 import { html, useEffect, useRef, useState } from "./vendor/preact.js";
 import { isExport } from "./api.js";
@@ -13,7 +13,7 @@ export function EpisodesPlace({ run, query }) {
   const path = `runs/${encodeURIComponent(run)}/${q ? "search" : "episodes"}`;
   const asked = q ? { q } : { show: show === "all" ? "" : show };
   const pages = usePages(path, asked, "episodes", "before", { live: !q });
-  // A page may end before it has found anything: what it looked through took long.
+  // A page may be empty because its time was up, so the search continues.
   const looking = !pages.items.length && pages.more && !pages.error;
   useEffect(() => { if (looking && !pages.loading) pages.more(); }, [path, JSON.stringify(asked), pages.next, pages.loading]);
   return html`<${Card} title="Episodes">
@@ -22,8 +22,8 @@ export function EpisodesPlace({ run, query }) {
       ${!q && !isExport && html`<${Tabs} label="Which episodes" choices=${FILTERS} chosen=${show} to=${["run", run, "episodes"]} name="show" />`}
       ${pages.error && html`<${Failed} error=${pages.error} />`}
       ${pages.items.length > 0 && html`<${Episodes} episodes=${pages.items} run=${run} />`}
-      ${looking && html`<${Empty} title="Nothing yet">Looking through the episodes before number ${pages.next.toLocaleString("en-US")}.<//>`}
-      ${!pages.items.length && !looking && !pages.loading && !pages.error && html`<${Empty} title=${q ? "Nothing found" : "No such episode yet"}>${q ? "Words must all be there; conditions look like reward>0.5 or score/exact=0." : "Episodes appear here as they end."}<//>`}
+      ${looking && html`<${Empty} title="Nothing yet">Searching the episodes before number ${pages.next.toLocaleString("en-US")}.<//>`}
+      ${!pages.items.length && !looking && !pages.loading && !pages.error && html`<${Empty} title=${q ? "Nothing found" : "No matching episodes yet"}>${q ? "All words must occur. Conditions look like reward>0.5 or score/exact=0." : "Episodes appear here as they end."}<//>`}
       <${More} more=${looking ? null : pages.more} loading=${pages.loading} />
     </div>
   <//>`;

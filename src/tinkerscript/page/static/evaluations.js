@@ -1,4 +1,4 @@
-// Held-out samples: what got better and what got worse, and one sample over the policy's versions.
+// Held-out samples: which got better or worse, and one sample over the policy's versions.
 
 import { html } from "./vendor/preact.js";
 import { isExport } from "./api.js";
@@ -18,7 +18,7 @@ export function EvaluationsPlace({ run, query }) {
 
 const MOST_CHOICES = 300;
 
-/** What a list offers: all, or of very many those evenly spaced, the last one and the chosen one. */
+/** The choices of a list: all, or if there are very many, evenly spaced ones with the last and the chosen one. */
 function choices(evaluations, chosen) {
   const apart = Math.ceil(evaluations.length / MOST_CHOICES);
   return evaluations.filter((each, at) => at % apart === 0 || at === evaluations.length - 1 || each.label === chosen);
@@ -41,7 +41,7 @@ function Comparison({ run, query, evaluations }) {
       <${Card} class="span-7" title="Held-out score">${curve.steps.length ? html`<${Chart} lines=${[{ label: "score", curve, dots: true }]} label="Held-out score by step" />` : html`<${Empty} title="No score">Every episode of the evaluations failed.<//>`}<//>
       <${Card} class="span-5" title="Evaluations"><div class="table"><table>
         <thead><tr><th>evaluation</th><th class="number">after step</th><th class="number">score</th><th class="number">episodes</th><th class="number">failed</th></tr></thead>
-        <${Rows} items=${evaluations} columns=${5} row=${(each) => html`<tr><td>${each.label}${each === best && html` <span class="chip good" title=${each.step ? `The best; its weights, where kept: checkpoints/${each.label === "after" ? "final" : `step_${String(each.step).padStart(4, "0")}`}` : "The best: no step has improved on the untrained model."}>best</span>`}</td><td class="number">${each.step}</td><td class="number">${score(each.score)}</td><td class="number">${each.accepted}</td><td class=${`number ${each.failed ? "bad" : ""}`}>${each.failed}</td></tr>`} /></table></div><//>
+        <${Rows} items=${evaluations} columns=${5} row=${(each) => html`<tr><td>${each.label}${each === best && html` <span class="chip good" title=${each.step ? `The best; its weights, if kept, are in checkpoints/${each.label === "after" ? "final" : `step_${String(each.step).padStart(4, "0")}`}` : "The best: no step has improved on the untrained model."}>best</span>`}</td><td class="number">${each.step}</td><td class="number">${score(each.score)}</td><td class="number">${each.accepted}</td><td class=${`number ${each.failed ? "bad" : ""}`}>${each.failed}</td></tr>`} /></table></div><//>
     </div>
     <${Card} title="Sample by sample">
       <div class="stack">
@@ -58,7 +58,7 @@ function Comparison({ run, query, evaluations }) {
               <td class="number"><${Of} value=${change.before} uuid=${change.before_uuid} /></td><td class="number"><${Of} value=${change.after} uuid=${change.after_uuid} /></td>
               <td class=${`number ${change.change === "better" ? "good" : change.change === "worse" ? "bad" : ""}`}>${change.before === null || change.after === null ? "–" : signed(change.after - change.before)}</td>
               <td class="text" title=${change.input}>${change.input}</td></tr>`} /></table></div>`
-            : html`<${Empty} title="No such sample">Choose another filter.<//>`}
+            : html`<${Empty} title="No matching sample">Choose another filter.<//>`}
           <${More} more=${pages.more} /></div>`}<//>
       </div>
     <//>`;
@@ -80,10 +80,10 @@ export function SamplePlace({ run, digest: id }) {
       <div class="grid">
         <${Card} class="span-6" title="The sample"><div class="stack"><pre>${text}</pre>
           <dl class="facts"><dt>target</dt><dd>${typeof target === "string" ? target : JSON.stringify(target ?? null)}</dd><dt>task</dt><dd>${data.task || "–"}</dd></dl>
-          ${Object.keys(rest).length > 0 && html`<details><summary>more of it</summary><pre class="mono small">${JSON.stringify(rest, null, 2)}</pre></details>`}</div><//>
+          ${Object.keys(rest).length > 0 && html`<details><summary>other fields</summary><pre class="mono small">${JSON.stringify(rest, null, 2)}</pre></details>`}</div><//>
         <${Card} class="span-6" title="Mean reward by policy version">${curve.steps.length > 1 ? html`<${Chart} lines=${[{ label: "mean reward", curve, dots: true }]} label="Mean reward by policy version" over="policy version" />`
           : html`<div class="table"><table><thead><tr><th>policy version</th><th class="number">episodes</th><th class="number">mean reward</th></tr></thead><tbody>${data.versions.map((each) => html`<tr><td>${each.policy_version ?? "–"}</td><td class="number">${each.episodes}</td><td class="number">${score(each.mean_reward)}</td></tr>`)}</tbody></table></div>`}<//>
       </div>
-      <${Card} title="Its episodes" more=${`${data.versions.reduce((sum, each) => sum + each.episodes, 0)} in all`}><div class="stack"><${Episodes} episodes=${pages.items.length ? pages.items : data.episodes} run=${run} /><${More} more=${pages.more} /></div><//>`;
+      <${Card} title="Episodes" more=${`${data.versions.reduce((sum, each) => sum + each.episodes, 0)} in total`}><div class="stack"><${Episodes} episodes=${pages.items.length ? pages.items : data.episodes} run=${run} /><${More} more=${pages.more} /></div><//>`;
   }}<//>`;
 }

@@ -1,4 +1,4 @@
-// The form for the admin token. The reply sets a cookie; the token is kept nowhere.
+// The form for the admin token. The reply sets a cookie; the token itself is not stored.
 
 import { html, useState } from "./vendor/preact.js";
 import { post } from "./api.js";
@@ -19,7 +19,7 @@ export function Login({ entered }) {
     setBusy(false);
   };
   return html`<form class="card login stack" onSubmit=${send}>
-    <h1>TinkerScript</h1><p>This page is open to the admin of the run. The token is in <code>TINKERSCRIPT_ADMIN_TOKEN</code> where the run was started.</p>
+    <h1>TinkerScript</h1><p>Log in with the run's admin token. It is in <code>TINKERSCRIPT_ADMIN_TOKEN</code> on the machine that started the run.</p>
     <label class="stack">Admin token <input name="token" type="password" autocomplete="current-password" required autofocus /></label>
     ${error && html`<div class="banner bad" role="alert">${error}</div>`}
     <button class="primary" disabled=${busy}>Log in</button>

@@ -1,58 +1,58 @@
-// What the metrics of a run mean, and the sections that they are shown in.
+// The meanings of a run's metrics, and their sections.
 
 const TEXT = {
   "reward/mean": "mean reward of the step's episodes",
   "reward/deviation": "standard deviation of the rewards",
   "eval/score": "mean reward of the held-out samples",
   "eval/failed": "held-out episodes that failed",
-  "success/rate": "share of episodes that say they succeeded",
-  "held_out/nll": "negative log-likelihood of held-out chats, nats a token",
-  "train/nll": "negative log-likelihood, nats a token",
-  "train/entropy": "of the policy where it sampled, nats a token",
-  "train/kl_start": "divergence from the first weights, nats a token",
-  "distillation/teacher_kl": "divergence from the teacher where the policy sampled, nats a token",
-  "train/clip_fraction": "share of tokens whose ratio was clipped",
+  "success/rate": "share of episodes that reported success",
+  "held_out/nll": "negative log-likelihood of held-out chats, nats per token",
+  "train/nll": "negative log-likelihood, nats per token",
+  "train/entropy": "entropy of the policy on sampled tokens, nats per token",
+  "train/kl_start": "divergence from the first weights, nats per token",
+  "distillation/teacher_kl": "divergence from the teacher on sampled tokens, nats per token",
+  "train/clip_fraction": "share of tokens with a clipped ratio",
   "train/grad_norm": "norm of the gradient before clipping",
   "train/sequences": "sequences that carried a gradient",
-  "response_tokens/mean": "tokens of a reply",
+  "response_tokens/mean": "tokens per reply",
   "response_tokens/max": "tokens of the longest reply",
-  "response_tokens/cut_off": "share of replies that the token limit cut off",
-  "prompt_tokens/mean": "tokens of a prompt",
+  "response_tokens/cut_off": "share of replies cut off by the token limit",
+  "prompt_tokens/mean": "tokens per prompt",
   "prompt_tokens/max": "tokens of the longest prompt",
-  "episode_tokens/mean": "sampled tokens of an episode",
-  "turns/mean": "model calls of an episode",
+  "episode_tokens/mean": "sampled tokens per episode",
+  "turns/mean": "model calls per episode",
   "turns/max": "model calls of the longest episode",
-  "system/load": "processes of this machine that compute or want to, over the last minute",
+  "system/load": "running and waiting processes on this machine (one-minute load average)",
   "system/memory_gb": "memory in use on this machine",
   "system/trainer_gb": "memory of the trainer",
   "system/gpu_memory_gb": "memory in use on the trainer's GPU",
-  "system/gpu_load": "share of the time in which the trainer's GPU computed, over at most the last second of the step",
-  "time/rollout_s": "seconds until the step's episodes were there",
+  "system/gpu_load": "utilization of the trainer's GPU at the end of the step",
+  "time/rollout_s": "seconds until the step's episodes were complete",
   "time/train_s": "seconds to train and publish",
   "time/publish_s": "seconds to publish the weights",
-  "episodes_per_s": "episodes a second, over the whole step",
+  "episodes_per_s": "episodes per second over the whole step",
   "episodes/accepted": "episodes with a result",
   "episodes/failed": "episodes that used up their attempts",
-  "episodes/retried": "episodes that took more than one attempt",
+  "episodes/retried": "episodes that needed more than one attempt",
   "episodes/stale": "episodes that were too old to train",
-  "groups/trained": "groups whose rewards differ",
+  "groups/trained": "groups with different rewards",
   "groups/same_reward": "groups without signal: all rewards are equal",
   "groups/dropped": "groups with too few results",
   "alignment/max_abs_dlogp": "largest difference between the trainer's and the sampler's log probability of a token",
   "alignment/mean_abs_dlogp": "mean difference between the trainer's and the sampler's log probability of a token",
-  "alignment/truncated": "replies that the token limit cut off",
+  "alignment/truncated": "replies cut off by the token limit",
 };
 
 const PREFIXES = {
   "episode/score/": "mean of this score over the step's episodes",
-  "episode/": "mean of what the episodes report",
-  "failure/": "episodes that failed of this",
-  "limit/": "episodes that ran into this limit",
-  "tool_error/": "tool calls that failed of this",
-  "lag/": "episodes whose weights were this many steps old",
+  "episode/": "mean of a metric that episodes report",
+  "failure/": "episodes that failed for this reason",
+  "limit/": "episodes that reached this limit",
+  "tool_error/": "tool calls that failed for this reason",
+  "lag/": "episodes sampled with weights this many steps old",
 };
 
-/** The role that trains, and the metric of its policy; nothing for a metric of the run's own. */
+/** A trained role and the metric of its policy; empty for the main policy's metrics. */
 const ofRole = (name) => /^role\/([^/]+)\/(.+)$/.exec(name)?.slice(1) ?? [];
 
 export const about = (name) => TEXT[name] ?? TEXT[ofRole(name)[1]] ?? (Object.entries(PREFIXES).find(([prefix]) => name.startsWith(prefix))?.[1] ?? "");
@@ -69,7 +69,7 @@ const SECTIONS = [
 const OWN = "Your metrics";
 const FIRST = ["reward/mean", "eval/score", "train/nll", "held_out/nll", "distillation/teacher_kl", "train/entropy", "train/loss", "train/grad_norm", "train/clip_fraction", "train/learning_rate", "response_tokens/mean", "turns/mean", "episodes/failed", "groups/trained", "time/rollout_s", "alignment/max_abs_dlogp"];
 
-/** [title, names] of the sections that have any: what the run's own program reports comes second. */
+/** [title, names] of the sections with metrics. Metrics of the user's program come second. */
 export function sections(names) {
   const found = new Map([SECTIONS[0][0], OWN, ...SECTIONS.slice(1).map(([title]) => title)].map((title) => [title, []]));
   for (const role of new Set(names.map((name) => ofRole(name)[0]).filter(Boolean))) found.set(`Role ${role}`, []);
@@ -83,7 +83,7 @@ export function sections(names) {
 
 const SPREAD = new Set(["reward/mean", "reward/deviation", "reward/lowest", "reward/highest"]);
 
-/** Metrics that are shown on one chart: reward by scorer, by task, and the lowest and highest reward. */
+/** Metrics that share a chart: reward by scorer and by task. */
 export function together(names) {
   const scores = names.filter((name) => name.startsWith("episode/score/"));
   const tasks = names.filter((name) => name.startsWith("reward/") && !SPREAD.has(name));

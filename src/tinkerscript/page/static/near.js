@@ -1,10 +1,10 @@
-// What is in the document only while it is near the view, so that long lists stay light.
+// Long lists are cheap because only the parts near the viewport are in the document.
 
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/preact.js";
 
 const MARGIN = "500px 0px";
 
-/** `[near, height]` of the element in `ref`; `height` in px is that of what it showed last, at first `guess`. */
+/** `[near, height]` of the element in `ref`. `height` in px is its last shown height, initially `guess`. */
 export function useNear(ref, guess, { root = null, first = false, margin = MARGIN } = {}) {
   const [near, setNear] = useState(first);
   const height = useRef(guess);
@@ -18,7 +18,7 @@ export function useNear(ref, guess, { root = null, first = false, margin = MARGI
 
 const BLOCK = 50;
 
-/** The rows of a table with `columns` columns, `row(item)` each about `px` high, in blocks of `block`. */
+/** Table rows in blocks of `block`; each `row(item)` is about `px` high. */
 export function Rows({ items, row, columns, px = 31, block = BLOCK }) {
   const blocks = Array.from({ length: Math.ceil(items.length / block) }, (_, at) => items.slice(at * block, (at + 1) * block));
   return blocks.map((part, at) => html`<${Block} key=${at} items=${part} row=${row} columns=${columns} guess=${part.length * px} first=${at === 0} />`);

@@ -1,4 +1,4 @@
-// The first screen of a run: is it fine, how far is it, does it learn, what is it doing.
+// The first screen of a run: progress, score, learning curve, health, messages.
 
 import { html, useContext, useEffect, useState } from "./vendor/preact.js";
 import { Annotation, AnnotationForm } from "./annotation.js";
@@ -28,7 +28,7 @@ function Screen({ data }) {
 function Newest({ data }) {
   return html`<${Card} title="Newest rollouts" more=${html`<${Link} to=${["run", data.name, "episodes"]}>all ${data.episodes.toLocaleString("en-US")}<//>`}>
       ${data.newest.length ? html`<${Episodes} episodes=${data.newest} run=${data.name} />`
-        : html`<${Empty} title="No episode has ended yet">${data.state === "running" ? "They appear here as they end." : `It ${data.state} before one did.`}<//>`}
+        : html`<${Empty} title="No episode has ended yet">${data.state === "running" ? "Episodes appear here as they end." : `The run ${data.state} before an episode ended.`}<//>`}
   <//>`;
 }
 
@@ -39,10 +39,10 @@ function Progress({ data }) {
       <div class="big">${data.step.toLocaleString("en-US")} <span class="unit">of ${data.steps.toLocaleString("en-US")} steps</span></div>
       <${Meter} done=${data.step} total=${data.steps} label="Steps done" />
       <dl class="facts">
-        ${data.state === "running" && data.step < data.steps && html`<dt>time left</dt><dd>${data.time_left_s !== null ? `about ${duration(data.time_left_s)}` : data.step < 2 ? "is known after two steps" : "not known now"}</dd>`}
-        <dt>${data.state === "running" ? "now" : data.state === "finished" ? "finished" : "last sign of life"}</dt>
+        ${data.state === "running" && data.step < data.steps && html`<dt>time left</dt><dd>${data.time_left_s !== null ? `about ${duration(data.time_left_s)}` : data.step < 2 ? "known after two steps" : "unknown"}</dd>`}
+        <dt>${data.state === "running" ? "now" : data.state === "finished" ? "finished" : "last update"}</dt>
         <dd>${data.state === "running"
-          ? data.waiting ? html`waiting for ${data.waiting.what} (${duration(Date.now() / 1000 - data.waiting.since)})` : doing || "between two steps"
+          ? data.waiting ? html`waiting for ${data.waiting.what} (${duration(Date.now() / 1000 - data.waiting.since)})` : doing || "between steps"
           : html`<${Time} at=${data.updated} />`}</dd>
         <dt>${data.state === "running" ? "running for" : "took"}</dt><dd>${duration((data.state === "running" ? Date.now() / 1000 : data.updated) - data.began)}</dd>
         <dt>model</dt><dd>${data.model}${data.policy_version === null ? "" : `, policy version ${data.policy_version}`}</dd>
@@ -56,7 +56,7 @@ function Progress({ data }) {
 function Score({ data }) {
   const first = data.evaluations[0], last = data.evaluations[data.evaluations.length - 1];
   if (!first) {
-    return data.method === "sft" ? null : html`<${Card} title="Held-out score"><${Empty} title=${data.state === "running" ? "Not evaluated yet" : `It ${data.state} before an evaluation`}>${data.state === "running" ? "The score of samples that do not train appears here." : data.failure ? "The reason is above." : "Its messages may say why."}<//><//>`;
+    return data.method === "sft" ? null : html`<${Card} title="Held-out score"><${Empty} title=${data.state === "running" ? "Not evaluated yet" : `The run ${data.state} before an evaluation`}>${data.state === "running" ? "Scores of held-out samples appear here." : data.failure ? "The reason is above." : "The run's messages may say why."}<//><//>`;
   }
   const gain = last === first || first.score === null || last.score === null ? null : last.score - first.score;
   return html`<${Card} title="Held-out score" more=${html`<${Link} to=${["run", data.name, "evaluations"]}>sample by sample<//>`}>
@@ -79,14 +79,14 @@ function Learning({ data }) {
     <${Loaded} use=${use} rows=${9}>${({ curves }) => {
       const [train, held] = names.map((name) => curves[name]);
       const lines = [train && { label: sft ? "training" : "training reward", curve: train }, held && { label: sft ? "held out" : "held-out score", curve: held, dots: true }].filter(Boolean);
-      return lines.length ? html`<${Chart} lines=${lines} height=${270} label=${`${title} by step`} />` : html`<${Empty} title="No step has ended yet">The curve begins with the first one.<//>`;
+      return lines.length ? html`<${Chart} lines=${lines} height=${270} label=${`${title} by step`} />` : html`<${Empty} title="No step has ended yet">The curve starts with the first step.<//>`;
     }}<//>
   <//>`;
 }
 
 const curve = (names) => [["curves"], { m: names }];
 
-/** Where each row of the health leads. */
+/** Where each row of the health table links to. */
 const LEADS_TO = {
   held_out: [["evaluations"]], reward: curve("reward/mean"), trained: curve("train/sequences"),
   equal: curve("groups/same_reward,groups/trained,groups/dropped"), cut_off: [["episodes"], { show: "truncated" }],
@@ -112,34 +112,33 @@ function Health({ data }) {
   <//>`;
 }
 
-/** What to do with a run that has ended. */
+/** Next steps for a run that has ended. */
 function Next({ data }) {
   if (data.state === "running" || isExport) return null;
   const log = html`<code>${data.folder}/logs</code>`;
-  if (data.state === "failed") return html`<${Card} title="What next"><p>The logs in ${log} say more about why it failed. Resume it with</p><code class="command">tinkerscript train --resume ${data.folder}</code><//>`;
-  if (data.state === "stopped") return html`<${Card} title="What next"><p>The run stopped before its end; the logs are in ${log}. Resume it with</p><code class="command">tinkerscript train --resume ${data.folder}</code><//>`;
+  if (data.state === "failed") return html`<${Card} title="What next"><p>The logs in ${log} say more about the failure. To resume the run:</p><code class="command">tinkerscript train --resume ${data.folder}</code><//>`;
+  if (data.state === "stopped") return html`<${Card} title="What next"><p>The run stopped before its end; the logs are in ${log}. To resume it:</p><code class="command">tinkerscript train --resume ${data.folder}</code><//>`;
   return html`<${Card} title="What next"><ul class="next">
     ${data.evaluations.length > 1 && html`<li><${Link} to=${["run", data.name, "evaluations"]}>Compare the evaluations<//>: which samples got better, which got worse</li>`}
     <li>Serve it to any OpenAI client, for example to chat with it:<code class="command">tinkerscript serve --checkpoint ${data.folder}/checkpoints/final</code></li>
   </ul><//>`;
 }
 
-/** What people wrote about it. */
 function Written({ data }) {
   const [edits, setEdits] = useState(false);
-  const [saved, setSaved] = useState(null);  // Shown until the run's events bring it.
+  const [saved, setSaved] = useState(null);  // Shown until the next event has it.
   useEffect(() => setSaved(null), [data.note, data.tags.join()]);
   const run = { ...data, ...saved }, empty = !run.note && !run.tags.length;
   if (empty && isExport) return null;
   return html`<${Card} title="Note and tags" more=${!edits && !isExport && html`<button onClick=${() => setEdits(true)}>${empty ? "Write" : "Edit"}</button>`}>
     ${edits ? html`<${AnnotationForm} run=${run} done=${(written) => { if (written) setSaved(written); setEdits(false); }} />`
-      : empty ? html`<p class="quiet">None. They are shown in the list of runs, whose filter finds them.</p>` : html`<${Annotation} run=${run} />`}
+      : empty ? html`<p class="quiet">None yet. They appear in the list of runs, where you can search for them.</p>` : html`<${Annotation} run=${run} />`}
   <//>`;
 }
 
 function Notes({ data }) {
   return html`<${Card} title="Messages of the run">
     ${data.notes.length ? html`<div class="stack small">${data.notes.slice(0, 6).map((note) => html`<div class="row"><span class="quiet">${isExport ? "" : ago(note.time)}</span><span style=${{ overflowWrap: "anywhere" }}>${note.text}</span></div>`)}</div>`
-      : html`<${Empty} title="None yet">Warnings, restarts and other news of the run appear here.<//>`}
+      : html`<${Empty} title="None yet">Warnings, restarts and other events of the run appear here.<//>`}
   <//>`;
 }

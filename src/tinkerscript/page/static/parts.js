@@ -1,4 +1,4 @@
-// Small parts that all places share.
+// Small components that all views share.
 
 import { html, useEffect, useRef, useState } from "./vendor/preact.js";
 import { diverging } from "./colors.js";
@@ -16,7 +16,7 @@ export const Empty = ({ title, children }) => html`<div class="state"><strong>${
 
 export const Failed = ({ error }) => html`<div class="banner bad" role="alert">${error.message}</div>`;
 
-/** What `use` has: a skeleton until it comes, its error, or `children(data)`. */
+/** A skeleton while `use` loads, then its error or `children(data)`. */
 export function Loaded({ use, rows = 4, children }) {
   if (use.data) return html`${use.error && html`<${Failed} error=${use.error} />`}${children(use.data)}`;
   if (use.error) return html`<${Failed} error=${use.error} />`;
@@ -45,7 +45,7 @@ const OUTCOMES = {
   misaligned: "left out by the alignment check",
   set_aside: "not trained: its step was stopped",
   left_out: "not trained: it failed, or no step waited for it",
-  given_up: "not trained: a resumed run had no use for it",
+  given_up: "not trained: a resumed run gave it up",
   nothing_to_train: "no token to train",
 };
 
@@ -109,7 +109,7 @@ export function Histogram({ bins, unit = "reward" }) {
   </div>`;
 }
 
-/** Ask before something changes: `ask(text, act)` opens it. */
+/** A confirmation dialog, which `ask({title, text, verb, act})` opens. */
 export function useConfirm() {
   const ref = useRef();
   const [asked, setAsked] = useState(null);

@@ -1,4 +1,4 @@
-// Places of the page: the part of the URL after #, so that each can be sent to someone.
+// Routes are in the URL after #, so that every view has a link.
 
 import { html, useEffect, useState } from "./vendor/preact.js";
 
@@ -24,7 +24,7 @@ export function usePlace() {
 
 export const go = (parts, query) => { location.hash = place(parts, query); };
 
-/** Change the query without a step in the browser's history. */
+/** Change the query without a new entry in the browser's history. */
 export const adjust = (parts, query) => {
   history.replaceState(null, "", place(parts, query));
   dispatchEvent(new Event("hashchange"));

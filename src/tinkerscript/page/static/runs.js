@@ -1,4 +1,4 @@
-// The list of runs: filtered by words, sorted by a column; each with a note and tags, to edit or to delete.
+// The list of runs, filtered by words and sorted by a column, with notes, tags and deletion.
 
 import { html, useState } from "./vendor/preact.js";
 import { Annotation, AnnotationForm } from "./annotation.js";
@@ -9,7 +9,7 @@ import { Card, Empty, Failed, Loaded, State, useConfirm } from "./parts.js";
 import { go, Link } from "./route.js";
 
 const last = (path) => path.split("/").pop();
-/** [title, what it sorts by, classes] */
+/** [title, sort key, classes] */
 const COLUMNS = [
   ["run", (run) => run.name, ""], ["state", (run) => run.state, ""], ["model", (run) => last(run.model), "hide-narrow"],
   ["rate", (run) => run.learning_rate, "number hide-narrow"], ["step", (run) => run.step, "number hide-narrow"], ["held out", (run) => run.score, "number"],
@@ -48,7 +48,7 @@ export function RunList() {
   const head = ([title, , kind], at) => html`<th class=${kind} aria-sort=${at === sort[0] ? (sort[1] ? "descending" : "ascending") : null}>
     <button class="plain" onClick=${() => setSort([at, at === sort[0] ? !sort[1] : true])}>${title}${at === sort[0] ? (sort[1] ? " ↓" : " ↑") : ""}</button></th>`;
   const edit = (run) => html`<tr><td></td><td colspan=${COLUMNS.length}><${AnnotationForm} run=${run} done=${() => { setEdited(""); use.again(); }}>
-    ${run.state === "running" ? html`<span class="small quiet">It can be deleted once it has stopped.</span>` : html`<button type="button" class="danger" onClick=${() => ask({ title: `Delete ${run.name}?`, text: "Its folder goes, with checkpoints, episodes and logs. This cannot be undone.", verb: "Delete", act: () => remove(run.name) })}>Delete the run…</button>`}<//></td></tr>`;
+    ${run.state === "running" ? html`<span class="small quiet">It can be deleted once it has stopped.</span>` : html`<button type="button" class="danger" onClick=${() => ask({ title: `Delete ${run.name}?`, text: "Its folder is deleted with all checkpoints, episodes and logs. This cannot be undone.", verb: "Delete", act: () => remove(run.name) })}>Delete the run…</button>`}<//></td></tr>`;
   return html`<${Card} title="Runs" more=${chosen.length > 1 && html`<button onClick=${() => go(["run", chosen[0], "curves"], { with: chosen.slice(1).join(",") })}>Compare ${chosen.length} runs</button>`}>
     <${Loaded} use=${use}>${({ runs }) => runs.length ? html`<div class="search"><input type="search" aria-label="Find runs" placeholder="a name, model, task, rate, state, tag or note" value=${find} onInput=${(event) => setFind(event.target.value)} /></div>
       <div class="table"><table>
@@ -59,7 +59,7 @@ export function RunList() {
         <td class="hide-narrow" title=${run.model}>${last(run.model)}</td><td class="number hide-narrow">${number(run.learning_rate)}</td><td class="number hide-narrow">${run.step} / ${run.steps}</td>
         <td class="number">${run.score === null ? "–" : html`${run.score_before !== null && html`<span class="hide-narrow">${score(run.score_before)} → </span>`}${score(run.score)}`}</td><td class="number hide-narrow">${score(run.reward)}</td>
         <td class="hide-narrow">${tasks(run)}</td><td class="nowrap hide-narrow quiet">${ago(run.began)}</td>
-      </tr>`, edited === run.name && edit(run)])}</tbody></table></div>` : html`<${Empty} title="No run here yet">A run appears as soon as it starts. This page looks again by itself. The folder of a run is where its trainer is: one that joins from another machine has the page there, and says in its first lines where.<//>`}<//>
+      </tr>`, edited === run.name && edit(run)])}</tbody></table></div>` : html`<${Empty} title="No runs yet">Runs appear here as soon as they start. A run is shown where its ledger is: on the machine of its server.<//>`}<//>
     ${error && html`<${Failed} error=${error} />`}${dialog}
   <//>`;
 }

@@ -13,7 +13,7 @@ export function StepsPlace({ run }) {
   const pages = usePages(`runs/${encodeURIComponent(run)}/steps`, {}, "steps", "before", { live: true });
   return html`<${Card} title="Steps">
     ${pages.error && html`<${Failed} error=${pages.error} />`}
-    ${!pages.items.length && !pages.loading && !pages.error && html`<${Empty} title="No step has ended yet">The first one appears here when its batch has trained.<//>`}
+    ${!pages.items.length && !pages.loading && !pages.error && html`<${Empty} title="No step has ended yet">The first step appears here once its batch has trained.<//>`}
     ${pages.items.length > 0 && html`<div class="table"><table>
       <thead><tr><th>step</th><th class="number">mean reward</th><th class="number">episodes</th><th class="number">failed</th><th class="number">trained</th><th class="number hide-narrow">policy version</th><th class="number hide-narrow">largest lag</th><th>ended</th></tr></thead>
       <${Rows} items=${pages.items} columns=${8} row=${(line) => html`<tr key=${line.step}>
@@ -40,12 +40,12 @@ export function StepPlace({ run, step, query }) {
       <${Card} class="span-4" title="Rewards"><${Histogram} bins=${data.histogram} /><//>
       <${Card} class="span-8" title="This step"><${Figures} data=${data} /><//>
     </div>
-    <${Card} title="Groups" more=${`${data.groups_found} ${show === "all" || show === "best" || show === "worst" ? "in all" : "of this kind"}`}>
+    <${Card} title="Groups" more=${`${data.groups_found} ${show === "all" || show === "best" || show === "worst" ? "in total" : "matching"}`}>
       <div class="stack">
         ${!isExport && html`<${Tabs} label="Which groups" choices=${FILTERS} chosen=${show} to=${["run", run, "steps", step]} name="show" />`}
         <p class="small quiet">Each box is an episode: its reward, and its advantage below. Blue is above its group's mean, orange below; dashed boxes failed.</p>
-        ${data.groups.length ? html`<${Groups} groups=${pages.items.length ? pages.items : data.groups} run=${run} />` : html`<${Empty} title="No such group in this step">Choose another filter.<//>`}
-        ${data.undone > 0 && html`<p class="small quiet">Not shown: ${count(data.undone, "episode")} of attempts at this step that a resumed run took back${isExport ? "" : html` (<${Link} to=${["run", run, "episodes"]} query=${{ q: `step=${step} undone>0` }}>show<//>`}${isExport ? "." : ")."}</p>`}
+        ${data.groups.length ? html`<${Groups} groups=${pages.items.length ? pages.items : data.groups} run=${run} />` : html`<${Empty} title="No matching group in this step">Choose another filter.<//>`}
+        ${data.undone > 0 && html`<p class="small quiet">Not shown: ${count(data.undone, "episode")} of attempts at this step that a resumed run has undone${isExport ? "" : html` (<${Link} to=${["run", run, "episodes"]} query=${{ q: `step=${step} undone>0` }}>show<//>`}${isExport ? "." : ")."}</p>`}
         <${More} more=${pages.more} />
       </div>
     <//>

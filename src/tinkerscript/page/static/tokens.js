@@ -1,4 +1,4 @@
-// A training sequence token by token. Blocks of tokens are in the document only while they are near the view.
+// A training sequence token by token. Only blocks near the viewport are in the document.
 
 import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/preact.js";
 import { get } from "./api.js";
@@ -17,14 +17,14 @@ export const COLORS = [["advantage", "advantage"], ["logprob", "logprob"], ["ent
 const SCALES = {
   advantage: { of: (t) => t.advantage, ground: (value, limit) => diverging(value, limit), limit: (most) => Math.max(most, 1e-9), missing: "No step has trained on this sequence." },
   logprob: { of: (t) => (t.logprob ?? t.trainer) === null ? null : -(t.logprob ?? t.trainer), ground: (value) => ramp(value, 6), limit: () => 6, missing: "Nothing was sampled." },
-  entropy: { of: (t) => t.entropy, ground: (value) => ramp(value, 3), limit: () => 3, missing: "Not recorded: the engine gives no entropies, or no step compared this sequence." },
+  entropy: { of: (t) => t.entropy, ground: (value) => ramp(value, 3), limit: () => 3, missing: "Not recorded: the engine reports no entropies, or no step compared this sequence." },
   gap: { of: (t) => t.trainer === null || t.logprob === null ? null : t.trainer - t.logprob, ground: (value, limit) => diverging(value, limit), limit: (most) => Math.max(most, 1e-3), missing: "Not recorded: no step compared this sequence." },
   version: { of: (t) => t.version, ground: (value) => hue(value), limit: () => 1, missing: "Nothing was sampled." },
 };
 
 const found = new WeakMap();
 
-/** The largest absolute value of a page's tokens; -1: none has one. */
+/** The largest absolute value of a page's tokens, or -1 without values. */
 function largest(page, color) {
   if (!found.has(page)) found.set(page, {});
   const of = found.get(page);
@@ -32,7 +32,7 @@ function largest(page, color) {
   return of[color];
 }
 
-/** Tokens of `sequence`; `range` [start, end) is marked and scrolled to. */
+/** Shows tokens of `sequence`; marks and scrolls to `range` [start, end). */
 export function TokenView({ uuid, sequence, color, range, onRange }) {
   const [pages, setPages] = useState({ key: "", of: {} });
   const [error, setError] = useState(null);
@@ -93,7 +93,7 @@ function Block({ number: place, size, root, page, want, scale, color, limit, ran
     if (!near) return;
     const at = Math.floor(place * BLOCK / PAGE);
     want(at);
-    if (page) want(at + 1); // It is there before it is in view, so that its blocks are drawn one by one.
+    if (page) want(at + 1); // Loaded before it is in view, so that its blocks are drawn one by one.
   }, [near, page]);
   const shown = near && page;
   useLayoutEffect(() => {
@@ -130,7 +130,7 @@ function Legend({ color, limit }) {
   const [low, high, two] = ramps[color] ?? [];
   return html`<div class="legend">
     ${low && html`<span>${low}</span><span class="ramp" style=${{ background: two ? `linear-gradient(90deg, rgba(var(--down), .62), transparent, rgba(var(--up), .62))` : `linear-gradient(90deg, transparent, rgba(var(--ramp), .6))` }}></span><span>${high}</span>`}
-    ${!low && html`<span>each policy version has a color of its own</span>`}
+    ${!low && html`<span>each policy version has its own color</span>`}
     <span>· gray text is prompt, <span class="t m">struck out</span> carries no loss, ↵ is a line break. Select tokens to link to them.</span>
   </div>`;
 }

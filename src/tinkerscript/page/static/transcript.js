@@ -1,4 +1,4 @@
-// What Inspect recorded of an episode, event by event.
+// Inspect's record of an episode, event by event.
 
 import { html, useState } from "./vendor/preact.js";
 import { queued } from "./conversation.js";
@@ -22,9 +22,9 @@ export function Transcript({ data }) {
 function Timeline({ uuid, attempt, wait }) {
   const { items, more, error, loading, data } = usePages(`episodes/${uuid}/transcript`, { attempt }, "events", "offset");
   if (!data) return error ? html`<${Failed} error=${error} />` : html`<div class="skeleton" aria-busy="true" aria-label="Loading">${" "}</div>`;
-  if (data.problem) return html`<${Empty} title="This is no transcript">The client sent something else: ${data.problem}<pre class="small">${data.raw}</pre><//>`;
+  if (data.problem) return html`<${Empty} title="Not a valid transcript">It cannot be shown: ${data.problem}<pre class="small">${data.raw}</pre><//>`;
   return html`<div class="stack">
-    <p class="small quiet">${count(data.total, "event")}${items.length < data.total ? `, the first ${number(items.length)} of them` : ""}</p>
+    <p class="small quiet">${count(data.total, "event")}${items.length < data.total ? `, showing the first ${number(items.length)}` : ""}</p>
     <ol class="timeline">${wait && html`<li><span class="kind">queue</span> waited ${wait}</li>`}${items.map((event) => html`<${Event} event=${event} />`)}</ol>
     ${error && html`<${Failed} error=${error} />`}<${More} more=${more} loading=${loading} />
     ${data.store && html`<details class="small"><summary>the store at the end</summary><pre class="code">${data.store}</pre></details>`}

@@ -1,6 +1,6 @@
-"""`openenv:URL`: an OpenEnv environment that runs as a server, played over its own protocol.
+"""`openenv:URL` is an OpenEnv environment on a server.
 
-Invariant: the rewards are the environment's own, summed over the steps; a session is closed however its
+Invariants: the reward is the sum of the environment's step rewards, and a session is closed however its
 episode ends.
 """
 
@@ -31,7 +31,7 @@ INSTRUCTION = (
 
 
 class OpenEnvEnvironment(Task):
-    """The environment at a URL. Each sample is a seed for its reset."""
+    """The environment at a URL. Each sample is a seed for a reset."""
 
     def __init__(
         self,
@@ -46,10 +46,8 @@ class OpenEnvEnvironment(Task):
         sessions: int = 0,
         system_prompt: str = INSTRUCTION,
     ) -> None:
-        """`reset`: further arguments of every reset. `sessions`: how many this worker may have open at a
-        time, where the server limits them; 0: as many as it runs episodes. The schema of an action is added
-        to `system_prompt`.
-        """
+        """`reset` has further arguments for every reset. `sessions` limits this worker's open sessions,
+        where 0 allows one per episode. The schema of an action is appended to `system_prompt`."""
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
                 f"openenv:{url}: give the URL of a server, such as openenv:http://127.0.0.1:8000"
@@ -94,7 +92,7 @@ class OpenEnvEnvironment(Task):
         return named_scores(reward, {"openenv_reward": reward}, metrics=metrics)
 
     async def _action_schema(self) -> dict[str, Any]:
-        """Asked once: a server has one kind of action."""
+        # A server has one kind of action.
         if not self._schema:
             async with httpx.AsyncClient(timeout=SCHEMA_TIMEOUT_S) as http:
                 response = await http.get(f"{self._url}/schema")
@@ -104,8 +102,11 @@ class OpenEnvEnvironment(Task):
 
 
 def parse_action(reply: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The action in a reply: a JSON object, in a code fence or not; or the value of the only field that the
-    schema requires, as JSON or, for text, as it is. None if there is none."""
+    """Return the action in a reply, or None.
+
+    An action is a JSON object, possibly in a code fence. If the schema requires exactly one field, its
+    value is enough, as JSON or as plain text.
+    """
     text = reply.strip()
     if text.startswith("```") and text.endswith("```"):
         text = "\n".join(text.splitlines()[1:-1]).strip()

@@ -1,4 +1,4 @@
-"""`reasoning_gym:TASK`: problems that reasoning-gym generates, and its own scores of their answers."""
+"""`reasoning_gym:TASK`: problems that reasoning-gym generates, scored by reasoning-gym."""
 
 # reasoning-gym is not installed where types are checked.
 # pyright: reportMissingImports=false
@@ -22,7 +22,7 @@ from tinkerscript.workers.base_task import HELD_OUT_SEED, EpisodeModel, Task, Ta
 
 
 class ReasoningGymTask(Task):
-    """A dataset of reasoning-gym: each episode asks one problem, and scores the reply."""
+    """A dataset of reasoning-gym. Each episode asks one problem and scores the reply."""
 
     def __init__(
         self,
@@ -35,9 +35,11 @@ class ReasoningGymTask(Task):
         answer_tag: str = "answer",
         **config: Any,
     ) -> None:
-        """`size`: how many problems. `system_prompt`: the name of one of the package's, or a text; empty:
-        none. `answer_tag`: the tag that holds the answer; empty: the whole reply is the answer. `config`: the
-        dataset's own settings. Raises ConfigError for an unknown name, or settings that the dataset refuses.
+        """`size` is the number of problems. `system_prompt` is the name of one of the package's prompts, a
+        text, or empty for none. `answer_tag` is the tag around the answer; without it the whole reply
+        is the answer. `config` has the dataset's settings.
+
+        Raises ConfigError for an unknown name, or settings that the dataset refuses.
         """
         if name not in DATASETS:
             near = difflib.get_close_matches(name, DATASETS, n=5, cutoff=0.4)
@@ -81,5 +83,4 @@ class ReasoningGymTask(Task):
 
 @lru_cache(maxsize=16)
 def _dataset(config: str) -> Any:
-    """The dataset of a config, as JSON."""
     return reasoning_gym.create_dataset(**json.loads(config))

@@ -1,6 +1,6 @@
-"""`textarena:GAME`: games of TextArena, alone or against a role of the run.
+"""`textarena:GAME` is a game of TextArena, alone or against a role of the run.
 
-Invariant: a game is played to its end by the rules of the package, and its own reward counts.
+Invariant: a game is played to its end by the package's rules, and its reward counts.
 """
 
 # TextArena is not installed where types are checked.
@@ -21,8 +21,7 @@ from tinkerscript.workers.base_task import HELD_OUT_SEED, EpisodeModel, Task, Ta
 
 
 class TextArenaGame(Task):
-    """A game by its TextArena id, such as `TicTacToe-v0`. Each sample is a seed, and the seat that the policy
-    takes."""
+    """A game by its TextArena id, such as `TicTacToe-v0`. Each sample is a seed and the policy's seat."""
 
     def __init__(
         self,
@@ -36,9 +35,11 @@ class TextArenaGame(Task):
         opponent: str = "",
         system_prompt: str = "",
     ) -> None:
-        """`size`, `held_out_size`: how many seeds. `opponent`: the role that plays the other seats.
-        `players`: 2 with an `opponent`, else 1. Raises ConfigError for a game that is unknown, cannot start
-        with so many players, or needs a download.
+        """`size` and `held_out_size` are numbers of seeds. `opponent` is the role of the other seats;
+        `players` is 2 with an `opponent`, otherwise 1.
+
+        Raises ConfigError for a game that is unknown, cannot start with so many players, or needs a
+        download.
         """
         self._game = game
         self._opponent = opponent
@@ -86,7 +87,7 @@ class TextArenaGame(Task):
         return _output(float((rewards or {}).get(seat, 0.0)), info.get(seat, {}), seats[seat].moves)
 
     def _started(self, seed: int) -> Any:
-        """A new game. Nothing is awaited meanwhile: games draw from the process's own random numbers."""
+        # This must not await, because games draw from the process's global random numbers.
         random.seed(seed)
         game = textarena.make(env_id=self._game)
         game.reset(num_players=self._players, seed=seed)
@@ -95,7 +96,7 @@ class TextArenaGame(Task):
 
 @dataclass
 class _Player:
-    """One seat: its own conversation, in which each turn says what is new."""
+    """A seat with its conversation. Each turn shows only what is new."""
 
     model: EpisodeModel
     system_prompt: str
@@ -123,6 +124,6 @@ def _output(reward: float, info: Mapping[str, Any], moves: int) -> WorkflowOutpu
 
 
 def _first_line(error: Exception) -> str:
-    """NLTK's errors are boxes of many lines."""
+    # NLTK's errors are boxes of many lines.
     lines = [line.strip(" *") for line in str(error).splitlines()]
     return f"{type(error).__name__}: {next((line for line in lines if line), '')}"

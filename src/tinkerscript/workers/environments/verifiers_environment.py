@@ -1,13 +1,14 @@
-"""`verifiers:ENV`: environments of verifiers 0.4. Each episode is a slot of an `Env`, inside its `serving()`.
+"""`verifiers:ENV` is an environment of verifiers 0.4. Each episode is a slot of an `Env`, inside its
+`serving()`.
 
-verifiers' interception servers keep a model client for each endpoint and key, so all episodes share one
-endpoint, a `ModelRelay`, which knows each claim by the ids of the episode's traces. And verifiers' `null`
-harness starts a Python program, which takes a second, for every turn: `SharedChatHarness` runs the same
-program, from the same source, as a coroutine.
+verifiers' interception servers keep a model client for each endpoint and key. Therefore all episodes
+share one endpoint, a `ModelRelay`, which knows each claim by the ids of the episode's traces.
+verifiers' `null` harness starts a Python program for every turn, which takes a second;
+`SharedChatHarness` runs the same source as a coroutine.
 
-Invariants: an episode that verifiers does not call ok is a failure, with verifiers' own reason, unless the
-environment itself ended it: then what its agents did until there is scored, as in verifiers' evaluation. What
-the chat program would print and exit with is what the harness returns.
+Invariants: an episode that verifiers does not call ok fails with verifiers' reason, unless the
+environment ended it. Then its agents' work so far is scored, as in verifiers' evaluation. The harness
+returns what the chat program would print and exit with.
 """
 
 # verifiers is not installed where types are checked.
@@ -57,11 +58,11 @@ from tinkerscript.workers.model_relay import ModelRelay
 __all__ = ["SharedChatHarness"]  # What verifiers looks for in a harness's module.
 
 NO_KEY = "TINKERSCRIPT_NO_KEY"
-"""An environment variable that is not set: the relay needs no key."""
+"""An unset environment variable, because the relay needs no key."""
 
 HARNESS_ID = "tinkerscript"
 
-# verifiers imports a harness by its id from this package; ours is not installed there.
+# verifiers imports harnesses by id from this package, where ours is not installed.
 sys.modules[f"verifiers.v1.harnesses.{HARNESS_ID}"] = sys.modules[__name__]
 
 
@@ -69,15 +70,15 @@ class VerifiersEnvironment(Task):
     """An environment of verifiers 0.4.
 
     Its arguments are the environment's config (`taskset`, `agent` and other roles, `timeout`, ...), and
-    `select`, which chooses tasks as `vf-eval --select` does. A role without a harness of its own gets the
-    chat loop `null`, run in this process; a role without a runtime gets `subprocess`. `bash` and `prime`,
-    which verifiers would take, run what the model writes on this machine, or need an account.
+    `select`, which chooses tasks like `vf-eval --select`. A role without a harness gets the chat loop
+    `null` in this process; a role without a runtime gets `subprocess`. verifiers' defaults, `bash` and
+    `prime`, run the model's commands on this machine or need an account.
     """
 
     def __init__(
         self, environment: str, /, *, select: Mapping[str, Any] | None = None, **config: Any
     ) -> None:
-        """Raises ConfigError for an environment that is not installed, or a config that it does not take."""
+        """Raises ConfigError for an environment that is not installed, or for its config."""
         _check_installed(environment)
         taskset = {**config.pop("taskset", {}), "id": environment}
         try:
@@ -114,7 +115,6 @@ class VerifiersEnvironment(Task):
     @classmethod
     @asynccontextmanager
     async def resources(cls, tasks: Sequence[Any]) -> AsyncGenerator[None]:
-        """One relay, and each environment's own servers."""
         async with AsyncExitStack() as stack:
             relay = await stack.enter_async_context(ModelRelay())
             stack.push_async_callback(_PROGRAM.aclose)
@@ -135,7 +135,7 @@ class VerifiersEnvironment(Task):
 
 
 def _check_installed(environment: str) -> None:
-    """Raises ConfigError for a package that is not installed, or is written for verifiers' older API."""
+    """Raise ConfigError for a package that is not installed, or uses verifiers' older API."""
     name = environment.rpartition("/")[2].partition("@")[0].replace("-", "_")
     if name.isidentifier() and find_spec(f"verifiers.v1.tasksets.{name}") is not None:
         return
@@ -154,7 +154,6 @@ def _check_installed(environment: str) -> None:
 
 
 def _roles(environment: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with a runtime and a harness for each role that names none."""
     kind = env_config_type(environment, str(config.get("id", "")))
     bundled = default_harness_id(environment) == environment
     filled: dict[str, Any] = {}
@@ -180,10 +179,11 @@ def _as_sample(task: EnvTask[Any, Any, Any]) -> TaskSample:
 
 
 def _output(episode: EnvEpisode[Any, Any, Any], policy: str, calls: int) -> WorkflowOutput:
-    """The episode's rewards and metrics by name; with several agents, each as `agent/name`.
+    """Return the episode's rewards and metrics by name, as `agent/name` with several agents.
 
-    The reward is the mean over the traces of `policy` that verifiers would train on. An agent with another
-    `model` plays a role of the run, whose reward is the score with the role's name. Raises WorkerError.
+    The reward is the mean over the traces of `policy` that verifiers would train on. An agent with
+    another `model` plays a role of the run; its reward is the score with the role's name. Raises
+    WorkerError.
     """
     ended_by = _ended_by(episode)
     several = len(episode.traces) > 1
@@ -219,9 +219,9 @@ def _mean_reward(traces: Sequence[EnvTrace[Any, Any, Any]]) -> float:
 
 
 def _ended_by(episode: EnvEpisode[Any, Any, Any]) -> str:
-    """What the environment's `run()` raised, for instance about a reply it cannot use; empty if nothing.
+    """Return the exception of the environment's `run()`, such as for an unusable reply, or "".
 
-    Raises WorkerError, with what verifiers recorded, for every other failure: of an agent, of the scoring.
+    Raises WorkerError, with verifiers' record, for every other failure of an agent or of the scoring.
     """
     if episode.ok:
         return ""
@@ -238,11 +238,11 @@ _arguments: ContextVar[argparse.Namespace] = ContextVar("arguments of the chat p
 
 
 class SharedChatHarness(NullHarness):
-    """The `null` harness without a process of its own. Needs the `subprocess` runtime, whose folder it
-    uses."""
+    """The `null` harness without a separate process. It needs the `subprocess` runtime and uses its
+    folder."""
 
     async def setup(self, runtime: Runtime) -> None:
-        """Nothing to install."""
+        """There is nothing to install."""
         if not isinstance(runtime, SubprocessRuntime):
             raise TypeError(
                 f"the harness {HARNESS_ID!r} runs beside the worker, not in a {type(runtime).__name__}; "
@@ -265,7 +265,7 @@ class SharedChatHarness(NullHarness):
 
 
 class _InThisProcess:
-    """A runtime whose main program is the chat program, as a coroutine."""
+    """A runtime that runs the chat program as a coroutine."""
 
     def __init__(self, runtime: SubprocessRuntime) -> None:
         self._runtime = runtime
@@ -296,8 +296,6 @@ class _InThisProcess:
 
 
 class _ChatProgram:
-    """The chat program as a module of its own, with one pool of connections for all who run it."""
-
     def __init__(self) -> None:
         module = ModuleType("verifiers_chat_program")
         exec(compile(CHAT_PROGRAM_SOURCE, "<the chat program of verifiers>", "exec"), module.__dict__)
@@ -309,7 +307,6 @@ class _ChatProgram:
         module.__dict__["DefaultAsyncHttpxClient"] = self._shared_pool
 
     def arguments(self, argv: list[str]) -> argparse.Namespace:
-        """What the program itself makes of its command line."""
         former, sys.argv = sys.argv, ["chat", *argv]
         try:
             return self._parse()
@@ -317,8 +314,6 @@ class _ChatProgram:
             sys.argv = former
 
     def _shared_pool(self, **options: Any) -> Any:
-        """Connections to the interception server of this process: no certificates, and no limit on
-        reading."""
         if self._pool is None:
             self._pool = self._new_pool(verify=False, timeout=None)
         return self._pool
