@@ -47,6 +47,11 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 
 
+def test_the_index_links_every_page() -> None:
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md") if page.parent.name != "api"}
+    assert pages - {"index.md"} <= set(links(DOCS / "index.md"))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_to_pages_and_headings(page: Path) -> None:
     for link in links(page):
