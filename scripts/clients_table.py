@@ -22,9 +22,9 @@ from roster import APIS, CLIENTS, FEATURES, Client  # noqa: E402
 INTRODUCTION = """\
 # Clients
 
-To turn a program that calls a model into a rollout, change two things: the base URL and the API key, which
-both come from the episode. This page shows how to point each library at an episode, which features were
-tested with it, and what is refused.
+To turn a program that calls a model into a rollout, change two things: the base URL and the API key. Both
+come from the episode. This page shows how to point each library at an episode, which features were tested
+with it, and what is refused.
 
 `scripts/clients_table.py` writes this page from `tests/clients/results.json`. `make acceptance` runs every
 client and fails if a result differs from the page;
@@ -38,29 +38,28 @@ FEATURES_TEXT = """\
 """
 
 MEANINGS = """\
-- *tools, several turns*: three questions, reasoning, two tools, two calls in one reply, arguments spelled as
-  no serializer would, trailing white space, characters split across tokens.
-- *malformed call*: a tool call whose JSON never closes stays text, and the conversation continues from it.
-- *required call*, *JSON schema*: `tool_choice` and `response_format`, or the API's equivalents; the sampler
-  is constrained by a grammar.
+- *tools, several turns*: three questions, reasoning, two tools, two calls in one reply, arguments in unusual
+  spelling, trailing white space, characters split across tokens.
+- *malformed call*: a tool call whose JSON never closes stays text, and the conversation continues.
+- *required call*, *JSON schema*: `tool_choice` and `response_format`, or the API's equivalents, under a
+  grammar.
 - *logprobs*: the client received the logprobs that the sampler logged; with `return_token_ids`, also the ids.
 - *three at once*: three identical conversations in one episode, in parallel, give three sequences.
 - *retry after 503*: the library retries by itself, and nothing is recorded twice.
 - *disconnect mid-stream*: an abandoned reply is not recorded, and the next request is answered.
 
-Each client's program runs in its own interpreter, with only the URL and the key in its environment, against a
-real server process. The model behind the server spells its replies in tokens that the tokenizer would not
-produce, so any detour through text would change the ids. Its log is the reference: after every feature, each
-sampled token is in the episode exactly once, with its logprob and after the prompt that it was sampled from;
-the conversation is one training sequence; and the alignment report is clean.
+Each client's program runs in its own interpreter against a real server, with only the URL and the key in its
+environment. The model behind the server spells its replies in tokens that the tokenizer would not produce,
+so any detour through text would change the ids. After every feature, each sampled token is in the episode
+exactly once, with its logprob and after the prompt that it was sampled from; the conversation is one
+training sequence; and the alignment report is clean.
 """
 
 HABITS_TEXT = """\
 ## What clients send back
 
-Every client below gives one training sequence, whatever it does with earlier replies. *Matched by*: how the
-session recognized the call that a request continues, by an id of ours or by equal content (recorded in each
-call as `matched_by`).
+Every client below gives one training sequence, whatever it does with earlier replies. *Matched by* says how
+the session recognized the call that a request continues: by an id of ours or by equal content.
 """
 
 REFUSED_TEXT = """\
@@ -74,19 +73,19 @@ SNIPPETS_TEXT = """\
 ## How to point a client at an episode
 
 `episode` comes from `tinkerscript.client`; see [Start](start.md#your-own-agent). The tests run these lines.
-Alternatively, set the variables that the library reads: `OPENAI_BASE_URL` and `OPENAI_API_KEY`;
-`ANTHROPIC_BASE_URL` (without `/v1`) and `ANTHROPIC_API_KEY`; for Inspect's `openai-api/NAME/policy`,
-`NAME_BASE_URL` and `NAME_API_KEY`.
+Or set the variables that the library reads: `OPENAI_BASE_URL` and `OPENAI_API_KEY`; `ANTHROPIC_BASE_URL`
+(without `/v1`) and `ANTHROPIC_API_KEY`; for Inspect's `openai-api/NAME/policy`, `NAME_BASE_URL` and
+`NAME_API_KEY`.
 
-A key is valid for one claim. A library that keeps a single client per process therefore needs a new client,
-or a new process, for each episode.
+A key is valid for one claim. A library that keeps one client per process therefore needs a new client, or a
+new process, for each episode.
 """
 
 NOTES = """\
 ## Notes
 
-- `openai` adds `parsed` and `parsed_arguments` to messages that it streamed or parsed. When they are sent
-  back they are ignored, since they repeat what the message says.
+- `openai` adds `parsed` and `parsed_arguments` to messages that it streamed or parsed. They repeat what the
+  message says, so they are ignored when they are sent back.
 - Anthropic's tool runner first asks for a server-side thread. It gets `thread_unsupported_request` and falls
   back to sending the whole history: one extra request per runner.
 - `run_stream` in `pydantic-ai` takes the first text of a reply as the final one, even if tool calls follow.
@@ -94,8 +93,8 @@ NOTES = """\
 - `openai-agents` sends traces to OpenAI unless you pass `use_for_tracing=False` or set
   `OPENAI_AGENTS_DISABLE_TRACING=1`.
 - `litellm` retries only if `num_retries` is given.
-- `verifiers` keeps `prompt_ids`, `completion_ids`, and `completion_logprobs` of each step if it asks for
-  logprobs and `return_token_ids`; they are the sampler's own.
+- `verifiers` keeps the sampler's own `prompt_ids`, `completion_ids` and `completion_logprobs` of each step if
+  it asks for logprobs and `return_token_ids`.
 """
 
 

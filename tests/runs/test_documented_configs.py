@@ -54,7 +54,7 @@ def configs() -> Iterator[Any]:
     texts = [
         (str(path.relative_to(ROOT)), path.read_text()) for path in sorted(ROOT.glob("examples/**/*.yaml"))
     ]
-    for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
+    for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]:
         blocks = re.findall(r"^```yaml\n(.*?)^```", path.read_text(), re.S | re.M)
         texts += [(f"{path.relative_to(ROOT)} {number}", text) for number, text in enumerate(blocks, 1)]
     seen: list[Any] = []

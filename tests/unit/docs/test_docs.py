@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tinkerscript.config import RunConfig
+
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -45,6 +47,11 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 
 
+def test_the_index_links_every_page() -> None:
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md") if page.parent.name != "api"}
+    assert pages - {"index.md"} <= set(links(DOCS / "index.md"))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_to_pages_and_headings(page: Path) -> None:
     for link in links(page):
@@ -53,6 +60,24 @@ def test_links_lead_to_pages_and_headings(page: Path) -> None:
         assert target.is_file(), f"{link}: no such file"
         assert not anchor or anchor in anchors(target), f"{link}: no such heading"
         assert page.name == "README.md" or target.is_relative_to(DOCS), f"{link} leaves the site"
+
+
+def configs() -> Iterator[Any]:
+    """Each YAML block of the docs, as a run's config."""
+    for page in PAGES:
+        blocks = re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+        for number, block in enumerate(blocks, 1):
+            yield pytest.param(block, id=f"{page.relative_to(ROOT).as_posix()} {number}")
+
+
+@pytest.mark.parametrize("block", configs())
+def test_every_config_loads(block: str) -> None:
+    assert RunConfig.model_validate(yaml.safe_load(block))
+
+
+def test_the_pages_for_users_of_other_libraries_have_a_config_each() -> None:
+    found = {str(each.id).partition(" ")[0] for each in configs()}
+    assert {f"docs/{page.relative_to(DOCS).as_posix()}" for page in DOCS.glob("coming-from/*.md")} <= found
 
 
 def literals() -> Iterator[str]:
@@ -72,9 +97,9 @@ def _shown(part: ast.expr) -> str:
 
 
 def test_the_quoted_errors_are_messages_of_the_program() -> None:
-    errors = (DOCS / "start.md").read_text(encoding="utf-8").partition("## Common errors")[2]
+    errors = (DOCS / "errors.md").read_text(encoding="utf-8").partition("## When a command starts")[2]
     quoted = re.findall(r"^\| `([^`]+)` \|", errors, flags=re.MULTILINE)
-    assert len(quoted) > 10
+    assert len(quoted) > 20
     source = "\n".join(literals())
     for message in quoted:
         for part in re.split(r"\s*…\s*", message):

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tinkerscript.cli import app
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN_ELSEWHERE = "clients.md"
 """Its code runs in tests/clients, where the libraries that it imports are installed."""
 
