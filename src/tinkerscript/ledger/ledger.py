@@ -19,7 +19,7 @@ import msgspec
 
 from tinkerscript.errors import StoreError
 from tinkerscript.ledger.compression import packed, unpacked
-from tinkerscript.ledger.rows import CallRow, Row, columns
+from tinkerscript.ledger.rows import CallRow, Row, columns, key_of
 from tinkerscript.rollouts.call import Call
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class Ledger(ABC):
             found = batch.rows[kind] = {}
         # The database refuses the second of two rows that are written `ONCE`, also within a transaction.
         has_key = kind.KEY and not kind.ONCE
-        key = tuple(getattr(row, name) for name in kind.KEY) if has_key else len(found)
+        key = key_of(kind)(row) if has_key else len(found)
         if not (kind.KEEPS_FIRST and key in found):
             found[key] = row
         size = row.size

@@ -11,7 +11,9 @@ name it in `undone`; 0 in that column means that the row stands.
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from functools import cache
+from operator import attrgetter
 from typing import Any, ClassVar, Union, get_args, get_origin
 
 import msgspec
@@ -38,6 +40,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     KEEPS_FIRST: ClassVar[bool] = False
     """Whether the first row with a key stays instead."""
+
+    FIXED: ClassVar[tuple[str, ...]] = ()
+    """Columns that are the same in every row with a given key. Later rows do not write them, which saves the
+    work of their indexes."""
 
     CONSTRAINTS: ClassVar[tuple[str, ...]] = ()
     """Further constraints of the table, in SQL that both databases know."""
@@ -75,6 +81,10 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
 
     TABLE = "episodes"
     KEY = ("sequence",)
+    FIXED = (
+        *("uuid", "episode_type", "group_id", "pool", "group_size", "step", "label", "position"),
+        *("sample", "digest"),
+    )
     CONSTRAINTS = ("UNIQUE (uuid)", "UNIQUE (end_number)")
     INDEXES = (
         "(step, label, end_number)",
@@ -523,6 +533,12 @@ def columns(kind: type[Row]) -> tuple[str, ...]:
 
 
 @cache
+def key_of(kind: type[Row]) -> Callable[[Row], Any]:
+    """What tells a row's key from those of other rows of its table."""
+    return attrgetter(*kind.KEY)
+
+
+@cache
 def column_types(kind: type[Row]) -> dict[str, tuple[type, bool]]:
     """Column -> its Python type, and whether it may be NULL."""
     return {field.name: _type_of(field.type) for field in msgspec.structs.fields(kind)}
@@ -566,7 +582,7 @@ def on_conflict(kind: type[Row]) -> str:
     if not kind.KEY or kind.ONCE:
         return ""
     key = f" ON CONFLICT ({', '.join(kind.KEY)})"
-    others = [name for name in columns(kind) if name not in kind.KEY]
+    others = [name for name in columns(kind) if name not in (*kind.KEY, *kind.FIXED)]
     if kind.KEEPS_FIRST or not others:
         return f"{key} DO NOTHING"
     return f"{key} DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in others)}"
