@@ -111,6 +111,7 @@ class Gateway:
         return self._roles.get(name) if isinstance(name, str) else None
 
     async def _models(self) -> Response:
+        """List the models that requests may name."""
         return Deferred(self._answer_models)
 
     async def _answer_models(self, caller: Caller) -> None:
