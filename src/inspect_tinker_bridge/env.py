@@ -93,7 +93,6 @@ class EnvOptions:
     """The weight of each scorer by name, or None for equal weights."""
 
     runner: RunnerOptions = field(default_factory=RunnerOptions)
-
     applied: frozenset[str] = frozenset()
     """Fields of `InspectEnv.generate_config` that the caller applies, which suppresses a warning."""
 
@@ -139,7 +138,6 @@ class InspectEnv(Env):
         self._format_valid = True
         self._rewarded = False
         self.outcome: EpisodeOutcome | None = None
-
         self.exchanges: list[tuple[list[ChatMessage], ChatMessage]] = []
         """The messages of each prompt with the message of its action."""
 
@@ -147,7 +145,6 @@ class InspectEnv(Env):
         """Sampling settings of the task that the trainer decides, as `name=value`."""
 
         self.scored: EpisodeReward | None = None
-
         self.record: EvalSample | None = None
         """Inspect's record of the episode, even of a failed one, or None before its end."""
 

@@ -94,9 +94,7 @@ class EpisodeOutcome:
     None."""
 
     messages: list[ChatMessage]
-
     traceback: str = ""
-
     completion: str = ""
     """The text of the output that was scored."""
 
@@ -132,7 +130,6 @@ class RunningEpisode:
 
     self_graded: bool = False
     scoring: set[CancelScope] = field(default_factory=set[CancelScope])
-
     on_record: Callable[[EvalSample], None] = lambda record: None
     """Receives Inspect's record of the episode, whatever its outcome."""
 

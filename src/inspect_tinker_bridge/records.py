@@ -59,7 +59,6 @@ class SavedRollout:
     batch: int | None
     record: EvalSample
     reward: float | None
-
     turns: Sequence[tuple[list[int], list[int]]] = ()
     """The prompt ids and sampled ids of each action."""
 

@@ -61,7 +61,6 @@ class RunnerOptions:
     """Whether scorers may call the policy. Such calls become ordinary calls of the episode."""
 
     solver: Solver | None = None
-
     policy_roles: Sequence[str] = ()
     """Inspect model roles that the episode's policy answers too (see `GenerateRequest.role`)."""
 
@@ -346,7 +345,6 @@ class _TaskFeed(TaskSource):
         self._on_task_ended = on_task_ended
         self._context: Context | None = None
         self._next: asyncio.Future[list[Task] | None] | None = None
-
         self._closed = False
 
     def add(self, task: Task) -> None:
@@ -390,7 +388,6 @@ class _SampleFeed(SampleSource):
     def __init__(self, episodes: Episodes) -> None:
         self.started = asyncio.Event()
         self.on_started: Callable[[Context], None] = lambda context: None
-
         self._context: Context | None = None
         self._episodes = episodes
         self._wake = asyncio.Event()

@@ -75,7 +75,6 @@ class InspectTaskInfo:
 
     dataset: Dataset
     source: TaskLike = field(repr=False)
-
     args: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
 
     @property

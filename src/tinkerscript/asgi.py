@@ -85,7 +85,6 @@ class Caller:
         self._disconnected: asyncio.Future[None] | None = scope.get(LOST)
         # A task that watches for a disconnect, if the scope has no `LOST`.
         self._watching: asyncio.Task[None] | None = None
-
         self._receive = receive
         self._send = send
 

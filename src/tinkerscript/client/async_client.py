@@ -414,7 +414,6 @@ class AsyncClaimedEpisode(Episode):
 
     client: AsyncTinkerScriptClient = field(repr=False, compare=False)
     heartbeat: bool = field(default=True, repr=False, compare=False)
-
     _block: AsyncExitStack = field(default_factory=AsyncExitStack, init=False, repr=False, compare=False)
 
     async def __aenter__(self) -> AsyncClaimedEpisode:

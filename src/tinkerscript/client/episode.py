@@ -136,7 +136,6 @@ class Episode:
     """Names for `model`, besides the policy's."""
 
     run: str = ""
-
     traceparent: str = ""
     """W3C trace context for the `traceparent` header of model calls; empty without tracing."""
 
@@ -246,7 +245,6 @@ class Heartbeats:
         """`heartbeat` renews one claim, and marks its lease as lost if the claim is gone."""
         self._heartbeat = heartbeat
         self._due: asyncio.Queue[HeldClaim] = asyncio.Queue()
-
         self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
 
     @contextmanager

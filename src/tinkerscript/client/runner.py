@@ -81,7 +81,6 @@ class RunStatistics:
 
     claimed: int = 0
     ended: int = 0
-
     failed: int = 0
     """The rollout raised or returned no usable reward; the reason is recorded."""
 
@@ -148,12 +147,10 @@ class Runner:
         self._claiming: set[asyncio.Task[Any]] = set()
         self._claim_lock = asyncio.Lock()
         self._ready: deque[Episode] = deque()
-
         self._logged_wait = ""
 
         # A repeated failure is logged without a traceback.
         self._last_failure = ""
-
         self.has_failed = False
         """Whether the run that it worked for has failed."""
 
@@ -161,7 +158,6 @@ class Runner:
 
         # Distinguishes this run's counts from those of other runs with the same client.
         self._process = uuid4().hex
-
         self._counts = dict.fromkeys(RunStatistics.__slots__, 0)
 
     def statistics(self) -> RunStatistics:

@@ -233,7 +233,6 @@ class ClaimedEpisode(Episode):
 
     client: TinkerScriptClient = field(repr=False, compare=False)
     heartbeat: bool = field(default=True, repr=False, compare=False)
-
     _block: ExitStack = field(default_factory=ExitStack, init=False, repr=False, compare=False)
 
     def __enter__(self) -> ClaimedEpisode:

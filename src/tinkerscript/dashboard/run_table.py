@@ -57,9 +57,7 @@ class WorkersNow:
     """The number of claimed episodes of the busiest clients."""
 
     clients: int
-
     claimed: int
-
     waiting: int
     """The number of episodes without a claim."""
 
@@ -143,7 +141,6 @@ class RunTable:
         self.began = began
         self.steps = 0
         self.page = ""
-
         self.waits: list[tuple[str, float]] = []
         """Pending waits with their start times; the last is the innermost."""
 
@@ -157,7 +154,6 @@ class RunTable:
         self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS)
         # A column that has had a value stays, so that the table does not jump.
         self._titles: set[str] = set()
-
         self._rewards: list[float] = []
         self._role_rewards: dict[str, list[float]] = {}
         self._scores: list[tuple[str, float]] = []

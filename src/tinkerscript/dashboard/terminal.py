@@ -209,7 +209,6 @@ class TableReporter(ProgressReporter, Phase):
         self._clock = clock
         self._table = RunTable(clock())
         self._lock = threading.Lock()
-
         self._live = Live(console=console, get_renderable=self._frame, refresh_per_second=2, transient=True)
 
     @contextmanager

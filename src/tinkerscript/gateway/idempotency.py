@@ -40,7 +40,6 @@ _DIGEST_BYTES = 16
 
 class RequestFingerprint(msgspec.Struct, frozen=True):
     key: str
-
     is_retry: bool
     digest: str
 
@@ -65,12 +64,10 @@ class IdempotencyCache:
     def __init__(self, calls: Iterable[Call] = ()) -> None:
         """Restore the keys of `calls`, recorded before a restart, oldest first."""
         self._in_flight: dict[str, Attempt] = {}
-
         self._keyless: list[Attempt] = []
 
         # The request's digest and the id of the first choice's call, by idempotency key.
         self._recorded: OrderedDict[str, tuple[str, str]] = OrderedDict()
-
         self._undelivered: OrderedDict[str, str] = OrderedDict()
 
         for call in calls:

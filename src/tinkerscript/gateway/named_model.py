@@ -57,7 +57,6 @@ class ClaimState:
     session: Session
     cache: IdempotencyCache
     in_flight: int = 0
-
     failed: int = 0
     """The number of calls that were refused or failed in the engine."""
 

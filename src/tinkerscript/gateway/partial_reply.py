@@ -46,7 +46,6 @@ class PartialReply:
         calls = self._format.calls if tool_calls and not plain else None
         self._call_openers = calls.openers if calls else ()
         self._bare = calls.bare if calls else ""
-
         self._stop_ids = frozenset(stop_ids)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._state = _State.START
@@ -144,7 +143,6 @@ class _StablePrefix:
 
         # Leading white space is dropped until text was returned.
         self._leading = strip
-
         self._ended = False
 
     def feed(self, text: str) -> str:

@@ -154,7 +154,6 @@ class ChatRenderer:
         """The ids of markers for grammars, or None if unknown."""
 
         self.max_context = context_of(folder)
-
         self.stop_token_ids: list[int] = (
             list(self._renderer.get_stop_token_ids()) if self._renderer else self._by_template.stop_ids
         )

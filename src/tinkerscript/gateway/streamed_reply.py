@@ -31,14 +31,10 @@ class _StreamedChoice:
         """`message` turns ids into text, and is None if text is reported directly."""
         self._hidden = hidden
         self._content = list[str]()
-
         self._reasoning = list[str]()
-
         self._message = message
         self._ids = bytearray()
-
         self._pending = {name: bytearray() for name in _FIELDS}
-
         self._texts: list[tuple[str, str]] = []
 
     @property

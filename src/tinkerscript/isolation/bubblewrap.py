@@ -262,7 +262,6 @@ class Bubblewrap:
         self._process: asyncio.subprocess.Process | None = None
         # A pidfd of the sandbox's first process. All others end with it.
         self._init = -1
-
         self._init_pid = 0
         # A descriptor of the user namespace that owns the others. This user may enter them from there.
         self._owner = -1

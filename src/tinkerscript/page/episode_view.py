@@ -178,7 +178,6 @@ def episode_view(run: str, ledger: LedgerReader, uuid: str) -> EpisodeView:
 
 class EpisodeSequence(NamedTuple):
     role: str
-
     number: int
     """The number among the role's sequences, from 0."""
 

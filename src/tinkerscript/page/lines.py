@@ -328,7 +328,6 @@ class SearchPage(BaseModel):
 @dataclass(frozen=True, slots=True)
 class Query:
     words: list[str]
-
     conditions: list[tuple[str, str, str]]
 
 

@@ -135,7 +135,6 @@ class RunServer:
         self._folder = folder
         self._headers = {"authorization": f"Bearer {admin_token or 'none'}"}
         self._clients: dict[str, httpx.AsyncClient] = {}
-
         self._asking = asyncio.Lock()
         self._fleet: tuple[float, dict[str, Any]] = (-FRESH_S, {})
 

@@ -211,7 +211,6 @@ class Workers:
         self._secrets = worker_secrets(os.environ)
         self._running: dict[int, Child] = {}
         self._names: dict[int, list[str]] = {number: [] for number in range(len(planned))}
-
         self._needed_at = clock()
 
     @property

@@ -47,7 +47,6 @@ class Started(ABC):
     """A process that was started by a launcher."""
 
     host: str
-
     port: int
     """The value of `Slot.PORT`, which was free when the process started."""
 

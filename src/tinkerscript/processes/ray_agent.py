@@ -129,7 +129,6 @@ class Agent:
 
         # Orders that have waited for long and are not reported yet.
         self._late: list[dict[str, Any]] = []
-
         self._tasks: set[asyncio.Task[None]] = set()
         self._actor_class: Any = ray.remote(HostedProcess)
 

@@ -230,9 +230,7 @@ class WireOptions:
     """The address of the server and the model that it serves."""
 
     folder: Path
-
     state_dir: Path
-
     name: str
     """The model's name for clients."""
 

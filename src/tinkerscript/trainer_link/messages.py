@@ -54,7 +54,6 @@ class Hello(Tagged, frozen=True):
     """The policy versions that the lag rule lets train in the current batch, or None without such a rule."""
 
     client_samples: bool = True
-
     batch: BatchProgress | None = None
     """The batch that is being filled, or None."""
 
@@ -298,7 +297,6 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
     """The calls of every role in the order of their recording."""
 
     role_rewards: dict[str, float] = {}
-
     metadata: dict[str, object] = {}
     log_metrics: dict[str, float] = {}
     is_success: bool | None = None

@@ -76,7 +76,6 @@ class ServerLink:
         self.server_id = server_id
         self.epoch = epoch
         self.connected = False
-
         self._times = times or LinkTimes()
         self._count_drop = count_drop
         self._context = zmq.asyncio.Context()

@@ -91,7 +91,6 @@ FETCHED_AT_ONCE = 16
 @dataclass(slots=True, eq=False)
 class _Registration:
     missing: dict[str, NewEpisode]
-
     confirmed: asyncio.Future[None]
 
 
@@ -152,20 +151,15 @@ class TrainerLink:
         self._inbox: list[Outcome] = []
         # The end number of the last outcome that was taken from the inbox.
         self._taken = 0
-
         self._commits: dict[int, Commit] = {}
-
         self._commit_numbers = itertools.count(1)
         self._committed = 0
-
         self._registering: dict[str, _Registration] = {}
         self._cancelling: dict[str, str] = {}
         self._asking: dict[int, tuple[Request, asyncio.Future[Answer]]] = {}
-
         self._request_ids = itertools.count(1)
         self._server_id = ""
         self._epoch = 0
-
         self._welcomed = -1
         self._news = asyncio.Event()
         self._failure: LinkError | None = None

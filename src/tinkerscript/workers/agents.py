@@ -131,9 +131,7 @@ def _tests_of(sample: Sample) -> list[str]:
 class AgentRun:
     answer: str
     output: str
-
     complaints: str
-
     exit_code: int | None
     """The exit code, or None after the time limit."""
 
@@ -237,7 +235,6 @@ class AgentJob:
 @dataclass(frozen=True)
 class CodingAgent:
     program: str
-
     arguments: Callable[[AgentJob], list[str]]
     """The command line after the program's name."""
 

@@ -55,7 +55,6 @@ class ChatAttempt(Generic[Reply]):
     """The body of a refusal, or the reason of a failed connection."""
 
     reply: Reply | None
-
     retry_after: float | None
 
 

@@ -51,7 +51,6 @@ class InspectTask(Task):
         self.task_id = self.info.task_id
         self.temperature = self.info.task.config.temperature
         self.options = RunnerOptions()
-
         self._by_id = {str(sample.id): sample for sample in self.info.samples}
         self._eval: _SharedEval | None = None
 

@@ -125,12 +125,10 @@ class AgentRelay:
         self._model = model
         self._models: dict[str, Any] = {}
         self.answered = 0
-
         self.refusals: Counter[str] = Counter()
         """The number of refused requests by `STATUS METHOD PATH`."""
 
         self.last_refusal = ""
-
         self.refused = False
         """Whether the gateway does not support the last model call."""
 

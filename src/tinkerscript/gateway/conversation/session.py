@@ -313,7 +313,6 @@ class _Place:
         self.path = path
         self.tools = tools
         self.node = node
-
         self.new_messages = path.messages
         if node:
             repeated, rest = path.messages[path.history_length - 1], path.messages[path.history_length :]

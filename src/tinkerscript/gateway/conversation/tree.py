@@ -162,7 +162,6 @@ class Node:
         self.tools = turn.tools
         self.tools_key = turn.parent.tools_key if turn.parent else tools_key(turn.tools)
         self.reply_index = turn.reply_index
-
         before = turn.parent.reply if turn.parent else None
         self.keys = [*(turn.keys or message_keys(turn.new_messages, before)), reply_key(reply)]
         """The keys of the messages with the reply. They are kept because computing them reads long tool
@@ -179,7 +178,6 @@ class Node:
         """The trie state after the reply; `MessageIndex` sets it."""
 
         self.extended = False
-
         self.pending = 0
 
     def stream(self) -> bytes:
@@ -371,7 +369,6 @@ class PromptIndex:
         self._unindexed: list[Node] = []
         # Calls by a stream's length in bytes and its last `_TAIL` bytes.
         self._by_end: dict[int, dict[bytes, list[Node]]] = {}
-
         self._prompts: set[int] = set()
 
     def add(self, node: Node) -> None:

@@ -132,7 +132,6 @@ class MessageEvents(EventStream):
         self._call = call
         self._header = header
         self._blocks = 0
-
         self._open: _Kind | None = None
 
     def start(self) -> bytes:

@@ -63,7 +63,6 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     """Whether tool calls are parsed or stay text."""
 
     template_kwargs: dict[str, Any] = {}
-
     prompts: list[bytes] = []
     """Prompts as ids (int32) instead of messages. Each gets `n` plain-text completions."""
 
@@ -95,16 +94,13 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     """The tools of which the reply must call one. If empty, the model decides."""
 
     parallel_tool_calls: bool = True
-
     json_schema: dict[str, Any] | None = None
     """The JSON schema of the reply, where `{"type": "object"}` is any object. The reply may also be a tool
     call."""
 
     return_token_ids: bool = False
     stream: bool = False
-
     stream_usage: bool = False
-
     ignored: list[str] = []
     """The fields that agent mode dropped (`AGENT_FIELDS`)."""
 
@@ -165,7 +161,6 @@ class MessageDelta(SampledTokens, frozen=True, kw_only=True):
     """New text and tokens of one choice. They are not aligned, because text may be held back."""
 
     index: int
-
     content: str = ""
     """Text that can no longer change. The deltas add up to the message's content."""
 

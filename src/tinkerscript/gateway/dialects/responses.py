@@ -146,16 +146,13 @@ class ResponseEvents(EventStream):
         self._header = header
         self._pending = self._write.pending(header)
         self._sent = 0
-
         self._opening = b"".join(self._lifecycle(kind, self._pending) for kind in ("created", "in_progress"))
 
         self._items = 0
 
         # The item that deltas extend, without its text.
         self._open: Item | None = None
-
         self._text: list[str] = []
-
         self._logprobs: list[dict[str, Any]] = []
 
     def start(self) -> bytes:

@@ -193,7 +193,6 @@ class _Conversation:
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
         self._reply: ChatMessage | None = None
-
         self._last: str = ""
 
     def add(self, item: dict[str, Any], where: str) -> None:
@@ -302,7 +301,6 @@ class ResponsesCall(ModelCall, frozen=True, kw_only=True):
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {**ModelCall.FIELD_NAMES, "json_schema": "text.format"}
 
     echo: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
-
     namespaces: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict[str, tuple[str, str]])
     """Namespace and name of tools in namespaces, by the model's name."""
 

@@ -87,14 +87,11 @@ class Cut:
 
 class ServerDescription(msgspec.Struct, frozen=True, kw_only=True):
     models: list[str]
-
     max_context: int
     """The maximum length of prompt and reply together, in tokens."""
 
     adapters: list[str] = []
-
     version: str = "unknown"
-
     weight_version: str | None = None
     """The server's name for its weights, or None."""
 
