@@ -263,6 +263,9 @@ SHAPES: dict[str, Driver] = {
     "workflow_output": Driver("end", "metadata", _sized_output),
     "metadata nested": Driver("end", "metadata", _output("metadata", lambda n: {"a": nested(n - 1)})),
     f"{SECTION}.max_reward": Driver("end", "reward", _output("reward", float)),
+    "call_rewards": Driver(
+        "end", "calls", _output("call_rewards", lambda n: {f"c{i}": 0 for i in range(n)}), is_heavy=True
+    ),
     "log_metrics": Driver("end", "metrics", _output("log_metrics", lambda n: {f"m{i}": 1 for i in range(n)})),
     "log_metrics nested": Driver("end", "metrics", _output("log_metrics", _nested_metric)),
     "log_metrics name": Driver("end", "metrics", _output("log_metrics", lambda n: {"m" * n: 1})),

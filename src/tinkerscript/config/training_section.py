@@ -58,6 +58,25 @@ class DistillationConfig(Section):
         return bool(self.teacher) and not self.reward_coef
 
 
+class CreditConfig(Section):
+    level: Literal["episode", "turn", "state"] = "turn"
+    """What the return of a model call is compared with, where a program rewards single calls
+    (docs/rewards.md). `episode`: nothing, all tokens have the episode's advantage. `turn`: the returns of
+    the group's episodes at the same turn. `state`: those of the group's calls that were shown the same,
+    beside the episode's advantage (GiGPO)."""
+
+    discount: float = Field(default=1.0, gt=0, le=1)
+    """What a reward counts for the call before the one that earned it, and again for each earlier one."""
+
+    @model_validator(mode="after")
+    def _discounts_calls(self) -> CreditConfig:
+        if self.level == "episode" and self.discount != 1:
+            raise ValueError(
+                f"discount: {self.discount:g} discounts what later calls earn: set level to turn or state"
+            )
+        return self
+
+
 class TrainingConfig(Section):
     steps: int = Field(default=100, ge=0)
     """Training steps. Each trains on one batch of groups and publishes one policy version."""
@@ -132,6 +151,9 @@ class TrainingConfig(Section):
 
     advantage_scale: Literal["none", "group_deviation"] = "none"
     """What the difference is divided by: nothing, or the standard deviation of the group's rewards."""
+
+    credit: CreditConfig = Field(default_factory=CreditConfig)
+    """How the rewards of single model calls train them (docs/rewards.md)."""
 
     kl_penalty_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the start policy, subtracted from the reward of each token. 0:

@@ -17,7 +17,7 @@ from tinkerscript.protocol import POLICY, TRAINER_POOL, EngineStatus, EpisodeTyp
 from tinkerscript.rollouts.call import Call, calls_of, full_prompts
 from tinkerscript.sampler import Progress, SampleRequest, SampleResult
 
-LINK_VERSION = 15
+LINK_VERSION = 16
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -316,6 +316,9 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
     role_rewards: dict[str, float] = {}
     """What counts for a policy in place of `reward`, by the name of its role."""
 
+    call_rewards: dict[str, float] = {}
+    """Call id -> the part of `reward` that this call of the policy earned."""
+
     metadata: dict[str, object] = {}
     log_metrics: dict[str, float] = {}
     is_success: bool | None = None
@@ -438,7 +441,8 @@ def usable(outcome: Outcome) -> Outcome:
         return outcome
     kind = QUARANTINED
     try:
-        for name, reward in {"reward": outcome.reward, **outcome.role_rewards}.items():
+        rewards = {"reward": outcome.reward, **outcome.role_rewards, **outcome.call_rewards}
+        for name, reward in rewards.items():
             bounded(name, reward)
         kind = UNREADABLE
         for role in {call.role for call in outcome.all_calls}:

@@ -75,6 +75,9 @@ class EpisodeModel:
     """Request fields that are set for every call, such as `temperature`. Empty under a run: the server
     decides."""
 
+    reply_ids: list[str] = field(default_factory=list[str], repr=False, compare=False)
+    """The ids of the replies so far, by which `WorkflowOutput.call_rewards` rewards single calls."""
+
     claim: Episode | None = None
     """The claim that is worked on, with its lease and limits. None in `tinkerscript eval`."""
 
@@ -83,7 +86,7 @@ class EpisodeModel:
 
         The server refuses a role that the run does not have.
         """
-        return replace(self, name=name)
+        return replace(self, name=name, reply_ids=[])
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -102,6 +105,7 @@ class EpisodeModel:
         """
         body = {"model": self.name, "messages": list(messages), **self.sampling, **fields}
         completion = await self.endpoint.complete(self.base_url, self.api_key, body)
+        self.reply_ids.append(completion["id"])
         return completion["choices"][0]["message"]
 
     async def ask(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
@@ -182,8 +186,9 @@ def named_scores(
     metrics: Mapping[str, float] | None = None,
     answer: str = "",
     metadata: Mapping[str, JsonValue] | None = None,
+    call_rewards: Mapping[str, float] | None = None,
 ) -> WorkflowOutput:
-    """A rollout's result with its scores by name.
+    """A rollout's result with its scores by name. `call_rewards`: what single calls earned beside `reward`.
 
     The scores are shown with the episode, and averaged as `score/<name>`; `metrics` are averaged under their
     own names. `answer`: what was scored, for people.
@@ -195,7 +200,12 @@ def named_scores(
         **(metadata or {}),
     }
     averaged = {f"score/{name}": float(value) for name, value in scores.items()}
-    return WorkflowOutput(reward=float(reward), metadata=shown, log_metrics={**averaged, **(metrics or {})})
+    return WorkflowOutput(
+        reward=float(reward),
+        call_rewards=dict(call_rewards or {}),
+        metadata=shown,
+        log_metrics={**averaged, **(metrics or {})},
+    )
 
 
 TASK_KINDS: Mapping[str, str] = {
