@@ -76,21 +76,25 @@ class Group:
     def accepted(self) -> list[EpisodeAccepted]:
         return [outcome for outcome in self.outcomes.values() if isinstance(outcome, EpisodeAccepted)]
 
-    @property
-    def differs(self) -> bool:
-        """Whether the group carries a gradient: its accepted episodes' rewards differ."""
-        return len({outcome.reward_of("") for outcome in self.accepted}) > 1
+    def differs(self, *, by_call: bool) -> bool:
+        """Whether the group carries a gradient: its accepted episodes' rewards differ, or with `by_call`
+        those of their calls."""
+        return len({(each.reward_of(""), *(each.earned if by_call else ())) for each in self.accepted}) > 1
 
 
 class Batch:
     """Groups in the order in which they started: of a step, of an evaluation, or of none yet."""
 
-    def __init__(self, label: str, *, rule: BatchRule = "groups", needed: int = 0) -> None:
-        """`rule`: which complete groups count; `needed`: how many of them a step needs, 0: all."""
+    def __init__(
+        self, label: str, *, rule: BatchRule = "groups", needed: int = 0, by_call: bool = True
+    ) -> None:
+        """`rule`: which complete groups count; `needed`: how many of them a step needs, 0: all; `by_call`:
+        whether rewards of single calls train."""
         self.label = label
         self.groups: dict[str, Group] = {}
         self._rule: BatchRule = rule
         self._needed = needed
+        self._by_call = by_call
 
     def plan(self, episode: PlannedEpisode, *, started: int = 0) -> Group:
         """Also wait for this episode; returns its group."""
@@ -108,7 +112,7 @@ class Batch:
 
     def take(self, groups: Iterable[Group]) -> Batch:
         """These groups leave for a batch of their own."""
-        taken = Batch(self.label, rule=self._rule, needed=self._needed)
+        taken = Batch(self.label, rule=self._rule, needed=self._needed, by_call=self._by_call)
         taken.groups = {group.group_id: self.groups.pop(group.group_id) for group in list(groups)}
         return taken
 
@@ -143,7 +147,7 @@ class Batch:
 
     def counts(self, group: Group) -> bool:
         """Whether the rule counts a complete group."""
-        return self._rule == "groups" or group.differs
+        return self._rule == "groups" or group.differs(by_call=self._by_call)
 
     @property
     def is_over(self) -> bool:

@@ -266,4 +266,9 @@ class GroupStream:
         return [each for each in behind[:too_many] if not each.is_complete]
 
     def _batch(self, label: str) -> Batch:
-        return Batch(label, rule=self.config.batch_rule, needed=self.config.groups_per_step)
+        return Batch(
+            label,
+            rule=self.config.batch_rule,
+            needed=self.config.groups_per_step,
+            by_call=self.config.credit.level != "episode",
+        )

@@ -333,6 +333,14 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
         return calls_of(self.all_calls)
 
     @property
+    def earned(self) -> tuple[float, ...]:
+        """What each call of the policy earned, up to the last one that earned anything by itself."""
+        own = [self.call_rewards.get(call.call_id, 0.0) for call in self.calls] if self.call_rewards else []
+        while own and not own[-1]:
+            own.pop()
+        return tuple(own)
+
+    @property
     def policy_versions(self) -> set[int]:
         """Of all weights of this run that sampled any of it: the policy's, and those of roles that train."""
         return {version for call in self.all_calls if not call.is_foreign for version in call.policy_versions}
