@@ -20,7 +20,9 @@ from tinkerscript.config.run_section import (
 from tinkerscript.config.section import Section
 from tinkerscript.config.server_section import DEFAULT_PORT, ClientConfig, InterchangeConfig, Port
 from tinkerscript.config.training_section import (
+    CreditConfig,
     DistillationConfig,
+    JudgeConfig,
     RolloutCorrectionConfig,
     SamplingConfig,
     SftConfig,
@@ -32,11 +34,13 @@ __all__ = [
     "RUNS",
     "ClientConfig",
     "ClusterConfig",
+    "CreditConfig",
     "DistillationConfig",
     "EngineConfig",
     "EvaluationConfig",
     "InferenceConfig",
     "InterchangeConfig",
+    "JudgeConfig",
     "LaunchConfig",
     "LoraConfig",
     "MetricsConfig",

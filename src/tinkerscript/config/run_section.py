@@ -238,6 +238,18 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _judge_is_a_role(self) -> RunConfig:
+        name = self.training.judge.role
+        role = self.episode_roles.get(name)
+        if name and (role is None or role.kind == "trained"):
+            others = [each for each, of in self.episode_roles.items() if of.kind != "trained"]
+            raise ValueError(
+                f"training.judge.role: {name!r} is not one of the roles of kind: outside or frozen that "
+                f"episodes may call, which are {', '.join(others) or 'none'}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _samples_can_train(self) -> RunConfig:
         temperature = self.sampling.temperature
         if self.method != "grpo" or not self.training.steps or temperature == 1:

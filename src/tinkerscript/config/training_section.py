@@ -77,6 +77,32 @@ class CreditConfig(Section):
         return self
 
 
+class JudgeConfig(Section):
+    function: str = ""
+    """Function that sees all episodes of a complete group and gives each its reward, as `module:name` or
+    `file.py:name` (docs/rewards.md). Empty: none."""
+
+    role: str = ""
+    """Role (`roles`, of `kind: outside` or `frozen`) that ranks the episodes of a group, in place of a
+    function: no labels are needed. Empty: none."""
+
+    rubric: str = ""
+    """What counts, for the role."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether groups are judged."""
+        return bool(self.function or self.role)
+
+    @model_validator(mode="after")
+    def _one_judge(self) -> JudgeConfig:
+        if self.function and self.role:
+            raise ValueError(f"role: {self.role!r} and function: {self.function!r} both judge; give one")
+        if self.rubric and not self.role:
+            raise ValueError("rubric is what a role is told: give role")
+        return self
+
+
 class TrainingConfig(Section):
     steps: int = Field(default=100, ge=0)
     """Training steps. Each trains on one batch of groups and publishes one policy version."""
@@ -155,6 +181,9 @@ class TrainingConfig(Section):
     credit: CreditConfig = Field(default_factory=CreditConfig)
     """How the rewards of single model calls train them (docs/rewards.md)."""
 
+    judge: JudgeConfig = Field(default_factory=JudgeConfig)
+    """Rewards by whoever sees all episodes of a group at once (docs/rewards.md)."""
+
     kl_penalty_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the start policy, subtracted from the reward of each token. 0:
     none."""
@@ -215,6 +244,11 @@ class TrainingConfig(Section):
             raise ValueError(
                 "group_size: 1 compares an episode with none: set 2 or more, or train on a teacher alone "
                 "(distillation.teacher, and distillation.reward_coef: 0)"
+            )
+        if self.distillation.is_pure and self.judge.is_on:
+            raise ValueError(
+                "judge: under distillation without the task's reward no verdict counts; leave it out, or set "
+                "distillation.reward_coef"
             )
         if self.distillation.is_pure and self.batch_rule == "differing_groups":
             raise ValueError(

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Union, get_args, get_origin
 
 import msgspec
 
-LEDGER_VERSION = 2
+LEDGER_VERSION = 3
 
 STANDS = 0
 """In a column `undone`: no resumption undid the row."""
@@ -333,6 +333,25 @@ class TrainedRow(Row, frozen=True, kw_only=True):
     undone: int = STANDS
 
 
+class VerdictRow(Row, frozen=True, kw_only=True):
+    """What the judge of its group said about an episode. It stands also if its step is undone."""
+
+    TABLE = "verdicts"
+    KEY = ("episode",)
+    CONSTRAINTS = OF_EPISODE
+
+    episode: int
+    """`EpisodeRow.sequence`."""
+
+    reward: float | None
+    """What it trains on in place of its own reward; NULL: the judge failed, and the group did not train."""
+
+    words: str = ""
+    """The judge's, or why it failed."""
+
+    time: float
+
+
 class TokensRow(Row, frozen=True, kw_only=True):
     """What a step computed for each sampled token of an episode."""
 
@@ -469,6 +488,7 @@ TrainerRow = (
     PublicationRow
     | StepRow
     | TrainedRow
+    | VerdictRow
     | TokensRow
     | CheckpointRow
     | EvaluationRow
@@ -491,6 +511,7 @@ TABLES: tuple[type[Row], ...] = (
     PublicationRow,
     StepRow,
     TrainedRow,
+    VerdictRow,
     TokensRow,
     CheckpointRow,
     EvaluationRow,

@@ -256,6 +256,7 @@ class StoredResult(msgspec.Struct):
     """What the page shows of a `protocol.WorkflowOutput`."""
 
     role_rewards: dict[str, float] = {}
+    call_rewards: dict[str, float] = {}
     metadata: dict[str, Any] = {}
     log_metrics: dict[str, float] = {}
 

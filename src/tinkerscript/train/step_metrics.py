@@ -30,7 +30,7 @@ from tinkerscript.config import RunConfig, import_name
 from tinkerscript.errors import ConfigError
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import Call
-from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
+from tinkerscript.trainer_link.messages import JUDGE_FAILED, EpisodeAccepted, EpisodeFailed, Outcome
 
 if TYPE_CHECKING:  # It leads to torch and Inspect, and `train` checks what it can before they are loaded.
     from tinkerscript.train.collector import Batch
@@ -116,6 +116,13 @@ def spread(rewards: Sequence[float]) -> dict[str, float]:
         "reward/lowest": min(rewards),
         "reward/highest": max(rewards),
     }
+
+
+def judge(facts: StepFacts) -> dict[str, float]:
+    """Groups of the step that their judge failed to judge, if there are any."""
+    failed = [each for each in facts.outcomes if isinstance(each, EpisodeFailed)]
+    groups = {each.group_id for each in failed if each.failures and each.failures[-1]["kind"] == JUDGE_FAILED}
+    return {"judge/failed_groups": float(len(groups))} if groups else {}
 
 
 def lengths(facts: StepFacts) -> dict[str, float]:
@@ -264,7 +271,7 @@ def role_metrics(
     return {f"role/{role}/{name}": value for name, value in found.items()}
 
 
-STEP_METRICS: list[StepMetric] = [reward, lengths, episodes, groups, policy, timing, system, reported]
+STEP_METRICS: list[StepMetric] = [reward, judge, lengths, episodes, groups, policy, timing, system, reported]
 
 
 def step_metrics(facts: StepFacts) -> dict[str, float]:

@@ -345,6 +345,23 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
         """Of all weights of this run that sampled any of it: the policy's, and those of roles that train."""
         return {version for call in self.all_calls if not call.is_foreign for version in call.policy_versions}
 
+    def judged(self, reward: float) -> EpisodeAccepted:
+        """The same with the reward that the judge of its group gave, in place of those of its program."""
+        others = {role: own for role, own in self.role_rewards.items() if role != POLICY}
+        return msgspec.structs.replace(self, reward=reward, role_rewards=others, call_rewards={})
+
+    def failed(self, kind: str, message: str) -> EpisodeFailed:
+        """The failure that training sees in its place; the ledger keeps the result."""
+        failure: dict[str, object] = {
+            "kind": kind,
+            "message": message,
+            "attempt": self.attempt,
+            "client_uuid": self.client_uuid,
+        }
+        fields = (name for name in EpisodeFailed.__struct_fields__ if name != "failures")
+        shared = {name: getattr(self, name) for name in fields}
+        return EpisodeFailed(failures=[*self.retries, failure], **shared)
+
     def reward_of(self, role: str) -> float:
         """The reward of a policy of the run; an empty `role` is the run's own.
 
@@ -435,6 +452,9 @@ ToTrainer = (
 QUARANTINED = "reward_out_of_bounds"
 """Failure kind of a recorded result whose reward would end the run (`errors.MAX_REWARD`)."""
 
+JUDGE_FAILED = "judge_failed"
+"""Failure kind of a recorded result whose group could not be judged."""
+
 UNREADABLE = "calls_unreadable"
 """Failure kind of a recorded result whose calls are not one after another, and cannot be merged."""
 
@@ -456,15 +476,7 @@ def usable(outcome: Outcome) -> Outcome:
         for role in {call.role for call in outcome.all_calls}:
             full_prompts(calls_of(outcome.all_calls, role))
     except ValueError as error:
-        failure: dict[str, object] = {
-            "kind": kind,
-            "message": str(error),
-            "attempt": outcome.attempt,
-            "client_uuid": outcome.client_uuid,
-        }
-        fields = (name for name in EpisodeFailed.__struct_fields__ if name != "failures")
-        shared = {name: getattr(outcome, name) for name in fields}
-        return EpisodeFailed(failures=[*outcome.retries, failure], **shared)
+        return outcome.failed(kind, str(error))
     return outcome
 
 
