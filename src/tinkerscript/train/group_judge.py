@@ -191,7 +191,7 @@ class RoleAsker:
             role=role,
         )
         (sequence,) = (await self._policy.sample(request)).sequences
-        return chat.parse(unpack_ids(sequence.sampled).tolist(), ParseOptions())["content"] or ""
+        return chat.parse(unpack_ids(sequence.sampled).tolist(), ParseOptions(tool_calls=False))["content"] or ""
 
 
 # A role that ranks
