@@ -105,7 +105,7 @@ class EpisodeModel:
         """
         body = {"model": self.name, "messages": list(messages), **self.sampling, **fields}
         completion = await self.endpoint.complete(self.base_url, self.api_key, body)
-        self.reply_ids.append(completion["id"])
+        self.reply_ids.append(str(completion.get("id", "")))
         return completion["choices"][0]["message"]
 
     async def ask(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
