@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from distillation import area, train
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "six_sums.yaml"

@@ -1,4 +1,4 @@
-"""Programs reward single model calls: the async client, the blocking one, and a plain function of a Runner."""
+"""Programs reward single model calls: the async client, the blocking one, a plain function of a Runner."""
 
 from __future__ import annotations
 

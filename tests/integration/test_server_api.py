@@ -71,7 +71,10 @@ async def test_a_result_rewards_single_calls_of_its_claim(setup: Setup) -> None:
     end: dict[str, Any] = {"client_uuid": "c", "episode_uuid": "e", "attempt": 1}
     for unknown in (foreign, "chatcmpl-none"):
         refused = await setup.post("/end_episode", 422, **end, workflow_output={"call_rewards": {unknown: 1}})
-        assert f"{unknown.removeprefix('chatcmpl-')!r} is no model call of this claim" in refused["failure_reason"]
+        assert (
+            f"{unknown.removeprefix('chatcmpl-')!r} is no model call of this claim"
+            in refused["failure_reason"]
+        )
         assert replies[-1].removeprefix("chatcmpl-") in refused["failure_reason"], "it names some that are"
     output = {"reward": 1.0, "call_rewards": {replies[0]: 0.25, replies[1]: -0.5}}
     for _ in range(2):

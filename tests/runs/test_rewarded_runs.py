@@ -32,7 +32,9 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_turns_after_the_one_that_earned_have_no_advantage(tmp_path: Path, level: str) -> None:
     """From the program's reward of its second call to the advantages of the loss."""
     training = {"steps": 1, "groups_per_step": 4, "group_size": 4, "credit": {"level": level}}
-    config = short_run(tmp_path / "run", task={"name": SIX_SUMS, "train_args": {"size": 50}}, training=training)
+    config = short_run(
+        tmp_path / "run", task={"name": SIX_SUMS, "train_args": {"size": 50}}, training=training
+    )
     await run_training(config, QuietReporter())
     ledger, trained = LedgerReader(tmp_path / "run"), 0
     for (uuid,) in ask(tmp_path / "run", "SELECT uuid FROM episodes"):
@@ -108,7 +110,9 @@ async def test_an_outside_role_ranks_groups_without_labels(tmp_path: Path) -> No
         roles = {"judge": {"kind": "outside", "base_url": server.url, "model": "ranker"}}
         training: dict[str, Any] = {"steps": 1, "groups_per_step": 2, "group_size": 3}
         config = short_run(
-            tmp_path / "run", roles=roles, training=training | {"judge": {"role": "judge", "rubric": "Be brief."}}
+            tmp_path / "run",
+            roles=roles,
+            training=training | {"judge": {"role": "judge", "rubric": "Be brief."}},
         )
         await run_training(config, QuietReporter())
     assert len(server.asked) == 2
@@ -126,7 +130,9 @@ async def test_a_frozen_role_that_cannot_judge_ends_the_run_with_its_words(tmp_p
     """The tiny model, asked as a judge, writes no scores; its groups fail and nothing trains on a 0."""
     training: dict[str, Any] = {"steps": 1, "groups_per_step": 2, "group_size": 2, "judge": {"role": "judge"}}
     config = short_run(tmp_path / "run", roles={"judge": {"kind": "frozen"}}, training=training)
-    with pytest.raises(NoSuccessError, match="judge_failed: ValueError: the judge's reply has no scores as JSON"):
+    with pytest.raises(
+        NoSuccessError, match="judge_failed: ValueError: the judge's reply has no scores as JSON"
+    ):
         await run_training(config, QuietReporter())
     assert {row.reward for row in rows(tmp_path / "run", VerdictRow)} == {None}
     assert {row.outcome for row in rows(tmp_path / "run", TrainedRow)} == {Use.SET_ASIDE}

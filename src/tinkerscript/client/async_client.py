@@ -224,8 +224,9 @@ class AsyncTinkerScriptClient:
         """Hand in the episode's result; returns once it is stored. Safe to repeat.
 
         `rewards`: of single model calls, by the `id` of the reply, beside those that `Episode.reward` was
-        told. The episode's reward is the sum of all and of `reward`, which may be left out then. Raises ClaimLostError when the result no longer counts, ValueError for a reward that is missing or
-        above 1e6 in magnitude, ServerUnreachableError or RequestRefusedError.
+        told. The episode's reward is the sum of all and of `reward`, which may be left out then. Raises
+        ClaimLostError when the result no longer counts, ValueError for a reward that is missing or above 1e6
+        in magnitude, ServerUnreachableError or RequestRefusedError.
         """
         await self._run(
             self._operations.end_episode(

@@ -187,7 +187,9 @@ class Episode:
         call. For `last`: RequestRefusedError (404) before the first call, and ServerUnreachableError.
         """
         if call == LAST:
-            raise ValueError("reward: this episode has no client that could ask for the last call; give its id")
+            raise ValueError(
+                "reward: this episode has no client that could ask for the last call; give its id"
+            )
         name, earned = call_id_of(call), bounded(f"reward of the call {call!r}", reward)
         self.call_rewards[name] = self.call_rewards.get(name, 0.0) + earned
 

@@ -265,7 +265,9 @@ def _facts(view: EpisodeView) -> list[str]:
         lines.append(f"step {use.step}: {use.outcome.replace('_', ' ')}{advantage}{why}")
     if view.verdict is not None:
         found = "failed" if view.verdict.reward is None else f"gave {view.verdict.reward:g}"
-        lines.append(f"the judge of its group {found}" + (f": {view.verdict.words}" if view.verdict.words else ""))
+        lines.append(
+            f"the judge of its group {found}" + (f": {view.verdict.words}" if view.verdict.words else "")
+        )
     for score in view.scores:
         answer = f", answer {score.answer}" if score.answer else ""
         why = f"; {score.explanation}" if score.explanation else ""

@@ -21,6 +21,7 @@ from tinkerscript.config.section import Section
 from tinkerscript.config.server_section import DEFAULT_PORT, ClientConfig, InterchangeConfig, Port
 from tinkerscript.config.training_section import (
     CreditConfig,
+    CurriculumConfig,
     DistillationConfig,
     JudgeConfig,
     RolloutCorrectionConfig,
@@ -35,6 +36,7 @@ __all__ = [
     "ClientConfig",
     "ClusterConfig",
     "CreditConfig",
+    "CurriculumConfig",
     "DistillationConfig",
     "EngineConfig",
     "EvaluationConfig",

@@ -238,6 +238,14 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _curriculum_has_samples(self) -> RunConfig:
+        if self.training.curriculum.by != "none" and not self.all_tasks:
+            raise ValueError(
+                "training.curriculum chooses among the samples of a task: set task.name, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _judge_is_a_role(self) -> RunConfig:
         name = self.training.judge.role
         role = self.episode_roles.get(name)

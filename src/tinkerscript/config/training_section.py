@@ -103,6 +103,15 @@ class JudgeConfig(Section):
         return self
 
 
+class CurriculumConfig(Section):
+    by: Literal["none", "pass_rate"] = "none"
+    """`pass_rate`: pass over samples that the run's own episodes nearly always or nearly never pass, and
+    prefer those in between (docs/training.md#a-curriculum). `none`: every sample, once in each pass."""
+
+    pass_reward: float = 1.0
+    """Reward from which an episode passes that does not say whether it succeeded (`is_success`)."""
+
+
 class TrainingConfig(Section):
     steps: int = Field(default=100, ge=0)
     """Training steps. Each trains on one batch of groups and publishes one policy version."""
@@ -116,6 +125,9 @@ class TrainingConfig(Section):
     batch_rule: Literal["groups", "differing_groups"] = "groups"
     """When a batch is complete: after enough complete `groups`, or after enough complete groups whose rewards
     differ (`differing_groups`): the others are replaced, by up to three times `groups_per_step`."""
+
+    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
+    """Which samples are asked."""
 
     extra_groups: int = Field(default=0, ge=0)
     """Groups in flight beyond those that are needed, so that stragglers do not hold a step up. With a

@@ -388,6 +388,9 @@ class CheckpointRow(Row, frozen=True, kw_only=True):
     role_reports: bytes = b"{}"
     """Those of the roles that train, by name."""
 
+    curriculum: bytes = b"{}"
+    """JSON: the pass rate of each sample that has trained; empty without a curriculum."""
+
     undone: int = STANDS
 
 

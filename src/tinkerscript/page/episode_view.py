@@ -271,9 +271,7 @@ def _turns(
         for at, sequence in enumerate(sequences)
         for segment in sequence.rollout.segments
     }
-    return [
-        _turn(call, places.get(call.call_id), rewards.get(call.call_id)) for call in with_messages(calls)
-    ]
+    return [_turn(call, places.get(call.call_id), rewards.get(call.call_id)) for call in with_messages(calls)]
 
 
 def _turn(call: Call, place: tuple[int, int, int] | None, reward: float | None = None) -> CallView:

@@ -5,8 +5,8 @@ A judge is a function of the user's (`training.judge.function`), or a role of th
 GRPO compares within a group anyway).
 
 Invariants: a group trains on the verdicts of all of its episodes or not at all; a judge that fails makes its
-group fail, with the reason, and never a reward of 0. Verdicts are in the ledger before a step uses them, and a
-resumed run takes them from there.
+group fail, with the reason, and never a reward of 0. Verdicts are in the ledger before a step uses them, and
+a resumed run takes them from there.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ def _checked(found: object, number: int) -> list[Verdict]:
     items = list(cast("Sequence[object]", found)) if isinstance(found, Sequence) else None
     if items is None or len(items) != number:
         said = type(found).__name__ if items is None else f"{len(items)} verdicts"
-        raise ValueError(f"a judge returns a list with a verdict for each of the {number} episodes, not {said}")
+        raise ValueError(
+            f"a judge returns a list with a verdict for each of the {number} episodes, not {said}"
+        )
     return [_verdict(item) for item in items]
 
 
@@ -191,7 +193,9 @@ class RoleAsker:
             role=role,
         )
         (sequence,) = (await self._policy.sample(request)).sequences
-        return chat.parse(unpack_ids(sequence.sampled).tolist(), ParseOptions(tool_calls=False))["content"] or ""
+        return (
+            chat.parse(unpack_ids(sequence.sampled).tolist(), ParseOptions(tool_calls=False))["content"] or ""
+        )
 
 
 # A role that ranks
@@ -242,7 +246,9 @@ def _text(messages: Sequence[Message]) -> str:
     lines = list[str]()
     for message in messages:
         content = message.get("content") or ""
-        lines.append(f"[{message.get('role')}] {content if isinstance(content, str) else json.dumps(content)}")
+        lines.append(
+            f"[{message.get('role')}] {content if isinstance(content, str) else json.dumps(content)}"
+        )
         for call in message.get("tool_calls") or ():
             lines.append(f"[calls] {json.dumps(call.get('function', {}), ensure_ascii=False)}")
     return "\n".join(lines)

@@ -80,7 +80,8 @@ class TrainingLoop:
         self._update = PolicyUpdate(parts, learners, self._lags, self.log)
         roles = [each.role for each in learners[1:]]
         self.evaluator = Evaluator(parts, samples, self._collector, policy, roles)
-        self.checkpoints = RunCheckpoints(parts, learners, policy, self.evaluator.best_of)
+        curriculum = samples.curriculum if samples else None
+        self.checkpoints = RunCheckpoints(parts, learners, policy, self.evaluator.best_of, curriculum)
         self._mid_step = False
         """Whether the weights, the ledger or the published version may be between two steps."""
 

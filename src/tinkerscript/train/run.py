@@ -52,6 +52,7 @@ from tinkerscript.sampler import ProgressCallback, SampleFunction, SampleRequest
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends import backend_named
 from tinkerscript.train.backends.backend import FrozenModel, Publisher, TrainerBackend
+from tinkerscript.train.curriculum import Curriculum
 from tinkerscript.train.defaults import resolved
 from tinkerscript.train.episode_source import EpisodeSource
 from tinkerscript.train.frozen_model import open_frozen_role
@@ -122,6 +123,11 @@ async def run_training(
             progress.note(line)
         if samples:
             samples.next_position, samples.again = history.next_position, list(history.again)
+            if config.training.curriculum.by != "none":
+                samples.curriculum = Curriculum(config.training.curriculum, config.seed)
+                if history.checkpoint:
+                    samples.curriculum.restore(history.checkpoint.curriculum)
+                extra = [*extra, samples.curriculum.metrics]
         # What trains and samples.
         await stack.enter_async_context(
             launched_ranks(children.plan, children.launcher, folder.path, progress.note)

@@ -149,6 +149,9 @@ class GroupStream:
             cancelled=len(cancelled),
         )
         self._next = step + 1
+        if self.samples is not None and self.samples.curriculum is not None:
+            for group in complete:
+                self.samples.curriculum.note(group.payload, group.outcomes.values())
         if self.lags.max:
             await self._start()
         return taken

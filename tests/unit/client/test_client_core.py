@@ -254,7 +254,7 @@ def test_a_call_has_a_usable_reward(core: Operations, reward: float) -> None:
     with pytest.raises(ValueError, match="'a'"):
         episode.reward("a", reward)
     assert not episode.call_rewards
-    with pytest.raises(ValueError, match="call_rewards.a"):
+    with pytest.raises(ValueError, match=r"call_rewards\.a"):
         Driven(core.end_episode(episode, 0.0, rewards={"a": reward}))
 
 

@@ -57,9 +57,7 @@ def test_a_turn_is_compared_with_the_same_turn_of_the_others() -> None:
     """The first and second call of one episode earned what the other's did not; their last ones are alike."""
     group = make_group([episode("a", [0.0, 1.0, 0.0]), episode("b", [0.0, 0.0, 0.0])])
     np.testing.assert_allclose(token_advantages(group, Credit()), [0.5, 0.5, 0, -0.5, -0.5, 0], atol=1e-6)
-    np.testing.assert_allclose(
-        token_advantages(group, Credit("episode")), [0.5] * 3 + [-0.5] * 3, atol=1e-6
-    )
+    np.testing.assert_allclose(token_advantages(group, Credit("episode")), [0.5] * 3 + [-0.5] * 3, atol=1e-6)
     np.testing.assert_allclose(
         token_advantages(group, Credit(), LEAVE_ONE_OUT), [1, 1, 0, -1, -1, 0], atol=1e-6
     )
@@ -76,9 +74,13 @@ def test_equal_sums_train_where_single_calls_differ() -> None:
     assert token_advantages(same, Credit()) == [0.0] * 4
 
 
-@pytest.mark.parametrize("rule", [AdvantageRule(), LEAVE_ONE_OUT, AdvantageRule("group_mean", "group_deviation")])
+@pytest.mark.parametrize(
+    "rule", [AdvantageRule(), LEAVE_ONE_OUT, AdvantageRule("group_mean", "group_deviation")]
+)
 def test_without_rewards_of_calls_nothing_changes(rule: AdvantageRule) -> None:
-    group = make_group([make_episode(random_calls(i, turns=3, forks=1), float(i % 3), f"{i}") for i in range(5)])
+    group = make_group(
+        [make_episode(random_calls(i, turns=3, forks=1), float(i % 3), f"{i}") for i in range(5)]
+    )
     for level in ("episode", "turn"):
         ours, theirs = Credit(level).weighted(group, rule), group.weighted(rule)
         for one, other in zip(ours, theirs, strict=True):
@@ -124,9 +126,7 @@ def test_calls_that_were_shown_the_same_are_compared() -> None:
         [whole[1] - 1 / 12, whole[1] - 1 / 2],
         [whole[2] - 1 / 12, whole[2], whole[2] - 1 / 4],
     ]
-    np.testing.assert_allclose(
-        token_advantages(group, credit), list(itertools.chain(*expected)), rtol=1e-6
-    )
+    np.testing.assert_allclose(token_advantages(group, credit), list(itertools.chain(*expected)), rtol=1e-6)
 
 
 def test_what_too_few_reached_has_nothing_to_be_compared_with() -> None:
@@ -140,7 +140,10 @@ def expected_gradient(credit: Credit, rule: AdvantageRule, size: int) -> float:
     1/2 for going on and -1/2 for stopping. A turn that is not the first has no choice."""
     total = 0.0
     for choices in itertools.product([False, True], repeat=size):
-        episodes = [episode(str(i), [1.0] * (1 + goes), calls=conversation(1 + goes)) for i, goes in enumerate(choices)]
+        episodes = [
+            episode(str(i), [1.0] * (1 + goes), calls=conversation(1 + goes))
+            for i, goes in enumerate(choices)
+        ]
         group = make_group(episodes)
         advantages = credit.advantages(group, rule) if credit.level != "episode" else []
         for goes, of_calls in zip(choices, advantages, strict=True):

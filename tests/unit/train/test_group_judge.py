@@ -227,7 +227,9 @@ WORTH = {"a": 0.9, "b": 0.1, "c": 0.5}
 async def verdicts(judge: Judge, rubric: str = "") -> dict[str, float]:
     async with collecting(role(rubric), ask=judge) as (collector, source, _):
         batch = await opened(collector, *WORTH)
-        outcomes = [ended(uuid, f"worth {worth}", sequence=i) for i, (uuid, worth) in enumerate(WORTH.items(), 1)]
+        outcomes = [
+            ended(uuid, f"worth {worth}", sequence=i) for i, (uuid, worth) in enumerate(WORTH.items(), 1)
+        ]
         source.queue.put_nowait(outcomes)
         with suppress(NoSuccessError):
             await collector.until(lambda: batch.is_over, batch)

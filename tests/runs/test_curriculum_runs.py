@@ -1,0 +1,78 @@
+"""Runs that choose their samples: they pass over what teaches nothing, and go on as they would have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from run_ledger import ask
+from short_runs import Cut, CutError, curve, short_run
+from tinkerscript.config import RunConfig
+from tinkerscript.testing import QuietReporter
+from tinkerscript.train.run import run_training
+
+TASK = """
+from tinkerscript.workers import Task
+
+class Mixed(Task):
+    \"\"\"Of ten sums, four are never right and four always are.\"\"\"
+
+    def samples(self, *, held_out):
+        return [{"id": f"{kind}{n}", "input": f"What is {n}+{n + 20}?"} for n in range(10)
+                for kind in [["never", "always", "never", "always", "sum"][n % 5]]]
+
+    async def rollout(self, sample, model):
+        reply = await model.ask([{"role": "user", "content": sample["input"]}], max_tokens=4)
+        even = float(reply[-1:] in set("02468"))
+        return {"never": 0.0, "always": 1.0, "sum": even}[sample["id"].rstrip("0123456789")]
+"""
+
+STEPS, GROUPS = 6, 5
+
+
+def config(folder: Path, tmp_path: Path, by: str = "pass_rate") -> RunConfig:
+    (tmp_path / "mixed.py").write_text(TASK)
+    training = {"steps": STEPS, "groups_per_step": GROUPS, "group_size": 8, "checkpoint_every": 2}
+    more = {"curriculum": {"by": by}, "learning_rate": 1e-4}
+    return short_run(
+        folder, task={"name": f"{tmp_path / 'mixed.py'}:Mixed"}, seed=4, training=training | more
+    )
+
+
+def asked(folder: Path) -> list[tuple[int, int]]:
+    """Step and position of each group that stands."""
+    return ask(
+        folder,
+        "SELECT DISTINCT step, position FROM episodes WHERE undone = 0 AND position >= 0 "
+        "ORDER BY step, position",
+    )
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+async def test_a_cut_run_asks_what_it_would_have_asked(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    await run_training(config(whole, tmp_path), QuietReporter())
+    for number, after in enumerate((3 * GROUPS * 8 - 5, 50)):
+        with pytest.raises(CutError):
+            await run_training(config(cut, tmp_path), Cut(after=after), path=cut if number else None)
+    await run_training(config(cut, tmp_path), QuietReporter(), path=cut)
+    assert asked(cut) == asked(whole)
+
+    kinds = Counter(
+        sample.rstrip("0123456789")
+        for (sample,) in ask(
+            whole,
+            "SELECT json_extract(CAST(s.payload AS TEXT), '$.sample.id') FROM episodes AS e "
+            "JOIN samples AS s ON s.digest = e.sample WHERE e.step > 2 GROUP BY e.group_id",
+        )
+    )
+    assert kinds["sum"] > kinds["never"] + kinds["always"], "two in ten are sums, once all have been asked"
+    last = curve(whole)[-1]
+    assert (last["curriculum/solved"], last["curriculum/hopeless"]) == (4.0, 4.0)
+    assert sum(line["curriculum/passed_over"] for line in curve(whole)) > 20
