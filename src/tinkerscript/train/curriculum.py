@@ -35,7 +35,7 @@ LEAST = 0.25
 """Smallest weight of an open sample. Its weight is 4 p (1 - p), the variance of a pass at the rate p, as a
 share of the largest."""
 
-NEWEST = 0.5
+NEWEST_GROUP = 0.5
 """Weight of a sample's newest group in its rate."""
 
 
@@ -65,7 +65,7 @@ class Curriculum:
         if not passed:
             return
         key, rate = key_of(payload), sum(passed) / len(passed)
-        self.rates[key] = rate + (1 - NEWEST) * (self.rates.get(key, rate) - rate)
+        self.rates[key] = rate + (1 - NEWEST_GROUP) * (self.rates.get(key, rate) - rate)
 
     def state(self) -> bytes:
         """For a checkpoint, as JSON."""

@@ -32,7 +32,7 @@ from tinkerscript.sampler import SampleRequest
 from tinkerscript.train.policy import Policy
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
-AT_ONCE = 16
+JUDGED_AT_ONCE = 16
 """Groups that are judged at a time."""
 
 TIMEOUT_S = 1800.0
@@ -44,7 +44,7 @@ TRIES = 3
 RETRY_S = 1.0
 """Pause before a role that did not answer is asked again; twice as long each time."""
 
-REPLY_TOKENS = 4096
+JUDGE_TOKENS = 4096
 """Most tokens of a role's reply."""
 
 Message = Mapping[str, Any]
@@ -103,7 +103,7 @@ class GroupJudge:
     """Verdicts that the ledger has, by the number of the episode."""
 
     def __post_init__(self) -> None:
-        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._slots = asyncio.Semaphore(JUDGED_AT_ONCE)
 
     async def verdicts(
         self, group_id: str, payload: Mapping[str, Any], accepted: Sequence[EpisodeAccepted]
@@ -179,7 +179,7 @@ class RoleAsker:
     async def __call__(self, role: str, messages: Sequence[Message]) -> str:
         """The reply's text. Raises GatewayError."""
         if server := self._servers.get(role):
-            reply = await server.ask({"messages": [*messages]}, max_tokens=REPLY_TOKENS)
+            reply = await server.ask({"messages": [*messages]}, max_tokens=JUDGE_TOKENS)
             return reply.message["content"] or ""
         if self._renderer is None:
             self._renderer = await asyncio.to_thread(ChatRenderer, self._folder)
@@ -187,7 +187,7 @@ class RoleAsker:
         prompt = chat.render(cast("Any", [dict(each) for each in messages]), [])
         request = SampleRequest(
             prompt=pack_ids(prompt),
-            max_tokens=max(1, min(REPLY_TOKENS, chat.max_context - len(prompt))),
+            max_tokens=max(1, min(JUDGE_TOKENS, chat.max_context - len(prompt))),
             temperature=0.0,
             stop_token_ids=chat.stop_token_ids,
             role=role,

@@ -47,6 +47,9 @@ def _own_error(setting: str, name: str, args: Mapping[str, Any], error: Exceptio
 class TaskSamples:
     """Plans episodes; payloads hold the samples as JSON."""
 
+    curriculum: Curriculum | None = None
+    """Says which positions are asked; None: all are."""
+
     def __init__(self, tasks: Sequence[WeightedTaskConfig], *, seed: int) -> None:
         """Raises ConfigError if no task is given, or for a task that cannot be loaded or has no samples."""
         if not tasks:
@@ -81,9 +84,6 @@ class TaskSamples:
 
         self.again = list[int]()
         """Positions before it that come first: a resumption gave up their groups."""
-
-        self.curriculum: Curriculum | None = None
-        """Says which positions are asked; None: all are."""
 
     def train_groups(self, *, step: int, groups: int, group_size: int) -> list[list[PlannedEpisode]]:
         """The next `groups` samples, each as `group_size` planned episodes."""

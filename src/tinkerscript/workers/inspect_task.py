@@ -196,7 +196,7 @@ def _output(outcome: EpisodeOutcome, scored: EpisodeReward, policy: GatewayPolic
     )
 
 
-CALL_REWARDS = "call_rewards"
+IN_METADATA = "call_rewards"
 """The key of a score's metadata that rewards single model calls."""
 
 
@@ -208,14 +208,14 @@ def call_rewards(scores: Mapping[str, Score], reply_ids: Sequence[str]) -> dict[
     """
     total = dict[str, float]()
     for name, score in scores.items():
-        given: Any = (score.metadata or {}).get(CALL_REWARDS)
+        given: Any = (score.metadata or {}).get(IN_METADATA)
         if given is None:
             continue
         if not isinstance(given, Mapping):
             given = list(given) if isinstance(given, Sequence) else [given]
             if len(given) != len(reply_ids):
                 raise WorkerError(
-                    f"the scorer {name!r}: metadata[{CALL_REWARDS!r}] has {len(given)} numbers, and the "
+                    f"the scorer {name!r}: metadata[{IN_METADATA!r}] has {len(given)} numbers, and the "
                     f"episode has {len(reply_ids)} model calls; give one for each, or a dict by message id"
                 )
             given = dict(zip(reply_ids, given, strict=True))
@@ -223,7 +223,7 @@ def call_rewards(scores: Mapping[str, Score], reply_ids: Sequence[str]) -> dict[
             number = to_number(reward)
             if number is None:
                 raise WorkerError(
-                    f"the scorer {name!r}: metadata[{CALL_REWARDS!r}] has {reward!r} for the call "
+                    f"the scorer {name!r}: metadata[{IN_METADATA!r}] has {reward!r} for the call "
                     f"{reply_id}, which is not a finite number"
                 )
             total[reply_id] = total.get(reply_id, 0.0) + number
