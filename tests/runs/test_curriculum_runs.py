@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,13 +34,12 @@ class Mixed(Task):
 STEPS, GROUPS = 6, 5
 
 
-def config(folder: Path, tmp_path: Path, by: str = "pass_rate") -> RunConfig:
+def config(folder: Path, tmp_path: Path, *, steps: int = STEPS, **more: Any) -> RunConfig:
     (tmp_path / "mixed.py").write_text(TASK)
-    training = {"steps": STEPS, "groups_per_step": GROUPS, "group_size": 8, "checkpoint_every": 2}
-    more = {"curriculum": {"by": by}, "learning_rate": 1e-4}
-    return short_run(
-        folder, task={"name": f"{tmp_path / 'mixed.py'}:Mixed"}, seed=4, training=training | more
-    )
+    training = {"steps": steps, "groups_per_step": GROUPS, "group_size": 8, "checkpoint_every": 2}
+    training |= {"curriculum": {"by": "pass_rate"}, "learning_rate": 1e-4}
+    task = {"name": f"{tmp_path / 'mixed.py'}:Mixed"}
+    return short_run(folder, task=task, seed=4, training=training, **more)
 
 
 def asked(folder: Path) -> list[tuple[int, int]]:
@@ -76,3 +77,26 @@ async def test_a_cut_run_asks_what_it_would_have_asked(tmp_path: Path) -> None:
     last = curve(whole)[-1]
     assert (last["curriculum/solved"], last["curriculum/hopeless"]) == (4.0, 4.0)
     assert sum(line["curriculum/passed_over"] for line in curve(whole)) > 20
+
+
+async def test_an_evaluation_of_several_attempts_has_pass_at_k(tmp_path: Path) -> None:
+    evaluation = {"episodes": 32, "attempts": 4}
+    await run_training(config(tmp_path / "run", tmp_path, steps=0, evaluation=evaluation), QuietReporter())
+    rows = ask(
+        tmp_path / "run",
+        "SELECT s.payload, e.reward FROM episodes AS e JOIN samples AS s ON s.digest = e.sample "
+        "WHERE label = 'before'",
+    )
+    passed = Counter[str]()
+    for payload, reward in rows:
+        passed[json.loads(payload)["sample"]["id"]] += int(reward)
+    assert len(passed) == 8
+    found = dict(
+        ask(tmp_path / "run", "SELECT name, value FROM metrics WHERE name LIKE 'eval/%' AND undone = 0")
+    )
+    assert found["eval/pass@1"] == pytest.approx(sum(passed.values()) / 32) == found["eval/score"]
+    assert found["eval/pass@4"] == sum(number > 0 for number in passed.values()) / 8
+    assert found["eval/pass@2"] >= found["eval/pass@1"]
+    assert found["eval/pass@4_margin"] > 0
+    ((margin,),) = ask(tmp_path / "run", "SELECT margin FROM evaluations WHERE label = 'before'")
+    assert margin == pytest.approx(found["eval/pass@1_margin"]), "over samples, not over attempts"

@@ -79,6 +79,10 @@ class EvaluationConfig(Section):
     interim_episodes: int = Field(default=200, ge=1)
     """Episodes of each evaluation during training."""
 
+    attempts: int = Field(default=1, ge=1)
+    """Episodes of each sample of an evaluation: with k of them, the score is avg@k, and pass@k is among the
+    metrics (docs/training.md#pass-at-k)."""
+
 
 class MetricsConfig(Section):
     loggers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from tinkerscript.config import CurriculumConfig
+from tinkerscript.train.pass_rates import passes
 from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
 
 Pool = Literal["open", "solved", "hopeless"]
@@ -61,7 +62,8 @@ class Curriculum:
 
     def note(self, payload: Mapping[str, Any], outcomes: Iterable[Outcome | None]) -> None:
         """A step took a group of this sample."""
-        passed = [self._passes(each) for each in outcomes if isinstance(each, EpisodeAccepted)]
+        accepted = [each for each in outcomes if isinstance(each, EpisodeAccepted)]
+        passed = [passes(each, self.config.pass_reward) for each in accepted]
         if not passed:
             return
         key, rate = key_of(payload), sum(passed) / len(passed)
@@ -85,11 +87,6 @@ class Curriculum:
         if rate is None:
             return 1.0
         return max(LEAST, 4 * rate * (1 - rate)) if pool_of(rate) == "open" else REVISIT
-
-    def _passes(self, outcome: EpisodeAccepted) -> bool:
-        if outcome.is_success is not None:
-            return outcome.is_success
-        return outcome.reward >= self.config.pass_reward
 
 
 def pool_of(rate: float) -> Pool:

@@ -111,10 +111,12 @@ class TaskSamples:
         task, index = self._schedule.at(position)
         return {"task": self.tasks[task], "sample": self._train[task].at(index)}
 
-    def eval_episodes(self, *, label: str, count: int) -> list[PlannedEpisode]:
-        """`count` episodes that cycle through each task's evaluation samples in order."""
+    def eval_episodes(self, *, label: str, count: int, attempts: int = 1) -> list[PlannedEpisode]:
+        """`count` episodes that cycle through each task's evaluation samples in order, `attempts` of each in
+        a row."""
         planned: list[PlannedEpisode] = []
-        for position in range(count):
+        for place in range(count):
+            position = place // attempts
             task, index = self._schedule.at(position)
             index %= len(self._eval[task])
             payload = {"task": self.tasks[task], "sample": self._eval[task][index]}
