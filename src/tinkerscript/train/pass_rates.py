@@ -2,7 +2,8 @@
 
 pass@k is the probability that at least one of k attempts at a sample passes. Of n attempts of which c pass,
 1 - C(n - c, k) / C(n, k) is its unbiased estimate (Chen et al. 2021, "Evaluating Large Language Models
-Trained on Code", arXiv:2107.03374). The interval is over samples, as attempts at one sample are no independent ones.
+Trained on Code", arXiv:2107.03374). The interval is over samples, as attempts at one sample are no
+independent ones.
 """
 
 from __future__ import annotations
