@@ -252,7 +252,11 @@ class Learner:
 
     def trains(self, group: RolloutGroup) -> bool:
         """Whether it carries a gradient."""
-        return self.credit.differs(group, self.rule) or self.trains_equal
+        return self.differs(group) or self.trains_equal
+
+    def differs(self, group: RolloutGroup) -> bool:
+        """Whether it carries a gradient by its rewards, or by those of its calls."""
+        return self.credit.differs(group, self.rule)
 
     @property
     def trains_equal(self) -> bool:
@@ -264,7 +268,7 @@ class Learner:
         items = list(self.credit.weighted(group, self.rule))
         if self.distillation is None:
             return items
-        factor = self.distillation.reward_coef if self.credit.differs(group, self.rule) else 0.0
+        factor = self.distillation.reward_coef if self.differs(group) else 0.0
         return [item.scaled(factor) for item in items]
 
     async def _compare(
