@@ -27,8 +27,9 @@ class Mixed(Task):
 
     async def rollout(self, sample, model):
         reply = await model.ask([{"role": "user", "content": sample["input"]}], max_tokens=4)
-        even = float(reply[-1:] in set("02468"))
-        return {"never": 0.0, "always": 1.0, "sum": even}[sample["id"].rstrip("0123456789")]
+        a, b = sample["input"].removeprefix("What is ").rstrip("?").split("+")
+        right = float(reply.strip() == str(int(a) + int(b)))
+        return {"never": 0.0, "always": 1.0, "sum": right}[sample["id"].rstrip("0123456789")]
 """
 
 STEPS, GROUPS = 6, 5
@@ -37,7 +38,7 @@ STEPS, GROUPS = 6, 5
 def config(folder: Path, tmp_path: Path, *, steps: int = STEPS, **more: Any) -> RunConfig:
     (tmp_path / "mixed.py").write_text(TASK)
     training = {"steps": steps, "groups_per_step": GROUPS, "group_size": 8, "checkpoint_every": 2}
-    training |= {"curriculum": {"by": "pass_rate"}, "learning_rate": 1e-4}
+    training |= {"curriculum": {"by": "pass_rate"}, "learning_rate": 1e-9}
     task = {"name": f"{tmp_path / 'mixed.py'}:Mixed"}
     return short_run(folder, task=task, seed=4, training=training, **more)
 
@@ -73,7 +74,7 @@ async def test_a_cut_run_asks_what_it_would_have_asked(tmp_path: Path) -> None:
             "JOIN samples AS s ON s.digest = e.sample WHERE e.step > 2 GROUP BY e.group_id",
         )
     )
-    assert kinds["sum"] > kinds["never"] + kinds["always"], "two in ten are sums, once all have been asked"
+    assert kinds["sum"] >= 0.4 * kinds.total(), "two in ten samples are sums, and all have been asked by then"
     last = curve(whole)[-1]
     assert (last["curriculum/solved"], last["curriculum/hopeless"]) == (4.0, 4.0)
     assert sum(line["curriculum/passed_over"] for line in curve(whole)) > 20
@@ -85,7 +86,7 @@ async def test_an_evaluation_of_several_attempts_has_pass_at_k(tmp_path: Path) -
     rows = ask(
         tmp_path / "run",
         "SELECT s.payload, e.reward FROM episodes AS e JOIN samples AS s ON s.digest = e.sample "
-        "WHERE label = 'before'",
+        "WHERE label = 'after'",
     )
     passed = Counter[str]()
     for payload, reward in rows:
@@ -98,5 +99,5 @@ async def test_an_evaluation_of_several_attempts_has_pass_at_k(tmp_path: Path) -
     assert found["eval/pass@4"] == sum(number > 0 for number in passed.values()) / 8
     assert found["eval/pass@2"] >= found["eval/pass@1"]
     assert found["eval/pass@4_margin"] > 0
-    ((margin,),) = ask(tmp_path / "run", "SELECT margin FROM evaluations WHERE label = 'before'")
+    ((margin,),) = ask(tmp_path / "run", "SELECT margin FROM evaluations WHERE label = 'after'")
     assert margin == pytest.approx(found["eval/pass@1_margin"]), "over samples, not over attempts"
