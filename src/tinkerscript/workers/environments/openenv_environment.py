@@ -88,7 +88,8 @@ class OpenEnvEnvironment(Task):
                     told = "That is no action: reply with a JSON object of the schema."
                     continue
                 result = await client.step(action)
-                rewards[model.reply_ids[-1]] = float(result.reward or 0.0)
+                reply_id = model.reply_ids[-1]  # Servers other than a run's may repeat theirs.
+                rewards[reply_id] = rewards.get(reply_id, 0.0) + float(result.reward or 0.0)
                 told = json.dumps(result.observation)
         metrics = {"steps": float(steps), "misread": float(misread), "unfinished": float(not result.done)}
         scores = {"openenv_reward": sum(rewards.values())}
