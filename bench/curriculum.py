@@ -1,6 +1,6 @@
 """A curriculum over pass rates against every sample once in each pass, at equal episodes.
 
-    python bench/curriculum.py [--steps N] [--seeds N ...]
+    python bench/curriculum.py [--steps N] [--seeds N ...] [--learning-rate RATE]
 
 Trains the tiny model on `MixedSums`, where 40% of the samples are never right, 40% always are, and the rest
 are sums, from the same weights with as many episodes each: without a curriculum, and with
@@ -52,7 +52,7 @@ class MixedSums(Task):
         return {"never": 0.0, "always": 1.0}.get(str(sample["kind"]), right)
 
 
-def curve(folder: Path, by: str, seed: int, steps: int) -> list[tuple[int, float]]:
+def curve(folder: Path, by: str, seed: int, steps: int, rate: float) -> list[tuple[int, float]]:
     """(training episodes, held-out accuracy) of one run, from its start to its end."""
     training = {"groups_per_step": 16, "group_size": 8, "minibatches": 2, "checkpoint_every": 0}
     config: dict[str, Any] = {
@@ -60,7 +60,7 @@ def curve(folder: Path, by: str, seed: int, steps: int) -> list[tuple[int, float
         "engine": {"model": "tiny"},
         "task": {"name": f"{Path(__file__).absolute()}:MixedSums"},
         "training": training
-        | {"steps": steps, "learning_rate": 3e-4, "grad_clip_norm": 0.3, "curriculum": {"by": by}},
+        | {"steps": steps, "learning_rate": rate, "grad_clip_norm": 0.3, "curriculum": {"by": by}},
         "evaluation": {"episodes": HELD_OUT, "every_steps": EVERY, "interim_episodes": HELD_OUT},
     }
     run_dir = train(folder, f"{by} {seed}", config)
@@ -74,13 +74,14 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--arms", nargs="*", default=["none", "pass_rate"])
     options = parser.parse_args()
     gains: dict[str, list[float]] = {arm: [] for arm in options.arms}
     with tempfile.TemporaryDirectory() as name:
         for seed in options.seeds:
             for arm, found in gains.items():
-                points = curve(Path(name), arm, seed, options.steps)
+                points = curve(Path(name), arm, seed, options.steps, options.learning_rate)
                 found.append(area(points) - points[0][1])
                 said = {"curriculum": arm, "seed": seed, "gain": round(found[-1], 3), "curve": points}
                 print(json.dumps(said), flush=True)
