@@ -211,6 +211,8 @@ bench: $(VENV)/.installed $(VLLM)/.installed $(TESTS)/.installed $(PEERS)/.insta
 	$(BIN)/python bench/merge.py
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/distillation.py
+	$(BIN)/python bench/credit.py
+	$(BIN)/python bench/curriculum.py
 	$(TESTS)/bin/python bench/page.py
 	$(BIN)/python bench/vllm.py
 	$(BIN)/python bench/real.py

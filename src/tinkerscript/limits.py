@@ -148,6 +148,7 @@ _RESULT = "result"
 
 OUTPUT_BYTES = _bound("workflow_output", 2**20, "bytes as JSON", 413, _RESULT)
 _setting(f"{SECTION}.max_reward", "in magnitude", 422, "reward")
+CALL_REWARDS = _bound("call_rewards", CALLS.limit, "model calls", 422, _RESULT)
 METRICS = _bound("log_metrics", 256, "metrics", 422, _RESULT)
 METRIC_DEPTH = _bound("log_metrics nested", 5, "levels", 422, _RESULT)
 METRIC_NAME = _bound("log_metrics name", 400, "characters", 422, "metric")

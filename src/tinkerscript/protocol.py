@@ -6,6 +6,7 @@ requests and replies. Times are in seconds.
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, cast
@@ -70,6 +71,7 @@ __all__ = [
     "WorkerReport",
     "WorkflowOutput",
     "bounded",
+    "call_id_of",
     "checked_reward",
     "failure_line",
     "json_object",
@@ -188,6 +190,25 @@ def _numbers(metrics: dict[str, object], prefix: str, depth: int) -> Iterator[tu
             yield f"{prefix}{name}", value
 
 
+def call_id_of(reply_id: str) -> str:
+    """The id of the call that a reply came from, in any of the gateway's formats: `chatcmpl-ID`, `msg_ID`."""
+    return _REPLY_PREFIX.sub("", reply_id)
+
+
+_REPLY_PREFIX = re.compile(r"^(chatcmpl-|cmpl-|msg_|resp_)")
+
+
+def _by_call(value: object) -> object:
+    """Rewards by the ids of calls. Raises ValueError for two of one call."""
+    if not isinstance(value, dict):
+        return {} if value is None else value
+    given = cast("dict[str, object]", value)
+    found = {call_id_of(str(name)): number for name, number in given.items()}
+    if len(found) < len(given):
+        raise ValueError("two of the ids are of the same model call; give each call one reward")
+    return found
+
+
 class WorkflowOutput(Message):
     """The result of one episode, as a rollout program returns it."""
 
@@ -197,6 +218,10 @@ class WorkflowOutput(Message):
 
     is_success: bool | None = None
     """Whether the attempt solved its sample; null if that does not apply."""
+
+    call_rewards: Annotated[dict[str, float], BeforeValidator(_by_call)] = Field(default_factory=dict)
+    """Rewards of single model calls of the policy, by the `id` of its reply: what this call earned, beside
+    `reward`. The episode's reward is the sum of all of them and of `reward`, which may be left out then."""
 
     role_rewards: dict[str, float] = Field(default_factory=dict)
     """The rewards of policies that train beside each other, by the name of their role: what counts for a role
@@ -937,11 +962,12 @@ class RefusalResponse(Message):
 
 
 def total_reward(output: WorkflowOutput) -> float | None:
-    """The episode's scalar reward. A list is summed; None if there is none."""
+    """The episode's scalar reward: of the whole and of its calls. A list is summed; None if there is none."""
     reward = output.reward
-    if reward is None:
+    if reward is None and not output.call_rewards:
         return None
-    return float(sum(reward)) if isinstance(reward, list) else float(reward)
+    whole = sum(reward) if isinstance(reward, list) else reward or 0.0
+    return float(whole + sum(output.call_rewards.values()))
 
 
 def own_clients(trainer_id: str) -> str:
@@ -969,6 +995,18 @@ def checked_reward(output: WorkflowOutput, bound: float = MAX_REWARD) -> float:
             "with its reason (POST /abort_episode)"
         )
     setting = f" ({limits.SECTION}.max_reward)"
+    if output.call_rewards and POLICY in output.role_rewards:
+        raise ValueError(
+            "workflow_output.role_rewards: the reward of 'policy' replaces the episode's, which call_rewards "
+            "are a part of; give one of them"
+        )
+    if len(output.call_rewards) > limits.CALL_REWARDS.limit:
+        raise ValueError(
+            f"workflow_output.call_rewards: {len(output.call_rewards)} calls; {limits.CALL_REWARDS.name} "
+            f"allows {limits.CALL_REWARDS.limit}: a claim has no more of them"
+        )
+    for name, value in output.call_rewards.items():
+        bounded(f"workflow_output.call_rewards.{name[: limits.ID_CHARS]}", value, bound, setting)
     for name, value in output.role_rewards.items():
         bounded(f"workflow_output.role_rewards.{name}", value, bound, setting)
     for name, value in output.log_metrics.items():

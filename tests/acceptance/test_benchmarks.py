@@ -17,6 +17,8 @@ from tinkerscript.model_folder import TINY_MODEL
 SMALL = {
     "agents": "--agents 20 --processes 1 2 --turns 2 --think 0.5 --context 6000 --long 1 --big 1",
     "bridge": "--episodes 20 --long 40",
+    "credit": "--steps 1 --seeds 1 --arms turn",
+    "curriculum": "--steps 1 --seeds 1 --arms pass_rate",
     "distillation": f"--steps 2 --seeds 1 --teacher {TINY_MODEL}",
     "engine": "--models tiny --parts sampling training memory --rounds 1",
     "episodes": "--steps 2 --rounds 1",

@@ -10,6 +10,7 @@ from countdown_server import start
 from openenv import GenericEnvClient
 
 from outside_chat import Message, scripted_chat
+from tinkerscript.protocol import total_reward
 from tinkerscript.workers.base_task import load_task
 from tinkerscript.workers.worker import TaskRollout
 
@@ -42,7 +43,7 @@ async def test_episodes_are_scored_as_the_environment_scores_them(countdown: str
     async with scripted_chat(twos) as server, TaskRollout({task.task_id: task}) as rollout:
         claims = [run_claim(rollout, task, sample, server.url, n) for n, sample in enumerate(samples)]
         ours = await asyncio.gather(*claims)
-    assert [output.reward for output in ours] == pytest.approx(expected)
+    assert [total_reward(output) for output in ours] == pytest.approx(expected)
     assert [output.metadata["scores"]["openenv_reward"] for output in ours] == pytest.approx(expected)
     assert len(set(expected)) > 1, "the seeds are not all alike"
     assert {output.log_metrics["unfinished"] for output in ours} == {0.0}
@@ -58,7 +59,7 @@ async def test_what_is_no_action_is_said_and_plain_values_are_one(countdown: str
         output = await run_claim(rollout, task, task.samples(held_out=False)[0], server.url)
     assert output.log_metrics["misread"] == 1.0
     assert output.log_metrics["steps"] == left + 1.0
-    assert output.reward == pytest.approx(0.1 * left + 1.0)
+    assert total_reward(output) == pytest.approx(0.1 * left + 1.0)
     assert server.asked[1][1][-1]["content"].startswith("That is no action")
 
 

@@ -62,6 +62,40 @@ async def test_the_path_of_one_episode(setup: Setup) -> None:
     assert stored_outcomes(setup.run_dir / LEDGER_FILE) == {"e": "accepted"}
 
 
+async def test_a_result_rewards_single_calls_of_its_claim(setup: Setup) -> None:
+    """The total is the episode's reward, and the ledger keeps what each call earned with the result."""
+    await setup.link.register([new_episode("e", "train", b"{}"), new_episode("f", "train", b"{}")])
+    claim, other = await setup.claim(), await setup.claim()
+    replies = [(await setup.call(claim.openai_api_key, text)).json()["id"] for text in ("1+1", "2+2")]
+    foreign = (await setup.call(other.openai_api_key)).json()["id"]
+    end: dict[str, Any] = {"client_uuid": "c", "episode_uuid": "e", "attempt": 1}
+    for unknown in (foreign, "chatcmpl-none"):
+        refused = await setup.post("/end_episode", 422, **end, workflow_output={"call_rewards": {unknown: 1}})
+        assert (
+            f"{unknown.removeprefix('chatcmpl-')!r} is no model call of this claim"
+            in refused["failure_reason"]
+        )
+        assert replies[-1].removeprefix("chatcmpl-") in refused["failure_reason"], "it names some that are"
+    output = {"reward": 1.0, "call_rewards": {replies[0]: 0.25, replies[1]: -0.5}}
+    for _ in range(2):
+        await setup.post("/end_episode", **end, workflow_output=output)
+    again = await setup.post(
+        "/end_episode", 409, **end, workflow_output=output | {"call_rewards": {replies[0]: 0.5}}
+    )
+    assert "another result" in again["failure_reason"]
+    outcome = (await collect(setup.link, 1))["e"]
+    assert isinstance(outcome, EpisodeAccepted)
+    assert outcome.reward == 0.75
+    assert outcome.call_rewards == dict(
+        zip((call.call_id for call in outcome.calls), (0.25, -0.5), strict=True)
+    )
+    with closing(sqlite3.connect(setup.run_dir / LEDGER_FILE)) as ledger:
+        ((reward, result),) = ledger.execute(
+            "SELECT reward, result FROM episodes JOIN results ON episode = sequence"
+        ).fetchall()
+    assert (reward, json.loads(result)["call_rewards"]) == (0.75, outcome.call_rewards)
+
+
 async def test_only_the_key_of_a_claim_ends_aborts_and_renews_it(tmp_path: Path, byte_model: Path) -> None:
     """Names are public, and every client has the same token."""
     tokens = {CLIENT_TOKEN: "client-secret-of-many", ADMIN_TOKEN: "admin-secret-of-many"}
@@ -181,6 +215,10 @@ ENDS = {
     b'"reward": [9e5, 2e5]': "workflow_output.reward: must be a finite number from -1e+06 to 1e+06",
     b'"reward": 1, "role_rewards": {"policy": NaN}': "role_rewards.policy",
     b'"reward": 1, "role_rewards": {"rival": 1}': "'rival' is no role that trains; this run trains policy",
+    b'"reward": 1, "call_rewards": {"c": 1e999}': "call_rewards.c: must be a finite number",
+    b'"reward": 1, "call_rewards": {"c": 9e5, "d": 9e5}': "workflow_output.reward: must be a finite number",
+    b'"reward": 1, "call_rewards": {"c": 1, "msg_c": 1}': "two of the ids are of the same model call",
+    b'"reward": 1, "call_rewards": {"c": 1}, "role_rewards": {"policy": 1}': "give one of them",
     b'"reward": 1, "log_metrics": {"a": NaN}': "log_metrics.a",
     b'"reward": 1, "log_metrics": {"a": [1e15, 9e15]}': "log_metrics.a: must be a finite number from -1e+15",
     b'"reward": 1, "log_metrics": {"a": ["high"]}': "log_metrics: Value error, a: a list holds",

@@ -11,14 +11,14 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import TracebackType
 from typing import Any, TypeVar
 
 import httpx
 from pydantic import JsonValue
 
-from tinkerscript.client.episode import CLOSED, Episode, episode_fields, renewed_by_task
+from tinkerscript.client.episode import CLOSED, LAST, Episode, episode_fields, renewed_by_task
 from tinkerscript.client.exchange import HttpRequest, Operation, Reply, Response, Wait
 from tinkerscript.client.operations import NO_RESULT, Operations
 from tinkerscript.client.settings import (
@@ -203,11 +203,18 @@ class AsyncTinkerScriptClient:
             )
         )
 
+    async def reward_call(self, episode: Episode, call: str, reward: float) -> None:
+        """What `Episode.reward` does."""
+        if call == LAST:
+            call = (await self.replay_latest_llm_call(episode)).call_id
+        Episode.reward(episode, call, reward)
+
     async def end_episode(
         self,
         episode: Episode,
-        reward: float | list[float] | WorkflowOutput,
+        reward: float | list[float] | WorkflowOutput | None = None,
         *,
+        rewards: Mapping[str, float] | None = None,
         is_success: bool | None = None,
         metadata: dict[str, JsonValue] | None = None,
         log_metrics: dict[str, float] | None = None,
@@ -215,13 +222,16 @@ class AsyncTinkerScriptClient:
     ) -> None:
         """Hand in the episode's result and return once it is stored. Safe to repeat.
 
-        Raises ClaimLostError if the result no longer counts, ValueError for a reward that is missing or
+        `rewards`: the rewards of single model calls by the `id` of the reply, in addition to those given to
+        `Episode.reward`. The episode's reward is the sum of all of them and of `reward`, which is optional
+        then. Raises ClaimLostError if the result no longer counts, ValueError for a reward that is missing or
         above 1e6 in magnitude, ServerUnreachableError or RequestRefusedError.
         """
         await self._run(
             self._operations.end_episode(
                 episode,
                 reward,
+                rewards=rewards,
                 is_success=is_success,
                 metadata=metadata,
                 log_metrics=log_metrics,
@@ -414,6 +424,14 @@ class AsyncClaimedEpisode(Episode):
 
     client: AsyncTinkerScriptClient = field(repr=False, compare=False)
     heartbeat: bool = field(default=True, repr=False, compare=False)
+
+    async def reward(self, call: str, reward: float) -> None:
+        await self.client.reward_call(self, call, reward)
+
+    def on_thread(self, loop: asyncio.AbstractEventLoop) -> Episode:
+        given = {each.name: getattr(self, each.name) for each in fields(Episode)}
+        return _OnThread(**given, whole=self, loop=loop)
+
     _block: AsyncExitStack = field(default_factory=AsyncExitStack, init=False, repr=False, compare=False)
 
     async def __aenter__(self) -> AsyncClaimedEpisode:
@@ -424,3 +442,14 @@ class AsyncClaimedEpisode(Episode):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._block.__aexit__(kind, error, trace)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OnThread(Episode):
+    """An episode in a plain function on a thread of its own: what has to ask the server is done on `loop`."""
+
+    whole: AsyncClaimedEpisode = field(repr=False, compare=False)
+    loop: asyncio.AbstractEventLoop = field(repr=False, compare=False)
+
+    def reward(self, call: str, reward: float) -> None:
+        asyncio.run_coroutine_threadsafe(self.whole.reward(call, reward), self.loop).result()

@@ -29,6 +29,8 @@ from tinkerscript.protocol import (
     EpisodeClaim,
     EpisodeType,
     WorkflowOutput,
+    bounded,
+    call_id_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,9 @@ MAX_IN_FLIGHT = 8
 BEATS_PER_LEASE = 3
 
 CLOSED = "the client was closed"
+
+LAST = "last"
+"""Names the last recorded call of the policy in place of a reply's id."""
 
 
 class Lease:
@@ -145,6 +150,9 @@ class Episode:
     lease: Lease = field(default_factory=Lease, repr=False, compare=False)
     """What this process knows about the claim."""
 
+    call_rewards: dict[str, float] = field(default_factory=dict[str, float], repr=False, compare=False)
+    """What `reward` was told, by the id of the call. It is handed in with the result."""
+
     @property
     def anthropic_base_url(self) -> str:
         """The base URL for Anthropic's clients, which append `/v1/messages`. The key is the same."""
@@ -166,6 +174,25 @@ class Episode:
         The server refuses a role that the run does not have.
         """
         return EpisodeModelAddress(self.openai_base_url, self.openai_api_key, role)
+
+    def reward(self, call: str, reward: float) -> Any:
+        """Reward one model call of the policy, beside the episode: by the `id` of its reply, or the `last`.
+
+        In an async program, await it before the next call. Several rewards of a call add up. They are
+        kept here and handed in with the result; if the attempt fails, they are gone with it. Raises
+        ValueError for a reward above 1e6 in magnitude; the server refuses the result if it does not know the
+        call. For `last`: RequestRefusedError (404) before the first call, and ServerUnreachableError.
+        """
+        if call == LAST:
+            raise ValueError(
+                "reward: this episode has no client that could ask for the last call; give its id"
+            )
+        name, earned = call_id_of(call), bounded(f"reward of the call {call!r}", reward)
+        self.call_rewards[name] = self.call_rewards.get(name, 0.0) + earned
+
+    def on_thread(self, loop: asyncio.AbstractEventLoop) -> Episode:
+        """The episode for a plain function on a thread, whose client runs on `loop`."""
+        return self
 
     def check(self) -> None:
         """Raise ClaimLostError, with the reason, if the claim is known to be lost. Sends nothing."""
@@ -353,7 +380,7 @@ async def _in_thread(rollout: Callable[[Episode], object], episode: Episode) -> 
     def work() -> None:
         result, failure = None, None
         try:
-            result = rollout(episode)
+            result = rollout(episode.on_thread(loop))
         except BaseException as error:  # noqa: BLE001 - raised again by the task that waits for this thread
             failure = error
         if not loop.is_closed():

@@ -76,6 +76,7 @@ from tinkerscript.protocol import (
     SyncTrainConfigRequest,
     WorkerReport,
     WorkflowOutput,
+    call_id_of,
     checked_reward,
     failure_line,
 )
@@ -231,8 +232,9 @@ class Operations:
     def end_episode(
         self,
         episode: Episode,
-        reward: float | list[float] | WorkflowOutput,
+        reward: float | list[float] | WorkflowOutput | None = None,
         *,
+        rewards: Mapping[str, float] | None = None,
         is_success: bool | None = None,
         metadata: dict[str, JsonValue] | None = None,
         log_metrics: dict[str, float] | None = None,
@@ -245,6 +247,7 @@ class Operations:
             metadata=metadata,
             log_metrics=log_metrics,
             role_rewards=role_rewards,
+            call_rewards=_added(episode.call_rewards, rewards or {}),
         )
         message = EndEpisodeRequest(
             client_uuid=episode.client_uuid,
@@ -408,15 +411,26 @@ def episode_uuids(pool: str, task_id: str, group_size: int, round: str) -> list[
     return [str(uuid5(NAMESPACE, name)) for name in names]
 
 
+def _added(told: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    """The sums of the rewards of each call."""
+    total = dict(told)
+    for name, reward in more.items():
+        call = call_id_of(name)
+        total[call] = total.get(call, 0.0) + reward
+    return total
+
+
 def workflow_output(
-    reward: float | list[float] | WorkflowOutput,
+    reward: float | list[float] | WorkflowOutput | None,
     *,
     is_success: bool | None,
     metadata: dict[str, JsonValue] | None,
     log_metrics: dict[str, float] | None,
     role_rewards: dict[str, float] | None = None,
+    call_rewards: dict[str, float] | None = None,
 ) -> WorkflowOutput:
-    """Combine the arguments of `end_episode`; they override the fields of a WorkflowOutput."""
+    """Combine the arguments of `end_episode`. They override the fields of a WorkflowOutput, except that the
+    rewards of calls are added up."""
     given: dict[str, Any] = {
         "is_success": is_success,
         "metadata": metadata,
@@ -425,8 +439,9 @@ def workflow_output(
     }
     given = {name: value for name, value in given.items() if value is not None}
     if isinstance(reward, WorkflowOutput):
+        given["call_rewards"] = _added(reward.call_rewards, call_rewards or {})
         return WorkflowOutput.model_validate(dict(reward) | given)
-    return WorkflowOutput(reward=reward, **given)
+    return WorkflowOutput(reward=reward, call_rewards=call_rewards or {}, **given)
 
 
 def _claim_request(path: str, episode: Episode) -> HttpRequest:

@@ -130,6 +130,7 @@ class TinkerScriptClient:
 
     register_episode = _blocking(AsyncTinkerScriptClient.register_episode)
     register_episodes = _blocking(AsyncTinkerScriptClient.register_episodes)
+    reward_call = _blocking(AsyncTinkerScriptClient.reward_call)
     end_episode = _blocking(AsyncTinkerScriptClient.end_episode)
     abort_episode = _blocking(AsyncTinkerScriptClient.abort_episode)
     can_continue_episode = _blocking(AsyncTinkerScriptClient.can_continue_episode)
@@ -233,6 +234,10 @@ class ClaimedEpisode(Episode):
 
     client: TinkerScriptClient = field(repr=False, compare=False)
     heartbeat: bool = field(default=True, repr=False, compare=False)
+
+    def reward(self, call: str, reward: float) -> None:
+        self.client.reward_call(self, call, reward)
+
     _block: ExitStack = field(default_factory=ExitStack, init=False, repr=False, compare=False)
 
     def __enter__(self) -> ClaimedEpisode:

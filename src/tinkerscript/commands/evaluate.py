@@ -14,7 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
@@ -35,7 +35,7 @@ from tinkerscript.client.episode import as_output
 from tinkerscript.commands.serve import served_checkpoint
 from tinkerscript.errors import ConfigError, ServerUnreachableError
 from tinkerscript.processes.supervisor import Supervisor, run_beside
-from tinkerscript.protocol import failure_line
+from tinkerscript.protocol import checked_reward, failure_line
 from tinkerscript.train.samples import usable_task
 from tinkerscript.workers.base_task import INSPECT, EpisodeModel, Task, TaskSample, kind_of
 from tinkerscript.workers.chat_endpoint import ChatEndpoint
@@ -274,10 +274,11 @@ async def _run(
         line: dict[str, Any] = {"id": sample["id"], "epoch": epoch, "input": sample.get("input", "")}
         async with slots:
             try:
-                output = as_output(await task.rollout(sample, model))
+                output = as_output(await task.rollout(sample, replace(model, reply_ids=[])))
+                reward = checked_reward(output)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a rollout raised is recorded
                 return line | {"error": failure_line(error)}
-        return line | output.model_dump(mode="json", exclude_none=True)
+        return line | output.model_dump(mode="json", exclude_none=True) | {"reward": reward}
 
     try:
         async with type(task).resources([task]):
@@ -299,7 +300,7 @@ def _print_scores(lines: Sequence[Mapping[str, Any]], task_id: str, path: Path, 
     values: dict[str, list[float]] = defaultdict(list)
     scored = [line for line in lines if "error" not in line]
     for line in scored:
-        values["reward"].append(_total(line["reward"]))
+        values["reward"].append(line["reward"])
         for name, value in line["log_metrics"].items():
             values[name].append(value)
     table = Table("score", "mean", "samples")
@@ -315,7 +316,3 @@ def _print_scores(lines: Sequence[Mapping[str, Any]], task_id: str, path: Path, 
         markup=False,
         soft_wrap=True,
     )
-
-
-def _total(reward: float | list[float]) -> float:
-    return sum(reward) if isinstance(reward, list) else reward

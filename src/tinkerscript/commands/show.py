@@ -256,6 +256,11 @@ def _facts(view: EpisodeView) -> list[str]:
         advantage = _number(use.advantage, ", advantage {:+.3f}")
         why = f": {use.reason}" if use.reason else ""
         lines.append(f"step {use.step}: {use.outcome.replace('_', ' ')}{advantage}{why}")
+    if view.verdict is not None:
+        found = "failed" if view.verdict.reward is None else f"gave {view.verdict.reward:g}"
+        lines.append(
+            f"the judge of its group {found}" + (f": {view.verdict.words}" if view.verdict.words else "")
+        )
     for score in view.scores:
         answer = f", answer {score.answer}" if score.answer else ""
         why = f"; {score.explanation}" if score.explanation else ""
@@ -295,7 +300,8 @@ def _call(turn: CallView) -> str:
     ignored = f", ignored: {', '.join(turn.ignored)}" if turn.ignored else ""
     last = turn.policy_version_end
     version = f"policy version {turn.policy_version}" + (f" to {last}" if last is not None else "")
-    return f"({counted(turn.sampled_tokens, 'token')}, {version}{logprob}{stopped}{side}{ignored})"
+    earned = _number(turn.reward, ", earned {:g}")
+    return f"({counted(turn.sampled_tokens, 'token')}{earned}, {version}{logprob}{stopped}{side}{ignored})"
 
 
 def _message(message: Mapping[str, Any]) -> list[tuple[str, str]]:

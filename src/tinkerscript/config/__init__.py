@@ -20,7 +20,10 @@ from tinkerscript.config.run_section import (
 from tinkerscript.config.section import Section
 from tinkerscript.config.server_section import DEFAULT_PORT, ClientConfig, InterchangeConfig, Port
 from tinkerscript.config.training_section import (
+    CreditConfig,
+    CurriculumConfig,
     DistillationConfig,
+    JudgeConfig,
     RolloutCorrectionConfig,
     SamplingConfig,
     SftConfig,
@@ -32,11 +35,14 @@ __all__ = [
     "RUNS",
     "ClientConfig",
     "ClusterConfig",
+    "CreditConfig",
+    "CurriculumConfig",
     "DistillationConfig",
     "EngineConfig",
     "EvaluationConfig",
     "InferenceConfig",
     "InterchangeConfig",
+    "JudgeConfig",
     "LaunchConfig",
     "LoraConfig",
     "MetricsConfig",

@@ -79,6 +79,10 @@ class EvaluationConfig(Section):
     interim_episodes: int = Field(default=200, ge=1)
     """Episodes of each evaluation during training."""
 
+    attempts: int = Field(default=1, ge=1)
+    """Episodes of each sample of an evaluation: with k of them, the score is avg@k, and pass@k is among the
+    metrics (docs/training.md#pass-at-k)."""
+
 
 class MetricsConfig(Section):
     loggers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
@@ -234,6 +238,26 @@ class RunConfig(Section):
             raise ValueError(
                 f"training.distillation.teacher: {distillation.teacher!r} is not one of the roles of kind: "
                 f"frozen, which are {frozen or 'none'}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _curriculum_has_samples(self) -> RunConfig:
+        if self.training.curriculum.by != "none" and not self.all_tasks:
+            raise ValueError(
+                "training.curriculum chooses among the samples of a task: set task.name, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _judge_is_a_role(self) -> RunConfig:
+        name = self.training.judge.role
+        role = self.episode_roles.get(name)
+        if name and (role is None or role.kind == "trained"):
+            others = [each for each, of in self.episode_roles.items() if of.kind != "trained"]
+            raise ValueError(
+                f"training.judge.role: {name!r} is not one of the roles of kind: outside or frozen that "
+                f"episodes may call, which are {', '.join(others) or 'none'}"
             )
         return self
 

@@ -58,6 +58,60 @@ class DistillationConfig(Section):
         return bool(self.teacher) and not self.reward_coef
 
 
+class CreditConfig(Section):
+    level: Literal["episode", "turn", "state"] = "turn"
+    """What the return of a model call is compared with, where a program rewards single calls
+    (docs/rewards.md). `episode`: nothing, all tokens have the episode's advantage. `turn`: the returns of
+    the group's episodes at the same turn. `state`: those of the group's calls that were shown the same,
+    beside the episode's advantage (GiGPO)."""
+
+    discount: float = Field(default=1.0, gt=0, le=1)
+    """What a reward counts for the call before the one that earned it, and again for each earlier one."""
+
+    @model_validator(mode="after")
+    def _discounts_calls(self) -> CreditConfig:
+        if self.level == "episode" and self.discount != 1:
+            raise ValueError(
+                f"discount: {self.discount:g} discounts what later calls earn: set level to turn or state"
+            )
+        return self
+
+
+class JudgeConfig(Section):
+    function: str = ""
+    """Function that sees all episodes of a complete group and gives each its reward, as `module:name` or
+    `file.py:name` (docs/rewards.md). Empty: none."""
+
+    role: str = ""
+    """Role (`roles`, of `kind: outside` or `frozen`) that ranks the episodes of a group, in place of a
+    function: no labels are needed. Empty: none."""
+
+    rubric: str = ""
+    """What counts, for the role."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether groups are judged."""
+        return bool(self.function or self.role)
+
+    @model_validator(mode="after")
+    def _one_judge(self) -> JudgeConfig:
+        if self.function and self.role:
+            raise ValueError(f"role: {self.role!r} and function: {self.function!r} both judge; give one")
+        if self.rubric and not self.role:
+            raise ValueError("rubric is what a role is told: give role")
+        return self
+
+
+class CurriculumConfig(Section):
+    by: Literal["none", "pass_rate"] = "none"
+    """`pass_rate`: pass over samples that the run's own episodes nearly always or nearly never pass, and
+    prefer those in between (docs/training.md#a-curriculum). `none`: every sample, once in each pass."""
+
+    pass_reward: float = 1.0
+    """Reward from which an episode passes that does not say whether it succeeded (`is_success`)."""
+
+
 class TrainingConfig(Section):
     steps: int = Field(default=100, ge=0)
     """Training steps. Each trains on one batch of groups and publishes one policy version."""
@@ -71,6 +125,9 @@ class TrainingConfig(Section):
     batch_rule: Literal["groups", "differing_groups"] = "groups"
     """When a batch is complete: after enough complete `groups`, or after enough complete groups whose rewards
     differ (`differing_groups`): the others are replaced, by up to three times `groups_per_step`."""
+
+    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
+    """Which samples are asked."""
 
     extra_groups: int = Field(default=0, ge=0)
     """Groups in flight beyond those that are needed, so that stragglers do not hold a step up. With a
@@ -133,6 +190,12 @@ class TrainingConfig(Section):
     advantage_scale: Literal["none", "group_deviation"] = "none"
     """What the difference is divided by: nothing, or the standard deviation of the group's rewards."""
 
+    credit: CreditConfig = Field(default_factory=CreditConfig)
+    """How the rewards of single model calls train them (docs/rewards.md)."""
+
+    judge: JudgeConfig = Field(default_factory=JudgeConfig)
+    """Rewards by whoever sees all episodes of a group at once (docs/rewards.md)."""
+
     kl_penalty_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the start policy, subtracted from the reward of each token. 0:
     none."""
@@ -193,6 +256,11 @@ class TrainingConfig(Section):
             raise ValueError(
                 "group_size: 1 compares an episode with none: set 2 or more, or train on a teacher alone "
                 "(distillation.teacher, and distillation.reward_coef: 0)"
+            )
+        if self.distillation.is_pure and self.judge.is_on:
+            raise ValueError(
+                "judge: under distillation without the task's reward no verdict counts; leave it out, or set "
+                "distillation.reward_coef"
             )
         if self.distillation.is_pure and self.batch_rule == "differing_groups":
             raise ValueError(

@@ -25,10 +25,13 @@ SELECT group_id FROM episodes WHERE state = 'ended' AND episode_type = 'train'
 """
 
 _MEMBERS = """
-SELECT sequence, uuid, reward, result, (SELECT max(attempt) FROM attempts WHERE episode = sequence)
-    FROM episodes JOIN results ON episode = sequence
+SELECT sequence, uuid, coalesce(v.reward, e.reward), result,
+    (SELECT max(attempt) FROM attempts WHERE episode = sequence), v.episode IS NOT NULL
+    FROM episodes AS e JOIN results AS r ON r.episode = sequence
+    LEFT JOIN verdicts AS v ON v.episode = sequence
     WHERE group_id = ? AND state = 'ended' AND episode_type = 'train' AND emptied = 0
-    AND NOT EXISTS (SELECT 1 FROM trained WHERE episode = sequence AND outcome = ?)
+    AND NOT (v.episode IS NOT NULL AND v.reward IS NULL)
+    AND NOT EXISTS (SELECT 1 FROM trained AS t WHERE t.episode = sequence AND outcome = ?)
     ORDER BY end_number
 """
 
@@ -41,10 +44,12 @@ class _Member(NamedTuple):
     reward: float
     result: bytes
     attempt: int
+    is_judged: int
 
 
 class _Result(msgspec.Struct):
     metadata: dict[str, Any] = {}
+    call_rewards: dict[str, float] = {}
 
 
 def recorded_groups(run_dir: Path, *, trains_constrained: bool = False) -> Iterator[RolloutGroup]:
@@ -52,7 +57,8 @@ def recorded_groups(run_dir: Path, *, trains_constrained: bool = False) -> Itera
     began.
 
     A group may be smaller than planned, and no step need have trained on it. Left out are episodes that were
-    set aside as misaligned, and those whose calls were dropped (`recording_limit_mb`). Rewards are on the
+    set aside as misaligned, those whose calls were dropped (`recording_limit_mb`), and those that their judge
+    failed to judge; where a judge saw the group, its verdicts are the rewards. Rewards are on the
     rollouts too, whose `env_example_id` is the group's. `trains_constrained`: see `merge_calls`. Raises
     ConfigError for a folder without such a ledger.
     """
@@ -76,10 +82,12 @@ def _episode(
     query = CALLS_OF_CLAIM.replace("{s}", "")
     calls = calls_of(decoded(run.execute(query, (member.sequence, member.attempt)).fetchall()))
     rollouts = merge_calls(calls, episode_uuid=member.uuid, trains_constrained=trains_constrained)
+    result = msgspec.json.decode(member.result, type=_Result)
     return EpisodeRollouts(
         member.uuid,
         member.reward,
         tuple(each.rewarded(member.reward, env_example_id=group_id) for each in rollouts),
         tuple(calls),
-        msgspec.json.decode(member.result, type=_Result).metadata,
+        result.metadata,
+        call_rewards={} if member.is_judged else result.call_rewards,
     )

@@ -85,6 +85,9 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     replayed: list[TrainedRow] = []
     """What the latest steps trained on, by step, role, place and episode."""
 
+    verdicts: dict[int, float] = {}
+    """Episode -> what the judge of its group said, of those that may train in a later step."""
+
     open_until: int = 0
     """The last end number among the outcomes that wait for this trainer; 0: none waits."""
 
@@ -193,6 +196,11 @@ async def find_beginning(ledger: Ledger, checkpoints: Collection[int], *, replay
         "ORDER BY position DESC LIMIT 1",
         (step + 1,),
     )
+    judged = await ledger.read(
+        "SELECT episode, reward FROM {s}verdicts WHERE reward IS NOT NULL AND episode NOT IN "
+        "(SELECT episode FROM {s}trained WHERE undone = 0 AND step <= ?)",
+        (step - replay_lag,),
+    )
     history = History(
         resumption=resumption,
         step=step,
@@ -202,6 +210,7 @@ async def find_beginning(ledger: Ledger, checkpoints: Collection[int], *, replay
         newest_version=newest,
         next_position=1 + positions[0][0] if positions else 0,
         replayed=trained,
+        verdicts=dict(judged),
     )
     spoiled = await ledger.read(_SPOILED, (step, step + 1, step))
     return Beginning(history=history, used=used, spoiled=frozenset(each for (each,) in spoiled))

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Union, get_args, get_origin
 
 import msgspec
 
-LEDGER_VERSION = 2
+LEDGER_VERSION = 3
 
 STANDS = 0
 """In a column `undone`: no resumption undid the row."""
@@ -343,6 +343,25 @@ class TrainedRow(Row, frozen=True, kw_only=True):
     undone: int = STANDS
 
 
+class VerdictRow(Row, frozen=True, kw_only=True):
+    """What the judge of its group said about an episode. It stands also if its step is undone."""
+
+    TABLE = "verdicts"
+    KEY = ("episode",)
+    CONSTRAINTS = OF_EPISODE
+
+    episode: int
+    """`EpisodeRow.sequence`."""
+
+    reward: float | None
+    """What it trains on in place of its own reward; NULL: the judge failed, and the group did not train."""
+
+    words: str = ""
+    """The judge's, or why it failed."""
+
+    time: float
+
+
 class TokensRow(Row, frozen=True, kw_only=True):
     """What a step computed for each sampled token of an episode."""
 
@@ -378,6 +397,9 @@ class CheckpointRow(Row, frozen=True, kw_only=True):
 
     role_reports: bytes = b"{}"
     """Those of the roles that train, by name."""
+
+    curriculum: bytes = b"{}"
+    """JSON: the pass rate of each sample that has trained; empty without a curriculum."""
 
     undone: int = STANDS
 
@@ -479,6 +501,7 @@ TrainerRow = (
     PublicationRow
     | StepRow
     | TrainedRow
+    | VerdictRow
     | TokensRow
     | CheckpointRow
     | EvaluationRow
@@ -501,6 +524,7 @@ TABLES: tuple[type[Row], ...] = (
     PublicationRow,
     StepRow,
     TrainedRow,
+    VerdictRow,
     TokensRow,
     CheckpointRow,
     EvaluationRow,

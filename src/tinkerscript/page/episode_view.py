@@ -56,6 +56,7 @@ class CallView(BaseModel):
     temperature: float
     created: int
     mean_logprob: float | None
+    reward: float | None = Field(default=None, description="What the program said that this call earned.")
 
 
 class Score(BaseModel):
@@ -63,6 +64,13 @@ class Score(BaseModel):
     value: Any
     answer: str | None
     explanation: str | None
+
+
+class VerdictView(BaseModel):
+    """What the judge of the group said about the episode."""
+
+    reward: float | None = Field(description="What it trains on; null: the judge failed.")
+    words: str
 
 
 class FailedAttempt(BaseModel):
@@ -113,6 +121,7 @@ class EpisodeView(BaseModel):
     target: Any
     turns: list[CallView]
     scores: list[Score]
+    verdict: VerdictView | None = Field(description="Null: no judge saw its group.")
     metrics: dict[str, float]
     metadata: dict[str, Any]
     attempts: list[FailedAttempt]
@@ -161,8 +170,9 @@ def episode_view(run: str, ledger: LedgerReader, uuid: str) -> EpisodeView:
         sample_id=sample.id,
         input=input_text(sample.content),
         target=sample.content.get("target"),
-        turns=_turns(calls, sequences),
+        turns=_turns(calls, sequences, result.call_rewards),
         scores=_scores(result.metadata),
+        verdict=_verdict(ledger, number),
         metrics=metrics_of(result),
         metadata=result.metadata,
         attempts=_attempts(ledger, number),
@@ -242,16 +252,23 @@ def _neighbor(ledger: LedgerReader, where: str, number: int) -> str | None:
     return None if row is None else row[0]
 
 
-def _turns(calls: list[Call], sequences: Sequence[EpisodeSequence]) -> list[CallView]:
+def _verdict(ledger: LedgerReader, number: int) -> VerdictView | None:
+    row = ledger.row("SELECT reward, words FROM verdicts WHERE episode = ?", (number,))
+    return None if row is None else VerdictView.model_validate(dict(row))
+
+
+def _turns(
+    calls: list[Call], sequences: Sequence[EpisodeSequence], rewards: Mapping[str, float]
+) -> list[CallView]:
     places = {
         segment.call.call_id: (at, segment.start, segment.end)
         for at, sequence in enumerate(sequences)
         for segment in sequence.rollout.segments
     }
-    return [_turn(call, places.get(call.call_id)) for call in with_messages(calls)]
+    return [_turn(call, places.get(call.call_id), rewards.get(call.call_id)) for call in with_messages(calls)]
 
 
-def _turn(call: Call, place: tuple[int, int, int] | None) -> CallView:
+def _turn(call: Call, place: tuple[int, int, int] | None, reward: float | None = None) -> CallView:
     logprobs = call.sampled_logprobs
     return CallView(
         call_id=call.call_id,
@@ -274,6 +291,7 @@ def _turn(call: Call, place: tuple[int, int, int] | None) -> CallView:
         temperature=call.temperature,
         created=call.created,
         mean_logprob=float(logprobs.mean()) if len(logprobs) else None,
+        reward=reward,
     )
 
 

@@ -251,6 +251,7 @@ def scanned(
 
 class StoredResult(msgspec.Struct):
     role_rewards: dict[str, float] = {}
+    call_rewards: dict[str, float] = {}
     metadata: dict[str, Any] = {}
     log_metrics: dict[str, float] = {}
 

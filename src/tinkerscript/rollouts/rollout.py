@@ -218,6 +218,8 @@ class EpisodeRollouts:
 
     calls: tuple[Call, ...] = ()
     metadata: dict[str, object] = field(default_factory=dict[str, object])
+    call_rewards: dict[str, float] = field(default_factory=dict[str, float])
+    """Call id -> the part of `reward` that this call earned; the rest was earned by the last one."""
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> EpisodeRollouts:

@@ -525,6 +525,7 @@ def outcome_of(episode: EpisodeRecord, calls: Sequence[Call] = (), *, result: by
         all_calls=list(calls),
         policy_version_at_claim=episode.policy_version,
         role_rewards=output.role_rewards,
+        call_rewards=output.call_rewards,
         metadata=output.metadata,
         log_metrics=output.log_metrics,
         is_success=output.is_success,
@@ -542,6 +543,7 @@ class _Output(msgspec.Struct):
     """The fields of a stored `WorkflowOutput` that the trainer gets beside the reward."""
 
     role_rewards: dict[str, float] = {}
+    call_rewards: dict[str, float] = {}
     metadata: dict[str, object] = {}
     log_metrics: dict[str, float] = {}
     is_success: bool | None = None

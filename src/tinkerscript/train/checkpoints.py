@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 import msgspec
 
 from tinkerscript.ledger.rows import CheckpointRow
+from tinkerscript.train.curriculum import Curriculum
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.open_run import OpenRun
 from tinkerscript.train.policy import Policy
@@ -33,6 +34,7 @@ class RunCheckpoints:
         learners: Sequence[Learner],
         policy: Policy,
         best_of: Callable[[Collection[int]], int | None],
+        curriculum: Curriculum | None = None,
     ) -> None:
         """`learners`: that of the run's own policy is the first. `best_of`: which of these steps has the best
         score so far; asked of those with a checkpoint, and its own is not deleted."""
@@ -40,6 +42,7 @@ class RunCheckpoints:
         self._own, *self._roles = learners
         self._policy = policy
         self._best_of = best_of
+        self._curriculum = curriculum
         self._saved = parts.history.step
         """The last step whose checkpoint counts."""
 
@@ -69,6 +72,7 @@ class RunCheckpoints:
             train_seconds=train_seconds,
             report=msgspec.json.encode(self._own.report.as_json()),
             role_reports=msgspec.json.encode(roles),
+            curriculum=self._curriculum.state() if self._curriculum else b"{}",
         )
         async with asyncio.timeout(within_s):
             await self._parts.ledger.commit([row])

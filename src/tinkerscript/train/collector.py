@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +21,12 @@ import msgspec
 
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import NoSuccessError
-from tinkerscript.ledger.rows import TrainedRow, Use
+from tinkerscript.ledger.rows import TrainedRow, Use, VerdictRow
+from tinkerscript.protocol import failure_line
 from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
+from tinkerscript.train.group_judge import GroupJudge
 from tinkerscript.trainer_link.messages import (
+    JUDGE_FAILED,
     BatchProgress,
     EpisodeAccepted,
     EpisodeFailed,
@@ -59,6 +63,8 @@ class Group:
     """By episode uuid; None while the episode runs."""
 
     ended: int = 0
+    is_judged: bool = True
+    """Whether no judge has yet to say what its episodes are worth."""
 
     def add(self, outcome: Outcome) -> bool:
         """Add an outcome; False if it is a duplicate or its episode is not in this group."""
@@ -70,27 +76,31 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
-        return self.ended >= self.size
+        return self.ended >= self.size and self.is_judged
 
     @property
     def accepted(self) -> list[EpisodeAccepted]:
         return [outcome for outcome in self.outcomes.values() if isinstance(outcome, EpisodeAccepted)]
 
-    @property
-    def differs(self) -> bool:
-        """Whether the group carries a gradient: its accepted episodes' rewards differ."""
-        return len({outcome.reward_of("") for outcome in self.accepted}) > 1
+    def differs(self, *, by_call: bool) -> bool:
+        """Whether the group carries a gradient: its accepted episodes' rewards differ, or with `by_call`
+        those of their calls."""
+        return len({(each.reward_of(""), *(each.earned if by_call else ())) for each in self.accepted}) > 1
 
 
 class Batch:
     """Groups in the order in which they started: of a step, of an evaluation, or of none yet."""
 
-    def __init__(self, label: str, *, rule: BatchRule = "groups", needed: int = 0) -> None:
-        """`rule`: which complete groups count; `needed`: how many of them a step needs, 0: all."""
+    def __init__(
+        self, label: str, *, rule: BatchRule = "groups", needed: int = 0, by_call: bool = True
+    ) -> None:
+        """`rule`: which complete groups count; `needed`: how many of them a step needs, 0: all; `by_call`:
+        whether rewards of single calls train."""
         self.label = label
         self.groups: dict[str, Group] = {}
         self._rule: BatchRule = rule
         self._needed = needed
+        self._by_call = by_call
 
     def plan(self, episode: PlannedEpisode, *, started: int = 0) -> Group:
         """Also wait for this episode; returns its group."""
@@ -108,7 +118,7 @@ class Batch:
 
     def take(self, groups: Iterable[Group]) -> Batch:
         """These groups leave for a batch of their own."""
-        taken = Batch(self.label, rule=self._rule, needed=self._needed)
+        taken = Batch(self.label, rule=self._rule, needed=self._needed, by_call=self._by_call)
         taken.groups = {group.group_id: self.groups.pop(group.group_id) for group in list(groups)}
         return taken
 
@@ -143,7 +153,7 @@ class Batch:
 
     def counts(self, group: Group) -> bool:
         """Whether the rule counts a complete group."""
-        return self._rule == "groups" or group.differs
+        return self._rule == "groups" or group.differs(by_call=self._by_call)
 
     @property
     def is_over(self) -> bool:
@@ -221,6 +231,9 @@ class Collector:
     seen: Callable[[Outcome], None] | None = None
     """Gets every new outcome."""
 
+    judge: GroupJudge | None = None
+    """Gives the episodes of complete groups their rewards; None: their programs do."""
+
     def __post_init__(self) -> None:
         self._waiting: dict[str, Group] = {}
         """Episode uuid -> the group that waits for it."""
@@ -237,6 +250,9 @@ class Collector:
         self._ready: deque[list[Outcome]] = deque()
         """Complete ones that no batch has taken yet."""
 
+        self._to_judge: deque[tuple[Group, Callable[[], object]]] = deque()
+        """Groups whose episodes have all ended, and what to do once they are judged."""
+
         self._current: Batch | None = None
         """The batch that was told of last."""
 
@@ -248,13 +264,51 @@ class Collector:
 
     async def run(self) -> None:
         """Receive outcomes until cancelled. If this fails, every waiting batch raises the error."""
+        judging = set[asyncio.Task[None]]()
         try:
             while True:
                 self.receive(await self.source.outcomes())
+                while self._to_judge:
+                    task = asyncio.create_task(self._judged(*self._to_judge.popleft()))
+                    judging.add(task)
+                    task.add_done_callback(judging.discard)
         except Exception as error:
             self._failure = error
             self._received.set()
             raise
+        finally:
+            for task in judging:
+                task.cancel()
+            await asyncio.gather(*judging, return_exceptions=True)
+
+    async def _judged(self, group: Group, then: Callable[[], object]) -> None:
+        """Have a group's episodes judged. If that fails, none of them has a result that could train."""
+        assert self.judge is not None
+        accepted, row = group.accepted, partial(VerdictRow, time=time.time())
+        try:
+            verdicts = await self.judge.verdicts(group.group_id, group.payload, accepted)
+        except Exception as error:  # noqa: BLE001 - whatever a judge raises fails its group
+            reason = failure_line(error)
+            self.progress.note(f"group {group.group_id} is left out: its judge failed: {reason}")
+            group.outcomes |= {each.episode_uuid: each.failed(JUDGE_FAILED, reason) for each in accepted}
+            rows = [row(episode=each.sequence, reward=None, words=reason) for each in accepted]
+        else:
+            pairs = list(zip(accepted, verdicts, strict=True))
+            group.outcomes |= {each.episode_uuid: each.judged(verdict.reward) for each, verdict in pairs}
+            rows = [row(episode=each.sequence, reward=said.reward, words=said.words) for each, said in pairs]
+        if not all(each.sequence in self.judge.known for each in accepted):
+            self.source.note(rows)
+        group.is_judged = True
+        then()
+        self._received.set()
+
+    def _close(self, group: Group, then: Callable[[], object] = lambda: None) -> None:
+        """All episodes of a group that may train have ended: `then`, once it is judged."""
+        if self.judge is None or len(group.accepted) < 2:
+            then()
+            return
+        group.is_judged = False
+        self._to_judge.append((group, then))
 
     def receive(self, outcomes: Sequence[Outcome]) -> None:
         """Deliver outcomes to their groups. The ledger is told of those that nobody waits for."""
@@ -282,6 +336,8 @@ class Collector:
         group = self._waiting.pop(outcome.episode_uuid, None)
         if group is not None:
             group.add(outcome)
+            if group.is_complete and outcome.episode_type == "train":
+                self._close(group)
             return ""
         if not outcome.pool:
             return (
@@ -302,11 +358,16 @@ class Collector:
         self._gathered[outcome.group_id] += len(msgspec.msgpack.encode(outcome))
         if len(group) >= (outcome.group_size or self.group_size):
             del self._gathered[outcome.group_id]
-            self._ready.append(self._gathering.pop(outcome.group_id))
-            if self._current is not None:
-                self._tell(self._current, at_once=True)
+            outcomes = {each.episode_uuid: each for each in self._gathering.pop(outcome.group_id)}
+            whole = Group(outcome.group_id, len(outcomes), outcomes=dict(outcomes), ended=len(outcomes))
+            self._close(whole, partial(self._make_ready, whole))
         while self._gathered.total() > INCOMPLETE_BYTES:
             self._give_up_oldest()
+
+    def _make_ready(self, group: Group) -> None:
+        self._ready.append([each for each in group.outcomes.values() if each is not None])
+        if self._current is not None:
+            self._tell(self._current, at_once=True)
 
     def _give_up_oldest(self) -> None:
         group_id = next(iter(self._gathering))

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import msgspec
 
@@ -19,6 +20,7 @@ from tinkerscript.rollouts.call import calls_of
 from tinkerscript.train.collector import Batch, Collector
 from tinkerscript.train.inspect_logs import write_logs
 from tinkerscript.train.open_run import OpenRun
+from tinkerscript.train.pass_rates import by_sample, pass_metrics
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_metrics import by_task
@@ -67,13 +69,16 @@ class Evaluator:
     async def _evaluate(self, label: str, step: int, count: int) -> None:
         if label in self.finished or not count or self.samples is None:
             return
-        plans = self.samples.eval_episodes(label=label, count=count)
+        attempts = self.config.attempts
+        plans = self.samples.eval_episodes(label=label, count=count, attempts=attempts)
         batch = Batch(f"evaluation {label}")
         await self.collector.open(batch, [plans], step=step)
         await self.collector.until(lambda: batch.is_over, batch)
         batch.check_success()
         accepted = [o for o in batch.outcomes.values() if isinstance(o, EpisodeAccepted)]
         rewards = [outcome.reward for outcome in accepted]
+        means = [fmean(each.reward for each in sample) for sample in by_sample(accepted)]
+        independent = rewards if attempts == 1 else means  # Attempts at one sample are not.
         role_scores = _role_scores(self.roles, accepted)
         evaluated = EvaluationRow(
             label=label,
@@ -81,7 +86,7 @@ class Evaluator:
             time=time.time(),
             policy_version=self.policy.version,
             score=sum(rewards) / len(rewards) if rewards else None,
-            margin=margin_of(rewards) if len(rewards) > 1 else None,
+            margin=margin_of(independent) if len(independent) > 1 else None,
             accepted=len(rewards),
             failed=len(batch.outcomes) - len(rewards),
             role_scores=msgspec.json.encode(role_scores),
@@ -93,6 +98,7 @@ class Evaluator:
         ]
         score = float("nan") if evaluated.score is None else evaluated.score
         metrics = {f"eval/{label}": score, "eval/score": score, "eval/failed": float(evaluated.failed)}
+        metrics |= pass_metrics(accepted, attempts, self.parts.config.training.curriculum.pass_reward)
         metrics |= {f"role/{role}/eval/score": mean for role, mean in role_scores.items()}
         payloads = {plan.episode_uuid: plan.payload for plan in plans}
         task_of = {uuid: payload["task"] for uuid, payload in payloads.items()}

@@ -24,6 +24,7 @@ from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule, RolloutGroup,
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.alignment.report import explain
 from tinkerscript.rollouts.call import FloatArray, calls_of
+from tinkerscript.rollouts.credit import Credit
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import BoolArray, EpisodeRollouts, Rollout
 from tinkerscript.rollouts.trainers import to_scoring_datum, to_training_datum
@@ -83,6 +84,7 @@ class Learner:
         self.rule = AdvantageRule(self.config.advantage_baseline, self.config.advantage_scale)
         if self.config.distillation.is_pure:
             self.rule = PLAIN  # Its weight is 0; a group of one still needs some advantage.
+        self.credit = Credit(self.config.credit.level, self.config.credit.discount)
         self.alignment = AlignmentCheck(self.report, self.config, self.model)
         """Decides which sequences may train."""
 
@@ -169,7 +171,12 @@ class Learner:
         )
         calls = tuple(calls_of(outcome.all_calls, self.role))
         return EpisodeRollouts(
-            outcome.episode_uuid, outcome.reward_of(self.role), rollouts, calls, outcome.metadata
+            outcome.episode_uuid,
+            outcome.reward_of(self.role),
+            rollouts,
+            calls,
+            outcome.metadata,
+            call_rewards={} if self.role else outcome.call_rewards,
         )
 
     def outcome_of(self, group: RolloutGroup, episode: EpisodeRollouts) -> str:
@@ -245,7 +252,11 @@ class Learner:
 
     def trains(self, group: RolloutGroup) -> bool:
         """Whether it carries a gradient."""
-        return group.rewards_differ or self.trains_equal
+        return self.differs(group) or self.trains_equal
+
+    def differs(self, group: RolloutGroup) -> bool:
+        """Whether it carries a gradient by its rewards, or by those of its calls."""
+        return self.credit.differs(group, self.rule)
 
     @property
     def trains_equal(self) -> bool:
@@ -254,10 +265,10 @@ class Learner:
 
     def _weighted(self, group: RolloutGroup) -> list[WeightedRollout]:
         """Its sequences with the advantages that the task gives them."""
-        items = list(group.weighted(self.rule))
+        items = list(self.credit.weighted(group, self.rule))
         if self.distillation is None:
             return items
-        factor = self.distillation.reward_coef if group.rewards_differ else 0.0
+        factor = self.distillation.reward_coef if self.differs(group) else 0.0
         return [item.scaled(factor) for item in items]
 
     async def _compare(

@@ -25,6 +25,7 @@ from tinkerscript.train.checkpoints import RunCheckpoints
 from tinkerscript.train.collector import Collector
 from tinkerscript.train.episode_source import EpisodeSource
 from tinkerscript.train.evaluation import Evaluator
+from tinkerscript.train.group_judge import GroupJudge
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.off_policy import PolicyLags
 from tinkerscript.train.open_run import OpenRun
@@ -47,9 +48,10 @@ class TrainingLoop:
         policy: Policy,
         learners: Sequence[Learner],
         extra_metrics: Sequence[StepMetric] = (),
+        judge: GroupJudge | None = None,
     ) -> None:
         """`samples`: None if the episodes are samples that clients register themselves. `learners`: that of
-        the run's own policy, and then those of roles that train beside it."""
+        the run's own policy, and then those of roles that train beside it. `judge`: of complete groups."""
         training, progress = parts.config.training, parts.progress
         self.parts = parts
         self.step = parts.history.step
@@ -71,13 +73,15 @@ class TrainingLoop:
             group_size=training.group_size,
             client_samples=samples is None,
             seen=policy.note,
+            judge=judge,
         )
         self._stream = GroupStream(source, self._collector, progress, training, samples, self._lags)
         self.log = StepLog(parts, samples, learners, extra_metrics)
         self._update = PolicyUpdate(parts, learners, self._lags, self.log)
         roles = [each.role for each in learners[1:]]
         self.evaluator = Evaluator(parts, samples, self._collector, policy, roles)
-        self.checkpoints = RunCheckpoints(parts, learners, policy, self.evaluator.best_of)
+        curriculum = samples.curriculum if samples else None
+        self.checkpoints = RunCheckpoints(parts, learners, policy, self.evaluator.best_of, curriculum)
         self._mid_step = False
         """Whether the weights, the ledger or the published version may be between two steps."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
@@ -27,6 +28,7 @@ from tinkerscript.addresses import ServerInfo, moved_to, read_server_info
 from tinkerscript.config import EvaluationConfig, RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import AlignmentError, ConfigError, EngineError, GatewayError, LinkError
+from tinkerscript.gateway.outside_server import outside_servers
 from tinkerscript.ledger.history import History, Tally
 from tinkerscript.model_folder import model_folder
 from tinkerscript.processes.children import (
@@ -50,9 +52,11 @@ from tinkerscript.sampler import ProgressCallback, SampleFunction, SampleRequest
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends import backend_named
 from tinkerscript.train.backends.backend import FrozenModel, Publisher, TrainerBackend
+from tinkerscript.train.curriculum import Curriculum
 from tinkerscript.train.defaults import resolved
 from tinkerscript.train.episode_source import EpisodeSource
 from tinkerscript.train.frozen_model import open_frozen_role
+from tinkerscript.train.group_judge import GroupJudge, RoleAsker, open_judge
 from tinkerscript.train.learner import Learner, check_loss, wide_clip
 from tinkerscript.train.loop import TrainingLoop
 from tinkerscript.train.open_run import OpenRun, begin_run, logged, open_page
@@ -94,6 +98,7 @@ async def run_training(
     backend_named(config.engine.backend).check(config.engine, model, progress.note)
     check_loss(config)
     extra = extra_metrics(config)
+    judging = open_judge(config)
     samples = _samples(config)
     config, about_rates = resolved(config, model)
     folder = RunFolder(config, model, now=datetime.now(), path=path)
@@ -118,6 +123,11 @@ async def run_training(
             progress.note(line)
         if samples:
             samples.next_position, samples.again = history.next_position, list(history.again)
+            if config.training.curriculum.by != "none":
+                samples.curriculum = Curriculum(config.training.curriculum, config.seed)
+                if history.checkpoint:
+                    samples.curriculum.restore(history.checkpoint.curriculum)
+                extra = [*extra, samples.curriculum.metrics]
         # What trains and samples.
         await stack.enter_async_context(
             launched_ranks(children.plan, children.launcher, folder.path, progress.note)
@@ -137,6 +147,10 @@ async def run_training(
         )
         learners = await _learners(run, backend, policy, model, stack)
         sampling.policy = policy
+        judge = None
+        if judging is not None:
+            servers = await stack.enter_async_context(outside_servers(config, os.environ))
+            judge = GroupJudge(judging, RoleAsker(servers, policy, model), known=history.verdicts)
         # What runs the episodes.
         async with _opened(run, progress, backend, policy, children, link) as opened:
             if config.inference.has_replicas:
@@ -146,7 +160,7 @@ async def run_training(
                 policy.publish_to(replicas)
                 folder.exported.watch(replicas.pool.replicas)
                 opened, extra = replace(opened, publisher=replicas), [*extra, replicas.metrics]
-            loop = TrainingLoop(run, samples, opened.source, policy, learners, extra)
+            loop = TrainingLoop(run, samples, opened.source, policy, learners, extra, judge)
             with _report_written(loop, learners):
                 await run_beside(opened, asyncio.create_task(loop.run(), name="training loop"))
             with progress.waiting("the final checkpoint"):
@@ -165,7 +179,9 @@ async def _past(
     """Where the run goes on, and the episodes that it may train on again."""
     whole = folder.whole_checkpoints()
     history = await link.resume(whole, replay_lag=replay_lag, plan_lag=plan_lag)
-    return history, await link.fetch(sorted({each.episode for each in history.replayed}))
+    fetched = await link.fetch(sorted({each.episode for each in history.replayed}))
+    said = history.verdicts
+    return history, [each.judged(said[each.sequence]) if each.sequence in said else each for each in fetched]
 
 
 class _LateSampling:

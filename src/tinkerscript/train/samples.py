@@ -15,8 +15,12 @@ from typing import Any
 
 from tinkerscript.config import WeightedTaskConfig
 from tinkerscript.errors import ConfigError
+from tinkerscript.train.curriculum import Curriculum
 from tinkerscript.train.episode_source import PlannedEpisode
 from tinkerscript.workers.base_task import Task, load_task
+
+MAX_PASSED_OVER = 10_000
+"""Samples in a row that a curriculum may pass over, such as where it has retired all."""
 
 
 def usable_task(name: str, args: Mapping[str, Any], *, setting: str = "task", sandbox: str = "") -> Task:
@@ -42,6 +46,9 @@ def _own_error(setting: str, name: str, args: Mapping[str, Any], error: Exceptio
 
 class TaskSamples:
     """Plans episodes; payloads hold the samples as JSON."""
+
+    curriculum: Curriculum | None = None
+    """Says which positions are asked; None: all are."""
 
     def __init__(self, tasks: Sequence[WeightedTaskConfig], *, seed: int) -> None:
         """Raises ConfigError if no task is given, or for a task that cannot be loaded or has no samples."""
@@ -81,13 +88,19 @@ class TaskSamples:
     def train_groups(self, *, step: int, groups: int, group_size: int) -> list[list[PlannedEpisode]]:
         """The next `groups` samples, each as `group_size` planned episodes."""
         positions, self.again = self.again[:groups], self.again[groups:]
-        new = groups - len(positions)
-        positions += range(self.next_position, self.next_position + new)
-        self.next_position += new
+        positions += [self._next_position() for _ in range(groups - len(positions))]
         return [
             [self.planned_again(f"step-{step}/sample-{position}", position) for _ in range(group_size)]
             for position in positions
         ]
+
+    def _next_position(self) -> int:
+        """The next position that the curriculum admits; any, after `MAX_PASSED_OVER` that it does not."""
+        for _ in range(MAX_PASSED_OVER):
+            position, self.next_position = self.next_position, self.next_position + 1
+            if self.curriculum is None or self.curriculum.admits(position, self.payload_at(position)):
+                return position
+        return self.next_position - 1
 
     def planned_again(self, group_id: str, position: int, **more: str) -> PlannedEpisode:
         """An episode of the sample at `position`; `more` can set its former `episode_uuid`."""
@@ -98,10 +111,12 @@ class TaskSamples:
         task, index = self._schedule.at(position)
         return {"task": self.tasks[task], "sample": self._train[task].at(index)}
 
-    def eval_episodes(self, *, label: str, count: int) -> list[PlannedEpisode]:
-        """`count` episodes that cycle through each task's evaluation samples in order."""
+    def eval_episodes(self, *, label: str, count: int, attempts: int = 1) -> list[PlannedEpisode]:
+        """`count` episodes that cycle through each task's evaluation samples in order, `attempts` of each in
+        a row."""
         planned: list[PlannedEpisode] = []
-        for position in range(count):
+        for place in range(count):
+            position = place // attempts
             task, index = self._schedule.at(position)
             index %= len(self._eval[task])
             payload = {"task": self.tasks[task], "sample": self._eval[task][index]}

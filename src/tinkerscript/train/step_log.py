@@ -93,7 +93,14 @@ class StepLog:
         metrics = {**self._measured_by_others(step.number, facts), **learned[0]}
         for each, found in zip(self._roles, learned[1:], strict=True):
             alignment = each.report.step.metrics()
-            metrics |= role_metrics(each.role, each.groups, found, alignment, trains_equal=each.trains_equal)
+            metrics |= role_metrics(
+                each.role,
+                each.groups,
+                found,
+                alignment,
+                trains_equal=each.trains_equal,
+                differs=each.differs,
+            )
         metrics |= step_metrics(facts) | self._own.report.step.metrics()
         return MeasuredStep(facts, metrics, learned, self._rows(step, metrics))
 
@@ -132,7 +139,9 @@ class StepLog:
         for each, found in zip(self._roles, measured.learned[1:], strict=True):
             why, errors = "", each.report.step.errors
             if not found["train/sequences"]:
-                why = why_groups_do_not_train(each.groups, trains_equal=each.trains_equal, errors=errors)
+                why = why_groups_do_not_train(
+                    each.groups, trains_equal=each.trains_equal, errors=errors, differs=each.differs
+                )
             self._tell_idle(step, why, each.role)
         if skipped := skipped_note(step.number, metrics):
             self._progress.note(skipped)
@@ -217,6 +226,7 @@ class StepLog:
             lags=step.lags,
             stale=step.stale,
             trains_equal=self._own.trains_equal,
+            differs=self._own.differs,
             policy_version=step.policy_version,
             cancelled=step.cancelled,
             tasks=self._samples.tasks if self._samples else [],

@@ -30,7 +30,7 @@ from tinkerscript.config import RunConfig, import_name
 from tinkerscript.errors import ConfigError
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import Call
-from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, Outcome
+from tinkerscript.trainer_link.messages import JUDGE_FAILED, EpisodeAccepted, EpisodeFailed, Outcome
 
 if TYPE_CHECKING:  # It leads to torch and Inspect, and `train` checks what it can before they are loaded.
     from tinkerscript.train.collector import Batch
@@ -39,6 +39,14 @@ if TYPE_CHECKING:  # It leads to torch and Inspect, and `train` checks what it c
 __all__ = ["STEP_METRICS", "StepFacts", "StepMetric"]
 
 # Metrics of a step
+
+
+Differs = Callable[[RolloutGroup], bool]
+"""Whether a group carries a gradient by its rewards: those of its episodes, or of their calls."""
+
+
+def rewards_differ(group: RolloutGroup) -> bool:
+    return group.rewards_differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,8 @@ class StepFacts:
     trains_equal: bool = False
     """Whether a teacher or the KL penalty trains groups whose rewards are equal too."""
 
+    differs: Differs = rewards_differ
+
     @property
     def outcomes(self) -> list[Outcome]:
         return list(self.batch.outcomes.values())
@@ -116,6 +126,13 @@ def spread(rewards: Sequence[float]) -> dict[str, float]:
         "reward/lowest": min(rewards),
         "reward/highest": max(rewards),
     }
+
+
+def judge(facts: StepFacts) -> dict[str, float]:
+    """Groups of the step that their judge failed to judge, if there are any."""
+    failed = [each for each in facts.outcomes if isinstance(each, EpisodeFailed)]
+    groups = {each.group_id for each in failed if each.failures and each.failures[-1]["kind"] == JUDGE_FAILED}
+    return {"judge/failed_groups": float(len(groups))} if groups else {}
 
 
 def lengths(facts: StepFacts) -> dict[str, float]:
@@ -170,13 +187,14 @@ def episodes(facts: StepFacts) -> dict[str, float]:
 
 def groups(facts: StepFacts) -> dict[str, float]:
     dropped = len(facts.batch.groups) - len(facts.groups)
-    return trained_groups(facts.groups, facts.trains_equal) | {"groups/dropped": float(dropped)}
+    trained = trained_groups(facts.groups, facts.trains_equal, facts.differs)
+    return trained | {"groups/dropped": float(dropped)}
 
 
-def trained_groups(groups: Sequence[RolloutGroup], trains_equal: bool) -> dict[str, float]:
+def trained_groups(groups: Sequence[RolloutGroup], trains_equal: bool, differs: Differs) -> dict[str, float]:
     """How many groups carry a gradient, how many do not because their rewards are equal, and the mean of
     those."""
-    equal = [] if trains_equal else [each.rewards[0] for each in groups if not each.rewards_differ]
+    equal = [] if trains_equal else [each.rewards[0] for each in groups if not differs(each)]
     return {
         "groups/trained": float(len(groups) - len(equal)),
         "groups/same_reward": float(len(equal)),
@@ -250,6 +268,7 @@ def role_metrics(
     alignment: Mapping[str, float],
     *,
     trains_equal: bool,
+    differs: Differs = rewards_differ,
 ) -> dict[str, float]:
     """Of the policy of a role that trains, under `role/NAME/`: what its update `learned`, the rewards and the
     calls of its groups, and its part of the alignment report."""
@@ -258,13 +277,13 @@ def role_metrics(
         **learned,
         **spread([episode.reward for episode in episodes]),
         **call_lengths([episode.calls for episode in episodes]),
-        **trained_groups(groups, trains_equal),
+        **trained_groups(groups, trains_equal, differs),
         **alignment,
     }
     return {f"role/{role}/{name}": value for name, value in found.items()}
 
 
-STEP_METRICS: list[StepMetric] = [reward, lengths, episodes, groups, policy, timing, system, reported]
+STEP_METRICS: list[StepMetric] = [reward, judge, lengths, episodes, groups, policy, timing, system, reported]
 
 
 def step_metrics(facts: StepFacts) -> dict[str, float]:
@@ -307,7 +326,9 @@ def why_nothing_trained(
             f"({counts['episodes/accepted']} accepted, {counts['episodes/failed']} failed, "
             f"{counts['episodes/stale']} stale)"
         )
-    return why_groups_do_not_train(facts.groups, trains_equal=facts.trains_equal, errors=errors)
+    return why_groups_do_not_train(
+        facts.groups, trains_equal=facts.trains_equal, errors=errors, differs=facts.differs
+    )
 
 
 def why_groups_do_not_train(
@@ -315,18 +336,19 @@ def why_groups_do_not_train(
     *,
     trains_equal: bool = False,
     errors: Mapping[str, int] | None = None,
+    differs: Differs = rewards_differ,
 ) -> str:
     """Why these groups have left the weights as they were. `errors`: of their sequences, by name."""
     if not groups:
         return "no group has enough episodes that can train"
-    if not trains_equal and not any(group.rewards_differ for group in groups):
+    if not trains_equal and not any(map(differs, groups)):
         rewards = sorted({episode.reward for group in groups for episode in group.episodes})
         values = f"all are {rewards[0]:g}" if len(rewards) == 1 else f"{rewards[0]:g} to {rewards[-1]:g}"
         return (
             f"in each of the {len(groups)} groups all rewards are equal ({values}), and advantages "
             "come from differences within a group"
         )
-    differing = [group for group in groups if trains_equal or group.rewards_differ]
+    differing = [group for group in groups if trains_equal or differs(group)]
     if not any(episode.rollouts for group in differing for episode in group.episodes):
         return "no episode of the groups whose rewards differ has called the model: there is nothing to train"
     found = ", ".join(f"{number} {name}" for name, number in (errors or {}).items())

@@ -149,6 +149,9 @@ class GroupStream:
             cancelled=len(cancelled),
         )
         self._next = step + 1
+        if self.samples is not None and self.samples.curriculum is not None:
+            for group in complete:
+                self.samples.curriculum.note(group.payload, group.outcomes.values())
         if self.lags.max:
             await self._start()
         return taken
@@ -266,4 +269,9 @@ class GroupStream:
         return [each for each in behind[:too_many] if not each.is_complete]
 
     def _batch(self, label: str) -> Batch:
-        return Batch(label, rule=self.config.batch_rule, needed=self.config.groups_per_step)
+        return Batch(
+            label,
+            rule=self.config.batch_rule,
+            needed=self.config.groups_per_step,
+            by_call=self.config.credit.level != "episode",
+        )

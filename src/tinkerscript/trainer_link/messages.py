@@ -17,7 +17,7 @@ from tinkerscript.protocol import POLICY, TRAINER_POOL, EngineStatus, EpisodeTyp
 from tinkerscript.rollouts.call import Call, calls_of, full_prompts
 from tinkerscript.sampler import Progress, SampleRequest, SampleResult
 
-LINK_VERSION = 15
+LINK_VERSION = 16
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -297,6 +297,9 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
     """The calls of every role in the order of their recording."""
 
     role_rewards: dict[str, float] = {}
+    call_rewards: dict[str, float] = {}
+    """Call id -> the part of `reward` that this call of the policy earned."""
+
     metadata: dict[str, object] = {}
     log_metrics: dict[str, float] = {}
     is_success: bool | None = None
@@ -310,9 +313,34 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
         return calls_of(self.all_calls)
 
     @property
+    def earned(self) -> tuple[float, ...]:
+        """What each call of the policy earned, up to the last one that earned anything by itself."""
+        own = [self.call_rewards.get(call.call_id, 0.0) for call in self.calls] if self.call_rewards else []
+        while own and not own[-1]:
+            own.pop()
+        return tuple(own)
+
+    @property
     def policy_versions(self) -> set[int]:
         """The versions of all weights of this run that sampled any part, including other trained roles."""
         return {version for call in self.all_calls if not call.is_foreign for version in call.policy_versions}
+
+    def judged(self, reward: float) -> EpisodeAccepted:
+        """The same with the reward that the judge of its group gave, in place of those of its program."""
+        others = {role: own for role, own in self.role_rewards.items() if role != POLICY}
+        return msgspec.structs.replace(self, reward=reward, role_rewards=others, call_rewards={})
+
+    def failed(self, kind: str, message: str) -> EpisodeFailed:
+        """The failure that training sees in its place; the ledger keeps the result."""
+        failure: dict[str, object] = {
+            "kind": kind,
+            "message": message,
+            "attempt": self.attempt,
+            "client_uuid": self.client_uuid,
+        }
+        fields = (name for name in EpisodeFailed.__struct_fields__ if name != "failures")
+        shared = {name: getattr(self, name) for name in fields}
+        return EpisodeFailed(failures=[*self.retries, failure], **shared)
 
     def reward_of(self, role: str) -> float:
         """Return the reward of a trained role. An empty `role` is the run's policy.
@@ -402,6 +430,9 @@ ToTrainer = (
 QUARANTINED = "reward_out_of_bounds"
 """The failure kind of a result with a reward that would end the run (`errors.MAX_REWARD`)."""
 
+JUDGE_FAILED = "judge_failed"
+"""Failure kind of a recorded result whose group could not be judged."""
+
 UNREADABLE = "calls_unreadable"
 """The failure kind of a result with calls that do not follow one another and cannot be merged."""
 
@@ -415,21 +446,14 @@ def usable(outcome: Outcome) -> Outcome:
         return outcome
     kind = QUARANTINED
     try:
-        for name, reward in {"reward": outcome.reward, **outcome.role_rewards}.items():
+        rewards = {"reward": outcome.reward, **outcome.role_rewards, **outcome.call_rewards}
+        for name, reward in rewards.items():
             bounded(name, reward)
         kind = UNREADABLE
         for role in {call.role for call in outcome.all_calls}:
             full_prompts(calls_of(outcome.all_calls, role))
     except ValueError as error:
-        failure: dict[str, object] = {
-            "kind": kind,
-            "message": str(error),
-            "attempt": outcome.attempt,
-            "client_uuid": outcome.client_uuid,
-        }
-        fields = (name for name in EpisodeFailed.__struct_fields__ if name != "failures")
-        shared = {name: getattr(outcome, name) for name in fields}
-        return EpisodeFailed(failures=[*outcome.retries, failure], **shared)
+        return outcome.failed(kind, str(error))
     return outcome
 
 

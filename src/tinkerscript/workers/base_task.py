@@ -81,6 +81,9 @@ class EpisodeModel:
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Request fields for every call, such as `temperature`. Empty during a run, where the server decides."""
 
+    reply_ids: list[str] = field(default_factory=list[str], repr=False, compare=False)
+    """The ids of the replies so far, by which `WorkflowOutput.call_rewards` rewards single calls."""
+
     claim: Episode | None = None
     """The claim, with its lease and limits, or None in `tinkerscript eval`."""
 
@@ -89,7 +92,7 @@ class EpisodeModel:
 
         The server refuses a role that the run does not have.
         """
-        return replace(self, name=name)
+        return replace(self, name=name, reply_ids=[])
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -108,6 +111,7 @@ class EpisodeModel:
         """
         body = {"model": self.name, "messages": list(messages), **self.sampling, **fields}
         completion = await self.endpoint.complete(self.base_url, self.api_key, body)
+        self.reply_ids.append(str(completion.get("id", "")))
         return completion["choices"][0]["message"]
 
     async def ask(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
@@ -186,8 +190,9 @@ def named_scores(
     metrics: Mapping[str, float] | None = None,
     answer: str = "",
     metadata: Mapping[str, JsonValue] | None = None,
+    call_rewards: Mapping[str, float] | None = None,
 ) -> WorkflowOutput:
-    """Make a rollout's result with its scores by name.
+    """Make a rollout's result with its scores by name. `call_rewards` is what single calls earned.
 
     The scores are shown with the episode, and averaged as `score/<name>`; `metrics` are averaged under
     their names. `answer` shows people what was scored.
@@ -199,7 +204,12 @@ def named_scores(
         **(metadata or {}),
     }
     averaged = {f"score/{name}": float(value) for name, value in scores.items()}
-    return WorkflowOutput(reward=float(reward), metadata=shown, log_metrics={**averaged, **(metrics or {})})
+    return WorkflowOutput(
+        reward=float(reward),
+        call_rewards=dict(call_rewards or {}),
+        metadata=shown,
+        log_metrics={**averaged, **(metrics or {})},
+    )
 
 
 TASK_KINDS: Mapping[str, str] = {

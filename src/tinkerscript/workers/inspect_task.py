@@ -7,14 +7,15 @@ recorded. A solver or scorer that raises is an error, never a reward of 0.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from inspect_ai.dataset import Sample
 from inspect_ai.log import EvalSample
 from inspect_ai.model import ModelOutput
+from inspect_ai.scorer import Score
 
 from inspect_tinker_bridge import (
     BridgeError,
@@ -30,7 +31,7 @@ from inspect_tinker_bridge import (
 from inspect_tinker_bridge.conversion import ChatConverter, sample_summary, unapplied
 from inspect_tinker_bridge.records import pack_transcript
 from inspect_tinker_bridge.sandbox import check_provider
-from inspect_tinker_bridge.scoring import report_of
+from inspect_tinker_bridge.scoring import report_of, to_number
 from tinkerscript.errors import ClaimLostError, ConfigError, WorkerError
 from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.tracing import traceparent
@@ -160,7 +161,12 @@ class GatewayPolicy:
         self.unapplied: set[str] = set()
         """Settings of the task that requests do not carry, as `name=value`."""
 
+        self.reply_ids = list[str]()
+        """Of its own calls, in the order in which the replies came."""
+
         self.calls = 0
+        """Model calls, with those of an agent beside the solver."""
+
         self.lost: ClaimLostError | None = None
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
@@ -173,7 +179,9 @@ class GatewayPolicy:
         except ClaimLostError as error:
             self.lost = error
             raise
-        self.calls += not request.role
+        if not request.role:
+            self.calls += 1
+            self.reply_ids.append(completion["id"])
         return self._converter.output(completion)
 
 
@@ -181,6 +189,41 @@ def _output(outcome: EpisodeOutcome, scored: EpisodeReward, policy: GatewayPolic
     report = report_of(outcome, scored, policy.unapplied)
     return WorkflowOutput(
         reward=scored.reward,
+        call_rewards=call_rewards(outcome.scores, policy.reply_ids),
         metadata=report.metadata,
         log_metrics={**report.metrics, "model_calls": float(policy.calls)},
     )
+
+
+IN_METADATA = "call_rewards"
+"""The key of a score's metadata that rewards single model calls."""
+
+
+def call_rewards(scores: Mapping[str, Score], reply_ids: Sequence[str]) -> dict[str, float]:
+    """What the scorers gave single calls, in `Score.metadata["call_rewards"]`, summed over the scorers.
+
+    A list has a number for each model call of the episode, in order; a dict, by the ids of assistant
+    messages. Raises WorkerError for anything else.
+    """
+    total = dict[str, float]()
+    for name, score in scores.items():
+        given: Any = (score.metadata or {}).get(IN_METADATA)
+        if given is None:
+            continue
+        if not isinstance(given, Mapping):
+            given = list(given) if isinstance(given, Sequence) else [given]
+            if len(given) != len(reply_ids):
+                raise WorkerError(
+                    f"the scorer {name!r}: metadata[{IN_METADATA!r}] has {len(given)} numbers, and the "
+                    f"episode has {len(reply_ids)} model calls; give one for each, or a dict by message id"
+                )
+            given = dict(zip(reply_ids, given, strict=True))
+        for reply_id, reward in cast("Mapping[str, object]", given).items():
+            number = to_number(reward)
+            if number is None:
+                raise WorkerError(
+                    f"the scorer {name!r}: metadata[{IN_METADATA!r}] has {reward!r} for the call "
+                    f"{reply_id}, which is not a finite number"
+                )
+            total[reply_id] = total.get(reply_id, 0.0) + number
+    return total

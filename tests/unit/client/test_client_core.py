@@ -217,6 +217,7 @@ def test_an_end_names_its_claim_and_may_lose_it(core: Operations) -> None:
         "workflow_output": {
             "reward": 0.5,
             "is_success": None,
+            "call_rewards": {},
             "role_rewards": {"rival": -0.5},
             "metadata": {"a": 1},
             "log_metrics": {},
@@ -232,6 +233,29 @@ def test_an_end_names_its_claim_and_may_lose_it(core: Operations) -> None:
     with pytest.raises(RequestRefusedError, match="not stored"):
         end().answered(200, {}, body(success=False, failure_reason="not stored"))
     assert end().answered(200, {}, body(success=True)) == Done(None)
+
+
+def test_rewards_of_single_calls_travel_with_the_result(core: Operations) -> None:
+    """Those that the episode was told add up, under the call's id, with those of the end."""
+    episode = replace(EPISODE, call_rewards={})
+    episode.reward("chatcmpl-a", 0.5)
+    episode.reward("a", 0.25)
+    episode.reward("msg_b", -1.0)
+    output = sent(Driven(core.end_episode(episode, rewards={"b": 0.5, "resp_c": 2.0})))["workflow_output"]
+    assert (output["reward"], output["call_rewards"]) == (None, {"a": 0.75, "b": -0.5, "c": 2.0})
+    result = WorkflowOutput(reward=1.0, call_rewards={"chatcmpl-a": 0.25, "d": 1.0})
+    output = sent(Driven(core.end_episode(episode, result)))["workflow_output"]
+    assert (output["reward"], output["call_rewards"]) == (1.0, {"a": 1.0, "b": -1.0, "d": 1.0})
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("-inf"), 1.1e6])
+def test_a_call_has_a_usable_reward(core: Operations, reward: float) -> None:
+    episode = replace(EPISODE, call_rewards={})
+    with pytest.raises(ValueError, match="'a'"):
+        episode.reward("a", reward)
+    assert not episode.call_rewards
+    with pytest.raises(ValueError, match=r"call_rewards\.a"):
+        Driven(core.end_episode(episode, 0.0, rewards={"a": reward}))
 
 
 @pytest.mark.parametrize("reward", [None, float("nan"), float("inf"), [1.0, float("nan")]])

@@ -15,7 +15,7 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger import SqliteLedger
 from tinkerscript.ledger.groups import recorded_groups
-from tinkerscript.ledger.rows import ResultRow, Row, SampleRow, TrainedRow, Use
+from tinkerscript.ledger.rows import ResultRow, Row, SampleRow, TrainedRow, Use, VerdictRow
 from tinkerscript.rollouts.call import Call
 from tinkerscript.rollouts.parquet import read_parquet
 
@@ -112,3 +112,24 @@ async def test_the_pages_way_to_another_trainer_runs(tmp_path: Path, monkeypatch
     assert found["rolled"]["reward"] == [1.0, 0.0]
     again = list(read_parquet(Path(run[1]) / "rollouts.parquet"))
     assert [group.rewards for group in again] == [[1.0, 0.0], [0.5]]
+
+
+async def test_rewards_are_those_that_train(tmp_path: Path) -> None:
+    """A judge's verdicts, where one saw the group; else those of programs, for each call."""
+    earned = {"c": 0.5}
+    rows = [
+        *ended(1, "a", "judged", 1.0, call_rewards=earned),
+        *ended(2, "b", "judged", 0.0),
+        *ended(3, "c", "own", 1.5, call_rewards=earned),
+        *ended(4, "d", "unjudged", 1.0),
+        VerdictRow(episode=1, reward=0.25, time=1.0),
+        VerdictRow(episode=2, reward=0.75, time=1.0),
+        VerdictRow(episode=4, reward=None, time=1.0),
+    ]
+    await write(tmp_path, rows, {})
+    found = {group.group_id: group.episodes for group in recorded_groups(tmp_path)}
+    assert {name: [each.reward for each in group] for name, group in found.items()} == {
+        "judged": [0.25, 0.75],
+        "own": [1.5],
+    }
+    assert [each.call_rewards for each in (*found["judged"], *found["own"])] == [{}, {}, earned]

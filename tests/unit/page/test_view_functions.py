@@ -624,7 +624,7 @@ def test_a_run_of_another_version_hides_no_other(tmp_path: Path) -> None:
         runs.ledger("nope")
     with pytest.raises(ConfigError, match="file is not a database"):
         runs.ledger("bad")
-    with pytest.raises(ConfigError, match="has version 1, and this tinkerscript reads 2"):
+    with pytest.raises(ConfigError, match="has version 1, and this tinkerscript reads 3"):
         runs.ledger("old")
 
 

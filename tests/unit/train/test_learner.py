@@ -10,11 +10,12 @@ import pytest
 import tinker
 from msgspec import structs
 
-from rollout_helpers import make_call, make_episode, make_group, update
+from rollout_helpers import make_accepted, make_call, make_episode, make_group, update
 from small_models import sft_datum
 from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import ConfigError
+from tinkerscript.ledger.rows import Use
 from tinkerscript.rollouts.advantages import RolloutGroup, WeightedRollout
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import FloatArray, IntArray, pack_logprobs
@@ -24,7 +25,9 @@ from tinkerscript.train.alignment_check import AlignmentCheck, TrainedModel
 from tinkerscript.train.backends.backend import ADAM, optimizer_step, skipped_note
 from tinkerscript.train.defaults import learning_rate
 from tinkerscript.train.learner import Learner, check_loss, minibatches, wide_clip
+from tinkerscript.train.step_metrics import trained_groups
 from tinkerscript.train.token_advantages import KLPenalty, ReferenceLogprobs
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 
 def settings(**more: Any) -> TrainingConfig:
@@ -112,6 +115,30 @@ async def test_the_kl_penalty_acts_on_groups_of_equal_rewards_too(engine: Embedd
     metrics = await update(made, [equal], step=1)
     assert metrics["train/sequences"] == len(made.advantages) == 3
     assert all(np.any(each != 0) for each in made.advantages.values())
+
+
+async def test_a_group_of_equal_sums_trains_where_its_calls_differ(engine: EmbeddedEngine) -> None:
+    """From results as they reach the trainer: the first call of one episode earned what the last of the other
+    did."""
+
+    def result(uuid: str, earning: int) -> EpisodeAccepted:
+        first = make_call(None, [5, 6], [7, 8])
+        calls = [first, make_call(first, [9], [10, 11])]
+        earned = {calls[earning].call_id: 1.0}
+        return make_accepted(uuid, 1.0, calls, call_rewards=earned, group_id="g")
+
+    outcomes = [result("a", 0), result("b", 1)]
+    for level, trained in (("turn", 2), ("episode", 0)):
+        made = learner(Recorded(engine), credit={"level": level})
+        made.take([("g", outcomes)])
+        await made.check(step=1)
+        metrics = await made.train(1)
+        assert metrics["train/sequences"] == trained
+        counts = trained_groups(made.groups, False, made.differs)
+        assert (counts["groups/trained"], counts["groups/same_reward"]) == (trained / 2, 1 - trained / 2)
+        (group,) = made.groups
+        uses = {made.outcome_of(group, episode) for episode in group.episodes}
+        assert uses == {Use.TRAINED if trained else Use.SAME_REWARD}
 
 
 def test_minibatches_depend_on_what_a_batch_holds_alone() -> None:

@@ -78,6 +78,12 @@ def test_evaluation_goes_round_the_held_out_samples_of_each_task(tasks: list[Wei
     assert {plan.label for plan in plans} == {"before"}
 
 
+def test_evaluation_asks_each_sample_as_often_as_it_is_told(tasks: list[WeightedTaskConfig]) -> None:
+    plans = TaskSamples(tasks[:1], seed=1).eval_episodes(label="before", count=7, attempts=3)
+    assert [plan.payload["sample"]["id"] for plan in plans] == ["few0"] * 3 + ["few1"] * 3 + ["few2"]
+    assert [plan.group_id[-1] for plan in plans] == ["0"] * 3 + ["1"] * 3 + ["2"]
+
+
 def test_evaluation_samples_that_train_too_are_counted(tasks: list[WeightedTaskConfig]) -> None:
     samples = TaskSamples(tasks, seed=1)
     assert samples.trained_too(8) == (2, 8)

@@ -42,7 +42,7 @@ from datetime import date
 from inspect_ai import Task, task
 from inspect_ai.agent import react
 from inspect_ai.dataset import Sample
-from inspect_ai.model import GenerateConfig, get_model
+from inspect_ai.model import ChatMessageUser, GenerateConfig, get_model
 from inspect_ai.scorer import match, scorer, accuracy, Score
 from inspect_ai.solver import generate, solver, system_message
 from inspect_ai.tool import tool
@@ -55,6 +55,28 @@ def say():
     return Task(dataset=SAMPLES, solver=[system_message("Obey."), generate()], scorer=match(), config=config)
 
 ODD = {"by": {1: "one"}, "pair": (1, 2), "some": {"b", "a"}, "day": date(2026, 1, 2), "raw": b"raw"}
+
+@scorer(metrics=[accuracy()])
+def by_turn(given):
+    async def score(state, target):
+        ids = [message.id for message in state.messages if message.role == "assistant"]
+        rewards = {"last": {ids[-1]: 0.5}, "odd": "many", "short": [1.0], "words": [0.0, "good"]}
+        found = rewards[given] if isinstance(given, str) else given
+        return Score(value=1.0, metadata={"call_rewards": found})
+    return score
+
+@solver
+def two_turns():
+    async def solve(state, generate):
+        state = await generate(state)
+        state.messages.append(ChatMessageUser(content="Again."))
+        return await generate(state)
+    return solve
+
+@task
+def turns(given="last", more=None):
+    scorers = [by_turn(given), *([by_turn(more)] if more else [])]
+    return Task(dataset=SAMPLES, solver=two_turns(), scorer=scorers)
 
 @scorer(metrics=[accuracy()])
 def keeps_metadata():
@@ -362,6 +384,39 @@ async def test_metadata_that_json_does_not_have_reaches_the_scorer_unchanged(
     async with rollout_of(f"{spec}@odd") as rollout:
         output = await rollout(episode(server, f"{spec}@odd", 2))
     assert output.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("args", "rewards"),
+    [
+        ({"given": [0.25, 0.5]}, {"first": 0.25, "second": 0.5}),
+        ({"given": "last"}, {"second": 0.5}),
+        ({"given": "last", "more": [1.0, 2.0]}, {"first": 1.0, "second": 2.5}),
+    ],
+)
+async def test_a_scores_metadata_rewards_single_calls(
+    server: Server, spec: str, args: dict[str, JsonValue], rewards: dict[str, float]
+) -> None:
+    task = f"{spec}@turns"
+    server.replies = [said("1", id="chatcmpl-first"), said("2", id="chatcmpl-second")]
+    async with TaskRollout({task: load_task(task, args)}) as rollout:
+        output = await rollout(episode(server, task, payload=planned(task, **args)))
+    assert isinstance(output, WorkflowOutput)
+    assert (output.reward, output.call_rewards) == (1.0, rewards)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [("short", "has 1 numbers, and the episode has 2 model calls"), ("words", "has 'good' for the call")],
+)
+async def test_rewards_of_calls_that_cannot_be_read_fail_the_episode(
+    server: Server, spec: str, given: str, problem: str
+) -> None:
+    task = f"{spec}@turns"
+    server.replies = [said("1", id="chatcmpl-first"), said("2", id="chatcmpl-second")]
+    async with TaskRollout({task: load_task(task, {"given": given})}) as rollout:
+        with pytest.raises(WorkerError, match=problem):
+            await rollout(episode(server, task, payload=planned(task, given=given)))
 
 
 async def test_an_episode_of_other_arguments_is_refused_with_the_remedy(server: Server, spec: str) -> None:

@@ -26,7 +26,7 @@ function Turn({ turn, forked, sequences, tools, after }) {
 
 const facts = (turn, after) => [
   after > 0 && `asked ${duration(after)} after the first`,
-  turn.role && `by the role ${turn.role}${turn.policy_version < 0 ? ", does not train" : ""}`, `${turn.sampled_tokens} tokens`, turn.policy_version < 0 ? "" : `policy version ${turn.policy_version}${turn.policy_version_end === null ? "" : ` to ${turn.policy_version_end}`}`,
+  turn.role && `by the role ${turn.role}${turn.policy_version < 0 ? ", does not train" : ""}`, `${turn.sampled_tokens} tokens`, turn.reward === null ? "" : `earned ${number(turn.reward)}`, turn.policy_version < 0 ? "" : `policy version ${turn.policy_version}${turn.policy_version_end === null ? "" : ` to ${turn.policy_version_end}`}`,
   turn.mean_logprob === null ? "" : `mean logprob ${number(turn.mean_logprob)}`, turn.stop_reason === "length" ? "cut off by the token limit" : "", turn.temperature === 1 ? "" : `temperature ${turn.temperature}`,
   turn.side ? "a side call" : "", turn.ignored.length ? `ignored: ${turn.ignored.join(", ")}` : "",
 ].filter(Boolean).join(" · ");

@@ -52,6 +52,8 @@ function Scores({ data }) {
   const { line } = data;
   const own = Object.entries(data.metrics).filter(([name]) => !name.startsWith("score/"));
   return html`<${Card} title="Scores"><div class="stack">
+    ${data.verdict && html`<div><div class="row"><strong>judge of its group</strong><span>${data.verdict.reward === null ? html`<span class="warn">failed</span>` : number(data.verdict.reward)}</span></div>
+      ${data.verdict.words && html`<div class="small">${data.verdict.words}</div>`}</div>`}
     ${data.scores.length ? data.scores.map((found) => html`<div><div class="row"><strong>${found.name}</strong><span>${typeof found.value === "number" ? number(found.value) : JSON.stringify(found.value)}</span></div>
       ${found.answer !== null && html`<div class="small"><span class="quiet">answer</span> <code>${found.answer}</code></div>`}${found.explanation && html`<details open=${found.explanation.length < 300}><summary>explanation</summary><pre class="small">${found.explanation}</pre></details>`}</div>`)
       : html`<p class="quiet">${data.is_chat ? "Chats have no scores." : line.status === "accepted" ? "The program reported a reward without named scores." : "It ended without a reward."}</p>`}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
 from tinkerscript.ledger import Ledger
 from tinkerscript.ledger.rows import TranscriptRow
-from tinkerscript.limits import FAILURE_KIND, METADATA_DEPTH, OUTPUT_BYTES, depth_is_beyond
+from tinkerscript.limits import FAILURE_KIND, ID_CHARS, METADATA_DEPTH, OUTPUT_BYTES, depth_is_beyond
 from tinkerscript.logs import about
 from tinkerscript.protocol import (
     NO_EPISODES,
@@ -273,6 +273,8 @@ class EpisodeRoutes:
                 f"{body.task_id!r} cannot be compared with it; work on the sample in the claim's payload, or "
                 "register your own tasks with register_episode, each with its task_id"
             )
+        if body.workflow_output.call_rewards:
+            await self._check_calls(claim, body.workflow_output.call_rewards)
         solved = body.workflow_output.is_success
         self._book.end(*claim, reward=reward, result=result, is_success=solved)
         if group:
@@ -281,6 +283,26 @@ class EpisodeRoutes:
                 del self._tasks_of_groups[next(iter(self._tasks_of_groups))]
         await self._interchange.commit()
         return SuccessResponse(success=True)
+
+    async def _check_calls(self, claim: ClaimId, rewards: Mapping[str, float]) -> None:
+        """Raises HTTPException 422 for a reward of anything but a recorded call of the policy."""
+        if self._book.get(claim.episode_uuid).state == "ended":
+            return  # A retry, whose content the book compares; its calls may have been dropped.
+        roles = {call.call_id: call.role for call in await self._claims.recorded(*claim)}
+        for call_id in rewards:
+            name = f"workflow_output.call_rewards: {call_id[:ID_CHARS]!r}"
+            if call_id not in roles:
+                latest = [each for each, role in roles.items() if not role][-3:]
+                known = f"the latest are {', '.join(latest)}" if latest else "it made none"
+                raise HTTPException(
+                    422, f"{name} is no model call of this claim ({known}); use the `id` of a reply"
+                )
+            if roles[call_id]:
+                raise HTTPException(
+                    422,
+                    f"{name} is a call of the role {roles[call_id]!r}; calls of the policy have rewards of "
+                    "their own, and a role that trains has one in role_rewards",
+                )
 
     async def abort_episode(self, body: AbortEpisodeRequest, request: Request) -> SuccessResponse:
         """Record why the owner's attempt failed. The episode is requeued while it has attempts left."""

@@ -71,7 +71,7 @@ class OpenEnvEnvironment(Task):
     async def rollout(self, sample: TaskSample, model: EpisodeModel) -> WorkflowOutput:
         schema = await self._action_schema()
         messages: list[dict[str, Any]] = [{"role": "system", "content": self._system + json.dumps(schema)}]
-        reward, steps, misread = 0.0, 0, 0
+        rewards, steps, misread = dict[str, float](), 0, 0
         async with self._sessions, GenericEnvClient(base_url=self._url) as client:
             result = await client.reset(**dict(sample["reset"]))  # pyright: ignore[reportArgumentType, reportCallIssue]
             told = json.dumps(result.observation)
@@ -86,10 +86,12 @@ class OpenEnvEnvironment(Task):
                     told = "That is no action: reply with a JSON object of the schema."
                     continue
                 result = await client.step(action)
-                reward += float(result.reward or 0.0)
+                reply_id = model.reply_ids[-1]  # Servers other than a run's may repeat theirs.
+                rewards[reply_id] = rewards.get(reply_id, 0.0) + float(result.reward or 0.0)
                 told = json.dumps(result.observation)
         metrics = {"steps": float(steps), "misread": float(misread), "unfinished": float(not result.done)}
-        return named_scores(reward, {"openenv_reward": reward}, metrics=metrics)
+        scores = {"openenv_reward": sum(rewards.values())}
+        return named_scores(0.0, scores, metrics=metrics, call_rewards=rewards)
 
     async def _action_schema(self) -> dict[str, Any]:
         # A server has one kind of action.

@@ -1,0 +1,94 @@
+"""A curriculum over pass rates against every sample once in each pass, at equal episodes.
+
+    python bench/curriculum.py [--steps N] [--seeds N ...] [--learning-rate RATE]
+
+Trains the tiny model on `MixedSums`, where 40% of the samples are never right, 40% always are, and the rest
+are sums, from the same weights with as many episodes each: without a curriculum, and with
+`training.curriculum.by: pass_rate`. Other sums are held out. What counts is the area under the curve of
+held-out accuracy over training episodes, divided by those episodes, above that of the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distillation import area, train
+from tinkerscript.workers.base_task import EpisodeModel, Task, TaskSample
+
+KINDS = ("sum", "never", "never", "always", "always")
+EVERY, HELD_OUT = 3, 300
+
+
+class MixedSums(Task):
+    """`size` samples to train on, a fifth of them sums; the held-out ones are all sums."""
+
+    def __init__(self, *, size: int = 100) -> None:
+        self._size = size
+
+    def samples(self, *, held_out: bool) -> Sequence[TaskSample]:
+        pairs = [(a, b) for a in range(100) for b in range(a, 100)]
+        random.Random(0).shuffle(pairs)
+        chosen = pairs[-HELD_OUT:] if held_out else pairs[: self._size]
+        return [
+            {
+                "id": f"{a}+{b}",
+                "input": f"What is {a}+{b}?",
+                "target": str(a + b),
+                "kind": KINDS[0 if held_out else place % len(KINDS)],
+            }
+            for place, (a, b) in enumerate(chosen)
+        ]
+
+    async def rollout(self, sample: TaskSample, model: EpisodeModel) -> float:
+        reply = await model.ask([{"role": "user", "content": sample["input"]}], max_tokens=8)
+        right = float(reply.strip() == sample["target"])
+        return {"never": 0.0, "always": 1.0}.get(str(sample["kind"]), right)
+
+
+def curve(folder: Path, by: str, seed: int, steps: int, rate: float) -> list[tuple[int, float]]:
+    """(training episodes, held-out accuracy) of one run, from its start to its end."""
+    training = {"groups_per_step": 16, "group_size": 8, "minibatches": 2, "checkpoint_every": 0}
+    config: dict[str, Any] = {
+        "seed": seed,
+        "engine": {"model": "tiny"},
+        "task": {"name": f"{Path(__file__).absolute()}:MixedSums"},
+        "training": training
+        | {"steps": steps, "learning_rate": rate, "grad_clip_norm": 0.3, "curriculum": {"by": by}},
+        "evaluation": {"episodes": HELD_OUT, "every_steps": EVERY, "interim_episodes": HELD_OUT},
+    }
+    run_dir = train(folder, f"{by} {seed}", config)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"] * 128, line["eval/score"]) for line in lines if "eval/score" in line]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--arms", nargs="*", default=["none", "pass_rate"])
+    options = parser.parse_args()
+    gains: dict[str, list[float]] = {arm: [] for arm in options.arms}
+    with tempfile.TemporaryDirectory() as name:
+        for seed in options.seeds:
+            for arm, found in gains.items():
+                points = curve(Path(name), arm, seed, options.steps, options.learning_rate)
+                found.append(area(points) - points[0][1])
+                said = {"curriculum": arm, "seed": seed, "gain": round(found[-1], 3), "curve": points}
+                print(json.dumps(said), flush=True)
+    for arm, found in gains.items():
+        spread = f"{statistics.mean(found):.3f} ({min(found):.3f}-{max(found):.3f})"
+        print(json.dumps({"curriculum": arm, "seeds": len(found), "gain": spread}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""`Credit`: what each model call of an episode earned, and what that is compared with.
+
+An episode of calls 1, ..., T has a reward for each of them (`EpisodeRollouts.call_rewards`), and the last one
+has besides what is left of the episode's reward. The return of call t is r_t + g r_(t+1) + g^2 r_(t+2) + ...
+with the discount g. Returns are summed first and compared afterwards, so what is subtracted from a call is
+one number, which does not depend on where its own episode stops. Turn-wise advantages that are summed
+afterwards subtract as many baselines as the episode has turns: a hidden price on every further turn
+(verl-project/verl#7244).
+
+Invariant: without rewards of single calls and with a discount of 1, `turn` is `RolloutGroup.weighted` to the
+bit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule, Doubles, RolloutGroup, WeightedRollout
+from tinkerscript.rollouts.rollout import EpisodeRollouts
+
+CreditLevel = Literal["episode", "turn", "state"]
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """How the rewards of an episode's calls become advantages of their tokens."""
+
+    level: CreditLevel = "turn"
+    """`episode`: all tokens have the episode's advantage. `turn`: a call's return is compared with those of
+    the group's episodes at the same turn. `state`: the episode's advantage, plus that of the call's return
+    among the group's calls that were shown the same (Feng et al. 2025, "GiGPO", arXiv:2505.10978)."""
+
+    discount: float = 1.0
+
+    def weighted(self, group: RolloutGroup, rule: AdvantageRule = PLAIN) -> Iterator[WeightedRollout]:
+        """Yield every sequence with its tokens' advantages."""
+        if self._is_of_episodes(group):
+            yield from group.weighted(rule)
+            return
+        for episode, advantages in zip(group.episodes, self.advantages(group, rule), strict=True):
+            by_call = dict(zip((call.call_id for call in episode.calls), advantages.tolist(), strict=True))
+            for rollout in episode.rollouts:
+                values = np.zeros(len(rollout.tokens), dtype=np.float32)
+                for segment in rollout.segments:
+                    values[segment.start : segment.end] = by_call[segment.call.call_id]
+                yield WeightedRollout(rollout, np.where(rollout.loss_mask, values, np.float32(0)))
+
+    def differs(self, group: RolloutGroup, rule: AdvantageRule = PLAIN) -> bool:
+        """Whether any call has an advantage, so that the group carries a gradient."""
+        if self._is_of_episodes(group):
+            return group.rewards_differ
+        return any(each.any() for each in self.advantages(group, rule))
+
+    def advantages(self, group: RolloutGroup, rule: AdvantageRule = PLAIN) -> list[Doubles]:
+        """For each episode, the advantage of each of its calls: float64 [T]. Not for `episode`."""
+        returns = [returns_of(rewards_of_calls(episode), self.discount) for episode in group.episodes]
+        found = [np.zeros(len(each)) for each in returns]
+        if self.level == "state":
+            whole = group.advantages(rule).tolist()
+            found = [np.full(len(each), advantage) for each, advantage in zip(returns, whole, strict=True)]
+        compared = defaultdict[int | bytes, list[tuple[int, int]]](list)
+        for place, episode in enumerate(group.episodes):
+            for turn, call in enumerate(episode.calls):
+                compared[turn if self.level == "turn" else call.new_prompt].append((place, turn))
+        for places in compared.values():
+            values = [float(returns[place][turn]) for place, turn in places]
+            if len(values) < 2 or max(values) == min(values):
+                continue
+            above = (np.asarray(values) - rule.baselines(values)) / rule.divisor(values)
+            for (place, turn), advantage in zip(places, above.tolist(), strict=True):
+                found[place][turn] += advantage
+        return found
+
+    def _is_of_episodes(self, group: RolloutGroup) -> bool:
+        if self.level == "episode":
+            return True
+        has_own = any(episode.call_rewards for episode in group.episodes)
+        return self.level == "turn" and self.discount == 1 and not has_own
+
+
+def rewards_of_calls(episode: EpisodeRollouts) -> Doubles:
+    """float64 [T]: the reward of each call; the last one's includes what no call has of the episode's."""
+    own = episode.call_rewards
+    rewards = np.array([own.get(call.call_id, 0.0) for call in episode.calls], dtype=np.float64)
+    if len(rewards):
+        rewards[-1] += episode.reward - sum(own.values())
+    return rewards
+
+
+def returns_of(rewards: Doubles, discount: float) -> Doubles:
+    """float64 [T]: what each call and those after it earned, each later one `discount` times as much."""
+    returns, later = np.zeros(len(rewards)), 0.0
+    for turn in range(len(rewards) - 1, -1, -1):
+        later = returns[turn] = rewards[turn] + discount * later
+    return returns

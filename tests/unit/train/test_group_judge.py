@@ -1,0 +1,301 @@
+"""A group closes, is judged, and trains: or fails with the judge's reason, and never with a reward of 0."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_helpers import make_accepted, make_call
+from scripted_source import ScriptedSource
+from tinkerscript.config import JudgeConfig, RunConfig
+from tinkerscript.errors import ConfigError, GatewayError, NoSuccessError
+from tinkerscript.ledger.rows import VerdictRow
+from tinkerscript.testing import QuietReporter
+from tinkerscript.train import group_judge
+from tinkerscript.train.collector import Batch, Collector
+from tinkerscript.train.episode_source import PlannedEpisode
+from tinkerscript.train.group_judge import GroupJudge, JudgedGroup, Message, open_judge, ranked
+from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
+
+
+def said(text: str) -> list[Any]:
+    messages = json.dumps([{"role": "user", "content": "Say something good."}])
+    reply = json.dumps({"role": "assistant", "content": text})
+    return [make_call(None, [1], [2], messages=messages, reply=reply)]
+
+
+def ended(uuid: str, text: str = "?", *, sequence: int = 0, **more: Any) -> EpisodeAccepted:
+    return make_accepted(uuid, 0.0, said(text), sequence=sequence, group_id="g", **more)
+
+
+def by_length(group: JudgedGroup) -> list[tuple[float, str]]:
+    """The shortest is best: comparable only where all are seen."""
+    lengths = [len(each.messages[-1]["content"]) for each in group.episodes]
+    return [(min(lengths) / length, f"{length} letters") for length in lengths]
+
+
+async def nobody(role: str, messages: Sequence[Message]) -> str:
+    raise AssertionError(f"{role} is not to be asked")
+
+
+@asynccontextmanager
+async def collecting(
+    function: Callable[..., Any], *, known: dict[int, float] | None = None, ask: Any = nobody
+) -> AsyncGenerator[tuple[Collector, ScriptedSource, QuietReporter]]:
+    source, reporter = ScriptedSource(), QuietReporter()
+    judge = GroupJudge(function, ask, known or {})
+    collector = Collector(source, reporter, group_size=2, judge=judge)
+    running = asyncio.create_task(collector.run())
+    try:
+        async with asyncio.timeout(10):
+            yield collector, source, reporter
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def opened(collector: Collector, *uuids: str, kind: Any = "train") -> Batch:
+    batch = Batch("step 1", rule="differing_groups", needed=1)
+    episodes = [PlannedEpisode(kind, "g", {"sample": {"input": "x"}}, episode_uuid=uuid) for uuid in uuids]
+    await collector.open(batch, [episodes], step=1)
+    return batch
+
+
+def rewards(batch: Batch) -> dict[str, float]:
+    return {uuid: each.reward for uuid, each in batch.outcomes.items() if isinstance(each, EpisodeAccepted)}
+
+
+async def test_a_complete_group_trains_on_what_its_judge_says() -> None:
+    """Its programs gave all the same: without the judge no batch would count the group."""
+    async with collecting(by_length) as (collector, source, _):
+        batch = await opened(collector, "a", "b", "c")
+        source.queue.put_nowait([ended("a", "good", sequence=1), ended("b", "very good", sequence=2)])
+        source.queue.put_nowait([ended("c", "good good", sequence=3)])
+        await collector.until(lambda: batch.is_met, batch)
+        assert rewards(batch) == {"a": 1.0, "b": 4 / 9, "c": 4 / 9}
+        rows = [(row.episode, row.reward, row.words) for row in source.of(VerdictRow)]
+        assert rows == [(1, 1.0, "4 letters"), (2, 4 / 9, "9 letters"), (3, 4 / 9, "9 letters")]
+
+
+async def test_no_batch_takes_a_group_while_it_is_judged() -> None:
+    judging, go = asyncio.Event(), asyncio.Event()
+
+    async def slow(group: JudgedGroup) -> list[float]:
+        judging.set()
+        await go.wait()
+        return [1.0, 0.0]
+
+    async with collecting(slow) as (collector, source, _):
+        batch = await opened(collector, "a", "b")
+        source.queue.put_nowait([ended("a"), ended("b")])
+        await judging.wait()
+        assert (batch.is_over, batch.is_met, batch.trainable(2)) == (False, False, [])
+        go.set()
+        await collector.until(lambda: batch.is_over, batch)
+        assert len(batch.trainable(2)) == 1
+
+
+async def test_verdicts_take_the_place_of_all_that_programs_gave() -> None:
+    calls = said("x")
+    given = make_accepted(
+        "a",
+        0.5,
+        calls,
+        group_id="g",
+        call_rewards={calls[0].call_id: 0.5},
+        role_rewards={"policy": 3.0, "rival": 2.0},
+    )
+    async with collecting(lambda group: [group.episodes[0].reward + 1, 0]) as (collector, source, _):
+        batch = await opened(collector, "a", "b")
+        source.queue.put_nowait([given, ended("b")])
+        await collector.until(lambda: batch.is_over, batch)
+        outcome = batch.outcomes["a"]
+        assert isinstance(outcome, EpisodeAccepted)
+        assert (outcome.reward, outcome.call_rewards) == (1.5, {})
+        assert (outcome.reward_of(""), outcome.reward_of("rival")) == (1.5, 2.0)
+
+
+def raising(group: JudgedGroup) -> list[float]:
+    raise RuntimeError("the judge is ill")
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (raising, "RuntimeError: the judge is ill"),
+        (lambda group: [1.0], "a verdict for each of the 2 episodes, not 1 verdicts"),
+        (lambda group: None, "a verdict for each of the 2 episodes, not NoneType"),
+        (lambda group: [1.0, float("nan")], "a verdict: must be a finite number"),
+        (lambda group: [1.0, "good"], "not 'good'"),
+    ],
+)
+async def test_a_judge_that_fails_fails_its_group(function: Callable[..., Any], reason: str) -> None:
+    async with collecting(function) as (collector, source, reporter):
+        batch = await opened(collector, "a", "b")
+        source.queue.put_nowait([ended("a", sequence=1), ended("b", sequence=2)])
+        with pytest.raises(NoSuccessError, match="judge_failed"):
+            await collector.until(lambda: batch.is_met, batch)
+        assert rewards(batch) == {}
+        failed = batch.outcomes["b"]
+        assert isinstance(failed, EpisodeFailed)
+        assert failed.failures[-1]["kind"] == "judge_failed"
+        assert reason in str(failed.failures[-1]["message"])
+        assert [(row.reward, reason in row.words) for row in source.of(VerdictRow)] == [(None, True)] * 2
+        assert any(reason in note for note in reporter.notes)
+
+
+async def test_a_failed_episode_is_not_judged_and_one_alone_needs_no_judge() -> None:
+    async with collecting(raising) as (collector, source, _):
+        batch = await opened(collector, "a", "b")
+        failed = EpisodeFailed(episode_uuid="b", group_id="g", failures=[{"kind": "task_error"}])
+        source.queue.put_nowait([ended("a"), failed])
+        await collector.until(lambda: batch.is_over, batch)
+        assert rewards(batch) == {"a": 0.0}
+
+
+async def test_evaluations_have_the_rewards_of_their_programs() -> None:
+    async with collecting(raising) as (collector, source, _):
+        batch = await opened(collector, "a", "b", kind="eval")
+        source.queue.put_nowait([ended("a", episode_type="eval"), ended("b", episode_type="eval")])
+        await collector.until(lambda: batch.is_over, batch)
+        assert rewards(batch) == {"a": 0.0, "b": 0.0}
+
+
+async def test_clients_own_samples_are_judged_before_they_are_ready() -> None:
+    async with collecting(by_length) as (collector, source, _):
+        batch = Batch("step 1", needed=1)
+        own = {"pool": "c", "group_size": 2}
+        source.queue.put_nowait([ended("a", "good", **own), ended("b", "very good", **own)])
+        await collector.filled(batch)
+        assert rewards(batch) == {"a": 1.0, "b": 4 / 9}
+
+
+async def test_a_resumed_run_takes_the_verdicts_of_its_ledger() -> None:
+    async with collecting(raising, known={1: 0.25, 2: 0.75}) as (collector, source, _):
+        batch = await opened(collector, "a", "b")
+        source.queue.put_nowait([ended("a", sequence=1), ended("b", sequence=2)])
+        await collector.until(lambda: batch.is_over, batch)
+        assert rewards(batch) == {"a": 0.25, "b": 0.75}
+        assert not source.of(VerdictRow), "they are there already"
+
+
+# A role that ranks
+
+
+class Judge:
+    """Scores each attempt by the number in its text; replies with `broken` first."""
+
+    def __init__(self, *broken: str | GatewayError) -> None:
+        self.broken = list(broken)
+        self.asked: list[Sequence[Message]] = []
+
+    async def __call__(self, role: str, messages: Sequence[Message]) -> str:
+        assert role == "judge"
+        self.asked.append(messages)
+        if self.broken:
+            reply = self.broken.pop(0)
+            if isinstance(reply, GatewayError):
+                raise reply
+            return reply
+        parts = str(messages[-1]["content"]).split("<attempt ")[1:]
+        scores = [
+            {"attempt": number, "why": "so", "score": float(part.split("worth ")[1].split("\n")[0])}
+            for number, part in enumerate(parts, start=1)
+        ]
+        return f"Here you are:\n```json\n{json.dumps({'scores': scores})}\n```"
+
+
+def role(rubric: str = "") -> Callable[..., Any]:
+    return partial(ranked, judge=JudgeConfig(role="judge", rubric=rubric))
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_judge, "RETRY_S", 0.0)
+
+
+WORTH = {"a": 0.9, "b": 0.1, "c": 0.5}
+
+
+async def verdicts(judge: Judge, rubric: str = "") -> dict[str, float]:
+    async with collecting(role(rubric), ask=judge) as (collector, source, _):
+        batch = await opened(collector, *WORTH)
+        outcomes = [
+            ended(uuid, f"worth {worth}", sequence=i) for i, (uuid, worth) in enumerate(WORTH.items(), 1)
+        ]
+        source.queue.put_nowait(outcomes)
+        with suppress(NoSuccessError):
+            await collector.until(lambda: batch.is_over, batch)
+        return rewards(batch)
+
+
+@pytest.mark.usefixtures("no_pauses")
+@pytest.mark.parametrize(
+    "broken",
+    [
+        (),
+        ("I cannot.", '{"scores": [{"attempt": 1, "score": 1}]}'),
+        ('{"scores": [{"attempt": 1, "score": 2}, {"attempt": 2, "score": 0}, {"attempt": 3, "score": 0}]}',),
+        (GatewayError(503, "busy", "busy"), GatewayError(504, "late", "late")),
+    ],
+)
+async def test_a_role_ranks_and_is_asked_again_for_what_cannot_be_read(broken: Any) -> None:
+    judge = Judge(*broken)
+    assert await verdicts(judge, "Be kind.") == WORTH
+    assert len(judge.asked) == 1 + len(broken)
+    system, user = judge.asked[-1]
+    assert "Be kind." in system["content"]
+    assert user["content"].count("Say something good.") == 1, "what all attempts share is shown once"
+
+
+@pytest.mark.usefixtures("no_pauses")
+@pytest.mark.parametrize(
+    ("broken", "asked"), [(("no",) * 3, 3), ((GatewayError(400, "too_long", "too long"),), 1)]
+)
+async def test_a_role_that_gives_no_scores_fails_its_group(broken: Any, asked: int) -> None:
+    judge = Judge(*broken)
+    assert await verdicts(judge) == {}
+    assert len(judge.asked) == asked
+
+
+# The config
+
+
+def config(**judge: Any) -> RunConfig:
+    roles = {
+        "judge": {"kind": "outside", "base_url": "http://j", "model": "m"},
+        "rival": {"kind": "trained"},
+    }
+    return RunConfig.model_validate({"roles": roles, "training": {"judge": judge}})
+
+
+@pytest.mark.parametrize(
+    ("judge", "problem"),
+    [
+        ({"role": "jury"}, "'jury' is not one of the roles of kind: outside or frozen.*judge"),
+        ({"role": "rival"}, "'rival' is not one of the roles"),
+        ({"role": "judge", "function": "a:b"}, "both judge; give one"),
+        ({"rubric": "kind"}, "give role"),
+    ],
+)
+def test_a_judge_that_cannot_be_is_refused_by_name(judge: dict[str, str], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        config(**judge)
+
+
+def test_a_function_is_found_before_the_run_begins(tmp_path: Path) -> None:
+    assert open_judge(config()) is None
+    assert open_judge(config(role="judge")) is not None
+    (tmp_path / "mine.py").write_text("def judge(group): return [1.0]\nnumber = 3\n")
+    found = open_judge(config(function=f"{tmp_path / 'mine.py'}:judge"))
+    assert found is not None
+    for name, problem in (("none", "cannot import"), ("number", "is no function")):
+        with pytest.raises(ConfigError, match=problem):
+            open_judge(config(function=f"{tmp_path / 'mine.py'}:{name}"))
