@@ -218,6 +218,8 @@ class EpisodeRollouts:
 
     calls: tuple[Call, ...] = ()
     metadata: dict[str, object] = field(default_factory=dict[str, object])
+    scores: dict[str, float] = field(default_factory=dict[str, float])
+    """The scores that are compared in place of the reward (`AdvantageRule.weights`)."""
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> EpisodeRollouts:

@@ -258,6 +258,7 @@ async def _learners(
             role=role,
             start_logprobs=backend.start_logprobs,
             distillation=teacher,
+            reply_tokens=config.sampling.reply_tokens,
         )
 
     learners = [learner(backend, "", distillation)]
