@@ -1,10 +1,10 @@
-"""Groups that a run sampled, and what its weights gave their tokens in two steps: `recorded_batch`.
+"""Groups that a run sampled, and what its weights gave their tokens in three steps: `recorded_batch`.
 
-`recorded_batch.npz` is from the ledger of a run of the demo whose groups trained twice:
+`recorded_batch.npz` is from the ledger of a run of the demo whose groups trained in three steps each:
 
-    tinkerscript train examples/arithmetic.yaml --set experiment_dir=RUN --set training.replay_uses=2 \\
-        --set training.max_policy_lag=1 --set training.learning_rate=2e-3 --set training.groups_per_step=8
-    python tests/recorded_batch.py RUN STEP
+    tinkerscript train examples/arithmetic.yaml --set experiment_dir=RUN --set training.steps=4 \\
+        --set training.replay_uses=3 --set training.learning_rate=6e-4 --set training.groups_per_step=8
+    PYTHONPATH=tests python tests/recorded_batch.py RUN
 """
 
 from __future__ import annotations
@@ -16,98 +16,125 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from rollout_helpers import make_call, make_episode, make_group
+from tinkerscript.ledger.groups import recorded_groups
 from tinkerscript.ledger.tokens import unpacked_sequences
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import FloatArray
 
 FILE = Path(__file__).with_suffix(".npz")
+PROMPT = 3
+"""Tokens before each reply in `RecordedBatch.groups`."""
+
+Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class RecordedBatch:
-    """E episodes of one sequence each, padded to R sampled tokens. Arrays float32 [E, R], 0 in the padding."""
+    """E episodes of one reply each, padded to R tokens. Arrays are float64 [E, R], 0 in the padding."""
 
-    rewards: FloatArray
-    """float32 [E]"""
+    rewards: Array
+    """float64 [E]"""
 
-    group: np.ndarray
-    """int [E]: the number of each episode's group; episodes of a group follow one another."""
+    group: npt.NDArray[np.int64]
+    """[E]: the number of each episode's group."""
 
-    lengths: np.ndarray
-    """int [E]: sampled tokens."""
+    lengths: npt.NDArray[np.int64]
+    """[E]: tokens of the reply."""
 
-    sampler: FloatArray
-    """Log probabilities of the sampler."""
+    sampler: Array
+    """Log probabilities of the sampler, whose weights were those before step 1."""
 
-    old: FloatArray
-    """Of the trainer before the first step that trained on them."""
+    old: Array
+    """Of the trainer before step 2."""
 
-    new: FloatArray
-    """Of the trainer before the second, one step later."""
+    new: Array
+    """Of the trainer before step 3."""
 
-    entropies: FloatArray
-    """Of the trainer's distributions before the first step, in nats."""
+    entropies: Array
+    """Of the trainer's distributions before step 1, in nats."""
 
     @property
-    def mask(self) -> np.ndarray:
+    def mask(self) -> npt.NDArray[np.bool_]:
         """bool [E, R]"""
         return np.arange(self.sampler.shape[1]) < self.lengths[:, None]
 
     def groups(self) -> list[RolloutGroup]:
-        """The groups, with a prompt of three tokens before each reply."""
-        groups = list[RolloutGroup]()
-        for number in np.unique(self.group):
-            episodes = [
-                make_episode(
-                    [make_call(None, [5, 6, 7], [9] * length, logprobs=self.sampler[at, :length].tolist())],
-                    float(self.rewards[at]),
-                    f"e{at}",
-                )
-                for at in np.flatnonzero(self.group == number)
-                for length in [int(self.lengths[at])]
-            ]
-            groups.append(make_group(episodes, f"g{number}"))
-        return groups
+        """The groups, with a short prompt before each reply."""
+        made: dict[int, list[int]] = {}
+        for at, number in enumerate(self.group.tolist()):
+            made.setdefault(number, []).append(at)
+        return [
+            make_group([self._episode(at) for at in members], f"g{number}")
+            for number, members in made.items()
+        ]
 
-    def of_tokens(self, values: FloatArray) -> list[FloatArray]:
-        """`values` [E, R] as the trainer has them: float32 [T] for each sequence."""
-        zeros = np.zeros(3, np.float32)
-        return [np.append(zeros, row[:length]) for row, length in zip(values, self.lengths, strict=True)]
+    def _episode(self, at: int):
+        logprobs = self.sampler[at, : self.lengths[at]].tolist()
+        call = make_call(None, [5] * PROMPT, [9] * len(logprobs), logprobs=logprobs)
+        return make_episode([call], float(self.rewards[at]), f"e{at}")
+
+    def of_sequences(self, values: Array) -> list[FloatArray]:
+        """`values` as the trainer has them: float32 [T] for each sequence of `groups`."""
+        prompt = np.zeros(PROMPT)
+        return [
+            np.append(prompt, row[:length]).astype(np.float32)
+            for row, length in zip(values, self.lengths, strict=True)
+        ]
+
+    def of_replies(self, sequences: list[FloatArray]) -> Array:
+        """The reverse of `of_sequences`."""
+        found = np.zeros(self.sampler.shape)
+        for row, values in zip(found, sequences, strict=True):
+            row[: len(values) - PROMPT] = values[PROMPT:]
+        return found
 
 
 def recorded_batch() -> RecordedBatch:
     with np.load(FILE) as arrays:
-        return RecordedBatch(**arrays)
+        whole = {name: arrays[name] for name in arrays.files}
+    floats = {name: each.astype(np.float64) for name, each in whole.items() if each.dtype == np.float32}
+    return RecordedBatch(**{**whole, **floats})
 
 
-def record(folder: Path, step: int) -> None:
-    """Write the episodes that trained in `step` for the first time and in the next one again."""
+def record(folder: Path) -> None:
+    """Write the episodes that trained in steps 1, 2 and 3."""
     with closing(sqlite3.connect(f"file:{folder / 'ledger.sqlite'}?mode=ro", uri=True)) as ledger:
-        rows = ledger.execute(
-            "SELECT e.group_id, json_extract(r.result, '$.reward'), c.logprobs, first.sequences, again.sequences "
-            "FROM tokens first JOIN tokens again ON again.episode = first.episode AND again.step = ?1 + 1 "
-            "JOIN episodes e ON e.number = first.episode JOIN results r ON r.episode = e.number "
-            "JOIN calls c ON c.episode = e.number WHERE first.step = ?1 ORDER BY e.group_id, e.number",
-            (step,),
-        ).fetchall()
-    names = sorted({row[0] for row in rows})
-    lengths = np.array([len(row[2]) // 4 for row in rows])
-    arrays = {name: np.zeros((len(rows), lengths.max()), np.float32) for name in ("sampler", "old", "new", "entropies")}
-    for at, (_, _, logprobs, first, again) in enumerate(rows):
-        (was,), (now,) = unpacked_sequences(first), unpacked_sequences(again)
-        found = {
-            "sampler": np.frombuffer(logprobs, "<f4"),
-            "old": np.frombuffer(was.trainer_logprobs, "<f4"),
-            "new": np.frombuffer(now.trainer_logprobs, "<f4"),
-            "entropies": np.frombuffer(was.entropies, "<f2"),
+        trained = {
+            uuid: [unpacked_sequences(each)[0] for each in sequences]
+            for uuid, *sequences in ledger.execute(
+                "SELECT uuid, a.sequences, b.sequences, c.sequences FROM episodes e "
+                "JOIN tokens a ON a.episode = e.sequence AND a.step = 1 "
+                "JOIN tokens b ON b.episode = e.sequence AND b.step = 2 "
+                "JOIN tokens c ON c.episode = e.sequence AND c.step = 3"
+            )
         }
-        for name, values in found.items():
-            arrays[name][at, : lengths[at]] = values
-    rewards = np.array([row[1] for row in rows], np.float32)
-    np.savez_compressed(FILE, rewards=rewards, group=np.array([names.index(row[0]) for row in rows]), lengths=lengths, **arrays)
+    episodes = [
+        (number, episode)
+        for number, group in enumerate(recorded_groups(folder))
+        for episode in group.episodes
+        if episode.episode_uuid in trained
+    ]
+    lengths = np.array([int(episode.rollouts[0].sampled.sum()) for _, episode in episodes])
+    shape = len(episodes), int(lengths.max())
+    found = {name: np.zeros(shape, np.float32) for name in ("sampler", "old", "new", "entropies")}
+    for at, (_, episode) in enumerate(episodes):
+        first, second, third = trained[episode.episode_uuid]
+        (rollout,) = episode.rollouts
+        rows = {
+            "sampler": rollout.logprobs[rollout.sampled],
+            "old": np.frombuffer(second.trainer_logprobs, "<f4"),
+            "new": np.frombuffer(third.trainer_logprobs, "<f4"),
+            "entropies": np.frombuffer(first.entropies, "<f2"),
+        }
+        for name, row in rows.items():
+            found[name][at, : lengths[at]] = row
+    rewards = np.array([episode.reward for _, episode in episodes], np.float32)
+    numbers = np.array([number for number, _ in episodes])
+    np.savez_compressed(FILE, rewards=rewards, group=numbers, lengths=lengths, **found)
 
 
 if __name__ == "__main__":
-    record(Path(sys.argv[1]), int(sys.argv[2]))
+    record(Path(sys.argv[1]))

@@ -12,6 +12,10 @@ const TEXT = {
   "train/kl_start": "divergence from the first weights, nats a token",
   "distillation/teacher_kl": "divergence from the teacher where the policy sampled, nats a token",
   "train/clip_fraction": "share of tokens whose ratio was clipped",
+  "train/kl_step": "how far the policy moved within the step, nats a token; above 0.1 the learning rate is high",
+  "train/update_ratio": "norm of an optimizer step over that of the weights that train",
+  "correction/weight": "mean weight of a token for a sampler that is not the trainer",
+  "correction/max_ratio": "largest ratio of the trainer's probability to the sampler's",
   "train/grad_norm": "norm of the gradient before clipping",
   "train/sequences": "sequences that carried a gradient",
   "response_tokens/mean": "tokens of a reply",
@@ -46,6 +50,7 @@ const TEXT = {
 const PREFIXES = {
   "episode/score/": "mean of this score over the step's episodes",
   "episode/": "mean of what the episodes report",
+  "correction/": "share of tokens that this part of the rollout correction cut off or left out",
   "failure/": "episodes that failed of this",
   "limit/": "episodes that ran into this limit",
   "tool_error/": "tool calls that failed of this",
