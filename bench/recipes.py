@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from curves import ROOT, Run, read, train
 
+from curves import ROOT, Run, read, train
 from tinkerscript.config import RECIPES
 
 BASE = "none"

@@ -9,7 +9,7 @@ import pytest
 
 from tinkerscript.config import RECIPES, RunConfig, TrainingConfig, dump_config, parse_config
 from tinkerscript.errors import ConfigError
-from tinkerscript.train.learner import check_loss
+from tinkerscript.train.policy_loss import check_loss
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
 
@@ -82,7 +82,9 @@ def test_what_a_service_cannot_train_with_is_refused_by_name(
 
 
 def test_the_page_has_each_recipe_as_it_is() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", PAGE, flags=re.MULTILINE))
+    table = PAGE.partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", table, flags=re.MULTILINE))
+    assert rows.keys() == RECIPES.keys()
     for name, recipe in RECIPES.items():
         flat = {
             key: value
@@ -90,8 +92,6 @@ def test_the_page_has_each_recipe_as_it_is() -> None:
             for key, value in (inner.items() if isinstance(inner, dict) else [(outer, inner)])
         }
         for key, value in flat.items():
-            assert f"`{key}: {str(value).lower() if isinstance(value, bool) else value}`" in rows[name], (
-                name,
-                key,
-            )
+            text = str(value).lower() if isinstance(value, bool) else value
+            assert f"`{key}: {text}`" in rows[name], (name, key)
         assert recipe.source.rpartition("arXiv:")[2] in PAGE

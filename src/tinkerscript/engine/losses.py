@@ -487,8 +487,13 @@ class _TargetLogprobs(torch.autograd.Function):
         return result.to(logits.dtype), None, None, None
 
 
+BLOCKS = 8
+"""Parts of the logits of a chunk that entropies are computed in, one after the other, so that what these take
+is small beside the logits."""
+
+
 class _LogprobsAndEntropies(torch.autograd.Function):
-    """The same and the entropies. Backward makes two tensors of the size of the logits."""
+    """The same and the entropies. Backward makes one tensor of the size of the logits, and parts of it."""
 
     @staticmethod
     def forward(
@@ -497,7 +502,8 @@ class _LogprobsAndEntropies(torch.autograd.Function):
         """As of `_TargetLogprobs` -> (2, s)."""
         wide = _scaled(logits, temperatures)
         normalizers = wide.logsumexp(-1)
-        entropies = torch.special.entr((wide - normalizers[:, None]).exp_()).sum(-1)
+        parts = zip(wide.chunk(BLOCKS), normalizers.chunk(BLOCKS), strict=True)
+        entropies = torch.cat([torch.special.entr((p - n[:, None]).exp_()).sum(-1) for p, n in parts])
         ctx.save_for_backward(logits, temperatures, normalizers, entropies, places, targets)
         return torch.stack([wide[places, targets] - normalizers[places], entropies[places]])
 
@@ -507,15 +513,17 @@ class _LogprobsAndEntropies(torch.autograd.Function):
     ) -> tuple[Tensor, None, None, None]:
         logits, temperatures, normalizers, entropies, places, targets = ctx.saved_tensors
         both = torch.zeros(2, len(normalizers), dtype=normalizers.dtype, device=normalizers.device)
-        of_logprobs, of_entropies = both.index_add_(1, places, gradient)[..., None]
+        both = both.index_add_(1, places, gradient)[..., None]
         result = logits.to(normalizers.dtype, copy=True)
         if temperatures is not None:
             result.div_(temperatures[:, None])
         result.sub_(normalizers[:, None])
-        probabilities = result.exp()
-        # d entropy / d logit = -p (log p + entropy). Where p is 0, its logarithm must not be infinite.
-        result.clamp_(min=-1e4).add_(entropies[:, None]).mul_(-of_entropies).sub_(of_logprobs)
-        result.mul_(probabilities).index_put_((places, targets), gradient[0], accumulate=True)
+        parts = (each.chunk(BLOCKS) for each in (result, entropies[:, None], *both))
+        for part, entropy, of_logprobs, of_entropies in zip(*parts, strict=True):
+            probabilities = part.exp()
+            # d entropy / d logit = -p (log p + entropy). Where p is 0, its logarithm must not be infinite.
+            part.clamp_(min=-1e4).add_(entropy).mul_(-of_entropies).sub_(of_logprobs).mul_(probabilities)
+        result.index_put_((places, targets), gradient[0], accumulate=True)
         if temperatures is not None:
             result.div_(temperatures[:, None])
         return result.to(logits.dtype), None, None, None

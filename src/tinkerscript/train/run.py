@@ -53,10 +53,11 @@ from tinkerscript.train.backends.backend import FrozenModel, Publisher, TrainerB
 from tinkerscript.train.defaults import resolved
 from tinkerscript.train.episode_source import EpisodeSource
 from tinkerscript.train.frozen_model import open_frozen_role
-from tinkerscript.train.learner import Learner, check_loss, wide_clip
+from tinkerscript.train.learner import Learner
 from tinkerscript.train.loop import TrainingLoop
 from tinkerscript.train.open_run import OpenRun, begin_run, logged, open_page
 from tinkerscript.train.policy import Policy
+from tinkerscript.train.policy_loss import check_loss, wide_clip
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, FINAL_CHECKPOINT, RunFolder
 from tinkerscript.train.run_status import RunStatus
 from tinkerscript.train.samples import TaskSamples

@@ -10,7 +10,18 @@ import torch
 from torch import Tensor
 
 from recorded_batch import Array, recorded_batch
-from tinkerscript.engine.losses import COVARIANT, ENTROPY, LOSSES, MASK, SAMPLER, SCALE, SEQUENCE, START
+from tinkerscript.engine.losses import (
+    COVARIANT,
+    ENTROPY,
+    LOSSES,
+    MASK,
+    SAMPLER,
+    SCALE,
+    SEQUENCE,
+    START,
+    Loss,
+    resolve_loss,
+)
 from tinkerscript.errors import EngineError, EngineRequestError
 
 BATCH = recorded_batch()
@@ -73,20 +84,22 @@ def by_token(formula: Formula) -> tuple[Array, Array]:
 
 
 def ppo(new: Tensor, old: float, advantage: float) -> Tensor:
+    """-min(r A, clip(r) A), which is a constant where the clip decides."""
     ratio = (new - old).exp()
-    inside = min(max(float(ratio), 0.8), 1.2)
-    return -torch.minimum(ratio * advantage, torch.tensor(inside * advantage, dtype=torch.float64))
+    inside = min(max(ratio.item(), 0.8), 1.2)
+    is_clipped = inside * advantage < ratio.item() * advantage
+    return (0 * ratio - inside * advantage) if is_clipped else -ratio * advantage
 
 
 def dual_clip(new: Tensor, old: float, advantage: float) -> Tensor:
     """max(min(r A, clip(r) A), c A) where A < 0; equation 5 of Ye et al., with c = 1.1."""
-    least = torch.tensor(1.1 * advantage, dtype=torch.float64)
-    return ppo(new, old, advantage) if advantage >= 0 else -torch.maximum(-ppo(new, old, advantage), least)
+    loss = ppo(new, old, advantage)
+    return loss if advantage >= 0 or loss.item() < -1.1 * advantage else 0 * new - 1.1 * advantage
 
 
 def dppo_tv(new: Tensor, old: float, advantage: float) -> Tensor:
     """M = 0 where the ratio is beyond 1 on the advantage's side and |p - q| > delta; equations 11 to 13."""
-    p, q = float(new.exp()), float(np.exp(old))
+    p, q = new.exp().item(), float(np.exp(old))
     beyond = p > q if advantage > 0 else p < q
     kept = not (beyond and abs(p - q) > 0.05 and advantage != 0)
     return -float(kept) * (new - old).exp() * advantage
@@ -94,7 +107,7 @@ def dppo_tv(new: Tensor, old: float, advantage: float) -> Tensor:
 
 def dppo_kl(new: Tensor, old: float, advantage: float) -> Tensor:
     """The same with D(q || p) of Bernoulli distributions; equation 14."""
-    p, q = float(new.exp()), float(np.exp(old))
+    p, q = new.exp().item(), float(np.exp(old))
     rest = 0.0 if q == 1 else (1 - q) * np.log((1 - q) / (1 - p))
     beyond = p > q if advantage > 0 else p < q
     kept = not (beyond and q * np.log(q / p) + rest > 0.005 and advantage != 0)
@@ -124,7 +137,7 @@ def test_a_loss_is_its_papers_on_a_recorded_batch(loss: str) -> None:
     np.testing.assert_allclose(losses, expected, atol=1e-6)
     np.testing.assert_allclose(gradients, slopes, atol=1e-6)
     plain = by_token(lambda new, old, advantage: -(new - old).exp() * advantage)[1]
-    assert 5 < (abs(slopes - plain) > 1e-9).sum(), "the clip, mask or gate acts on this batch"
+    assert (abs(slopes - plain) > 1e-9).sum() > 5, "the clip, mask or gate acts on this batch"
 
 
 def test_covariant_tokens_are_left_out_or_held_back() -> None:
@@ -158,9 +171,10 @@ def test_the_divergence_from_the_start_is_added_to_any_loss(name: str) -> None:
 
     for found, expected in zip(computed("ppo", **{name: 0.3}), by_token(formula), strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-6)
+    without = {key: value for key, value in inputs().items() if key != START}
+    configured = LOSSES["ppo"].configured("ppo", {name: 0.3})
     with pytest.raises(EngineError, match=rf"loss_fn_config\.{name} needs the loss_fn_input start_logprobs"):
-        without = {key: value for key, value in inputs().items() if key != START}
-        LOSSES["ppo"].configured("ppo", {name: 0.3})(without["logprobs"], without)
+        configured(without["logprobs"], without)
 
 
 def test_the_gradient_of_the_unbiased_divergence_is_that_of_the_divergence() -> None:
@@ -221,12 +235,9 @@ def test_off_policy_sequences_lose_their_negative_advantages() -> None:
         np.testing.assert_allclose(found, np.where(kept, whole, 0.0), atol=1e-12)
 
 
-def test_a_loss_may_not_take_the_name_of_a_term(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "taken.py").write_text(
-        "from tinkerscript.engine.losses import Loss\nLOSS = Loss(lambda p, i, s: p, settings={'entropy': 1.0})"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    from tinkerscript.engine.losses import resolve_loss
+TAKEN = Loss(lambda logprobs, *_: logprobs, settings={"entropy": 1.0})
 
+
+def test_a_loss_may_not_take_the_name_of_a_term() -> None:
     with pytest.raises(EngineRequestError, match="declares the setting 'entropy', which every policy loss"):
-        resolve_loss("taken:LOSS")
+        resolve_loss(f"{__name__}:TAKEN")

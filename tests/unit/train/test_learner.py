@@ -24,7 +24,8 @@ from tinkerscript.rollouts.trainers import to_datum
 from tinkerscript.train.alignment_check import AlignmentCheck, TrainedModel
 from tinkerscript.train.backends.backend import ADAM, optimizer_step, skipped_note
 from tinkerscript.train.defaults import learning_rate
-from tinkerscript.train.learner import Learner, check_loss, minibatches, wide_clip
+from tinkerscript.train.learner import Learner, minibatches
+from tinkerscript.train.policy_loss import check_loss, wide_clip
 from tinkerscript.train.token_advantages import KLPenalty, ReferenceLogprobs
 
 
