@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tinkerscript.config import RunConfig, TrainingConfig
-from tinkerscript.engine.losses import OPTIONAL_INPUTS, TERMS, Loss, resolve_loss
+from tinkerscript.engine.losses import COVARIANT, OPTIONAL_INPUTS, TERMS, Loss, resolve_loss
 from tinkerscript.errors import ConfigError, EngineRequestError
 
 DATUM_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
@@ -20,6 +20,11 @@ def policy_loss(config: TrainingConfig) -> Loss:
         raise ConfigError(
             f"training.loss_fn: {config.loss_fn!r} takes {', '.join(sorted(loss.inputs))}; a policy-gradient "
             f"loss, such as ppo, takes {', '.join(sorted(DATUM_INPUTS))}"
+        )
+    if COVARIANT in loss.inputs and "cov_share" not in loss.settings:
+        raise ConfigError(
+            f"training.loss_fn: {config.loss_fn!r} takes {COVARIANT} and declares no setting cov_share, "
+            "which says how many tokens that marks: add it to the settings of the Loss"
         )
     if unknown := config.loss_config.keys() - loss.known.keys():
         own = ", ".join(sorted(loss.settings))
