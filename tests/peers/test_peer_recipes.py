@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +24,9 @@ from tinkerscript.train.token_advantages import correct, covariant_tokens, keep_
 
 core = pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed")
 helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
-GRPOTrainer: Any = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
+with pytest.MonkeyPatch.context() as patch:  # TRL would take the folder tests/vllm for the package vllm.
+    patch.setattr(sys, "path", [each for each in sys.path if Path(each).name != "tests"])
+    GRPOTrainer: Any = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
 
 pytestmark = pytest.mark.timeout(300)
 
