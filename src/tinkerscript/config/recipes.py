@@ -40,9 +40,9 @@ class Recipe:
     source: str
 
 
-CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+PPO_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 BY_GROUP = {"advantage_baseline": "group_mean", "advantage_scale": "group_deviation"}
-PPO = {"loss_fn": "ppo", **CLIP}
+PPO = {"loss_fn": "ppo", **PPO_CLIP}
 
 RECIPES: Mapping[str, Recipe] = {
     "grpo": Recipe(
@@ -161,7 +161,7 @@ RECIPES: Mapping[str, Recipe] = {
         {
             **BY_GROUP,
             "loss_fn": "clip_cov",
-            **CLIP,
+            **PPO_CLIP,
             "loss_config": {"cov_share": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
             "loss_mean": "tokens",
         },
