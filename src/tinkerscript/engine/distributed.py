@@ -128,7 +128,7 @@ def _renumbered(tree: TokenTree, place: Mapping[int, int]) -> TokenTree:
     return replace(tree, paths=[(place[index], path) for index, path in tree.paths])
 
 
-NO_LOSS = ConfiguredLoss("none", lambda logprobs, *_: logprobs * 0, {})
+NO_LOSS = ConfiguredLoss("none", lambda logprobs, _inputs, _settings: logprobs * 0, {})
 
 
 # Computing
