@@ -21,6 +21,7 @@ COOKBOOK := $(VENV)/newest-cookbook/site-packages
 OLDEST := $(VENV)/oldest-sdk/site-packages
 SKYRL_SDK := $(VENV)/skyrl-sdk/site-packages
 PEERS := $(VENV)/bench-peers/site-packages
+RECIPES := $(VENV)/recipe-peers/site-packages
 BIN := $(VENV)/bin
 PYTEST = python -m pytest -q
 # `LONG=1` runs the tests that take minutes each instead of the others.
@@ -64,7 +65,8 @@ $(EVALS)/.installed: $(VENV)/.installed
 $(COOKBOOK)/.installed: tests/sdk/newest-cookbook.txt
 $(OLDEST)/.installed: tests/sdk/oldest.txt
 $(SKYRL_SDK)/.installed: tests/servers/sdk.txt
-$(COOKBOOK)/.installed $(OLDEST)/.installed $(SKYRL_SDK)/.installed: $(VENV)/.installed
+$(RECIPES)/.installed: tests/peers/requirements.txt
+$(COOKBOOK)/.installed $(OLDEST)/.installed $(SKYRL_SDK)/.installed $(RECIPES)/.installed: $(VENV)/.installed
 	$(INSTALL) --no-deps --upgrade --target $(@D) $(foreach file,$(filter tests/%,$^),--requirement $(file))
 	touch $@
 
@@ -133,7 +135,7 @@ npm:
 
 # What `.ci/run` installs side by side.
 installed: $(VENV)/.acceptance postgres nginx bubblewrap chromium \
-	$(addsuffix /.installed,$(TESTS) $(EVALS) $(OLDEST) $(COOKBOOK) $(VLLM) $(ENVIRONMENTS) $(AGENTS))
+	$(addsuffix /.installed,$(TESTS) $(EVALS) $(OLDEST) $(COOKBOOK) $(RECIPES) $(VLLM) $(ENVIRONMENTS) $(AGENTS))
 
 demo: $(VENV)/.installed  ## Train the tiny model on arithmetic through every part of the system (2 min)
 	$(BIN)/tinkerscript train examples/arithmetic.yaml
@@ -153,7 +155,7 @@ check: $(VENV)/.installed  ## Lint, formatting, types, import cycles, homonyms (
 	$(BIN)/python dev/house.py --check
 
 # With LONG=1, also every id of four whole vocabularies, and each bench in small.
-ACCEPTANCE := $(VENV)/.acceptance $(addsuffix /.installed,$(TESTS) $(EVALS) $(OLDEST) $(COOKBOOK)) chromium
+ACCEPTANCE := $(VENV)/.acceptance $(addsuffix /.installed,$(TESTS) $(EVALS) $(OLDEST) $(COOKBOOK) $(RECIPES)) chromium
 acceptance: $(ACCEPTANCE)  ## Whole runs, the command line, a published model, clients, evals, a browser (Chromium); LONG=1 for more
 	CONVERSATIONS=2000 $(BIN)/$(PYTEST) \
 		-n $(if $(LONG),2,3) --dist loadgroup --no-loadscope-reorder $(MARKED) \
@@ -162,6 +164,7 @@ acceptance: $(ACCEPTANCE)  ## Whole runs, the command line, a published model, c
 	PYTHONPATH=$(CURDIR)/$(EVALS) $(BIN)/$(PYTEST) $(MARKED) tests/evals
 	$(if $(LONG),PYTHONPATH=$(CURDIR)/$(COOKBOOK) $(BIN)/$(PYTEST) -m long tests/acceptance/test_tinker_wire.py)
 	$(if $(LONG),,PYTHONPATH=$(CURDIR)/$(COOKBOOK) $(BIN)/$(PYTEST) -n 3 tests/unit/bridge)
+	$(if $(LONG),,PYTHONPATH=$(CURDIR)/$(RECIPES) $(TESTS)/bin/$(PYTEST) tests/peers)
 	$(if $(LONG),,$(TESTS)/bin/$(PYTEST) -n 3 --dist loadfile tests/clients \
 		tests/integration/test_gateway_anthropic_sdk.py tests/page)
 

@@ -142,8 +142,10 @@ class TrainingSteps:
         length: int,
         logits_rows: int | None = None,
         autocast: bool = False,
+        entropies: bool = False,
     ) -> None:
         self._model, self._autocast, self._logits_rows = weights.model, autocast, logits_rows
+        self._entropies = entropies
         self._optimizer = torch.optim.AdamW(weights.parameters, lr=1e-4, foreach=True)
         self._ids = torch.zeros(tokens // length, length, dtype=torch.long)
         self._targets = torch.zeros(tokens, dtype=torch.long)
@@ -152,10 +154,15 @@ class TrainingSteps:
     def microbatch(self) -> None:
         with _not_packed(), torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
             inputs = {"input_ids": self._ids, "use_cache": False}
-            logprobs = target_logprobs(
-                self._model, inputs, self._places, self._targets, rows=self._logits_rows
+            found = target_logprobs(
+                self._model,
+                inputs,
+                self._places,
+                self._targets,
+                rows=self._logits_rows,
+                with_entropies=self._entropies,
             )
-        logprobs.sum().backward()
+        found.sum().backward()
 
     def with_labels(self) -> None:
         """The same by Hugging Face's own forward pass with labels."""

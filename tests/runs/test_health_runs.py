@@ -232,7 +232,7 @@ def test_a_model_that_forgets_how_to_answer_has_no_entropy_and_empty_replies(
     training = {"groups_per_step": 4, "learning_rate": 0.01}
     run = started("coin", task=judged(tmp_path, "coin"), training=training, evaluation={"episodes": 0})
     red = run.red()
-    assert (red["length"], red["entropy"]) == ("bad", "warn")
+    assert (red["length"], red["entropy"], red["rate"]) == ("bad", "warn", "warn")
     assert any("reply length 2.0 → 1.0" in note for note in run.watcher.notes)
 
 

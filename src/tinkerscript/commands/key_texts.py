@@ -36,7 +36,7 @@ def section_of(annotation: object) -> type[BaseModel] | None:
 
 def type_text(annotation: object) -> str:
     if get_args(annotation) and all(isinstance(value, str) for value in get_args(annotation)):
-        return " or ".join(f"`{value}`" for value in get_args(annotation))
+        return " or ".join(f"`{value}`" if value else "empty" for value in get_args(annotation))
     if get_origin(annotation) is Annotated:
         return type_text(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -45,6 +45,8 @@ def type_text(annotation: object) -> str:
         return "list of sections"
     if get_origin(annotation) is list:
         return f"list of {type_text(get_args(annotation)[0])}"
+    if get_origin(annotation) is tuple:
+        return "[" + ", ".join(type_text(each) for each in get_args(annotation)) + "]"
     if get_origin(annotation) is dict:
         return "mapping"
     names: dict[object, str] = {str: "text", int: "integer", float: "number", bool: "true or false"}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from tinkerscript.config import EngineConfig, RunConfig, load_config
+from tinkerscript.config import RECIPES, EngineConfig, RunConfig, load_config
 from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import base_of_adapter, model_folder
 from tinkerscript.processes.launcher import Slot
@@ -53,6 +53,7 @@ def plan(config: RunConfig) -> list[str]:
         *_processes(config),
         *_memory(config, samples),
         *_calls(config),
+        *_recipe(config),
         *_learning_rate(config),
         *_numbers(config, samples),
     ]
@@ -333,6 +334,24 @@ def _calls(config: RunConfig) -> list[str]:
             f"  {config.live_versions} live versions and a free slot, of {inference.max_loras} (max_loras); "
             f"running episodes {running}"
         )
+    return lines
+
+
+def _recipe(config: RunConfig) -> list[str]:
+    """What the recipe sets, and which keys of the config stand in the place of its own."""
+    training = config.training
+    if not training.recipe or config.method == "sft":
+        return []
+    recipe, chosen = RECIPES[training.recipe], training.model_dump(mode="json")
+    lines = ["recipe", f"  {training.recipe}: {recipe.source}"]
+    for key, value in recipe.keys.items():
+        names = (
+            {key: value} if not isinstance(value, dict) else {f"{key}.{name}": v for name, v in value.items()}
+        )
+        for name, own in names.items():
+            section, _, last = name.rpartition(".")
+            found = (chosen[section] if section else chosen).get(last)
+            lines.append(f"    {name}: {found}" + ("" if found == own else f", yours in place of {own}"))
     return lines
 
 

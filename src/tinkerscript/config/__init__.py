@@ -7,6 +7,7 @@ these docstrings. `import_name` resolves the names of user code that a config ma
 from tinkerscript.config.engine_section import EngineConfig, LoraConfig
 from tinkerscript.config.inference_section import InferenceConfig, LaunchConfig, RoleConfig
 from tinkerscript.config.loading import dump_config, import_name, load_config, parse_config
+from tinkerscript.config.recipes import RECIPES
 from tinkerscript.config.run_section import (
     RUNS,
     ClusterConfig,
@@ -20,6 +21,9 @@ from tinkerscript.config.run_section import (
 from tinkerscript.config.section import Section
 from tinkerscript.config.server_section import DEFAULT_PORT, ClientConfig, InterchangeConfig, Port
 from tinkerscript.config.training_section import (
+    CORRECTION_WEIGHTS,
+    KL_LOSSES,
+    Bounds,
     CreditConfig,
     CurriculumConfig,
     DistillationConfig,
@@ -31,8 +35,12 @@ from tinkerscript.config.training_section import (
 )
 
 __all__ = [
+    "CORRECTION_WEIGHTS",
     "DEFAULT_PORT",
+    "KL_LOSSES",
+    "RECIPES",
     "RUNS",
+    "Bounds",
     "ClientConfig",
     "ClusterConfig",
     "CreditConfig",

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal, cast
 
 from pydantic import (
     Field,
+    field_validator,
     model_validator,
 )
 
+from tinkerscript.config.recipes import RecipeName, with_recipe
 from tinkerscript.config.section import Section
+
+KL_LOSSES = ("kl_k1", "kl_k2", "kl_k3", "kl_unbiased")
+"""Keys of `loss_config` that add the divergence from the start policy to the loss."""
+
+Bounds = tuple[float, float]
+"""The lowest and the highest ratio that is kept."""
 
 
 class SamplingConfig(Section):
@@ -32,16 +41,75 @@ class SamplingConfig(Section):
         return self.max_tokens or 512
 
 
+CORRECTION_WEIGHTS = ("tis", "sequence_tis", "mis", "sequence_mis", "icepop")
+CORRECTION_MASKS = ("token_mask", "sequence_mask", "geometric_mask", "veto")
+
+
 class RolloutCorrectionConfig(Section):
-    method: Literal["none", "truncate", "mask"] = "none"
-    """What to do where the sampler's probabilities are not the trainer's: `none`; weigh by their ratio,
-    truncated at `cap` (`truncate`), or left out of training above `cap` (`mask`)."""
+    """w: the trainer's probability of a token before the update, over the sampler's. One weight at most, and
+    any masks."""
 
-    level: Literal["token", "sequence"] = "token"
-    """Whose ratio: each token's own, or the product over the trained tokens of a sequence."""
+    tis: float | None = Field(default=None, gt=0)
+    """Token TIS: weigh each token by min(w, `tis`). 2 is usual."""
 
-    cap: float = Field(default=2.0, gt=0)
-    """Largest weight."""
+    sequence_tis: float | None = Field(default=None, gt=0)
+    """Sequence TIS: the same with the product of w over the trained tokens of a sequence."""
+
+    mis: float | None = Field(default=None, gt=0)
+    """Token MIS: weigh by w, and leave out tokens with a larger w."""
+
+    sequence_mis: float | None = Field(default=None, gt=0)
+    """Sequence MIS: the same with the product over the sequence."""
+
+    icepop: Bounds | None = None
+    """IcePop: weigh by w, and leave out tokens whose w is outside [low, high]. [0.5, 5] is its authors'."""
+
+    token_mask: Bounds | None = None
+    """Leave out tokens whose w is outside, without weighing the others."""
+
+    sequence_mask: Bounds | None = None
+    """Leave out sequences whose product of w is outside."""
+
+    geometric_mask: Bounds | None = None
+    """Leave out sequences whose geometric mean of w is outside, such as [0.99, 1.01]."""
+
+    veto: Bounds | None = None
+    """Leave out sequences with any token whose w is outside, such as [1e-4, 100]."""
+
+    off_policy_mask: float = Field(default=0.0, ge=0)
+    """DeepSeek-V3.2's off-policy sequence mask: tokens with a negative advantage carry no loss where the mean
+    of log p(sampler) - log p(policy) over their sequence is above this. 0: none."""
+
+    bypass: bool = False
+    """Take the sampler's log probabilities for the trainer's, and save the forward pass that computes those.
+    Sampler and trainer are then not compared before the weights change (docs/training.md)."""
+
+    @field_validator(*CORRECTION_MASKS, "icepop")
+    @classmethod
+    def _bounds_are_in_order(cls, bounds: Bounds | None) -> Bounds | None:
+        if bounds is not None and not 0 <= bounds[0] <= bounds[1]:
+            raise ValueError("it must be [low, high], both at least 0")
+        return bounds
+
+    @model_validator(mode="after")
+    def _parts_combine(self) -> RolloutCorrectionConfig:
+        weights = [name for name in CORRECTION_WEIGHTS if getattr(self, name) is not None]
+        if len(weights) > 1:
+            raise ValueError(
+                f"{' and '.join(weights)} each weigh by the same ratio: give one, and masks "
+                f"({', '.join(CORRECTION_MASKS)}) beside it"
+            )
+        if self.bypass and (named := [*weights, *(mask for mask in CORRECTION_MASKS if getattr(self, mask))]):
+            raise ValueError(
+                f"bypass takes the sampler's log probabilities for the trainer's, so that {named[0]} would "
+                "always find a ratio of 1: leave one of them out"
+            )
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any part needs the ratio of the trainer's to the sampler's probabilities."""
+        return any(getattr(self, name) is not None for name in (*CORRECTION_WEIGHTS, *CORRECTION_MASKS))
 
 
 class DistillationConfig(Section):
@@ -113,6 +181,10 @@ class CurriculumConfig(Section):
 
 
 class TrainingConfig(Section):
+    recipe: RecipeName = ""
+    """An algorithm by its paper's name, which sets the keys that the paper sets (docs/recipes.md); those that
+    you give win. `train --plan` prints them."""
+
     steps: int = Field(default=100, ge=0)
     """Training steps. Each trains on one batch of groups and publishes one policy version."""
 
@@ -183,12 +255,33 @@ class TrainingConfig(Section):
     epochs_per_batch: int = Field(default=1, ge=1)
     """Passes over a batch, each reshuffled and split into minibatches."""
 
-    advantage_baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
+    advantage_baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
     """What is subtracted from an episode's reward: the mean of its group, or the mean of the group's
-    other episodes."""
+    other episodes (RLOO); or nothing, for REINFORCE++, whose scale is `batch_deviation`."""
 
-    advantage_scale: Literal["none", "group_deviation"] = "none"
-    """What the difference is divided by: nothing, or the standard deviation of the group's rewards."""
+    advantage_scale: Literal["none", "group_deviation", "group_mean", "batch_deviation"] = "none"
+    """What the difference is divided by: nothing; the standard deviation of the group's rewards (GRPO); their
+    mean (MaxRL); or, after their mean is subtracted, the standard deviation of the advantages of all tokens
+    of the step that may train (REINFORCE++)."""
+
+    pass_k: int = Field(default=1, ge=1)
+    """Pass@k training: an episode's reward is the mean of the best reward over all sets of this many episodes
+    of its group that have it. 1: its own reward."""
+
+    reward_weights: dict[str, float] = Field(default_factory=dict[str, float])
+    """GDPO: scores of a result by name, and their weights, in place of its reward. The advantage of each is
+    divided by the deviation of that score in the group before they are added up."""
+
+    mask_truncated: bool = False
+    """Overlong filtering: sequences whose last reply the token limit cut off carry no loss. Their rewards
+    still count in the group's baseline."""
+
+    overlong_buffer: float = Field(default=0.0, ge=0, le=1)
+    """Soft overlong punishment: in the last share of `sampling.max_tokens` the longest reply of an episode
+    costs it up to 1 of its reward, in proportion. 0: none. 0.2 is DAPO's."""
+
+    top_entropy: float = Field(default=1.0, gt=0, le=1)
+    """Only this share of the step's tokens trains: those where the policy's entropy is highest."""
 
     credit: CreditConfig = Field(default_factory=CreditConfig)
     """How the rewards of single model calls train them (docs/rewards.md)."""
@@ -198,17 +291,20 @@ class TrainingConfig(Section):
 
     kl_penalty_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the start policy, subtracted from the reward of each token. 0:
-    none."""
+    none. As a loss: `kl_k1`, `kl_k2`, `kl_k3` or `kl_unbiased` of `loss_config`."""
 
     distillation: DistillationConfig = Field(default_factory=DistillationConfig)
     """Training on the scores of a teacher (docs/training.md)."""
 
     loss_fn: str = "ppo"
-    """Policy-gradient loss, by Tinker's names: `ppo`, `importance_sampling`, `cispo` or `gspo`; `dro`, or
-    `module:name`, a loss of your own (docs/extending.md), for the embedded engine."""
+    """Policy-gradient loss, by Tinker's names: `ppo`, `importance_sampling`, `cispo` or `gspo`. For the
+    embedded engine also `dro`, `ppo_dual_clip`, `dppo_tv`, `dppo_kl`, `sapo`, `clip_cov` and `kl_cov`, or
+    `module:name`, a loss of your own (docs/extending.md)."""
 
     loss_config: dict[str, float] = Field(default_factory=dict[str, float])
-    """Settings of the loss by name, such as `{bonus: 0.01}`, besides the clip thresholds."""
+    """Settings of the loss by name, such as `{dual_clip: 3}`, besides the clip thresholds. For the embedded
+    engine every loss also has `entropy`, the weight of an entropy bonus, and `kl_k1`, `kl_k2`, `kl_k3` and
+    `kl_unbiased`, weights of the divergence from the start policy as a loss (docs/training.md)."""
 
     clip_low: float | None = Field(default=None, ge=0, le=1)
     """The probability ratio is clipped below 1 - clip_low, by losses that clip. null: the loss's own, 0.2, or
@@ -247,11 +343,26 @@ class TrainingConfig(Section):
     @property
     def min_group(self) -> int:
         """Episodes that a group needs to train; smaller groups are dropped and counted."""
-        return 1 if self.distillation.is_pure else 2
+        return 1 if self.distillation.is_pure else max(2, self.pass_k)
+
+    @property
+    def kl_losses(self) -> list[str]:
+        """The keys of `loss_config` that add the divergence from the start policy to the loss."""
+        return [name for name in KL_LOSSES if self.loss_config.get(name)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _recipe_is_below(cls, given: Any) -> Any:
+        return with_recipe(cast("Mapping[str, Any]", given)) if isinstance(given, Mapping) else given
 
     @model_validator(mode="after")
     def _groups_compare(self) -> TrainingConfig:
         """Refuse groups that could not train."""
+        if self.pass_k > 1 and self.group_size < self.pass_k:
+            raise ValueError(
+                f"pass_k: {self.pass_k} takes sets of {self.pass_k} episodes of a group, and group_size is "
+                f"{self.group_size}: raise group_size or lower pass_k"
+            )
         if self.group_size < self.min_group:
             raise ValueError(
                 "group_size: 1 compares an episode with none: set 2 or more, or train on a teacher alone "
@@ -266,6 +377,57 @@ class TrainingConfig(Section):
             raise ValueError(
                 "batch_rule: differing_groups replaces groups that train under distillation without the "
                 "task's reward; leave it out, or set distillation.reward_coef"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _advantages_have_one_rule(self) -> TrainingConfig:
+        """Refuse keys of which one would have no effect."""
+        if self.advantage_baseline == "none" and self.advantage_scale != "batch_deviation":
+            raise ValueError(
+                f"advantage_baseline: none takes the batch's mean for the baseline, which "
+                f"advantage_scale: {self.advantage_scale} does not subtract: set batch_deviation"
+            )
+        if self.pass_k > 1:
+            wrong = [
+                *(
+                    [f"advantage_baseline: {self.advantage_baseline}"]
+                    * (self.advantage_baseline != "group_mean")
+                ),
+                *(["advantage_scale: group_mean"] * (self.advantage_scale == "group_mean")),
+                *(["reward_weights"] * bool(self.reward_weights)),
+            ]
+            if wrong:
+                raise ValueError(
+                    f"pass_k: {self.pass_k} compares sets of episodes with their mean: leave out {wrong[0]}"
+                )
+        if self.reward_weights and self.advantage_scale in ("group_deviation", "group_mean"):
+            raise ValueError(
+                f"advantage_scale: {self.advantage_scale}: with reward_weights each score is divided by its "
+                "own deviation already: leave it out, or set batch_deviation"
+            )
+        if self.recipe == "gdpo" and not self.reward_weights:
+            raise ValueError(
+                "recipe: gdpo adds up several scores: name them and their weights in reward_weights, such as "
+                "{correct: 1, format: 0.2}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _bypass_has_what_it_needs(self) -> TrainingConfig:
+        """Refuse what needs the trainer's forward pass before the update."""
+        if not self.rollout_correction.bypass:
+            return self
+        if self.kl_penalty_coef:
+            raise ValueError(
+                "kl_penalty_coef: with rollout_correction.bypass nothing says that the sampler's log "
+                "probabilities, which the penalty is computed from, are the policy's: leave out bypass, or "
+                "take the divergence as a loss (loss_config.kl_k3)"
+            )
+        if self.top_entropy < 1:
+            raise ValueError(
+                "top_entropy: the entropies come from the forward pass that rollout_correction.bypass saves: "
+                "leave one of them out"
             )
         return self
 

@@ -128,9 +128,7 @@ def _renumbered(tree: TokenTree, place: Mapping[int, int]) -> TokenTree:
     return replace(tree, paths=[(place[index], path) for index, path in tree.paths])
 
 
-def _no_loss(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    del inputs
-    return logprobs * 0
+NO_LOSS = ConfiguredLoss("none", lambda logprobs, _inputs, _settings: logprobs * 0, {})
 
 
 # Computing
@@ -241,7 +239,7 @@ class RankTrainer(Trainer):
         self, packed: Packed, examples: list[Example], losses_of: ConfiguredLoss
     ) -> tuple[Tensor, Tensor]:
         is_filler = examples[packed.sequences[0][0]].index == FILLER
-        return super()._loss(packed, examples, _no_loss if is_filler else losses_of)
+        return super()._loss(packed, examples, NO_LOSS if is_filler else losses_of)
 
     def _backward(self, loss: Tensor) -> None:
         # FSDP averages gradients over the ranks; losses are sums.
@@ -261,6 +259,15 @@ class RankTrainer(Trainer):
         for gradient in local:
             gradient.mul_(scale)
         return float(norm)
+
+    def _squares(self) -> Tensor:
+        squares = super()._squares()
+        if self._is_sharded:
+            dist.all_reduce(squares)
+        return squares
+
+    def _local(self, tensor: Tensor) -> Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def _sum_gradients(self) -> None:
         """Sum the gradients over all ranks. A parameter has one if it has one on any rank."""

@@ -2,9 +2,11 @@
 `target_logprobs`, the log probabilities that they take.
 
 A loss is a sum over tokens, as in Tinker, so a batch may be split into microbatches in any way and its
-gradients add up to the same. A new loss is one function of per-token losses and one entry of the table.
+gradients add up to the same. A new loss is one function of per-token losses and one entry of the table. What
+every policy loss may have beside its own formula is in `TERMS`.
 
-Invariant: logits are held in chunks, and nothing but the log probabilities of the targets leaves a chunk.
+Invariant: logits are held in chunks, and nothing but the log probabilities of the targets and the entropies
+leaves a chunk.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from tinkerscript.config import import_name
+from tinkerscript.config import KL_LOSSES, import_name
 from tinkerscript.engine.decoder import backbone_output, head_logits, logits_rows, redirected, text_config_of
 from tinkerscript.errors import ConfigError, EngineError, EngineRequestError
 
-__all__ = ["LOSSES", "ConfiguredLoss", "Loss", "TokenLosses", "resolve_loss", "target_logprobs"]
+__all__ = ["LOSSES", "TERMS", "ConfiguredLoss", "Loss", "TokenLosses", "resolve_loss", "target_logprobs"]
 
 TokenLosses = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
 """(logprobs, inputs, settings) -> losses. One value per token, all tensors of the shape of `logprobs`
@@ -44,13 +46,28 @@ TEMPERATURES = "temperatures"
 """What the logits of each token are divided by: float32, above 0. A datum may bring it; without it all are 1.
 Losses do not see it: their log probabilities have it in them."""
 
-OPTIONAL_INPUTS = frozenset({MASK, TEMPERATURES})
+ENTROPY = "entropy"
+"""The input with the entropy of the distribution that each token was sampled from, in nats and with its
+gradient: for losses with `needs_entropy`."""
+
+SCALE = "scale"
+"""What to multiply a term by that the advantage does not multiply: float32, 1 over what the advantages are
+divided by (`training.loss_mean`), 0 where nothing trains. A datum may bring it; without it it is the mask."""
+
+START = "start_logprobs"
+"""Log probabilities under the start policy: float32. A datum brings it for the KL terms."""
+
+SAMPLER = "sampler_logprobs"
+"""Log probabilities of the sampler: float32. A datum brings it where `logprobs` are not the sampler's."""
+
+COVARIANT = "covariant"
+"""Which tokens have an outstanding covariance of advantage and log probability: 1, else 0. Trainers choose
+them over the whole batch (`train.token_advantages.covariant_tokens`) for losses that name the input."""
+
+OPTIONAL_INPUTS = frozenset({MASK, TEMPERATURES, SCALE, START, SAMPLER, COVARIANT})
 
 SKIPPED_STEPS = "skipped_steps"
 """The metric of an optimizer step that was not taken, because the gradient was not finite."""
-
-ConfiguredLoss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
-"""(logprobs, inputs) -> losses."""
 
 POLICY_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
 CLIP: Mapping[str, float] = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
@@ -59,9 +76,45 @@ CLIP: Mapping[str, float] = {"clip_low_threshold": 0.8, "clip_high_threshold": 1
 SEQUENCE_CLIP: Mapping[str, float] = {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}
 """Bounds of the ratio of a sequence, a mean that hardly moves: those of GSPO's authors."""
 
+TINY = 1e-8
+"""Added to probabilities that are divided by, as verl does."""
+
 MAX_LOG_RATIO = 20.0
 """Logarithms of ratios are clamped to this on both sides, as verl does: the exponential of 89 is infinite in
 float32, and infinity times a gradient of 0 would be NaN."""
+
+
+TERMS: Mapping[str, float] = {**dict.fromkeys(KL_LOSSES, 0.0), "entropy": 0.0, "off_policy_mask": 0.0}
+"""Settings of every policy loss beside its own, each 0 by default, which turns it off.
+
+`kl_k1`, `kl_k2`, `kl_k3`, `kl_unbiased`: the weight of an estimate of KL(policy, start) that is added to the
+loss. With d = log p(policy) - log p(start): d, d^2 / 2, exp(-d) - 1 + d (Schulman 2020, "Approximating KL
+Divergence"), and the third times the probability ratio of the loss, whose gradient is that of the divergence
+(DeepSeek-V3.2 2025, arXiv:2512.02556). `entropy`: the weight of the entropy, which is subtracted.
+`off_policy_mask`: tokens with a negative advantage carry no loss where the mean of log p(sampler) - log
+p(policy) over their sequence is above this (DeepSeek-V3.2's off-policy sequence mask)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfiguredLoss:
+    """A loss and its settings: (logprobs, inputs) -> losses."""
+
+    name: str
+    tokens: TokenLosses
+    settings: Mapping[str, float]
+    needs_entropy: bool = False
+
+    def __call__(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Raises EngineError for a loss that is not one value per token: microbatches of it would not add
+        up."""
+        inputs = {SCALE: inputs[MASK].to(logprobs.dtype), **inputs}
+        losses = self.tokens(logprobs, inputs, self.settings)
+        if losses.shape != logprobs.shape:
+            raise EngineError(
+                f"loss_fn {self.name!r} returned a tensor of shape {list(losses.shape)} for logprobs of "
+                f"shape {list(logprobs.shape)}; return the loss of each token, unreduced"
+            )
+        return _with_terms(losses, logprobs, inputs, self.settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,30 +126,29 @@ class Loss:
     `OPTIONAL_INPUTS`."""
 
     settings: Mapping[str, float] = field(default_factory=dict[str, float])
-    """The keys that `loss_fn_config` may have, with their defaults."""
+    """The keys that `loss_fn_config` may have beside `TERMS`, with their defaults."""
 
     ratio: Literal["token", "sequence"] = "token"
     """Whether each token has a probability ratio of its own, or that of its sequence. Only for the metric
     `train/clip_fraction` of losses with the settings of `CLIP`."""
 
+    needs_entropy: bool = False
+    """Whether `tokens` reads the input `ENTROPY`."""
+
+    @property
+    def known(self) -> Mapping[str, float]:
+        """Every key that `loss_fn_config` may have, with its default."""
+        return {**(TERMS if self.inputs >= POLICY_INPUTS else {}), **self.settings}
+
     def configured(self, name: str, config: Mapping[str, float | str] | None) -> ConfiguredLoss:
         """`tokens` with the settings of `config`, a `loss_fn_config`, over the defaults.
 
-        Raises EngineRequestError naming a key or value that cannot be used. What is returned raises
-        EngineError for a loss that is not one value per token: microbatches of it would not add up.
+        Raises EngineRequestError naming a key or value that cannot be used.
         """
-        settings = _Settings(name, {**self.settings, **_numbers(name, config or {}, known=self.settings)})
-
-        def losses_of(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-            losses = self.tokens(logprobs, inputs, settings)
-            if losses.shape != logprobs.shape:
-                raise EngineError(
-                    f"loss_fn {name!r} returned a tensor of shape {list(losses.shape)} for logprobs of shape "
-                    f"{list(logprobs.shape)}; return the loss of each token, unreduced"
-                )
-            return losses
-
-        return losses_of
+        known = self.known
+        settings = _Settings(name, {**known, **_numbers(name, config or {}, known=known)})
+        needs_entropy = self.needs_entropy or bool(settings.get("entropy"))
+        return ConfiguredLoss(name, self.tokens, settings, needs_entropy)
 
 
 class _Settings(dict[str, float]):
@@ -155,14 +207,63 @@ def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, 
     s is the ratio of a sequence, the geometric mean of the ratios of its n tokens that train. s_t has the
     value of s and the gradient of its own token, so that each token has its own advantage.
     """
-    sequence, mask, advantages = inputs[SEQUENCE], inputs[MASK], inputs["advantages"]
-    gaps = torch.where(mask, logprobs.detach() - inputs["logprobs"], 0.0)
-    sums = logprobs.new_zeros(2, int(sequence.max()) + 1)
-    totals, counts = sums.index_add(1, sequence, torch.stack([gaps, mask.to(gaps.dtype)]))
-    counts = counts.clamp(min=1)
-    ratio = _exp((totals / counts)[sequence] + logprobs - logprobs.detach())
+    advantages = inputs["advantages"]
+    means, counts = _sequence_means(logprobs.detach() - inputs["logprobs"], inputs)
+    ratio = _exp(means + logprobs - logprobs.detach())
     bounded = torch.minimum(ratio * advantages, _clip(ratio, settings) * advantages)
-    return -bounded / counts[sequence]
+    return -bounded / counts
+
+
+def ppo_dual_clip(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
+    """`ppo`, but at most -dual_clip * advantage where that is negative; Ye et al. 2020, arXiv:1912.09729."""
+    losses, advantages = ppo(logprobs, inputs, settings), inputs["advantages"]
+    return torch.where(advantages < 0, torch.minimum(losses, -settings["dual_clip"] * advantages), losses)
+
+
+def dppo_tv(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
+    """-ratio * advantage, or 0 where the update has moved the token's probability in the advantage's
+    direction by more than delta; Qi et al. 2026, arXiv:2602.04879, Binary-TV."""
+    moved = logprobs.detach().exp() - inputs["logprobs"].exp()
+    return _within(moved.abs(), moved, logprobs, inputs, settings)
+
+
+def dppo_kl(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
+    """The same with the KL divergence of the Bernoulli distributions of the token; Binary-KL."""
+    new, old = logprobs.detach().exp(), inputs["logprobs"].exp()
+    others = ((1 - old + TINY) / (1 - new + TINY)).log()
+    divergence = old * (inputs["logprobs"] - logprobs.detach()) + (1 - old) * others
+    return _within(divergence, new - old, logprobs, inputs, settings)
+
+
+def _within(
+    divergence: Tensor,
+    moved: Tensor,
+    logprobs: Tensor,
+    inputs: Mapping[str, Tensor],
+    settings: Mapping[str, float],
+) -> Tensor:
+    advantages = inputs["advantages"]
+    up = (advantages > 0) & (moved > 0) & (divergence > settings["delta_high"])
+    down = (advantages < 0) & (moved < 0) & (divergence > settings["delta_low"])
+    return torch.where(up | down, 0.0, importance_sampling(logprobs, inputs, settings))
+
+
+def sapo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
+    """-4 / tau * sigmoid(tau * (ratio - 1)) * advantage, a soft clip; Gao et al. 2025, arXiv:2511.20347."""
+    advantages = inputs["advantages"]
+    tau = torch.where(advantages > 0, settings["tau_pos"], settings["tau_neg"])
+    return -4 / tau * torch.sigmoid(tau * (_ratio(logprobs, inputs) - 1)) * advantages
+
+
+def clip_cov(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
+    """`ppo` without the covariant tokens; Cui et al. 2025, arXiv:2505.22617."""
+    return torch.where(inputs[COVARIANT] > 0, 0.0, ppo(logprobs, inputs, settings))
+
+
+def kl_cov(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
+    """-ratio * advantage, and at the covariant tokens kl * |log ratio|; Cui et al. 2025."""
+    moved = torch.where(inputs[COVARIANT] > 0, logprobs - inputs["logprobs"], 0.0).abs()
+    return importance_sampling(logprobs, inputs, settings) + settings["kl"] * moved * inputs[SCALE]
 
 
 def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
@@ -171,7 +272,44 @@ def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, f
     The advantage is meant to be a soft one, r - beta * log E exp(r / beta).
     """
     gaps = torch.where(inputs[MASK], logprobs - inputs["logprobs"], 0.0)
-    return settings["beta"] / 2 * gaps.square() - logprobs * inputs["advantages"]
+    return settings["beta"] / 2 * gaps.square() * inputs[SCALE] - logprobs * inputs["advantages"]
+
+
+def _with_terms(
+    losses: Tensor, logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]
+) -> Tensor:
+    """`losses` with the `TERMS` that `settings` have."""
+    if limit := settings.get("off_policy_mask"):
+        sampler = inputs.get(SAMPLER, inputs["logprobs"])
+        apart, _ = _sequence_means(sampler - logprobs.detach(), inputs)
+        losses = torch.where((inputs["advantages"] < 0) & (apart > limit), 0.0, losses)
+    chosen = [name for name in KL_LOSSES if settings.get(name)]
+    if chosen and START not in inputs:
+        raise EngineError(f"loss_fn_config.{chosen[0]} needs the loss_fn_input {START}")
+    for name in chosen:
+        losses = losses + settings[name] * inputs[SCALE] * _divergence(name, logprobs, inputs)
+    if weight := settings.get("entropy"):
+        losses = losses - weight * inputs[SCALE] * inputs[ENTROPY]
+    return losses
+
+
+def _divergence(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    apart = torch.where(inputs[MASK], logprobs - inputs[START], 0.0)
+    if name == "kl_k1":
+        return apart
+    if name == "kl_k2":
+        return apart.square() / 2
+    k3 = _exp(-apart) - 1 + apart
+    return k3 * _ratio(logprobs, inputs) if name == "kl_unbiased" else k3
+
+
+def _sequence_means(values: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Of each token's sequence: the mean of `values` over the tokens that train, and how many they are."""
+    sequence, mask = inputs[SEQUENCE], inputs[MASK]
+    both = torch.stack([torch.where(mask, values, 0.0), mask.to(values.dtype)])
+    totals, counts = values.new_zeros(2, int(sequence.max()) + 1).index_add(1, sequence, both)
+    counts = counts.clamp(min=1)
+    return (totals / counts)[sequence], counts[sequence]
 
 
 def _ratio(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -195,9 +333,19 @@ LOSSES: Mapping[str, Loss] = {
     "cispo": Loss(cispo, settings=CLIP),
     "gspo": Loss(gspo, settings=SEQUENCE_CLIP, ratio="sequence"),
     "dro": Loss(dro, settings={"beta": 0.05}),
+    "ppo_dual_clip": Loss(ppo_dual_clip, settings={**CLIP, "dual_clip": 3.0}),
+    "dppo_tv": Loss(dppo_tv, settings={"delta_low": 0.2, "delta_high": 0.2}),
+    "dppo_kl": Loss(dppo_kl, settings={"delta_low": 0.05, "delta_high": 0.05}),
+    "sapo": Loss(sapo, settings={"tau_pos": 1.0, "tau_neg": 1.05}),
+    "clip_cov": Loss(
+        clip_cov,
+        inputs=POLICY_INPUTS | {COVARIANT},
+        settings={**CLIP, "cov_share": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
+    ),
+    "kl_cov": Loss(kl_cov, inputs=POLICY_INPUTS | {COVARIANT}, settings={"kl": 1.0, "cov_share": 2e-4}),
 }
 """The losses by `loss_fn` name. Those that Tinker has too have its names and formulas, but that `gspo` is
-divided by n."""
+divided by n. The learner reads the settings `cov_...`, to choose the covariant tokens."""
 
 
 def resolve_loss(name: str) -> Loss:
@@ -227,6 +375,11 @@ def _users_loss(name: str) -> Loss:
             f"loss_fn {name!r} is {found!r}; it must be a function of per-token losses, or a "
             "tinkerscript.engine.losses.Loss whose inputs have target_tokens"
         )
+    if taken := sorted(loss.settings.keys() & TERMS.keys()):
+        raise EngineRequestError(
+            f"loss_fn {name!r} declares the setting {taken[0]!r}, which every policy loss has already; name "
+            "it otherwise"
+        )
     return loss
 
 
@@ -245,7 +398,7 @@ def target_logprobs(
     temperatures: [S], what the logits are divided by; None: nothing.
 
     with_entropies: returns (2, S), the second row of which has the entropies, in nats, of the distributions
-        that the targets are of; without gradients only.
+        that the targets are of.
 
     inputs: of the model's forward pass, B rows of N tokens.
     places: [S] among the B * N tokens; several targets may follow the same token.
@@ -254,7 +407,7 @@ def target_logprobs(
 
     Everything runs inside a call of `model`, as FSDP requires of its root module.
     """
-    of_chunk = _with_entropies if with_entropies else _TargetLogprobs.apply
+    of_chunk = (_LogprobsAndEntropies if with_entropies else _TargetLogprobs).apply
     if temperatures is not None and (temperatures == 1).all():
         temperatures = None
     with redirected(model, partial(_forward, model, inputs, places, targets, temperatures, rows, of_chunk)):
@@ -334,12 +487,46 @@ class _TargetLogprobs(torch.autograd.Function):
         return result.to(logits.dtype), None, None, None
 
 
-def _with_entropies(logits: Tensor, temperatures: Tensor | None, places: Tensor, targets: Tensor) -> Tensor:
-    """Log probabilities and entropies: (2, s)."""
-    wide = _scaled(logits, temperatures)
-    normalizers = wide.logsumexp(-1)
-    entropies = torch.special.entr((wide - normalizers[:, None]).exp_()).sum(-1)
-    return torch.stack([wide[places, targets] - normalizers[places], entropies[places]])
+BLOCKS = 8
+"""Parts of the logits of a chunk that entropies are computed in, one after the other, so that what these take
+is small beside the logits."""
+
+
+class _LogprobsAndEntropies(torch.autograd.Function):
+    """The same and the entropies. Backward makes one tensor of the size of the logits, and parts of it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, temperatures: Tensor | None, places: Tensor, targets: Tensor
+    ) -> Tensor:
+        """As of `_TargetLogprobs` -> (2, s)."""
+        wide = _scaled(logits, temperatures)
+        normalizers = wide.logsumexp(-1)
+        parts = zip(wide.chunk(BLOCKS), normalizers.chunk(BLOCKS), strict=True)
+        entropies = torch.cat([torch.special.entr((p - n[:, None]).exp_()).sum(-1) for p, n in parts])
+        ctx.save_for_backward(logits, temperatures, normalizers, entropies, places, targets)
+        return torch.stack([wide[places, targets] - normalizers[places], entropies[places]])
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        logits, temperatures, normalizers, entropies, places, targets = ctx.saved_tensors
+        both = torch.zeros(2, len(normalizers), dtype=normalizers.dtype, device=normalizers.device)
+        both = both.index_add_(1, places, gradient)[..., None]
+        result = logits.to(normalizers.dtype, copy=True)
+        if temperatures is not None:
+            result.div_(temperatures[:, None])
+        result.sub_(normalizers[:, None])
+        parts = (each.chunk(BLOCKS) for each in (result, entropies[:, None], *both))
+        for part, entropy, of_logprobs, of_entropies in zip(*parts, strict=True):
+            probabilities = part.exp()
+            # d entropy / d logit = -p (log p + entropy). Where p is 0, its logarithm must not be infinite.
+            part.clamp_(min=-1e4).add_(entropy).mul_(-of_entropies).sub_(of_logprobs).mul_(probabilities)
+        result.index_put_((places, targets), gradient[0], accumulate=True)
+        if temperatures is not None:
+            result.div_(temperatures[:, None])
+        return result.to(logits.dtype), None, None, None
 
 
 def _scaled(logits: Tensor, temperatures: Tensor | None) -> Tensor:

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from tinkerscript.engine.context import EngineContext, exact_context
 from tinkerscript.engine.decoder import Decoder, HubDecoder, text_config_of
 from tinkerscript.engine.losses import (
+    ENTROPY,
     MASK,
     OPTIONAL_INPUTS,
     SEQUENCE,
@@ -219,7 +220,7 @@ class Trainer:
     ) -> Generator[None, None, tuple[list[np.ndarray], float]]:
         """Log probabilities float32 [T] of each example, and the summed loss.
 
-        Without a backward pass [2, T]: the second row has the entropies.
+        Without a backward pass, and for a loss that needs them, [2, T]: the second row has the entropies.
         """
         outputs: list[np.ndarray] = [np.empty(0, np.float32)] * len(examples)
         loss_sum = 0.0
@@ -310,8 +311,8 @@ class Trainer:
     def _loss(
         self, packed: Packed, examples: list[Example], losses_of: ConfiguredLoss
     ) -> tuple[Tensor, Tensor]:
-        """Log probabilities of the targets (S,), without gradients also the entropies (2, S), and the summed
-        loss of one microbatch."""
+        """Log probabilities of the targets (S,), with the entropies (2, S) if nothing is differentiated or
+        the loss needs them, and the summed loss of one microbatch."""
         device = self.model.device
         members = [examples[index] for index, _ in packed.sequences]
         arrays = {name: np.concatenate([e.inputs[name] for e in members]) for name in members[0].inputs}
@@ -326,13 +327,16 @@ class Trainer:
                 packed.places,
                 inputs["target_tokens"],
                 temperatures=temperatures,
-                with_entropies=not torch.is_grad_enabled(),
+                with_entropies=losses_of.needs_entropy or not torch.is_grad_enabled(),
             )
-        logprobs = found if found.dim() == 1 else found[0]
+        if found.dim() == 1:
+            return found, losses_of(found, inputs).sum()
+        logprobs, inputs[ENTROPY] = found
         return found, losses_of(logprobs, inputs).sum()
 
     def optim_step(self, params: tinker.AdamParams) -> tinker.OptimStepResponse:
-        """One AdamW step, after which gradients are cleared. The metric `grad_norm` is before clipping.
+        """One AdamW step, after which gradients are cleared. The metric `grad_norm` is before clipping;
+        `update_ratio` is the norm of what the step added to the weights that train, over their own.
 
         A gradient that is not finite is dropped: the weights stay as they are, and the only metric is
         `skipped_steps`, 1. Raises EngineError, and takes no step, if a backward pass failed since the last
@@ -346,8 +350,10 @@ class Trainer:
                 "gradients of the others are cleared; send all of them again"
             )
         norm = self._step(params)
-        taken = math.isfinite(norm)
-        return tinker.types.OptimStepResponse(metrics={"grad_norm": norm} if taken else {SKIPPED_STEPS: 1.0})
+        if not math.isfinite(norm):
+            return tinker.types.OptimStepResponse(metrics={SKIPPED_STEPS: 1.0})
+        metrics = {"grad_norm": norm, "update_ratio": self._update_ratio}
+        return tinker.types.OptimStepResponse(metrics=metrics)
 
     def _step(self, params: tinker.AdamParams) -> float:
         """Clip, take the step unless the gradient is not finite, and clear it. Returns its norm."""
@@ -361,8 +367,39 @@ class Trainer:
         norm = self._clipped_norm(params.grad_clip_norm or float("inf"))
         if math.isfinite(norm):
             self._optimizer.step()
+            update, weights = self._squares().sqrt().tolist()
+            self._update_ratio = update / weights if weights else 0.0
         self._optimizer.zero_grad(set_to_none=True)
         return norm
+
+    @torch.no_grad()
+    def _squares(self) -> Tensor:
+        """float32 [2]: the squared norms of what the last step added to the weights, and of these.
+
+        From the optimizer's state, one parameter at a time: a copy of the weights from before the step would
+        take their size again.
+        """
+        total = torch.zeros(2, device=self.model.device)
+        (group,) = self._optimizer.param_groups
+        rate, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
+        for parameter in self.weights.parameters:
+            weights = self._local(parameter)
+            total[1] += weights.float().square().sum()
+            if parameter.grad is None:
+                continue
+            state = self._optimizer.state[parameter]
+            mean, square = self._local(state["exp_avg"]), self._local(state["exp_avg_sq"])
+            done = float(state["step"])
+            spread = (square / (1 - beta2**done)).sqrt_().add_(group["eps"])
+            update = (mean / (1 - beta1**done)).div_(spread).mul_(rate)
+            if decay:
+                update.add_((weights + update) / (1 - rate * decay), alpha=rate * decay)
+            total[0] += update.float().square_().sum()
+        return total
+
+    def _local(self, tensor: Tensor) -> Tensor:
+        """This process's part of a tensor."""
+        return tensor
 
     def _clipped_norm(self, limit: float) -> float:
         """The norm of the gradient, which is then scaled down to `limit` at most."""
@@ -385,6 +422,7 @@ class Trainer:
     def reset_optimizer(self) -> None:
         """Drop moments, gradients and the record of a failed pass."""
         self._failure: str | None = None
+        self._update_ratio = 0.0
         self._drop_gradients()
         self._optimizer = torch.optim.AdamW(self.weights.parameters, lr=1e-4, weight_decay=0.0, foreach=True)
 
@@ -460,7 +498,8 @@ class EmbeddedTrainingClient:
         )
 
     def optim_step(self, optim_params: tinker.AdamParams) -> APIFuture[tinker.types.OptimStepResponse]:
-        """One AdamW step on the accumulated gradients, which are then cleared; the metric is `grad_norm`.
+        """One AdamW step on the accumulated gradients, which are then cleared; the metrics are `grad_norm`
+        and `update_ratio`.
 
         Without any step, and with the metric `skipped_steps` instead, if the gradient is not finite. Raises
         EngineError, and takes no step, if a `forward_backward` failed midway since the last step.

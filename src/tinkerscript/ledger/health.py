@@ -192,6 +192,7 @@ def health_rows(ledger: LedgerReader) -> list[HealthRow]:
         _mismatch(ledger, steps),
         _entropy(steps, reward),
         _gradients(steps),
+        _rate(steps),
     ]
     return [row for row in rows if row is not None]
 
@@ -464,6 +465,29 @@ def _gradients(steps: _Steps) -> HealthRow | None:
         value=trend.text("{:.3g}"),
         kind="warn" if exploded else "good",
         words="it has exploded: lower training.learning_rate" if exploded else "",
+    )
+
+
+FAR_NATS, MUCH_CLIPPED = 0.1, 0.5
+"""From here on a step goes too far: nats a token between the policies before and after it, and the share of
+tokens whose ratio is clipped."""
+
+
+def _rate(steps: _Steps) -> HealthRow | None:
+    moved, clipped = steps.recent("train/kl_step"), steps.recent("train/clip_fraction")
+    if not moved:
+        return None
+    nats, share = statistics.fmean(moved), statistics.fmean(clipped) if clipped else 0.0
+    is_far = nats > FAR_NATS or share > MUCH_CLIPPED
+    return HealthRow(
+        name="rate",
+        label="Size of a step",
+        meaning="how far the policy moves within a step, in nats a token, and the tokens clipped on the way",
+        value=f"{nats:.2g} nats" + (f", {share:.0%} clipped" if clipped else ""),
+        kind="warn" if is_far else "good",
+        words="each step goes far: lower training.learning_rate, or train fewer minibatches and epochs a step"
+        if is_far
+        else "",
     )
 
 

@@ -480,7 +480,8 @@ class Use:
 
     MISALIGNED = "misaligned"
     NOTHING_TO_TRAIN = "nothing_to_train"
-    """Every token was constrained by a grammar."""
+    """Every token was constrained by a grammar, or the token limit cut the last reply off
+    (`training.mask_truncated`)."""
 
     GROUP_TOO_SMALL = "group_too_small"
     EVALUATED = "evaluated"

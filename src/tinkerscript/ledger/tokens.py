@@ -22,7 +22,8 @@ class TokenUse(IntEnum):
     """It carries no loss: a grammar constrained its choice (`training.constrained_tokens`)."""
 
     CORRECTED = 2
-    """It carries no loss: sampler and trainer differ too much (`training.rollout_correction`)."""
+    """It carries no loss: sampler and trainer differ too much (`training.rollout_correction`), or the policy
+    is too certain of it (`training.top_entropy`)."""
 
     LEFT_OUT = 3
     """Its sequence did not train; `TrainedSequence.reason` says why."""

@@ -2,20 +2,23 @@
 
     at_end, evenly, discounted, by_call   a reward as shares of the sampled tokens
     AdvantageRule                         which baseline and scale
+    whitened                              a batch's advantages over their deviation
     RolloutGroup                          the G episodes of one sample; gives advantages
     RolloutBatch                          the groups of one training step
     WeightedRollout                       a sequence and its tokens' advantages
     TrainingBatch                         B weighted sequences, padded to [B, T]
 
-Invariants: episodes of a group with equal rewards have advantages of exactly 0; their tokens too, unless they
-have rewards of their own (`Rollout.rewards`). Nothing is truncated or shifted: position
-t of a row is token t of its sequence; padding and tokens that carry no loss have mask 0 and weight 0.
+Invariants: episodes of a group with equal rewards have advantages of exactly 0, unless the rule spans groups;
+their tokens too, unless they have rewards of their own (`Rollout.rewards`). Nothing is truncated or shifted:
+position t of a row is token t of its sequence; padding and tokens without loss have mask 0 and weight 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import comb
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -30,10 +33,8 @@ Doubles = npt.NDArray[np.float64]
 EPSILON = 1e-6
 """Added to the deviation, so that differences from rounding alone give no large advantages."""
 
-Baseline = Literal["group_mean", "leave_one_out"]
-
-
-Scale = Literal["none", "group_deviation"]
+Baseline = Literal["group_mean", "leave_one_out", "none"]
+Scale = Literal["none", "group_deviation", "group_mean", "batch_deviation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +44,32 @@ class AdvantageRule:
     baseline: Baseline = "group_mean"
     """`group_mean`: the mean of r (Liu et al. 2025, "Understanding R1-Zero-Like Training", who do not divide
     by the deviation). `leave_one_out`: for each episode, the mean of the other G - 1 rewards (Ahmadian et al.
-    2024, "Back to Basics"); its advantages are G / (G - 1) times the former's."""
+    2024, "Back to Basics"); its advantages are G / (G - 1) times the former's. `none`: 0."""
 
     scale: Scale = "none"
     """`group_deviation`: the sample standard deviation of r, over G - 1 (Shao et al. 2024,
-    "DeepSeekMath")."""
+    "DeepSeekMath"). `group_mean`: the mean of r (Tajwar et al. 2026, "Maximum Likelihood Reinforcement
+    Learning"). `batch_deviation`: 1 in a group; `whitened` then divides the tokens of a batch."""
+
+    pass_k: int = 1
+    """Above 1, r are the means of the best reward over all sets of this many episodes that an episode is in,
+    and baseline and deviation those of the best reward of all sets (Chen et al. 2025, "Pass@k Training",
+    whose formula this is for rewards of 0 and 1)."""
+
+    weights: Mapping[str, float] = field(default_factory=dict[str, float])
+    """By name of a score: GDPO. The advantage is the weighted sum of those of the scores, each of them
+    divided by the sample deviation of that score (Liu et al. 2026, arXiv:2601.05242)."""
+
+    @property
+    def spans_groups(self) -> bool:
+        """Whether episodes are compared across groups, so that groups of equal rewards train too."""
+        return self.scale == "batch_deviation"
 
     def baselines(self, rewards: Sequence[float]) -> Doubles:
         """float64 [G]. Raises ValueError for `leave_one_out` of a single episode."""
         r = np.asarray(rewards, dtype=np.float64)
+        if self.baseline == "none":
+            return np.zeros(len(r))
         if self.baseline == "group_mean":
             return np.full(len(r), r.mean())
         if len(r) < 2:
@@ -59,10 +77,41 @@ class AdvantageRule:
         return (r.sum() - r) / (len(r) - 1)
 
     def divisor(self, rewards: Sequence[float]) -> float:
-        """1 for `none` and for equal rewards."""
-        if self.scale == "none" or max(rewards) == min(rewards):
+        """1 for `none` and for equal rewards. Infinite for `group_mean` if the mean is not above 0, because
+        nothing is relative to such a mean."""
+        if self.scale in ("none", "batch_deviation") or max(rewards) == min(rewards):
             return 1.0
-        return float(np.std(np.asarray(rewards, dtype=np.float64), ddof=1)) + EPSILON
+        r = np.asarray(rewards, dtype=np.float64)
+        if self.scale == "group_deviation":
+            return float(np.std(r, ddof=1)) + EPSILON
+        return float(r.mean()) + EPSILON if r.mean() > 0 else math.inf
+
+    def of(self, rewards: Sequence[float]) -> Doubles:
+        """The advantages of a group, float64 [G]."""
+        if self.pass_k > 1:
+            return self._of_sets(np.asarray(rewards, dtype=np.float64))
+        above = np.asarray(rewards, dtype=np.float64) - self.baselines(rewards)
+        return above / self.divisor(rewards)
+
+    def _of_sets(self, rewards: Doubles) -> Doubles:
+        """The advantages for `pass_k` above 1. Raises ValueError for a smaller group."""
+        size, k = len(rewards), self.pass_k
+        if size < k:
+            raise ValueError(f"pass_k: {k} needs a group of {k} episodes or more, got {size}")
+        order = np.argsort(rewards, kind="stable")
+        r = rewards[order]
+        # Of all sets, the share in which the i-th lowest is the best; and of those that have another one, j.
+        best = np.array([comb(i, k - 1) for i in range(size)]) / comb(size, k)
+        beside = np.array([comb(i - 1, k - 2) if i else 0 for i in range(size)]) / comb(size - 1, k - 1)
+        alone = np.array([comb(i, k - 1) for i in range(size)]) / comb(size - 1, k - 1)
+        later = np.append(np.cumsum((beside * r)[::-1])[::-1][1:], 0.0)
+        mean = float(best @ r)
+        above = alone * r + later - mean
+        if self.scale == "group_deviation":
+            above = above / (np.sqrt(max(0.0, float(best @ r**2) - mean**2)) + EPSILON)
+        found = np.empty(size)
+        found[order] = above
+        return found
 
 
 PLAIN = AdvantageRule()
@@ -114,12 +163,18 @@ class RolloutGroup:
                 )
 
     def advantages(self, rule: AdvantageRule = PLAIN) -> FloatArray:
-        """float32 [G]: advantages of the episodes by `rule`; all 0 if the rewards are equal."""
-        if not self.rewards_differ:
+        """float32 [G]: advantages of the episodes by `rule`; all 0 if the rewards are equal, unless the
+        baseline is `none`."""
+        if rule.weights:
+            scale = AdvantageRule(rule.baseline, "group_deviation")
+            parts = [weight * scale.of(self._scores(name)) for name, weight in rule.weights.items()]
+            return np.sum(parts, axis=0).astype(np.float32)
+        if not self.rewards_differ and rule.baseline != "none":
             return np.zeros(len(self.episodes), dtype=np.float32)
-        rewards = self.rewards
-        above = np.asarray(rewards, dtype=np.float64) - rule.baselines(rewards)
-        return (above / rule.divisor(rewards)).astype(np.float32)
+        return rule.of(self.rewards).astype(np.float32)
+
+    def _scores(self, name: str) -> list[float]:
+        return [episode.scores[name] for episode in self.episodes]
 
     def weighted(self, rule: AdvantageRule = PLAIN) -> Iterator[WeightedRollout]:
         """Yield every sequence with its tokens' advantages.
@@ -144,7 +199,9 @@ class RolloutGroup:
 
     @property
     def rewards_differ(self) -> bool:
-        """False if all episodes have the same reward."""
+        """False if all episodes have the same reward, and the same scores where these are compared."""
+        if any(episode.scores != self.episodes[0].scores for episode in self.episodes):
+            return True
         return max(self.rewards) > min(self.rewards)
 
 
@@ -153,6 +210,24 @@ class RolloutBatch:
     """The groups of one training step."""
 
     groups: tuple[RolloutGroup, ...]
+
+
+def whitened(batch: Sequence[WeightedRollout]) -> list[WeightedRollout]:
+    """The batch with advantages whose mean over all tokens that carry loss is 0 and whose sample deviation is
+    1; Hu et al. 2025, "REINFORCE++". Unchanged if there are fewer than two such tokens, or all are equal."""
+    every = np.concatenate([item.advantages[item.rollout.loss_mask] for item in batch]).astype(np.float64)
+    if len(every) < 2 or every.max() == every.min():
+        return list(batch)
+    mean, deviation = every.mean(), every.std(ddof=1)
+    return [
+        replace(
+            item,
+            advantages=np.where(item.rollout.loss_mask, (item.advantages - mean) / deviation, 0).astype(
+                np.float32
+            ),
+        )
+        for item in batch
+    ]
 
 
 Scalar = TypeVar("Scalar", bound=np.generic)

@@ -39,7 +39,7 @@ class Credit:
 
     def weighted(self, group: RolloutGroup, rule: AdvantageRule = PLAIN) -> Iterator[WeightedRollout]:
         """Yield every sequence with its tokens' advantages."""
-        if self._is_of_episodes(group):
+        if self._is_of_episodes(group, rule):
             yield from group.weighted(rule)
             return
         for episode, advantages in zip(group.episodes, self.advantages(group, rule), strict=True):
@@ -52,7 +52,7 @@ class Credit:
 
     def differs(self, group: RolloutGroup, rule: AdvantageRule = PLAIN) -> bool:
         """Whether any call has an advantage, so that the group carries a gradient."""
-        if self._is_of_episodes(group):
+        if self._is_of_episodes(group, rule):
             return group.rewards_differ
         return any(each.any() for each in self.advantages(group, rule))
 
@@ -69,15 +69,17 @@ class Credit:
                 compared[turn if self.level == "turn" else call.new_prompt].append((place, turn))
         for places in compared.values():
             values = [float(returns[place][turn]) for place, turn in places]
-            if len(values) < 2 or max(values) == min(values):
+            if rule.baseline != "none" and (len(values) < 2 or max(values) == min(values)):
                 continue
             above = (np.asarray(values) - rule.baselines(values)) / rule.divisor(values)
             for (place, turn), advantage in zip(places, above.tolist(), strict=True):
                 found[place][turn] += advantage
         return found
 
-    def _is_of_episodes(self, group: RolloutGroup) -> bool:
-        if self.level == "episode":
+    def _is_of_episodes(self, group: RolloutGroup, rule: AdvantageRule) -> bool:
+        if (
+            self.level == "episode" or rule.pass_k > 1 or rule.weights
+        ):  # Sets and scores are of whole episodes.
             return True
         has_own = any(episode.call_rewards for episode in group.episodes)
         return self.level == "turn" and self.discount == 1 and not has_own

@@ -220,6 +220,8 @@ class EpisodeRollouts:
     metadata: dict[str, object] = field(default_factory=dict[str, object])
     call_rewards: dict[str, float] = field(default_factory=dict[str, float])
     """Call id -> the part of `reward` that this call earned; the rest was earned by the last one."""
+    scores: dict[str, float] = field(default_factory=dict[str, float])
+    """The scores that are compared in place of the reward (`AdvantageRule.weights`)."""
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> EpisodeRollouts:

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -231,6 +231,9 @@ class Collector:
     seen: Callable[[Outcome], None] | None = None
     """Gets every new outcome."""
 
+    scores: Collection[str] = ()
+    """The names of scores that a result needs for training."""
+
     judge: GroupJudge | None = None
     """Gives the episodes of complete groups their rewards; None: their programs do."""
 
@@ -314,7 +317,7 @@ class Collector:
         """Deliver outcomes to their groups. The ledger is told of those that nobody waits for."""
         left_out = list[TrainedRow]()
         for result in outcomes:
-            outcome = usable(result)
+            outcome = usable(result, self.scores)
             if isinstance(result, EpisodeAccepted) and isinstance(outcome, EpisodeFailed):
                 reason = f"{why_failed(outcome)} from client {result.client_uuid!r}"
                 self.progress.note(f"episode {result.episode_uuid} is kept and does not train: {reason}")

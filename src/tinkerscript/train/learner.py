@@ -16,11 +16,25 @@ import numpy as np
 import tinker
 from tinker.types import LossFnType
 
-from tinkerscript.config import RunConfig, TrainingConfig
-from tinkerscript.engine.losses import CLIP, MASK, TEMPERATURES, Loss, resolve_loss
-from tinkerscript.errors import AlignmentError, ConfigError, EngineRequestError
+from tinkerscript.config import TrainingConfig
+from tinkerscript.engine.losses import (
+    CLIP,
+    COVARIANT,
+    MASK,
+    SAMPLER,
+    SCALE,
+    START,
+    TEMPERATURES,
+)
+from tinkerscript.errors import AlignmentError
 from tinkerscript.ledger.rows import Use
-from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule, RolloutGroup, WeightedRollout
+from tinkerscript.rollouts.advantages import (
+    PLAIN,
+    AdvantageRule,
+    RolloutGroup,
+    WeightedRollout,
+    whitened,
+)
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.alignment.report import explain
 from tinkerscript.rollouts.call import FloatArray, calls_of
@@ -37,13 +51,25 @@ from tinkerscript.train.backends.backend import (
 )
 from tinkerscript.train.defaults import learning_rate
 from tinkerscript.train.off_policy import AcceptedGroup, ReplayBuffer
-from tinkerscript.train.token_advantages import Distillation, KLPenalty, ReferenceLogprobs, correct
-from tinkerscript.trainer_link.messages import EpisodeAccepted
+from tinkerscript.train.policy_loss import loss_config, policy_loss
+from tinkerscript.train.token_advantages import (
+    Distillation,
+    KLPenalty,
+    ReferenceLogprobs,
+    correct,
+    covariant_tokens,
+    divergence,
+    keep_top_entropy,
+    overlong_punishment,
+    scored,
+)
+from tinkerscript.trainer_link.messages import EpisodeAccepted, scores_of
 
 LossMean = Literal["sequences", "tokens", "tokens_then_sequences", "episodes"]
 
-DATUM_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
-"""What `to_training_datum` gives a loss."""
+KL_STEP = "train/kl_step"
+"""Metric of a step with several optimizer steps: how far its weights had moved before the last of them, as
+KL(before, after) at the tokens of that minibatch, in nats a token (Schulman's k3)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +101,19 @@ class Learner:
     """Empty for the run's own policy."""
 
     start_logprobs: ReferenceLogprobs | None = None
-    """Needed for `kl_penalty_coef`."""
+    """Needed for `kl_penalty_coef`, and for the KL terms of a loss."""
 
     distillation: Distillation | None = None
 
+    reply_tokens: int = 0
+    """`sampling.max_tokens`; needed for `overlong_buffer`."""
+
     def __post_init__(self) -> None:
         """Raises ConfigError for an unknown `loss_fn`."""
-        self.rule = AdvantageRule(self.config.advantage_baseline, self.config.advantage_scale)
+        config = self.config
+        self.rule = AdvantageRule(
+            config.advantage_baseline, config.advantage_scale, config.pass_k, config.reward_weights
+        )
         if self.config.distillation.is_pure:
             self.rule = PLAIN  # Its weight is 0; a group of one still needs some advantage.
         self.credit = Credit(self.config.credit.level, self.config.credit.discount)
@@ -109,7 +141,8 @@ class Learner:
         the mean."""
 
         self.corrected: dict[int, BoolArray] = {}
-        """By `id` of those rollouts: bool [T], True where `rollout_correction` took the loss away."""
+        """By `id` of those rollouts: bool [T], True where `rollout_correction` or `top_entropy` took the loss
+        away."""
 
         self._batch: list[WeightedRollout] = []
         """What `check` has passed, as the loss gets it but for the mean."""
@@ -117,9 +150,15 @@ class Learner:
         self._measured: dict[str, float] = {}
         """`check`'s metrics of it."""
 
-        loss = policy_loss(self.config)
+        self._inputs: dict[int, dict[str, FloatArray]] = {}
+        """By `id` of those rollouts: further inputs of the loss, float32 [T] each."""
+
+        self._old: dict[int, FloatArray] = {}
+        """By `id` of those rollouts: float32 [T], the trainer's log probabilities before the update."""
+
+        self._loss = loss = policy_loss(self.config)
         self._is_embedded = self.model.is_embedded
-        self._loss_config = _loss_config(self.config, loss)
+        self._loss_config = loss_config(self.config, loss)
         self._clips = CLIP.keys() <= loss.settings.keys()
         self._ratio_of_sequence = loss.ratio == "sequence"
         self._penalty: KLPenalty | None = None
@@ -161,8 +200,8 @@ class Learner:
 
     def _merged(self, outcome: EpisodeAccepted) -> EpisodeRollouts:
         if outcome.episode_uuid in self.stale:
-            reward = outcome.reward_of(self.role)
-            return EpisodeRollouts(outcome.episode_uuid, reward, (), metadata=outcome.metadata)
+            reward, scores = self._reward_of(outcome)
+            return EpisodeRollouts(outcome.episode_uuid, reward, (), metadata=outcome.metadata, scores=scores)
         rollouts = merge_calls(
             outcome.all_calls,
             episode_uuid=outcome.episode_uuid,
@@ -170,14 +209,26 @@ class Learner:
             role=self.role,
         )
         calls = tuple(calls_of(outcome.all_calls, self.role))
+        reward, scores = self._reward_of(outcome)
         return EpisodeRollouts(
             outcome.episode_uuid,
-            outcome.reward_of(self.role),
+            reward,
             rollouts,
             calls,
             outcome.metadata,
             call_rewards={} if self.role else outcome.call_rewards,
+            scores=scores,
         )
+
+    def _reward_of(self, outcome: EpisodeAccepted) -> tuple[float, dict[str, float]]:
+        """What the episode is compared by: its reward less what its length costs, and its scores by name if
+        they are compared in its place, which `usable` has found in it."""
+        reward = outcome.reward_of(self.role)
+        if self.config.overlong_buffer:
+            calls = calls_of(outcome.all_calls, self.role)
+            reward += overlong_punishment(calls, limit=self.reply_tokens, buffer=self.config.overlong_buffer)
+        scores = scores_of(outcome)
+        return reward, {name: scores[name] for name in self.config.reward_weights}
 
     def outcome_of(self, group: RolloutGroup, episode: EpisodeRollouts) -> str:
         """What the last step did with an episode of its groups: `TrainedRow.outcome`."""
@@ -201,6 +252,7 @@ class Learner:
         self.groups, self.replayed = list(groups), []
         self.replayable, self.compared, self.advantages, self.corrected = [], [], {}, {}
         self._batch, self._measured = [], {}
+        self._inputs, self._old = {}, {}
         self.alignment.begin()
 
     async def check(
@@ -225,7 +277,7 @@ class Learner:
                 raise
             raise AlignmentError(f"role {self.role}: {error}", name=error.name) from error
         if aligned:
-            self._batch, self._measured = await self._token_advantages(aligned)
+            self._batch, self._measured = await self._token_advantages(aligned, step)
 
     async def _check_groups(
         self, step: int, lag_of_version: Mapping[int, int] | None
@@ -235,16 +287,12 @@ class Learner:
         sound = [*(self.alignment.sound(group) for group in self.groups), *self.replayed]
         # Advantages. Without a teacher a group whose rewards are all equal carries no gradient; a masked
         # sequence never does.
-        weighted = [self._weighted(group) for group in sound]
+        weighted = self._weighted(sound)
         batch = [
-            item
-            for group, items in zip(sound, weighted, strict=True)
-            if self.trains(group)
-            for item in items
-            if item.rollout.loss_mask.any()
+            item for group, items in zip(sound, weighted, strict=True) if self.trains(group) for item in items
         ]
         # Compare the sampler's log probabilities with the trainer's; if nothing is trainable, of one group.
-        compared = batch or next((items for items in weighted if items), [])
+        compared = batch or next(filter(None, (list(group.weighted(PLAIN)) for group in sound)), [])
         aligned = await self._compare(compared, lag_of_version, step)
         self.alignment.siblings(self.groups, step=step)
         self.replayable = [each for each in self.groups if self.trains(each) and self.alignment.passed(each)]
@@ -260,16 +308,39 @@ class Learner:
 
     @property
     def trains_equal(self) -> bool:
-        """Whether a teacher or the KL penalty gives groups a gradient whose rewards are all equal."""
-        return self.distillation is not None or self._penalty is not None
+        """Whether groups have a gradient whose rewards are all equal: from a teacher, from the divergence
+        from the start policy, or because episodes are compared across groups."""
+        return (
+            self.distillation is not None
+            or self._penalty is not None
+            or bool(self.config.kl_losses)
+            or self.rule.spans_groups
+        )
 
-    def _weighted(self, group: RolloutGroup) -> list[WeightedRollout]:
-        """Its sequences with the advantages that the task gives them."""
-        items = list(self.credit.weighted(group, self.rule))
+    def masks(self, rollout: Rollout) -> bool:
+        """Whether the sequence carries no loss because the token limit cut its last reply off."""
+        return self.config.mask_truncated and rollout.is_truncated
+
+    def _weighted(self, groups: Sequence[RolloutGroup]) -> list[list[WeightedRollout]]:
+        """The sequences of each group that may train, with the advantages that the task gives them."""
+        weighted = [
+            [
+                item
+                for item in self.credit.weighted(group, self.rule)
+                if item.rollout.loss_mask.any() and not self.masks(item.rollout)
+            ]
+            for group in groups
+        ]
+        if self.rule.spans_groups and any(weighted):
+            every = iter(whitened([item for items in weighted for item in items]))
+            weighted = [[next(every) for _ in items] for items in weighted]
         if self.distillation is None:
-            return items
-        factor = self.distillation.reward_coef if self.differs(group) else 0.0
-        return [item.scaled(factor) for item in items]
+            return weighted
+        factor = self.distillation.reward_coef
+        return [
+            [item.scaled(factor if self.differs(group) or self.rule.spans_groups else 0.0) for item in items]
+            for group, items in zip(groups, weighted, strict=True)
+        ]
 
     async def _compare(
         self, items: list[WeightedRollout], lag_of_version: Mapping[int, int] | None, step: int
@@ -278,6 +349,8 @@ class Learner:
         before any update of this step."""
         if not items:
             return []
+        if self.config.rollout_correction.bypass:
+            return [(item, item.rollout.logprobs) for item in items]
         datums = [to_scoring_datum(item.rollout, **self._more(item.rollout)) for item in items]
         output = await self.client.forward(datums, "cross_entropy")
         trainer = [_shifted(result["logprobs"]) for result in output.loss_fn_outputs]
@@ -319,6 +392,10 @@ class Learner:
                 for part in minibatches(batch, number, seed=f"{self.seed}/{step}/{epoch}")
             ]
             results = [await self._minibatch(part, rate) for part in parts]
+            if len(results) > 1 and (last := results[-1].get(KL_STEP)) is not None:
+                metrics[KL_STEP] = last
+            for result in results:
+                result.pop(KL_STEP, None)
             for key in dict.fromkeys(key for result in results for key in result):
                 found = [result[key] for result in results if key in result]
                 metrics[key] = float(np.sum(found) if key == SKIPPED else np.mean(found))
@@ -328,23 +405,50 @@ class Learner:
         return metrics
 
     async def _token_advantages(
-        self, aligned: list[tuple[WeightedRollout, FloatArray]]
+        self, aligned: list[tuple[WeightedRollout, FloatArray]], step: int
     ) -> tuple[list[WeightedRollout], dict[str, float]]:
-        """The sequences with the advantages that the loss gets: penalized, taught and corrected."""
-        batch, metrics = [item for item, _ in aligned], self._entropy()
+        """The sequences with the advantages that the loss gets: penalized, taught, corrected, and 0 where a
+        token is not to train."""
+        batch, olds = [item for item, _ in aligned], [old for _, old in aligned]
+        self._old = {id(item.rollout): old for item, old in aligned}
+        metrics = self._entropy()
         if self._penalty is not None:
             batch, metrics["train/kl_start"] = await self._penalty.apply(batch)
         if self.distillation is not None:
             batch, metrics["distillation/teacher_kl"] = await self.distillation.apply(batch)
-        if self.config.rollout_correction.method != "none":
-            before = batch
-            batch, corrected = correct(batch, [old for _, old in aligned], self.config.rollout_correction)
+        before = batch
+        if self.config.rollout_correction.is_on:
+            batch, corrected = correct(batch, olds, self.config.rollout_correction)
             metrics |= corrected
+        if self.config.top_entropy < 1:
+            entropies = {id(each.rollout): each.entropies for each in self.compared}
+            found = [entropies[id(item.rollout)] for item in batch]
+            batch = keep_top_entropy(
+                batch, [each for each in found if each is not None], self.config.top_entropy
+            )
+        if batch is not before:
             self.corrected = {
                 id(item.rollout): (former.advantages != 0) & (item.advantages == 0)
                 for former, item in zip(before, batch, strict=True)
             }
+        if self.config.kl_losses or START in self._loss.inputs:
+            assert self.start_logprobs is not None
+            scores = await scored(self.start_logprobs, batch)
+            metrics["train/kl_start"] = divergence(batch, scores)
+            self._give(START, batch, scores)
+        if COVARIANT in self._loss.inputs:
+            settings = self._loss_config
+            band = (settings["cov_low"], settings["cov_high"]) if "cov_low" in settings else None
+            share, seed = settings["cov_share"], f"{self.seed}/{step}/covariant"
+            self._give(COVARIANT, batch, covariant_tokens(batch, olds, share=share, band=band, seed=seed))
+        if SAMPLER in self._loss.inputs or self._loss_config.get("off_policy_mask"):
+            self._give(SAMPLER, batch, [item.rollout.logprobs for item in batch])
         return batch, metrics
+
+    def _give(self, name: str, batch: Sequence[WeightedRollout], values: Sequence[FloatArray]) -> None:
+        """Give the loss an input of each sequence."""
+        for item, value in zip(batch, values, strict=True):
+            self._inputs.setdefault(id(item.rollout), {})[name] = value
 
     def _entropy(self) -> dict[str, float]:
         """`train/entropy`: the mean over the compared tokens that carry loss, in nats."""
@@ -367,7 +471,7 @@ class Learner:
             loss_config=self._loss_config or None,
             learning_rate=rate,
         )
-        return stepped.metrics | self._clipped(part, stepped.logprobs)
+        return stepped.metrics | self._clipped(part, stepped.logprobs) | self._moved(part, stepped.logprobs)
 
     def _datum(self, item: WeightedRollout, count: float) -> tinker.Datum:
         """A sequence for `loss_fn`, divided by `count`."""
@@ -376,6 +480,10 @@ class Learner:
             # Tinker's gspo sums over the tokens whose mean ours takes.
             count *= max(1, int(item.rollout.loss_mask.sum()))
             more["sequence_ratio_mask"] = item.rollout.loss_mask.astype(np.float32)
+        if self._is_embedded:
+            tokens = max(1, int(item.rollout.loss_mask.sum())) if self._ratio_of_sequence else 1
+            more[SCALE] = (item.rollout.loss_mask / (count * tokens)).astype(np.float32)
+            more |= self._inputs.get(id(item.rollout), {})
         return to_training_datum(item.scaled(1 / count), **more)
 
     def _more(self, rollout: Rollout) -> dict[str, FloatArray]:
@@ -392,6 +500,18 @@ class Learner:
         ratios = np.exp(np.minimum(np.concatenate(gaps), 80))  # Beyond any threshold, and a finite float32.
         low, high = (self._loss_config[f"clip_{end}_threshold"] for end in ("low", "high"))
         return {"train/clip_fraction": float(((ratios < low) | (ratios > high)).mean())}
+
+    def _moved(self, part: Sequence[WeightedRollout], logprobs: Sequence[FloatArray]) -> dict[str, float]:
+        """`KL_STEP` of a minibatch."""
+        if len(logprobs) < len(part):
+            return {}
+        gaps = np.concatenate(
+            [
+                (new - self._old[id(item.rollout)][1:])[item.rollout.loss_mask[1:]]
+                for item, new in zip(part, logprobs, strict=True)
+            ]
+        ).clip(-20, 20)
+        return {KL_STEP: float((np.exp(gaps) - 1 - gaps).mean(dtype=np.float64))}
 
     def _gaps(self, item: WeightedRollout, new: FloatArray) -> FloatArray:
         """The logarithm of the ratio that the loss has for each token that carries loss. `new`: float32
@@ -439,71 +559,3 @@ def divisors(part: Sequence[WeightedRollout], loss_mean: LossMean, *, episodes: 
     if loss_mean == "tokens":
         return [sum(tokens)] * len(part)
     return [len(part) * count if loss_mean == "tokens_then_sequences" else len(part) for count in tokens]
-
-
-# The loss
-
-
-def policy_loss(config: TrainingConfig) -> Loss:
-    """The loss that `loss_fn` names. Raises ConfigError if it is unknown or is not a policy-gradient loss."""
-    try:
-        loss = resolve_loss(config.loss_fn)
-    except EngineRequestError as error:
-        raise ConfigError(f"training.loss_fn: {error}") from error
-    if loss.inputs != DATUM_INPUTS:
-        raise ConfigError(
-            f"training.loss_fn: {config.loss_fn!r} takes {', '.join(sorted(loss.inputs))}; a policy-gradient "
-            f"loss, such as ppo, takes {', '.join(sorted(DATUM_INPUTS))}"
-        )
-    if unknown := config.loss_config.keys() - loss.settings.keys():
-        raise ConfigError(
-            f"training.loss_config: {config.loss_fn!r} has no setting {', '.join(sorted(unknown))}; it has "
-            f"{', '.join(sorted(loss.settings)) or 'none (a function of your own needs a Loss around it)'}"
-        )
-    return loss
-
-
-SERVICE_LOSSES = frozenset({"ppo", "importance_sampling", "cispo", "gspo"})
-"""Those that mean the same at a service. Its `dro` has no mask, so that prompts would train, and of its
-`stable_reinforce` no formula is published."""
-
-
-def check_loss(config: RunConfig) -> None:
-    """Raises ConfigError if the run's backend cannot train with `training.loss_fn`."""
-    training = config.training
-    policy_loss(training)
-    if config.engine.backend == "tinker" and training.loss_fn not in SERVICE_LOSSES:
-        raise ConfigError(
-            f"training.loss_fn: {training.loss_fn!r} needs the embedded engine; a service behind Tinker's "
-            f"protocol trains a run with {', '.join(sorted(SERVICE_LOSSES))}"
-        )
-    if training.loss_fn == "gspo" and training.loss_mean != "sequences":
-        raise ConfigError(
-            f"training.loss_mean: {training.loss_mean} divides by tokens, as gspo does itself; use sequences"
-        )
-
-
-WIDE_CLIP = 0.05
-"""Ratios of whole sequences stay so close to 1 that a clip this wide never acts."""
-
-
-def wide_clip(config: TrainingConfig) -> str:
-    """What to tell of `clip_low` and `clip_high` with gspo; empty: nothing."""
-    given = {"clip_low": config.clip_low, "clip_high": config.clip_high}
-    wide = [f"{name}: {value:g}" for name, value in given.items() if value is not None and value > WIDE_CLIP]
-    if config.loss_fn != "gspo" or not wide:
-        return ""
-    return (
-        f"training.{', '.join(wide)} hardly ever clips the ratio of a whole sequence, which is a mean; leave "
-        "it out for the 3e-4 and 4e-4 of gspo's authors"
-    )
-
-
-def _loss_config(config: TrainingConfig, loss: Loss) -> dict[str, float]:
-    """`loss_fn_config`: the loss's own settings, under those of the config."""
-    clip = {
-        "clip_low_threshold": None if config.clip_low is None else 1 - config.clip_low,
-        "clip_high_threshold": None if config.clip_high is None else 1 + config.clip_high,
-    }
-    given = {key: value for key, value in clip.items() if key in loss.settings and value is not None}
-    return {**loss.settings, **given, **config.loss_config}

@@ -73,6 +73,7 @@ class TrainingLoop:
             group_size=training.group_size,
             client_samples=samples is None,
             seen=policy.note,
+            scores=training.reward_weights.keys(),
             judge=judge,
         )
         self._stream = GroupStream(source, self._collector, progress, training, samples, self._lags)

@@ -57,10 +57,11 @@ from tinkerscript.train.defaults import resolved
 from tinkerscript.train.episode_source import EpisodeSource
 from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.group_judge import GroupJudge, RoleAsker, open_judge
-from tinkerscript.train.learner import Learner, check_loss, wide_clip
+from tinkerscript.train.learner import Learner
 from tinkerscript.train.loop import TrainingLoop
 from tinkerscript.train.open_run import OpenRun, begin_run, logged, open_page
 from tinkerscript.train.policy import Policy
+from tinkerscript.train.policy_loss import check_loss, wide_clip
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, FINAL_CHECKPOINT, RunFolder
 from tinkerscript.train.run_status import RunStatus
 from tinkerscript.train.samples import TaskSamples
@@ -274,6 +275,7 @@ async def _learners(
             role=role,
             start_logprobs=backend.start_logprobs,
             distillation=teacher,
+            reply_tokens=config.sampling.reply_tokens,
         )
 
     learners = [learner(backend, "", distillation)]

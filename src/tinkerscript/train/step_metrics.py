@@ -352,6 +352,9 @@ def why_groups_do_not_train(
     if not any(episode.rollouts for group in differing for episode in group.episodes):
         return "no episode of the groups whose rewards differ has called the model: there is nothing to train"
     found = ", ".join(f"{number} {name}" for name, number in (errors or {}).items())
+    sequences = [each for group in differing for episode in group.episodes for each in episode.rollouts]
+    if not found and all(each.is_truncated for each in sequences):
+        return "the token limit cut off every reply, and training.mask_truncated trains none of these"
     return f"the alignment check left out every sequence: {found or 'alignment.json says why'}"
 
 

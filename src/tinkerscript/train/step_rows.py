@@ -154,7 +154,7 @@ class _Tokens:
         self._advantages = learner.advantages
         self._compared: dict[int, Compared] = {id(each.rollout): each for each in learner.compared}
         self._corrected = learner.corrected
-        self._trains = learner.trains
+        self._trains, self._masks = learner.trains, learner.masks
         self._reasons = learner.alignment.reasons
 
     def of(self, number: int, rollout: Rollout, group: RolloutGroup) -> TrainedSequence:
@@ -186,7 +186,11 @@ class _Tokens:
             return reason
         if self._stopped and self._trains(group):
             return f"the step was stopped: {self._stopped}"
-        return "every token was constrained by a grammar" if self._trains(group) else "same_reward"
+        if not self._trains(group):
+            return "same_reward"
+        if self._masks(rollout):
+            return "the token limit cut its last reply off (training.mask_truncated)"
+        return "every token was constrained by a grammar"
 
 
 def _shortest(values: Any) -> bytes:

@@ -1,4 +1,5 @@
-"""What changes the advantage of single tokens before the loss: `KLPenalty`, `Distillation`, `correct`.
+"""What changes the advantage of single tokens before the loss: `KLPenalty`, `Distillation`, `correct`, and
+which tokens train.
 
 The advantage that a task gives is the same for every token of an episode. The KL penalty adds each token's
 divergence from the start policy, distillation the divergence from a teacher, and the rollout correction
@@ -11,18 +12,26 @@ before any weight changes.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
-from tinkerscript.config import DistillationConfig, RolloutCorrectionConfig, RunConfig
+from tinkerscript.config import (
+    CORRECTION_WEIGHTS,
+    Bounds,
+    DistillationConfig,
+    RolloutCorrectionConfig,
+    RunConfig,
+)
 from tinkerscript.dashboard.progress import ProgressReporter
-from tinkerscript.rollouts.advantages import WeightedRollout
-from tinkerscript.rollouts.call import FloatArray, IntArray
-from tinkerscript.rollouts.rollout import Rollout
+from tinkerscript.rollouts.advantages import Doubles, WeightedRollout
+from tinkerscript.rollouts.call import Call, FloatArray, IntArray
+from tinkerscript.rollouts.rollout import BoolArray, Rollout
 from tinkerscript.train.backends.backend import FrozenModel, TrainerBackend
 from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.tokenizer_check import check_same_tokenizer
@@ -49,25 +58,35 @@ class KLPenalty:
 
     async def apply(self, items: Sequence[WeightedRollout]) -> tuple[list[WeightedRollout], float]:
         """The sequences with new advantages, and mean(d), in nats per token."""
-        rollouts = [item.rollout for item in items]
-        scores = await self.reference(
-            [each.tokens for each in rollouts], [each.temperatures for each in rollouts]
-        )
-        masks = [each.loss_mask for each in rollouts]
-        gaps = [
-            np.where(mask, each.logprobs - score, np.float32(0))
-            for each, mask, score in zip(rollouts, masks, scores, strict=True)
-        ]
-        mean = float(sum(gap.sum(dtype=np.float64) for gap in gaps)) / sum(int(mask.sum()) for mask in masks)
+        scores = await scored(self.reference, items)
+        mean = divergence(items, scores)
         baseline = mean if self.centered else 0.0
-        added = [
-            np.where(mask, self.coef * (baseline - gap), 0.0).astype(np.float32)
-            for mask, gap in zip(masks, gaps, strict=True)
-        ]
         return [
-            WeightedRollout(item.rollout, item.advantages + more)
-            for item, more in zip(items, added, strict=True)
+            replace(
+                item,
+                advantages=item.advantages
+                + np.where(
+                    item.rollout.loss_mask, self.coef * (baseline - (item.rollout.logprobs - score)), 0.0
+                ).astype(np.float32),
+            )
+            for item, score in zip(items, scores, strict=True)
         ], mean
+
+
+async def scored(reference: ReferenceLogprobs, items: Sequence[WeightedRollout]) -> list[FloatArray]:
+    """The reference's log probabilities of the sequences."""
+    rollouts = [item.rollout for item in items]
+    return await reference([each.tokens for each in rollouts], [each.temperatures for each in rollouts])
+
+
+def divergence(items: Sequence[WeightedRollout], scores: Sequence[FloatArray]) -> float:
+    """The mean of log p(sampler) - log p(reference) over the tokens with loss, in nats per token."""
+    masks = [item.rollout.loss_mask for item in items]
+    total = sum(
+        float((item.rollout.logprobs - score)[mask].sum(dtype=np.float64))
+        for item, score, mask in zip(items, scores, masks, strict=True)
+    )
+    return total / sum(int(mask.sum()) for mask in masks)
 
 
 # A teacher
@@ -160,44 +179,164 @@ async def open_distillation(
 # A sampler whose probabilities are not the trainer's
 
 
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """w = old / q of one sequence's tokens that carry loss, where old is the trainer's probability before the
+    update and q the sampler's. All float64, one for each of these tokens."""
+
+    token: Doubles
+    product: Doubles
+    """Of the whole sequence."""
+
+    mean: Doubles
+    """The geometric mean of the sequence."""
+
+    @classmethod
+    def of(cls, rollout: Rollout, old: FloatArray) -> Ratios:
+        mask = rollout.loss_mask
+        gaps = old[mask].astype(np.float64) - rollout.logprobs[mask]
+        # Beyond any bound that has a meaning; a larger one would not be a finite float32.
+        ratios = [gaps, np.full_like(gaps, gaps.sum()), np.full_like(gaps, gaps.mean() if len(gaps) else 0.0)]
+        return cls(*(np.exp(np.clip(each, -80.0, 80.0)) for each in ratios))
+
+
+def _up_to(ratios: Doubles, cap: float) -> Doubles:
+    return np.where(ratios > cap, 0.0, ratios)
+
+
+def _inside(ratios: Doubles, bounds: Bounds) -> Doubles:
+    return ((ratios >= bounds[0]) & (ratios <= bounds[1])).astype(np.float64)
+
+
+def _all_inside(ratios: Doubles, bounds: Bounds) -> Doubles:
+    return np.full_like(ratios, _inside(ratios, bounds).min(initial=1.0))
+
+
+CORRECTIONS: Mapping[str, tuple[Literal["token", "product", "mean"], Callable[[Doubles, Any], Doubles]]] = {
+    "tis": ("token", np.minimum),
+    "sequence_tis": ("product", np.minimum),
+    "mis": ("token", _up_to),
+    "sequence_mis": ("product", _up_to),
+    "icepop": ("token", lambda ratios, bounds: ratios * _inside(ratios, bounds)),
+    "token_mask": ("token", _inside),
+    "sequence_mask": ("product", _inside),
+    "geometric_mask": ("mean", _inside),
+    "veto": ("token", _all_inside),
+}
+"""By the name of each part of `RolloutCorrectionConfig`: which of the `Ratios` it is about, and the factor of
+each token, from these and the part's value. The factors are multiplied.
+
+Sources. TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". MIS,
+the geometric mask and the veto: Liu et al. 2025, "When Speed Kills Stability". IcePop: Ling Team 2025,
+arXiv:2510.18855."""
+
+
 def correct(
     batch: Sequence[WeightedRollout], trainer: Sequence[FloatArray], config: RolloutCorrectionConfig
 ) -> tuple[list[WeightedRollout], dict[str, float]]:
     """The batch with the trainer's log probabilities (float32 [T] each) as reference and weighed advantages.
 
-    With q the sampler's probability of a token, old the trainer's before the update, and p the policy's while
-    it trains, the loss compares p with old, and each token is weighed by f(old / q), a constant: the first
-    ratio is what the update changes, the second what differs without it. f cuts the weight off at a cap
-    (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training") or leaves out
-    what is above it (Liu et al. 2025, "When Speed Kills Stability").
+    The loss compares the policy's probability while it trains with old, and each token is weighed by a
+    constant that depends on old / q: the first ratio is what the update changes, the second what differs
+    without it.
 
-    The metrics are over the tokens that carry loss: the mean weight, the share above the cap, and the largest
-    ratio.
+    The metrics are over the tokens that carry loss: the mean weight, the largest ratio, and the share whose
+    ratio each part cut off or left out, `correction/NAME`.
     """
+    parts = {name: value for name in CORRECTIONS if (value := getattr(config, name)) is not None}
     corrected: list[WeightedRollout] = []
-    ratios: list[FloatArray] = []
-    weights: list[FloatArray] = []
+    ratios: list[Doubles] = []
+    weights: list[Doubles] = []
+    touched: dict[str, list[BoolArray]] = {name: [] for name in parts}
     for item, old in zip(batch, trainer, strict=True):
-        ratio = _ratio(item.rollout, old, config.level)
-        weight = np.minimum(ratio, config.cap)
-        if config.method == "mask":
-            weight = np.where(ratio > config.cap, np.float32(0), ratio)
-        scaled = np.where(item.rollout.loss_mask, item.advantages * weight, np.float32(0))
+        mask = item.rollout.loss_mask
+        found = Ratios.of(item.rollout, old)
+        weight = np.ones_like(found.token)
+        for name, value in parts.items():
+            which, factor_of = CORRECTIONS[name]
+            ratio = getattr(found, which)
+            factor = factor_of(ratio, value)
+            weight = weight * factor
+            touched[name].append(factor != ratio if name in CORRECTION_WEIGHTS else factor == 0)
+        scaled = np.zeros(len(item.advantages))
+        scaled[mask] = item.advantages[mask] * weight
         corrected.append(replace(item, advantages=scaled.astype(np.float32), reference=old))
-        ratios.append(ratio[item.rollout.loss_mask])
-        weights.append(weight[item.rollout.loss_mask])
-    every = np.concatenate(ratios)
-    return corrected, {
+        ratios.append(found.token)
+        weights.append(weight)
+    metrics = {
         "correction/weight": float(np.concatenate(weights).mean()),
-        "correction/capped": float((every > config.cap).mean()),
-        "correction/max_ratio": float(every.max()),
+        "correction/max_ratio": float(np.concatenate(ratios).max()),
     }
+    shares = {f"correction/{name}": float(np.concatenate(each).mean()) for name, each in touched.items()}
+    return corrected, metrics | shares
 
 
-def _ratio(rollout: Rollout, old: FloatArray, level: str) -> FloatArray:
-    """float32 [T]: old / q of each token, or of the whole sequence; 1 where a token carries no loss."""
-    gaps = np.where(rollout.loss_mask, old.astype(np.float64) - rollout.logprobs, 0.0)
-    if level == "sequence":
-        gaps = np.where(rollout.loss_mask, gaps.sum(), 0.0)
-    # Beyond any cap that has a meaning; a larger one would not be a finite float32.
-    return np.exp(np.minimum(gaps, 80.0)).astype(np.float32)
+# Lengths
+
+
+def overlong_punishment(calls: Sequence[Call], *, limit: int, buffer: float) -> float:
+    """What an episode's longest reply costs it, from 0 to -1: 0 up to (1 - `buffer`) * `limit` tokens, -1 at
+    the limit, in proportion between; Yu et al. 2025, DAPO's soft overlong punishment."""
+    longest = max((call.reply_tokens for call in calls), default=0)
+    return float(np.clip(((1 - buffer) * limit - longest) / (buffer * limit), -1.0, 0.0))
+
+
+# Which tokens train
+
+
+def keep_top_entropy(
+    batch: Sequence[WeightedRollout], entropies: Sequence[FloatArray], share: float
+) -> list[WeightedRollout]:
+    """The batch with the advantage 0 at all but the `share` of its tokens that have the highest entropies.
+
+    `entropies`: float32 [T] each. Wang et al. 2025, "Beyond the 80/20 Rule", arXiv:2506.01939.
+    """
+    every = np.concatenate(
+        [entropy[item.rollout.loss_mask] for item, entropy in zip(batch, entropies, strict=True)]
+    )
+    limit = np.quantile(every, 1 - share)
+    return [
+        replace(item, advantages=np.where(entropy >= limit, item.advantages, np.float32(0)))
+        for item, entropy in zip(batch, entropies, strict=True)
+    ]
+
+
+def covariant_tokens(
+    batch: Sequence[WeightedRollout],
+    trainer: Sequence[FloatArray],
+    *,
+    share: float,
+    band: tuple[float, float] | None,
+    seed: str,
+) -> list[FloatArray]:
+    """Which tokens have an outstanding covariance: float32 [T] each, 1 or 0.
+
+    The covariance of a token is (A - mean(A)) (log p - mean(log p)), with the means over the tokens of the
+    batch that carry loss, and p the trainer's probability before the update (`trainer`: float32 [T] each).
+    Without a `band` these are the `share` with the largest; with one, `share` of all tokens at random among
+    those with a covariance inside it. One token at least. Cui et al. 2025, arXiv:2505.22617.
+    """
+    masks = [item.rollout.loss_mask for item in batch]
+    advantages = np.concatenate([item.advantages[mask] for item, mask in zip(batch, masks, strict=True)])
+    logprobs = np.concatenate([each[mask] for each, mask in zip(trainer, masks, strict=True)])
+    covariance = _centered(advantages) * _centered(logprobs)
+    number = max(1, int(share * len(covariance)))
+    if band is None:
+        chosen = np.argsort(-covariance, kind="stable")[:number]
+    else:
+        inside = np.flatnonzero((covariance > band[0]) & (covariance < band[1]))
+        chosen = np.array(random.Random(seed).sample(inside.tolist(), min(number, len(inside))), dtype=int)
+    marks = np.zeros(len(covariance), np.float32)
+    marks[chosen] = 1
+    found: list[FloatArray] = []
+    for mask, part in zip(
+        masks, np.split(marks, np.cumsum([mask.sum() for mask in masks])[:-1]), strict=True
+    ):
+        whole = np.zeros(len(mask), np.float32)
+        whole[mask] = part
+        found.append(whole)
+    return found
+
+
+def _centered(values: FloatArray) -> Doubles:
+    return values.astype(np.float64) - values.mean(dtype=np.float64)

@@ -8,6 +8,8 @@ trainer reports the last one that it has.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from tinkerscript.ledger.history import History, Tally
@@ -437,8 +439,18 @@ UNREADABLE = "calls_unreadable"
 """The failure kind of a result with calls that do not follow one another and cannot be merged."""
 
 
-def usable(outcome: Outcome) -> Outcome:
-    """Turn a result with a reward out of bounds or with calls that cannot be merged into a failure.
+SCORE_MISSING = "score_missing"
+"""The failure kind of a result without a score that `training.reward_weights` names."""
+
+
+def scores_of(outcome: EpisodeAccepted) -> dict[str, float]:
+    """Return the scores of a result by their names."""
+    return {name.removeprefix("score/"): value for name, value in outcome.log_metrics.items()}
+
+
+def usable(outcome: Outcome, scores: Collection[str] = ()) -> Outcome:
+    """Turn a result into a failure if its reward is out of bounds, if its calls cannot be merged, or if it is
+    for training and lacks one of `scores`.
 
     The ledger keeps the result.
     """
@@ -452,6 +464,14 @@ def usable(outcome: Outcome) -> Outcome:
         kind = UNREADABLE
         for role in {call.role for call in outcome.all_calls}:
             full_prompts(calls_of(outcome.all_calls, role))
+        kind = SCORE_MISSING
+        found = scores_of(outcome)
+        missing = sorted(set(scores) - found.keys())
+        if missing and outcome.episode_type == "train":
+            raise ValueError(
+                f"training.reward_weights needs the score {missing[0]!r}, and the scores of this episode are "
+                f"{', '.join(sorted(found)) or 'none'}: end it with scores of these names"
+            )
     except ValueError as error:
         return outcome.failed(kind, str(error))
     return outcome

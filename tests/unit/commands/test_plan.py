@@ -48,6 +48,22 @@ def test_a_node_of_replicas() -> None:
     assert "200 steps of 64 groups of 16: 1024 a step, at most 1024 at once" in text
 
 
+def test_a_recipe_is_spelled_out() -> None:
+    """The demo's config has a clip of its own."""
+    lines = plan(load_config(EXAMPLES / "arithmetic.yaml", ["training.recipe=dapo"]))
+    text = "\n".join(lines)
+    assert "recipe\n  dapo: Yu et al. 2025, arXiv:2503.14476\n" in text
+    assert "\n    batch_rule: differing_groups\n" in text
+    assert "\n    clip_high: 0.2, yours in place of 0.28\n" in text
+    assert "\n    loss_config.kl_k3: 0.0, yours in place of 0.04" in "\n".join(
+        plan(
+            load_config(
+                EXAMPLES / "arithmetic.yaml", ["training.recipe=grpo", "training.loss_config={kl_k3: 0}"]
+            )
+        )
+    )
+
+
 def qwen3(folder: Path, **sizes: int) -> Path:
     """The folder of a model of Qwen 3's family, without weights."""
     shutil.copyfile(TINY_MODEL / "tokenizer.json", folder / "tokenizer.json")

@@ -26,7 +26,7 @@ from tinkerscript.rollouts.call import pack_ids
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.sampler import SampleRequest
 from tinkerscript.train import backends
-from tinkerscript.train.learner import check_loss
+from tinkerscript.train.policy_loss import check_loss
 from tinkerscript.train.step_metrics import extra_metrics
 
 PAGE = (Path(__file__).parents[3] / "docs" / "extending.md").read_text(encoding="utf-8")

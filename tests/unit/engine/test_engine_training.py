@@ -88,6 +88,10 @@ def test_cross_entropy_returns_the_models_logprobs(engine: EmbeddedEngine, rando
     assert output.metrics["loss:sum"] == pytest.approx(float(-(expected[1] + 2 * expected[2])), rel=1e-5)
 
 
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().double().flatten() for parameter in model.parameters()])
+
+
 def test_optim_step_is_torchs_adamw(random_model: Path) -> None:
     ours, theirs = Trainer(AllWeights(load_model(random_model))), load_model(random_model)
     params = tinker.AdamParams(
@@ -99,8 +103,12 @@ def test_optim_step_is_torchs_adamw(random_model: Path) -> None:
         for mine, other in zip(ours.model.parameters(), theirs.parameters(), strict=True):
             other.grad = copy.deepcopy(mine.grad)
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        before = flat(theirs)
         optimizer.step()
-        assert (ours.optim_step(params).metrics or {})["grad_norm"] == pytest.approx(float(norm))
+        metrics = ours.optim_step(params).metrics or {}
+        assert metrics["grad_norm"] == pytest.approx(float(norm))
+        ratio = (flat(theirs) - before).norm() / flat(theirs).norm()
+        assert metrics["update_ratio"] == pytest.approx(float(ratio), rel=1e-3)
         for mine, other in zip(ours.model.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(mine, other)
 

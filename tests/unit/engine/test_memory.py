@@ -26,7 +26,7 @@ from tinkerscript.engine import decoder, packing
 from tinkerscript.engine.decoder import FusedDecoder, HubDecoder
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.lora import LoraBase
-from tinkerscript.engine.losses import target_logprobs
+from tinkerscript.engine.losses import _LogprobsAndEntropies, target_logprobs
 from tinkerscript.engine.memory import Workload, peak_memory
 from tinkerscript.engine.packing import Packed, attend_in_segments, pack, token_trees
 from tinkerscript.engine.sampling import score_prompt
@@ -136,22 +136,61 @@ def test_logits_in_chunks_give_the_same_logprobs_and_gradients(
         torch.testing.assert_close(both, torch.stack([expected.detach(), entropies]), rtol=1e-5, atol=5e-6)
 
 
+@pytest.mark.parametrize("rows", [None, 7])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_entropies_have_their_gradients_in_chunks_too(rows: int | None, temperature: float) -> None:
+    """In float64, against torch's own entropy; half of the vocabulary cannot be sampled."""
+    model = model_of("Qwen3", head_dim=8, **GROUPED).double()
+    packed = shared_row(model)
+    targets, weights = targets_of(packed)
+    logits = model(**packed.inputs).logits.flatten(0, 1) / temperature
+    entropies = torch.distributions.Categorical(logits=logits).entropy()[packed.places]
+    expected = torch.stack([logits.log_softmax(-1)[packed.places, targets], entropies])
+    both = torch.stack([weights, weights.flip(0)])
+    found = target_logprobs(
+        model,
+        packed.inputs,
+        packed.places,
+        targets,
+        temperatures=np.full(len(targets), temperature, np.float32),
+        rows=rows,
+        with_entropies=True,
+    )
+    tolerance = 1e-6 if temperature != 1 else 1e-10  # Temperatures are float32.
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    same(gradients(model, found, both), gradients(model, expected, both), tolerance)
+
+
+def test_a_token_of_probability_0_leaves_the_gradient_of_the_entropy_finite() -> None:
+    logits = torch.tensor([[0.5, -torch.inf, 1.0, -200.0]], requires_grad=True)
+    place = torch.tensor([0])
+    found = _LogprobsAndEntropies.apply(logits, None, place, torch.tensor([2]))
+    found.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    assert logits.grad[0, [1, 3]].tolist() == [0.0, 0.0]
+
+
 def test_no_more_logits_than_a_chunk_are_held() -> None:
     model = model_of("Qwen3", head_dim=8, hidden_size=16, vocab_size=5000, **GROUPED)
     model.requires_grad_(False).get_input_embeddings().weight.requires_grad_()
     packed = shared_row(model)
     targets, weights = targets_of(packed)
-    whole, chunked, forward = Sizes(), Sizes(), Sizes()
+    whole, chunked, forward, entropies = Sizes(), Sizes(), Sizes(), Sizes()
     with whole:
         gradients(model, target_logprobs(model, packed.inputs, packed.places, targets), weights)
     with chunked:
         gradients(model, target_logprobs(model, packed.inputs, packed.places, targets, rows=40), weights)
     with forward, torch.no_grad():
         target_logprobs(model, packed.inputs, packed.places, targets, rows=40)
+    with entropies:
+        found = target_logprobs(model, packed.inputs, packed.places, targets, rows=40, with_entropies=True)
+        gradients(model, found, torch.stack([weights, weights]))
     tokens = packed.ids.numel()
     assert whole.most[torch.float32] == tokens * 5000
     chunk = -(-tokens // -(-tokens // 40))
     assert chunked.most[torch.float32] == forward.most[torch.float32] == chunk * 5000
+    assert entropies.most[torch.float32] == chunk * 5000
 
 
 @pytest.mark.parametrize("kind", [FusedDecoder, HubDecoder])
@@ -324,6 +363,25 @@ def test_the_peak_of_training_is_within_15_percent_of_the_formula(
     assert held == pytest.approx(memory.weights - tables + (4 * trained if lora else 0), rel=0.01)
     assert memory.training - tables == pytest.approx(measured, rel=0.15)
     assert memory.moments == 2 * memory.gradients
+
+
+@pytest.mark.parametrize(("lora", "dtype", "checkpointing", "rows"), KINDS)
+def test_entropies_with_gradients_take_at_most_15_percent_more(
+    lora: LoraSettings | None, dtype: torch.dtype, checkpointing: bool, rows: int
+) -> None:
+    config = qwen3(4000, 160, 480, 2, 5, 1, 32, max_position_embeddings=128, tie_word_embeddings=rows > 96)
+    peaks: list[int] = []
+    for entropies in (False, True):
+        weights = weights_of(config, lora, dtype, checkpointing=checkpointing, device="meta")
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            make_fake(weights)
+            live = LiveBytes(*tensors_of(weights))
+            autocast = lora is None and dtype == torch.bfloat16
+            steps = TrainingSteps(
+                weights, tokens=768, length=128, logits_rows=rows, autocast=autocast, entropies=entropies
+            )
+            peaks.append(steps.peak(live))
+    assert peaks[1] <= 1.15 * peaks[0]
 
 
 @pytest.mark.parametrize("lora", [LORA, None])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+from math import comb
+
 import numpy as np
 import pytest
 import tinker
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recorded_batch import recorded_batch
 from rollout_helpers import make_call, make_episode, make_group
-from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup
+from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup, WeightedRollout, whitened
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 
 LEAVE_ONE_OUT = AdvantageRule("leave_one_out")
@@ -107,3 +111,77 @@ def test_rewarded_sequences_are_an_episode() -> None:
     for wrong in ([], [rewarded[0], sequences[1].rewarded(1.0)]):
         with pytest.raises(ValueError, match="one episode has one uuid and one reward"):
             EpisodeRollouts.of(wrong)
+
+
+def test_maxrl_divides_by_the_mean_reward() -> None:
+    """Tajwar et al. 2026, whose estimator averages over the successes alone: (r - mean) / mean."""
+    rule = AdvantageRule(scale="group_mean")
+    np.testing.assert_allclose(group(1, 0, 0, 0).advantages(rule), [3, -1, -1, -1], rtol=1e-5)
+    np.testing.assert_allclose(group(1, 1, 1, 0).advantages(rule), [1 / 3, 1 / 3, 1 / 3, -1], rtol=1e-5)
+    # A client's negative rewards end nobody's run: nothing is relative to such a mean.
+    assert group(-1.0, 0.0).advantages(rule).tolist() == [0.0, 0.0]
+
+
+def by_subsets(rewards: list[float], k: int) -> np.ndarray:
+    """The mean over all sets of k of: the best reward, less its mean over all sets, over its deviation."""
+    best = {members: max(rewards[i] for i in members) for members in combinations(range(len(rewards)), k)}
+    mean, deviation = np.mean(list(best.values())), np.std(list(best.values()))
+    of = [np.mean([value for members, value in best.items() if i in members]) for i in range(len(rewards))]
+    return (np.array(of) - mean) / deviation
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_pass_k_compares_the_best_of_all_sets(k: int) -> None:
+    rule = AdvantageRule(scale="group_deviation", pass_k=k)
+    random = np.random.default_rng(k)
+    for rewards in ([1, 0, 0, 0, 1, 0], [0.0, 0, 0, 0, 0, 2], random.normal(size=6).round(2).tolist()):
+        found = group(*rewards).advantages(rule)
+        np.testing.assert_allclose(found, by_subsets(rewards, k), rtol=1e-4, atol=1e-5)
+
+
+def test_pass_k_is_its_papers_for_rewards_of_0_and_1() -> None:
+    """Equations 14 and 15 of Chen et al. 2025, of 5 failures among 8 episodes and k = 4."""
+    size, failed, k = 8, 5, 4
+    passed = 1 - comb(failed, k) / comb(size, k)
+    deviation = np.sqrt(passed * (1 - passed))
+    right = (1 - passed) / deviation
+    wrong = (1 - passed - comb(failed - 1, k - 1) / comb(size - 1, k - 1)) / deviation
+    found = group(*[1.0] * 3, *[0.0] * 5).advantages(AdvantageRule(scale="group_deviation", pass_k=k))
+    np.testing.assert_allclose(found, [right] * 3 + [wrong] * 5, rtol=1e-5)
+    assert not group(1.0, 1.0, 1.0, 1.0).advantages(AdvantageRule(pass_k=2)).any()
+
+
+def test_a_batch_is_whitened_over_its_tokens() -> None:
+    """The mean and the sample deviation over all tokens that train, as verl's and OpenRLHF's."""
+    batch = recorded_batch()
+    items = [
+        WeightedRollout.uniform(rollout, episode.reward)
+        for each in batch.groups()
+        for episode in each.episodes
+        for rollout in episode.rollouts
+    ]
+    found = batch.of_replies([item.advantages for item in whitened(items)])
+    rewards = np.where(batch.mask, batch.rewards[:, None], 0.0)
+    trained = rewards[batch.mask]
+    expected = (rewards - trained.mean()) / trained.std(ddof=1)
+    np.testing.assert_allclose(found[batch.mask], expected[batch.mask], atol=1e-6)
+    assert not found[~batch.mask].any()
+
+
+def test_without_a_baseline_equal_rewards_count_against_the_batch() -> None:
+    rule = AdvantageRule("none", "batch_deviation")
+    assert group(1.0, 1.0).advantages(rule).tolist() == [1.0, 1.0]
+    assert rule.spans_groups
+
+
+def test_gdpo_divides_each_score_by_its_own_deviation() -> None:
+    correct, format_ = [1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0]
+    episodes = [
+        EpisodeRollouts(f"e{i}", 0.5, (), scores={"correct": c, "format": f})
+        for i, (c, f) in enumerate(zip(correct, format_, strict=True))
+    ]
+    made = make_group(episodes)
+    assert made.rewards_differ, "the rewards are equal, the scores are not"
+    found = made.advantages(AdvantageRule(weights={"correct": 1.0, "format": 0.25}))
+    parts = [(np.array(r) - np.mean(r)) / np.std(r, ddof=1) for r in (correct, format_)]
+    np.testing.assert_allclose(found, parts[0] + 0.25 * parts[1], rtol=1e-5)

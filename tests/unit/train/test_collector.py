@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from interchange_helpers import until
 from rollout_helpers import make_accepted, make_call
@@ -53,6 +54,24 @@ async def test_the_episodes_of_a_batch_are_started_for_its_step_and_none_is_left
         source.queue.put_nowait([accepted("late", sequence=3, number=8)])
         await waiting
         assert source.left_out == [(3, 0, "no batch is waiting for it")]
+
+
+async def test_a_result_without_a_score_that_is_compared_fails_alone() -> None:
+    """A client that forgets a score, or leaves it out on purpose, ends nobody's run."""
+    async with collecting() as (collector, source):
+        collector.scores = ["right"]
+        batch = Batch("step 1")
+        await collector.open(batch, [plans("a", "b")], step=1)
+        scored = structs.replace(accepted("a"), log_metrics={"score/right": 1.0})
+        source.queue.put_nowait([scored, structs.replace(accepted("b"), log_metrics={"score/short": 1.0})])
+        await collector.until(lambda: batch.is_over, batch)
+        (group,) = batch.groups.values()
+        assert group.accepted == [scored]
+        failed = group.outcomes["b"]
+        assert isinstance(failed, EpisodeFailed)
+        assert "needs the score 'right', and the scores of this episode are short" in str(failed.failures)
+        evaluated = structs.replace(accepted("c"), episode_type="eval")
+        assert usable(evaluated, ["right"]) is evaluated, "an evaluation compares rewards"
 
 
 async def test_what_is_given_up_is_cancelled_and_the_ledger_is_told() -> None:

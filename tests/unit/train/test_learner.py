@@ -24,7 +24,8 @@ from tinkerscript.rollouts.trainers import to_datum
 from tinkerscript.train.alignment_check import AlignmentCheck, TrainedModel
 from tinkerscript.train.backends.backend import ADAM, optimizer_step, skipped_note
 from tinkerscript.train.defaults import learning_rate
-from tinkerscript.train.learner import Learner, check_loss, minibatches, wide_clip
+from tinkerscript.train.learner import Learner, minibatches
+from tinkerscript.train.policy_loss import check_loss, wide_clip
 from tinkerscript.train.step_metrics import trained_groups
 from tinkerscript.train.token_advantages import KLPenalty, ReferenceLogprobs
 from tinkerscript.trainer_link.messages import EpisodeAccepted
@@ -425,6 +426,149 @@ async def test_both_engines_know_the_start_policy_after_training(random_model: P
         ):
             np.testing.assert_allclose(one, other, atol=1e-6)
             assert not np.allclose(one, before[0][: len(one)])
+
+
+# Lengths
+
+LIMIT = 10
+
+
+def reply(length: int, reward: float, name: str, *, stop_reason: str = "stop") -> Any:
+    random = np.random.default_rng(length)
+    call = make_call(
+        None,
+        [5, 6],
+        random.integers(2, 64, length).tolist(),
+        logprobs=[-4.0] * length,
+        stop_reason=stop_reason,
+    )
+    return make_accepted(name, reward, [call])
+
+
+async def test_what_is_cut_off_carries_no_loss_but_its_reward_counts(engine: EmbeddedEngine) -> None:
+    made = learner(Recorded(engine), mask_truncated=True)
+    made.take([("g", [reply(3, 1.0, "a"), reply(4, 0.0, "b"), reply(LIMIT, 0.5, "c", stop_reason="length")])])
+    await made.check(step=1)
+    assert (await made.train(1))["train/sequences"] == 2
+    assert sorted({float(each.max() or each.min()) for each in made.advantages.values()}) == [-0.5, 0.5]
+    (group,) = made.groups
+    assert [made.outcome_of(group, each) for each in group.episodes] == [
+        *(Use.TRAINED, Use.TRAINED, Use.NOTHING_TO_TRAIN)
+    ]
+
+
+def test_a_long_reply_costs_what_dapo_says(engine: EmbeddedEngine) -> None:
+    """Equation 13, with a limit of 10 tokens and a buffer of 4."""
+    config = settings(overlong_buffer=0.4)
+    made = Learner(
+        Recorded(engine), config, model=TrainedModel(64), report=AlignmentReport(), seed=1, reply_tokens=LIMIT
+    )
+    lengths = [3, 6, 7, 8, 9, 10]
+    made.take([("g", [reply(length, 1.0, f"e{length}") for length in lengths])])
+    rewards = made.groups[0].rewards
+    assert rewards == pytest.approx([1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
+
+
+def test_scores_are_compared_in_place_of_the_reward(engine: EmbeddedEngine) -> None:
+    made = learner(Recorded(engine), reward_weights={"right": 1.0, "short": 0.5})
+    scores = [{"score/right": 1.0, "score/short": 0.0}, {"score/right": 1.0, "score/short": 2.0}]
+    made.take([("g", [structs.replace(reply(3, 0.0, f"e{i}"), log_metrics=s) for i, s in enumerate(scores)])])
+    (group,) = made.groups
+    assert made.trains(group)
+    np.testing.assert_allclose(group.advantages(made.rule), [-0.5 / 2**0.5, 0.5 / 2**0.5], rtol=1e-5)
+
+
+# What else the loss gets
+
+
+async def test_the_divergence_from_the_start_reaches_the_loss(engine: EmbeddedEngine) -> None:
+    """Of one minibatch, against the logprobs that it trains with; equal rewards train too."""
+    client = Recorded(engine)
+    made = learner(client, start_logprobs, loss_config={"kl_k3": 0.5}, loss_mean="tokens")
+    equal = groups()[1]
+    metrics = await update(made, [equal], step=1)
+    assert metrics["train/sequences"] == 3
+    rollouts = [episode.rollouts[0] for episode in equal.episodes]
+    starts = await start_logprobs([each.tokens for each in rollouts], [])
+    olds = {id(each.rollout): each.trainer_logprobs for each in made.compared}
+    gaps = np.concatenate(
+        [(start - olds[id(each)])[each.loss_mask] for each, start in zip(rollouts, starts, strict=True)]
+    ).astype(np.float64)
+    expected = 0.5 * float((np.exp(gaps) - gaps - 1).mean())
+    assert metrics["train/loss"] == pytest.approx(expected, rel=1e-4)
+    sampled = np.concatenate(
+        [(each.logprobs - start)[each.loss_mask] for each, start in zip(rollouts, starts, strict=True)]
+    )
+    assert metrics["train/kl_start"] == pytest.approx(float(sampled.mean()), rel=1e-4)
+
+
+async def test_an_entropy_bonus_is_a_mean_as_the_loss_is(engine: EmbeddedEngine) -> None:
+    for loss_mean in ("tokens", "tokens_then_sequences"):
+        made = learner(Recorded(engine), loss_mean=loss_mean, learning_rate=1e-12)
+        plain = await update(made, groups(), step=1)
+        entropies = [each.entropies[each.rollout.loss_mask] for each in made.compared]  # type: ignore[index]
+        mean = (
+            np.concatenate(entropies).mean()
+            if loss_mean == "tokens"
+            else np.mean([e.mean() for e in entropies])
+        )
+        more = learner(
+            Recorded(engine), loss_mean=loss_mean, learning_rate=1e-12, loss_config={"entropy": 0.1}
+        )
+        with_bonus = await update(more, groups(), step=1)
+        found = plain["train/loss"] - with_bonus["train/loss"]
+        assert found == pytest.approx(0.1 * float(mean), rel=1e-4)
+
+
+async def test_only_the_most_uncertain_tokens_train(engine: EmbeddedEngine) -> None:
+    made = learner(Recorded(engine), top_entropy=0.25)
+    await update(made, groups(), step=1)
+    entropies = np.concatenate([each.entropies[each.rollout.loss_mask] for each in made.compared])  # type: ignore[index]
+    trains = np.concatenate(
+        [made.advantages[id(each.rollout)][each.rollout.loss_mask] != 0 for each in made.compared]
+    )
+    assert 0 < trains.mean() <= 0.3
+    assert entropies[trains].min() >= np.quantile(entropies, 0.75)
+    assert {id(each.rollout) for each in made.compared} == made.corrected.keys()
+
+
+@pytest.mark.parametrize("loss_fn", ["clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "sapo", "ppo_dual_clip"])
+async def test_every_loss_trains(engine: EmbeddedEngine, loss_fn: str) -> None:
+    made = learner(Recorded(engine), loss_fn=loss_fn, minibatches=2)
+    metrics = await update(made, groups(), step=1)
+    assert metrics["train/grad_norm"] > 0
+    assert metrics["train/kl_step"] > 0
+
+
+async def test_bypass_saves_the_forward_pass_and_trains_on_the_samplers_probabilities(
+    engine: EmbeddedEngine,
+) -> None:
+    client = Recorded(engine)
+    forwards = []
+    forward = client.client.forward
+    client.client.forward = lambda *given: forwards.append(given) or forward(*given)
+    made = learner(client, rollout_correction={"bypass": True}, loss_fn="importance_sampling")
+    metrics = await update(made, groups(), step=1)
+    assert not forwards
+    assert metrics["train/sequences"] == 7
+    checked = learner(client, loss_fn="importance_sampling")
+    await update(checked, groups(), step=1)
+    assert len(forwards) == 1
+    assert made.report.step.metrics().keys() <= checked.report.step.metrics().keys()
+
+
+async def test_the_off_policy_mask_reads_the_sampler_beside_a_correction(engine: EmbeddedEngine) -> None:
+    """With `tis` the loss compares with the trainer, whose mean difference from itself is 0."""
+    sent = []
+    client = Recorded(engine)
+    backward = client.client.forward_backward
+    client.client.forward_backward = lambda data, *rest: sent.extend(data) or backward(data, *rest)
+    more = {"tis": 2.0, "off_policy_mask": 0.01}
+    await update(learner(client, rollout_correction=more), [group(0, [1.0, 0.0])], step=1)
+    assert client.losses[0][1]["off_policy_mask"] == 0.01
+    for datum in sent:
+        found = datum.loss_fn_inputs["sampler_logprobs"].to_numpy()
+        assert not np.allclose(found, datum.loss_fn_inputs["logprobs"].to_numpy())
 
 
 # Constrained tokens

@@ -1,4 +1,5 @@
-"""Weights for a sampler that is not the trainer, by the formulas of their sources, and once per token."""
+"""Weights and masks for a sampler that is not the trainer, on a recorded batch, by the formulas of their
+sources, and once per token."""
 
 from __future__ import annotations
 
@@ -7,83 +8,142 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recorded_batch import Array, recorded_batch
 from rollout_helpers import make_call, make_episode, make_group
-from tinkerscript.config import RolloutCorrectionConfig
+from tinkerscript.config import RolloutCorrectionConfig, parse_config
+from tinkerscript.errors import ConfigError
 from tinkerscript.rollouts.advantages import WeightedRollout
-from tinkerscript.rollouts.call import FloatArray
 from tinkerscript.rollouts.trainers import to_training_datum
 from tinkerscript.train.learner import divisors
-from tinkerscript.train.token_advantages import correct
+from tinkerscript.train.token_advantages import correct, covariant_tokens, keep_top_entropy
 
-SAMPLER = [[-1.0, -2.0], [-0.5, -1.5, -3.0]]
-GAPS = [[0.1, 1.5], [-0.2, 0.3, -2.0]]
-"""log old - log q of each sampled token."""
+BATCH = recorded_batch()
+MASK = BATCH.mask
+RATIOS = np.where(MASK, np.exp(BATCH.old - BATCH.sampler), 1.0)
+PRODUCTS = RATIOS.prod(1, keepdims=True).repeat(RATIOS.shape[1], 1)
+MEANS = PRODUCTS ** (1 / BATCH.lengths[:, None])
+CAP = float(np.quantile(RATIOS[MASK], 0.8))
+LOW = float(np.quantile(RATIOS[MASK], 0.2))
 
 
-def batch() -> tuple[list[WeightedRollout], list[FloatArray]]:
-    episodes = [
-        make_episode([make_call(None, [5, 6], [7] * len(logprobs), logprobs=logprobs)], reward, f"e{reward}")
-        for reward, logprobs in zip((1.0, 0.0), SAMPLER, strict=True)
+def batch() -> list[WeightedRollout]:
+    return [
+        WeightedRollout.uniform(rollout, 1.0 + number)
+        for group in BATCH.groups()
+        for number, episode in enumerate(group.episodes)
+        for rollout in episode.rollouts
     ]
-    items = list(make_group(episodes, "g").weighted())
-    trainer = [
-        np.array([0.0, 9.9, *np.add(logprobs, gaps)], np.float32)
-        for logprobs, gaps in zip(SAMPLER, GAPS, strict=True)
-    ]
-    return items, trainer
 
 
-def weights(**settings: Any) -> tuple[list[list[float]], dict[str, float]]:
-    items, trainer = batch()
+def weights(**settings: Any) -> tuple[Array, dict[str, float]]:
+    """What the advantage of each token is multiplied by, [E, R], and the metrics."""
+    items, trainer = batch(), BATCH.of_sequences(BATCH.old)
     corrected, metrics = correct(items, trainer, RolloutCorrectionConfig.model_validate(settings))
+    found = list[Any]()
     for item, before, old in zip(corrected, items, trainer, strict=True):
-        assert not item.advantages[:2].any()
         assert item.reference is old
-        datum = to_training_datum(item).loss_fn_inputs
-        assert datum["logprobs"].to_numpy().tolist() == old[1:].tolist()
+        assert to_training_datum(item).loss_fn_inputs["logprobs"].to_numpy().tolist() == old[1:].tolist()
         assert before.reference is None, "the batch is not changed"
-    pairs = zip(corrected, items, strict=True)
-    found = [(new.advantages[2:] / old.advantages[2:]).tolist() for new, old in pairs]
-    return found, metrics
+        scale = before.advantages.max()
+        assert not item.advantages[~item.rollout.loss_mask].any()
+        found.append(item.advantages / scale)
+    return BATCH.of_replies(found), metrics
 
 
-@pytest.mark.parametrize("cap", [2.0, 1.2])
-def test_each_token_is_weighed_by_its_ratio_up_to_the_cap(cap: float) -> None:
-    found, metrics = weights(method="truncate", cap=cap)
-    expected = [[min(float(np.exp(gap)), cap) for gap in gaps] for gaps in GAPS]
-    assert found == [pytest.approx(each, rel=1e-5) for each in expected]
-    every = np.exp(np.concatenate(GAPS))
+def inside(values: Array, low: float, high: float) -> Array:
+    return ((low <= values) & (values <= high)).astype(float)
+
+
+LIMIT = float(np.median(PRODUCTS))
+EXPECTED: dict[str, tuple[Any, Array]] = {
+    "tis": (CAP, np.minimum(RATIOS, CAP)),
+    "sequence_tis": (LIMIT, np.minimum(PRODUCTS, LIMIT)),
+    "mis": (CAP, RATIOS * (RATIOS <= CAP)),
+    "sequence_mis": (LIMIT, PRODUCTS * (PRODUCTS <= LIMIT)),
+    "icepop": ([LOW, CAP], RATIOS * inside(RATIOS, LOW, CAP)),
+    "token_mask": ([LOW, CAP], inside(RATIOS, LOW, CAP)),
+    "sequence_mask": ([0.7, 1.2], inside(PRODUCTS, 0.7, 1.2)),
+    "geometric_mask": ([0.95, 1.05], inside(MEANS, 0.95, 1.05)),
+    "veto": ([0.6, 1.6], inside(RATIOS, 0.6, 1.6).min(1, keepdims=True) * np.ones_like(RATIOS)),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_each_part_is_its_sources_formula(name: str) -> None:
+    setting, expected = EXPECTED[name]
+    found, metrics = weights(**{name: setting})
+    np.testing.assert_allclose(found[MASK], expected[MASK], rtol=2e-6)
+    raw = PRODUCTS if name.startswith("sequence_") else RATIOS
+    touched = expected != raw if "is" in name or name == "icepop" else expected == 0
+    share = float(touched[MASK].mean())
+    assert 0.02 < share < 0.98, "the part acts on this batch"
     assert metrics == {
-        "correction/weight": pytest.approx(np.concatenate(expected).mean()),
-        "correction/capped": pytest.approx((every > cap).mean()),
-        "correction/max_ratio": pytest.approx(np.exp(1.5)),
+        "correction/weight": pytest.approx(expected[MASK].mean(), rel=1e-5),
+        "correction/max_ratio": pytest.approx(RATIOS[MASK].max(), rel=1e-5),
+        f"correction/{name}": pytest.approx(share, abs=1e-6),
     }
 
 
-def test_a_token_above_the_cap_is_masked() -> None:
-    found, _ = weights(method="mask", cap=2.0)
-    assert found == [pytest.approx([np.exp(0.1), 0.0], rel=1e-5), pytest.approx(np.exp(GAPS[1]), rel=1e-5)]
-
-
-@pytest.mark.parametrize(("method", "first"), [("truncate", 2.0), ("mask", 0.0)])
-def test_a_sequence_is_weighed_by_the_product_of_its_ratios(method: str, first: float) -> None:
-    found, metrics = weights(method=method, level="sequence", cap=2.0)
-    assert found == [[first] * 2, pytest.approx([np.exp(-1.9)] * 3, rel=1e-5)]
-    assert metrics["correction/max_ratio"] == pytest.approx(np.exp(1.6), rel=1e-5)
-    assert metrics["correction/capped"] == pytest.approx(0.4)
+def test_a_weight_and_masks_are_multiplied() -> None:
+    names = ("sequence_tis", "token_mask", "geometric_mask", "veto")
+    found, metrics = weights(**{name: EXPECTED[name][0] for name in names})
+    expected = np.prod([EXPECTED[name][1] for name in names], axis=0)
+    np.testing.assert_allclose(found[MASK], expected[MASK], rtol=2e-6)
+    assert {f"correction/{name}" for name in names} <= metrics.keys()
 
 
 def test_a_ratio_beyond_all_numbers_is_a_number() -> None:
-    items, trainer = batch()
-    trainer[0][2:] = 500.0
-    config = RolloutCorrectionConfig(method="truncate", level="sequence")
-    (first, _), metrics = correct(items, trainer, config)
-    assert np.isfinite(first.advantages).all()
+    items, trainer = batch(), BATCH.of_sequences(BATCH.old + 500)
+    corrected, metrics = correct(items, trainer, RolloutCorrectionConfig(sequence_tis=2.0))
+    assert all(np.isfinite(item.advantages).all() for item in corrected)
     assert np.isfinite(metrics["correction/max_ratio"])
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{tis: 2, icepop: [0.5, 5]}", "tis and icepop each weigh by the same ratio: give one, and masks"),
+        ("{bypass: true, tis: 2}", "bypass takes .* so that tis would always find a ratio of 1"),
+        ("{bypass: true, veto: [0, 9]}", "so that veto would always find a ratio of 1"),
+        ("{icepop: [5, 0.5]}", r"icepop: it must be \[low, high\]"),
+        ("{method: mask}", "unknown key 'training.rollout_correction.method'"),
+    ],
+)
+def test_parts_that_contradict_each_other_are_refused_by_name(given: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(f"training: {{rollout_correction: {given}}}", source="run.yaml")
+
+
+def test_the_tokens_of_highest_entropy_train() -> None:
+    kept = keep_top_entropy(batch(), BATCH.of_sequences(BATCH.entropies), 0.2)
+    trains = BATCH.of_replies([item.advantages for item in kept])[MASK] > 0
+    entropies = BATCH.entropies[MASK]
+    assert trains.mean() == pytest.approx(0.2, abs=0.02)
+    assert entropies[trains].min() >= entropies[~trains].max()
+
+
+@pytest.mark.parametrize("has_band", [False, True])
+def test_covariant_tokens_are_chosen_over_the_whole_batch(has_band: bool) -> None:
+    items = batch()
+    advantages = BATCH.of_replies([item.advantages for item in items])[MASK]
+    logprobs = BATCH.old[MASK]
+    covariance = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
+    low, high = np.quantile(covariance, [0.4, 0.9]).tolist()
+    band = (low, high) if has_band else None
+    marks = covariant_tokens(items, BATCH.of_sequences(BATCH.old), share=0.1, band=band, seed="s")
+    chosen = BATCH.of_replies(marks)[MASK] > 0
+    assert chosen.sum() == int(0.1 * MASK.sum())
+    if band is None:
+        assert covariance[chosen].min() >= covariance[~chosen].max()
+    else:
+        assert ((covariance > band[0]) & (covariance < band[1]))[chosen].all()
+        other = covariant_tokens(items, BATCH.of_sequences(BATCH.old), share=0.1, band=band, seed="t")
+        assert any((one != two).any() for one, two in zip(marks, other, strict=True))
+
+
 def test_a_minibatch_is_divided_by_its_sequences_its_tokens_or_both() -> None:
-    items, _ = batch()
+    episodes = [make_episode([make_call(None, [5], [7] * n)], n, f"e{n}") for n in (2, 3)]
+    items = list(make_group(episodes).weighted())
     assert divisors(items, "sequences", episodes=8) == [2, 2]
     assert divisors(items, "tokens", episodes=8) == [5, 5]
     assert divisors(items, "tokens_then_sequences", episodes=8) == [4, 6]

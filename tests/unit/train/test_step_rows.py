@@ -239,7 +239,7 @@ async def test_tokens_that_the_correction_leaves_out_are_told_from_those_without
         by_hand.one("middle", 0.5, 20),
         by_hand.one("low", 0.0, 30),
     ]
-    steps = Steps(engine, rollout_correction={"method": "mask", "level": "token", "cap": 2.0})
+    steps = Steps(engine, rollout_correction={"mis": 2.0})
     await steps.run(group)
     assert {uuid: uses(*found) for (uuid, _), found in steps.tokens.items()} == {
         "off": [TRAINED, TRAINED, CORRECTED, TRAINED],

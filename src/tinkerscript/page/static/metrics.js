@@ -12,6 +12,10 @@ const TEXT = {
   "train/kl_start": "divergence from the first weights, nats per token",
   "distillation/teacher_kl": "divergence from the teacher on sampled tokens, nats per token",
   "train/clip_fraction": "share of tokens with a clipped ratio",
+  "train/kl_step": "how far the policy moved within the step, nats a token; above 0.1 the learning rate is high",
+  "train/update_ratio": "norm of an optimizer step over that of the weights that train",
+  "correction/weight": "mean weight of a token for a sampler that is not the trainer",
+  "correction/max_ratio": "largest ratio of the trainer's probability to the sampler's",
   "train/grad_norm": "norm of the gradient before clipping",
   "train/sequences": "sequences that carried a gradient",
   "response_tokens/mean": "tokens per reply",
@@ -50,6 +54,7 @@ const PREFIXES = {
   "limit/": "episodes that reached this limit",
   "tool_error/": "tool calls that failed for this reason",
   "lag/": "episodes sampled with weights this many steps old",
+  "correction/": "share of tokens that this part of the rollout correction cut off or left out",
 };
 
 /** A trained role and the metric of its policy; empty for the main policy's metrics. */

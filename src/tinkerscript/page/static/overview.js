@@ -91,7 +91,7 @@ const LEADS_TO = {
   held_out: [["evaluations"]], reward: curve("reward/mean"), trained: curve("train/sequences"),
   equal: curve("groups/same_reward,groups/trained,groups/dropped"), cut_off: [["episodes"], { show: "truncated" }],
   length: curve("response_tokens/mean"), failed: [["episodes"], { show: "failed" }], stale: curve("episodes/stale"),
-  mismatch: [["alignment"]], entropy: curve("train/entropy"), gradients: curve("train/grad_norm"),
+  mismatch: [["alignment"]], entropy: curve("train/entropy"), gradients: curve("train/grad_norm"), rate: curve("train/kl_step"),
 };
 
 function Health({ data }) {

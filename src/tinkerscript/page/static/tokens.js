@@ -110,7 +110,7 @@ function Block({ number: place, size, root, page, want, scale, color, limit, ran
 
 const visible = (text) => text === "" ? "·" : text.replace(/\n/g, "↵\n").replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2066-\u2069]/g, (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`);
 
-const USES = { trained: "trains", constrained: "no loss: a grammar constrained its choice", corrected: "no loss: sampler and trainer differ too much", left_out: "its sequence did not train" };
+const USES = { trained: "trains", constrained: "no loss: a grammar constrained its choice", corrected: "no loss: sampler and trainer differ too much, or the policy is too certain (top_entropy)", left_out: "its sequence did not train" };
 
 function Tip({ tip }) {
   const rows = [

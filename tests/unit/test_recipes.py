@@ -1,0 +1,97 @@
+"""What recipes set, what wins over them, and what they are combined with."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tinkerscript.config import RECIPES, RunConfig, TrainingConfig, dump_config, parse_config
+from tinkerscript.errors import ConfigError
+from tinkerscript.train.policy_loss import check_loss
+
+PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+
+NEEDED = {"gdpo": "reward_weights: {correct: 1, format: 0.2}"}
+"""Keys that a recipe needs from its user."""
+
+
+def parsed(training: str) -> TrainingConfig:
+    return parse_config(f"training: {{{training}}}", source="run.yaml").training
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_sets_its_keys_and_is_itself_after_a_round_trip(name: str) -> None:
+    config = parse_config(f"training: {{recipe: {name}, {NEEDED.get(name, '')}}}", source="run.yaml")
+    found = config.training.model_dump(mode="json")
+    for key, value in RECIPES[name].keys.items():
+        assert found[key] == value if key != "rollout_correction" else found[key].items() >= value.items()
+    assert parse_config(dump_config(config), source="config.yaml") == config
+    check_loss(config)
+
+
+def test_given_keys_win_also_inside_a_section() -> None:
+    training = parsed("recipe: grpo, clip_high: 0.3, loss_config: {entropy: 0.01}")
+    assert (training.clip_low, training.clip_high) == (0.2, 0.3)
+    assert training.loss_config == {"kl_k3": 0.04, "entropy": 0.01}
+    assert parsed("recipe: grpo, loss_config: {kl_k3: 0}").kl_losses == []
+    replaced = parsed("recipe: icepop, rollout_correction: {icepop: null, tis: 2}").rollout_correction
+    assert (replaced.icepop, replaced.tis) == (None, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("recipe: grop", "training.recipe: input should be .*'grpo'"),
+        ("recipe: gdpo", "gdpo adds up several scores: name them and their weights in reward_weights"),
+        ("recipe: pass_k, group_size: 3", "pass_k: 4 takes sets of 4 episodes .* group_size is 3: raise"),
+        ("pass_k: 2, advantage_baseline: leave_one_out", "leave out advantage_baseline: leave_one_out"),
+        ("pass_k: 2, advantage_scale: group_mean", "leave out advantage_scale: group_mean"),
+        ("pass_k: 2, reward_weights: {a: 1}", "leave out reward_weights"),
+        (
+            "advantage_baseline: none",
+            "advantage_baseline: none takes the batch's mean .* set batch_deviation",
+        ),
+        ("reward_weights: {a: 1}, advantage_scale: group_deviation", "its own deviation already"),
+        ("rollout_correction: {bypass: true}, kl_penalty_coef: 0.1", "leave out bypass, or take the"),
+        ("rollout_correction: {bypass: true}, top_entropy: 0.2", "top_entropy: the entropies come from"),
+    ],
+)
+def test_contradictory_keys_are_refused_by_name(given: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parsed(given)
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [
+        ({"loss_config": {"entropy": 0.1}}, r"training\.loss_config\.entropy needs the embedded engine"),
+        ({"recipe": "grpo"}, r"training\.loss_config\.kl_k3 needs the embedded engine"),
+        ({"rollout_correction": {"off_policy_mask": 0.1}}, "off_policy_mask needs the embedded engine"),
+        ({"top_entropy": 0.2}, "training.top_entropy needs the embedded engine"),
+        ({"recipe": "sapo"}, "'sapo' needs the embedded engine"),
+    ],
+)
+def test_what_a_service_cannot_train_with_is_refused_by_name(
+    training: dict[str, object], message: str
+) -> None:
+    config = RunConfig.model_validate({"engine": {"backend": "tinker"}, "training": training})
+    with pytest.raises(ConfigError, match=message):
+        check_loss(config)
+
+
+def test_the_page_has_each_recipe_as_it_is() -> None:
+    table = PAGE.partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", table, flags=re.MULTILINE))
+    assert rows.keys() == RECIPES.keys()
+    for name, recipe in RECIPES.items():
+        flat = {
+            key: value
+            for outer, inner in recipe.keys.items()
+            for key, value in (inner.items() if isinstance(inner, dict) else [(outer, inner)])
+        }
+        for key, value in flat.items():
+            text = str(value).lower() if isinstance(value, bool) else value
+            assert f"`{key}: {text}`" in rows[name], (name, key)
+        assert recipe.source.rpartition("arXiv:")[2] in PAGE
