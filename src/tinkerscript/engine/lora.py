@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tinkerscript.engine.decoder import AdapterTensors, Decoder, HubDecoder, decoder_gap, own_logits
+from tinkerscript.engine.layer_kinds import narrowed_windows
 from tinkerscript.engine.training import Weights
 from tinkerscript.engine.weights import LoraSettings, load_model
 from tinkerscript.errors import EngineError, EngineRequestError
@@ -99,7 +100,8 @@ class LoraBase:
         adapter.exaggerate()
         adapter.activate()
         own = own_logits(self.model)
-        gap = decoder_gap(own, adapter.decoder())
+        with narrowed_windows(self.model):
+            gap = decoder_gap(own, adapter.decoder())
         if gap > own.limit:
             raise EngineError(
                 f"model type {self.model.config.model_type!r} cannot be decoded exactly with an adapter: log "

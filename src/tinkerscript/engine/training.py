@@ -224,7 +224,7 @@ class Trainer:
         outputs: list[np.ndarray] = [np.empty(0, np.float32)] * len(examples)
         loss_sum = 0.0
         for batch in batches:
-            packed = pack(batch, self.model.device, self.model.dtype, segments=self._segments)
+            packed = pack(batch, self.model, segments=self._segments)
             self.weights.activate()  # Sampling may have gone on since the last microbatch.
             with torch.set_grad_enabled(backward):
                 logprobs, loss = self._loss(packed, examples, losses_of)

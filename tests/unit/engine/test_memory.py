@@ -58,7 +58,7 @@ def group(*, branches: int = 3, prompt: int = 20, answer: int = 9) -> list[np.nd
 
 def shared_row(model: Any, *, segments: bool = False) -> Packed:
     trees = token_trees(group(), pair_cost=0.0, budget=10**6)
-    return pack(trees, model.device, model.dtype, segments=segments)
+    return pack(trees, model, segments=segments)
 
 
 def targets_of(packed: Packed) -> tuple[Tensor, Tensor]:
@@ -182,7 +182,7 @@ def test_activation_checkpointing_changes_no_gradient(name: str, settings: dict[
     model = model_of(name, **settings)
     other = copy.deepcopy(model)
     checkpoint_activations(other)
-    packed = pack(token_trees(group()[:1], pair_cost=0.0, budget=100), model.device, model.dtype)
+    packed = pack(token_trees(group()[:1], pair_cost=0.0, budget=100), model)
     targets, weights = targets_of(packed)
     expected, found = (
         gradients(each, target_logprobs(each, packed.inputs, packed.places, targets), weights)
@@ -278,7 +278,7 @@ def test_a_long_row_holds_no_matrix_of_its_pairs() -> None:
     answers = [np.concatenate([stem, rng.integers(0, 64, 1024)]) for _ in range(2)]
     (tree,) = token_trees(answers, pair_cost=1e-6, budget=4096, segments=True)
     assert tree.size >= 4095
-    packed = pack([tree], model.device, model.dtype, segments=True)
+    packed = pack([tree], model, segments=True)
     with Sizes() as sizes:
         target_logprobs(
             model, packed.inputs, packed.places, torch.from_numpy(packed.places % 64)
