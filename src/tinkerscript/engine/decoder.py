@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from tinkerscript.engine.kv_cache import KVCache, LayerCache, LayerState, RowState
 from tinkerscript.engine.layer_kinds import SLIDING, LayerKinds, is_local, narrowed_windows
@@ -417,7 +417,9 @@ def _prefill_cache(config: Any, kinds: LayerKinds) -> DynamicCache:
     if not kinds.are_recurrent:
         return DynamicCache()
     cache = DynamicCache(config=config)
-    cache.layers = [DynamicLayer() if layer.is_sliding else layer for layer in cache.layers]
+    cache.layers = [
+        DynamicLayer() if isinstance(layer, DynamicSlidingWindowLayer) else layer for layer in cache.layers
+    ]
     return cache
 
 
@@ -541,7 +543,10 @@ def backbone_output(model: PreTrainedModel, **inputs: Any) -> Any:
 
 def _backbone(model: PreTrainedModel) -> Any:
     """What the head's input comes from: of a model with towers for images or sounds too, all but the head."""
-    return model.get_decoder() if model.config.get_text_config() is model.config else model.base_model
+    own: Any = model.get_decoder()
+    if own is model or model.config.get_text_config() is not model.config:
+        own = model.base_model
+    return model.get_submodule("model") if own is model else own
 
 
 def head_logits(model: PreTrainedModel, output: Any, hidden: Tensor) -> Tensor:
