@@ -709,4 +709,3 @@ def distance(expected: Tensor, found: Tensor) -> float:
     weights = (one.exp() + other.exp()) / 2
     gap = float((weights * (one - other) ** 2).sum(-1).mean().sqrt())
     return gap if math.isfinite(gap) else math.inf
-

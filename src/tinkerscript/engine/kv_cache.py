@@ -127,7 +127,9 @@ class KVCache:
 
     @staticmethod
     def _copied(layer: LayerCache, row: int, tokens: int) -> LayerState:
-        keys, values = (tensor[row, :, : layer.places(tokens)].clone() for tensor in (layer.keys, layer.values))
+        keys, values = (
+            tensor[row, :, : layer.places(tokens)].clone() for tensor in (layer.keys, layer.values)
+        )
         if layer.places(tokens) < tokens:
             keys, values = (each.roll(-(tokens % each.shape[1]), dims=1) for each in (keys, values))
         return LayerState(keys, values, tuple(state[row].clone() for state in layer.states), layer.window)

@@ -255,7 +255,10 @@ def target_modules(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
     """The linear modules that `targets` name, in the model's order. Raises EngineRequestError."""
     head = model.get_output_embeddings()
     found: dict[str, list[str]] = {target: [] for target in targets}
+    towers = _outside_of_text(model)
     for name, module in model.named_modules():
+        if module in towers:
+            continue
         layer = getattr(module, "base_layer", module)
         if not isinstance(layer, (nn.Linear, Conv1D)) or name.rpartition(".")[2].startswith("lora_"):
             continue
@@ -272,6 +275,14 @@ def target_modules(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
             "use attn, mlp, unembed, or the last names of modules, such as q_proj"
         )
     return list(dict.fromkeys(name for names in found.values() for name in names))
+
+
+def _outside_of_text(model: PreTrainedModel) -> set[nn.Module]:
+    """Modules for images and sounds, which no text reaches."""
+    if model.config.get_text_config() is model.config:
+        return set()
+    text, head = model.get_decoder(), model.get_output_embeddings()
+    return set(model.modules()) - set(text.modules()) - set(head.modules())
 
 
 def settings_of(folder: Path) -> LoraSettings:
