@@ -45,6 +45,9 @@ QWEN_TOWER: dict[str, Any] = {
 }
 
 
+ATTENTION = ("attn", "unembed")
+
+
 @dataclass(frozen=True)
 class Family:
     """A family, and what the engine is held to with it."""
@@ -61,9 +64,8 @@ class Family:
     targets: tuple[str, ...] = ("attn", "mlp", "unembed")
     """Of a LoRA."""
 
-    @property
-    def model_type(self) -> str:
-        return self.config.get_text_config().model_type
+    scale: float = 4
+    """Of its random weights, so large that attention is not uniform, and windows are felt."""
 
     @property
     def config(self) -> transformers.PretrainedConfig:
@@ -124,11 +126,12 @@ FAMILIES = [
         "Qwen 2 MoE",
         "Qwen2Moe",
         {**GROUPED, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
+        targets=ATTENTION,
     ),
-    Family("Qwen 3 MoE", "Qwen3Moe", {**HEADS, **EXPERTS, "num_experts": 4}),
-    Family("Mixtral", "Mixtral", {**GROUPED, "num_local_experts": 4}),
-    Family("Phi 3.5 MoE", "Phimoe", {**GROUPED, "num_local_experts": 4}),
-    Family("OLMoE", "Olmoe", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
+    Family("Qwen 3 MoE", "Qwen3Moe", {**HEADS, **EXPERTS, "num_experts": 4}, targets=ATTENTION),
+    Family("Mixtral", "Mixtral", {**GROUPED, "num_local_experts": 4}, targets=ATTENTION),
+    Family("Phi 3.5 MoE", "Phimoe", {**GROUPED, "num_local_experts": 4}, targets=ATTENTION),
+    Family("OLMoE", "Olmoe", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2}, targets=ATTENTION),
     Family(
         "GLM 4 MoE",
         "Glm4Moe",
@@ -140,17 +143,29 @@ FAMILIES = [
             "topk_group": 1,
             "first_k_dense_replace": 1,
         },
+        targets=ATTENTION,
     ),
-    Family("MiniMax M2", "MiniMaxM2", {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    Family("gpt-oss", "GptOss", {**MIXED, **HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    Family("DeepSeek V2", "DeepseekV2", LATENT),
-    Family("DeepSeek V3, Kimi K2", "DeepseekV3", LATENT),
-    Family("GLM 4.7 Flash", "Glm4MoeLite", LATENT),
+    Family(
+        "MiniMax M2",
+        "MiniMaxM2",
+        {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
+        targets=ATTENTION,
+    ),
+    Family(
+        "gpt-oss",
+        "GptOss",
+        {**MIXED, **HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
+        targets=ATTENTION,
+    ),
+    Family("DeepSeek V2", "DeepseekV2", LATENT, targets=ATTENTION),
+    Family("DeepSeek V3, Kimi K2", "DeepseekV3", LATENT, targets=ATTENTION),
+    Family("GLM 4.7 Flash", "Glm4MoeLite", LATENT, targets=ATTENTION),
     Family(
         "Qwen 3 Next",
         "Qwen3Next",
         {**HEADS, **LINEAR, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
         shares=False,
+        targets=ATTENTION,
     ),
     Family("Qwen 3.5", "Qwen3_5Text", {**HEADS, **LINEAR}, shares=False),
     Family(
@@ -164,6 +179,7 @@ FAMILIES = [
         "Qwen3_5MoeText",
         {**HEADS, **LINEAR, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
         shares=False,
+        targets=ATTENTION,
     ),
     Family(
         "LFM 2",
@@ -212,6 +228,7 @@ FAMILIES = [
             "intermediate_size_mlp": 48,
             "layer_types": ["chunked_attention", "full_attention"],
         },
+        targets=ATTENTION,
     ),
     Family(
         "Nemotron H",
@@ -226,6 +243,8 @@ FAMILIES = [
             "hybrid_override_pattern": "M*",
         },
         shares=False,
+        targets=("q_proj", "k_proj", "v_proj", "o_proj", "unembed"),
+        scale=1,
     ),
     Family(
         "Bamba",
@@ -254,6 +273,7 @@ FAMILIES = [
             "expert_layer_offset": 1,
         },
         shares=False,
+        targets=ATTENTION,
     ),
     Family(
         "MPT (ALiBi)",

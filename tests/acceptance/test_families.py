@@ -31,14 +31,13 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 @pytest.fixture
 def folder(family: Family, random_model: Path, tmp_path: Path) -> Path:
-    """Its model, with weights so large that attention is not uniform and windows are felt."""
     torch.manual_seed(0)
     kind = transformers.AutoModelForCausalLM
     if "text_config" in family.settings:
         kind = transformers.AutoModelForImageTextToText
     model = kind.from_config(family.config)
     for weight in model.parameters():
-        weight.data *= 4 if weight.dim() > 1 else 1
+        weight.data *= family.scale if weight.dim() > 1 else 1
     model.save_pretrained(tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(random_model / name, tmp_path / "model")
@@ -69,7 +68,7 @@ def test_the_sampler_is_the_trainer_at_full_context(family: Family, folder: Path
     with EmbeddedEngine(folder, checkpoint_dir=tmp_path) as engine:
         assert gap(engine, engine.create_training_client()).max() < 1e-5
         assert engine.shares_prefixes == family.shares
-        assert (engine.architecture, engine.is_fused) == (family.model_type, family.is_fused)
+        assert engine.is_fused == family.is_fused
 
 
 def test_a_lora_trains(family: Family, folder: Path, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ so a token waits for at most one slice and neither side starves the other.
 
 Invariants: every future resolves; a job that fails resolves its future with the error, and the thread goes
 on. Within `max_context` the decoder computes exactly what the model does: it ends where a rotary embedding
-would change with the text's length. Checkpoints differ from the base model in weights alone, so its limits are
-theirs.
+would change with the text's length. Checkpoints differ from the base model in weights alone, so its limits
+are theirs.
 """
 
 from __future__ import annotations

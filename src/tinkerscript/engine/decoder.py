@@ -594,8 +594,8 @@ def decoder_for(
     own = own or own_logits(model)
     if not own.windows:
         raise EngineError(
-            f"model type {model.config.model_type!r} cannot be decoded exactly: some of its layers attend to a "
-            "part of the text, and no setting of its config changes which"
+            f"model type {model.config.model_type!r} cannot be decoded exactly: some of its layers attend to "
+            "a part of the text, and no setting of its config changes which"
         )
     found: dict[str, str] = {}
     for kind in kinds:

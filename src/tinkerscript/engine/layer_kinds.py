@@ -1,4 +1,4 @@
-"""`LayerKinds`: what each layer of a model looks back on: the whole text, a window of it, a chunk, or a state.
+"""`LayerKinds`: what each layer of a model looks back on: the whole text, a window, a chunk, or a state.
 
 Invariant: a window is proved before it is relied upon. Proofs run on short texts, so `narrowed_windows` makes
 the windows of a model shorter still; one that cannot be narrowed shows no effect, and is not proved.

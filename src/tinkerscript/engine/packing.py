@@ -211,9 +211,9 @@ class Packed:
     """(B, N) int64"""
 
     mask: Tensor | dict[str, Tensor] | None
-    """(B, 1, N, N) additive, one for each kind of layers if there are several; None if no row has branches. Of
-    long rows, their segments: (1, 1, K, 5) int64 on the CPU: a row, a range of its tokens, and a range that
-    these attend to, causally if it is their own."""
+    """(B, 1, N, N) additive, one for each kind of layers if there are several; None if no row has branches.
+    Of long rows, their segments: (1, 1, K, 5) int64 on the CPU: a row, a range of its tokens, and a range
+    that these attend to, causally if it is their own."""
 
     places: Ints
     """[S] places of the sequences' tokens among the B * N tokens of the batch."""
