@@ -1,5 +1,6 @@
-"""Writes the table of families into docs/models.md. Run it after changing tests/model_families.py, whose every
-line tests/acceptance/test_families.py holds the engine to."""
+"""Writes the table of families into docs/models.md. Run it after changing tests/model_families.py.
+
+tests/acceptance/test_families.py holds the engine to every line."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ def target_logprobs(
     temperatures: [S], what the logits are divided by; None: nothing.
 
     with_entropies: returns (2, S), the second row of which has the entropies, in nats, of the distributions
-        that the targets are of; without gradients only.
+        that the targets are of, without gradients.
 
     inputs: of the model's forward pass, B rows of N tokens.
     places: [S] among the B * N tokens; several targets may follow the same token.
@@ -336,6 +336,11 @@ class _TargetLogprobs(torch.autograd.Function):
 
 def _with_entropies(logits: Tensor, temperatures: Tensor | None, places: Tensor, targets: Tensor) -> Tensor:
     """Log probabilities and entropies: (2, s)."""
+    if torch.is_grad_enabled():
+        logprobs: Any = _TargetLogprobs.apply(logits, temperatures, places, targets)
+        with torch.no_grad():  # After what `checkpoint` computes again.
+            entropies = _with_entropies(logits, temperatures, places, targets)[1]
+        return torch.stack([logprobs, entropies])
     wide = _scaled(logits, temperatures)
     normalizers = wide.logsumexp(-1)
     entropies = torch.special.entr((wide - normalizers[:, None]).exp_()).sum(-1)
