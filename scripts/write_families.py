@@ -17,6 +17,7 @@ TARGET = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- families: scripts/write_families.py -->", "<!-- end of families -->"
 KEPT = {
     "full_attention": "keys and values",
+    "attention": "keys and values",
     "sliding_attention": "a window",
     "chunked_attention": "a chunk",
     "linear_attention": "a state",
