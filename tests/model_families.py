@@ -45,9 +45,6 @@ QWEN_TOWER: dict[str, Any] = {
 }
 
 
-ATTENTION = ("attn", "unembed")
-
-
 @dataclass(frozen=True)
 class Family:
     """A family, and what the engine is held to with it."""
@@ -126,12 +123,11 @@ FAMILIES = [
         "Qwen 2 MoE",
         "Qwen2Moe",
         {**GROUPED, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
-        targets=ATTENTION,
     ),
-    Family("Qwen 3 MoE", "Qwen3Moe", {**HEADS, **EXPERTS, "num_experts": 4}, targets=ATTENTION),
-    Family("Mixtral", "Mixtral", {**GROUPED, "num_local_experts": 4}, targets=ATTENTION),
-    Family("Phi 3.5 MoE", "Phimoe", {**GROUPED, "num_local_experts": 4}, targets=ATTENTION),
-    Family("OLMoE", "Olmoe", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2}, targets=ATTENTION),
+    Family("Qwen 3 MoE", "Qwen3Moe", {**HEADS, **EXPERTS, "num_experts": 4}),
+    Family("Mixtral", "Mixtral", {**GROUPED, "num_local_experts": 4}),
+    Family("Phi 3.5 MoE", "Phimoe", {**GROUPED, "num_local_experts": 4}),
+    Family("OLMoE", "Olmoe", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
     Family(
         "GLM 4 MoE",
         "Glm4Moe",
@@ -143,29 +139,25 @@ FAMILIES = [
             "topk_group": 1,
             "first_k_dense_replace": 1,
         },
-        targets=ATTENTION,
     ),
     Family(
         "MiniMax M2",
         "MiniMaxM2",
         {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
-        targets=ATTENTION,
     ),
     Family(
         "gpt-oss",
         "GptOss",
         {**MIXED, **HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
-        targets=ATTENTION,
     ),
-    Family("DeepSeek V2", "DeepseekV2", LATENT, targets=ATTENTION),
-    Family("DeepSeek V3, Kimi K2", "DeepseekV3", LATENT, targets=ATTENTION),
-    Family("GLM 4.7 Flash", "Glm4MoeLite", LATENT, targets=ATTENTION),
+    Family("DeepSeek V2", "DeepseekV2", LATENT),
+    Family("DeepSeek V3, Kimi K2", "DeepseekV3", LATENT),
+    Family("GLM 4.7 Flash", "Glm4MoeLite", LATENT),
     Family(
         "Qwen 3 Next",
         "Qwen3Next",
         {**HEADS, **LINEAR, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
         shares=False,
-        targets=ATTENTION,
     ),
     Family("Qwen 3.5", "Qwen3_5Text", {**HEADS, **LINEAR}, shares=False),
     Family(
@@ -179,7 +171,6 @@ FAMILIES = [
         "Qwen3_5MoeText",
         {**HEADS, **LINEAR, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
         shares=False,
-        targets=ATTENTION,
     ),
     Family(
         "LFM 2",
@@ -228,7 +219,6 @@ FAMILIES = [
             "intermediate_size_mlp": 48,
             "layer_types": ["chunked_attention", "full_attention"],
         },
-        targets=ATTENTION,
     ),
     Family(
         "Nemotron H",
@@ -273,7 +263,6 @@ FAMILIES = [
             "expert_layer_offset": 1,
         },
         shares=False,
-        targets=ATTENTION,
     ),
     Family(
         "MPT (ALiBi)",
