@@ -84,6 +84,9 @@ class Decoder(ABC):
     def with_adapter(self, adapter: AdapterTensors) -> Decoder:
         """A decoder of the same weights with `adapter` over them. The weights are shared, not copied."""
 
+    def forget(self) -> None:  # noqa: B027 (only what computes with the module tree has anything to forget)
+        """Something else than this decoder, and those made from it, has changed the adapters of the model."""
+
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[RowState]]:
         """ids (B, P) right-padded, lengths (B,) -> logits after each prompt (B, V), and the rows' states."""
@@ -340,6 +343,14 @@ def _plus(output: Tensor, h: Tensor, factors: _Factors | None) -> Tensor:
     return (output + h.float() @ factors[0] @ factors[1]).to(output.dtype)
 
 
+@dataclass(slots=True)
+class _Tree:
+    """A module tree that decoders of several adapters compute with."""
+
+    adapter: AdapterTensors | None = None
+    """What it computes with, if a decoder was the last to say so."""
+
+
 class HubDecoder(Decoder):
     """Any causal model of the Hugging Face library, through its own forward pass and our `KVCache`."""
 
@@ -348,7 +359,8 @@ class HubDecoder(Decoder):
     ) -> None:
         """`shares`: use the model itself, which must be frozen and of `dtype`."""
         self.device, self.dtype = model.device, dtype
-        self._apply: Callable[[], None] = lambda: None
+        self._adapter: AdapterTensors | None = None
+        self._tree = _Tree()
         if shares:
             self._model = model
             return
@@ -359,8 +371,19 @@ class HubDecoder(Decoder):
 
     def with_adapter(self, adapter: AdapterTensors) -> HubDecoder:
         other = copy.copy(self)
-        other._apply = partial(_put_into_tree, self._model, adapter)
+        other._adapter = adapter
         return other
+
+    def forget(self) -> None:
+        self._tree.adapter = None
+
+    def _apply(self) -> None:
+        """Make the module tree compute with the adapter. It is walked only if it does not: for a step of one
+        token that takes as long as the step."""
+        if self._adapter is not None and self._tree.adapter is not self._adapter:
+            self._tree.adapter = None
+            _put_into_tree(self._model, self._adapter)
+            self._tree.adapter = self._adapter
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[RowState]]:
         self._apply()

@@ -117,6 +117,7 @@ class LoraBase:
 
     def activate(self, name: str) -> None:
         """Make the tree compute with the adapter `name`, and with no other."""
+        self.decoder.forget()
         tree: Any = self._peft
         tree.base_model.set_adapter(name)
 
@@ -136,6 +137,7 @@ class LoraBase:
             base_model_name_or_path=str(self.folder),
             task_type="CAUSAL_LM",
         )
+        self.decoder.forget()
         with _seeded(settings.seed, self.model.device), warnings.catch_warnings():
             # Tied embeddings: an adapter on the head is the head's alone, and `merge` unties it.
             warnings.simplefilter("ignore")
@@ -147,6 +149,7 @@ class LoraBase:
 
     def _remove_unused(self) -> None:
         while self._unused:
+            self.decoder.forget()
             assert self._peft is not None
             with warnings.catch_warnings():
                 # Of the choice of another active adapter: `activate` makes it.

@@ -369,3 +369,39 @@ def test_tied_embeddings_are_untied_where_the_head_has_an_adapter(random_model: 
         whole = load_model(tmp_path / f"merged{tied}")
         assert whole.config.tie_word_embeddings is tied
         assert reference(whole).detach().numpy() == pytest.approx(expected, abs=1e-5)
+
+
+def test_decoders_and_training_take_turns_on_a_module_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree is walked when it computes with something else, and not at every token."""
+    walks: list[Any] = []
+    put = decoder_module._put_into_tree
+
+    def counted(*args: Any) -> None:
+        walks.append(args)
+        put(*args)
+
+    monkeypatch.setattr(decoder_module, "_put_into_tree", counted)
+    base = LoraBase(small_model("Gemma", head_dim=8, num_key_value_heads=2), Path("base"), HubDecoder)
+    adapters = [base.new_adapter(LORA) for _ in range(2)]
+    ids = torch.tensor([5, 6, 7, 8])
+
+    def scores(made: Any) -> torch.Tensor:
+        return torch.cat(list(made.score(ids)))
+
+    with torch.no_grad():
+        plain = scores(base.plain)
+        adapters[1].exaggerate()
+        decoders = [each.decoder() for each in adapters]
+        expected = [scores(each) for each in decoders]
+        assert not torch.equal(expected[0], expected[1])
+        assert len(walks) == 3
+        for _ in range(3):
+            assert torch.equal(scores(decoders[1]), expected[1])
+        assert len(walks) == 3, "nothing has changed"
+        adapters[0].activate()
+        assert torch.equal(base.model(input_ids=ids[None]).logits[0], expected[0])
+        assert torch.equal(scores(decoders[1]), expected[1])
+        base.new_adapter(LoraSettings(2, targets=("attn",)))
+        assert torch.equal(scores(decoders[1]), expected[1])
+        assert torch.equal(scores(base.plain), plain)
+    assert len(walks) == 6
