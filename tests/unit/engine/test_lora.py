@@ -17,7 +17,8 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 
 from small_models import sft_datum, small_model
-from tinkerscript.engine.decoder import FusedDecoder
+from tinkerscript.engine import decoder as decoder_module
+from tinkerscript.engine.decoder import FusedDecoder, HubDecoder
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.lora import LoraBase, merged, settings_of
 from tinkerscript.engine.training import EmbeddedTrainingClient
