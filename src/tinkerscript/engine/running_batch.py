@@ -274,12 +274,10 @@ class RunningBatch:
             logits = self._decoder.step(ids, lengths, longest, self._cache)
         except RuntimeError as error:
             # Most likely there is no memory, and the longest row needs most. The others take this step again:
-            # it has changed nothing but the position that it writes. A state it may have changed.
-            for row, length in zip(self._rows, self._lengths, strict=True):
-                if length == longest or self._cache.is_recurrent:
-                    _fail(row.request, error)
-                    if not self._cache.is_recurrent:
-                        break
+            # it has changed nothing but the position that it writes, unless there are states.
+            longest_row = self._rows[self._lengths.index(longest)]
+            for row in self._rows if self._cache.is_recurrent else [longest_row]:
+                _fail(row.request, error)
             self._drop_done()
             return
         self._lengths = [length + 1 for length in self._lengths]
