@@ -5,10 +5,9 @@ are submitted, long ones in slices. After each slice, sampling gets the thread f
 so a token waits for at most one slice and neither side starves the other.
 
 Invariants: every future resolves; a job that fails resolves its future with the error, and the thread goes
-on. Within `max_context` the decoder computes exactly what the model does: a layer with a sliding window
-attends to all tokens up to the window's width, so the context ends there, or at the length where a rotary
-embedding would change with the text's length. Checkpoints differ from the base model in weights alone, so its
-limits are theirs.
+on. Within `max_context` the decoder computes exactly what the model does: it ends where a rotary embedding
+would change with the text's length. Checkpoints differ from the base model in weights alone, so its limits
+are theirs.
 """
 
 from __future__ import annotations
@@ -34,10 +33,6 @@ from tinkerscript.engine.decoder import text_config_of
 from tinkerscript.engine.grammars import Grammars
 from tinkerscript.engine.running_batch import Request, RunningBatch
 from tinkerscript.errors import EngineError, EngineRequestError
-
-WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
-"""What Hugging Face's configs call the width of local attention."""
-
 
 LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
 """What they call the context length."""
@@ -148,22 +143,11 @@ def _limits(config: PreTrainedConfig) -> list[tuple[int, str]]:
     if not lengths:
         raise EngineError(f"the config of model type {config.model_type!r} names no context length")
     limits = [(lengths[0], "it was made for as many")]
-    if _is_local(settings):
-        widths = [value for name in WINDOWS if isinstance(value := getattr(settings, name, None), int)]
-        limits += [(width, "beyond them some of its layers attend to a window only") for width in widths]
     rope: dict[str, Any] = getattr(settings, "rope_parameters", None) or {}
     if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
         original = int(rope.get("original_max_position_embeddings") or lengths[0])
         limits.append((original, "beyond them its rotary embedding changes with the length of the text"))
     return limits
-
-
-def _is_local(settings: Any) -> bool:
-    """Whether a layer attends to only part of the text; without a list of layers, whether one might."""
-    kinds: list[str] | None = getattr(settings, "layer_types", None) or getattr(
-        settings, "attention_layers", None
-    )
-    return kinds is None or any(kind not in ("full_attention", "global") for kind in kinds)
 
 
 def check_device(device: str) -> None:

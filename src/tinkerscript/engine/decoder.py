@@ -1,9 +1,8 @@
 """`Decoder`: a frozen copy of the weights that prefills prompts and decodes one token per row and step.
 
 `FusedDecoder` is written for the Llama family (Llama, Mistral, Qwen2, Qwen3); `HubDecoder` drives any other
-Hugging Face causal model through its own forward pass. Both keep keys and values in a `KVCache`: tensors are
-(rows, kv_heads, length, head_dim) per layer, and live rows are [0, n), so that a step reads views and never
-gathers.
+Hugging Face causal model through its own forward pass, whatever its layers keep (`LayerKinds`). Both decode
+over a `KVCache`.
 
 Invariants: a decoder gives the model's own logits, which `decoder_for` proves on random tokens before a kind
 of decoder is used. Attention never reaches beyond a row's own length.
@@ -15,17 +14,20 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
+from tinkerscript.engine.kv_cache import KVCache, LayerCache, LayerState, RowState
+from tinkerscript.engine.layer_kinds import SLIDING, LayerKinds, is_local, narrowed_windows
 from tinkerscript.errors import EngineError
 
 FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -82,12 +84,12 @@ class Decoder(ABC):
     def with_adapter(self, adapter: AdapterTensors) -> Decoder:
         """A decoder of the same weights with `adapter` over them. The weights are shared, not copied."""
 
-    @abstractmethod
-    def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """ids (B, P) right-padded, lengths (B,) -> logits after each prompt (B, V), keys, values.
+    def forget(self) -> None:  # noqa: B027 (only what computes with the module tree has anything to forget)
+        """Something else than this decoder, and those made from it, has changed the adapters of the model."""
 
-        Keys and values are lists over layers of (B, kv_heads, P, head_dim).
-        """
+    @abstractmethod
+    def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[RowState]]:
+        """ids (B, P) right-padded, lengths (B,) -> logits after each prompt (B, V), and the rows' states."""
 
     @abstractmethod
     def score(self, ids: Tensor) -> Iterator[Tensor]:
@@ -249,10 +251,14 @@ class FusedDecoder(Decoder):
         h = self._rms(x, self._final_norm)
         return _plus(h @ self._head, h, self._head_lora)
 
-    def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[RowState]]:
         x, keys, values = self._hidden(ids)
         last = x[torch.arange(len(ids), device=ids.device), lengths - 1]
-        return self._logits(last), keys, values
+        states = [
+            [LayerState(k[row, :, :end], v[row, :, :end]) for k, v in zip(keys, values, strict=True)]
+            for row, end in enumerate(lengths.tolist())
+        ]
+        return self._logits(last), states
 
     def score(self, ids: Tensor) -> Iterator[Tensor]:
         hidden = self._hidden(ids[None], keep=False)[0][0]
@@ -292,15 +298,14 @@ class FusedDecoder(Decoder):
         for index, layer in enumerate(self._layers):
             qk, v = self._qkv(self._rms(x, layer["norm_1"]), index, cos, sin)
             q, k = qk.split([self._heads, self._kv_heads], dim=1)
+            kept = cache.layers[index]
             if n == 1:
-                cache.keys[index][0, :, longest] = k[0]
-                cache.values[index][0, :, longest] = v[0]
+                kept.keys[0, :, longest] = k[0]
+                kept.values[0, :, longest] = v[0]
             else:
-                cache.keys[index][rows, :, lengths] = k
-                cache.values[index][rows, :, lengths] = v
-            o = self._attend(
-                q, cache.keys[index][:n, :, : longest + 1], cache.values[index][:n, :, : longest + 1], mask
-            )
+                kept.keys[rows, :, lengths] = k
+                kept.values[rows, :, lengths] = v
+            o = self._attend(q, kept.keys[:n, :, : longest + 1], kept.values[:n, :, : longest + 1], mask)
             x = self._with_lora(torch.addmm(x, o, layer["out"]), o, index, "out")
             x = self._mlp(x, index)
         return self._logits(x)
@@ -338,6 +343,14 @@ def _plus(output: Tensor, h: Tensor, factors: _Factors | None) -> Tensor:
     return (output + h.float() @ factors[0] @ factors[1]).to(output.dtype)
 
 
+@dataclass(slots=True)
+class _Tree:
+    """A module tree that decoders of several adapters compute with."""
+
+    adapter: AdapterTensors | None = None
+    """What it computes with, if a decoder was the last to say so."""
+
+
 class HubDecoder(Decoder):
     """Any causal model of the Hugging Face library, through its own forward pass and our `KVCache`."""
 
@@ -346,7 +359,8 @@ class HubDecoder(Decoder):
     ) -> None:
         """`shares`: use the model itself, which must be frozen and of `dtype`."""
         self.device, self.dtype = model.device, dtype
-        self._apply: Callable[[], None] = lambda: None
+        self._adapter: AdapterTensors | None = None
+        self._tree = _Tree()
         if shares:
             self._model = model
             return
@@ -357,17 +371,49 @@ class HubDecoder(Decoder):
 
     def with_adapter(self, adapter: AdapterTensors) -> HubDecoder:
         other = copy.copy(self)
-        other._apply = partial(_put_into_tree, self._model, adapter)
+        other._adapter = adapter
         return other
 
-    def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def forget(self) -> None:
+        self._tree.adapter = None
+
+    def _apply(self) -> None:
+        """Make the module tree compute with the adapter. It is walked only if it does not: for a step of one
+        token that takes as long as the step."""
+        if self._adapter is not None and self._tree.adapter is not self._adapter:
+            self._tree.adapter = None
+            _put_into_tree(self._model, self._adapter)
+            self._tree.adapter = self._adapter
+
+    def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[RowState]]:
         self._apply()
-        cache = DynamicCache()
+        kinds = LayerKinds.of(self._model.config)
+        if not kinds.are_recurrent:
+            return self._prefill(ids, lengths, kinds)
+        # A state is that after all of a row's tokens, so rows are not padded.
+        logits: list[Tensor] = []
+        states: list[RowState] = []
+        order: list[int] = []
+        for length in sorted(set(lengths.tolist())):
+            rows = (lengths == length).nonzero()[:, 0]
+            found, of_rows = self._prefill(ids[rows, :length], lengths[rows], kinds)
+            logits.append(found)
+            states += of_rows
+            order += rows.tolist()
+        places = np.argsort(order)
+        return torch.cat(logits)[places], [states[place] for place in places]
+
+    def _prefill(self, ids: Tensor, lengths: Tensor, kinds: LayerKinds) -> tuple[Tensor, list[RowState]]:
+        cache = _prefill_cache(self._model.config, kinds)
         output = backbone_output(self._model, input_ids=ids, past_key_values=cache, use_cache=True)
         last = output.last_hidden_state[torch.arange(len(ids), device=ids.device), lengths - 1]
         logits = head_logits(self._model, output, last[:, None])[:, 0]
         layers: list[Any] = list(cache.layers)
-        return logits, [layer.keys for layer in layers], [layer.values for layer in layers]
+        states = [
+            [_state_of(layer, row, end, kinds.window(index)) for index, layer in enumerate(layers)]
+            for row, end in enumerate(lengths.tolist())
+        ]
+        return logits, states
 
     def score(self, ids: Tensor) -> Iterator[Tensor]:
         self._apply()
@@ -378,15 +424,51 @@ class HubDecoder(Decoder):
 
     def step(self, ids: Tensor, lengths: Tensor, longest: int, cache: KVCache) -> Tensor:
         self._apply()
-        mask = attention_mask(lengths, longest, self.dtype)
+        kinds = LayerKinds.of(self._model.config)
         output: Any = self._model(
             input_ids=ids[:, None],
             position_ids=lengths[:, None],
-            attention_mask=mask,
+            attention_mask=kinds.masks(partial(_step_mask, kinds, lengths, longest, self.dtype)),
             past_key_values=_SlotCache(cache, lengths, longest),
             use_cache=True,
         )
         return output.logits[:, -1]
+
+
+def _prefill_cache(config: Any, kinds: LayerKinds) -> DynamicCache:
+    """An empty cache that keeps all positions of layers with a window too: rows are padded on the right."""
+    if not kinds.are_recurrent:
+        return DynamicCache()
+    cache = DynamicCache(config=config)
+    cache.layers = [
+        DynamicLayer() if isinstance(layer, DynamicSlidingWindowLayer) else layer for layer in cache.layers
+    ]
+    return cache
+
+
+def _state_of(layer: Any, row: int, end: int, window: int | None) -> LayerState:
+    """What a layer of transformers' cache has of a row of `end` tokens."""
+    states = (getattr(layer, "conv_states", None), getattr(layer, "recurrent_states", None))
+    keys, values = (getattr(layer, name, None) for name in ("keys", "values"))
+    begin = 0 if window is None else max(0, end - window)
+    return LayerState(
+        None if keys is None else keys[row, :, begin:end],
+        None if values is None else values[row, :, begin:end],
+        tuple(each[row] for each in states if each is not None),
+        window,
+    )
+
+
+def _step_mask(kinds: LayerKinds, lengths: Tensor, longest: int, dtype: torch.dtype, kind: str) -> Tensor:
+    """The mask of a step for layers of a kind. A ring has the tokens of the window and no others, in places
+    that are filled from the first one on, as a cache of all positions has them."""
+    mask = attention_mask(lengths, longest, dtype)
+    if kind == SLIDING:
+        return mask[..., : kinds.width]
+    queries = lengths[:, None]
+    distances = queries - torch.arange(longest + 1, device=lengths.device)
+    hidden = kinds.hides(kind, distances, queries)
+    return mask if hidden is None else mask.masked_fill(hidden[:, None, None], -torch.inf)
 
 
 def _put_into_tree(model: PreTrainedModel, adapter: AdapterTensors) -> None:
@@ -403,31 +485,25 @@ def _put_into_tree(model: PreTrainedModel, adapter: AdapterTensors) -> None:
             layer.scaling[adapter.slot] = adapter.scale
 
 
-class _SlotLayer(CacheLayerMixin):
-    """One layer of `KVCache` for one step: writes position lengths[i] of row i, returns [0, longest]."""
+class _SlotLayer(DynamicLayer):
+    """A layer of `KVCache` for one step: writes position lengths[i] of row i, returns [0, longest], or the
+    window's places."""
 
-    is_sliding = False
-
-    def __init__(self, keys: Tensor, values: Tensor, lengths: Tensor, longest: int) -> None:
+    def __init__(self, kept: LayerCache, lengths: Tensor, longest: int) -> None:
         super().__init__()
-        self.keys, self.values = keys, values
-        self._lengths, self._longest = lengths, longest
-        self._rows = torch.arange(len(lengths), device=keys.device)
+        self._kept, self._longest = kept, longest
+        self._places = lengths if kept.window is None else lengths % kept.window
+        self._rows = torch.arange(len(lengths), device=lengths.device)
         self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the storage exists."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """States (n, kv_heads, 1, D) -> all keys and values (n, kv_heads, longest + 1, D)."""
-        assert self.keys is not None
-        assert self.values is not None
-        n, end = len(self._rows), self._longest + 1
-        self.keys[self._rows, :, self._lengths] = key_states[:, :, 0]
-        self.values[self._rows, :, self._lengths] = value_states[:, :, 0]
-        return self.keys[:n, :, :end], self.values[:n, :, :end]
+        """States (n, kv_heads, 1, D) -> all keys and values (n, kv_heads, places, D)."""
+        kept, n, end = self._kept, len(self._rows), self._kept.places(self._longest + 1)
+        kept.keys[self._rows, :, self._places] = key_states[:, :, 0]
+        kept.values[self._rows, :, self._places] = value_states[:, :, 0]
+        return kept.keys[:n, :, :end], kept.values[:n, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._longest + query_length, 0
@@ -439,20 +515,61 @@ class _SlotLayer(CacheLayerMixin):
         return -1
 
 
+class _SlotState(LinearAttentionLayer):
+    """A recurrent layer of `KVCache`, whose state transformers updates in place."""
+
+    is_sliding = False
+
+    def __init__(self, kept: LayerCache, rows: int) -> None:
+        super().__init__()
+        _take_states(self, kept, rows)
+
+
+class _SlotLayerWithState(_SlotLayer, LinearAttentionLayer):
+    """A layer that has both."""
+
+    def __init__(self, kept: LayerCache, lengths: Tensor, longest: int) -> None:
+        LinearAttentionLayer.__init__(self)
+        _SlotLayer.__init__(self, kept, lengths, longest)
+        _take_states(self, kept, len(lengths))
+
+
+def _take_states(layer: LinearAttentionLayer, kept: LayerCache, rows: int) -> None:
+    views = [state[:rows] for state in kept.states]
+    layer.has_previous_state = bool(views)
+    if views:
+        layer.conv_states, layer.is_conv_states_initialized = views[0], True
+        layer.conv_kernel_size = views[0].shape[-1]
+    if len(views) > 1:
+        layer.recurrent_states, layer.is_recurrent_states_initialized = views[1], True
+
+
 class _SlotCache(Cache):
     """A Hugging Face cache over the rows of a `KVCache`, for one decoding step."""
 
     def __init__(self, cache: KVCache, lengths: Tensor, longest: int) -> None:
-        layers = [
-            _SlotLayer(keys, values, lengths, longest)
-            for keys, values in zip(cache.keys, cache.values, strict=True)
-        ]
-        super().__init__(layers=layers)  # pyright: ignore[reportArgumentType]
+        layers: list[Any] = []
+        for kept in cache.layers:
+            if not kept.keys.numel():
+                layers.append(_SlotState(kept, len(lengths)))
+            elif kept.states:
+                layers.append(_SlotLayerWithState(kept, lengths, longest))
+            else:
+                layers.append(_SlotLayer(kept, lengths, longest))
+        super().__init__(layers=layers)
 
 
 def backbone_output(model: PreTrainedModel, **inputs: Any) -> Any:
     """What the layers of `model` give its head for `inputs`: `last_hidden_state` (B, N, C) among others."""
-    return model.get_decoder()(**inputs)
+    return _backbone(model)(**inputs)
+
+
+def _backbone(model: PreTrainedModel) -> Any:
+    """What the head's input comes from: of a model with towers for images or sounds too, all but the head."""
+    own: Any = model.get_decoder()
+    if own is model or model.config.get_text_config() is not model.config:
+        own = model.base_model
+    return model.get_submodule("model") if own is model else own
 
 
 def head_logits(model: PreTrainedModel, output: Any, hidden: Tensor) -> Tensor:
@@ -461,7 +578,7 @@ def head_logits(model: PreTrainedModel, output: Any, hidden: Tensor) -> Tensor:
     The model's own forward pass computes them, so scales and caps of its logits are kept.
     """
     part = type(output)(**{**output, "last_hidden_state": hidden})
-    with redirected(model.get_decoder(), lambda *_, **__: part):
+    with redirected(_backbone(model), lambda *_, **__: part):
         result: Any = type(model).forward(model, use_cache=False)
     return result.logits
 
@@ -498,10 +615,16 @@ def decoder_for(
     """
     kinds = (FusedDecoder, HubDecoder) if model.config.model_type in FUSED_MODEL_TYPES else (HubDecoder,)
     own = own or own_logits(model)
+    if not own.windows:
+        raise EngineError(
+            f"model type {model.config.model_type!r} cannot be decoded exactly: some of its layers attend to "
+            "a part of the text, and no setting of its config changes which"
+        )
     found: dict[str, str] = {}
     for kind in kinds:
         try:
-            gap, limit = decoder_gap(own, kind(model, model.dtype, shares=frozen)), own.limit
+            with narrowed_windows(model):
+                gap, limit = decoder_gap(own, kind(model, model.dtype, shares=frozen)), own.limit
         except FORWARD_ERRORS as error:
             found[kind.__name__] = f"{type(error).__name__}: {error}"
             continue
@@ -510,8 +633,8 @@ def decoder_for(
         found[kind.__name__] = f"{gap:.2g} nats, with {limit:.2g} allowed"
     raise EngineError(
         f"model type {model.config.model_type!r} cannot be decoded exactly in {str(model.dtype)[6:]}: log "
-        f"probabilities differ from the model's own by {found}; recurrent, ALiBi and encoder-decoder "
-        "models are not supported"
+        f"probabilities differ from the model's own by {found}; ALiBi and encoder-decoder models are not "
+        "supported"
     )
 
 
@@ -525,7 +648,10 @@ def text_config_of(model: PreTrainedModel) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class OwnLogits:
-    """What a model gives for sequences that branch at two depths, and how much that may differ elsewhere."""
+    """What a model gives for sequences that branch at two depths, and how much that may differ elsewhere.
+
+    The windows of its layers are narrow (`narrowed_windows`) in this and in what is compared with it.
+    """
 
     ids: Tensor
     """(4, 12) random ids; the sequences share the first 4 of them, the first two sequences 8."""
@@ -535,6 +661,9 @@ class OwnLogits:
 
     limit: float
     """The largest `distance` of what is right."""
+
+    windows: bool = True
+    """Whether the windows of its layers, if it has any, were narrowed, so that these texts show them."""
 
 
 @torch.no_grad()
@@ -554,22 +683,23 @@ def own_logits(model: PreTrainedModel) -> OwnLogits:
         signs = torch.randint(2, embedded.shape, generator=random).to(embedded.device) * 2 - 1
         return embedded + embedded * (signs * torch.finfo(embedded.dtype).eps).to(embedded.dtype)
 
-    handle: Any = None
-    try:
-        logits: Tensor = model(input_ids=ids, use_cache=False).logits
-        handle = model.get_input_embeddings().register_forward_hook(by_a_bit)
-        noisy: Tensor = model(input_ids=ids, use_cache=False).logits
-    except FORWARD_ERRORS as error:
-        raise EngineError(
-            f"model type {model.config.model_type!r} gives no logits for a text: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    finally:
-        if handle is not None:
-            handle.remove()
+    whole: Tensor | None = None
+    with ExitStack() as undo:
+        try:
+            if is_local(model.config):
+                whole = model(input_ids=ids, use_cache=False).logits
+                undo.enter_context(narrowed_windows(model))
+            logits: Tensor = model(input_ids=ids, use_cache=False).logits
+            undo.callback(model.get_input_embeddings().register_forward_hook(by_a_bit).remove)
+            noisy: Tensor = model(input_ids=ids, use_cache=False).logits
+        except FORWARD_ERRORS as error:
+            raise EngineError(
+                f"model type {model.config.model_type!r} gives no logits for a text: "
+                f"{type(error).__name__}: {error}"
+            ) from error
     factor = PROOF_FACTOR if logits.dtype == torch.float32 else PROOF_FACTOR_OF_HALF
     limit = min(PROOF_FLOOR + factor * distance(logits, noisy), PROOF_CEILING)
-    return OwnLogits(ids, logits, limit)
+    return OwnLogits(ids, logits, limit, windows=whole is None or not torch.equal(whole, logits))
 
 
 @torch.no_grad()
@@ -578,11 +708,11 @@ def decoder_gap(own: OwnLogits, decoder: Decoder) -> float:
     ids, device = own.ids, own.ids.device
     lengths = torch.tensor([8, 7, 5, 3], device=device)
     rows = torch.arange(len(ids), device=device)
-    logits, keys, values = decoder.prefill(ids[:, :8], lengths)
+    logits, states = decoder.prefill(ids[:, :8], lengths)
     cache = KVCache()
-    cache.reserve(len(ids), ids.shape[1], keys, values)
-    for row in range(len(ids)):
-        cache.put(row, [k[row] for k in keys], [v[row] for v in values])
+    cache.reserve(len(ids), ids.shape[1], states[0])
+    for row, (state, length) in enumerate(zip(states, lengths.tolist(), strict=True)):
+        cache.put(row, state, length)
     compared = [(own.logits[rows, lengths - 1], logits)]
     for _ in range(4):
         logits = decoder.step(ids[rows, lengths], lengths, int(lengths.max()), cache)
@@ -602,47 +732,3 @@ def distance(expected: Tensor, found: Tensor) -> float:
     weights = (one.exp() + other.exp()) / 2
     gap = float((weights * (one - other) ** 2).sum(-1).mean().sqrt())
     return gap if math.isfinite(gap) else math.inf
-
-
-class KVCache:
-    """Storage that doubles when rows or lengths outgrow it."""
-
-    def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.rows = self.length = 0
-        """What fits into every layer: positions of rows. A layer has more if memory ran out after it grew."""
-
-    def reserve(self, rows: int, length: int, keys: list[Tensor], values: list[Tensor]) -> None:
-        """Make room for `rows` rows of `length` positions.
-
-        `keys` and `values`, per layer (..., kv_heads, positions, width), give heads, widths and dtype. Values
-        may be narrower than keys (DeepSeek's multi-head latent attention). If memory runs out, what is there
-        stays.
-        """
-        if rows <= self.rows and length <= self.length:
-            return
-        new_rows = max(rows, 2 * self.rows if rows > self.rows else self.rows)
-        new_length = max(length, 2 * self.length if length > self.length else self.length)
-        for tensors, like in ((self.keys, keys), (self.values, values)):
-            for index, each in enumerate(like):  # One layer after the other, so that one is held twice.
-                heads, _, size = each.shape[-3:]
-                new = torch.zeros(new_rows, heads, new_length, size, dtype=each.dtype, device=each.device)
-                if index == len(tensors):
-                    tensors.append(new)
-                else:
-                    new[: self.rows, :, : self.length] = tensors[index][: self.rows, :, : self.length]
-                    tensors[index] = new
-        self.rows, self.length = new_rows, new_length
-
-    def put(self, row: int, keys: list[Tensor], values: list[Tensor]) -> None:
-        """Write a prefilled prompt into a row: keys, values per layer (kv_heads, P, head_dim)."""
-        length = keys[0].shape[1]
-        for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
-            self.keys[layer][row, :, :length] = k
-            self.values[layer][row, :, :length] = v
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of one row over another."""
-        for tensor in (*self.keys, *self.values):
-            tensor[target, :, :length] = tensor[source, :, :length]

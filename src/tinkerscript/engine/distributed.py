@@ -194,10 +194,16 @@ class RankTrainer(Trainer):
     def _is_sharded(self) -> bool:
         return isinstance(self.weights, ShardedWeights)
 
-    def compute(self, portion: Portion, named: Named, backward: bool) -> tuple[list[np.ndarray], float]:
-        """Log probabilities of the portion's examples and their summed loss, with gradients if `backward`."""
+    def compute(
+        self, portion: Portion, named: Named, backward: bool, entropies: bool
+    ) -> tuple[list[np.ndarray], float]:
+        """`Trainer._compute` of the portion."""
         losses_of = resolve_loss(named[0]).configured(*named)
-        return run_to_end(self._compute(portion.examples, portion.batches, losses_of, backward=backward))
+        return run_to_end(
+            self._compute(
+                portion.examples, portion.batches, losses_of, backward=backward, entropies=entropies
+            )
+        )
 
     def take_step(self, params: tinker.AdamParams) -> float:
         """An optimizer step with the gradients of all ranks; returns their norm before clipping."""
@@ -236,10 +242,10 @@ class RankTrainer(Trainer):
             }
 
     def _loss(
-        self, packed: Packed, examples: list[Example], losses_of: ConfiguredLoss
+        self, packed: Packed, examples: list[Example], losses_of: ConfiguredLoss, *, entropies: bool
     ) -> tuple[Tensor, Tensor]:
         is_filler = examples[packed.sequences[0][0]].index == FILLER
-        return super()._loss(packed, examples, NO_LOSS if is_filler else losses_of)
+        return super()._loss(packed, examples, NO_LOSS if is_filler else losses_of, entropies=entropies)
 
     def _backward(self, loss: Tensor) -> None:
         # FSDP averages gradients over the ranks; losses are sums.
@@ -320,7 +326,13 @@ class LeadingTrainer(RankTrainer):
         )
 
     def _pass(
-        self, examples: list[Example], losses_of: ConfiguredLoss, named: Named, *, backward: bool
+        self,
+        examples: list[Example],
+        losses_of: ConfiguredLoss,
+        named: Named,
+        *,
+        backward: bool,
+        entropies: bool,
     ) -> Generator[None, None, tinker.ForwardBackwardOutput]:
         if not examples:
             return self._output([], 0.0)
@@ -334,8 +346,10 @@ class LeadingTrainer(RankTrainer):
         )
         mine = parts[0]
         with ranks.computing():
-            ranks.tell("compute", [(part, named, backward) for part in parts[1:]])
-            own = yield from self._compute(mine.examples, mine.batches, losses_of, backward=backward)
+            ranks.tell("compute", [(part, named, backward, entropies) for part in parts[1:]])
+            own = yield from self._compute(
+                mine.examples, mine.batches, losses_of, backward=backward, entropies=entropies
+            )
             while (answers := ranks.answers(ANSWER_POLL_S)) is None:
                 yield
         results: list[tuple[list[np.ndarray], float]] = [own, *answers]
@@ -345,6 +359,9 @@ class LeadingTrainer(RankTrainer):
                 if example.index != FILLER:
                     outputs[example.index] = row
         return self._output(outputs, sum(loss for _, loss in results))
+
+    def drop_gradients(self) -> None:
+        self._ranks.together("drop_gradients", (), super().drop_gradients)
 
     def _step(self, params: tinker.AdamParams) -> float:
         norm, others = self._ranks.together("take_step", (params,), lambda: self.take_step(params))

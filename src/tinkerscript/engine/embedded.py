@@ -17,7 +17,7 @@ import torch
 from tinker import APIFuture
 
 from tinkerscript.engine.context import check_device, compute_dtype, open_context, short_context
-from tinkerscript.engine.decoder import Decoder, decoder_for, own_logits
+from tinkerscript.engine.decoder import Decoder, FusedDecoder, decoder_for, own_logits
 from tinkerscript.engine.packing import attend_in_segments, shares_prefixes
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
 from tinkerscript.engine.training import AllWeights, EmbeddedTrainingClient, Trainer, Weights
@@ -141,6 +141,9 @@ class EmbeddedEngine:
             self._in_segments = self.shares_prefixes and attend_in_segments(self._model, own)
             self._checkpoints = activation_checkpointing
             kind = decoder_for(self._model, own, frozen=frozen)
+            self.is_fused: bool = kind is FusedDecoder
+            """Whether it decodes by kernels of the engine's own, rather than by the model's forward pass."""
+
             self._make_decoder = partial(kind, dtype=self.dtype)
             self._lora = lora
             if frozen and activation_checkpointing:

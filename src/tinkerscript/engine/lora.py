@@ -23,12 +23,14 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import ParamWrapper
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tinkerscript.engine.decoder import AdapterTensors, Decoder, HubDecoder, decoder_gap, own_logits
+from tinkerscript.engine.layer_kinds import narrowed_windows
 from tinkerscript.engine.training import Weights
 from tinkerscript.engine.weights import LoraSettings, load_model
 from tinkerscript.errors import EngineError, EngineRequestError
@@ -41,6 +43,12 @@ PEFT_PREFIX = "base_model.model."
 
 CANARY_SHARE = 0.3
 """How much a canary changes a module, in the norm of its weights."""
+
+EXPERTS = "experts"
+"""The target that names the weights of experts, which are no linear modules; `mlp` has them too."""
+
+_ROUTERS = ("gate", "router")
+"""The last names of modules that choose experts: an adapter would change which, and nothing replays it."""
 
 _ATTENTION = ("attn", "attention")
 _MLP = ("mlp", "ffn", "feed_forward")
@@ -99,7 +107,8 @@ class LoraBase:
         adapter.exaggerate()
         adapter.activate()
         own = own_logits(self.model)
-        gap = decoder_gap(own, adapter.decoder())
+        with narrowed_windows(self.model):
+            gap = decoder_gap(own, adapter.decoder())
         if gap > own.limit:
             raise EngineError(
                 f"model type {self.model.config.model_type!r} cannot be decoded exactly with an adapter: log "
@@ -108,6 +117,7 @@ class LoraBase:
 
     def activate(self, name: str) -> None:
         """Make the tree compute with the adapter `name`, and with no other."""
+        self.decoder.forget()
         tree: Any = self._peft
         tree.base_model.set_adapter(name)
 
@@ -123,9 +133,11 @@ class LoraBase:
             r=settings.rank,
             lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
             target_modules=target_modules(self.model, settings.targets),
+            target_parameters=target_parameters(self.model, settings.targets) or None,
             base_model_name_or_path=str(self.folder),
             task_type="CAUSAL_LM",
         )
+        self.decoder.forget()
         with _seeded(settings.seed, self.model.device), warnings.catch_warnings():
             # Tied embeddings: an adapter on the head is the head's alone, and `merge` unties it.
             warnings.simplefilter("ignore")
@@ -137,6 +149,7 @@ class LoraBase:
 
     def _remove_unused(self) -> None:
         while self._unused:
+            self.decoder.forget()
             assert self._peft is not None
             with warnings.catch_warnings():
                 # Of the choice of another active adapter: `activate` makes it.
@@ -153,13 +166,27 @@ class LoraBase:
         self, folder: Path, modules: dict[str, tuple[Tensor, Tensor]], settings: LoraSettings
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """`modules` on the model's device, if they are those of this model and of `settings`."""
-        for name in target_modules(self.model, settings.targets):
-            layer: Any = self.model.get_submodule(name)
-            width, features = linear_shape(getattr(layer, "base_layer", layer))
-            expected = (settings.rank, features), (width, settings.rank)
+        for name, expected in self._shapes(settings).items():
             if name not in modules or tuple(tuple(each.shape) for each in modules[name]) != expected:
                 raise EngineError(f"the adapter {folder} is of another model: {name} does not fit")
         return {name: (a.to(self.model.device), b.to(self.model.device)) for name, (a, b) in modules.items()}
+
+    def _shapes(self, settings: LoraSettings) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+        """Path of a module -> the shapes of A and B."""
+        rank = settings.rank
+        shapes: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
+        for name in target_modules(self.model, settings.targets):
+            layer: Any = self.model.get_submodule(name)
+            width, features = linear_shape(getattr(layer, "base_layer", layer))
+            shapes[name] = (rank, features), (width, rank)
+        if target_parameters(self.model, settings.targets):
+            self._slot(settings)  # PEFT's tree has their paths: the weights of one module are nested.
+            for name, module in self.model.named_modules():
+                if isinstance(module, ParamWrapper):
+                    experts: Any = module
+                    ranks = rank * experts.num_experts
+                    shapes[name] = (ranks, experts.in_features), (experts.out_features, ranks)
+        return shapes
 
 
 class Adapter(Weights):
@@ -203,6 +230,7 @@ class Adapter(Weights):
             "fan_in_fan_out": any(isinstance(layer.base_layer, Conv1D) for layer in self._layers.values()),
             "inference_mode": True,
             "target_modules": self._target_modules(),
+            "target_parameters": target_parameters(self.model, self.settings.targets) or None,
         }
         (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -223,8 +251,14 @@ class Adapter(Weights):
 
     @property
     def kinds(self) -> list[str]:
-        """The last names of its modules, such as `q_proj`."""
-        return sorted({path.rpartition(".")[2] for path in self._layers})
+        """The last names of its modules, such as `q_proj`, and `experts`."""
+        experts = {EXPERTS} if len(self._linear) < len(self._layers) else set[str]()
+        return sorted({path.rpartition(".")[2] for path in self._linear} | experts)
+
+    @property
+    def _linear(self) -> list[str]:
+        """The paths of its linear modules."""
+        return [path for path, layer in self._layers.items() if not isinstance(layer, ParamWrapper)]
 
     def exaggerate(self) -> None:
         """Change every module by a random matrix with `CANARY_SHARE` of its weights' norm."""
@@ -232,15 +266,19 @@ class Adapter(Weights):
         with torch.no_grad():
             for path, (a, b) in self._factors().items():
                 b.copy_(torch.randn(b.shape, generator=random))
-                norm = ((b.T @ b) * (a @ a.T)).sum().sqrt() * (self.settings.alpha / self.settings.rank)
-                b.mul_(CANARY_SHARE * self._layers[path].base_layer.weight.float().norm() / norm)
+                layer = self._layers[path]
+                if isinstance(layer, ParamWrapper):
+                    experts: Any = layer
+                    weight, norm = experts.get_param(), experts.get_delta_weight(self._name).float().norm()
+                else:
+                    weight = layer.base_layer.weight
+                    norm = ((b.T @ b) * (a @ a.T)).sum().sqrt() * (self.settings.alpha / self.settings.rank)
+                b.mul_(CANARY_SHARE * weight.float().norm() / norm)
 
     def _target_modules(self) -> list[str]:
         """The last names of the modules, if they name no others, else the whole paths."""
-        short = sorted({path.rpartition(".")[2] for path in self._layers})
-        return (
-            short if set(target_modules(self.model, short)) == self._layers.keys() else sorted(self._layers)
-        )
+        short = sorted({path.rpartition(".")[2] for path in self._linear})
+        return short if set(target_modules(self.model, short)) == set(self._linear) else sorted(self._linear)
 
     def _factors(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
         return {
@@ -253,23 +291,49 @@ def target_modules(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
     """The linear modules that `targets` name, in the model's order. Raises EngineRequestError."""
     head = model.get_output_embeddings()
     found: dict[str, list[str]] = {target: [] for target in targets}
+    towers = _outside_of_text(model)
     for name, module in model.named_modules():
+        if module in towers:
+            continue
         layer = getattr(module, "base_layer", module)
         if not isinstance(layer, (nn.Linear, Conv1D)) or name.rpartition(".")[2].startswith("lora_"):
             continue
         for target in {_kind(name, module is head), name.rpartition(".")[2], name} & found.keys():
             found[target].append(name)
-    if "mlp" in found and any(name.endswith("experts") for name, _ in model.named_modules()):
-        raise EngineRequestError(
-            f"lora targets: the experts of a mixture ({model.config.model_type}) cannot have "
-            "adapters; train attn and unembed, without mlp"
-        )
-    if missing := [target for target, names in found.items() if not names]:
+    of_experts = {"mlp", EXPERTS} if target_parameters(model, targets) else set[str]()
+    if missing := [target for target, names in found.items() if not names and target not in of_experts]:
         raise EngineRequestError(
             f"lora targets: {missing[0]!r} is no linear module of {model.config.model_type}; "
             "use attn, mlp, unembed, or the last names of modules, such as q_proj"
         )
     return list(dict.fromkeys(name for names in found.values() for name in names))
+
+
+def target_parameters(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
+    """The weights of experts that `targets` name, as PEFT names them: `experts.down_proj`."""
+    return list(dict.fromkeys(name for name, _ in expert_weights(model, targets)))
+
+
+def expert_weights(model: PreTrainedModel, targets: Sequence[str]) -> list[tuple[str, Tensor]]:
+    """Name and weight (experts, ...) of all experts' weights of the model, if `targets` name them."""
+    found: list[tuple[str, Tensor]] = []
+    for path, module in model.named_modules() if {"mlp", EXPERTS} & set(targets) else ():
+        owner = path.replace(".base_layer", "").rpartition(".")[2]
+        if owner == EXPERTS:
+            found += [
+                (f"{EXPERTS}.{name}", weight)
+                for name, weight in module.named_parameters(recurse=False)
+                if weight.dim() == 3
+            ]
+    return found
+
+
+def _outside_of_text(model: PreTrainedModel) -> set[nn.Module]:
+    """Modules for images and sounds, which no text reaches."""
+    if model.config.get_text_config() is model.config:
+        return set()
+    text, head = model.get_decoder(), model.get_output_embeddings()
+    return set(model.modules()) - set(text.modules()) - set(head.modules())
 
 
 def settings_of(folder: Path) -> LoraSettings:
@@ -281,7 +345,8 @@ def settings_of(folder: Path) -> LoraSettings:
         raise EngineError(f"{folder}: only plain LoRA adapters can be used")
     if isinstance(config["target_modules"], str):
         raise EngineError(f"{folder}: target_modules has to be a list, not {config['target_modules']!r}")
-    return LoraSettings(config["r"], float(config["lora_alpha"]), tuple(config["target_modules"]))
+    targets = [*config["target_modules"], *([EXPERTS] if config.get("target_parameters") else [])]
+    return LoraSettings(config["r"], float(config["lora_alpha"]), tuple(targets))
 
 
 def load_adapter(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
@@ -310,6 +375,10 @@ def merged(folder: Path) -> PreTrainedModel:
         )
     model = load_model(base, dtype="auto")
     settings, modules = settings_of(folder), load_adapter(folder)
+    names = target_parameters(model, settings.targets)
+    experts = {path: modules.pop(path) for path in list(modules) if names and EXPERTS in path.split(".")}
+    if experts:
+        model = _with_experts(model, experts, settings, names)
     head = model.get_output_embeddings()
     with torch.no_grad():
         for path, (a, b) in modules.items():
@@ -328,9 +397,35 @@ def merged(folder: Path) -> PreTrainedModel:
     return model
 
 
+def _with_experts(
+    model: PreTrainedModel,
+    experts: dict[str, tuple[Tensor, Tensor]],
+    settings: LoraSettings,
+    names: list[str],
+) -> PreTrainedModel:
+    """The model with what adapters change of its experts in their weights. Raises EngineError."""
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
+        target_modules=[],
+        target_parameters=names,
+    )
+    tree: Any = get_peft_model(model, config, adapter_name="merged")
+    try:
+        for path, pair in experts.items():
+            layer: Any = tree.base_model.model.get_submodule(path)
+            for factor, tensor in zip((layer.lora_A, layer.lora_B), pair, strict=True):
+                factor["merged"].load_state_dict({"weight": tensor})
+    except (AttributeError, RuntimeError) as error:
+        raise EngineError(f"the adapter is of another model: {path} does not fit") from error
+    return tree.merge_and_unload()
+
+
 def _kind(path: str, is_head: bool) -> str:
     if is_head:
         return "unembed"
+    if path.rpartition(".")[2] in _ROUTERS:
+        return ""
     parts = path.lower()
     if any(word in parts for word in _ATTENTION):
         return "attn"

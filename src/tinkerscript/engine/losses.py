@@ -392,13 +392,14 @@ def target_logprobs(
     temperatures: NDArray[np.float32] | None = None,
     rows: int | None = None,
     with_entropies: bool = False,
+    entropy_gradients: bool = False,
 ) -> Tensor:
     """Log probabilities (S,) of targets (S,), float32 or wider, each after the token at its place.
 
     temperatures: [S], what the logits are divided by; None: nothing.
 
     with_entropies: returns (2, S), the second row of which has the entropies, in nats, of the distributions
-        that the targets are of.
+        that the targets are of. Their gradients are computed with `entropy_gradients`.
 
     inputs: of the model's forward pass, B rows of N tokens.
     places: [S] among the B * N tokens; several targets may follow the same token.
@@ -407,7 +408,9 @@ def target_logprobs(
 
     Everything runs inside a call of `model`, as FSDP requires of its root module.
     """
-    of_chunk = (_LogprobsAndEntropies if with_entropies else _TargetLogprobs).apply
+    of_chunk: Any = _with_entropies if with_entropies else _TargetLogprobs.apply
+    if entropy_gradients:
+        of_chunk = _LogprobsAndEntropies.apply
     if temperatures is not None and (temperatures == 1).all():
         temperatures = None
     with redirected(model, partial(_forward, model, inputs, places, targets, temperatures, rows, of_chunk)):
@@ -502,8 +505,7 @@ class _LogprobsAndEntropies(torch.autograd.Function):
         """As of `_TargetLogprobs` -> (2, s)."""
         wide = _scaled(logits, temperatures)
         normalizers = wide.logsumexp(-1)
-        parts = zip(wide.chunk(BLOCKS), normalizers.chunk(BLOCKS), strict=True)
-        entropies = torch.cat([torch.special.entr((p - n[:, None]).exp_()).sum(-1) for p, n in parts])
+        entropies = _entropies(wide, normalizers)
         ctx.save_for_backward(logits, temperatures, normalizers, entropies, places, targets)
         return torch.stack([wide[places, targets] - normalizers[places], entropies[places]])
 
@@ -527,6 +529,25 @@ class _LogprobsAndEntropies(torch.autograd.Function):
         if temperatures is not None:
             result.div_(temperatures[:, None])
         return result.to(logits.dtype), None, None, None
+
+
+def _with_entropies(logits: Tensor, temperatures: Tensor | None, places: Tensor, targets: Tensor) -> Tensor:
+    """The same as `_LogprobsAndEntropies`, without gradients of the entropies."""
+    if torch.is_grad_enabled():
+        logprobs: Any = _TargetLogprobs.apply(logits, temperatures, places, targets)
+        with torch.no_grad():  # Last, so that `checkpoint` need not compute it again.
+            wide = _scaled(logits, temperatures)
+            return torch.stack([logprobs, _entropies(wide, wide.logsumexp(-1))[places]])
+    wide = _scaled(logits, temperatures)
+    normalizers = wide.logsumexp(-1)
+    logprobs = wide[places, targets] - normalizers[places]
+    return torch.stack([logprobs, _entropies(wide, normalizers)[places]])
+
+
+def _entropies(logits: Tensor, normalizers: Tensor) -> Tensor:
+    """Entropies (n,), in nats, of logits (n, V) with `logsumexp` (n,)."""
+    parts = zip(logits.chunk(BLOCKS), normalizers.chunk(BLOCKS), strict=True)
+    return torch.cat([torch.special.entr((p - n[:, None]).exp_()).sum(-1) for p, n in parts])
 
 
 def _scaled(logits: Tensor, temperatures: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from tinkerscript.engine.decoder import FUSED_MODEL_TYPES
-from tinkerscript.engine.lora import linear_shape, target_modules
+from tinkerscript.engine.lora import expert_weights, linear_shape, target_modules
 from tinkerscript.engine.running_batch import PREFILL_TOKENS, PROMPT_CACHE_TOKENS
 from tinkerscript.engine.weights import LoraSettings
 
@@ -112,6 +112,10 @@ def peak_memory(
     parameters = w.parameters
     names = target_modules(model, lora.targets) if lora else ()
     shapes = [linear_shape(model.get_submodule(name)) for name in names]
+    shapes += [
+        (len(weight) * weight.shape[1], len(weight) * weight.shape[2])
+        for _, weight in (expert_weights(model, lora.targets) if lora else ())
+    ]
     trained = sum(lora.rank * sum(shape) for shape in shapes) if lora else parameters
     head = not lora or any(model.get_submodule(name) is model.get_output_embeddings() for name in names)
     e = dtype.itemsize

@@ -28,6 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from tinkerscript.engine.decoder import FORWARD_ERRORS, OwnLogits, distance, own_logits, text_config_of
+from tinkerscript.engine.layer_kinds import LayerKinds, narrowed_windows
 
 Ints = NDArray[np.int64]
 
@@ -209,9 +210,10 @@ class Packed:
     depths: Tensor
     """(B, N) int64"""
 
-    mask: Tensor | None
-    """(B, 1, N, N) additive; None if no row has branches. Of long rows, their segments: (1, 1, K, 5) int64 on
-    the CPU: a row, a range of its tokens, and a range that these attend to, causally if it is their own."""
+    mask: Tensor | dict[str, Tensor] | None
+    """(B, 1, N, N) additive, one for each kind of layers if there are several; None if no row has branches.
+    Of long rows, their segments: (1, 1, K, 5) int64 on the CPU: a row, a range of its tokens, and a range
+    that these attend to, causally if it is their own."""
 
     places: Ints
     """[S] places of the sequences' tokens among the B * N tokens of the batch."""
@@ -228,10 +230,9 @@ class Packed:
         return {**inputs, "position_ids": self.depths, "attention_mask": self.mask}
 
 
-def pack(
-    trees: Sequence[TokenTree], device: torch.device, dtype: torch.dtype, *, segments: bool = False
-) -> Packed:
-    """The tensors of `trees`, a mask in `dtype`. `segments`: rows of more than `MASKED_TOKENS` have none."""
+def pack(trees: Sequence[TokenTree], model: PreTrainedModel, *, segments: bool = False) -> Packed:
+    """The tensors of `trees` for `model`. `segments`: rows of more than `MASKED_TOKENS` have no mask."""
+    device = model.device
     width = max(tree.size for tree in trees)
     ids = np.zeros((len(trees), width), np.int64)
     depths = np.zeros((len(trees), width), np.int64)
@@ -241,7 +242,7 @@ def pack(
     mask = None
     if not all(tree.is_chain for tree in trees):  # Right padding: causal attention does not see it.
         in_segments = segments and width > MASKED_TOKENS
-        mask = _segments(trees) if in_segments else _mask(trees, width, device, dtype)
+        mask = _segments(trees) if in_segments else _masks(trees, width, model)
     return Packed(
         ids=torch.from_numpy(ids).to(device),
         depths=torch.from_numpy(depths).to(device),
@@ -251,14 +252,24 @@ def pack(
     )
 
 
-def _mask(trees: Sequence[TokenTree], width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _masks(trees: Sequence[TokenTree], width: int, model: PreTrainedModel) -> Tensor | dict[str, Tensor]:
     """0 where a token attends, -inf elsewhere; padding attends to itself, so that no row is empty."""
     visible = np.zeros((len(trees), width, width), np.bool_)
     visible[:, np.arange(width), np.arange(width)] = True
+    depths = np.zeros((len(trees), width), np.int64)
     for row, tree in enumerate(trees):
         visible[row, : tree.size, : tree.size] = tree.visible()
-    hidden = torch.from_numpy(~visible).to(device)
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)[:, None]
+        depths[row, : tree.size] = tree.depths
+    hidden, positions = (torch.from_numpy(each).to(model.device) for each in (~visible, depths))
+    kinds = LayerKinds.of(model.config)
+
+    def of_kind(kind: str) -> Tensor:
+        queries = positions[:, :, None]
+        beyond = kinds.hides(kind, queries - positions[:, None], queries)
+        mask = torch.zeros(hidden.shape, dtype=model.dtype, device=model.device)
+        return mask.masked_fill_(hidden if beyond is None else hidden | beyond, -torch.inf)[:, None]
+
+    return kinds.masks(of_kind)
 
 
 def _segments(trees: Sequence[TokenTree]) -> Tensor:
@@ -417,13 +428,16 @@ def takes_segments(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _row_equals_plain_rows(model: PreTrainedModel, own: OwnLogits | None, *, segments: bool) -> bool:
+    own = own or own_logits(model)
+    if not own.windows:
+        return False
+    (tree,) = token_trees(list(own.ids.cpu().numpy()), pair_cost=0.0, budget=10**6)
     try:
-        own = own or own_logits(model)
-        (tree,) = token_trees(list(own.ids.cpu().numpy()), pair_cost=0.0, budget=10**6)
-        packed = pack([tree], model.device, model.dtype)
-        if segments:
-            packed = replace(packed, mask=_segments([tree]))
-        output: Any = model(**packed.inputs)
+        with narrowed_windows(model):
+            packed = pack([tree], model)
+            if segments:
+                packed = replace(packed, mask=_segments([tree]))
+            output: Any = model(**packed.inputs)
     except FORWARD_ERRORS:
         return False  # It takes no such mask.
     together = output.logits.flatten(0, 1)[packed.places].unflatten(0, own.ids.shape)

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkerscript.engine.decoder import Decoder, KVCache
+from tinkerscript.engine.decoder import Decoder
 from tinkerscript.engine.grammars import Matcher
+from tinkerscript.engine.kv_cache import KVCache, RowState
 from tinkerscript.engine.sampling import Chosen, RowSettings, choose
 from tinkerscript.errors import EngineError
 
@@ -36,11 +37,7 @@ class Prefilled:
     logits: Tensor
     """(V,): after the last token."""
 
-    keys: list[Tensor]
-    """Per layer (kv_heads, P, head_dim)."""
-
-    values: list[Tensor]
-    """Per layer (kv_heads, P, head_dim)."""
+    state: RowState
 
 
 class PromptCache:
@@ -273,12 +270,14 @@ class RunningBatch:
         longest = max(self._lengths)
         lengths = torch.tensor(self._lengths, device=self._device)
         try:
-            self._cache.reserve(len(self._rows), longest + 1, self._cache.keys, self._cache.values)
+            self._cache.reserve(len(self._rows), longest + 1)
             logits = self._decoder.step(ids, lengths, longest, self._cache)
         except RuntimeError as error:
             # Most likely there is no memory, and the longest row needs most. The others take this step again:
-            # it has changed nothing but the position that it writes.
-            _fail(self._rows[self._lengths.index(longest)].request, error)
+            # it has changed nothing but the position that it writes, unless there are states.
+            longest_row = self._rows[self._lengths.index(longest)]
+            for row in self._rows if self._cache.is_recurrent else [longest_row]:
+                _fail(row.request, error)
             self._drop_done()
             return
         self._lengths = [length + 1 for length in self._lengths]
@@ -315,8 +314,8 @@ class RunningBatch:
         assert found is not None
         row = RunningRow(request, index, self._generator(request, index), found.logits)
         self._settings_of([row])  # One that torch does not take must not meet the rows that run.
-        self._cache.reserve(len(self._rows) + 1, len(request.prompt), found.keys, found.values)
-        self._cache.put(len(self._rows), found.keys, found.values)
+        self._cache.reserve(len(self._rows) + 1, len(request.prompt), found.state)
+        self._cache.put(len(self._rows), found.state, len(request.prompt))
         self._rows.append(row)
         self._lengths.append(len(request.prompt))
 
@@ -325,16 +324,18 @@ class RunningBatch:
         failed, and why."""
         failed: dict[Prompt, Exception] = {}
         running = {row.request.prompt: i for i, row in enumerate(self._rows)}
+        kept: set[Prompt] = set()
         for prompt in running.keys() & set(prompts):
-            row, end = running[prompt], len(prompt)
+            row = running[prompt]
             try:
-                keys = [k[row, :, :end].clone() for k in self._cache.keys]
-                values = [v[row, :, :end].clone() for v in self._cache.values]
+                state = self._cache.copy_of(row, self._lengths[row], len(prompt))
             except RuntimeError as error:
                 failed[prompt] = error
                 continue
-            self._prompts.put(prompt, Prefilled(self._rows[row].prompt_logits, keys, values))
-        for batch in _similar_lengths([prompt for prompt in prompts if prompt not in running]):
+            if state is not None:
+                self._prompts.put(prompt, Prefilled(self._rows[row].prompt_logits, state))
+                kept.add(prompt)
+        for batch in _similar_lengths([prompt for prompt in prompts if prompt not in kept | failed.keys()]):
             try:
                 self._prefill(batch)
             except Exception:  # noqa: BLE001 - each of them alone says whose it is
@@ -351,11 +352,9 @@ class RunningBatch:
         ids = torch.zeros(len(prompts), len(prompts[-1]), dtype=torch.long)
         for i, prompt in enumerate(prompts):
             ids[i, : len(prompt)] = torch.tensor(prompt)
-        logits, keys, values = self._decoder.prefill(ids.to(self._device), lengths)
-        for i, prompt in enumerate(prompts):
-            end = len(prompt)
-            own = Prefilled(logits[i], [k[i, :, :end] for k in keys], [v[i, :, :end] for v in values])
-            self._prompts.put(prompt, own)
+        logits, states = self._decoder.prefill(ids.to(self._device), lengths)
+        for i, (prompt, state) in enumerate(zip(prompts, states, strict=True)):
+            self._prompts.put(prompt, Prefilled(logits[i], state))
 
     def _generator(self, request: Request, index: int) -> np.random.Generator:
         if request.seed is None:

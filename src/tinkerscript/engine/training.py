@@ -166,7 +166,7 @@ class Trainer:
         backward: bool,
     ) -> tinker.ForwardBackwardOutput:
         """`slices`, run to the end."""
-        return run_to_end(self.slices(data, loss_fn, config, backward=backward))
+        return run_to_end(self.slices(data, loss_fn, config, backward=backward, entropies=not backward))
 
     def slices(
         self,
@@ -175,11 +175,12 @@ class Trainer:
         config: Mapping[str, float | str] | None,
         *,
         backward: bool,
+        entropies: bool = True,
     ) -> Generator[None, None, tinker.ForwardBackwardOutput]:
         """Accumulate the gradients of the summed loss; with `backward=False`, only compute the loss.
 
-        Yields after every microbatch. Returns `logprobs` float32 [T] per datum, without a backward pass also
-        `entropies` float32 [T] of the distributions that they are of, in nats, and the metric `loss:sum`.
+        Yields after every microbatch. Returns `logprobs` float32 [T] per datum, `entropies` float32 [T] of
+        the distributions that they are of, in nats, if they are wanted, and the metric `loss:sum`.
         Raises EngineRequestError, with nothing changed, for data that cannot train. A backward pass that
         fails later clears all gradients, since its own share of them is unknown, and makes the next
         `optim_step` fail, since that may be queued already.
@@ -188,7 +189,8 @@ class Trainer:
         losses_of = loss.configured(loss_fn, config)
         examples = [self._check(i, datum, loss_fn, loss.inputs) for i, datum in enumerate(data)]
         try:
-            return (yield from self._pass(examples, losses_of, (loss_fn, config), backward=backward))
+            named = loss_fn, config
+            return (yield from self._pass(examples, losses_of, named, backward=backward, entropies=entropies))
         except BaseException as error:
             if backward:
                 self._failure = f"{type(error).__name__}: {error}"
@@ -202,12 +204,15 @@ class Trainer:
         named: tuple[str, Mapping[str, float | str] | None],
         *,
         backward: bool,
+        entropies: bool,
     ) -> Generator[None, None, tinker.ForwardBackwardOutput]:
         """`named`: the loss and its config as they were given."""
         del named
         rows = self._rows(examples, self._microbatch_tokens)
         batches = microbatches(rows, self._microbatch_tokens, segments=self._segments)
-        outputs, loss_sum = yield from self._compute(examples, batches, losses_of, backward=backward)
+        outputs, loss_sum = yield from self._compute(
+            examples, batches, losses_of, backward=backward, entropies=entropies
+        )
         return self._output(outputs, loss_sum)
 
     def _compute(
@@ -217,18 +222,19 @@ class Trainer:
         losses_of: ConfiguredLoss,
         *,
         backward: bool,
+        entropies: bool,
     ) -> Generator[None, None, tuple[list[np.ndarray], float]]:
         """Log probabilities float32 [T] of each example, and the summed loss.
 
-        Without a backward pass, and for a loss that needs them, [2, T]: the second row has the entropies.
+        With `entropies`, and for a loss that needs them, [2, T]: the second row has the entropies.
         """
         outputs: list[np.ndarray] = [np.empty(0, np.float32)] * len(examples)
         loss_sum = 0.0
         for batch in batches:
-            packed = pack(batch, self.model.device, self.model.dtype, segments=self._segments)
+            packed = pack(batch, self.model, segments=self._segments)
             self.weights.activate()  # Sampling may have gone on since the last microbatch.
             with torch.set_grad_enabled(backward):
-                logprobs, loss = self._loss(packed, examples, losses_of)
+                logprobs, loss = self._loss(packed, examples, losses_of, entropies=entropies)
             if backward:
                 self._backward(loss)
             loss_sum += float(loss.detach())
@@ -309,10 +315,10 @@ class Trainer:
         )
 
     def _loss(
-        self, packed: Packed, examples: list[Example], losses_of: ConfiguredLoss
+        self, packed: Packed, examples: list[Example], losses_of: ConfiguredLoss, *, entropies: bool
     ) -> tuple[Tensor, Tensor]:
-        """Log probabilities of the targets (S,), with the entropies (2, S) if nothing is differentiated or
-        the loss needs them, and the summed loss of one microbatch."""
+        """Log probabilities of the targets (S,), or with the entropies (2, S) if they are wanted or the loss
+        needs them, and the summed loss of one microbatch."""
         device = self.model.device
         members = [examples[index] for index, _ in packed.sequences]
         arrays = {name: np.concatenate([e.inputs[name] for e in members]) for name in members[0].inputs}
@@ -327,7 +333,8 @@ class Trainer:
                 packed.places,
                 inputs["target_tokens"],
                 temperatures=temperatures,
-                with_entropies=losses_of.needs_entropy or not torch.is_grad_enabled(),
+                with_entropies=entropies,
+                entropy_gradients=losses_of.needs_entropy,
             )
         if found.dim() == 1:
             return found, losses_of(found, inputs).sum()
@@ -419,6 +426,10 @@ class Trainer:
         if state is not None:
             self.load_optimizer_state(state)
 
+    def drop_gradients(self) -> None:
+        """Forget what `forward_backward` has added up since the last step."""
+        self._drop_gradients()
+
     def reset_optimizer(self) -> None:
         """Drop moments, gradients and the record of a failed pass."""
         self._failure: str | None = None
@@ -475,13 +486,20 @@ class EmbeddedTrainingClient:
         data: list[tinker.Datum],
         loss_fn: tinker.types.LossFnType,
         loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        entropies: bool = False,
     ) -> APIFuture[tinker.ForwardBackwardOutput]:
         """Accumulate the gradients of the loss, a sum over the tokens of `data`.
 
-        The result has `logprobs` float32 [T] per datum, of its target tokens, and the metric `loss:sum`.
-        Raises EngineRequestError, with nothing changed, for data or a loss that cannot be used.
+        The result has `logprobs` float32 [T] per datum, of its target tokens, and the metric `loss:sum`; with
+        `entropies` also those, of the distributions that the targets are of. Raises EngineRequestError, with
+        nothing changed, for data or a loss that cannot be used.
         """
-        return self._run(data, loss_fn, loss_fn_config, backward=True)
+        return self._run(data, loss_fn, loss_fn_config, backward=True, entropies=entropies)
+
+    def drop_gradients(self) -> APIFuture[None]:
+        """Forget the gradients since the last step."""
+        return self._context.run(self._trainer.drop_gradients)
 
     def _run(
         self,
@@ -490,10 +508,11 @@ class EmbeddedTrainingClient:
         config: Mapping[str, float | str] | None,
         *,
         backward: bool,
+        entropies: bool = True,
     ) -> APIFuture[tinker.ForwardBackwardOutput]:
         return AwaitableConcurrentFuture(
             self._context.thread.call_in_slices(
-                lambda: self._trainer.slices(data, loss_fn, config, backward=backward)
+                lambda: self._trainer.slices(data, loss_fn, config, backward=backward, entropies=entropies)
             )
         )
 

@@ -77,9 +77,8 @@ class Credit:
         return found
 
     def _is_of_episodes(self, group: RolloutGroup, rule: AdvantageRule) -> bool:
-        if (
-            self.level == "episode" or rule.pass_k > 1 or rule.weights
-        ):  # Sets and scores are of whole episodes.
+        # Sets of episodes, and scores, belong to whole episodes.
+        if self.level == "episode" or rule.pass_k > 1 or rule.weights:
             return True
         has_own = any(episode.call_rewards for episode in group.episodes)
         return self.level == "turn" and self.discount == 1 and not has_own

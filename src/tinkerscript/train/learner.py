@@ -1,8 +1,9 @@
 """`Learner`: what a training step does to one policy's weights.
 
 It checks what was sampled, turns rewards into advantages, compares its own log probabilities with the
-sampler's, and takes the optimizer steps. Invariants: `AlignmentCheck` runs before the step's first gradient,
-so a step that it stops has changed no weights, and nothing trains that it has not passed.
+sampler's, and takes the optimizer steps. Where there is one of these, the forward pass of the comparison is
+its own, and its gradient waits. Invariant: `AlignmentCheck` runs before the first optimizer step, so a step
+that it stops has changed no weights, and nothing trains that it has not passed.
 """
 
 from __future__ import annotations
@@ -156,6 +157,9 @@ class Learner:
         self._old: dict[int, FloatArray] = {}
         """By `id` of those rollouts: float32 [T], the trainer's log probabilities before the update."""
 
+        self._computed: tinker.ForwardBackwardOutput | None = None
+        """What `forward_backward` of the batch answered, whose gradient waits for the optimizer step."""
+
         self._loss = loss = policy_loss(self.config)
         self._is_embedded = self.model.is_embedded
         self._loss_config = loss_config(self.config, loss)
@@ -273,11 +277,21 @@ class Learner:
         try:
             aligned = await self._check_groups(step, lag_of_version)
         except AlignmentError as error:
+            await self.drop_gradients()
             if not self.role:
                 raise
             raise AlignmentError(f"role {self.role}: {error}", name=error.name) from error
-        if aligned:
-            self._batch, self._measured = await self._token_advantages(aligned, step)
+        if aligned and self._computed is None:
+            self._batch, self._measured = await self._token_advantages(
+                [item for item, _ in aligned], [logprobs for _, logprobs in aligned], step
+            )
+        self._measured = self._entropy() | self._measured if aligned else {}
+
+    async def drop_gradients(self) -> None:
+        """Forget the gradient that waits for `train`, if one does."""
+        if self._computed is not None:
+            self._computed, self._batch, self._measured = None, [], {}
+            await cast("Any", self.client).drop_gradients()
 
     async def _check_groups(
         self, step: int, lag_of_version: Mapping[int, int] | None
@@ -293,7 +307,7 @@ class Learner:
         ]
         # Compare the sampler's log probabilities with the trainer's; if nothing is trainable, of one group.
         compared = batch or next(filter(None, (list(group.weighted(PLAIN)) for group in sound)), [])
-        aligned = await self._compare(compared, lag_of_version, step)
+        aligned = await self._compare(compared, lag_of_version, step, trains=bool(batch))
         self.alignment.siblings(self.groups, step=step)
         self.replayable = [each for each in self.groups if self.trains(each) and self.alignment.passed(each)]
         return aligned if batch else []
@@ -343,30 +357,61 @@ class Learner:
         ]
 
     async def _compare(
-        self, items: list[WeightedRollout], lag_of_version: Mapping[int, int] | None, step: int
+        self,
+        items: list[WeightedRollout],
+        lag_of_version: Mapping[int, int] | None,
+        step: int,
+        *,
+        trains: bool,
     ) -> list[tuple[WeightedRollout, FloatArray]]:
         """The sequences whose logprobs the trainer reproduces, each with the trainer's logprobs (float32 [T])
-        before any update of this step."""
+        before any update of this step. `trains`: whether a gradient of them is wanted."""
         if not items:
             return []
         if self.config.rollout_correction.bypass:
             return [(item, item.rollout.logprobs) for item in items]
-        datums = [to_scoring_datum(item.rollout, **self._more(item.rollout)) for item in items]
-        output = await self.client.forward(datums, "cross_entropy")
-        trainer = [_shifted(result["logprobs"]) for result in output.loss_fn_outputs]
-        entropies = [
-            _shifted(result["entropies"]) if "entropies" in result else None
-            for result in output.loss_fn_outputs
-        ]
+        if trains and self._takes_one_step(items):
+            results = await self._forward_backward(items, step)
+        else:
+            datums = [to_scoring_datum(item.rollout, **self._more(item.rollout)) for item in items]
+            results = (await self.client.forward(datums, "cross_entropy")).loss_fn_outputs
+        trainer = [_shifted(result["logprobs"]) for result in results]
+        entropies = [_shifted(result["entropies"]) if "entropies" in result else None for result in results]
         self.compared = [
             Compared(item.rollout, logprobs, entropy)
             for item, logprobs, entropy in zip(items, trainer, entropies, strict=True)
         ]
         of = {id(item): logprobs for item, logprobs in zip(items, trainer, strict=True)}
-        return [
-            (item, of[id(item)])
-            for item in self.alignment.compare(items, trainer, lags=lag_of_version, step=step)
-        ]
+        kept = self.alignment.compare(items, trainer, lags=lag_of_version, step=step)
+        if len(kept) < len(items):  # The gradient is that of sequences that must not train, too.
+            await self.drop_gradients()
+        return [(item, of[id(item)]) for item in kept]
+
+    def _takes_one_step(self, items: Sequence[WeightedRollout]) -> bool:
+        """Whether the loss of all `items` can be computed before they are compared, in one pass."""
+        config = self.config
+        return (
+            self._is_embedded  # What cannot drop a gradient again must not compute it.
+            and not self.role  # One policy's gradient is held while others are checked.
+            and not config.rollout_correction.is_on
+            and config.top_entropy == 1
+            and COVARIANT not in self._loss.inputs
+            and config.epochs_per_batch == 1
+            and min(self._minibatches(items), len(items)) == 1
+        )
+
+    async def _forward_backward(
+        self, items: list[WeightedRollout], step: int
+    ) -> list[Mapping[str, tinker.TensorData]]:
+        """What the forward pass of the only optimizer step says of each item; its gradient waits."""
+        self._batch, self._measured = await self._token_advantages(items, [], step)
+        (part,) = minibatches(self._batch, 1, seed=f"{self.seed}/{step}/0")
+        output = await cast("Any", self.client).forward_backward(
+            self._datums(part), self.config.loss_fn, self._loss_config or None, entropies=True
+        )
+        self._computed = output
+        of = {id(item.rollout): row for item, row in zip(part, output.loss_fn_outputs, strict=True)}
+        return [of[id(item.rollout)] for item in items]
 
     async def train(self, step: int) -> dict[str, float]:
         """One optimizer step for each minibatch of each epoch, on what `check` has passed.
@@ -374,6 +419,7 @@ class Learner:
         Returns `train/` metrics, which are means over the optimizer steps.
         """
         batch, self._batch = self._batch, []
+        computed, self._computed = self._computed, None
         rate = learning_rate(self.config, step, steps=self.config.steps)
         metrics = {
             "train/sequences": float(len(batch)),
@@ -384,14 +430,12 @@ class Learner:
             self.advantages = {id(item.rollout): item.advantages for item in batch}
             for item in batch:
                 self.report.add_trained(item.rollout)
-            size = self.config.minibatch_size
-            number = max(1, len(batch) // size) if size else self.config.minibatches
             parts = [
                 part
                 for epoch in range(self.config.epochs_per_batch)
-                for part in minibatches(batch, number, seed=f"{self.seed}/{step}/{epoch}")
+                for part in minibatches(batch, self._minibatches(batch), seed=f"{self.seed}/{step}/{epoch}")
             ]
-            results = [await self._minibatch(part, rate) for part in parts]
+            results = [await self._minibatch(part, rate, computed) for part in parts]
             if len(results) > 1 and (last := results[-1].get(KL_STEP)) is not None:
                 metrics[KL_STEP] = last
             for result in results:
@@ -404,14 +448,18 @@ class Learner:
             metrics |= self.replay.metrics(self.replayed)
         return metrics
 
+    def _minibatches(self, batch: Sequence[WeightedRollout]) -> int:
+        size = self.config.minibatch_size
+        return max(1, len(batch) // size) if size else self.config.minibatches
+
     async def _token_advantages(
-        self, aligned: list[tuple[WeightedRollout, FloatArray]], step: int
+        self, batch: list[WeightedRollout], olds: Sequence[FloatArray], step: int
     ) -> tuple[list[WeightedRollout], dict[str, float]]:
         """The sequences with the advantages that the loss gets: penalized, taught, corrected, and 0 where a
-        token is not to train."""
-        batch, olds = [item for item, _ in aligned], [old for _, old in aligned]
-        self._old = {id(item.rollout): old for item, old in aligned}
-        metrics = self._entropy()
+        token is not to train. `olds`: the trainer's log probabilities, float32 [T] each; empty if these are
+        not known yet and nothing needs them (`_takes_one_step`)."""
+        self._old = {id(item.rollout): old for item, old in zip(batch, olds, strict=False)}
+        metrics: dict[str, float] = {}
         if self._penalty is not None:
             batch, metrics["train/kl_start"] = await self._penalty.apply(batch)
         if self.distillation is not None:
@@ -457,21 +505,29 @@ class Learner:
         ]
         return {"train/entropy": float(np.concatenate(found).mean())} if found else {}
 
-    async def _minibatch(self, part: list[WeightedRollout], rate: float) -> dict[str, float]:
-        """One optimizer step. The loss is a sum over tokens, divided as `loss_mean` says."""
+    async def _minibatch(
+        self, part: list[WeightedRollout], rate: float, computed: tinker.ForwardBackwardOutput | None
+    ) -> dict[str, float]:
+        """One optimizer step. `computed`: what `forward_backward` of `part` answered, if it has."""
+        stepped = await optimizer_step(
+            self.client,
+            [] if computed else self._datums(part),
+            self.config,
+            loss_fn=cast(LossFnType, self.config.loss_fn),
+            loss_config=self._loss_config or None,
+            learning_rate=rate,
+            computed=computed,
+        )
+        moved = {} if computed else self._moved(part, stepped.logprobs)
+        return stepped.metrics | self._clipped(part, stepped.logprobs) | moved
+
+    def _datums(self, part: list[WeightedRollout]) -> list[tinker.Datum]:
+        """A minibatch for `loss_fn`. The loss is a sum over tokens, divided as `loss_mean` says."""
         config = self.config
         of_step = config.groups_per_step * config.replay_uses * config.group_size
         planned = config.minibatch_size or of_step / config.minibatches
         counts = divisors(part, config.loss_mean, episodes=planned)
-        stepped = await optimizer_step(
-            self.client,
-            [self._datum(item, count) for item, count in zip(part, counts, strict=True)],
-            config,
-            loss_fn=cast(LossFnType, config.loss_fn),
-            loss_config=self._loss_config or None,
-            learning_rate=rate,
-        )
-        return stepped.metrics | self._clipped(part, stepped.logprobs) | self._moved(part, stepped.logprobs)
+        return [self._datum(item, count) for item, count in zip(part, counts, strict=True)]
 
     def _datum(self, item: WeightedRollout, count: float) -> tinker.Datum:
         """A sequence for `loss_fn`, divided by `count`."""

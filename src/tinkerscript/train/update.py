@@ -76,6 +76,7 @@ class PolicyUpdate:
                     step=step.number, lag_of_version=by_version, replayed=self._replayed(each, step)
                 )
         except AlignmentError as error:
+            await self.own.drop_gradients()  # What stopped the step may be a role's.
             self._ledger.note(self._log.stopped(step, error))
             self.note_tokens(step, stopped=error.name)
             await self._ledger.commit(set_aside_rows(step.batch, step.number, str(error)))

@@ -17,6 +17,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 
 from small_models import sft_datum, small_model
+from tinkerscript.engine import decoder as decoder_module
 from tinkerscript.engine.decoder import FusedDecoder, HubDecoder
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.lora import LoraBase, merged, settings_of
@@ -257,19 +258,62 @@ def test_the_seed_decides_the_first_weights(random_model: Path) -> None:
     assert not one[1].any(), "B starts at 0"
 
 
-def test_what_cannot_have_an_adapter_is_refused_by_name(
-    engine: EmbeddedEngine, random_model: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_have_an_adapter_is_refused_by_name(engine: EmbeddedEngine) -> None:
     for settings, message in (
         (LoraSettings(0), "rank: must be 1 to 32"),
         (LoraSettings(4, targets=("q_porj",)), "'q_porj' is no linear module of qwen3"),
     ):
         with pytest.raises(EngineRequestError, match=message):
             engine.train_copy(lora=settings).result()
-    model = small_model("Qwen3Moe", num_key_value_heads=2, num_experts=4, moe_intermediate_size=16)
-    mixture = LoraBase(model, tmp_path, HubDecoder)
-    with pytest.raises(EngineRequestError, match="experts of a mixture"):
-        mixture.new_adapter(LORA)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}),
+        (
+            "GptOss",
+            {"num_local_experts": 4, "num_experts_per_tok": 2},
+        ),  # The weights are the other way round.
+    ],
+)
+def test_adapters_of_experts_are_pefts(
+    name: str, settings: dict[str, Any], random_model: Path, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    small_model(name, num_key_value_heads=2, head_dim=8, **settings).save_pretrained(base)
+    shutil.copy(random_model / "tokenizer.json", base)
+    with EmbeddedEngine(base, checkpoint_dir=tmp_path, lora=LORA) as engine:
+        client = engine.create_training_client()
+        losses = train(client, 4)
+        assert losses[-1] < losses[0] - 1
+        expected = logprobs(client)
+        path = Path(client.save_state("a").result().path)
+        response = engine.sample_copy(path).result().sample(PROMPT, 1, tinker.SamplingParams(max_tokens=8))
+        (sequence,) = response.result().sequences
+        other = engine.train_copy(path).result()
+        np.testing.assert_allclose(logprobs(other), expected, atol=1e-5)
+    config = json.loads((path / ADAPTER_CONFIG).read_text())
+    assert sorted(config["target_parameters"]) == ["experts.down_proj", "experts.gate_up_proj"]
+    read = PeftModel.from_pretrained(load_model(base), path)
+    for model in (read.eval(), merged(path)):
+        with torch.no_grad():
+            rows = [
+                model(input_ids=torch.tensor([each.model_input.to_ints()])).logits[0].log_softmax(-1)
+                for each in DATA
+            ]
+            ids = torch.tensor([[*PROMPT.to_ints(), *sequence.tokens]])
+            sampled = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[2:, 0]
+        found = [
+            row.gather(-1, torch.tensor(each.loss_fn_inputs["target_tokens"].to_numpy())[:, None])[:, 0]
+            for row, each in zip(rows, DATA, strict=True)
+        ]
+        np.testing.assert_allclose(torch.cat(found), expected, atol=1e-5)
+        np.testing.assert_allclose(sampled, sequence.logprobs, atol=1e-5)
+    config["r"] = 2
+    (path / ADAPTER_CONFIG).write_text(json.dumps(config))
+    with pytest.raises(EngineError, match="of another model"):
+        merged(path)
 
 
 def test_checkpoints_of_other_kinds_are_refused(
@@ -326,3 +370,39 @@ def test_tied_embeddings_are_untied_where_the_head_has_an_adapter(random_model: 
         whole = load_model(tmp_path / f"merged{tied}")
         assert whole.config.tie_word_embeddings is tied
         assert reference(whole).detach().numpy() == pytest.approx(expected, abs=1e-5)
+
+
+def test_decoders_and_training_take_turns_on_a_module_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree is walked when it computes with something else, and not at every token."""
+    walks: list[Any] = []
+    put = decoder_module._put_into_tree
+
+    def counted(*args: Any) -> None:
+        walks.append(args)
+        put(*args)
+
+    monkeypatch.setattr(decoder_module, "_put_into_tree", counted)
+    base = LoraBase(small_model("Gemma", head_dim=8, num_key_value_heads=2), Path("base"), HubDecoder)
+    adapters = [base.new_adapter(LORA) for _ in range(2)]
+    ids = torch.tensor([5, 6, 7, 8])
+
+    def scores(made: Any) -> torch.Tensor:
+        return torch.cat(list(made.score(ids)))
+
+    with torch.no_grad():
+        plain = scores(base.plain)
+        adapters[1].exaggerate()
+        decoders = [each.decoder() for each in adapters]
+        expected = [scores(each) for each in decoders]
+        assert not torch.equal(expected[0], expected[1])
+        assert len(walks) == 3
+        for _ in range(3):
+            assert torch.equal(scores(decoders[1]), expected[1])
+        assert len(walks) == 3, "nothing has changed"
+        adapters[0].activate()
+        assert torch.equal(base.model(input_ids=ids[None]).logits[0], expected[0])
+        assert torch.equal(scores(decoders[1]), expected[1])
+        base.new_adapter(LoraSettings(2, targets=("attn",)))
+        assert torch.equal(scores(decoders[1]), expected[1])
+        assert torch.equal(scores(base.plain), plain)
+    assert len(walks) == 6

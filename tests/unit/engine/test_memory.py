@@ -58,7 +58,7 @@ def group(*, branches: int = 3, prompt: int = 20, answer: int = 9) -> list[np.nd
 
 def shared_row(model: Any, *, segments: bool = False) -> Packed:
     trees = token_trees(group(), pair_cost=0.0, budget=10**6)
-    return pack(trees, model.device, model.dtype, segments=segments)
+    return pack(trees, model, segments=segments)
 
 
 def targets_of(packed: Packed) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ def test_logits_in_chunks_give_the_same_logprobs_and_gradients(
     for rows in (None, 7, 1):
         with torch.no_grad():
             both = target_logprobs(
-                model, packed.inputs, packed.places, targets, rows=rows, with_entropies=True
+                model, packed.inputs, packed.places, targets, rows=rows, entropy_gradients=True
             )
         torch.testing.assert_close(both, torch.stack([expected.detach(), entropies]), rtol=1e-5, atol=5e-6)
 
@@ -154,7 +154,7 @@ def test_entropies_have_their_gradients_in_chunks_too(rows: int | None, temperat
         targets,
         temperatures=np.full(len(targets), temperature, np.float32),
         rows=rows,
-        with_entropies=True,
+        entropy_gradients=True,
     )
     tolerance = 1e-6 if temperature != 1 else 1e-10  # Temperatures are float32.
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
@@ -184,7 +184,7 @@ def test_no_more_logits_than_a_chunk_are_held() -> None:
     with forward, torch.no_grad():
         target_logprobs(model, packed.inputs, packed.places, targets, rows=40)
     with entropies:
-        found = target_logprobs(model, packed.inputs, packed.places, targets, rows=40, with_entropies=True)
+        found = target_logprobs(model, packed.inputs, packed.places, targets, rows=40, entropy_gradients=True)
         gradients(model, found, torch.stack([weights, weights]))
     tokens = packed.ids.numel()
     assert whole.most[torch.float32] == tokens * 5000
@@ -221,7 +221,7 @@ def test_activation_checkpointing_changes_no_gradient(name: str, settings: dict[
     model = model_of(name, **settings)
     other = copy.deepcopy(model)
     checkpoint_activations(other)
-    packed = pack(token_trees(group()[:1], pair_cost=0.0, budget=100), model.device, model.dtype)
+    packed = pack(token_trees(group()[:1], pair_cost=0.0, budget=100), model)
     targets, weights = targets_of(packed)
     expected, found = (
         gradients(each, target_logprobs(each, packed.inputs, packed.places, targets), weights)
@@ -317,7 +317,7 @@ def test_a_long_row_holds_no_matrix_of_its_pairs() -> None:
     answers = [np.concatenate([stem, rng.integers(0, 64, 1024)]) for _ in range(2)]
     (tree,) = token_trees(answers, pair_cost=1e-6, budget=4096, segments=True)
     assert tree.size >= 4095
-    packed = pack([tree], model.device, model.dtype, segments=True)
+    packed = pack([tree], model, segments=True)
     with Sizes() as sizes:
         target_logprobs(
             model, packed.inputs, packed.places, torch.from_numpy(packed.places % 64)

@@ -19,11 +19,11 @@ from tinkerscript.engine.decoder import (
     Decoder,
     FusedDecoder,
     HubDecoder,
-    KVCache,
     decoder_for,
     decoder_gap,
     own_logits,
 )
+from tinkerscript.engine.kv_cache import KVCache, RowState
 from tinkerscript.engine.lora import LoraBase
 from tinkerscript.engine.packing import attend_in_segments, shares_prefixes
 from tinkerscript.engine.weights import LoraSettings
@@ -100,12 +100,13 @@ class OneTooEarly(FusedDecoder):
 class OneTooFew(FusedDecoder):
     """Does not attend to the newest token of a prompt when it decodes."""
 
-    def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        logits, keys, values = super().prefill(ids, lengths)
-        for row, length in enumerate(lengths.tolist()):
-            for each in (*keys, *values):
-                each[row, :, length - 1] = 0
-        return logits, keys, values
+    def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[RowState]]:
+        logits, states = super().prefill(ids, lengths)
+        for layer in (layer for state in states for layer in state):
+            for each in (layer.keys, layer.values):
+                assert each is not None
+                each[:, -1] = 0
+        return logits, states
 
 
 FAULTS: dict[str, tuple[Callable[[Any], None], type[FusedDecoder]]] = {

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tinkerscript.engine.decoder import FusedDecoder
+from tinkerscript.engine.kv_cache import RowState
 from tinkerscript.engine.running_batch import Request, RunningBatch, SampledRow
 from tinkerscript.engine.weights import load_model
 from tinkerscript.errors import EngineError
@@ -24,16 +25,14 @@ class FaultyDecoder(FusedDecoder):
 
     fails_at: str = ""
 
-    def prefill(
-        self, ids: torch.Tensor, lengths: torch.Tensor
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, list[RowState]]:
         there = (ids == BAD).any(-1)
         if self.fails_at == "prefill" and bool(there.any()):
             raise RuntimeError("out of memory")
-        logits, keys, values = super().prefill(ids, lengths)
+        logits, states = super().prefill(ids, lengths)
         if self.fails_at == "logits":
             logits[there] = torch.nan
-        return logits, keys, values
+        return logits, states
 
 
 class FaultyMatcher:

@@ -232,9 +232,13 @@ class RecordingClient:
         self._client = client
         self.trained: list[tinker.Datum] = []
 
-    def forward_backward(self, data: list[tinker.Datum], *args: Any) -> Any:
+    def forward_backward(self, data: list[tinker.Datum], *args: Any, **more: Any) -> Any:
         self.trained += data
-        return self._client.forward_backward(data, *args)
+        return self._client.forward_backward(data, *args, **more)
+
+    def drop_gradients(self) -> Any:
+        self.trained.clear()
+        return self._client.drop_gradients()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)

@@ -131,9 +131,9 @@ class Noted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.client, name)
 
-    def forward_backward(self, data: list[tinker.Datum], loss_fn: Any, config: Any) -> Any:
+    def forward_backward(self, data: list[tinker.Datum], loss_fn: Any, config: Any, **more: Any) -> Any:
         self.given.append((loss_fn, data))
-        return self.client.forward_backward(data, loss_fn, config)
+        return self.client.forward_backward(data, loss_fn, config, **more)
 
 
 def learner(

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
+import torch
 from msgspec import structs
 
 from rollout_helpers import make_accepted, make_call, make_episode, make_group, update
 from small_models import sft_datum
 from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.errors import ConfigError
+from tinkerscript.errors import AlignmentError, ConfigError
 from tinkerscript.ledger.rows import Use
 from tinkerscript.rollouts.advantages import RolloutGroup, WeightedRollout
 from tinkerscript.rollouts.alignment import AlignmentReport
@@ -52,10 +53,12 @@ class Recorded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.client, name)
 
-    def forward_backward(self, data: list[tinker.Datum], loss_fn: Any, loss_fn_config: Any) -> Any:
+    def forward_backward(
+        self, data: list[tinker.Datum], loss_fn: Any, loss_fn_config: Any, **more: Any
+    ) -> Any:
         self.calls.append(len(data))
         self.losses.append((loss_fn, loss_fn_config))
-        return self.client.forward_backward(data, loss_fn, loss_fn_config)
+        return self.client.forward_backward(data, loss_fn, loss_fn_config, **more)
 
     def optim_step(self, params: tinker.AdamParams) -> Any:
         self.calls.append(0)
@@ -718,3 +721,43 @@ async def test_every_setting_of_the_optimizer_reaches_it(
     client: Any = Recorded(engine)
     await optimizer_step(client, [to_datum(batch[0])], settings(**given), loss_fn="ppo", learning_rate=0.6)
     assert [params.model_dump() for params in client.params] == [given | ADAM | {"learning_rate": 0.6}]
+
+
+async def _trained(engine: EmbeddedEngine, *, in_one_pass: bool, **more: Any) -> tuple[Any, list[Any], Any]:
+    client = Recorded(engine)
+    (copy,) = [await engine.train_copy()]
+    client.client = copy
+    made = learner(client, minibatches=1, **more)
+    if not in_one_pass:
+        made._takes_one_step = lambda items: False  # type: ignore[method-assign]
+    metrics = [
+        await update(made, [group(3 * step, [1.0, 0.0, 0.5]), group(3 * step + 1, [0.0, 1.0])], step=step)
+        for step in (1, 2, 3)
+    ]
+    weights = [each.detach().clone() for each in copy._trainer.weights.parameters]
+    return weights, metrics, client.calls
+
+
+@pytest.mark.parametrize("more", [{}, {"loss_fn": "gspo"}, {"loss_mean": "tokens"}])
+async def test_one_pass_trains_bit_for_bit_what_two_do(engine: EmbeddedEngine, more: dict[str, Any]) -> None:
+    """The comparison takes the log probabilities of the training step's own forward pass."""
+    one, ones, calls = await _trained(engine, in_one_pass=True, **more)
+    two, twos, expected = await _trained(engine, in_one_pass=False, **more)
+    assert calls == expected == [5, 0] * 3
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert [each.keys() for each in ones] == [each.keys() for each in twos]
+    for a, b in zip(ones, twos, strict=True):
+        assert a == pytest.approx(b, abs=1e-6)
+
+
+async def test_what_is_misaligned_leaves_no_gradient(engine: EmbeddedEngine) -> None:
+    client = Recorded(engine)
+    made = learner(client, on_misalignment="stop", max_mean_dlogp=1e-9)
+    trainer: Any = client.client._trainer
+    with pytest.raises(AlignmentError):
+        await update(made, [group(0, [1.0, 0.0])], step=1)
+    assert client.calls == [2], "its gradient was computed, and no step taken"
+    assert all(each.grad is None for each in trainer.weights.parameters)
+    before = [each.detach().clone() for each in trainer.weights.parameters]
+    assert (await made.train(1))["train/sequences"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.weights.parameters, strict=True))

@@ -65,19 +65,20 @@ class Client:
         self.gap = 0.0
         self._folder = folder
 
-    async def forward(self, data: list[tinker.Datum], loss_fn: str) -> tinker.ForwardBackwardOutput:
+    async def forward(self, data: list[tinker.Datum], *_: Any, **__: Any) -> tinker.ForwardBackwardOutput:
         rows: list[Any] = []
         for datum in data:
-            length = len(datum.loss_fn_inputs["weights"].to_numpy())
+            length = len(datum.loss_fn_inputs["target_tokens"].to_numpy())
             rows.append(
                 {"logprobs": tinker.TensorData.from_numpy(np.full(length, self.gap - 0.5, np.float32))}
             )
-        return tinker.ForwardBackwardOutput(loss_fn_output_type="", loss_fn_outputs=rows, metrics={})
-
-    async def forward_backward(self, data: list[tinker.Datum], *_: Any) -> tinker.ForwardBackwardOutput:
         return tinker.ForwardBackwardOutput(
-            loss_fn_output_type="", loss_fn_outputs=[], metrics={"loss:sum": 1.0}
+            loss_fn_output_type="", loss_fn_outputs=rows, metrics={"loss:sum": 1.0}
         )
+
+    forward_backward = forward
+
+    async def drop_gradients(self) -> None: ...
 
     async def optim_step(self, _: tinker.AdamParams) -> tinker.types.OptimStepResponse:
         self.steps += 1

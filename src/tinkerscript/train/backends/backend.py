@@ -252,10 +252,12 @@ async def optimizer_step(
     loss_fn: LossFnType,
     loss_config: Mapping[str, float] | None = None,
     learning_rate: float,
+    computed: tinker.ForwardBackwardOutput | None = None,
 ) -> Stepped:
-    """One AdamW step on the summed loss of `datums`."""
+    """One AdamW step on the summed loss of `datums`. `computed`: what `forward_backward` of them has answered
+    already."""
     # Send both before awaiting either: a service executes the calls in order.
-    forward = client.forward_backward(datums, loss_fn, loss_config)
+    forward = None if computed else client.forward_backward(datums, loss_fn, loss_config)
     optim = client.optim_step(
         tinker.AdamParams(
             learning_rate=learning_rate,
@@ -264,7 +266,9 @@ async def optimizer_step(
             **ADAM,
         )
     )
-    output, stepped = await forward, await optim
+    output = computed if forward is None else await forward
+    assert output is not None
+    stepped = await optim
     own = {f"train/{name}": value for name, value in (stepped.metrics or {}).items()}
     rows = [row["logprobs"].to_numpy() for row in output.loss_fn_outputs if "logprobs" in row]
     return Stepped({"train/loss": output.metrics["loss:sum"], **own}, rows)

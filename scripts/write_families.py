@@ -1,0 +1,49 @@
+"""Writes the table of families into docs/models.md. Run it after changing tests/model_families.py.
+
+tests/acceptance/test_families.py holds the engine to every line."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from model_families import FAMILIES, Family  # noqa: E402
+
+TARGET = ROOT / "docs" / "models.md"
+BEGIN, END = "<!-- families: scripts/write_families.py -->", "<!-- end of families -->"
+KEPT = {
+    "full_attention": "keys and values",
+    "attention": "keys and values",
+    "sliding_attention": "a window",
+    "chunked_attention": "a chunk",
+    "linear_attention": "a state",
+    "mamba": "a state",
+    "conv": "a convolution",
+    "hybrid": "a state, keys and values",
+}
+
+
+def render() -> str:
+    lines = ["| family | decoder | layers keep | LoRA's targets | shares prefixes |", "|---|---|---|---|---|"]
+    return "\n".join([*lines, *map(_line, FAMILIES)])
+
+
+def _line(family: Family) -> str:
+    kept = "; ".join(dict.fromkeys(KEPT[kind] for kind in family.kinds.kinds if kind in KEPT))
+    decoder = "fused" if family.is_fused else "own forward pass"
+    targets = "all" if family.targets == Family.targets else ", ".join(family.targets)
+    return f"| {family.name} | {decoder} | {kept} | {targets} | {'yes' if family.shares else 'no'} |"
+
+
+def page() -> str:
+    """docs/models.md with the table as it should be."""
+    text = TARGET.read_text(encoding="utf-8")
+    return re.sub(f"(?s){BEGIN}.*{END}", lambda _: f"{BEGIN}\n{render()}\n{END}", text)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(page(), encoding="utf-8")

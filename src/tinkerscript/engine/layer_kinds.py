@@ -1,0 +1,99 @@
+"""`LayerKinds`: what each layer of a model looks back on: the whole text, a window, a chunk, or a state.
+
+Invariant: a window is proved before it is relied upon. Proofs run on short texts, so `narrowed_windows` makes
+the windows of a model shorter still; one that cannot be narrowed shows no effect, and is not proved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+
+RECURRENT = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
+"""transformers' names of layers with a state: a convolution's last inputs, a recurrence, or both. `hybrid`
+attends too."""
+
+WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
+"""What Hugging Face's configs call the width of local attention."""
+
+NARROW = 3
+"""The width of windows in a proof, whose texts have 12 tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKinds:
+    kinds: tuple[str, ...]
+    """transformers' `layer_types`."""
+
+    width: int
+    """Tokens of a window, the newest among them, or of a chunk; 0 if no layer is local."""
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> LayerKinds:
+        """As transformers' caches infer them."""
+        settings: Any = config.get_text_config()
+        width: int = getattr(settings, "sliding_window", None) or 0
+        chunk: int = getattr(settings, "attention_chunk_size", None) or 0
+        kinds: list[str] | None = getattr(settings, "layer_types", None)
+        if kinds is None:
+            kinds = [SLIDING if width else FULL] * settings.num_hidden_layers
+        if CHUNKED in kinds:
+            return cls(tuple(kinds), chunk)
+        return cls(tuple(kinds), width if SLIDING in kinds else 0)
+
+    @property
+    def are_recurrent(self) -> bool:
+        """Whether a layer has a state."""
+        return not RECURRENT.isdisjoint(self.kinds)
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens a layer needs at most; None: all."""
+        return self.width if layer < len(self.kinds) and self.kinds[layer] == SLIDING else None
+
+    def masks(self, of_kind: Callable[[str], Tensor]) -> Tensor | dict[str, Tensor]:
+        """What a model takes as its `attention_mask`: one mask, or one for each kind of its layers."""
+        kinds = [kind for kind in (FULL, SLIDING, CHUNKED) if kind in self.kinds]
+        if len(kinds) < 2:
+            return of_kind(kinds[0] if kinds else FULL)
+        return {kind: of_kind(kind) for kind in kinds}
+
+    def hides(self, kind: str, distances: Tensor, queries: Tensor) -> Tensor | None:
+        """Whether a layer of `kind` does not look back so far: bool, of the shape of `distances`, the tokens
+        between queries at the positions `queries` and keys. None: it looks back to the first token."""
+        if kind == SLIDING:
+            return distances >= self.width
+        if kind == CHUNKED:
+            return distances > queries % self.width
+        return None
+
+
+def is_local(config: PreTrainedConfig) -> bool:
+    """Whether a layer attends to only part of the text; without a list of layers, whether one might."""
+    settings: Any = config.get_text_config()
+    kinds: list[str] | None = getattr(settings, "layer_types", None) or getattr(
+        settings, "attention_layers", None
+    )
+    if kinds is not None:
+        return any(kind in (SLIDING, CHUNKED, "local") for kind in kinds)
+    return any(isinstance(getattr(settings, name, None), int) for name in WINDOWS)
+
+
+@contextmanager
+def narrowed_windows(model: PreTrainedModel) -> Generator[None]:
+    """A context in which the windows of `model` have `NARROW` tokens, or fewer if they had fewer."""
+    holders: list[Any] = [model.config.get_text_config(), *model.modules()]
+    with ExitStack() as undo:
+        for holder in holders:
+            for name in WINDOWS:
+                width = getattr(holder, name, None)
+                if isinstance(width, int) and not isinstance(width, bool) and width > NARROW:
+                    setattr(holder, name, NARROW)
+                    undo.callback(setattr, holder, name, width)
+        yield

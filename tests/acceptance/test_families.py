@@ -1,0 +1,89 @@
+"""Every family of `model_families`, through the whole engine: what its table says is what the engine does.
+
+The prompts are shorter than a window, and three windows long.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+import torch
+import transformers
+
+from model_families import CONTEXT, FAMILIES, Family
+from small_models import sft_datum
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.training import EmbeddedTrainingClient
+from tinkerscript.engine.weights import LoraSettings
+
+PROMPTS = [[5, 6, 7], [2 + (7 * i) % 61 for i in range(48)]]
+REPLY = 20
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
+def family(request: pytest.FixtureRequest) -> Family:
+    return request.param
+
+
+@pytest.fixture
+def folder(family: Family, random_model: Path, tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    kind = transformers.AutoModelForCausalLM
+    if "text_config" in family.settings:
+        kind = transformers.AutoModelForImageTextToText
+    model = kind.from_config(family.config)
+    for weight in model.parameters():
+        weight.data *= family.scale if weight.dim() > 1 else 1
+    model.save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(random_model / name, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def gap(engine: EmbeddedEngine, training: EmbeddedTrainingClient) -> np.ndarray:
+    """|sampler - trainer| in nats, of each token of two replies to each of `PROMPTS`."""
+    client = training.save_weights_and_get_sampling_client().result()
+    params = tinker.SamplingParams(max_tokens=REPLY, stop=[])
+    futures = [client.sample(tinker.ModelInput.from_ints(prompt), 2, params) for prompt in PROMPTS]
+    replies = [
+        (prompt, sequence)
+        for prompt, future in zip(PROMPTS, futures, strict=True)
+        for sequence in future.result().sequences
+    ]
+    assert engine.max_context == CONTEXT
+    output = training.forward([sft_datum(prompt + each.tokens) for prompt, each in replies], "cross_entropy")
+    return np.abs(
+        [
+            np.array(each.logprobs) - result["logprobs"].to_numpy()[-REPLY:]
+            for (_, each), result in zip(replies, output.result().loss_fn_outputs, strict=True)
+        ]
+    )
+
+
+def test_the_sampler_is_the_trainer_at_full_context(family: Family, folder: Path, tmp_path: Path) -> None:
+    with EmbeddedEngine(folder, checkpoint_dir=tmp_path) as engine:
+        assert gap(engine, engine.create_training_client()).max() < 1e-5
+        assert engine.shares_prefixes == family.shares
+        assert engine.is_fused == family.is_fused
+
+
+def test_a_lora_trains(family: Family, folder: Path, tmp_path: Path) -> None:
+    lora = LoraSettings(4, targets=family.targets)
+    with EmbeddedEngine(folder, checkpoint_dir=tmp_path, lora=lora) as engine:
+        training = engine.create_training_client()
+        data = [sft_datum(prompt) for prompt in PROMPTS]
+        before = training.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
+        training.optim_step(tinker.AdamParams(learning_rate=0.01)).result()
+        assert training.forward(data, "cross_entropy").result().metrics["loss:sum"] < before - 1
+        assert gap(engine, training).max() < 1e-5
+
+
+def test_bfloat16_diverges_by_rounding_alone(family: Family, folder: Path, tmp_path: Path) -> None:
+    with EmbeddedEngine(
+        folder, checkpoint_dir=tmp_path, dtype="bfloat16", lora=LoraSettings(4, targets=family.targets)
+    ) as engine:
+        assert gap(engine, engine.create_training_client()).mean() < 0.02

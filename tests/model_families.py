@@ -1,0 +1,273 @@
+"""Small random models of the families that people train: what the engine can do with each of them.
+
+`scripts/write_families.py` makes the table of docs/models.md from what `examine` finds, and
+`tests/unit/engine/test_families.py` holds every family to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+
+from tinkerscript.engine.layer_kinds import LayerKinds
+
+CONTEXT = 256
+
+SHAPE: dict[str, Any] = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "max_position_embeddings": CONTEXT, "pad_token_id": None},
+    **{"bos_token_id": None, "eos_token_id": 1},
+}
+GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
+HEADS: dict[str, Any] = {"head_dim": 8, **GROUPED}
+WINDOW: dict[str, Any] = {"sliding_window": 16}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT: dict[str, Any] = {
+    **{"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8},
+    **{"qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, **EXPERTS, "n_group": 1},
+    **{"topk_group": 1, "first_k_dense_replace": 1},
+}
+LINEAR: dict[str, Any] = {
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2},
+    **{"linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
+}
+MIXED: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], **WINDOW}
+
+TOWER: dict[str, Any] = {
+    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"image_size": 28, "patch_size": 14},
+}
+QWEN_TOWER: dict[str, Any] = {
+    **{"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
+    **{"deepstack_visual_indexes": []},
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family, and what the engine is held to with it."""
+
+    name: str
+    architecture: str
+    """Its config is transformers' `<architecture>Config`."""
+
+    settings: dict[str, Any]
+    is_fused: bool = False
+    shares: bool = True
+    """Whether training computes a shared prefix once."""
+
+    targets: tuple[str, ...] = ("attn", "mlp", "unembed")
+    """Of a LoRA."""
+
+    scale: float = 4
+    """Of its random weights, so large that attention is not uniform, and windows are felt."""
+
+    @property
+    def config(self) -> transformers.PretrainedConfig:
+        named = self.settings if "text_config" in self.settings else SHAPE | self.settings
+        return getattr(transformers, f"{self.architecture}Config")(**named)
+
+    @property
+    def kinds(self) -> LayerKinds:
+        return LayerKinds.of(self.config)
+
+
+FAMILIES = [
+    Family("Llama", "Llama", GROUPED, is_fused=True),
+    Family("Qwen 2", "Qwen2", GROUPED, is_fused=True),
+    Family("Qwen 3", "Qwen3", HEADS, is_fused=True),
+    Family("Mistral", "Mistral", {"sliding_window": None, **GROUPED}, is_fused=True),
+    Family("Mistral with a window", "Mistral", {**WINDOW, **GROUPED}),
+    Family("Ministral", "Ministral", {**MIXED, **HEADS}),
+    Family("Ministral 3", "Ministral3", {**HEADS}),
+    Family("GPT-2", "GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}),
+    Family("GPT-NeoX (Pythia)", "GPTNeoX", {}),
+    Family("Gemma", "Gemma", HEADS),
+    Family("Gemma 2", "Gemma2", {**MIXED, **HEADS}),
+    Family("Gemma 3 (text)", "Gemma3Text", {**MIXED, **HEADS}),
+    Family(
+        "Gemma 3 with a vision tower",
+        "Gemma3",
+        {"text_config": {**SHAPE, **MIXED, **HEADS}, "vision_config": TOWER},
+    ),
+    Family(
+        "Gemma 4 (text)",
+        "Gemma4Text",
+        {**MIXED, **HEADS, "global_head_dim": 8, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    ),
+    Family("Phi", "Phi", {}),
+    Family("Phi 3", "Phi3", {"pad_token_id": 0, **GROUPED}),
+    Family("Phi 3 with a window", "Phi3", {"pad_token_id": 0, **WINDOW, **GROUPED}),
+    Family("OLMo 2", "Olmo2", GROUPED),
+    Family("OLMo 3", "Olmo3", {**MIXED, **GROUPED}),
+    Family("SmolLM 3", "SmolLM3", {"pad_token_id": 0, **GROUPED}),
+    Family("GLM", "Glm", HEADS),
+    Family("GLM 4", "Glm4", HEADS),
+    Family("Granite", "Granite", GROUPED),
+    Family("Cohere (Command R)", "Cohere", GROUPED),
+    Family("Cohere 2", "Cohere2", {**MIXED, **GROUPED}),
+    Family("EXAONE 4", "Exaone4", {**MIXED, **GROUPED}),
+    Family("StarCoder 2", "Starcoder2", {**GROUPED, **WINDOW}),
+    Family("StableLM", "StableLm", GROUPED),
+    Family("Nemotron", "Nemotron", GROUPED),
+    Family("Helium", "Helium", HEADS),
+    Family("Apertus", "Apertus", GROUPED),
+    Family("Seed-OSS", "SeedOss", HEADS),
+    Family("Hunyuan", "HunYuanDenseV1", HEADS),
+    Family("ERNIE 4.5", "Ernie4_5", HEADS),
+    Family("Arcee", "Arcee", GROUPED),
+    Family("nanochat", "NanoChat", GROUPED),
+    Family(
+        "Qwen 2 MoE",
+        "Qwen2Moe",
+        {**GROUPED, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    ),
+    Family("Qwen 3 MoE", "Qwen3Moe", {**HEADS, **EXPERTS, "num_experts": 4}),
+    Family("Mixtral", "Mixtral", {**GROUPED, "num_local_experts": 4}),
+    Family("Phi 3.5 MoE", "Phimoe", {**GROUPED, "num_local_experts": 4}),
+    Family("OLMoE", "Olmoe", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
+    Family(
+        "GLM 4 MoE",
+        "Glm4Moe",
+        {
+            **HEADS,
+            **EXPERTS,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    Family(
+        "MiniMax M2",
+        "MiniMaxM2",
+        {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    Family(
+        "gpt-oss",
+        "GptOss",
+        {**MIXED, **HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    Family("DeepSeek V2", "DeepseekV2", LATENT),
+    Family("DeepSeek V3, Kimi K2", "DeepseekV3", LATENT),
+    Family("GLM 4.7 Flash", "Glm4MoeLite", LATENT),
+    Family(
+        "Qwen 3 Next",
+        "Qwen3Next",
+        {**HEADS, **LINEAR, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
+        shares=False,
+    ),
+    Family("Qwen 3.5", "Qwen3_5Text", {**HEADS, **LINEAR}, shares=False),
+    Family(
+        "Qwen 3.5 with a vision tower",
+        "Qwen3_5",
+        {"text_config": {**SHAPE, **HEADS, **LINEAR}, "vision_config": QWEN_TOWER},
+        shares=False,
+    ),
+    Family(
+        "Qwen 3.5 MoE",
+        "Qwen3_5MoeText",
+        {**HEADS, **LINEAR, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
+        shares=False,
+    ),
+    Family(
+        "LFM 2",
+        "Lfm2",
+        {**GROUPED, "layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+        shares=False,
+    ),
+    Family(
+        "Falcon H1",
+        "FalconH1",
+        {
+            **GROUPED,
+            "mamba_d_ssm": 32,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 16,
+        },
+        shares=False,
+    ),
+    Family(
+        "Granite 4 (hybrid)",
+        "GraniteMoeHybrid",
+        {
+            **GROUPED,
+            "layer_types": ["mamba", "attention"],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 1,
+            "shared_intermediate_size": 48,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "mamba_chunk_size": 16,
+        },
+        shares=False,
+    ),
+    Family(
+        "Llama 4 (text)",
+        "Llama4Text",
+        {
+            **HEADS,
+            "attention_chunk_size": 16,
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 48,
+            "layer_types": ["chunked_attention", "full_attention"],
+        },
+    ),
+    Family(
+        "Nemotron H",
+        "NemotronH",
+        {
+            **HEADS,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+            "chunk_size": 16,
+            "hybrid_override_pattern": "M*",
+        },
+        shares=False,
+        targets=("q_proj", "k_proj", "v_proj", "o_proj", "unembed"),
+        scale=1,
+    ),
+    Family(
+        "Bamba",
+        "Bamba",
+        {
+            **GROUPED,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 1,
+            "attn_layer_indices": [1],
+            "mamba_chunk_size": 16,
+        },
+        shares=False,
+    ),
+    Family(
+        "Jamba",
+        "Jamba",
+        {
+            **GROUPED,
+            "num_experts": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "use_mamba_kernels": False,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+        },
+        shares=False,
+    ),
+    Family(
+        "MPT (ALiBi)",
+        "Mpt",
+        {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": CONTEXT},
+        shares=False,
+    ),
+]

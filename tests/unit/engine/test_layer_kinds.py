@@ -1,0 +1,134 @@
+"""Windows, chunks and states: the proofs refuse a decoder, and a shared row, that gets one wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from model_families import FAMILIES
+from tinkerscript.engine.decoder import HubDecoder, decoder_for, own_logits
+from tinkerscript.engine.kv_cache import KVCache, LayerCache, RowState
+from tinkerscript.engine.layer_kinds import NARROW, LayerKinds, narrowed_windows
+from tinkerscript.engine.packing import shares_prefixes
+from tinkerscript.errors import EngineError
+
+
+def model_of(name: str) -> Any:
+    (family,) = (each for each in FAMILIES if each.name == name)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(family.config).eval()
+    for weight in model.parameters():
+        weight.data *= family.scale if weight.dim() > 1 else 1
+    return model
+
+
+def no_ring(self: LayerCache, length: int) -> int:
+    """All positions are kept, and attended to."""
+    return length
+
+
+def wider(self: LayerKinds, layer: int) -> int | None:
+    return self.width + 1 if self.kinds[layer] == "sliding_attention" else None
+
+
+def narrower(self: LayerKinds, layer: int) -> int | None:
+    return self.width - 1 if self.kinds[layer] == "sliding_attention" else None
+
+
+def never_too_far(self: LayerKinds, kind: str, distances: Tensor, queries: Tensor) -> None:
+    """Nothing is hidden."""
+
+
+PUT = KVCache.put
+
+
+def state_of_the_first_row(self: KVCache, row: int, state: RowState, length: int) -> None:
+    PUT(self, row, state, length)
+    for layer in self.layers:
+        for each in layer.states:
+            each[row] = each[0]
+
+
+FAULTS: list[tuple[str, type, str, Callable[..., Any]]] = [
+    ("gpt-oss", LayerCache, "places", no_ring),
+    ("gpt-oss", LayerKinds, "window", wider),
+    ("Gemma 3 (text)", LayerKinds, "window", narrower),
+    ("Gemma 3 with a vision tower", LayerKinds, "window", narrower),
+    ("Mistral with a window", LayerKinds, "window", wider),
+    ("Llama 4 (text)", LayerKinds, "hides", never_too_far),
+    ("Qwen 3 Next", KVCache, "put", state_of_the_first_row),
+    ("LFM 2", KVCache, "put", state_of_the_first_row),
+    ("Falcon H1", KVCache, "put", state_of_the_first_row),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "attribute", "fault"),
+    FAULTS,
+    ids=[f"{name}: {fault.__name__}" for name, _, _, fault in FAULTS],
+)
+def test_a_decoder_that_looks_too_far_or_not_far_enough_is_refused(
+    name: str, owner: type, attribute: str, fault: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(name)
+    own = own_logits(model)
+    monkeypatch.setattr(owner, attribute, fault)
+    with pytest.raises(EngineError, match="cannot be decoded exactly"):
+        decoder_for(model, own, frozen=True)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "Mistral with a window", "Llama 4 (text)"])
+def test_a_shared_row_that_looks_too_far_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(name)
+    own = own_logits(model)
+    assert shares_prefixes(model, own)
+    monkeypatch.setattr(LayerKinds, "hides", never_too_far)
+    assert not shares_prefixes(model, own)
+
+
+def test_windows_are_narrow_for_the_proof_alone() -> None:
+    model = model_of("gpt-oss")
+    with narrowed_windows(model), narrowed_windows(model):
+        assert LayerKinds.of(model.config).width == NARROW
+        assert {layer.self_attn.sliding_window for layer in model.model.layers} == {NARROW, None}
+    assert LayerKinds.of(model.config).width == 16
+    assert {layer.self_attn.sliding_window for layer in model.model.layers} == {16, None}
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "Qwen 3 Next"])
+def test_a_row_that_moves_is_decoded_as_before(name: str) -> None:
+    """Of prompts of three windows and of less than one, whose places are taken by one another's."""
+    model = model_of(name)
+    decoder = HubDecoder(model, shares=True)
+    ids = torch.randint(64, (2, 60), generator=torch.Generator().manual_seed(0))
+    lengths = torch.tensor([48, 5])
+    with torch.no_grad():
+        own = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+        _, states = decoder.prefill(ids[:, :48], lengths)
+        cache = KVCache()
+        for row, (state, length) in enumerate(zip(states, lengths.tolist(), strict=True)):
+            cache.reserve(row + 1, length, state)
+            cache.put(row, state, length)
+        for _ in range(3):
+            cache.reserve(2, int(lengths.max()) + 1)
+            decoder.step(ids[torch.arange(2), lengths], lengths, int(lengths.max()), cache)
+            lengths = lengths + 1
+        cache.move(0, 1, int(lengths[0]))
+        end = int(lengths[0])
+        found = decoder.step(ids[[0, 0], end], lengths[[0, 0]], end, cache).log_softmax(-1)
+    torch.testing.assert_close(found, own[[0, 0], end], atol=1e-5, rtol=0)
+
+
+def test_a_ring_is_not_the_storage_of_all_positions() -> None:
+    model = model_of("gpt-oss")
+    ids = torch.zeros(1, 48, dtype=torch.long)
+    with torch.no_grad():
+        _, (state,) = HubDecoder(model, shares=True).prefill(ids, torch.tensor([48]))
+    cache = KVCache()
+    cache.reserve(1, 100, state)
+    assert [layer.keys.shape[2] for layer in cache.layers] == [16, 100]
