@@ -254,7 +254,7 @@ class FusedDecoder(Decoder):
     def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[RowState]]:
         x, keys, values = self._hidden(ids)
         last = x[torch.arange(len(ids), device=ids.device), lengths - 1]
-        states = [
+        states: list[RowState] = [
             [LayerState(k[row, :, :end], v[row, :, :end]) for k, v in zip(keys, values, strict=True)]
             for row, end in enumerate(lengths.tolist())
         ]
@@ -409,7 +409,7 @@ class HubDecoder(Decoder):
         last = output.last_hidden_state[torch.arange(len(ids), device=ids.device), lengths - 1]
         logits = head_logits(self._model, output, last[:, None])[:, 0]
         layers: list[Any] = list(cache.layers)
-        states = [
+        states: list[RowState] = [
             [_state_of(layer, row, end, kinds.window(index)) for index, layer in enumerate(layers)]
             for row, end in enumerate(lengths.tolist())
         ]
@@ -525,7 +525,7 @@ class _SlotState(LinearAttentionLayer):
         _take_states(self, kept, rows)
 
 
-class _SlotLayerWithState(_SlotLayer, LinearAttentionLayer):
+class _SlotLayerWithState(_SlotLayer, LinearAttentionLayer):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A layer that has both."""
 
     def __init__(self, kept: LayerCache, lengths: Tensor, longest: int) -> None:

@@ -41,9 +41,8 @@ class LayerKinds:
         settings: Any = config.get_text_config()
         width: int = getattr(settings, "sliding_window", None) or 0
         chunk: int = getattr(settings, "attention_chunk_size", None) or 0
-        kinds: list[str] | None = getattr(settings, "layer_types", None)
-        if kinds is None:
-            kinds = [SLIDING if width else FULL] * settings.num_hidden_layers
+        named: list[str] | None = getattr(settings, "layer_types", None)
+        kinds = named or [SLIDING if width else FULL] * settings.num_hidden_layers
         if CHUNKED in kinds:
             return cls(tuple(kinds), chunk)
         return cls(tuple(kinds), width if SLIDING in kinds else 0)

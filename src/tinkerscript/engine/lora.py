@@ -332,7 +332,8 @@ def _outside_of_text(model: PreTrainedModel) -> set[nn.Module]:
     """Modules for images and sounds, which no text reaches."""
     if model.config.get_text_config() is model.config:
         return set()
-    text, head = model.get_decoder(), model.get_output_embeddings()
+    text: Any = model.get_decoder()
+    head: Any = model.get_output_embeddings()
     return set(model.modules()) - set(text.modules()) - set(head.modules())
 
 
@@ -411,13 +412,13 @@ def _with_experts(
         target_parameters=names,
     )
     tree: Any = get_peft_model(model, config, adapter_name="merged")
-    try:
-        for path, pair in experts.items():
+    for path, pair in experts.items():
+        try:
             layer: Any = tree.base_model.model.get_submodule(path)
             for factor, tensor in zip((layer.lora_A, layer.lora_B), pair, strict=True):
                 factor["merged"].load_state_dict({"weight": tensor})
-    except (AttributeError, RuntimeError) as error:
-        raise EngineError(f"the adapter is of another model: {path} does not fit") from error
+        except (AttributeError, RuntimeError) as error:
+            raise EngineError(f"the adapter is of another model: {path} does not fit") from error
     return tree.merge_and_unload()
 
 
