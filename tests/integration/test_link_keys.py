@@ -145,7 +145,7 @@ def test_keys_are_made_once_and_for_their_owner_alone(tmp_path: Path) -> None:
 
 
 def test_keys_that_cannot_be_used_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.key_secret holds no key.*copy the folder 'link_keys'"):
+    with pytest.raises(ConfigError, match=r"trainer\.key_secret contains no key.*copy the folder 'link_keys'"):
         load_trainer_keys(tmp_path)
     folder = tmp_path / "link_keys"
     make_link_keys(folder)
@@ -154,10 +154,10 @@ def test_keys_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         load_server_keys(folder)
     (folder / "server.key_secret").chmod(0o600)
     (folder / "trainer.key").write_text('public-key = "short"\n')
-    with pytest.raises(ConfigError, match=r"trainer\.key holds no key"):
+    with pytest.raises(ConfigError, match=r"trainer\.key contains no key"):
         load_server_keys(folder)
     (folder / "trainer.key_secret").write_bytes((folder / "server.key").read_bytes())
-    with pytest.raises(ConfigError, match=r"trainer\.key_secret holds no secret key"):
+    with pytest.raises(ConfigError, match=r"trainer\.key_secret contains no secret key"):
         load_trainer_keys(folder)
     with pytest.raises(ConfigError, match="cannot create the link's keys"):
         make_link_keys(tmp_path / "nowhere" / "link_keys")

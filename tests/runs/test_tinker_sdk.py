@@ -438,7 +438,7 @@ def test_a_session_can_be_looked_up_and_finished(wire: Wire, random_model: Path)
         assert rest.get_sampler(found.sampler_ids[0]).result().base_model == "random"
         assert len(greedy(sampler)) == 8
     assert client.model_id not in wire.state.runs
-    with pytest.raises(tinker.APIStatusError, match="over"):
+    with pytest.raises(tinker.APIStatusError, match="has ended"):
         httpx_post(wire, "session_heartbeat", {"session_id": session_id})
 
 
