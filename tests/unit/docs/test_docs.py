@@ -65,9 +65,8 @@ def test_links_lead_to_pages_and_headings(page: Path) -> None:
 def configs() -> Iterator[Any]:
     """Each YAML block of the docs, as a run's config."""
     for page in PAGES:
-        blocks = re.findall(
-            r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-        )
+        text = page.read_text(encoding="utf-8")
+        blocks = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
         for number, block in enumerate(blocks, 1):
             yield pytest.param(block, id=f"{page.relative_to(ROOT).as_posix()} {number}")
 
