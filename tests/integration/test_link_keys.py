@@ -145,7 +145,9 @@ def test_keys_are_made_once_and_for_their_owner_alone(tmp_path: Path) -> None:
 
 
 def test_keys_that_cannot_be_used_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.key_secret contains no key.*copy the folder 'link_keys'"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.key_secret contains no key.*copy the folder 'link_keys'"
+    ):
         load_trainer_keys(tmp_path)
     folder = tmp_path / "link_keys"
     make_link_keys(folder)

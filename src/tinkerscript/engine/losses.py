@@ -537,7 +537,8 @@ def _with_entropies(logits: Tensor, temperatures: Tensor | None, places: Tensor,
         logprobs: Any = _TargetLogprobs.apply(logits, temperatures, places, targets)
         with torch.no_grad():  # Last, so that `checkpoint` need not compute it again.
             wide = _scaled(logits, temperatures)
-            return torch.stack([logprobs, _entropies(wide, wide.logsumexp(-1))[places]])
+            entropies = _entropies(wide, wide.logsumexp(-1))[places]
+        return torch.stack([logprobs, entropies])
     wide = _scaled(logits, temperatures)
     normalizers = wide.logsumexp(-1)
     logprobs = wide[places, targets] - normalizers[places]

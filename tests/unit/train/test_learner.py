@@ -550,11 +550,12 @@ async def test_bypass_saves_the_forward_pass_and_trains_on_the_samplers_probabil
     forwards = []
     forward = client.client.forward
     client.client.forward = lambda *given: forwards.append(given) or forward(*given)
-    made = learner(client, rollout_correction={"bypass": True}, loss_fn="importance_sampling")
+    more = {"loss_fn": "importance_sampling", "minibatches": 2}
+    made = learner(client, rollout_correction={"bypass": True}, **more)
     metrics = await update(made, groups(), step=1)
     assert not forwards
     assert metrics["train/sequences"] == 7
-    checked = learner(client, loss_fn="importance_sampling")
+    checked = learner(client, **more)
     await update(checked, groups(), step=1)
     assert len(forwards) == 1
     assert made.report.step.metrics().keys() <= checked.report.step.metrics().keys()
