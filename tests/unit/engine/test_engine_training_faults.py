@@ -11,7 +11,7 @@ import pytest
 import tinker
 import torch
 
-from small_models import small_model
+from small_models import sft_datum, small_model
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.training import AllWeights, EmbeddedTrainingClient, Trainer
 from tinkerscript.engine.weights import load_model
@@ -56,13 +56,21 @@ def test_a_text_that_fills_the_context_trains_and_a_longer_one_is_refused(random
         trainer.forward_backward([datum(3), datum(49)], "cross_entropy", None, backward=False)
 
 
-def test_a_row_longer_than_a_sliding_window_is_refused() -> None:
-    """Shared rows do not slide: their gradient would be another model's."""
-    model = small_model("Mistral", num_hidden_layers=1, num_key_value_heads=2, sliding_window=16)
-    trainer = Trainer(AllWeights(model))
-    trainer.forward_backward([datum(16)], "cross_entropy", None, backward=False)
-    with pytest.raises(EngineRequestError, match="has 17 tokens; the context holds 16"):
-        trainer.forward_backward([datum(17)], "cross_entropy", None, backward=False)
+@pytest.mark.parametrize("name", ["Mistral", "GptOss"])
+def test_a_shared_row_slides_as_plain_rows_do(name: str) -> None:
+    """Texts of more than two windows, whose common beginning is longer than one."""
+    model = small_model(name, num_key_value_heads=2, head_dim=8, sliding_window=8)
+    random = np.random.default_rng(0)
+    prompt = random.integers(2, 64, 12).tolist()
+    data = [sft_datum(prompt + random.integers(2, 64, 9 + i).tolist()) for i in range(3)]
+    gradients: list[list[torch.Tensor]] = []
+    for shares in (False, True):
+        trainer = Trainer(AllWeights(model), share_prefixes=shares)
+        trainer.forward_backward(data, "cross_entropy", None, backward=True)
+        gradients.append([each.grad.clone() for each in model.parameters() if each.grad is not None])
+        trainer.drop_gradients()
+    for plain, shared in zip(*gradients, strict=True):
+        torch.testing.assert_close(shared, plain, atol=1e-5, rtol=1e-4)
 
 
 def failing_on(model: Any, call: int) -> Callable[[], None]:
