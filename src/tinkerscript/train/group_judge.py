@@ -218,15 +218,17 @@ async def ranked(group: JudgedGroup, judge: JudgeConfig) -> list[Verdict]:
     order = list(range(len(group.episodes)))
     random.Random(group.group_id).shuffle(order)
     asked = _question(group, order, judge.rubric)
-    for attempt in range(1, TRIES + 1):
+    tries = 0
+    while True:
         try:
             scores = _scores(await group.ask(judge.role, asked), len(order))
             break
         except (GatewayError, ValueError) as error:
-            if attempt == TRIES or (isinstance(error, GatewayError) and error.status < 429):
+            tries += 1
+            if tries == TRIES or (isinstance(error, GatewayError) and error.status < 429):
                 raise
             if isinstance(error, GatewayError):
-                await asyncio.sleep(RETRY_S * 2**attempt)
+                await asyncio.sleep(RETRY_S * 2 ** (tries - 1))
     return [scores[order.index(place)] for place in range(len(order))]
 
 
