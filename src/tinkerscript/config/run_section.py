@@ -79,6 +79,11 @@ class EvaluationConfig(Section):
     interim_episodes: int = Field(default=200, ge=1)
     """Episodes of each evaluation during training."""
 
+    share: float = Field(default=0.1, gt=0, le=1)
+    """Largest share of the workers' slots, or of the episodes in flight if those are fewer, that evaluations
+    take while steps train; one episode may always run. What is left of them runs after the last step
+    (docs/training.md)."""
+
 
 class MetricsConfig(Section):
     loggers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
@@ -375,6 +380,13 @@ class RunConfig(Section):
         rate = self.roles[role].learning_rate or self.training.learning_rate
         alone = DistillationConfig()
         return self.training.model_copy(update={"learning_rate": rate, "distillation": alone})
+
+    @property
+    def slots(self) -> int:
+        """Episodes that the workers of the run hold at once, at most; 0: it starts none."""
+        workers = self.workers
+        number = max(workers.count, workers.max_count)
+        return workers.concurrency * (number if self.enable_tinkerscript_mode else min(number, 1))
 
     @property
     def live_versions(self) -> int:

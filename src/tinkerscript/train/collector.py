@@ -226,7 +226,7 @@ class Collector:
         """Episode uuid -> the group that waits for it."""
 
         self._running: dict[str, int] = {}
-        """Uuid of each planned episode that has not ended -> its step; 0: an evaluation's."""
+        """Uuid of each planned episode that has not ended -> its step, or that of its evaluation."""
 
         self._gathering: dict[str, list[Outcome]] = {}
         """Groups of clients' own samples that are still incomplete, oldest first."""
@@ -243,6 +243,9 @@ class Collector:
         self._received_number = 0
         """The last end number that came."""
 
+        self.received = 0
+        """How often outcomes came."""
+
         self._received = asyncio.Event()
         self._failure: Exception | None = None
 
@@ -252,9 +255,13 @@ class Collector:
             while True:
                 self.receive(await self.source.outcomes())
         except Exception as error:
-            self._failure = error
-            self._received.set()
+            self.fail(error)
             raise
+
+    def fail(self, error: Exception) -> None:
+        """Whoever waits, and will wait, raises `error`."""
+        self._failure = error
+        self._received.set()
 
     def receive(self, outcomes: Sequence[Outcome]) -> None:
         """Deliver outcomes to their groups. The ledger is told of those that nobody waits for."""
@@ -272,6 +279,7 @@ class Collector:
                 left_out.append(
                     TrainedRow(episode=outcome.sequence, step=step, outcome=Use.LEFT_OUT, reason=stray)
                 )
+        self.received += 1
         if left_out:
             logger.info("episodes.left_out number=%d", len(left_out))
             self.source.note(left_out)
@@ -379,6 +387,16 @@ class Collector:
         """Wait until all outcomes up to this end number have come."""
         while self._received_number < number:
             await self._wait_for_outcomes()
+
+    async def received_more(self, before: int) -> None:
+        """Wait until outcomes have come since `received` was `before`."""
+        while self.received == before:
+            await self._wait_for_outcomes()
+
+    @property
+    def running(self) -> int:
+        """Planned episodes that have started and not ended."""
+        return len(self._running)
 
     async def settled(self) -> None:
         """Wait until every planned episode has ended."""

@@ -1,22 +1,31 @@
 """`Evaluator`: scores of a policy version on held-out samples.
 
-Invariant: each label is evaluated once per run, even across restarts, and failed episodes are reported beside
-the score, never averaged into it.
+An evaluation after a step runs beside the steps that follow, with a share of the workers, where what samples
+can hold its version as long as that takes; elsewhere they wait for it. Those before and after training have
+the workers for themselves.
+
+Invariant: each label is evaluated once per run, by one version, even across restarts, and failed episodes are
+reported beside the score, never averaged into it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import msgspec
 
+from tinkerscript.dashboard.progress import PendingEvaluation
+from tinkerscript.errors import NoSuccessError
 from tinkerscript.ledger.health import margin_of
 from tinkerscript.ledger.rows import EvaluationRow, TrainedRow, Use
 from tinkerscript.rollouts.call import calls_of
 from tinkerscript.train.collector import Batch, Collector
+from tinkerscript.train.episode_source import PlannedEpisode
 from tinkerscript.train.inspect_logs import write_logs
 from tinkerscript.train.open_run import OpenRun
 from tinkerscript.train.policy import Policy
@@ -26,9 +35,35 @@ from tinkerscript.train.step_rows import metric_rows
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 
+@dataclass(eq=False)
+class Evaluation:
+    """One that has begun."""
+
+    label: str
+    step: int
+    policy_version: int
+    plans: Sequence[PlannedEpisode]
+    waiting: deque[PlannedEpisode]
+    """Those of them that have not started."""
+
+    batch: Batch
+    """Those that have."""
+
+    pin: ExitStack
+    """While it is open, they sample from the evaluation's version."""
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.plans) - len(self.waiting) - self.batch.ended
+
+    @property
+    def is_over(self) -> bool:
+        return not self.waiting and not self.in_flight
+
+
 @dataclass
 class Evaluator:
-    """Evaluates before, during and after training. Do not publish while an evaluation runs."""
+    """Evaluates before, during and after training. `run` goes on with what has begun, beside the steps."""
 
     parts: OpenRun
     samples: TaskSamples | None
@@ -44,33 +79,126 @@ class Evaluator:
         self.finished = {each.label: each for each in self.parts.history.evaluations}
         """By label."""
 
+        self._begun = list[Evaluation]()
+        """Those that are not finished, oldest first."""
+
+        self._has_workers = False
+        """Whether nothing trains until they are over."""
+
+        self._finishing = asyncio.Lock()
+        self._failure: NoSuccessError | None = None
+
+    # What the training loop calls
+
+    async def run(self) -> None:
+        """Go on with the evaluations until cancelled. One without a success ends the run between two steps,
+        and for anything else whoever waits for outcomes raises the error."""
+        try:
+            while True:
+                before = self.collector.received
+                for each in self._begun:
+                    each.batch.check_success(self.collector.source.own_clients)
+                await self._start()
+                await self._finish()
+                await self.collector.received_more(before)
+        except NoSuccessError as error:
+            self._failure = error
+        except Exception as error:
+            self.collector.fail(error)
+            raise
+
     async def before(self, step: int) -> None:
-        await self._evaluate("before", step, self.config.episodes)
+        await self._begin("before", step, self.config.episodes)
+        await self._wait()
 
     async def during(self, step: int, *, steps: int) -> None:
-        """If `every_steps` says so, after `step` of `steps`."""
-        every = self.config.every_steps
-        if every and step % every == 0 and 0 < step < steps:
-            await self._evaluate(f"step-{step}", step, self.config.interim_episodes)
+        """If `every_steps` says so, after `step` of `steps`. Waits until what samples can hold the versions
+        of the evaluations that are not over."""
+        if self.is_due(step, steps=steps):
+            await self._begin(f"step-{step}", step, self.config.interim_episodes)
+        await self._wait(at_most=self.policy.holds)
+
+    async def again(self, step: int) -> None:
+        """Begin again with the evaluation after `step`, which an earlier process of the run has begun, with
+        its weights, which are the newest now."""
+        await self._begin(f"step-{step}", step, self.config.interim_episodes)
 
     async def after(self, step: int) -> None:
-        """Evaluates again if the run has been extended since."""
+        """Evaluates again if the run has been extended since, and waits for all evaluations."""
         if (done := self.finished.get("after")) and done.step != step:
             del self.finished["after"]
-        await self._evaluate("after", step, self.config.episodes)
+        await self._begin("after", step, self.config.episodes)
+        await self._wait()
 
-    def best_of(self, steps: Collection[int]) -> int | None:
-        """The one of these steps with the highest score so far; None if none has a score."""
+    def is_due(self, step: int, *, steps: int) -> bool:
+        every = self.config.every_steps
+        is_done = f"step-{step}" in self.finished
+        return bool(every) and step % every == 0 and 0 < step < steps and not is_done
+
+    def runs_beside(self, step: int, *, steps: int) -> bool:
+        """Whether steps follow while the evaluation after `step` runs, so that a resumed run needs the
+        weights of both."""
+        return self.is_due(step, steps=steps) and self.policy.holds > 0
+
+    def needed(self, steps: Collection[int]) -> set[int]:
+        """Those of these steps whose checkpoints may not be deleted: the one with the highest score so far,
+        and those whose evaluations are not over."""
         scored = [(each.score, each.step) for each in self.finished.values() if each.score is not None]
-        return max((each for each in scored if each[1] in steps), default=(0.0, None))[1]
+        best = max((each for each in scored if each[1] in steps), default=None)
+        return {each.step for each in self._begun} | ({best[1]} if best else set[int]())
 
-    async def _evaluate(self, label: str, step: int, count: int) -> None:
+    # An evaluation
+
+    async def _begin(self, label: str, step: int, count: int) -> None:
         if label in self.finished or not count or self.samples is None:
             return
         plans = self.samples.eval_episodes(label=label, count=count)
+        pin = ExitStack()
+        version = pin.enter_context(self.policy.pinned([plan.episode_uuid for plan in plans]))
         batch = Batch(f"evaluation {label}")
-        await self.collector.open(batch, [plans], step=step)
-        await self.collector.until(lambda: batch.is_over, batch)
+        self._begun.append(Evaluation(label, step, version, plans, deque(plans), batch, pin))
+        self._tell()
+
+    async def _wait(self, *, at_most: int = 0) -> None:
+        """Wait until no more than so many evaluations are left. Meanwhile they have the workers."""
+        self._has_workers = True
+        try:
+            while len(self._begun) > at_most or self._failure is not None:
+                if self._failure is not None:
+                    raise self._failure
+                first = self._begun[0]
+                await self._start()
+                await self.collector.until(lambda first=first: first.is_over, first.batch)
+                await self._finish()
+        finally:
+            self._has_workers = False
+        await self._start()
+
+    async def _start(self) -> None:
+        """Start as many episodes as there is room for, those of the oldest evaluation first."""
+        for each in list(self._begun):
+            while each.waiting and (room := self._room):
+                plans = [each.waiting.popleft() for _ in range(min(room, len(each.waiting)))]
+                await self.collector.open(each.batch, [plans], step=each.step)
+
+    @property
+    def _room(self) -> int:
+        """How many more episodes may start: all, or as the share allows, so that one at least runs."""
+        if self._has_workers:
+            return sum(len(each.waiting) for each in self._begun)
+        slots = self.parts.config.slots or self.collector.running
+        most = max(1, int(self.config.share * min(slots, self.collector.running)))
+        return max(0, most - sum(each.in_flight for each in self._begun))
+
+    async def _finish(self) -> None:
+        """Tell of the evaluations that are over."""
+        async with self._finishing:
+            for each in [each for each in self._begun if each.is_over]:
+                await self._finish_one(each)
+            self._tell()
+
+    async def _finish_one(self, evaluation: Evaluation) -> None:
+        label, step, batch = evaluation.label, evaluation.step, evaluation.batch
         batch.check_success()
         accepted = [o for o in batch.outcomes.values() if isinstance(o, EpisodeAccepted)]
         rewards = [outcome.reward for outcome in accepted]
@@ -79,7 +207,7 @@ class Evaluator:
             label=label,
             step=step,
             time=time.time(),
-            policy_version=self.policy.version,
+            policy_version=evaluation.policy_version,
             score=sum(rewards) / len(rewards) if rewards else None,
             margin=margin_of(rewards) if len(rewards) > 1 else None,
             accepted=len(rewards),
@@ -94,15 +222,26 @@ class Evaluator:
         score = float("nan") if evaluated.score is None else evaluated.score
         metrics = {f"eval/{label}": score, "eval/score": score, "eval/failed": float(evaluated.failed)}
         metrics |= {f"role/{role}/eval/score": mean for role, mean in role_scores.items()}
-        payloads = {plan.episode_uuid: plan.payload for plan in plans}
+        payloads = {plan.episode_uuid: plan.payload for plan in evaluation.plans}
         task_of = {uuid: payload["task"] for uuid, payload in payloads.items()}
-        metrics |= by_task(batch.outcomes.values(), task_of, "eval/score", tasks=self.samples.tasks)
+        tasks = self.samples.tasks if self.samples else []
+        metrics |= by_task(batch.outcomes.values(), task_of, "eval/score", tasks=tasks)
         await self.parts.ledger.commit([evaluated, *used, *metric_rows(step, metrics)])
+        self._begun.remove(evaluation)
+        evaluation.pin.close()
         if self.parts.config.training.inspect_log_every:
             path = self.parts.folder.path
             await asyncio.to_thread(write_logs, path, f"eval-{label}", step, [], accepted, payloads)
         self.parts.folder.log_metrics(metrics, step=step)
         self.parts.progress.evaluation(label, score, evaluated.accepted, evaluated.failed)
+
+    def _tell(self) -> None:
+        self.parts.progress.pending(
+            [
+                PendingEvaluation(each.label, each.step, each.batch.ended, len(each.plans))
+                for each in self._begun
+            ]
+        )
 
 
 def _role_scores(roles: Sequence[str], accepted: Sequence[EpisodeAccepted]) -> dict[str, float]:

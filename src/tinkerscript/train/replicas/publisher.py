@@ -61,6 +61,7 @@ class ReplicaPublisher(Publisher):
         self.max_context = self.engine.max_context
         self._adapters = self.folder / ADAPTERS_FOLDER
         self._run = re.sub(r"[^\w.]", "_", self.folder.name)
+        self.holds = self.config.max_loras - self.pool.keep - 1 if self.engine.is_lora else 0
 
     async def publish(self, policy_version: int) -> Sampler:
         fresh = self._adapters / "new"
