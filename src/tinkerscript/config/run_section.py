@@ -394,6 +394,11 @@ class RunConfig(Section):
         return 1 + (self.max_policy_lag if self.inference.on_publish == "finish" else 0)
 
     @property
+    def held_versions(self) -> int:
+        """Older versions than those that replicas may hold for evaluations."""
+        return self.inference.max_loras - self.live_versions - 1 if self.engine.lora.rank else 0
+
+    @property
     def max_policy_lag(self) -> int:
         """`training.max_policy_lag`, also where the config leaves it open."""
         given = self.training.max_policy_lag

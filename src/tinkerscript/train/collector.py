@@ -22,6 +22,7 @@ from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import NoSuccessError
 from tinkerscript.ledger.rows import TrainedRow, Use
 from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
+from tinkerscript.train.occupancy import Occupancy
 from tinkerscript.trainer_link.messages import (
     BatchProgress,
     EpisodeAccepted,
@@ -221,6 +222,9 @@ class Collector:
     seen: Callable[[Outcome], None] | None = None
     """Gets every new outcome."""
 
+    slots: int = 0
+    """Episodes that the run's workers hold at once, at most; 0: unknown."""
+
     def __post_init__(self) -> None:
         self._waiting: dict[str, Group] = {}
         """Episode uuid -> the group that waits for it."""
@@ -245,6 +249,9 @@ class Collector:
 
         self.received = 0
         """How often outcomes came."""
+
+        self.held = Occupancy()
+        """Planned episodes that have not ended, as many of them as workers may hold."""
 
         self._received = asyncio.Event()
         self._failure: Exception | None = None
@@ -280,6 +287,7 @@ class Collector:
                     TrainedRow(episode=outcome.sequence, step=step, outcome=Use.LEFT_OUT, reason=stray)
                 )
         self.received += 1
+        self._count()
         if left_out:
             logger.info("episodes.left_out number=%d", len(left_out))
             self.source.note(left_out)
@@ -336,6 +344,7 @@ class Collector:
         for episode in episodes:
             self._waiting[episode.episode_uuid] = batch.plan(episode, started=step - 1)
             self._running[episode.episode_uuid] = step
+        self._count()
 
     async def until(
         self, is_met: Callable[[], bool], batch: Batch, more: Callable[[], Awaitable[bool]] | None = None
@@ -387,6 +396,9 @@ class Collector:
         """Wait until all outcomes up to this end number have come."""
         while self._received_number < number:
             await self._wait_for_outcomes()
+
+    def _count(self) -> None:
+        self.held.number = min(self.slots or self.running, self.running)
 
     async def received_more(self, before: int) -> None:
         """Wait until outcomes have come since `received` was `before`."""

@@ -177,17 +177,21 @@ class Evaluator:
     async def _start(self) -> None:
         """Start as many episodes as there is room for, those of the oldest evaluation first."""
         for each in list(self._begun):
+            if len(each.waiting) == len(each.plans) and not self._has_workers:
+                await self._open(each, 1)  # By which a resumed run knows that it has begun.
             while each.waiting and (room := self._room):
-                plans = [each.waiting.popleft() for _ in range(min(room, len(each.waiting)))]
-                await self.collector.open(each.batch, [plans], step=each.step)
+                await self._open(each, room)
+
+    async def _open(self, evaluation: Evaluation, number: int) -> None:
+        plans = [evaluation.waiting.popleft() for _ in range(min(number, len(evaluation.waiting)))]
+        await self.collector.open(evaluation.batch, [plans], step=evaluation.step)
 
     @property
     def _room(self) -> int:
         """How many more episodes may start: all, or as the share allows, so that one at least runs."""
         if self._has_workers:
             return sum(len(each.waiting) for each in self._begun)
-        slots = self.parts.config.slots or self.collector.running
-        most = max(1, int(self.config.share * min(slots, self.collector.running)))
+        most = max(1, int(self.config.share * self.collector.held.number))
         return max(0, most - sum(each.in_flight for each in self._begun))
 
     async def _finish(self) -> None:

@@ -75,6 +75,7 @@ class TrainingLoop:
             group_size=training.group_size,
             client_samples=samples is None,
             seen=policy.note,
+            slots=parts.config.slots,
         )
         self._stream = GroupStream(source, self._collector, progress, training, samples, self._lags)
         self.log = StepLog(parts, samples, learners, extra_metrics)
@@ -134,7 +135,7 @@ class TrainingLoop:
         await self.evaluator.during(self.step, steps=self._steps)  # If a restart interrupted it.
         self._began = time.monotonic() - self.train_seconds
         while self.step < self._steps:
-            step = await self._stream.take(self.step + 1, version=self.policy.version)
+            step = await self._take(self.step + 1)
             await finish_despite_cancel(self._train_step(step), within_s=STEP_GRACE_S)
             await self.checkpoints.after(
                 self.step,
@@ -145,6 +146,14 @@ class TrainingLoop:
             await self.log.tell_health(self.step)
         await self.evaluator.after(self.step)
         self.checkpoints.delete_old()
+
+    async def _take(self, number: int) -> TrainingStep:
+        """Wait for the step's groups, and measure how the episodes that ran meanwhile divided their time."""
+        held, calls = self._collector.held.seconds, self.policy.calls.seconds
+        step = await self._stream.take(number, version=self.policy.version)
+        if held := self._collector.held.seconds - held:
+            step.sampling_share = min(1.0, (self.policy.calls.seconds - calls) / held)
+        return step
 
     async def _train_step(self, step: TrainingStep) -> None:
         """Learn from the groups of a step, publish the result, and tell the ledger."""

@@ -38,6 +38,7 @@ from tinkerscript.sampler import (
     fitted,
 )
 from tinkerscript.train.backends.backend import FrozenModel, Publisher
+from tinkerscript.train.occupancy import Occupancy
 from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
 
 
@@ -154,6 +155,9 @@ class Policy:
         self._is_past = False
         """Whether the newest version samples for pinned episodes alone."""
 
+        self.calls = Occupancy()
+        """Calls that are being answered."""
+
         self._broken = asyncio.Event()
         self._fault: AlignmentError | None = None
 
@@ -261,6 +265,13 @@ class Policy:
 
         Raises as `SeededSampler.sample` does, and GatewayError 404 for a role that the run does not have.
         """
+        self.calls.number += 1
+        try:
+            return await self._sample(request, progress)
+        finally:
+            self.calls.number -= 1
+
+    async def _sample(self, request: SampleRequest, progress: ProgressCallback | None) -> SampleResult:
         if frozen := self._frozen.get(request.role):
             return await frozen.sample(request, progress)
         weights = self._trained.get(request.role)

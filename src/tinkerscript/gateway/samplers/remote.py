@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tinkerscript.config import InferenceConfig
@@ -101,6 +101,10 @@ class RemoteSampler(Sampler):
     def cut(self) -> None:
         """For good: what is asked from now on is cut too."""
         self._is_cut.set()
+
+    def uncut(self) -> RemoteSampler:
+        """The same, but nothing cuts it."""
+        return replace(self, text=None)
 
     def _ends(self, request: SampleRequest) -> Callable[[Sequence[int]], bool] | None:
         """Whether ids complete a stop string that may have begun in what the reply has already. The server

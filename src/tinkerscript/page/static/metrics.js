@@ -28,6 +28,8 @@ const TEXT = {
   "system/gpu_memory_gb": "memory in use on the trainer's GPU",
   "system/gpu_load": "share of the time in which the trainer's GPU computed, over at most the last second of the step",
   "time/rollout_s": "seconds until the step's episodes were there",
+  "time/sample_s": "of these: as the episodes that ran divided their time, that of model calls",
+  "time/wait_stale_s": "of these: for groups that would have been too old later",
   "time/train_s": "seconds to train and publish",
   "time/publish_s": "seconds to publish the weights",
   "episodes_per_s": "episodes a second, over the whole step",

@@ -54,6 +54,7 @@ class ReplicaPublisher(Publisher):
     """The run's."""
 
     config: InferenceConfig
+    holds: int
     seeds = False
     """They make vLLM slower, and what it samples depends on what is in a batch with it anyway."""
 
@@ -61,7 +62,6 @@ class ReplicaPublisher(Publisher):
         self.max_context = self.engine.max_context
         self._adapters = self.folder / ADAPTERS_FOLDER
         self._run = re.sub(r"[^\w.]", "_", self.folder.name)
-        self.holds = self.config.max_loras - self.pool.keep - 1 if self.engine.is_lora else 0
 
     async def publish(self, policy_version: int) -> Sampler:
         fresh = self._adapters / "new"
@@ -174,7 +174,7 @@ async def open_replicas(
             await supervisor.start(child)
         try:
             await run_beside(supervisor, asyncio.create_task(pool.begin()))
-            yield ReplicaPublisher(pool, engine, supervisor, folder, inference)
+            yield ReplicaPublisher(pool, engine, supervisor, folder, inference, config.held_versions)
         finally:
             await pool.aclose()
 

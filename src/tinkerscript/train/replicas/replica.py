@@ -196,9 +196,7 @@ class Replica:
         sampler = self._samplers.get(version)
         if sampler is None:
             raise LostError(f"{self.name} does not have version {version}")
-        if is_held:
-            sampler = replace(sampler, text=None)
-        call = asyncio.ensure_future(sampler.sample(request))
+        call = asyncio.ensure_future((sampler.uncut() if is_held else sampler).sample(request))
         self._calls[call] = version
         try:
             await asyncio.wait([call])
