@@ -65,8 +65,8 @@ def wait_for_steps(path: Path, steps: int, process: subprocess.Popen[bytes]) -> 
 
 
 def run(config: Path, steps: int, *, networked: bool = True, every_steps: int = 0) -> dict[str, Any]:
-    """Train for `steps` steps; the first one is warm-up and not counted. `every_steps`: between evaluations,
-    what is left of which after the last step is not counted either."""
+    """Train for `steps` steps; the first one is warm-up and not counted. `every_steps`: between evaluations;
+    the run ends with its last step then."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         settings = {
@@ -88,7 +88,10 @@ def run(config: Path, steps: int, *, networked: bool = True, every_steps: int = 
         wait_for_steps(metrics, steps, process)
         after, seconds = cpu_seconds(trainer), time.perf_counter() - began
         lines = steps_in(metrics)[1:]
-        if process.wait():
+        if every_steps:  # What is left of the evaluations is not measured.
+            process.terminate()
+            process.wait()
+        elif process.wait():
             raise SystemExit(f"the run failed with exit code {process.returncode}")
     episodes = sum(line["episodes/accepted"] + line["episodes/failed"] for line in lines)
     return {

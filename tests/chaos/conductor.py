@@ -135,7 +135,7 @@ class Watch:
         for line in self._oracle.new():
             if line["event"] == "begin":
                 self._samples[line["sample"]] = line["worker"]
-            else:  # `end`, or `cancelled`
+            elif line["event"] in ("end", "cancelled"):
                 self._samples.pop(line["sample"], None)
         for line in self._trainer.new():
             match line["event"]:

@@ -100,7 +100,7 @@ async def test_an_evaluation_that_was_cut_is_made_and_a_finished_one_is_not_made
     data["evaluation"] |= {"episodes": 1, "every_steps": 1, "interim_episodes": 1}
     made = RunConfig.model_validate(data)
     with pytest.raises(CutError):
-        await run_training(made, CutIn("evaluation step-1"))
+        await run_training(made, CutIn("evaluation after"))
     await run_training(made, QuietReporter(), path=path)
     labels = [row.label for row in rows(path, EvaluationRow, "ORDER BY time")]
     assert labels == ["before", "step-1", "after"]

@@ -52,6 +52,9 @@ class Evaluation:
     pin: ExitStack
     """While it is open, they sample from the evaluation's version."""
 
+    is_awaited: bool = False
+    """Whether it has the workers, since nothing trains before it is over."""
+
     @property
     def in_flight(self) -> int:
         return len(self.plans) - len(self.waiting) - self.batch.ended
@@ -81,9 +84,6 @@ class Evaluator:
 
         self._begun = list[Evaluation]()
         """Those that are not finished, oldest first."""
-
-        self._has_workers = False
-        """Whether nothing trains until they are over."""
 
         self._finishing = asyncio.Lock()
         self._failure: NoSuccessError | None = None
@@ -133,7 +133,8 @@ class Evaluator:
     def is_due(self, step: int, *, steps: int) -> bool:
         every = self.config.every_steps
         is_done = f"step-{step}" in self.finished
-        return bool(every) and step % every == 0 and 0 < step < steps and not is_done
+        is_on = every > 0 and self.samples is not None
+        return is_on and step % every == 0 and 0 < step < steps and not is_done
 
     def runs_beside(self, step: int, *, steps: int) -> bool:
         """Whether steps follow while the evaluation after `step` runs, so that a resumed run needs the
@@ -161,36 +162,35 @@ class Evaluator:
 
     async def _wait(self, *, at_most: int = 0) -> None:
         """Wait until no more than so many evaluations are left. Meanwhile they have the workers."""
-        self._has_workers = True
-        try:
-            while len(self._begun) > at_most or self._failure is not None:
-                if self._failure is not None:
-                    raise self._failure
-                first = self._begun[0]
-                await self._start()
-                await self.collector.until(lambda first=first: first.is_over, first.batch)
-                await self._finish()
-        finally:
-            self._has_workers = False
+        while len(self._begun) > at_most or self._failure is not None:
+            if self._failure is not None:
+                raise self._failure
+            first, *_ = awaited = self._begun[: len(self._begun) - at_most]
+            for each in awaited:
+                each.is_awaited = True
+            await self._start()
+            await self.collector.until(lambda first=first: first.is_over, first.batch)
+            await self._finish()
         await self._start()
 
     async def _start(self) -> None:
         """Start as many episodes as there is room for, those of the oldest evaluation first."""
         for each in list(self._begun):
-            if len(each.waiting) == len(each.plans) and not self._has_workers:
+            if each.is_awaited:
+                await self._open(each, len(each.waiting))
+            elif len(each.waiting) == len(each.plans):
                 await self._open(each, 1)  # By which a resumed run knows that it has begun.
             while each.waiting and (room := self._room):
                 await self._open(each, room)
 
     async def _open(self, evaluation: Evaluation, number: int) -> None:
         plans = [evaluation.waiting.popleft() for _ in range(min(number, len(evaluation.waiting)))]
-        await self.collector.open(evaluation.batch, [plans], step=evaluation.step)
+        if plans:
+            await self.collector.open(evaluation.batch, [plans], step=evaluation.step)
 
     @property
     def _room(self) -> int:
-        """How many more episodes may start: all, or as the share allows, so that one at least runs."""
-        if self._has_workers:
-            return sum(len(each.waiting) for each in self._begun)
+        """How many more episodes may start beside the steps: up to the share, but at least one."""
         most = max(1, int(self.config.share * self.collector.held.number))
         return max(0, most - sum(each.in_flight for each in self._begun))
 

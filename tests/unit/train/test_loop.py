@@ -375,12 +375,10 @@ async def test_no_more_evaluations_are_begun_than_versions_can_be_held(tmp_path:
 
         def collecting(self, batch: BatchProgress | None, **_: Any) -> None:
             if batch is not None and batch.label == "evaluation step-1":
-                begun.append(list(self.labels))
                 self.is_over = True
                 (one,) = self.pending
                 self.end(one.episode_uuid, one.group_id, 1, reward=1.0)
 
-    begun: list[list[str]] = []
     async with running(tmp_path, Waiting(9), evaluation=evaluation, steps=5, holds=1) as run:
         await run.loop.run()
     assert len(run.source.of(EvaluationRow)) == 4
