@@ -91,7 +91,7 @@ function Times({ data }) {
   const use = useData(`runs/${encodeURIComponent(data.name)}/curves`, { name: PHASES, points: 300 }, { live: true });
   if (!data.times || !use.data?.curves["time/sample_s"]) return null;
   return html`<${Card} title="Where the time goes" more=${html`<${Link} to=${["run", data.name, "curves"]} query=${{ find: "time/" }}>its curves<//>`}>
-    <p class="small">${data.times.words}</p>
+    <p class="small">${data.times.words} <span class="quiet">Seconds of each step:</span></p>
     <${Chart} lines=${phases(use.data.curves)} stacked label="Seconds of each step, by what it does or waits for" />
   <//>`;
 }
@@ -102,7 +102,7 @@ const curve = (names) => [["curves"], { m: names }];
 const LEADS_TO = {
   held_out: [["evaluations"]], reward: curve("reward/mean"), trained: curve("train/sequences"),
   equal: curve("groups/same_reward,groups/trained,groups/dropped"), cut_off: [["episodes"], { show: "truncated" }],
-  length: curve("response_tokens/mean"), failed: [["episodes"], { show: "failed" }], stale: curve("episodes/stale"),
+  length: curve("response_tokens/mean"), failed: [["episodes"], { show: "failed" }], stale: curve("episodes/stale"), waits: curve("time/wait_stale_s"),
   mismatch: [["alignment"]], entropy: curve("train/entropy"), gradients: curve("train/grad_norm"),
 };
 
