@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
+from tinkerscript.ledger.health import JUDGED_STEPS
 from tinkerscript.ledger.reader import LedgerReader
-
-JUDGED_STEPS = 50
-"""The last ones."""
 
 NAMES = ("rollout", "train", "publish", "sample", "wait_stale")
 

@@ -49,7 +49,7 @@ class PhaseProgress(BaseModel):
     total: int = Field(description="0: unknown, since clients register the samples.")
 
 
-class Pending(BaseModel):
+class EvaluationProgress(BaseModel):
     """An evaluation that has begun and not ended; a run that is resumed makes it again."""
 
     label: str
@@ -121,7 +121,7 @@ class RunView(RunLine):
     waiting: CurrentWait | None
     phase: PhaseProgress | None
     evaluations: list[Evaluation] = Field(description="The first one and the newest ones, in order.")
-    pending: list[Pending]
+    pending: list[EvaluationProgress]
     times: StepTimes | None = Field(description="Where the time of the last steps went.")
     gain: Gain | None = Field(description="Of the last evaluation over the first one, sample by sample.")
     health: Health
@@ -201,7 +201,7 @@ def overview(name: str, ledger: LedgerReader) -> RunView:
         phase=PhaseProgress.model_validate(phase) if phase else None,
         evaluations=evaluated,
         times=step_times(ledger),
-        pending=[Pending.model_validate(each) for each in status.get("pending", ())],
+        pending=[EvaluationProgress.model_validate(each) for each in status.get("pending", ())],
         gain=_gain(ledger, evaluated),
         health=health(ledger),
         newest=newest(ledger, limit=NEWEST).episodes,

@@ -36,7 +36,7 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 
 @dataclass(eq=False)
-class Evaluation:
+class RunningEvaluation:
     """One that has begun."""
 
     label: str
@@ -82,7 +82,7 @@ class Evaluator:
         self.finished = {each.label: each for each in self.parts.history.evaluations}
         """By label."""
 
-        self._begun = list[Evaluation]()
+        self._begun = list[RunningEvaluation]()
         """Those that are not finished, oldest first."""
 
         self._finishing = asyncio.Lock()
@@ -157,7 +157,7 @@ class Evaluator:
         pin = ExitStack()
         version = pin.enter_context(self.policy.pinned([plan.episode_uuid for plan in plans]))
         batch = Batch(f"evaluation {label}")
-        self._begun.append(Evaluation(label, step, version, plans, deque(plans), batch, pin))
+        self._begun.append(RunningEvaluation(label, step, version, plans, deque(plans), batch, pin))
         self._tell()
 
     async def _wait(self, *, at_most: int = 0) -> None:
@@ -183,7 +183,7 @@ class Evaluator:
             while each.waiting and (room := self._room):
                 await self._open(each, room)
 
-    async def _open(self, evaluation: Evaluation, number: int) -> None:
+    async def _open(self, evaluation: RunningEvaluation, number: int) -> None:
         plans = [evaluation.waiting.popleft() for _ in range(min(number, len(evaluation.waiting)))]
         if plans:
             await self.collector.open(evaluation.batch, [plans], step=evaluation.step)
@@ -201,7 +201,7 @@ class Evaluator:
                 await self._finish_one(each)
             self._tell()
 
-    async def _finish_one(self, evaluation: Evaluation) -> None:
+    async def _finish_one(self, evaluation: RunningEvaluation) -> None:
         label, step, batch = evaluation.label, evaluation.step, evaluation.batch
         batch.check_success()
         accepted = [o for o in batch.outcomes.values() if isinstance(o, EpisodeAccepted)]
