@@ -430,7 +430,6 @@ class StreamingTrainer:
             steps=options.steps,
             groups_per_step=options.groups,
             group_size=GROUP_SIZE,
-            extra_groups=EXTRA_GROUPS,
             max_policy_lag=self._lag,
         )
         self.policy: Policy | None = None

@@ -382,7 +382,7 @@ def _interim(config: RunConfig) -> str:
     often = f"{given.interim_episodes:,} to evaluate, after every {steps}"
     if config.engine.backend == "tinker" or (inference.has_replicas and config.held_versions < 1):
         return f"{often}: training waits for them, as what samples holds no older weights beside the newest"
-    beside = f"{often}, beside training: at most {given.share:.0%} of what runs"
+    beside = f"{often}, beside training: at most {given.share:.0%} of the episodes"
     return beside if config.engine.lora.rank else f"{beside}, if a second copy of the weights is small enough"
 
 

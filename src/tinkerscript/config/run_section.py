@@ -79,9 +79,9 @@ class EvaluationConfig(Section):
     interim_episodes: int = Field(default=200, ge=1)
     """Episodes of each evaluation during training."""
 
-    share: float = Field(default=0.1, gt=0, le=1)
-    """Largest share of the workers' slots, or of the episodes in flight if those are fewer, that evaluations
-    take while steps train; one episode may always run. What is left of them runs after the last step
+    share: float = Field(default=0.05, gt=0, le=1)
+    """Largest share of the episodes that evaluations are while steps train: of those that run at once (one
+    may always run), and of those that have run. What is left of them runs after the last step
     (docs/training.md)."""
 
 

@@ -250,6 +250,9 @@ class Collector:
         self.received = 0
         """How often outcomes came."""
 
+        self.rollouts = 0
+        """Planned episodes for training that have ended."""
+
         self.held = Occupancy()
         """Planned episodes that have not ended, as many of them as workers may hold."""
 
@@ -282,6 +285,7 @@ class Collector:
                 self.seen(outcome)
             self._received_number = max(self._received_number, outcome.number)
             step = self._running.pop(outcome.episode_uuid, 0)
+            self.rollouts += bool(step) and outcome.episode_type == "train"
             if stray := self._deliver(outcome):
                 left_out.append(
                     TrainedRow(episode=outcome.sequence, step=step, outcome=Use.LEFT_OUT, reason=stray)

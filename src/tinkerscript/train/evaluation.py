@@ -11,6 +11,7 @@ reported beside the score, never averaged into it.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -84,6 +85,9 @@ class Evaluator:
 
         self._begun = list[RunningEvaluation]()
         """Those that are not finished, oldest first."""
+
+        self._started = 0
+        """Episodes that have started beside the steps."""
 
         self._finishing = asyncio.Lock()
         self._failure: NoSuccessError | None = None
@@ -185,14 +189,19 @@ class Evaluator:
 
     async def _open(self, evaluation: RunningEvaluation, number: int) -> None:
         plans = [evaluation.waiting.popleft() for _ in range(min(number, len(evaluation.waiting)))]
+        self._started += 0 if evaluation.is_awaited else len(plans)
         if plans:
             await self.collector.open(evaluation.batch, [plans], step=evaluation.step)
 
     @property
     def _room(self) -> int:
-        """How many more episodes may start beside the steps: up to the share, but at least one."""
-        most = max(1, int(self.config.share * self.collector.held.number))
-        return max(0, most - sum(each.in_flight for each in self._begun))
+        """How many more episodes may start beside the steps: up to the share of what runs, but at least one;
+        and up to the share of what has run, for one at a time may be fast while the weights train."""
+        share = self.config.share
+        at_once = max(1, int(share * self.collector.held.number))
+        in_all = 1 + (share / (1 - share) * self.collector.rollouts if share < 1 else math.inf)
+        in_flight = sum(each.in_flight for each in self._begun)
+        return max(0, int(min(at_once - in_flight, max(in_all - self._started, 0))))
 
     async def _finish(self) -> None:
         """Tell of the evaluations that are over."""

@@ -199,10 +199,10 @@ def test_the_plan_says_what_is_not_held_out() -> None:
 def test_the_plan_says_whether_evaluations_run_beside_training() -> None:
     demo = load_config(EXAMPLES / "arithmetic.yaml")
     often = "  200 to evaluate, after every 5 steps"
-    assert plan(demo)[-1].startswith(f"{often}, beside training: at most 10% of what runs, if ")
+    assert plan(demo)[-1].startswith(f"{often}, beside training: at most 5% of the episodes, if ")
     adapters = ["engine.lora.rank=8", "evaluation.share=0.25"]
     assert plan(load_config(EXAMPLES / "arithmetic.yaml", adapters))[-1] == (
-        f"{often}, beside training: at most 25% of what runs"
+        f"{often}, beside training: at most 25% of the episodes"
     )
     replicas = ["inference.backend=vllm", "inference.replicas=[http://10.0.0.1:8000]"]
     all_weights = load_config(EXAMPLES / "arithmetic.yaml", replicas)

@@ -400,7 +400,7 @@ async def test_an_evaluation_that_fails_ends_the_run_between_two_steps_and_costs
 async def test_evaluations_have_a_share_of_what_runs_while_steps_train(
     tmp_path: Path, slots: int, room: int
 ) -> None:
-    """Of the workers' slots; where the run has no workers, of the episodes that have started."""
+    """Of what runs at once: of the workers' slots, or where it has no workers of what has started."""
     evaluation = {"episodes": 0, "every_steps": 1, "interim_episodes": 30, "share": 0.1}
     workers = {"count": 2 if slots else 0, "concurrency": slots // 2 or 1}
     source = Pending(9)
@@ -409,6 +409,7 @@ async def test_evaluations_have_a_share_of_what_runs_while_steps_train(
         await run.loop.policy.publish()
         trained = [PlannedEpisode("train", "g", {}, episode_uuid=f"t{i}") for i in range(40)]
         collector.expect(Batch("step 2"), trained, step=2)
+        collector.rollouts = 1000
         await evaluator.during(1, steps=9)
         assert len(source.pending) == room
         tasks = [asyncio.create_task(evaluator.run()), asyncio.create_task(collector.run())]
@@ -427,6 +428,27 @@ async def test_evaluations_have_a_share_of_what_runs_while_steps_train(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     assert [row.accepted for row in source.of(EvaluationRow)] == [30]
+
+
+async def test_evaluations_have_a_share_of_what_has_run_while_steps_train(tmp_path: Path) -> None:
+    """Also where one at a time ends much faster than those of a step do."""
+    evaluation = {"episodes": 0, "every_steps": 1, "interim_episodes": 30, "share": 0.2}
+    source = Answering()
+    async with running(tmp_path, source, evaluation=evaluation, holds=1) as run:
+        evaluator, collector = run.loop.evaluator, run.loop.evaluator.collector
+        await run.loop.policy.publish()
+        source.statuses.append({"policy_version": 0})
+        trained = [PlannedEpisode("train", "g", {}, episode_uuid=f"t{i}") for i in range(40)]
+        collector.expect(Batch("step 2"), trained, step=2)
+        tasks = [asyncio.create_task(evaluator.run()), asyncio.create_task(collector.run())]
+        await evaluator.during(1, steps=9)
+        for ended in range(1, 13):
+            source.end(f"t{ended}", "g", 0, reward=1.0)
+            await until(lambda ended=ended: collector.rollouts == ended)
+            await until(lambda ended=ended: len(source.starts) == 1 + ended // 4)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_evaluations_that_were_interrupted_are_made_again_with_their_own_weights(
