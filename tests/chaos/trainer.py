@@ -401,6 +401,7 @@ class Positions:
 
     def __init__(self, history: History) -> None:
         self._next, self._again = history.next_position, list(history.again)
+        self._resumption, self._named = history.resumption, 0
 
     def train_groups(self, *, step: int, groups: int, group_size: int) -> list[list[PlannedEpisode]]:
         positions, self._again = self._again[:groups], self._again[groups:]
@@ -408,9 +409,17 @@ class Positions:
         positions += range(self._next, self._next + new)
         self._next += new
         return [
-            [self.planned_again(f"g{step}-{position}", position) for _ in range(group_size)]
+            [
+                self.planned_again(f"g{step}-{position}", position, episode_uuid=self._name(step))
+                for _ in range(group_size)
+            ]
             for position in positions
         ]
+
+    def _name(self, step: int) -> str:
+        """Hostile clients guess that there is an `e1-1-0`."""
+        self._named += 1
+        return f"e{step}-{self._resumption}-{self._named - 1}"
 
     def planned_again(self, group_id: str, position: int, **more: str) -> PlannedEpisode:
         return PlannedEpisode("train", group_id, {"position": position}, position=position, **more)
