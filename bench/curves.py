@@ -1,10 +1,14 @@
 """Train one config with several seeds, and write what docs/results.md shows of it.
 
-    python bench/curves.py NAME CONFIG [--seeds 1 2 3] [--set KEY=VALUE ...] [--runs FOLDER] [--out FOLDER]
+    python bench/curves.py NAME CONFIG [--seeds 1 2 3] [--set KEY=VALUE ...] [--against KEY=VALUE ...]
+        [--runs FOLDER] [--out FOLDER]
 
 Each seed is a run of `tinkerscript train` in FOLDER/NAME-SEED. A run that is there already goes on, unless it
 has ended. Prints a table of the seeds in Markdown, and writes OUT/results-NAME.png: the held-out score of
 each seed with its 95% interval, and the reward of each training step behind it.
+
+With `--against`, each seed runs once more with these settings too, in turn, and there is a table of each way
+with the seconds that training took, and no picture.
 """
 
 from __future__ import annotations
@@ -106,6 +110,13 @@ def draw(runs: list[Run], target: Path) -> None:
         figure.savefig(target, format="png")
 
 
+def print_table(runs: list[Run]) -> None:
+    print("| seed | before | after | steps | reward at the end | tokens sampled | minutes | gap | lost |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for run in runs:
+        print(run.row())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -114,19 +125,26 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--set", action="append", default=[], dest="settings")
+    parser.add_argument("--against", action="append", default=[])
     parser.add_argument("--runs", type=Path, default=Path("curves"))
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures")
     options = parser.parse_args()
-    runs = list[Run]()
+    ways = {options.name: options.settings}
+    if options.against:
+        ways[f"{options.name}-against"] = [*options.settings, *options.against]
+    found: dict[str, list[Run]] = {name: [] for name in ways}
     for seed in options.seeds:
-        folder = options.runs.absolute() / f"{options.name}-{seed}"
-        train(options.config, folder, seed, options.settings)
-        runs.append(read(folder, seed))
-    print("| seed | before | after | steps | reward at the end | tokens sampled | minutes | gap | lost |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for run in runs:
-        print(run.row())
-    draw(runs, options.out / f"results-{options.name}.png")
+        for name, settings in ways.items():
+            folder = options.runs.absolute() / f"{name}-{seed}"
+            train(options.config, folder, seed, settings)
+            found[name].append(read(folder, seed))
+    for name, runs in found.items():
+        if options.against:
+            seconds = ", ".join(f"{run.summary['train_seconds']:.0f}" for run in runs)
+            print(f"{name}: {' '.join(ways[name]) or 'as configured'}; training took {seconds} s")
+        print_table(runs)
+    if not options.against:
+        draw(found[options.name], options.out / f"results-{options.name}.png")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Episodes per second through the whole path, and where the processor time goes.
 
-    python bench/episodes.py [--config examples/arithmetic.yaml] [--steps N] [--rounds N]
+    python bench/episodes.py [--config examples/arithmetic.yaml] [--steps N] [--rounds N] [--evaluate]
 
 Runs the demo's training as a user does (trainer, interchange server, workers), and as the reference the
 same steps in one process (`enable_tinkerscript_mode: false`), in turn. Evaluation is off. Processor time is
 the operating system's own account of each process, from the first step to the last.
+
+With `--evaluate` it compares an evaluation after every step (`evaluation.every_steps: 1`) with none instead.
 """
 
 from __future__ import annotations
@@ -47,17 +49,24 @@ def cpu_seconds(trainer: psutil.Process) -> dict[str, float]:
     return dict(total)
 
 
-def wait_for_lines(path: Path, lines: int, process: subprocess.Popen[bytes]) -> None:
-    """Until the metrics have so many lines, or the run is over."""
+def steps_in(metrics: Path) -> list[dict[str, Any]]:
+    """The lines of training steps, without those of evaluations."""
+    whole = metrics.read_text().rpartition("\n")[0].splitlines() if metrics.exists() else []
+    return [line for line in map(json.loads, whole) if "time/train_s" in line]
+
+
+def wait_for_steps(path: Path, steps: int, process: subprocess.Popen[bytes]) -> None:
+    """Until the metrics have so many steps, or the run is over."""
     while process.poll() is None:
-        if path.exists() and path.read_bytes().count(b"\n") >= lines:
+        if len(steps_in(path)) >= steps:
             return
         time.sleep(0.02)
     raise SystemExit(f"the run ended early with exit code {process.returncode}")
 
 
-def run(config: Path, steps: int, *, networked: bool) -> dict[str, Any]:
-    """Train for `steps` steps; the first one is warm-up and not counted."""
+def run(config: Path, steps: int, *, networked: bool = True, every_steps: int = 0) -> dict[str, Any]:
+    """Train for `steps` steps; the first one is warm-up and not counted. `every_steps`: between evaluations;
+    the run ends with its last step then."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         settings = {
@@ -65,7 +74,7 @@ def run(config: Path, steps: int, *, networked: bool) -> dict[str, Any]:
             "enable_tinkerscript_mode": str(networked).lower(),
             "training.steps": steps,
             "evaluation.episodes": 0,
-            "evaluation.every_steps": 0,
+            "evaluation.every_steps": every_steps,
             "interchange_server.interchange_server_port": 0,
         }
         command = [sys.executable, "-m", "tinkerscript", "train", str(config)]
@@ -74,12 +83,15 @@ def run(config: Path, steps: int, *, networked: bool) -> dict[str, Any]:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         trainer = psutil.Process(process.pid)
         metrics = run_dir / "metrics.jsonl"
-        wait_for_lines(metrics, 1, process)
+        wait_for_steps(metrics, 1, process)
         before, began = cpu_seconds(trainer), time.perf_counter()
-        wait_for_lines(metrics, steps, process)
+        wait_for_steps(metrics, steps, process)
         after, seconds = cpu_seconds(trainer), time.perf_counter() - began
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()][1:]
-        if process.wait():
+        lines = steps_in(metrics)[1:]
+        if every_steps:  # What is left of the evaluations is not measured.
+            process.terminate()
+            process.wait()
+        elif process.wait():
             raise SystemExit(f"the run failed with exit code {process.returncode}")
     episodes = sum(line["episodes/accepted"] + line["episodes/failed"] for line in lines)
     return {
@@ -96,15 +108,15 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=DEMO)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--evaluate", action="store_true")
     options = parser.parse_args()
+    ways: dict[str, dict[str, Any]] = {"networked": {}, "in process": {"networked": False}}
+    if options.evaluate:
+        ways = {"evaluated": {"every_steps": 1}, "not evaluated": {}}
     pairs = [
-        (
-            run(options.config, options.steps, networked=True),
-            run(options.config, options.steps, networked=False),
-        )
-        for _ in range(options.rounds)
+        [run(options.config, options.steps, **way) for way in ways.values()] for _ in range(options.rounds)
     ]
-    for index, name in enumerate(("networked", "in process")):
+    for index, name in enumerate(ways):
         results = [pair[index] for pair in pairs]
         roles = sorted({role for result in results for role in result["cpu_ms_per_episode"]})
         print(
@@ -123,7 +135,8 @@ def main() -> None:
             )
         )
     ratio = statistics.median(a["episodes_per_s"] / b["episodes_per_s"] for a, b in pairs)
-    print(json.dumps({"networked_over_in_process": round(ratio, 2)}))
+    first, second = ways
+    print(json.dumps({f"{first}_over_{second}".replace(" ", "_"): round(ratio, 3)}))
 
 
 if __name__ == "__main__":

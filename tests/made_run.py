@@ -218,6 +218,8 @@ class MadeRun:
             "time/rollout_s": 40 + 60 * noise[1],
             "time/train_s": 15 + 20 * noise[2],
             "time/publish_s": 1.2 + noise[3],
+            "time/sample_s": 24 + 40 * noise[1],
+            "time/wait_stale_s": 3 + 20 * abs(noise[4]),
             "episode/score/solved": mean,
             "episode/score/polite": 0.6 + 0.3 * late + noise[7],
             "episode/cart/items": 3 + late + noise[0],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import msgspec
@@ -186,6 +187,11 @@ class Sampler(ABC):
     def cut(self) -> None:  # noqa: B027 (most have weights that nothing takes the place of)
         """Newer weights are published: end what is being sampled by older ones where it is, if that can be
         done, so that the newer ones go on with it."""
+
+    def hold(self) -> AbstractContextManager[Sampler]:
+        """A sampler of the same weights, which samples from them as long as the context is open, and which
+        `cut` leaves alone."""
+        return nullcontext(self)
 
 
 def fitted(request: SampleRequest, max_context: int, engine: str) -> SampleRequest:

@@ -13,6 +13,9 @@ from evidence import LedgerLines
 
 Line = Mapping[str, Any]
 
+ID_HEX = 8
+"""Characters of an id, or of a log probability."""
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -33,6 +36,9 @@ class Evidence:
     confirmed: Sequence[Line] = ()
     """Results that the server confirmed to a worker."""
 
+    max_policy_lag: int | None = None
+    """Of what a step trains on; None: each step trains on the groups that were planned for it."""
+
     hostile: Sequence[Line] = ()
     """What the hostile clients did, and how they were answered."""
 
@@ -52,6 +58,8 @@ def find_faults(evidence: Evidence) -> list[str]:
     for line in ended:
         if _claim(line) not in theirs:
             faults += _joined(line, evidence.turns, samples)
+    if evidence.max_policy_lag is not None:
+        faults += [*_spans(evidence.oracle, claims), *_too_old(evidence, evidence.max_policy_lag)]
     return [
         *(*faults, *_no_call_twice(claims), *_crossed(evidence, claims), *_versions(evidence, ended)),
         *find_hostile_faults(evidence.hostile, ended),
@@ -113,12 +121,13 @@ def _trained_once(evidence: Evidence) -> Iterable[str]:
     for (name, role), times in Counter((line["episode"], line["role"]) for line in standing).items():
         if times > 1:
             yield f"{name}: {times} rows of training that stand for role {role!r}, not 1"
-    trained: dict[str, int] = {}
+    trained, most = dict[str, int](), evidence.max_policy_lag or 0
     for line in standing:
         episode = episodes[line["episode"]]
         if line["outcome"] == "trained":
             trained[line["episode"]] = line["step"]
-            if episode["state"] != "ended" or episode["step"] != line["step"] or episode["undone"]:
+            late = line["step"] - episode["step"]
+            if episode["state"] != "ended" or not 0 <= late <= most or episode["undone"]:
                 yield f"{line['episode']}: step {line['step']} trained on it, and it was not planned so"
     for step, number in Counter(trained.values()).items():
         if number != evidence.per_step:
@@ -226,6 +235,45 @@ def _joined(line: Line, turns: int, samples: Mapping[str, Line]) -> Iterable[str
         parent = found[0]["call"]
 
 
+def _spans(oracle: Sequence[Line], claims: Sequence[Line]) -> Iterable[str]:
+    """Each span of a call is what the version that it names has sampled, after exactly the ids before it."""
+    parts: dict[tuple[int, str], list[Line]] = defaultdict(list)
+    for line in oracle:
+        if line["event"] == "part" and line["sampled"]:
+            parts[line["version"], line["prompt"]].append(line)
+    for line in claims:
+        prompts = dict[str | None, str]({None: ""})
+        for call in line["calls"]:
+            prompt = prompts.get(call["parent"], "") + call["new_prompt"]
+            prompts[call["call"]] = prompt + call["sampled"]
+            spans = call["spans"] or [[call["version"], 0]]
+            ends = [*(first for _, first in spans[1:]), len(call["sampled"]) // ID_HEX]
+            for (version, first), end in zip(spans, ends, strict=True):
+                before, own = call["sampled"][: first * ID_HEX], slice(first * ID_HEX, end * ID_HEX)
+                wanted = call["sampled"][own], call["logprobs"][own]
+                known = parts[version, prompt + before]
+                if not any((part["sampled"], part["logprobs"]) == wanted for part in known):
+                    yield (
+                        f"{line['episode']}: version {version} has not sampled the tokens {first} to {end} "
+                        f"of call {call['call']}"
+                    )
+
+
+def _too_old(evidence: Evidence, most: int) -> Iterable[str]:
+    """No step trains on a token of weights more than so many steps before it, or of some that are undone."""
+    published = evidence.ledger.publications
+    steps = {line["policy_version"]: line["step"] for line in published if not line["undone"]}
+    episodes = {line["episode"]: line for line in evidence.ended}
+    for line in evidence.ledger.trained:
+        if line["outcome"] != "trained" or line["undone"]:
+            continue
+        for call in episodes[line["episode"]]["calls"]:
+            for version in {call["version"], *(version for version, _ in call["spans"])}:
+                lag = line["step"] - 1 - steps.get(version, -1)
+                if version not in steps or not 0 <= lag <= most:
+                    yield f"{line['episode']}: step {line['step']} trained on tokens of version {version}"
+
+
 def _crossed(evidence: Evidence, claims: Sequence[Line]) -> Iterable[str]:
     """Every recorded call was made by the owner of its claim, for its episode."""
     marks = {line["sample"]: line for line in evidence.oracle if line["event"] == "begin"}
@@ -252,7 +300,7 @@ def _versions(evidence: Evidence, ended: Sequence[Line]) -> Iterable[str]:
         for call in line["calls"]:
             if not before.get(call["parent"], 0) <= call["version"] < len(published):
                 yield f"{line['episode']}: call {call['call']} has policy version {call['version']}"
-            before[call["call"]] = call["version"]
+            before[call["call"]] = max(call["version"], *(version for version, _ in call.get("spans", ())), 0)
 
 
 def _not_theirs(hostile: Sequence[Line], ended: Sequence[Line]) -> Iterable[str]:

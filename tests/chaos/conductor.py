@@ -97,6 +97,9 @@ class Plan:
     concurrency: int = 4
     sample_delay_s: float = 0.05
     max_claim_s: float = 20.0
+    max_policy_lag: int | None = None
+    """Groups start beside the steps, and weights move in flight; None: neither."""
+
     limit_s: float = 1500.0
 
     @property
@@ -132,7 +135,7 @@ class Watch:
         for line in self._oracle.new():
             if line["event"] == "begin":
                 self._samples[line["sample"]] = line["worker"]
-            else:  # `end`, or `cancelled`
+            elif line["event"] in ("end", "cancelled"):
                 self._samples.pop(line["sample"], None)
         for line in self._trainer.new():
             match line["event"]:
@@ -226,6 +229,7 @@ class Conductor:
             steps=self.plan.steps,
             per_step=self.plan.groups * GROUP_SIZE,
             turns=self.plan.turns,
+            max_policy_lag=self.plan.max_policy_lag,
             ledger=read_ledger(self._query),
             trainer=read_lines(self.run_dir / TRAINER),
             oracle=read_lines(self.run_dir / ORACLE),
@@ -245,7 +249,11 @@ class Conductor:
         self._proxy = self._add(processes.script("proxy", self.run_dir, *proxy_options))
         trainer_options = ("--link", link, "--steps", self.plan.steps, "--groups", self.plan.groups)
         delay = ("--delay-s", self.plan.sample_delay_s)
-        self.trainer = self._add(processes.script("trainer", self.run_dir, *trainer_options, *delay))
+        lag = self.plan.max_policy_lag
+        streams = () if lag is None else ("--max-policy-lag", lag)
+        self.trainer = self._add(
+            processes.script("trainer", self.run_dir, *trainer_options, *delay, *streams)
+        )
         self.workers = [self._add(self._worker(number, port)) for number in range(self.plan.workers)]
         for number, ways in enumerate(PROCESSES):
             options = ("--seed", self.plan.seed, *(word for way in ways for word in ("--as", way)))

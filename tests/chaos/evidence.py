@@ -209,6 +209,7 @@ def _call_lines(calls: Iterable[bytes]) -> Found:
             "sampled": call.sampled.hex(),
             "logprobs": call.logprobs.hex(),
             "version": call.policy_version,
+            "spans": [list(span) for span in call.spans],
             "messages": call.messages,
         }
         for call in decoded((each,) for each in calls)

@@ -1,6 +1,7 @@
 """Thousands of episodes while workers, server and trainer are killed, and network and clients misbehave.
 
-CHAOS_SEED, CHAOS_EPISODES, CHAOS_WORKERS and CHAOS_KILLS change the size; the defaults are `make chaos`.
+Groups start beside the steps, with a `max_policy_lag` of 4, and weights move in flight. CHAOS_SEED,
+CHAOS_EPISODES, CHAOS_WORKERS, CHAOS_KILLS and CHAOS_LAG change the size; the defaults are `make chaos`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path, capfd: pytest.Captur
         episodes=number("CHAOS_EPISODES", 2000),
         workers=number("CHAOS_WORKERS", 20),
         kills_of_each_kind=number("CHAOS_KILLS", 24),
+        max_policy_lag=number("CHAOS_LAG", 4),
     )
     conductor = Conductor(plan, tmp_path)
     evidence = conductor.run()
@@ -41,6 +43,8 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path, capfd: pytest.Captur
         calls = sum(len(line["calls"]) for line in evidence.ended)
         samples = sum(line["event"] == "begin" for line in evidence.oracle)
         print(hostilities(tmp_path))
+        moved = sum(len(call["spans"]) > 1 for line in evidence.ended for call in line["calls"])
+        print(f"calls of several versions {moved}")
         print(f"claims {claims}, calls that count {calls}, samples begun {samples}, faults {len(faults)}")
     assert not faults, "\n".join(faults[:20])
     attacks = {
@@ -50,5 +54,6 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path, capfd: pytest.Captur
     assert "knock" in {line["event"] for line in evidence.hostile}
     codes = {line["code"] for line in evidence.hostile if line["event"] == "worker"}
     assert codes == {2}, "a worker refuses the samples, and says so by its exit code"
+    assert moved
     if os.environ.get("CHAOS_ALL_STATES") != "no":  # A short run may miss one.
         assert not conductor.never_hit()

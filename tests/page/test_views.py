@@ -30,14 +30,14 @@ def test_every_view_is_opened_from_the_one_before(tab: Tab, viewed: Viewed) -> N
     page.goto(viewed.url)
     heading(page, "Runs")
     page.get_by_role("link", name="shop-agent", exact=True).click()
-    for title in ("Progress", "Held-out score", "Reward", "Health", "Newest rollouts"):
+    for title in ("Progress", "Held-out score", "Reward", "Health", "Where the time goes", "Newest rollouts"):
         heading(page, re.compile(f"^{title}"))
     expect(page.get_by_text("30 of 30 steps")).to_be_visible()
     page.get_by_role("link", name="all curves").click()
     heading(page, "train/entropy")
     for title in ("Reward and score", "Your metrics", "Time by phase", "Reward by scorer"):
         heading(page, title)
-    expect(page.get_by_role("img", name="Time by phase by step: rollouts")).to_be_visible()
+    expect(page.get_by_role("img", name="Time by phase by step: training")).to_be_visible()
     expect(page.get_by_text(re.compile("^Constant over all steps: ")).first).to_be_visible()
     page.get_by_label("Compare with").select_option("shop-agent-2")
     expect(page.locator(".u-legend").first).to_contain_text("shop-agent-2")

@@ -100,8 +100,57 @@ async def test_an_evaluation_that_was_cut_is_made_and_a_finished_one_is_not_made
     data["evaluation"] |= {"episodes": 1, "every_steps": 1, "interim_episodes": 1}
     made = RunConfig.model_validate(data)
     with pytest.raises(CutError):
-        await run_training(made, CutIn("evaluation step-1"))
+        await run_training(made, CutIn("evaluation after"))
     await run_training(made, QuietReporter(), path=path)
     labels = [row.label for row in rows(path, EvaluationRow, "ORDER BY time")]
     assert labels == ["before", "step-1", "after"]
     assert [line["step"] for line in curve(path) if "eval/step-1" in line] == [1]
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+async def test_evaluations_that_ran_beside_later_steps_are_made_again_by_their_own_weights(
+    tmp_path: Path,
+) -> None:
+    def made(folder: Path) -> RunConfig:
+        training = {"steps": 4, "groups_per_step": GROUPS, "group_size": SIZE, "learning_rate": 5e-4}
+        evaluation = {"episodes": 0, "every_steps": 1, "interim_episodes": 30}
+        return short_run(folder, seed=5, training=training, evaluation=evaluation, workers={"concurrency": 3})
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    await run_training(made(whole), QuietReporter())
+    with pytest.raises(CutError):
+        await run_training(made(cut), Cut(after=5 * GROUPS * SIZE // 2))
+    assert rows(cut, EvaluationRow) == [], "none is over before the third step has its episodes"
+    resumed = QuietReporter()
+    await run_training(made(cut), resumed, path=cut)
+    assert rows(cut, ResumptionRow, "ORDER BY resumption")[-1].step == 2
+    assert "the weights of step 1, for its evaluation" in resumed.waits
+
+    def scores(folder: Path) -> dict[str, tuple[int, float | None, int]]:
+        found = rows(folder, EvaluationRow, "WHERE undone = 0")
+        return {row.label: (row.step, row.score, row.accepted) for row in found}
+
+    assert scores(cut) == scores(whole)
+    assert {label: accepted for label, (_, _, accepted) in scores(cut).items()} == {
+        f"step-{step}": 30 for step in (1, 2, 3)
+    }
+    for one, other in zip(by_step(whole), by_step(cut), strict=True):
+        assert one["reward/mean"] == other["reward/mean"]
+    versions = ask(
+        cut,
+        "SELECT e.label, count(DISTINCT c.policy_version), count(DISTINCT c.last_version), min(p.step), "
+        "min(v.policy_version = c.policy_version) FROM calls AS c "
+        "JOIN episodes AS e ON e.sequence = c.episode "
+        "JOIN publications AS p ON p.policy_version = c.policy_version "
+        "JOIN evaluations AS v ON v.label = e.label "
+        "WHERE e.label != '' AND e.undone = 0 GROUP BY e.label ORDER BY e.label",
+    )
+    assert versions == [(f"step-{step}", 1, 1, step, 1) for step in (1, 2, 3)]
+    used = rows(cut, TrainedRow, "WHERE undone = 0 AND outcome = ?", Use.EVALUATED)
+    assert len({row.episode for row in used}) == len(used) == 3 * 30
+    assert ask(cut, "SELECT count(*) FROM episodes WHERE end_number IS NULL OR NOT consumed") == [(0,)]
+
+
+def by_step(folder: Path) -> list[dict[str, float]]:
+    """The lines of training steps."""
+    return [line for line in curve(folder) if "reward/mean" in line]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
-from checker import Evidence, find_faults, reward_of
+from checker import ID_HEX, Evidence, find_faults, reward_of
 from evidence import LedgerLines
 
 TURNS = 3
@@ -285,4 +285,56 @@ def _again(run: Any, *, step: int) -> list[dict[str, Any]]:
 )
 def test_each_fault_is_seen(spoil: Spoil, said: str) -> None:
     faults = find_faults(spoil(copy.deepcopy(sound())))
+    assert any(said in fault for fault in faults), faults
+
+
+def streamed() -> Evidence:
+    """The same, over versions that move in flight: the first call is of two of them."""
+    run = copy.deepcopy(sound())
+    parts = [
+        {"event": "part", "version": 1, **{key: line[key] for key in ("prompt", "logprobs")}}
+        | {"sampled": line["sampled"][: 2 * ID_HEX]}
+        for line in run.oracle
+        if line["event"] == "end"
+    ]
+    whole = parts[0]
+    first = whole | {"version": 0, "sampled": whole["sampled"][:ID_HEX]}
+    rest = {
+        "prompt": whole["prompt"] + first["sampled"],
+        "sampled": whole["sampled"][ID_HEX:],
+        "logprobs": "",
+    }
+    for line in (*run.ledger.episodes, *run.ledger.other_claims):
+        for call in line.get("calls", ()):
+            call |= {"spans": []} | ({} if "version" in call else {"version": 1})
+    run.ledger.episodes[0]["calls"][0] |= {"version": 0, "spans": [[0, 0], [1, 1]]}
+    run.ledger.episodes[0]["claimed_version"] = 0
+    published = [{"policy_version": version, "step": version - 1, "undone": 0} for version in range(4)]
+    return replace(
+        run,
+        max_policy_lag=1,
+        oracle=[*run.oracle, first, whole | rest, *parts[1:]],
+        ledger=replace(run.ledger, publications=published),
+    )
+
+
+def test_a_sound_run_whose_weights_moved_in_flight_has_no_faults() -> None:
+    assert find_faults(streamed()) == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_call(0, 0, spans=[[0, 0]]), "e0: version 0 has not sampled the tokens 0 to 2 of call"),
+        (_call(0, 0, spans=[[0, 0], [2, 1]]), "e0: version 2 has not sampled the tokens 1 to 2 of call"),
+        (_call(0, 1, spans=[[0, 0], [1, 1]]), "e0: version 0 has not sampled the tokens 0 to 1 of call"),
+        (_with(oracle=lambda run: run.oracle[:-1]), "version 1 has not sampled the tokens 0 to 2"),
+        (_changed("publications", 0, step=-2), "e0: step 1 trained on tokens of version 0"),
+        (_changed("publications", 1, undone=2), "e1: step 1 trained on tokens of version 1"),
+        (_changed("publications", 1, step=1), "e1: step 1 trained on tokens of version 1"),
+        (_changed("episodes", 0, step=-1), "e0: step 1 trained on it, and it was not planned so"),
+    ],
+)
+def test_each_fault_of_weights_in_flight_is_seen(spoil: Spoil, said: str) -> None:
+    faults = find_faults(spoil(streamed()))
     assert any(said in fault for fault in faults), faults

@@ -378,7 +378,19 @@ def _numbers(config: RunConfig, samples: Callable[[], TaskSamples]) -> list[str]
     lines = ["episodes", f"  {steps}: {training.groups_per_step * training.group_size} a step{limit}"]
     if config.evaluation.episodes:
         lines.append(f"  {_evaluation(config, samples)}")
+    if config.evaluation.every_steps and config.all_tasks:
+        lines.append(f"  {_interim(config)}")
     return lines
+
+
+def _interim(config: RunConfig) -> str:
+    given, inference = config.evaluation, config.inference
+    steps = f"{given.every_steps} steps" if given.every_steps > 1 else "step"
+    often = f"{given.interim_episodes:,} to evaluate, after every {steps}"
+    if config.engine.backend == "tinker" or (inference.has_replicas and config.held_versions < 1):
+        return f"{often}: training waits for them, as what samples holds no older weights beside the newest"
+    beside = f"{often}, beside training: at most {given.share:.0%} of the episodes"
+    return beside if config.engine.lora.rank else f"{beside}, if a second copy of the weights is small enough"
 
 
 def _evaluation(config: RunConfig, samples: Callable[[], TaskSamples]) -> str:

@@ -188,12 +188,18 @@ def _print_run(view: RunView, steps: Sequence[StepLine], console: Console, root:
         say(console, f"failed: {each.count} x {one_line(words)}{episode}")
     for line in health_lines(view.health.rows):
         say(console, line)
+    if view.times:
+        say(console, f"time: {view.times.words}")
     if steps:
         console.print(_steps(steps))
     for each in view.evaluations:
         failed = f", {each.failed} failed" if each.failed else ""
         score = _number(each.score)
         say(console, f"evaluation {each.label}: {score}  ({counted(each.accepted, 'episode')}{failed})")
+    for each in view.pending:
+        of = f"{each.done:,} of {counted(each.total, 'episode')}"
+        said = "pending" if view.state == "running" else "not ended; a resumed run makes it again"
+        say(console, f"evaluation {each.label}: {said} ({of})")
     if view.newest:
         say(console, "\nnewest episodes")
         console.print(_episodes(view.newest))

@@ -64,7 +64,8 @@ class InferenceConfig(Section):
     sleep mode, in a server in development mode). Model calls wait meanwhile."""
 
     max_loras: int = Field(default=4, ge=2)
-    """Adapters that a replica holds at once: the newest, those that episodes finish with, and a free one."""
+    """Adapters that a replica holds at once: the newest, those that episodes finish with, a free one, and in
+    what is left those of evaluations that run beside training."""
 
     base_url: str = ""
     """URL of the vLLM server, such as `http://127.0.0.1:8000`, with or without `/v1`."""

@@ -82,6 +82,10 @@ class EvaluationConfig(Section):
     attempts: int = Field(default=1, ge=1)
     """Episodes of each sample of an evaluation: with k of them, the score is avg@k, and pass@k is among the
     metrics (docs/training.md#pass-at-k)."""
+    share: float = Field(default=0.05, gt=0, le=1)
+    """Largest share of the episodes that evaluations are while steps train: of those that run at once (one
+    may always run), and of those that have run. What is left of them runs after the last step
+    (docs/training.md)."""
 
 
 class MetricsConfig(Section):
@@ -401,9 +405,21 @@ class RunConfig(Section):
         return self.training.model_copy(update={"learning_rate": rate, "distillation": alone})
 
     @property
+    def slots(self) -> int:
+        """Episodes that the workers of the run hold at once, at most; 0: it starts none."""
+        workers = self.workers
+        number = max(workers.count, workers.max_count)
+        return workers.concurrency * (number if self.enable_tinkerscript_mode else min(number, 1))
+
+    @property
     def live_versions(self) -> int:
         """Versions that replicas sample from at a time."""
         return 1 + (self.max_policy_lag if self.inference.on_publish == "finish" else 0)
+
+    @property
+    def held_versions(self) -> int:
+        """Older versions than those that replicas may hold for evaluations."""
+        return self.inference.max_loras - self.live_versions - 1 if self.engine.lora.rank else 0
 
     @property
     def max_policy_lag(self) -> int:

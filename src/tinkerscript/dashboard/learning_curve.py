@@ -51,4 +51,5 @@ def draw_learning_curve(metrics_file: Path, target: Path, curve: Curve = REWARD_
 
 def _points(metrics_file: Path, name: str) -> list[tuple[int, float]]:
     lines = [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
-    return [(line["step"], line[name]) for line in lines if name in line]
+    # An evaluation may end steps later than the one that it follows.
+    return sorted((line["step"], line[name]) for line in lines if name in line)

@@ -6,9 +6,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+
+class PendingEvaluation(NamedTuple):
+    """An evaluation that has begun."""
+
+    label: str
+    step: int
+    """The one whose weights it scores."""
+
+    done: int
+    """Episodes that have ended."""
+
+    total: int
 
 
 class Phase(Protocol):
@@ -35,6 +48,9 @@ class ProgressReporter(ABC):
 
     @abstractmethod
     def evaluation(self, label: str, score: float, episodes: int, failed: int) -> None: ...
+
+    def pending(self, evaluations: Sequence[PendingEvaluation]) -> None:  # noqa: B027 (most show phases)
+        """These evaluations have begun and not ended."""
 
     @abstractmethod
     def note(self, message: str) -> None:

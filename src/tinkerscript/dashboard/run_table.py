@@ -179,11 +179,13 @@ class RunTable:
         self._counts.update({name: int(metrics[name]) for name in COUNTED if name in metrics})
 
     def evaluation(self, label: str, score: float, failed: int) -> None:
-        if not self._rows or self._rows[-1].step != self._step:
-            self._rows.append(TableRow(self._step))
+        step = int(label.removeprefix("step-")) if label.startswith("step-") else self._step
+        if step == self._step and (not self._rows or self._rows[-1].step != step):
+            self._rows.append(TableRow(step))
         self._failures[f"of evaluation {label}"] += failed
         if math.isfinite(score):
-            self._rows[-1].held_out = score
+            for row in self._rows:  # It may be no longer among them: steps go on while an evaluation runs.
+                row.held_out = score if row.step == step else row.held_out
             self._scores.append((label, score))
 
     # Lines

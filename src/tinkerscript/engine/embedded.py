@@ -194,6 +194,12 @@ class EmbeddedEngine:
         return self._lora is not None
 
     @property
+    def version_bytes(self) -> int:
+        """What a published version of the weights that train takes of the device's memory."""
+        dtype = torch.float32 if self._base else self.dtype
+        return dtype.itemsize * sum(each.numel() for each in self._trainer.weights.parameters)
+
+    @property
     def architecture(self) -> str:
         """Hugging Face's model type, such as `qwen3`."""
         return self._model.config.model_type

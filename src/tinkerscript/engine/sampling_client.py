@@ -29,11 +29,21 @@ class EmbeddedSamplingClient:
     top-k and top-p.
     """
 
-    def __init__(self, context: EngineContext, decoder: Decoder, batch: RunningBatch) -> None:
+    def __init__(self, context: EngineContext, decoder: Decoder) -> None:
         self._context = context
         self._decoder = decoder
-        self._batch = batch
+        self._batch = RunningBatch(
+            decoder,
+            max_rows=context.max_batch,
+            max_length=context.max_context,
+            decode=context.decode,
+            random=context.random,
+        )
         self._names = itertools.count()
+
+    def apart(self) -> EmbeddedSamplingClient:
+        """A client of the same weights whose samples no `cut` of this one ends."""
+        return EmbeddedSamplingClient(self._context, self._decoder)
 
     def sample(
         self,
@@ -211,12 +221,4 @@ def _stops(stop: Any, eos_ids: frozenset[int]) -> tuple[frozenset[int], tuple[st
 def freeze(context: EngineContext, make_decoder: Callable[[], Decoder]) -> EmbeddedSamplingClient:
     """A client over a decoder, which is made without gradients. Call on the engine's thread."""
     with torch.no_grad():
-        decoder = make_decoder()
-    batch = RunningBatch(
-        decoder,
-        max_rows=context.max_batch,
-        max_length=context.max_context,
-        decode=context.decode,
-        random=context.random,
-    )
-    return EmbeddedSamplingClient(context, decoder, batch)
+        return EmbeddedSamplingClient(context, make_decoder())

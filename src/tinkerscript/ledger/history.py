@@ -63,6 +63,9 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
     checkpoint: CheckpointRow | None = None
     evaluations: list[EvaluationRow] = []
+    interrupted: list[int] = []
+    """Earlier steps whose evaluations during training have begun and not ended."""
+
     versions: dict[int, int] = {}
     """Policy version -> training steps behind it, of those that still count."""
 
@@ -142,6 +145,11 @@ SELECT DISTINCT position FROM {s}episodes WHERE position BETWEEN 0 AND ? AND und
     ORDER BY position
 """
 
+_INTERRUPTED = """
+SELECT DISTINCT step FROM {s}episodes WHERE label LIKE 'step-%' AND step < ?
+    AND label NOT IN (SELECT label FROM {s}evaluations WHERE undone = 0) ORDER BY step
+"""
+
 LAST_STEP = "SELECT coalesce(max(step), 0) FROM {s}steps"
 
 
@@ -206,6 +214,7 @@ async def find_beginning(ledger: Ledger, checkpoints: Collection[int], *, replay
         step=step,
         checkpoint=checkpoint,
         evaluations=await ledger.rows(EvaluationRow, f"{standing} ORDER BY time", (step,)),
+        interrupted=[each for (each,) in await ledger.read(_INTERRUPTED, (step,))],
         versions={each.policy_version: each.step for each in published},
         newest_version=newest,
         next_position=1 + positions[0][0] if positions else 0,

@@ -19,6 +19,7 @@ from tinkerscript.dashboard.progress import time_left_s
 from tinkerscript.errors import TinkerScriptError
 from tinkerscript.ledger.health import Gain, HealthRow, gain, health_rows, sample_scores, verdict
 from tinkerscript.ledger.reader import LedgerReader
+from tinkerscript.ledger.step_times import StepTimes, step_times
 from tinkerscript.lifecycle import ProcessId
 from tinkerscript.page.annotation import Annotation, read_annotation
 from tinkerscript.page.curves import metric_names
@@ -42,6 +43,15 @@ class PhaseProgress(BaseModel):
     label: str
     done: int
     total: int = Field(description="0 if unknown because clients register the samples.")
+
+
+class EvaluationProgress(BaseModel):
+    """An evaluation that has begun and not ended; a run that is resumed makes it again."""
+
+    label: str
+    step: int
+    done: int = Field(description="Episodes that have ended.")
+    total: int
 
 
 class Evaluation(BaseModel):
@@ -103,6 +113,8 @@ class RunView(RunLine):
     waiting: CurrentWait | None
     phase: PhaseProgress | None
     evaluations: list[Evaluation] = Field(description="The first one and the newest ones, in order.")
+    pending: list[EvaluationProgress]
+    times: StepTimes | None = Field(description="How the time of the last steps was divided.")
     gain: Gain | None = Field(description="Gain of the last evaluation over the first, sample by sample.")
     health: Health
     newest: list[EpisodeLine]
@@ -177,6 +189,8 @@ def overview(name: str, ledger: LedgerReader) -> RunView:
         waiting=_waiting(status) if live else None,
         phase=PhaseProgress.model_validate(phase) if phase else None,
         evaluations=evaluated,
+        times=step_times(ledger),
+        pending=[EvaluationProgress.model_validate(each) for each in status.get("pending", ())],
         gain=_gain(ledger, evaluated),
         health=health(ledger),
         newest=newest(ledger, limit=NEWEST).episodes,

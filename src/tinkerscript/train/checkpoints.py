@@ -33,24 +33,24 @@ class RunCheckpoints:
         parts: OpenRun,
         learners: Sequence[Learner],
         policy: Policy,
-        best_of: Callable[[Collection[int]], int | None],
+        needed: Callable[[Collection[int]], Collection[int]],
         curriculum: Curriculum | None = None,
     ) -> None:
-        """`learners`: that of the run's own policy is the first. `best_of`: which of these steps has the best
-        score so far; asked of those with a checkpoint, and its own is not deleted."""
+        """`learners`: that of the run's own policy is the first. `needed`: which of these steps, which have a
+        checkpoint, may not lose it."""
         self._parts = parts
         self._own, *self._roles = learners
         self._policy = policy
-        self._best_of = best_of
+        self._needed = needed
         self._curriculum = curriculum
         self._saved = parts.history.step
         """The last step whose checkpoint counts."""
 
-    async def after(self, step: int, *, train_seconds: float) -> None:
-        """Save the weights if it is time for it, as after the last step."""
+    async def after(self, step: int, *, train_seconds: float, is_needed: bool = False) -> None:
+        """Save the weights if it is time for it, as after the last step, or if the step `is_needed`."""
         training = self._parts.config.training
         is_due = training.checkpoint_every and step % training.checkpoint_every == 0
-        if is_due or step == training.steps:
+        if is_due or is_needed or step == training.steps:
             await self.save(step, train_seconds=train_seconds)
 
     async def last(self, step: int, *, train_seconds: float) -> None:
@@ -77,8 +77,12 @@ class RunCheckpoints:
         async with asyncio.timeout(within_s):
             await self._parts.ledger.commit([row])
         self._saved = step
+        self.delete_old()
+
+    def delete_old(self) -> None:
+        """Delete those that are neither among the newest nor needed."""
         folder = self._parts.folder
-        folder.checkpointed(best=self._best_of(folder.whole_checkpoints()))
+        folder.checkpointed(needed=self._needed(folder.whole_checkpoints()))
 
     async def write(self, name: str) -> None:
         """Write the weights of every policy under `name`."""

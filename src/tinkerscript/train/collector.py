@@ -25,6 +25,7 @@ from tinkerscript.ledger.rows import TrainedRow, Use, VerdictRow
 from tinkerscript.protocol import failure_line
 from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
 from tinkerscript.train.group_judge import GroupJudge
+from tinkerscript.train.occupancy import Occupancy
 from tinkerscript.trainer_link.messages import (
     JUDGE_FAILED,
     BatchProgress,
@@ -231,6 +232,9 @@ class Collector:
     seen: Callable[[Outcome], None] | None = None
     """Gets every new outcome."""
 
+    slots: int = 0
+    """Episodes that the run's workers hold at once, at most; 0: unknown."""
+
     scores: Collection[str] = ()
     """The names of scores that a result needs for training."""
 
@@ -242,7 +246,7 @@ class Collector:
         """Episode uuid -> the group that waits for it."""
 
         self._running: dict[str, int] = {}
-        """Uuid of each planned episode that has not ended -> its step; 0: an evaluation's."""
+        """Uuid of each planned episode that has not ended -> its step, or that of its evaluation."""
 
         self._gathering: dict[str, list[Outcome]] = {}
         """Groups of clients' own samples that are still incomplete, oldest first."""
@@ -262,6 +266,15 @@ class Collector:
         self._received_number = 0
         """The last end number that came."""
 
+        self.received = 0
+        """How often outcomes came."""
+
+        self.rollouts = 0
+        """Planned episodes for training that have ended."""
+
+        self.held = Occupancy()
+        """Planned episodes that have not ended, as many of them as workers may hold."""
+
         self._received = asyncio.Event()
         self._failure: Exception | None = None
 
@@ -276,8 +289,7 @@ class Collector:
                     judging.add(task)
                     task.add_done_callback(judging.discard)
         except Exception as error:
-            self._failure = error
-            self._received.set()
+            self.fail(error)
             raise
         finally:
             for task in judging:
@@ -313,6 +325,11 @@ class Collector:
         group.is_judged = False
         self._to_judge.append((group, then))
 
+    def fail(self, error: Exception) -> None:
+        """Whoever waits, and will wait, raises `error`."""
+        self._failure = error
+        self._received.set()
+
     def receive(self, outcomes: Sequence[Outcome]) -> None:
         """Deliver outcomes to their groups. The ledger is told of those that nobody waits for."""
         left_out = list[TrainedRow]()
@@ -325,10 +342,13 @@ class Collector:
                 self.seen(outcome)
             self._received_number = max(self._received_number, outcome.number)
             step = self._running.pop(outcome.episode_uuid, 0)
+            self.rollouts += bool(step) and outcome.episode_type == "train"
             if stray := self._deliver(outcome):
                 left_out.append(
                     TrainedRow(episode=outcome.sequence, step=step, outcome=Use.LEFT_OUT, reason=stray)
                 )
+        self.received += 1
+        self._count()
         if left_out:
             logger.info("episodes.left_out number=%d", len(left_out))
             self.source.note(left_out)
@@ -392,6 +412,7 @@ class Collector:
         for episode in episodes:
             self._waiting[episode.episode_uuid] = batch.plan(episode, started=step - 1)
             self._running[episode.episode_uuid] = step
+        self._count()
 
     async def until(
         self, is_met: Callable[[], bool], batch: Batch, more: Callable[[], Awaitable[bool]] | None = None
@@ -443,6 +464,19 @@ class Collector:
         """Wait until all outcomes up to this end number have come."""
         while self._received_number < number:
             await self._wait_for_outcomes()
+
+    def _count(self) -> None:
+        self.held.number = min(self.slots or self.running, self.running)
+
+    async def received_more(self, before: int) -> None:
+        """Wait until outcomes have come since `received` was `before`."""
+        while self.received == before:
+            await self._wait_for_outcomes()
+
+    @property
+    def running(self) -> int:
+        """Planned episodes that have started and not ended."""
+        return len(self._running)
 
     async def settled(self) -> None:
         """Wait until every planned episode has ended."""

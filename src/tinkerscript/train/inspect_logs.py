@@ -7,6 +7,7 @@ why.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +27,10 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 FOLDER = "inspect"
 """In the run's folder."""
+
+_WRITING = threading.Lock()
+"""Inspect's writer is not made for several threads, and a step's log may be due while an evaluation's is
+written."""
 
 
 def write_logs(
@@ -60,7 +65,8 @@ def write_logs(
     former = list((folder / FOLDER).glob(f"*-{label}_*.eval"))
     paths = [folder / FOLDER / _name(task, label) for task in by_task]
     for path, rollouts in zip(paths, by_task.values(), strict=True):
-        write_inspect_log(path, rollouts)
+        with _WRITING:
+            write_inspect_log(path, rollouts)
     for path in former:
         path.unlink()
     return paths

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from tinkerscript.tracing import is_on, span
 from tinkerscript.train.backends.backend import STEP_GRACE_S, finish_despite_cancel
@@ -49,9 +49,13 @@ class TrainingLoop:
         learners: Sequence[Learner],
         extra_metrics: Sequence[StepMetric] = (),
         judge: GroupJudge | None = None,
+        *,
+        restore: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         """`samples`: None if the episodes are samples that clients register themselves. `learners`: that of
-        the run's own policy, and then those of roles that train beside it. `judge`: of complete groups."""
+        the run's own policy, and then those of roles that train beside it. `judge`: of complete groups.
+        `restore`: load the weights of the checkpoint of a step; without it, evaluations that were interrupted
+        before the run's step are lost."""
         training, progress = parts.config.training, parts.progress
         self.parts = parts
         self.step = parts.history.step
@@ -61,6 +65,7 @@ class TrainingLoop:
         """How long the run has trained so far, without the first and the last evaluation."""
 
         self._steps, self._source, self.policy = training.steps, source, policy
+        self._restore = restore
         self._lags = PolicyLags(
             training,
             parts.history.versions,
@@ -73,6 +78,7 @@ class TrainingLoop:
             group_size=training.group_size,
             client_samples=samples is None,
             seen=policy.note,
+            slots=parts.config.slots,
             scores=training.reward_weights.keys(),
             judge=judge,
         )
@@ -82,16 +88,17 @@ class TrainingLoop:
         roles = [each.role for each in learners[1:]]
         self.evaluator = Evaluator(parts, samples, self._collector, policy, roles)
         curriculum = samples.curriculum if samples else None
-        self.checkpoints = RunCheckpoints(parts, learners, policy, self.evaluator.best_of, curriculum)
+        self.checkpoints = RunCheckpoints(parts, learners, policy, self.evaluator.needed, curriculum)
         self._mid_step = False
         """Whether the weights, the ledger or the published version may be between two steps."""
 
     async def run(self) -> None:
         """The whole run, or the rest of it. Whatever ends it between two steps, the last one is saved."""
         self._stream.restore(self.parts.history)
-        receiving = asyncio.create_task(self._collector.run(), name="receive outcomes")
+        beside = [asyncio.create_task(self._collector.run(), name="receive outcomes")]
         try:
             await self._begin()
+            beside.append(asyncio.create_task(self.evaluator.run(), name="evaluate"))
             await self._train()
             self._stream.end()
             with self.parts.progress.waiting("the last episodes to end"):
@@ -101,27 +108,58 @@ class TrainingLoop:
                 await self.checkpoints.last(self.step, train_seconds=self.train_seconds)
             raise
         finally:
-            receiving.cancel()
-            await asyncio.gather(receiving, return_exceptions=True)
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
 
     async def _begin(self) -> None:
         """Publish the weights that the run starts from."""
         # What waited at the server comes before any seed is given out: theirs are taken.
         await self._collector.received_until(self.parts.history.open_until)
+        await self._evaluate_again(self.parts.history.interrupted)
         with self.parts.progress.waiting("the first weights to be published"):
             await self._publish()
+
+    async def _evaluate_again(self, steps: Sequence[int]) -> None:
+        """Begin again with evaluations that ran beside later steps when the run was interrupted."""
+        whole = self.parts.folder.whole_checkpoints()
+        for step in steps:
+            if self._restore is None or not self.policy.holds or step not in whole:
+                self.parts.progress.note(
+                    f"evaluation step-{step} was interrupted and is left out: its weights are gone"
+                )
+                continue
+            with self.parts.progress.waiting(f"the weights of step {step}, for its evaluation"):
+                await self._restore(step)
+                version = await self.policy.publish(step, is_past=True)
+            self._lags.published(version, step=step)
+            await self.evaluator.again(step)
+            await self._restore(self.step)
 
     async def _train(self) -> None:
         await self.evaluator.before(self.step)
         await self.evaluator.during(self.step, steps=self._steps)  # If a restart interrupted it.
         self._began = time.monotonic() - self.train_seconds
         while self.step < self._steps:
-            step = await self._stream.take(self.step + 1, version=self.policy.version)
+            step = await self._take(self.step + 1)
             await finish_despite_cancel(self._train_step(step), within_s=STEP_GRACE_S)
-            await self.checkpoints.after(self.step, train_seconds=self.train_seconds)
+            await self.checkpoints.after(
+                self.step,
+                train_seconds=self.train_seconds,
+                is_needed=self.evaluator.runs_beside(self.step, steps=self._steps),
+            )
             await self.evaluator.during(self.step, steps=self._steps)
             await self.log.tell_health(self.step)
         await self.evaluator.after(self.step)
+        self.checkpoints.delete_old()
+
+    async def _take(self, number: int) -> TrainingStep:
+        """Wait for the step's groups, and measure how the episodes that ran meanwhile divided their time."""
+        held, calls = self._collector.held.seconds, self.policy.calls.seconds
+        step = await self._stream.take(number, version=self.policy.version)
+        if held := self._collector.held.seconds - held:
+            step.sampling_share = min(1.0, (self.policy.calls.seconds - calls) / held)
+        return step
 
     async def _train_step(self, step: TrainingStep) -> None:
         """Learn from the groups of a step, publish the result, and tell the ledger."""

@@ -6,6 +6,7 @@ the weights of a step has a seed of its own, so that a run gets the same tokens 
 number of workers, and after a restart, up to the rounding of log probabilities.
 Where weights move in flight, each token has the log probability that the weights gave it which sampled it,
 after exactly the prefix that is recorded; what older ones had computed of that prefix is never used.
+What an episode that is pinned samples, in all of its calls, is from the version that it is pinned to.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from msgspec import structs
@@ -37,6 +38,7 @@ from tinkerscript.sampler import (
     fitted,
 )
 from tinkerscript.train.backends.backend import FrozenModel, Publisher
+from tinkerscript.train.occupancy import Occupancy
 from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
 
 
@@ -147,6 +149,15 @@ class Policy:
         self._frozen: dict[str, SeededSampler] = {}
         """Samplers of models that do not change, by role."""
 
+        self._pinned: dict[str, Mapping[str, SeededSampler]] = {}
+        """By episode: the samplers of its version, by role."""
+
+        self._is_past = False
+        """Whether the newest version samples for pinned episodes alone."""
+
+        self.calls = Occupancy()
+        """Calls that are being answered."""
+
         self._broken = asyncio.Event()
         self._fault: AlignmentError | None = None
 
@@ -167,18 +178,44 @@ class Policy:
         """Have `publisher` publish the role `role`, which trains, and answer requests for it from there."""
         self._trained[role] = _Weights(publisher, key=f"{role}/")
 
-    async def publish(self, step: int = 0) -> int:
+    @property
+    def holds(self) -> int:
+        """How many versions evaluations may hold beside the newest."""
+        return min(each.publisher.holds for each in self._trained.values())
+
+    @contextmanager
+    def pinned(self, episodes: Collection[str]) -> Generator[int]:
+        """While the context is open, the version that is the newest now answers all calls of these episodes,
+        by uuid; yields it. Its seeds are those of a version that nothing else is asked of."""
+        with ExitStack() as stack:
+            samplers = dict[str, SeededSampler]()
+            for role, weights in self._trained.items():
+                assert weights.sampler is not None
+                held = stack.enter_context(weights.sampler.sampler.hold())
+                samplers[role] = replace(weights.sampler, sampler=held, used=set[int]())
+            self._pinned |= dict.fromkeys(episodes, samplers)
+            try:
+                yield self.version
+            finally:
+                for each in episodes:
+                    del self._pinned[each]
+
+    async def publish(self, step: int = 0, *, is_past: bool = False) -> int:
         """Freeze the current weights as the next policy version, and sample from it from now on.
 
         `step`: training steps behind them, which together with the run's seed decides what is sampled.
+        `is_past`: only pinned episodes sample from it, and the version with which the run goes on follows.
         """
         version = self.version + 1
         samplers = [await each.publisher.publish(version) for each in self._trained.values()]
         await self._ledger.commit([PublicationRow(policy_version=version, step=step, time=time.time())])
         self.version = version
+        self._is_past = is_past
         older = [weights.sampler for weights in self._trained.values() if weights.sampler is not None]
         for weights, sampler in zip(self._trained.values(), samplers, strict=True):
-            used, weights.used = weights.used, set()
+            used = set[int]()
+            if not is_past:
+                used, weights.used = weights.used, used
             weights.sampler = SeededSampler(
                 sampler,
                 seed=self._seed if weights.publisher.seeds else None,
@@ -187,8 +224,9 @@ class Policy:
                 key=weights.key,
                 used=used,
             )
-        for weights in self._trained.values():
-            await weights.publisher.announce(version)
+        if not is_past:
+            for weights in self._trained.values():
+                await weights.publisher.announce(version)
         if self._in_flight:
             for each in older:
                 each.cut()
@@ -205,11 +243,11 @@ class Policy:
         """
         for weights in self._trained.values():
             weights.publisher.ended(outcome.episode_uuid)
-        if isinstance(outcome, EpisodeAccepted):
+        if isinstance(outcome, EpisodeAccepted) and outcome.episode_uuid not in self._pinned:
             for call in outcome.all_calls:
                 if call.seed is not None and (weights := self._trained.get(call.role)) is not None:
-                    used = weights.used if weights.sampler is None else weights.sampler.used
-                    used.add(call.seed)
+                    sampler = None if self._is_past else weights.sampler
+                    (weights if sampler is None else sampler).used.add(call.seed)
 
     @property
     def sampler(self) -> SeededSampler:
@@ -217,16 +255,23 @@ class Policy:
         return self._newest(self._own)
 
     def _newest(self, weights: _Weights) -> SeededSampler:
-        if weights.sampler is None:
+        if weights.sampler is None or self._is_past:
             raise GatewayError(503, "engine_unavailable", "no weights have been published yet; retry")
         return weights.sampler
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         """Serve one request of the gateway: from the newest version, and what is cut from those that follow;
-        or from the model of its role.
+        from that of a pinned episode; or from the model of its role.
 
         Raises as `SeededSampler.sample` does, and GatewayError 404 for a role that the run does not have.
         """
+        self.calls.number += 1
+        try:
+            return await self._sample(request, progress)
+        finally:
+            self.calls.number -= 1
+
+    async def _sample(self, request: SampleRequest, progress: ProgressCallback | None) -> SampleResult:
         if frozen := self._frozen.get(request.role):
             return await frozen.sample(request, progress)
         weights = self._trained.get(request.role)
@@ -237,6 +282,8 @@ class Policy:
             )
             raise GatewayError(404, "model_not_found", message, param="model")
         try:
+            if pinned := self._pinned.get(request.affinity):
+                return await pinned[request.role].sample(request, progress)
             result = await self._newest(weights).sample(request, progress)
             sequences = [
                 _joined(_NOTHING, each, result.policy_version) if each.is_cut else each

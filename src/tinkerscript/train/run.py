@@ -146,7 +146,7 @@ async def run_training(
             version=history.newest_version,
             in_flight=config.inference.on_publish == "continue",
         )
-        learners = await _learners(run, backend, policy, model, stack)
+        learners, trained = await _learners(run, backend, policy, model, stack)
         sampling.policy = policy
         judge = None
         if judging is not None:
@@ -161,7 +161,17 @@ async def run_training(
                 policy.publish_to(replicas)
                 folder.exported.watch(replicas.pool.replicas)
                 opened, extra = replace(opened, publisher=replicas), [*extra, replicas.metrics]
-            loop = TrainingLoop(run, samples, opened.source, policy, learners, extra, judge)
+            if samples and config.evaluation.every_steps and not policy.holds:
+                progress.note(
+                    "training waits for each evaluation: what samples has no room for older weights beside "
+                    "the newest (docs/training.md#evaluation)"
+                )
+
+            async def restore(step: int) -> None:
+                for each in trained:
+                    await each.restore(folder.checkpoint_name(step))
+
+            loop = TrainingLoop(run, samples, opened.source, policy, learners, extra, judge, restore=restore)
             with _report_written(loop, learners):
                 await run_beside(opened, asyncio.create_task(loop.run(), name="training loop"))
             with progress.waiting("the final checkpoint"):
@@ -239,8 +249,9 @@ def not_held_out(samples: TaskSamples, evaluation: EvaluationConfig) -> str:
 
 async def _learners(
     run: OpenRun, backend: TrainerBackend, policy: Policy, model: Path, stack: AsyncExitStack
-) -> list[Learner]:
-    """What trains the run's own policy, and then the roles that train, which `policy` samples from.
+) -> tuple[list[Learner], list[TrainerBackend]]:
+    """What trains the run's own policy, and then the roles that train, which `policy` samples from; and the
+    backend of each.
 
     Also opens the frozen roles and the teacher, until `stack` is closed.
     """
@@ -278,7 +289,7 @@ async def _learners(
             reply_tokens=config.sampling.reply_tokens,
         )
 
-    learners = [learner(backend, "", distillation)]
+    learners, backends = [learner(backend, "", distillation)], [backend]
     with progress.waiting("the engine to try the loss"):
         await learners[0].check_loss(backend)
     for name in config.trained_roles:
@@ -286,7 +297,8 @@ async def _learners(
             beside = await _policy_of_role(run, name, backend)
         policy.add_trained(name, beside)
         learners.append(learner(beside, name, None))
-    return learners
+        backends.append(beside)
+    return learners, backends
 
 
 async def _policy_of_role(run: OpenRun, name: str, backend: TrainerBackend) -> TrainerBackend:

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
@@ -159,18 +159,18 @@ class RunFolder:
             with progress.waiting(f"the copies at {self._url}"):
                 await self._uploads.finish()
 
-    def checkpointed(self, *, best: int | None = None) -> None:
-        """A checkpoint is written and in the ledger: delete the oldest, but not that of the step with the
-        `best` score, and copy what is new."""
-        self.keep_checkpoints(self._keep, best=best)
+    def checkpointed(self, *, needed: Collection[int] = ()) -> None:
+        """A checkpoint is written and in the ledger: delete the oldest, but not those of the steps `needed`,
+        and copy what is new."""
+        self.keep_checkpoints(self._keep, needed=needed)
         if self._uploads is not None:
             self._uploads.copy()
 
-    def keep_checkpoints(self, number: int, *, best: int | None = None) -> None:
-        """Delete all but the newest `number` step checkpoints of every policy, and that of step `best`."""
+    def keep_checkpoints(self, number: int, *, needed: Collection[int] = ()) -> None:
+        """Delete all but the newest `number` step checkpoints of every policy and those of steps `needed`."""
         for folder in self._policies:
             for step, old in _made_in(folder)[:-number]:
-                if step != best:
+                if step not in needed:
                     shutil.rmtree(old)
 
     @property

@@ -9,13 +9,13 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from tinkerscript.dashboard.progress import Phase, ProgressReporter
+from tinkerscript.dashboard.progress import PendingEvaluation, Phase, ProgressReporter
 from tinkerscript.errors import LinkError, StoreError
 from tinkerscript.ledger.history import RowWriter
 from tinkerscript.ledger.reader import STATUS
@@ -137,6 +137,9 @@ class RunStatus(ProgressReporter):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._say(step=step, last_step=time.time())
         self._shown.step(step, metrics)
+
+    def pending(self, evaluations: Sequence[PendingEvaluation]) -> None:
+        self._say(pending=[each._asdict() for each in evaluations])
 
     def evaluation(self, label: str, score: float, episodes: int, failed: int) -> None:
         self._shown.evaluation(label, score, episodes, failed)

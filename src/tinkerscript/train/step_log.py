@@ -235,6 +235,7 @@ class StepLog:
             train_s=time.monotonic() - step.collected,
             publish_s=step.publish_s,
             wait_stale_s=step.wait_stale_s,
+            sampling_share=step.sampling_share,
         )
 
     async def _log_for_inspect(self, step: TrainingStep, facts: StepFacts) -> None:

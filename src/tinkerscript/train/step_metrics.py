@@ -85,6 +85,9 @@ class StepFacts:
     wait_stale_s: float | None = None
     """Of `rollout_s`: to wait for groups that would have been too old later; None: nothing could be."""
 
+    sampling_share: float | None = None
+    """Of the time of the episodes that ran meanwhile: in model calls; None: unknown."""
+
     trains_equal: bool = False
     """Whether a teacher or the KL penalty trains groups whose rewards are equal too."""
 
@@ -209,6 +212,8 @@ def policy(facts: StepFacts) -> dict[str, float]:
 
 def timing(facts: StepFacts) -> dict[str, float]:
     waited = {} if facts.wait_stale_s is None else {"time/wait_stale_s": facts.wait_stale_s}
+    if facts.sampling_share is not None:
+        waited["time/sample_s"] = facts.sampling_share * (facts.rollout_s - (facts.wait_stale_s or 0.0))
     return {
         **waited,
         "time/rollout_s": facts.rollout_s,
@@ -391,6 +396,19 @@ class TensorBoardLogger(Logger):
             self._writer.close()
 
 
+class LateWandbLogger(WandbLogger):
+    """W&B drops metrics of a step before its newest one. They are logged with that, and `eval/step` says of
+    which step they are."""
+
+    _newest = 0
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        if step is not None and step < self._newest:
+            metrics = {**metrics, "eval/step": float(step)}
+        self._newest = max(self._newest, step or 0)
+        super().log_metrics(metrics, self._newest)
+
+
 def metric_loggers(config: RunConfig, folder: Path) -> list[Logger]:
     """The loggers that `metrics.loggers` names, ready to write.
 
@@ -399,7 +417,7 @@ def metric_loggers(config: RunConfig, folder: Path) -> list[Logger]:
     values, project = config.model_dump(mode="json"), config.metrics.project
     makers: dict[str, Callable[[], Logger]] = {
         "tensorboard": lambda: TensorBoardLogger(folder / "tensorboard", values),
-        "wandb": lambda: WandbLogger(project, values, folder, wandb_name=folder.name),
+        "wandb": lambda: LateWandbLogger(project, values, folder, wandb_name=folder.name),
         "trackio": lambda: TrackioLogger(project, values, trackio_name=folder.name),
     }
     return [_made(name, makers[name]) for name in config.metrics.loggers]
@@ -452,6 +470,7 @@ class TrainerMetrics(Logger):
             ["metric"],
             registry=self._registry,
         )
+        self._newest = 0
         self._names = set[str]()
         self._replicas = _Replicas()
         self._registry.register(self._replicas)
@@ -461,8 +480,9 @@ class TrainerMetrics(Logger):
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Keep the values, except for those whose names clients choose."""
-        if step is not None:
-            self._step.set(step)
+        if step is not None:  # That of an evaluation may be an earlier one.
+            self._newest = max(self._newest, step)
+            self._step.set(self._newest)
         for name, value in metrics.items():
             if name.startswith(REPORTED) or (name not in self._names and len(self._names) >= MAX_NAMES):
                 continue

@@ -61,6 +61,10 @@ class TrainingStep:
     """Of the time until `collected`: to wait for groups that would have been too old later. None: at a lag of
     0, and with clients' own samples."""
 
+    sampling_share: float | None = None
+    """Of the time of the episodes that ran until `collected`: in model calls. None: nothing is known of
+    them."""
+
     cancelled: int = 0
     """Episodes that the batch had no use for when it closed."""
 

@@ -204,12 +204,27 @@ def test_a_checkpoint_takes_what_the_plan_says() -> None:
 
 def test_the_plan_says_what_is_not_held_out() -> None:
     apart = plan(load_config(EXAMPLES / "arithmetic.yaml"))
-    assert apart[-1] == "  1,000 held out, before and after training"
+    assert apart[-2] == "  1,000 held out, before and after training"
     same = plan(load_config(EXAMPLES / "arithmetic.yaml", ["task.eval_args={split: train}"]))
-    assert same[-1] == (
+    assert same[-2] == (
         "  1,000 to evaluate, before and after training; not held out: "
         "1,000 of their 1,000 samples are trained on too"
     )
+
+
+def test_the_plan_says_whether_evaluations_run_beside_training() -> None:
+    demo = load_config(EXAMPLES / "arithmetic.yaml")
+    often = "  200 to evaluate, after every 5 steps"
+    assert plan(demo)[-1].startswith(f"{often}, beside training: at most 5% of the episodes, if ")
+    adapters = ["engine.lora.rank=8", "evaluation.share=0.25"]
+    assert plan(load_config(EXAMPLES / "arithmetic.yaml", adapters))[-1] == (
+        f"{often}, beside training: at most 25% of the episodes"
+    )
+    replicas = ["inference.backend=vllm", "inference.replicas=[http://10.0.0.1:8000]"]
+    all_weights = load_config(EXAMPLES / "arithmetic.yaml", replicas)
+    assert plan(all_weights)[-1].startswith(f"{often}: training waits for them, ")
+    adapters = load_config(EXAMPLES / "arithmetic.yaml", [*replicas, *adapters, "inference.max_loras=2"])
+    assert plan(adapters)[-1].startswith(f"{often}: training waits for them, ")
 
 
 def test_a_service_and_a_run_in_one_process() -> None:

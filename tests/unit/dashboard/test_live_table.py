@@ -93,6 +93,15 @@ def test_what_the_table_says(table: RunTable) -> None:
     ]
 
 
+def test_a_late_score_is_in_the_row_of_its_step(table: RunTable) -> None:
+    table.evaluation("step-5", 0.625, 0)
+    table.evaluation("step-1", 0.375, 0)  # Of a row that is gone.
+    rows = {line.split()[0]: line for line in text(table, 140)[4:9]}
+    assert [step for step, line in rows.items() if "0.625" in line] == ["5"]
+    assert [step for step, line in rows.items() if "0.750" in line] == ["7"]
+    assert not any("0.375" in line for line in rows.values())
+
+
 def test_the_first_step_tells_how_long_the_rest_takes() -> None:
     table = RunTable(0.0)
     table.begin(5, 2)

@@ -17,6 +17,7 @@ from tinkerscript.files import CONFIG_FILE, LEDGER_FILE
 from tinkerscript.ledger.health import Gain, health_rows
 from tinkerscript.ledger.reader import STORE_VARIABLE, LedgerReader
 from tinkerscript.ledger.rows import FindingRow, NoteRow
+from tinkerscript.ledger.step_times import step_times
 from tinkerscript.ledger.tokens import TokenUse
 from tinkerscript.lifecycle import ProcessId
 from tinkerscript.page import lines as lines_module
@@ -112,6 +113,7 @@ def test_the_first_screen_of_a_run_that_goes_on(tmp_path: Path) -> None:
             waiting_for="step 3",
             waiting_since=150.0,
             phase={"label": "step 3", "done": 5, "total": 16, "time": 1.0},
+            pending=[{"label": "step-1", "step": 1, "done": 3, "total": 8}],
         )
         write_evaluation(run, "before", 0, {0: [0.0], 1: [1.0]})
         write_group(run, 1, 0, [1.0, 0.0, None])
@@ -152,6 +154,7 @@ def test_the_first_screen_of_a_run_that_goes_on(tmp_path: Path) -> None:
     assert view.phase is not None
     assert (view.phase.label, view.phase.done, view.phase.total) == ("step 3", 5, 16)
     assert [each.label for each in view.evaluations] == ["before", "step-2"]
+    assert [(each.label, each.done, each.total) for each in view.pending] == [("step-1", 3, 8)]
     assert [note.text for note in view.notes] == ["second", "first"]
     assert uuids(view.newest)[:3] == ["step-2-1-0", "step-2-0-0", "1.0.2"]
     health = view.health
@@ -170,6 +173,41 @@ def test_the_first_screen_of_a_run_that_goes_on(tmp_path: Path) -> None:
     assert failure.example.uuid == "1.0.2"
     line = run_line("run", ledger)
     assert line.model_dump() == {name: getattr(view, name) for name in type(line).model_fields}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lag", "shares", "words"),
+    [
+        # rollout, train, publish, sample, wait_stale; train, publish, sample, programs, old groups
+        ((7, 3, 0, 7, 0), 0, (0.3, 0, 0.7, 0, 0), "Rollouts (70%) and training (30%) take turns: "),
+        ((7, 3, 0, 5, 0), 1, (0.3, 0, 0.5, 0.2, 0), "Model calls are the bottleneck: "),
+        ((9, 1, 0, 5, 0), 0, (0.1, 0, 0.5, 0.4, 0), "Model calls are the bottleneck: "),
+        ((9, 1, 0, 2, 0), 0, (0.1, 0, 0.2, 0.7, 0), "The episodes' own programs are the bottleneck: "),
+        ((1, 9, 2, 1, 0), 4, (0.7, 0.2, 0.1, 0, 0), "Training is the bottleneck: "),
+        ((1, 9, 6, 1, 0), 4, (0.3, 0.6, 0.1, 0, 0), "Publishing the weights is the bottleneck: "),
+        ((8, 2, 0, 7, 5), 4, (0.2, 0, 0.3, 0, 0.5), "Steps wait 50% of the time for groups "),
+    ],
+)
+def test_the_time_of_steps_is_divided_and_names_the_key_to_turn(
+    tmp_path: Path, seconds: tuple[float, ...], lag: int, shares: tuple[float, ...], words: str
+) -> None:
+    with WrittenRun(tmp_path / "run", training={"max_policy_lag": lag}) as run:
+        names = ("rollout", "train", "publish", "sample", "wait_stale")
+        for step in (1, 2):
+            given = {f"time/{name}_s": each / 2 for name, each in zip(names, seconds, strict=True)}
+            run.step(step, given if seconds[-1] else {k: v for k, v in given.items() if "stale" not in k})
+        times = step_times(run.reader)
+    assert times is not None
+    found = (times.train, times.publish, times.sample, times.programs, times.old_groups)
+    assert found == pytest.approx(shares)
+    assert times.words.startswith(words)
+
+
+def test_without_what_model_calls_take_the_time_is_not_divided(tmp_path: Path) -> None:
+    with WrittenRun(tmp_path / "run") as run:
+        assert step_times(run.reader) is None
+        run.step(1, {"time/rollout_s": 1.0, "time/train_s": 1.0, "time/publish_s": 0.1})
+        assert step_times(run.reader) is None
 
 
 def test_before_there_is_a_ledger_a_run_is_shown_as_one_that_began(tmp_path: Path) -> None:

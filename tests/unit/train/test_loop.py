@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import tinker
 
+from interchange_helpers import until
 from rollout_helpers import make_accepted, make_call
 from run_ledger import KeptRows
 from tinkerscript.config import RunConfig
-from tinkerscript.errors import AlignmentError, EngineError, LinkError
+from tinkerscript.errors import AlignmentError, EngineError, LinkError, NoSuccessError
 from tinkerscript.ledger.history import History, PlannedRow
 from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.ledger.rows import (
@@ -43,6 +44,7 @@ from tinkerscript.sampler import Sampler
 from tinkerscript.testing import QuietReporter, ScriptedSampler
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends.backend import Publisher
+from tinkerscript.train.collector import Batch
 from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.loop import TrainingLoop
@@ -52,7 +54,7 @@ from tinkerscript.train.run_folder import RunFolder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_metrics import StepFacts, StepMetric
 from tinkerscript.train.token_advantages import ReferenceLogprobs
-from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
+from tinkerscript.trainer_link.messages import BatchProgress, EpisodeAccepted, EpisodeFailed, Outcome
 
 ARITHMETIC = Path(__file__).parents[3] / "examples" / "arithmetic.py"
 
@@ -96,6 +98,9 @@ async def start_logprobs(sequences: list[IntArray], _: list[FloatArray]) -> list
 class Published(Publisher):
     max_context = 64
 
+    def __init__(self, holds: int = 0) -> None:
+        self.holds = holds
+
     async def publish(self, policy_version: int) -> Sampler:
         return ScriptedSampler(lambda prompt: prompt)
 
@@ -126,7 +131,8 @@ class Answering(KeptRows, EpisodeSource):
         number = len(self.all) + 1
         values = {"policy_version": version, "logprobs": [-0.5] * 2, "seed": number, **call_values}
         call = make_call(None, [5, 6], [7, 8], **values)
-        more = {"policy_version_at_claim": version, "sequence": number, "number": number}
+        more: dict[str, Any] = {"policy_version_at_claim": version, "sequence": number, "number": number}
+        more["episode_type"] = "eval" if group_id.startswith("eval-") else "train"
         self.all.append(make_accepted(uuid, reward, [call], group_id=group_id, **more))
         self.ended.put_nowait(self.all[-1])
 
@@ -171,10 +177,13 @@ async def running(
     history: History | None = None,
     replayed: Sequence[EpisodeAccepted] = (),
     recording: str = "all",
-    evaluation: Mapping[str, int] | None = None,
+    evaluation: Mapping[str, float] | None = None,
     extra_metrics: Sequence[StepMetric] = (),
     role: str = "",
     scored: ReferenceLogprobs = start_logprobs,
+    holds: int = 0,
+    workers: Mapping[str, int] | None = None,
+    restore: Callable[[int], Awaitable[None]] | None = None,
     **training: Any,
 ) -> AsyncGenerator[Run]:
     settings = {"steps": 3, "groups_per_step": 2, "group_size": 2, "learning_rate": 0.1, **training}
@@ -186,6 +195,7 @@ async def running(
             "task": {"name": f"{ARITHMETIC}@arithmetic"},
             "training": {"checkpoint_every": 2, "inspect_log_every": 0, **settings},
             "evaluation": evaluation or {"episodes": 0},
+            "workers": workers or {},
         }
     )
     folder = RunFolder(config, TINY_MODEL, now=datetime.now(), path=path if path.exists() else None)
@@ -209,9 +219,9 @@ async def running(
     made = source or Answering()
     samples = TaskSamples(config.all_tasks, seed=1)
     samples.next_position = history.next_position
-    policy = Policy(Published(), made, version=history.newest_version)
+    policy = Policy(Published(holds), made, version=history.newest_version)
     parts = OpenRun(config, folder, made, LedgerReader(folder.path), shown, history, replayed)
-    loop = TrainingLoop(parts, samples, made, policy, learners, extra_metrics)
+    loop = TrainingLoop(parts, samples, made, policy, learners, extra_metrics, restore=restore)
     async with asyncio.timeout(60):
         yield Run(loop, learners[0], clients[""], made, shown)
     folder.close()
@@ -302,6 +312,184 @@ async def test_an_evaluation_follows_a_step_and_is_told_at_once_with_what_it_use
     assert [(row.episode, row.step) for row in used] == [(1, 0), (2, 0), (7, 1), (12, 2), (13, 2)]
     scores = [row for row in run.source.of(MetricRow) if row.name == "eval/score"]
     assert [(row.step, row.value) for row in scores] == [(0, 0.5), (1, 0.0), (2, 0.5)]
+
+
+class Pending(Answering):
+    """The episodes of evaluation `step-1` end, with `reward`, when those of step `until` start. Without a
+    reward they fail."""
+
+    def __init__(self, until: int, reward: float | None = 1.0) -> None:
+        super().__init__()
+        self.until, self.reward = until, reward
+        self.pending: list[PlannedEpisode] = []
+        self.is_over = False
+
+    async def start(self, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
+        if episodes[0].label == "step-1" and not self.is_over:
+            self.starts.append((step, len(episodes)))
+            self.pending += episodes
+            return
+        self.is_over |= step >= self.until and not episodes[0].label
+        while self.is_over and self.pending:
+            one = self.pending.pop()
+            if self.reward is None:
+                failed = {"kind": "error", "message": "no such file", "attempt": 1, "client_uuid": "w"}
+                number = 1000 + len(self.pending)
+                more = {"episode_type": "eval", "sequence": number, "number": number}
+                self.ended.put_nowait(EpisodeFailed(episode_uuid=one.episode_uuid, failures=[failed], **more))
+            else:
+                self.end(one.episode_uuid, one.group_id, 1, reward=self.reward)
+        await super().start(episodes, step=step)
+
+
+async def test_steps_train_while_an_evaluation_runs_and_its_result_belongs_to_its_step(
+    tmp_path: Path,
+) -> None:
+    evaluation = {"episodes": 1, "every_steps": 1, "interim_episodes": 3}
+    async with running(tmp_path, Pending(4), evaluation=evaluation, steps=5, holds=4) as run:
+        await run.loop.run()
+    scored = {row.label: row for row in run.source.of(EvaluationRow)}
+    assert sorted(scored) == ["after", "before", "step-1", "step-2", "step-3", "step-4"]
+    assert {label: (row.step, row.policy_version) for label, row in scored.items()} == {
+        **{f"step-{step}": (step, step) for step in (1, 2, 3, 4)},
+        **{"before": (0, 0), "after": (5, 5)},
+    }
+    assert [row.accepted for row in scored.values()] == [1, 3, 3, 3, 3, 1]
+    order = [
+        f"{type(row).__name__} {row.step}"
+        for row in run.source.kept
+        if isinstance(row, StepRow | EvaluationRow)
+    ]
+    assert order.index("StepRow 3") < order.index("EvaluationRow 1"), "it stood in nobody's way"
+    assert order[-1] == "EvaluationRow 5"
+    used = [row.episode for row in run.source.of(TrainedRow) if row.outcome == Use.EVALUATED]
+    assert len(used) == len(set(used)) == 1 + 4 * 3 + 1
+    assert all(row.step == 1 for row in run.source.of(MetricRow) if row.name == "eval/step-1")
+    assert run.checkpoints == [1, 2, 3, 4, 5], "a resumed run could score every one of them"
+    assert run.loop.parts.folder.whole_checkpoints() == [1, 4, 5], "the newest two, and the best's"
+
+
+async def test_no_more_evaluations_are_begun_than_versions_can_be_held(tmp_path: Path) -> None:
+    evaluation = {"episodes": 0, "every_steps": 1, "interim_episodes": 1}
+
+    class Waiting(Pending):
+        """It ends once the loop waits for it."""
+
+        def collecting(self, batch: BatchProgress | None, **_: Any) -> None:
+            if batch is not None and batch.label == "evaluation step-1":
+                self.is_over = True
+                (one,) = self.pending
+                self.end(one.episode_uuid, one.group_id, 1, reward=1.0)
+
+    async with running(tmp_path, Waiting(9), evaluation=evaluation, steps=5, holds=1) as run:
+        await run.loop.run()
+    assert len(run.source.of(EvaluationRow)) == 4
+    steps = [row.step for row in run.source.kept if isinstance(row, StepRow | EvaluationRow)]
+    assert steps[:3] == [1, 2, 1], "after step 2 there are two, of which one can be held"
+
+
+async def test_an_evaluation_that_fails_ends_the_run_between_two_steps_and_costs_none(tmp_path: Path) -> None:
+    evaluation = {"episodes": 0, "every_steps": 1, "interim_episodes": 1}
+    async with running(tmp_path, Pending(2, reward=None), evaluation=evaluation, holds=2) as run:
+        with pytest.raises(NoSuccessError, match=r"evaluation step-1: all 1 episodes .*\n.*no such file"):
+            await run.loop.run()
+    assert run.steps == [1, 2]
+    assert run.checkpoints == [1, 2]
+    assert {row.outcome for row in run.source.of(TrainedRow)} == {Use.TRAINED}
+
+
+@pytest.mark.parametrize(("slots", "room"), [(20, 2), (8, 1), (0, 4)])
+async def test_evaluations_have_a_share_of_what_runs_while_steps_train(
+    tmp_path: Path, slots: int, room: int
+) -> None:
+    """Of what runs at once: of the workers' slots, or where it has no workers of what has started."""
+    evaluation = {"episodes": 0, "every_steps": 1, "interim_episodes": 30, "share": 0.1}
+    workers = {"count": 2 if slots else 0, "concurrency": slots // 2 or 1}
+    source = Pending(9)
+    async with running(tmp_path, source, evaluation=evaluation, workers=workers, holds=1) as run:
+        evaluator, collector = run.loop.evaluator, run.loop.evaluator.collector
+        await run.loop.policy.publish()
+        trained = [PlannedEpisode("train", "g", {}, episode_uuid=f"t{i}") for i in range(40)]
+        collector.expect(Batch("step 2"), trained, step=2)
+        collector.rollouts = 1000
+        await evaluator.during(1, steps=9)
+        assert len(source.pending) == room
+        tasks = [asyncio.create_task(evaluator.run()), asyncio.create_task(collector.run())]
+        for number in range(1, 4):
+            one = source.pending.pop(0)
+            source.end(one.episode_uuid, one.group_id, 0, reward=1.0)
+            await until(lambda number=number: sum(n for _, n in source.starts) == room + number)
+            assert len(source.pending) == room, "another one starts where one has ended"
+        waiting = asyncio.create_task(evaluator.after(9))
+        await until(lambda: sum(n for _, n in source.starts) == 30)
+        while source.pending:
+            one = source.pending.pop(0)
+            source.end(one.episode_uuid, one.group_id, 0, reward=1.0)
+        await waiting
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert [row.accepted for row in source.of(EvaluationRow)] == [30]
+
+
+async def test_evaluations_have_a_share_of_what_has_run_while_steps_train(tmp_path: Path) -> None:
+    """Also where one at a time ends much faster than those of a step do."""
+    evaluation = {"episodes": 0, "every_steps": 1, "interim_episodes": 30, "share": 0.2}
+    source = Answering()
+    async with running(tmp_path, source, evaluation=evaluation, holds=1) as run:
+        evaluator, collector = run.loop.evaluator, run.loop.evaluator.collector
+        await run.loop.policy.publish()
+        source.statuses.append({"policy_version": 0})
+        trained = [PlannedEpisode("train", "g", {}, episode_uuid=f"t{i}") for i in range(40)]
+        collector.expect(Batch("step 2"), trained, step=2)
+        tasks = [asyncio.create_task(evaluator.run()), asyncio.create_task(collector.run())]
+        await evaluator.during(1, steps=9)
+        for ended in range(1, 13):
+            source.end(f"t{ended}", "g", 0, reward=1.0)
+            await until(lambda ended=ended: collector.rollouts == ended)
+            await until(lambda ended=ended: len(source.starts) == 1 + ended // 4)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_evaluations_that_were_interrupted_are_made_again_with_their_own_weights(
+    tmp_path: Path,
+) -> None:
+    evaluation = {"episodes": 0, "every_steps": 1, "interim_episodes": 2}
+    async with running(tmp_path, Pending(9), evaluation=evaluation, steps=6, holds=9) as run:
+        work = asyncio.create_task(run.loop.run())
+        await until(lambda: run.checkpoints[-1:] == [4])
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+    assert run.source.of(EvaluationRow) == [], "the first one is in the way of the others"
+    assert {*run.source.labels} >= {"step-2", "step-3"}, "by which the ledger knows them"
+    last = run.source.of(CheckpointRow)[-1]
+    history = History(
+        step=last.step,
+        checkpoint=last,
+        interrupted=[1, 2, 3],
+        versions={0: 0},
+        newest_version=last.policy_version,
+        next_position=8,
+    )
+    had: list[int] = []
+
+    async def restore(step: int) -> None:
+        had.append(step)
+
+    async with running(
+        tmp_path, history=history, evaluation=evaluation, steps=6, holds=9, restore=restore
+    ) as again:
+        (again.loop.parts.folder.checkpoints / "step_0003").rename(tmp_path / "gone")
+        await again.loop.run()
+    assert had == [1, last.step, 2, last.step]
+    published = {row.policy_version: row.step for row in again.source.of(PublicationRow)}
+    found = {row.label: row for row in again.source.of(EvaluationRow)}
+    assert found.keys() == {"step-1", "step-2", *(f"step-{step}" for step in range(last.step, 6))}
+    assert all(published[row.policy_version] == row.step for row in found.values())
+    assert "evaluation step-3 was interrupted and is left out: its weights are gone" in again.shown.notes
+    assert again.steps == [*range(last.step + 1, 7)]
 
 
 async def test_a_step_whose_results_are_all_stale_collects_others(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tinkerscript.config import InferenceConfig
 from tinkerscript.errors import EngineError, GatewayError
 from tinkerscript.gateway.samplers.vllm import VllmServer
 from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids, pack_logprobs
-from tinkerscript.sampler import SampledSequence, SampleRequest, SampleResult
+from tinkerscript.sampler import SampledSequence, Sampler, SampleRequest, SampleResult
 from tinkerscript.train.replicas.pool import Published, ReplicaPool
 from tinkerscript.train.replicas.replica import Replica
 
@@ -95,6 +95,9 @@ class Answers:
 
     def __init__(self, replica: ScriptedReplica, version: int) -> None:
         self._replica, self._version = replica, version
+
+    def uncut(self) -> Answers:
+        return self
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         if self._replica.answer is not None:
@@ -251,6 +254,34 @@ async def test_an_episode_moves_or_finishes_with_its_version(
         assert await made.ask(2, "a") == 2, "what version 0 samples does not train any more"
         await made.publish(3)  # Version 0 is not held any more.
         assert not (tmp_path / "policy-0").exists()
+
+
+@pytest.mark.parametrize("on_publish", ["move", "finish", "continue"])
+async def test_a_version_that_is_held_is_sampled_from_whatever_is_published(
+    tmp_path: Path, on_publish: str
+) -> None:
+    async with bench(tmp_path, on_publish=on_publish) as b:
+        await b.publish(0)
+        await b.pool.announce(0)
+        request = SampleRequest(prompt=REQUEST.prompt, max_tokens=4, affinity="evaluation")
+
+        async def held(sampler: Sampler) -> int:
+            return (await sampler.sample(request)).policy_version
+
+        with b.pool.hold() as sampler:
+            found = [await held(sampler)]
+            for version in (1, 2, 3):
+                await b.publish(version)
+                assert await b.ask(version) == version
+                found.append(await held(sampler))
+            assert found == [0] * 4
+            for replica in b.replicas:
+                assert replica.versions == [0, 2, 3], "no others"
+            b.pool.lose(b.replicas[0], "died")  # It has to load it again.
+            await until(lambda: b.replicas[0].serving)
+            assert {await held(sampler) for _ in range(4)} == {0}
+        await b.publish(4)
+        assert {tuple(replica.versions) for replica in b.replicas} == {(3, 4)}
 
 
 async def test_a_version_that_is_not_confirmed_yet_is_not_sampled_from(tmp_path: Path) -> None:

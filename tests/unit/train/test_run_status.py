@@ -12,6 +12,7 @@ import pytest
 
 from interchange_helpers import until
 from run_ledger import KeptRows
+from tinkerscript.dashboard.progress import PendingEvaluation
 from tinkerscript.errors import LinkError
 from tinkerscript.files import CONFIG_FILE, LEDGER_FILE
 from tinkerscript.ledger import SqliteLedger
@@ -71,6 +72,10 @@ async def test_what_a_run_shows_is_in_its_ledger_once_there_is_one(
         said = reader.status()["phase"]
         assert (said["label"], said["total"]) == ("step 3", 4)
     await says(reader, phase=None)
+    status.pending([PendingEvaluation("step-2", 2, 3, 8)])
+    await says(reader, pending=[{"label": "step-2", "step": 2, "done": 3, "total": 8}])
+    status.pending([])
+    await says(reader, pending=[])
     status.note("hello")
     status.step(3, {"a": 1.0})
     status.evaluation("after", 0.5, 4, 0)

@@ -74,6 +74,11 @@ def test_groups_of_equal_rewards_train_where_something_else_acts_on_them() -> No
             assert tuple(map(found.get, names)) == expected
 
 
+def test_the_wait_is_divided_as_the_episodes_divide_their_time() -> None:
+    found = step_metrics(replace(facts(), rollout_s=10.0, wait_stale_s=2.0, sampling_share=0.25))
+    assert (found["time/sample_s"], found["time/wait_stale_s"]) == (2.0, 2.0)
+
+
 def no_package() -> int:
     raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed or it can't be imported.")
 

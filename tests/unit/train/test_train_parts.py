@@ -290,7 +290,7 @@ def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path: Path) -> None:
     folder = RunFolder(RunConfig(), TINY_MODEL, now=datetime.now(), path=tmp_path)
     for name in ("step_9996", "step_9997", "step_9998", "step_9999", "step_10000", "final", "step_by_hand"):
         (folder.checkpoints / name).mkdir()
-    folder.keep_checkpoints(2, best=9997)
+    folder.keep_checkpoints(2, needed={9997})
     folder.close()
     left = sorted(path.name for path in folder.checkpoints.iterdir())
     assert left == ["final", "step_10000", "step_9997", "step_9999", "step_by_hand"]

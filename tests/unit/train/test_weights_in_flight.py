@@ -263,6 +263,44 @@ async def test_of_calls_over_publications_at_random_tokens_nothing_is_lost_or_do
     assert sum(length > 1 for length in lengths) > number / 10
 
 
+async def test_what_is_pinned_is_sampled_by_one_version_over_all_publications(
+    trainable: EmbeddedEngine,
+) -> None:
+    """In its calls that run, in those that follow, and with the tokens of a run that publishes nothing."""
+
+    async def calls(flown: Flown, *, publishing: bool) -> list[Call]:
+        found = list[Call]()
+
+        async def ask(prompt: list[int], episode: str) -> Call:
+            request = SampleRequest(prompt=pack_ids(prompt), max_tokens=24, affinity=episode)
+
+            def report(_: Progress) -> None:
+                if publishing:
+                    flown.wanted.set()
+
+            result = await flown.policy.sample(request, report)
+            return recorded(prompt, result, result.sequences[0])
+
+        with flown.policy.pinned([f"e{i}" for i in range(8)]) as version:
+            for turn in range(3):
+                asked = (ask([7, 8, turn + i], f"e{i}") for i in range(8))
+                found += await asyncio.gather(*asked)
+        if publishing:
+            moved = await ask([7, 8, 9], "e0")
+            assert version == 0
+            assert moved.policy_version > 0, "it is pinned no more"
+        return found
+
+    flown = Flown(trainable)
+    await flown.publish()
+    still = await calls(flown, publishing=False)
+    async with flown.publishing():
+        moving = await calls(flown, publishing=True)
+    assert len(flown.versions) > 3
+    assert {(call.policy_version, *call.spans) for call in moving} == {(0,)}
+    assert [call.sampled_ids.tolist() for call in moving] == [call.sampled_ids.tolist() for call in still]
+
+
 async def test_each_token_is_compared_and_trains_as_what_its_own_weights_sampled(
     trainable: EmbeddedEngine,
 ) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tinkerscript.config import InferenceConfig
@@ -98,6 +98,10 @@ class RemoteSampler(Sampler):
 
     def cut(self) -> None:
         self._is_cut.set()
+
+    def uncut(self) -> RemoteSampler:
+        """The same, but nothing cuts it."""
+        return replace(self, text=None)
 
     def _ends(self, request: SampleRequest) -> Callable[[Sequence[int]], bool] | None:
         # The server only finds stop strings that begin after the earlier part of the reply.

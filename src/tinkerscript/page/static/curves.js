@@ -9,7 +9,8 @@ import { about, sections, together } from "./metrics.js";
 import { Card, Empty, Failed, Loaded } from "./parts.js";
 import { adjust, Link } from "./route.js";
 
-const PHASES = ["time/rollout_s", "time/train_s", "time/publish_s"];
+/** What `phases` needs; before the last two, all of which are parts of the first. */
+export const PHASES = ["time/rollout_s", "time/train_s", "time/publish_s", "time/sample_s", "time/wait_stale_s"];
 
 export function CurvesPlace({ run, query }) {
   const others = (query.with ?? "").split(",").filter(Boolean);
@@ -92,16 +93,20 @@ const charts = (names, runs, uses) => names.map((name) => ({ name, about: about(
 function joint(title, names, use) {
   const curves = use.data?.curves ?? {};
   const line = (name) => ({ label: name.split("/").pop(), curve: curves[name], dots: name.startsWith("eval/") });
-  if (title === "Time") return PHASES.every((name) => names.includes(name) && curves[name]) ? [{ name: "Time by phase", about: "seconds of a step; with max_policy_lag above 0, sampling continues in every phase", lines: phases(curves), stacked: true }] : [];
+  if (title === "Time") return PHASES.slice(0, 3).every((name) => names.includes(name) && curves[name]) ? [{ name: "Time by phase", about: "seconds of a step: what it does, or waits for; with a max_policy_lag above 0, groups are sampled in all of them", lines: phases(curves), stacked: true }] : [];
   return together(names).map(([name, list, text]) => ({ name, about: text, lines: list.filter((each) => curves[each]).map(line) }));
 }
 
-/** The training time includes publishing, so we subtract it. */
-function phases(curves) {
-  const [rollout, train, publish] = PHASES.map((name) => curves[name]);
-  const published = new Map(publish.steps.map((step, at) => [step, publish.mean[at]]));
-  const own = { ...train, mean: train.mean.map((value, at) => Math.max(0, value - (published.get(train.steps[at]) ?? 0))) };
-  return [{ label: "rollouts", curve: rollout }, { label: "training", curve: own }, { label: "publishing", curve: publish }];
+/** The time of each step, in areas: publishing is a part of training, and model calls and old groups of the wait. */
+export function phases(curves) {
+  const [rollout, train, publish, sample, old] = PHASES.map((name) => curves[name]);
+  const at = (curve) => new Map((curve?.steps ?? []).map((step, place) => [step, curve.mean[place]]));
+  const less = (curve, ...parts) => ({ ...curve, mean: curve.mean.map((value, place) => Math.max(0, value - parts.reduce((sum, part) => sum + (part.get(curve.steps[place]) ?? 0), 0))) });
+  return [
+    { label: "training", curve: less(train, at(publish)) }, { label: "publishing", curve: publish },
+    sample && { label: "model calls", curve: sample }, { label: sample ? "episodes' programs" : "rollouts", curve: less(rollout, at(sample), at(old)) },
+    old && { label: "old groups", curve: old },
+  ].filter(Boolean);
 }
 
 const lines = (name, runs, uses) => runs.flatMap((run, at) => {

@@ -32,6 +32,8 @@ const TEXT = {
   "system/gpu_memory_gb": "memory in use on the trainer's GPU",
   "system/gpu_load": "utilization of the trainer's GPU at the end of the step",
   "time/rollout_s": "seconds until the step's episodes were complete",
+  "time/sample_s": "seconds of that wait which model calls took, by how the episodes that ran divided their time",
+  "time/wait_stale_s": "seconds of that wait which were for groups that would have been too old later",
   "time/train_s": "seconds to train and publish",
   "time/publish_s": "seconds to publish the weights",
   "episodes_per_s": "episodes per second over the whole step",

@@ -4,6 +4,7 @@ import { html, useContext, useEffect, useState } from "./vendor/preact.js";
 import { Annotation, AnnotationForm } from "./annotation.js";
 import { isExport } from "./api.js";
 import { Chart } from "./chart.js";
+import { phases, PHASES } from "./curves.js";
 import { Live, useData } from "./data.js";
 import { ago, count, duration, score } from "./format.js";
 import { Card, Empty, Episodes, Loaded, Meter, Time } from "./parts.js";
@@ -21,7 +22,7 @@ function Screen({ data }) {
     <div class="span-4 stack places"><${Progress} data=${data} /><${Score} data=${data} /></div>
     <div class="span-8"><${Learning} data=${data} /></div>
     <div class="span-5 stack places"><${Health} data=${data} /><${Notes} data=${data} /></div>
-    <div class="span-7 stack places"><${Written} key=${data.name} data=${data} /><${Next} data=${data} /><${Newest} data=${data} /></div>
+    <div class="span-7 stack places"><${Times} data=${data} /><${Written} key=${data.name} data=${data} /><${Next} data=${data} /><${Newest} data=${data} /></div>
   </div>`;
 }
 
@@ -65,6 +66,7 @@ function Score({ data }) {
       ${gain !== null && html`<span class=${`chip ${gain > 0 ? "good" : gain < 0 ? "bad" : ""}`}>${gain > 0 ? "▲ +" : gain < 0 ? "▼ −" : "± "}${Math.abs(gain).toFixed(3)}${data.gain && html`<span title=${`95% interval of the mean change of ${count(data.gain.samples, "sample")}`}> ± ${data.gain.margin.toFixed(3)}</span>`}</span>`}
     </div>
     <p class="small quiet">${gain !== null && html`before training: ${scored(first)} → `}${last.step ? `after step ${last.step}` : "before training"}: ${scored(last)}</p>
+    ${data.pending.map((each) => html`<p class="small quiet"><span class="chip">${each.label}</span> ${data.state === "running" ? "pending" : `was pending as it ${data.state}; a resumed run makes it again`}: ${each.done} of ${count(each.total, "episode")}</p>`)}
   <//>`;
 }
 
@@ -84,13 +86,23 @@ function Learning({ data }) {
   <//>`;
 }
 
+/** What steps do and wait for, and which key to turn. */
+function Times({ data }) {
+  const use = useData(`runs/${encodeURIComponent(data.name)}/curves`, { name: PHASES, points: 300 }, { live: true });
+  if (!data.times || !use.data?.curves["time/sample_s"]) return null;
+  return html`<${Card} title="Where the time goes" more=${html`<${Link} to=${["run", data.name, "curves"]} query=${{ find: "time/" }}>its curves<//>`}>
+    <p class="small">${data.times.words} <span class="quiet">Seconds of each step:</span></p>
+    <${Chart} lines=${phases(use.data.curves)} stacked label="Seconds of each step, by what it does or waits for" />
+  <//>`;
+}
+
 const curve = (names) => [["curves"], { m: names }];
 
 /** Where each row of the health table links to. */
 const LEADS_TO = {
   held_out: [["evaluations"]], reward: curve("reward/mean"), trained: curve("train/sequences"),
   equal: curve("groups/same_reward,groups/trained,groups/dropped"), cut_off: [["episodes"], { show: "truncated" }],
-  length: curve("response_tokens/mean"), failed: [["episodes"], { show: "failed" }], stale: curve("episodes/stale"),
+  length: curve("response_tokens/mean"), failed: [["episodes"], { show: "failed" }], stale: curve("episodes/stale"), waits: curve("time/wait_stale_s"),
   mismatch: [["alignment"]], entropy: curve("train/entropy"), gradients: curve("train/grad_norm"), rate: curve("train/kl_step"),
 };
 

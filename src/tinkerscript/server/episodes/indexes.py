@@ -160,10 +160,13 @@ class Queues:
         return sum(queue.registered for queue in self._of(pool, claim_type))
 
     def oldest(self, pool: str, claim_type: ClaimType) -> EpisodeRecord | None:
-        """Pop the oldest registered episode."""
+        """Pop the oldest registered episode. In the trainer's pool evaluations come first: it starts no more
+        of their episodes than may run."""
         queues = self._of(pool, claim_type)
         while waiting := [queue for queue in queues if queue.heap]:
             queue = min(waiting, key=lambda candidate: candidate.heap[0])
+            if pool == TRAINER_POOL:
+                queue = waiting[-1]  # `EPISODE_TYPES` ends with evaluations.
             episode = self._find(heapq.heappop(queue.heap)[1])
             if episode.state == "registered":
                 return episode

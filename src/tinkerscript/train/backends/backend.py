@@ -66,6 +66,9 @@ class Publisher(ABC):
     seeds = True
     """Whether requests without a seed get one, so that a run can be repeated."""
 
+    holds = 0
+    """How many older versions than the newest may be held (`Sampler.hold`)."""
+
     @abstractmethod
     async def publish(self, policy_version: int) -> Sampler:
         """A sampler over a frozen copy of the current weights, which answers as `policy_version`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,6 +57,10 @@ if TYPE_CHECKING:
     from tinkerscript.engine.frozen import FrozenWeights  # It imports PEFT, which takes half a second.
 
 
+HELD_BYTES = 2**30
+"""Of weights that evaluations hold beside the newest."""
+
+
 class EmbeddedBackend(TrainerBackend):
     """Trains and samples with an `EmbeddedEngine`."""
 
@@ -80,6 +84,7 @@ class EmbeddedBackend(TrainerBackend):
         self.max_context = engine.max_context
         self.vocabulary = engine.vocabulary
         self.stop_ids = engine.context.eos_ids
+        self.holds = max(int(engine.is_lora), HELD_BYTES // engine.version_bytes)
 
     @classmethod
     def check(cls, config: EngineConfig, model: Path, note: Callable[[str], None]) -> None:
@@ -221,6 +226,9 @@ class EmbeddedSampler(FrozenSampler):
 
     def cut(self) -> None:
         self._client.cut()
+
+    def hold(self) -> AbstractContextManager[Sampler]:
+        return nullcontext(EmbeddedSampler(self._client.apart(), self.policy_version))
 
     async def _compile(self, constraint: Constraint) -> None:
         """In a thread: the first time it can take a second, and it releases the GIL."""

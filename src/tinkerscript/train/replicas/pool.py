@@ -17,8 +17,9 @@ import logging
 import math
 import shutil
 import time
-from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -121,6 +122,9 @@ class ReplicaPool(Sampler):
     def __post_init__(self) -> None:
         self._start, *self._adapters = self.canaries
         self._live: list[Published] = []
+        self._held = Counter[int]()
+        """Versions that are sampled from even if they are too old for `keep`."""
+
         self._newest = -1
         self._pins: OrderedDict[str, Pin] = OrderedDict()
         self._recent: deque[IntArray] = deque(maxlen=RECENT_PROMPTS)
@@ -254,8 +258,10 @@ class ReplicaPool(Sampler):
         A replica that does not prove it is lost. Raises EngineError if none has it and none comes back.
         """
         async with self._publishing:
-            while len(self._live) > self.keep:
-                await self._retire(self._live.pop(0))
+            kept = self._live[-self.keep :]
+            for each in [each for each in self._live if each not in kept and not self._held[each.version]]:
+                self._live.remove(each)
+                await self._retire(each)
             older = self._live[-1] if self._live else None
             serving = [replica for replica in self.replicas if replica.serving]
             for replica in serving:
@@ -371,18 +377,31 @@ class ReplicaPool(Sampler):
         for replica in self.replicas:
             replica.cut(self._newest)
 
+    @contextmanager
+    def hold(self) -> Generator[Sampler]:
+        version = self._live[-1].version
+        self._held[version] += 1
+        try:
+            yield HeldVersion(self, version)
+        finally:
+            self._held[version] -= 1
+
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         """By the newest version that may be sampled from, or the one that the episode finishes with.
 
         Raises GatewayError: 503 if no replica came back in time, and whatever a replica answers.
         """
+        return await self.sample_by(request)
+
+    async def sample_by(self, request: SampleRequest, held: int | None = None) -> SampleResult:
+        """`sample`, or by the version `held`."""
         deadline = asyncio.get_running_loop().time() + self.timeout_s
         failed: Replica | None = None
         while True:
-            pin = await self._pin(request.affinity, deadline, avoid=failed)
+            pin = await self._pin(request.affinity, deadline, avoid=failed, held=held)
             failed = pin.replica
             try:
-                result = await pin.replica.sample(request, pin.version)
+                result = await pin.replica.sample(request, pin.version, is_held=held is not None)
             except LostError:
                 continue
             except GatewayError as error:
@@ -393,12 +412,14 @@ class ReplicaPool(Sampler):
             self._remember(request, result)
             return result
 
-    async def _pin(self, affinity: str, deadline: float, *, avoid: Replica | None = None) -> Pin:
+    async def _pin(
+        self, affinity: str, deadline: float, *, avoid: Replica | None = None, held: int | None = None
+    ) -> Pin:
         """Where an episode's next call goes. Raises GatewayError 503."""
         pin = self._pins.get(affinity)
         if pin is None:
-            replica = await self._least_loaded(deadline, avoid=avoid)
-            pin = Pin(replica, self._newest)
+            replica = await self._least_loaded(deadline, version=held, avoid=avoid)
+            pin = Pin(replica, self._newest if held is None else held)
             if affinity:
                 self._unpin(affinity)  # Another call of the episode may have been faster.
                 self._pins[affinity] = pin
@@ -407,11 +428,11 @@ class ReplicaPool(Sampler):
                     self._unpin(next(iter(self._pins)))
             return pin
         self._pins.move_to_end(affinity)
-        if self.config.on_publish != "finish" or pin.version not in self._versions:
+        if held is None and (self.config.on_publish != "finish" or pin.version not in self._versions):
             pin.version = self._newest
         if not self._may_sample(pin.replica, pin.version):
             self._unpin(affinity)
-            return await self._pin(affinity, deadline, avoid=avoid)
+            return await self._pin(affinity, deadline, avoid=avoid, held=held)
         return pin
 
     @property
@@ -498,6 +519,17 @@ class ReplicaPool(Sampler):
         if self._failure.done():
             self._failure.exception()  # Raised already, or too late to matter.
         await asyncio.gather(*(replica.aclose() for replica in self.replicas))
+
+
+@dataclass(eq=False)
+class HeldVersion(Sampler):
+    """A version that the pool samples from, whatever is published later."""
+
+    pool: ReplicaPool
+    version: int
+
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        return await self.pool.sample_by(request, self.version)
 
 
 def _chosen(likeliest: Sequence[dict[int, float]], ids: Sequence[list[int]]) -> list[FloatArray]:

@@ -54,6 +54,7 @@ class ReplicaPublisher(Publisher):
     """The run's."""
 
     config: InferenceConfig
+    holds: int
     seeds = False
     """They make vLLM slower, and what it samples depends on what is in a batch with it anyway."""
 
@@ -173,7 +174,7 @@ async def open_replicas(
             await supervisor.start(child)
         try:
             await run_beside(supervisor, asyncio.create_task(pool.begin()))
-            yield ReplicaPublisher(pool, engine, supervisor, folder, inference)
+            yield ReplicaPublisher(pool, engine, supervisor, folder, inference, config.held_versions)
         finally:
             await pool.aclose()
 

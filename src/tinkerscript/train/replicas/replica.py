@@ -190,11 +190,13 @@ class Replica:
             self._server, facts, timeout_s=self.timeout_s, cache_salt=name, text=self._text
         )
 
-    async def sample(self, request: SampleRequest, version: int) -> SampleResult:
-        """Raises LostError, and GatewayError as `RemoteSampler.sample` does: 503 for other weights."""
-        if version not in self._samplers:
+    async def sample(self, request: SampleRequest, version: int, *, is_held: bool = False) -> SampleResult:
+        """`is_held`: `cut` leaves it alone. Raises LostError, and GatewayError as `RemoteSampler.sample`
+        does: 503 for other weights."""
+        sampler = self._samplers.get(version)
+        if sampler is None:
             raise LostError(f"{self.name} does not have version {version}")
-        call = asyncio.ensure_future(self._samplers[version].sample(request))
+        call = asyncio.ensure_future((sampler.uncut() if is_held else sampler).sample(request))
         self._calls[call] = version
         try:
             await asyncio.wait([call])

@@ -1,0 +1,26 @@
+"""`Occupancy`: how much of something ran, and for how long."""
+
+from __future__ import annotations
+
+import time
+
+
+class Occupancy:
+    """The integral of a number over time: of 3 calls that run for 2 s, 6 s."""
+
+    def __init__(self) -> None:
+        self._number, self._seconds, self._since = 0.0, 0.0, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """So far."""
+        return self._seconds + self._number * (time.monotonic() - self._since)
+
+    @property
+    def number(self) -> float:
+        return self._number
+
+    @number.setter
+    def number(self, number: float) -> None:
+        self._seconds, self._since = self.seconds, time.monotonic()
+        self._number = number
