@@ -254,11 +254,17 @@ class Conductor:
         self.trainer = self._add(
             processes.script("trainer", self.run_dir, *trainer_options, *delay, *streams)
         )
+        # Hostile clients register names that the trainer must have by then.
+        processes.until(lambda: self._has_registered, "the trainer's first episodes")
         self.workers = [self._add(self._worker(number, port)) for number in range(self.plan.workers)]
         for number, ways in enumerate(PROCESSES):
             options = ("--seed", self.plan.seed, *(word for way in ways for word in ("--as", way)))
             name = f"hostile-{number}"
             self._add(processes.script("hostile", self.run_dir, *options, log=name, environ=hostile_tokens()))
+
+    @property
+    def _has_registered(self) -> bool:
+        return any(line["event"] == "registered" for line in read_lines(self.run_dir / TRAINER))
 
     def _worker(self, number: int, port: int) -> Victim:
         name = f"worker-{number}"

@@ -42,7 +42,8 @@ async def successor(setup: Setup) -> AsyncIterator[TrainerLink]:
 async def test_what_no_step_can_use_is_given_up_also_while_it_is_claimed(
     setup: Setup, successor: TrainerLink
 ) -> None:
-    claims = [await setup.claim() for _ in "abcdv"]
+    kinds = [*["train"] * 4, "eval"]
+    claims = [await setup.claim(episode_type=kind) for kind in kinds]
     await setup.end(claims[2])
     history = await successor.resume([])
     assert [(each.episode_uuid, each.group_id, each.position) for each in history.planned] == [
@@ -65,7 +66,7 @@ async def test_what_no_step_can_use_is_given_up_also_while_it_is_claimed(
 
 async def test_what_an_undone_step_trained_on_comes_again(setup: Setup, successor: TrainerLink) -> None:
     for _ in "ab":
-        await setup.end(await setup.claim())
+        await setup.end(await setup.claim(episode_type="train"))
     await successor.resume([])
     found = await collect(successor, 2)
     step = StepRow(step=1, time=1.0, policy_version=1)
