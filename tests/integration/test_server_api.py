@@ -327,7 +327,9 @@ async def test_can_continue_says_what_the_lag_rule_will_do(setup: Setup) -> None
     assert (await may_continue("uncalled"))["can_continue"], "its calls will be of the newest weights"
     assert (await setup.post("/heartbeat_episode", **called))["can_continue"], "its lease holds"
     await setup.post("/abort_episode", **called, failure={"kind": "stale"})
-    assert (await setup.claim("next", episode_type="train")).episode_uuid == "called", "to be sampled by weights that count"
+    assert (await setup.claim("next", episode_type="train")).episode_uuid == "called", (
+        "to be sampled by weights that count"
+    )
     setup.link.set_status(policy_version=5, usable_versions=[6])
     await setup.link.flush()
     held = await setup.claim(episode_type="train")
