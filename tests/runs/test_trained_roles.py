@@ -99,12 +99,12 @@ async def test_two_policies_train_each_on_its_own_tokens_also_after_a_kill(
     tokenizer = LightTokenizer(model_folder("tiny"))
     original = EmbeddedTrainingClient.forward_backward
 
-    def seen(self: EmbeddedTrainingClient, data: list[tinker.Datum], *rest: Any) -> Any:
+    def seen(self: EmbeddedTrainingClient, data: list[tinker.Datum], *rest: Any, **more: Any) -> Any:
         for datum in data:
             targets = datum.loss_fn_inputs["target_tokens"].tolist()
             text = tokenizer.decode([*datum.model_input.to_ints()[:1], *targets])
             texts.setdefault(id(self), []).append(text)
-        return original(self, data, *rest)
+        return original(self, data, *rest, **more)
 
     with monkeypatch.context() as patch:
         patch.setattr(EmbeddedTrainingClient, "forward_backward", seen)
