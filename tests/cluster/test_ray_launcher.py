@@ -42,10 +42,13 @@ async def opened(
         yield launcher
 
 
-def child(folder: Path, name: str, code: str, *arguments: str, room: Resources | None = None) -> Child:
+SMALL = Resources(0.1)
+
+
+def child(folder: Path, name: str, code: str, *arguments: str, resources: Resources = SMALL) -> Child:
     log = folder / "logs" / f"{name.replace(' ', '-')}.log"
     argv = [sys.executable, "-c", code, *arguments]
-    return Child(name, lambda _: argv, log, environ={"SECRET": "s3cret"}, resources=room or Resources(0.1))
+    return Child(name, lambda _: argv, log, environ={"SECRET": "s3cret"}, resources=resources)
 
 
 async def until_up(process: Started, log: Path) -> None:
