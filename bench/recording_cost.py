@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from episodes import cpu_seconds, wait_for_lines
+from episodes import cpu_seconds, wait_for_steps
 from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger import SqliteLedger
 from tinkerscript.ledger.ledger import row_of
@@ -48,9 +48,9 @@ def trained(recording: str, steps: int) -> dict[str, float]:
         command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         trainer = psutil.Process(process.pid)
-        wait_for_lines(run_dir / "metrics.jsonl", 1, process)
+        wait_for_steps(run_dir / "metrics.jsonl", 1, process)
         before = cpu_seconds(trainer)
-        wait_for_lines(run_dir / "metrics.jsonl", steps, process)
+        wait_for_steps(run_dir / "metrics.jsonl", steps, process)
         after = cpu_seconds(trainer)
         if process.wait():
             raise SystemExit(f"the run failed with exit code {process.returncode}")
