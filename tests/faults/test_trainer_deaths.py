@@ -30,6 +30,8 @@ IN_SHORT = ("after publication", "after step", "after manifest")
 
 TESTS = Path(__file__).parents[1]
 
+pytestmark = pytest.mark.xdist_group("trainer deaths")  # All are compared with one run.
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:

@@ -87,6 +87,21 @@ def test_without_rewards_of_calls_nothing_changes(rule: AdvantageRule) -> None:
             np.testing.assert_array_equal(one.advantages, other.advantages)
 
 
+def test_sets_of_episodes_are_compared_as_a_whole() -> None:
+    """A call has no pass@k, and no scores by name."""
+    group = make_group([episode("a", [1.0, 0.0]), episode("b", [0.0, 0.5]), episode("c", [0.0, 0.0])])
+    rule = AdvantageRule(pass_k=2)
+    for ours, theirs in zip(Credit().weighted(group, rule), group.weighted(rule), strict=True):
+        np.testing.assert_array_equal(ours.advantages, theirs.advantages)
+
+
+def test_without_a_baseline_the_returns_themselves_train() -> None:
+    """REINFORCE++ compares them across groups, so equal ones count too."""
+    group = make_group([episode("a", [1.0, 0.5]), episode("b", [1.0, 0.5])])
+    rule = AdvantageRule("none", "batch_deviation")
+    np.testing.assert_allclose(token_advantages(group, Credit(), rule), [1.5, 0.5] * 2)
+
+
 def test_returns_are_those_of_token_rewards_by_call() -> None:
     """`by_call` and `Rollout.returns`, the library's own way, over one sequence and a shared baseline."""
     own = [0.2, 0.0, 1.0, 0.5]
