@@ -399,6 +399,8 @@ class LoggedSource(EpisodeSource):
 class Positions:
     """In place of a task's samples: their numbers."""
 
+    curriculum = None
+
     def __init__(self, history: History) -> None:
         self._next, self._again = history.next_position, list(history.again)
         self._resumption, self._named = history.resumption, 0
