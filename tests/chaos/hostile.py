@@ -439,7 +439,7 @@ async def smuggler(me: Hostile) -> None:
         sample |= {"setup": f"#!/bin/sh\ntouch {marks[0]}\n", "files": {marks[1]: "here"}}
         payload = {"task": TASK, "sample": sample}
         episode = {"episode_uuid": f"{me.who}-{me.rng.randbytes(4).hex()}", "client_uuid": me.who}
-        episode |= {"payload": payload}
+        episode |= {"payload": payload, "episode_type": "eval"}
         await me.attack("a sample for others' workers", "/register_episode", episode | {"client_uuid": "w"})
         me.note("registered", episode=episode["episode_uuid"])
         await me.ask("/register_episode", episode)
