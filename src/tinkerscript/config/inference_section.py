@@ -64,8 +64,8 @@ class InferenceConfig(Section):
     sleep mode, in a server in development mode). Model calls wait meanwhile."""
 
     max_loras: int = Field(default=4, ge=2)
-    """Adapters that a replica holds at once: the newest, those that episodes finish with, a free one, and in
-    what is left those of evaluations that run beside training."""
+    """How many adapters a replica holds at once. It needs room for the newest, for those that episodes still
+    use, and for the next one. Evaluations that run while later steps train use the remaining room."""
 
     base_url: str = ""
     """URL of the vLLM server, such as `http://127.0.0.1:8000`, with or without `/v1`."""
@@ -123,10 +123,10 @@ RESERVED_ROLES = ("policy", "side")
 
 class RoleConfig(Section):
     kind: Literal["frozen", "outside", "trained"]
-    """`frozen`: another model, whose weights never change. `outside`: an
-    OpenAI-compatible server, such as a judge; only the interchange server knows its key. Neither trains.
-    `trained`: a second policy, such as an opponent, that trains in the same run with an optimizer, rewards
-    and checkpoints of its own."""
+    """`frozen` is another model with weights that never change. `outside` is an OpenAI-compatible server,
+    such as a judge, and only the interchange server knows its key. Neither trains. `trained` is a second
+    policy, such as an opponent, which trains in the same run with its own optimizer, rewards and
+    checkpoints."""
 
     model: str = ""
     """For `trained`: the checkpoint that the role starts from; empty: the weights that the run starts from.

@@ -83,9 +83,9 @@ class EvaluationConfig(Section):
     """Episodes of each sample of an evaluation: with k of them, the score is avg@k, and pass@k is among the
     metrics (docs/training.md#pass-at-k)."""
     share: float = Field(default=0.05, gt=0, le=1)
-    """Largest share of the episodes that evaluations are while steps train: of those that run at once (one
-    may always run), and of those that have run. What is left of them runs after the last step
-    (docs/training.md)."""
+    """The largest share of episodes that evaluations may take while steps train, both of those running at
+    once (one may always run) and of all episodes so far. The remaining evaluation episodes run after the
+    last step (docs/training.md)."""
 
 
 class MetricsConfig(Section):

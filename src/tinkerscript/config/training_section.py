@@ -128,13 +128,13 @@ class DistillationConfig(Section):
 
 class CreditConfig(Section):
     level: Literal["episode", "turn", "state"] = "turn"
-    """What the return of a model call is compared with, where a program rewards single calls
-    (docs/rewards.md). `episode`: nothing, all tokens have the episode's advantage. `turn`: the returns of
-    the group's episodes at the same turn. `state`: those of the group's calls that were shown the same,
-    beside the episode's advantage (GiGPO)."""
+    """How a call's tokens get their advantage if programs reward single calls (docs/rewards.md). With
+    `episode`, all tokens have the advantage of the episode. With `turn`, the call's return is compared with
+    the returns of the group's episodes at the same turn. With `state`, it is compared with the group's calls
+    that saw the same observation, and the result is added to the episode's advantage (GiGPO)."""
 
     discount: float = Field(default=1.0, gt=0, le=1)
-    """What a reward counts for the call before the one that earned it, and again for each earlier one."""
+    """The factor by which a reward counts less for each call further back from the one that earned it."""
 
     @model_validator(mode="after")
     def _discounts_calls(self) -> CreditConfig:
@@ -211,9 +211,9 @@ class TrainingConfig(Section):
     (docs/training.md). null: 0, or 1 where clients register samples of their own."""
 
     on_stale: Literal["wait", "drop"] = "wait"
-    """What a step does about running groups that will be too old to train after it. `wait`: it waits for
-    them. `drop`: it goes on without them. When such a group ends, its episodes that are too old carry no
-    loss, but their rewards still count in the group's baseline."""
+    """What a step does if running groups would be too old to train after it. With `wait` it waits for them.
+    With `drop` it trains without them: when they end, their old episodes carry no loss, but the rewards still
+    count in the group's baseline."""
 
     replay_uses: int = Field(default=1, ge=1)
     """Training steps that an episode may train in: n - 1 times `groups_per_step` groups of earlier steps join
@@ -256,8 +256,9 @@ class TrainingConfig(Section):
     """Passes over a batch, each reshuffled and split into minibatches."""
 
     advantage_baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
-    """What is subtracted from an episode's reward: the mean of its group, or the mean of the group's
-    other episodes (RLOO); or nothing, for REINFORCE++, whose scale is `batch_deviation`."""
+    """What is subtracted from an episode's reward. `group_mean` is the mean of its group, and
+    `leave_one_out` the mean of the group's other episodes (RLOO). `none` subtracts nothing, as REINFORCE++
+    does, and needs `advantage_scale: batch_deviation`."""
 
     advantage_scale: Literal["none", "group_deviation", "group_mean", "batch_deviation"] = "none"
     """What the difference is divided by: nothing; the standard deviation of the group's rewards (GRPO); their

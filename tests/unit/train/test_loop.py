@@ -534,6 +534,21 @@ async def test_a_step_counts_every_episode_that_trained(tmp_path: Path) -> None:
     assert [row.trained for row in run.source.of(StepRow)] == [3]
 
 
+async def test_an_episode_without_a_score_that_is_compared_ends_no_run(tmp_path: Path) -> None:
+    class Scored(Answering):
+        async def outcomes(self) -> list[Outcome]:
+            (ended,) = await super().outcomes()
+            scores = {} if ended.number == 1 else {"score/right": float(ended.number % 2)}
+            return [msgspec.structs.replace(ended, log_metrics=scores)]
+
+    weights = {"reward_weights": {"right": 1.0}}
+    async with running(tmp_path, Scored(), steps=2, group_size=3, groups_per_step=1, **weights) as run:
+        await run.loop.run()
+    assert run.steps == [1, 2]
+    assert [row.outcome for row in run.trained(1)].count(Use.TRAINED) == 2
+    assert [row.outcome for row in run.trained(2)] == [Use.TRAINED] * 3
+
+
 async def test_a_metric_of_a_users_own_that_fails_costs_itself_alone(tmp_path: Path) -> None:
     def failing(_: StepFacts) -> dict[str, float]:
         return {"own/failing": 1 / 0}
