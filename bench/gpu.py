@@ -1,12 +1,20 @@
 """What a GPU shows, in at most ten minutes and without a network. Results are written after each part.
 
-    python bench/gpu.py [--output FILE] [--device cuda] [--parts loud exact lora demo] [--shapes 1.7B 8B]
+    python bench/gpu.py [--output FILE] [--device cuda] [--parts loud exact ...] [--shapes 1.7B 8B]
 
-`loud`: the engine loads a model whose logits reach 30, as published models' do, which proves its decoder,
-adapters and shared rows; samples it and trains a step, in bfloat16 with LoRA and in float32. `exact`: the
-engine on the device against the engine on the CPU, and bfloat16 against float32. `lora`: an adapter over
-random models, each step in a process of its own, against Hugging Face with PEFT on the same device: peak
-memory beside the formula, tokens per second of training and of sampling. `demo`: `examples/arithmetic.yaml`.
+Each part ends with what had to be true and whether it was; the exit status is 1 if anything was not.
+
+- `loud`: the engine loads a model whose logits reach 30, as published models' do, which proves its decoder,
+  adapters and shared rows; samples it and trains a step, in bfloat16 with LoRA and in float32; then a run of
+  `tinkerscript train` does the same.
+- `exact`: logprobs and gradients on the device against float32 on the CPU.
+- `long`: a packed row with a long shared prompt, against the same sequences without sharing.
+- `turns`: three conversations of twenty turns, each of which repeats all before it.
+- `demo`: `examples/arithmetic.yaml`, with all weights and with LoRA in bfloat16.
+- `resume`: the demo, killed after a step and resumed, against the same run without a kill.
+- `rows`: 128 rows of 2,048 tokens, against the memory formula.
+- `lora`: an adapter over random models, each measurement in a process of its own, against Hugging Face with
+  PEFT on the same device: peak memory beside the formula, tokens per second of training and of sampling.
 """
 
 from __future__ import annotations
@@ -21,7 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import peft
@@ -36,13 +44,14 @@ from models import make_loud_model, make_model
 from tinkerscript.engine.decoder import logits_rows
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.memory import Workload, peak_memory
+from tinkerscript.engine.packing import attend_in_segments
 from tinkerscript.engine.running_batch import Request, RunningBatch
 from tinkerscript.engine.training import AllWeights, Trainer, tokens_of_microbatch
 from tinkerscript.engine.weights import LoraSettings, load_model
 from tinkerscript.model_folder import TINY_MODEL
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("loud", "exact", "lora", "demo")
+PARTS = ("loud", "exact", "long", "turns", "demo", "resume", "rows", "lora")
 LORA = LoraSettings(32)
 LENGTH = 1024
 """Tokens of a sequence that trains."""
@@ -52,7 +61,41 @@ PROMPT, ANSWER = 512, 128
 ROWS = (1, 64)
 """Sequences that decode at once."""
 
+
+class Sizes(NamedTuple):
+    rows: int
+    length: int
+    """Of each of those rows."""
+
+    prompt: int
+    """Tokens that a group shares in part `long`."""
+
+    turns: int
+
+
+SIZES = {"cuda": Sizes(128, 2048, 8192, 20), "cpu": Sizes(8, 512, 512, 6)}
+"""By kind of device. A CPU only tries the program."""
+
 LARGEST_LOGIT = 30.0
+LARGEST_GAP = {"float32": 1e-4, "bfloat16": 0.1}
+"""Most that mean logprobs of sampler and trainer may differ, with logits of that size."""
+
+PARITY = """
+import json
+from urllib.request import Request, urlopen
+
+
+def rollout(episode):
+    headers = {"Authorization": f"Bearer {episode.openai_api_key}", "Content-Type": "application/json"}
+    messages = [{"role": "user", "content": episode.payload["sample"]["input"]}]
+    body = json.dumps({"model": "policy", "messages": messages}).encode()
+    with urlopen(Request(f"{episode.openai_base_url}/chat/completions", body, headers)) as reply:
+        text = json.load(reply)["choices"][0]["message"]["content"] or ""
+    return float(sum(map(ord, text)) % 2)
+"""
+"""Rewards that differ, whatever a model of random weights answers."""
+
+SHORT = ("training.steps=2", "evaluation.episodes=64", "evaluation.every_steps=0")
 
 ADAM = tinker.AdamParams(learning_rate=1e-5)
 
@@ -62,6 +105,20 @@ class Table:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+        self._asserted: list[tuple[str, bool]] = []
+
+    def must(self, what: str, is_true: bool) -> None:
+        """Note what has to be true, and whether it is, for the end of the part."""
+        self._asserted.append((what, is_true))
+
+    def conclude(self) -> int:
+        """Say what had to be true, and return how much of it is not."""
+        self.say()
+        for what, is_true in self._asserted:
+            self.say(f"- {'right' if is_true else '**wrong**'}: {what}")
+        wrong = sum(not is_true for _, is_true in self._asserted)
+        self._asserted.clear()
+        return wrong
 
     def say(self, line: str = "") -> None:
         print(line, flush=True)
@@ -115,12 +172,22 @@ def loud(table: Table, device: torch.device, _: Sequence[str]) -> None:
             with EmbeddedEngine(
                 folder, checkpoint_dir=Path(name), device=str(device), dtype=dtype, lora=adapter
             ) as engine:
-                cells = loud_step(engine)
+                gap, before, after = loud_step(engine, learning_rate=1e-3 if adapter else 1e-5)
                 shares = "yes" if engine.shares_prefixes else "no"
-                table.row(f"{label}, {dtype}", shares, *(f"{each:.1e}" for each in cells))
+                table.row(f"{label}, {dtype}", shares, f"{gap:.1e}", f"{before:.3f}", f"{after:.3f}")
+            allowed = LARGEST_GAP[dtype]
+            table.must(f"{label}, {dtype}: mean gap {gap:.1e} at most {allowed:.0e}", gap <= allowed)
+            table.must(f"{label}, {dtype}: a step lowers the loss", after < before)
+        script = Path(name) / "agent.py"
+        script.write_text(PARITY)
+        settings = (f"workers.script={script}", "engine.dtype=bfloat16", "engine.lora.rank=16")
+        summary, took = trained(device, Path(name) / "run", f"engine.model={folder}", *settings, *SHORT)
+        gap = summary["max_abs_dlogp"]
+        table.must(f"a run of two steps ends ({took:.0f} s), largest gap {gap:.1e} below 0.5", gap < 0.5)
+        table.must(f"it trained {summary['tokens_trained']:,} tokens", summary["tokens_trained"] > 0)
 
 
-def loud_step(engine: EmbeddedEngine) -> tuple[float, float, float]:
+def loud_step(engine: EmbeddedEngine, *, learning_rate: float) -> tuple[float, float, float]:
     training = engine.create_training_client()
     sampling = training.save_weights_and_get_sampling_client().result()
     prompt = rows_of_ids(engine.vocabulary, 1, 64)[0].tolist()
@@ -139,7 +206,7 @@ def loud_step(engine: EmbeddedEngine) -> tuple[float, float, float]:
         return np.array([each["logprobs"].to_numpy()[-32:] for each in output.loss_fn_outputs])
 
     before = logprobs(training.forward_backward(data, "cross_entropy").result())
-    training.optim_step(ADAM).result()
+    training.optim_step(tinker.AdamParams(learning_rate=learning_rate)).result()
     after = logprobs(training.forward(data, "cross_entropy").result())
     gap = np.abs(before - np.array([each.logprobs for each in sampled])).mean()
     return float(gap), float(-before.mean()), float(-after.mean())
@@ -148,18 +215,21 @@ def loud_step(engine: EmbeddedEngine) -> tuple[float, float, float]:
 # Exactness
 
 
-def data_of(vocabulary: int, count: int, length: int) -> list[tinker.Datum]:
-    """Sequences that share a prompt of half their length."""
+def data_of(vocabulary: int, count: int, length: int, prompt: int | None = None) -> list[tinker.Datum]:
+    """Sequences that share `prompt` tokens, by default half of their length."""
     random = np.random.default_rng(1)
-    prompt = random.integers(0, vocabulary, length // 2)
+    shared = random.integers(0, vocabulary, prompt or length // 2)
     data: list[tinker.Datum] = []
     for _ in range(count):
-        ids = np.concatenate([prompt, random.integers(0, vocabulary, length + 1 - len(prompt))])
-        weights = (np.arange(length) >= len(prompt)).astype(np.float32)
+        ids = np.concatenate([shared, random.integers(0, vocabulary, length + 1 - len(shared))])
+        weights = (np.arange(length) >= len(shared)).astype(np.float32)
         data.append(
             tinker.Datum(
                 model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
-                loss_fn_inputs={"target_tokens": ids[1:].astype(np.int64), "weights": weights / length},
+                loss_fn_inputs={
+                    "target_tokens": ids[1:].astype(np.int64),
+                    "weights": weights / weights.sum() / count,
+                },
             )
         )
     return data
@@ -190,7 +260,89 @@ def exact(table: Table, device: torch.device, _: Sequence[str]) -> None:
                 logprobs, gradient = gradients(folder, str(device), dtype, data)
                 distance = float((gradient - direction).norm() / direction.norm())
                 gap = np.abs(logprobs - reference).max()
-                table.row(label, f"{device.type}, {str(dtype)[6:]}", f"{gap:.1e}", f"{distance:.1e}")
+                name_of = str(dtype)[6:]
+                table.row(label, f"{device.type}, {name_of}", f"{gap:.1e}", f"{distance:.1e}")
+                allowed = {"float32": 1e-4, "bfloat16": 0.1}[name_of]
+                table.must(f"{label}, {name_of}: distance at most {allowed:.0e}", distance <= allowed)
+
+
+def long(table: Table, device: torch.device, shapes: Sequence[str]) -> None:
+    """A group of eight over a long prompt, in one row and in eight."""
+    prompt = SIZES[device.type].prompt
+    table.head(
+        f"Eight answers of 256 tokens over a prompt of {prompt:,}, LoRA, bfloat16, {shapes[0]}",
+        *("rows", "seconds a step", "peak, MiB", "loss"),
+    )
+    found = [in_process(f"long-{share}", shapes[0], "engine", str(device)) for share in (1, 0)]
+    for label, each in zip(("one, shared", "eight"), found, strict=True):
+        table.row(label, f"{each['seconds']:.2f}", f"{each['peak']:,.0f}", f"{each['loss']:.4f}")
+    shared, alone = found
+    table.must("both have the same loss to 1e-2", abs(shared["loss"] - alone["loss"]) <= 1e-2)
+    table.must("the shared row takes less time", shared["seconds"] < alone["seconds"])
+
+
+def long_step(shape: str, device: torch.device, *, share: bool) -> dict[str, float]:
+    weights = adapters_of(shape, device)
+    if share:
+        attend_in_segments(weights.model)
+    trainer = Trainer(weights, share_prefixes=share)
+    prompt = SIZES[device.type].prompt
+    data = data_of(MODELS[shape].vocab_size, 8, prompt + 256, prompt)
+    losses: list[float] = []
+
+    def step() -> None:
+        output = trainer.forward_backward(data, "cross_entropy", None, backward=True)
+        losses.append(output.metrics["loss:sum"])
+        trainer.optim_step(ADAM)
+
+    step()
+    peak = Peak(device, weights).of(step)
+    return {"seconds": seconds(device, step), "peak": peak / MIB, "loss": losses[0]}
+
+
+# Conversations
+
+
+def turns(table: Table, device: torch.device, shapes: Sequence[str]) -> None:
+    last = SIZES[device.type].turns
+    table.head(
+        f"Three conversations, {last} turns of 48 new tokens and an answer of 32: {shapes[0]}, bfloat16",
+        *("turn", "tokens before it", "seconds to the answer"),
+    )
+    found = in_process("turns", shapes[0], "engine", str(device))
+    for turn in (1, last // 2, last):
+        table.row(str(turn), str(turn * 80 - 32), f"{found[str(turn)]:.2f}")
+    table.must(
+        f"the last turn takes at most twice the second ({found[str(last)] / found['2']:.2f})",
+        found[str(last)] <= 2 * found["2"],
+    )
+
+
+def conversations(shape: str, device: torch.device) -> dict[str, float]:
+    """Seconds of each turn, by its number from 1."""
+    config = MODELS[shape]
+    with torch.no_grad():
+        decoder = adapters_of(shape, device).decoder()
+    batch = RunningBatch(
+        decoder,
+        max_rows=8,
+        max_length=SIZES[device.type].turns * 80,
+        decode=str,
+        random=np.random.default_rng(0),
+    )
+    said = [ids.tolist() for ids in rows_of_ids(config.vocab_size, 3, 48)]
+    new = np.random.default_rng(1)
+
+    def turn() -> None:
+        requests = [Request(tuple(ids), 1, 32, 1.0, 1.0, -1, 1, frozenset(), ()) for ids in said]
+        for request in requests:
+            batch.submit(request)
+        while batch.busy:
+            batch.advance()
+        for ids, request in zip(said, requests, strict=True):
+            ids += request.future.result()[0].ids + new.integers(0, config.vocab_size, 48).tolist()
+
+    return {str(each): seconds(device, turn) for each in range(1, SIZES[device.type].turns + 1)}
 
 
 # LoRA
@@ -230,11 +382,17 @@ def in_process(*arguments: str) -> dict[str, float]:
 def one(what: str, shape: str, way: str, name: str) -> None:
     device = torch.device(name)
     torch.manual_seed(0)
-    if what == "train":
+    kind, _, number = what.partition("-")
+    if kind == "train":
         found = (train_engine if way == "engine" else train_peft)(shape, device)
+    elif kind == "long":
+        found = long_step(shape, device, share=number == "1")
+    elif kind == "turns":
+        found = conversations(shape, device)
+    elif kind == "full":
+        found = sample_engine(shape, device, int(number), SIZES[device.type].length - ANSWER)
     else:
-        rows = int(what.partition("-")[2])
-        found = (sample_engine if way == "engine" else sample_peft)(shape, device, rows)
+        found = (sample_engine if way == "engine" else sample_peft)(shape, device, int(number))
     print(json.dumps(found))
 
 
@@ -330,18 +488,18 @@ def train_peft(shape: str, device: torch.device) -> dict[str, float]:
     return {"tokens_per_s": SEQUENCES * LENGTH / took, "peak": peak / MIB, "rows": at_once}
 
 
-def sample_engine(shape: str, device: torch.device, rows: int) -> dict[str, float]:
+def sample_engine(shape: str, device: torch.device, rows: int, prompt: int = PROMPT) -> dict[str, float]:
     config = MODELS[shape]
     weights = adapters_of(shape, device)
     with torch.no_grad():
         decoder = weights.decoder()
-    prompts = rows_of_ids(config.vocab_size, rows, PROMPT).tolist()
+    prompts = rows_of_ids(config.vocab_size, rows, prompt).tolist()
 
     def sample() -> None:
         batch = RunningBatch(
             decoder,
             max_rows=rows,
-            max_length=PROMPT + ANSWER,
+            max_length=prompt + ANSWER,
             decode=str,
             random=np.random.default_rng(0),
         )
@@ -352,7 +510,25 @@ def sample_engine(shape: str, device: torch.device, rows: int) -> dict[str, floa
 
     sample()
     peak = Peak(device, weights).of(sample)
-    return {"tokens_per_s": rows * ANSWER / seconds(device, sample), "peak": peak / MIB}
+    work = Workload(1, 1, samplers=1, rows=rows, prompt=prompt, length=prompt + ANSWER)
+    formula = peak_memory(config, LORA, torch.bfloat16, work).sampling
+    return {
+        "tokens_per_s": rows * ANSWER / seconds(device, sample),
+        "peak": peak / MIB,
+        "formula": formula / MIB,
+    }
+
+
+def rows(table: Table, device: torch.device, shapes: Sequence[str]) -> None:
+    sizes = SIZES[device.type]
+    table.head(
+        f"{sizes.rows} rows of {sizes.length:,} tokens, {ANSWER} of them sampled, {shapes[0]}",
+        *("tokens/s", "peak, MiB", "formula, MiB"),
+    )
+    found = in_process(f"full-{sizes.rows}", shapes[0], "engine", str(device))
+    table.row(*(f"{found[key]:,.0f}" for key in ("tokens_per_s", "peak", "formula")))
+    ratio = found["peak"] / found["formula"]
+    table.must(f"the peak is at most the formula and 10% ({ratio:.2f})", ratio <= 1.1)
 
 
 def sample_peft(shape: str, device: torch.device, rows: int) -> dict[str, float]:
@@ -379,28 +555,70 @@ def sample_peft(shape: str, device: torch.device, rows: int) -> dict[str, float]
 # The demo
 
 
+def command_of(device: torch.device, run: Path, *settings: str) -> list[str]:
+    given = (f"engine.device={device}", f"experiment_dir={run}", "page_port=off", *settings)
+    config = str(ROOT / "examples" / "arithmetic.yaml")
+    return [sys.executable, "-m", "tinkerscript", "train", config, *(f"--set={each}" for each in given)]
+
+
+def trained(device: torch.device, run: Path, *settings: str) -> tuple[dict[str, Any], float]:
+    """The summary of a run of the demo, and the seconds that it took."""
+    began = time.perf_counter()
+    command = command_of(device, run, *settings)
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise SystemExit(f"the run failed:\n{found.stdout[-3000:]}\n{found.stderr[-3000:]}")
+    return json.loads((run / "summary.json").read_text()), time.perf_counter() - began
+
+
 def demo(table: Table, device: torch.device, _: Sequence[str]) -> None:
     table.head(
         f"The demo, `--set engine.device={device}`",
         *("weights", "seconds", "held out before", "after", "largest gap of log probabilities"),
     )
-    for weights, options in (
-        ("all, float32", ()),
-        ("LoRA, bfloat16", ("engine.lora.rank=16", "engine.dtype=bfloat16", "training.learning_rate=2e-3")),
-    ):
+    lora = ("engine.lora.rank=16", "engine.dtype=bfloat16", "training.learning_rate=2e-3")
+    for weights, options, largest in (("all, float32", (), 1e-4), ("LoRA, bfloat16", lora, 0.5)):
         with tempfile.TemporaryDirectory() as name:
-            run = Path(name) / "run"
-            settings = [f"engine.device={device}", f"experiment_dir={run}", *options]
-            config = ROOT / "examples" / "arithmetic.yaml"
-            command = [sys.executable, "-m", "tinkerscript", "train", str(config)]
-            began = time.perf_counter()
-            subprocess.run(
-                [*command, *(f"--set={each}" for each in settings)], check=True, stdout=subprocess.DEVNULL
-            )
-            took = time.perf_counter() - began
-            summary = json.loads((run / "summary.json").read_text())
+            summary, took = trained(device, Path(name) / "run", *options)
             before, after, gap = (summary[key] for key in ("eval_before", "eval_after", "max_abs_dlogp"))
             table.row(weights, f"{took:.0f}", f"{before:.3f}", f"{after:.3f}", f"{gap:.1e}")
+        table.must(f"{weights}: largest gap at most {largest:.0e}", gap <= largest)
+        table.must(f"{weights}: at least 0.9 held out", after >= 0.9)
+
+
+def resume(table: Table, device: torch.device, _: Sequence[str]) -> None:
+    """A run whose trainer is killed after its second step, and goes on from its checkpoint."""
+    settings = ("training.steps=4", "training.checkpoint_every=1", "evaluation.episodes=0")
+    with tempfile.TemporaryDirectory() as name:
+        whole, cut = Path(name) / "whole", Path(name) / "cut"
+        trained(device, whole, *settings)
+        killed = subprocess.Popen(
+            command_of(device, cut, *settings),
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        while len(rewards_of(cut)) < 2 and killed.poll() is None:
+            time.sleep(0.1)
+        killed.kill()
+        killed.wait()
+        again = [sys.executable, "-m", "tinkerscript", "train", "--resume", str(cut)]
+        subprocess.run(again, check=True, stdout=subprocess.DEVNULL)
+        first, second = rewards_of(whole), rewards_of(cut)
+    table.head(
+        "Mean rewards of four steps, one of them resumed", *("run", *(f"step {i}" for i in range(1, 5)))
+    )
+    for label, found in (("whole", first), ("killed and resumed", second)):
+        table.row(label, *(f"{each:.4f}" for each in found))
+    table.must("a resumed run goes on with the curve of one that was not killed", first == second)
+
+
+def rewards_of(run: Path) -> list[float]:
+    """The mean reward of each step that `run` has made."""
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = {each["step"]: each["reward/mean"] for each in lines if "reward/mean" in each}
+    return [found[step] for step in sorted(found)]
 
 
 def main() -> None:
@@ -424,10 +642,14 @@ def main() -> None:
         f"{device_name(device)}, {datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, PEFT {peft.__version__}"
     )
+    wrong = 0
     for part in given.parts:
         began = time.monotonic()
         globals()[part](table, device, given.shapes)
+        wrong += table.conclude()
         table.say(f"\n({part}: {time.monotonic() - began:.0f} s)")
+    if wrong:
+        raise SystemExit(f"{wrong} of what had to be true is not")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,9 @@ EXTRAS = ("server", "inspect", "engine")
 THERE = ("torch", "transformers", "peft")
 """What the machine has, with all that they need."""
 
+CARRIED = ("pydantic",)
+"""What those need only in some versions: the machine's may be older."""
+
 UNUSED = {"debugpy", "lxml", "pandas", "pyarrow", "pycryptodomex", "pyqwest", "tml-renderers"}
 """Large packages that nothing in the programs imports."""
 
@@ -52,7 +55,8 @@ def needs(requirements: Iterable[str]) -> set[str]:
 
 def install(site: Path, version: str) -> None:
     """Into `site`, what is missing there, for Linux and the Python of `version`, as it is installed here."""
-    missing = needs([f"tinkerscript[{','.join(EXTRAS)}]"]) - needs(THERE) - UNUSED - {"tinkerscript"}
+    missing = needs([f"tinkerscript[{','.join(EXTRAS)}]"]) - needs(THERE) | needs(CARRIED)
+    missing -= UNUSED | {"tinkerscript", *needs(["torch"])}
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
     pip += ["--no-compile", "--target", str(site)]
     subprocess.run([*pip, str(ROOT)], check=True)
