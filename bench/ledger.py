@@ -105,8 +105,9 @@ async def committed(folder: Path, episodes: int) -> tuple[float, float]:
         PublicationRow(policy_version=1, step=1, time=0.0),
     ]
     for number in range(episodes):
-        episode = book.register(f"e{number}", "train", f"g{number // GROUP_SIZE}", PAYLOAD, step=1)
-        book.claim("c", "train", 600.0)
+        book.register(f"e{number}", "train", f"g{number // GROUP_SIZE}", PAYLOAD, step=1)
+        episode = book.claim("c", "train", 600.0)
+        assert episode is not None
         interchange.settle()
         for _ in range(CALLS_OF_EPISODE):
             ledger.put_call(episode.sequence, 1, CALL)

@@ -159,7 +159,6 @@ class AttemptRow(Row, frozen=True, kw_only=True):
     TABLE = "attempts"
     KEY = ("episode", "attempt")
     CONSTRAINTS = OF_EPISODE
-    INDEXES = ("(client)",)
 
     episode: int
     attempt: int
