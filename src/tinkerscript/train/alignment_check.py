@@ -1,8 +1,8 @@
 """`AlignmentCheck`: decides which sequences of a step may train, and whether the step may happen at all.
 
-Each sequence is checked by itself, then the sampler's log probabilities are compared with the trainer's.
-Invariant: off-policy samples (lag above 0) differ from the trainer for a good reason: they are measured by
-lag and stop nothing, unless their logprobs fit other tokens.
+It checks each sequence by itself, then compares the sampler's logprobs with the trainer's. Invariant:
+off-policy samples (lag above 0) are expected to differ, so they are measured by lag but stop nothing, unless
+their logprobs belong to other tokens.
 """
 
 from __future__ import annotations
@@ -32,35 +32,33 @@ from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.train.backends.backend import TrainerBackend
 
 UNNAMED = "logprob_gap"
-"""A finding without a pattern: it can stop a step, and never leaves out single sequences."""
+"""The finding without a pattern. It can stop a step but never leaves out single sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """What the check knows about the model that trains."""
-
     vocabulary: int
     """Ids are in [0, vocabulary)."""
 
     stop_ids: Collection[int] = ()
-    """Tokens that end a turn."""
 
     tokenizer: str = ""
-    """Fingerprint of its tokenizer's vocabulary."""
+    """Fingerprint of the tokenizer's vocabulary."""
 
     retokenise: Callable[[IntArray], Sequence[int]] | None = None
     """Decodes ids and encodes the text again."""
 
     is_embedded: bool = True
-    """Whether its engine takes the inputs `mask` and `temperatures` beside those of Tinker's losses."""
+    """Whether the engine takes the inputs `mask` and `temperatures` in addition to those of Tinker's
+    losses."""
 
     scales_logits: bool = True
-    """Whether each token is trained and scored at the temperature that it was sampled at."""
+    """Whether each token is scored at the temperature at which it was sampled."""
 
     @classmethod
     def of(cls, folder: Path, backend: TrainerBackend, *, scales_logits: bool = True) -> TrainedModel:
-        """From the model's folder and the backend; stop ids are those of both. `scales_logits`: of what else
-        scores, such as a teacher."""
+        """Read the tokenizer from `folder`; stop ids come from both. `scales_logits` is False if some other
+        scorer, such as a teacher, ignores temperatures."""
         tokenizer = LightTokenizer(folder)
         eos = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
 
@@ -78,23 +76,20 @@ class TrainedModel:
 
 
 class AlignmentCheck:
-    """Checks a step's groups, then the trainer's log probabilities; counts what it finds in `report`."""
-
     def __init__(self, report: AlignmentReport, config: TrainingConfig, model: TrainedModel) -> None:
         self._report = report
         self._config = config
         self._model = model
         self.left_out: set[str] = set()
-        """Uuids of episodes with a sequence that did not pass."""
+        """Uuids of episodes with a sequence that failed."""
 
         self.reasons: dict[int, str] = {}
-        """By `id` of the step's rollouts that did not pass: why, by name."""
+        """`id(rollout)` -> why it failed."""
 
         self.noticed: Counter[tuple[str, str, str]] = Counter()
-        """(`error` or `warning`, its name, episode uuid) -> how often in the step."""
+        """(`error` or `warning`, name, episode uuid) -> count in this step."""
 
     def begin(self) -> None:
-        """Forget the last step's findings."""
         self.left_out.clear()
         self.reasons.clear()
         self.noticed.clear()
@@ -110,7 +105,7 @@ class AlignmentCheck:
         return self.left_out.isdisjoint(episode.episode_uuid for episode in group.episodes)
 
     def sound(self, group: RolloutGroup) -> RolloutGroup:
-        """The group without the sequences that have errors; its rewards are unchanged."""
+        """The group without its misaligned sequences. Its rewards are unchanged."""
         return replace(group, episodes=tuple(self._sound(episode) for episode in group.episodes))
 
     def _sound(self, episode: EpisodeRollouts) -> EpisodeRollouts:
@@ -135,7 +130,8 @@ class AlignmentCheck:
         return replace(episode, rollouts=tuple(sound))
 
     def siblings(self, groups: Iterable[RolloutGroup], *, step: int) -> None:
-        """Compare the sampler with itself. Raises AlignmentError for contradictions, unless set to warn."""
+        """Find contradictions between the sampler's own logprobs. Raises AlignmentError unless set to
+        warn."""
         found = Contradictions()
         for group in groups:
             found.add(rollout for episode in group.episodes for rollout in episode.rollouts)
@@ -151,10 +147,10 @@ class AlignmentCheck:
         lags: Mapping[int, int] | None,
         step: int,
     ) -> list[WeightedRollout]:
-        """The sequences that may train, judged by the trainer's log probabilities.
+        """The sequences that may train, judged by the trainer's logprobs.
 
-        `trainer`: float32 [T] per sequence, [0] unused. `lags`: policy version -> training steps behind;
-        None: all current. Raises AlignmentError if the sequences at lag 0 are misaligned, unless set to
+        `trainer` is float32 [T] per sequence, [0] unused. `lags` maps policy versions to training steps
+        behind; None means all current. Raises AlignmentError if lag-0 sequences are misaligned, unless set to
         warn.
         """
         current = Gap()
@@ -176,7 +172,8 @@ class AlignmentCheck:
                 self._leave_out(item.rollout, [finding.name])
         self._judge(current.mean_abs, pairs, apart, step)
         finding = self._diagnose(older)
-        if finding and finding.name == "logprobs_shifted":  # A change of the weights looks like all else.
+        # A change of weights explains any other pattern.
+        if finding and finding.name == "logprobs_shifted":
             self._misaligned(finding, step)
         return kept
 
@@ -185,7 +182,7 @@ class AlignmentCheck:
         return self._config.max_mean_dlogp
 
     def _measure(self, rollout: Rollout, trainer: FloatArray, lags: Mapping[int, int] | None) -> Gap:
-        """Add the sequence's gaps to the report, by lag; returns the one at lag 0."""
+        """Add the sequence's gaps to the report by lag; returns the gap at lag 0."""
         behind = np.zeros(len(rollout.tokens), dtype=np.int32)
         compared = rollout.sampled.copy()
         for segment in rollout.segments:
@@ -213,8 +210,7 @@ class AlignmentCheck:
         *,
         is_older: bool = False,
     ) -> list[Pair]:
-        """What weights at lag 0, or older ones, sampled of each call, with the logprobs of sampler and
-        trainer."""
+        """Sampled spans of current weights, or of older ones, with the logprobs of both sides."""
         spans = [
             span
             for segment in rollout.segments
@@ -228,7 +224,7 @@ class AlignmentCheck:
         return diagnose(pairs, threshold=self._limit, retokenise=self._model.retokenise)
 
     def _judge(self, mean: float, pairs: Sequence[Pair], apart: Sequence[Pair], step: int) -> None:
-        """`pairs`: the calls of sequences above the limit; `apart`: of those that show a pattern."""
+        """`pairs` are the calls of sequences above the limit; `apart` the subset that shows a pattern."""
         finding = self._diagnose(pairs if mean > self._limit else apart)
         if finding:
             self._misaligned(finding, step)

@@ -1,7 +1,7 @@
-"""`Chats`: a JSONL file of chats as tinker_cookbook's supervised datums, some of them held out.
+"""`Chats`: a JSONL file of chats as tinker_cookbook's supervised datums, some held out.
 
-Invariants: no chat is truncated, and none both trains and is held out. Each reply follows the prompt that the
-gateway would give the model for it. Selection and order depend on the seed.
+Invariants: no chat is truncated, and none both trains and is held out. Each reply follows exactly the prompt
+that the gateway would give the model. Selection and order depend on the seed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.model_folder import context_of
 
 Datums = list[tinker.Datum]
-"""Of one chat: several if the chat format renders earlier turns differently from how they were sampled."""
+"""One chat: several datums if the chat format renders earlier turns differently from how they were
+sampled."""
 
 
 @dataclass(frozen=True)
 class Chats:
-    """The data of an `sft` run."""
-
     train: Sequence[Datums]
     held_out: Sequence[tinker.Datum]
     left_out: int
@@ -39,7 +38,8 @@ class Chats:
     epochs: int
     seed: int
     origin: Mapping[str, object]
-    """What determines which chats train and which are held out: the file's `sha256` and the settings."""
+    """What determines the split: the file's `sha256` and the settings. Resuming checks that it is
+    unchanged."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -51,14 +51,13 @@ class Chats:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
         every = [datum for chat in self.train for datum in chat] + list(self.held_out)
         return 1 + max(datum.model_input.length for datum in every)
 
     def batch(self, step: int) -> list[tinker.Datum]:
-        """The datums of a step, counted from 1. Each epoch is reshuffled; its last batch may be smaller.
+        """The datums of a step, counted from 1. Each epoch is reshuffled, and its last batch may be smaller.
 
-        Weights are scaled so that the summed loss is the mean nll of the batch's trained tokens.
+        Weights are scaled so that the summed loss is the mean negative log-likelihood per trained token.
         """
         epoch, index = divmod(step - 1, self.steps_per_epoch)
         order = random.Random(f"{self.seed}/{epoch}").sample(range(len(self.train)), len(self.train))
@@ -69,7 +68,7 @@ class Chats:
 
 
 def trained_weight(datum: tinker.Datum) -> float:
-    """Sum of the weights: the number of trained tokens, if each weighs 1."""
+    """The sum of the weights, which is the number of trained tokens if each weighs 1."""
     return float(datum.loss_fn_inputs["weights"].to_numpy().sum())
 
 
@@ -80,9 +79,9 @@ def _scaled(datum: tinker.Datum, factor: float) -> tinker.Datum:
 
 
 def load_chats(config: RunConfig, model: Path) -> Chats:
-    """Read `config.sft.data` and render it in the chat format of the model in the folder `model`.
+    """Read `config.sft.data` and render it in the chat format of `model`.
 
-    Raises ConfigError with the file, the line and what is wrong with it.
+    Raises ConfigError with the file, the line and the problem.
     """
     sft, longest = config.sft, context_of(model)
     limit = min(sft.max_tokens or longest, longest)
@@ -123,9 +122,8 @@ def _read(sft: SftConfig) -> bytes:
 
 
 def _lines(data: bytes, sft: SftConfig) -> list[tuple[int, str]]:
-    """(number, text) of each line that is not empty."""
     try:
-        # Not splitlines: JSON strings may contain U+2028 and U+0085.
+        # splitlines would also split at U+2028 and U+0085, which JSON strings may contain.
         lines = data.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"sft.data: cannot read {sft.data}: {error}") from error
@@ -133,7 +131,6 @@ def _lines(data: bytes, sft: SftConfig) -> list[tuple[int, str]]:
 
 
 def _datums(text: str, renderer: ChatRenderer, sft: SftConfig, line: int) -> Datums:
-    """One sequence, or several where the format rewrites earlier turns."""
     sequences: list[tuple[list[int], list[int]]] = []
     sampled: list[int] = []
     seen = 0
