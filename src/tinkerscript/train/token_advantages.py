@@ -1,12 +1,12 @@
-"""What changes the advantage of single tokens before the loss: `KLPenalty`, `Distillation`, `correct`, and
-which tokens train.
+"""Changes to single tokens' advantages before the loss: `KLPenalty`, `Distillation`, `correct`, and token
+selection.
 
-The advantage that a task gives is the same for every token of an episode. The KL penalty adds each token's
-divergence from the start policy, distillation the divergence from a teacher, and the rollout correction
-weighs each token by the ratio between the trainer's probability and the sampler's.
+A task gives all tokens of an episode the same advantage. The KL penalty adds each token's divergence from the
+start policy, distillation the divergence from a teacher. The rollout correction weights each token by the
+ratio of the trainer's probability to the sampler's.
 
-Invariant: nothing trains without the scores that were asked for. A model that cannot give them ends the step
-before any weight changes.
+Invariant: nothing trains without the scores that were asked for. If a model cannot provide them, the step
+ends before any weight changes.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.tokenizer_check import check_same_tokenizer
 
 ReferenceLogprobs = Callable[[list[IntArray], list[FloatArray]], Awaitable[list[FloatArray]]]
-"""Sequences of token ids, int32 [T] each, and the temperature that each token was sampled at, float32 [T]
-each, -> each token's log probability under a model that does not train, float32 [T], [0] unused."""
+"""(token ids, int32 [T] each; each token's sampling temperature, float32 [T] each) -> logprobs under a model
+that does not train, float32 [T] each, [0] unused."""
 
 
 @dataclass
 class KLPenalty:
-    """The reverse KL divergence from a reference model as part of each token's reward.
+    """The reverse KL divergence from a reference model, as part of each token's reward.
 
-    For a sampled token, d = log p(sampler) - log p(reference), both at the temperature that it was sampled
-    at: its mean over samples is KL(policy, reference) of the distributions that were sampled from. The
-    token's advantage changes by -coef * d; if `centered`, by coef * (mean(d) - d), with the mean over the
-    batch's tokens with loss. These are tinker_cookbook's `incorporate_kl_penalty` of its distillation recipe
-    and of its RL loop, except that tokens without loss get nothing.
+    For a sampled token, d = log p(sampler) - log p(reference), both at its sampling temperature, so that the
+    mean of d estimates KL(policy, reference) of the distributions that were sampled from. The token's
+    advantage changes by -coef * d, or if `centered` by coef * (mean(d) - d), where the mean is over the
+    batch's tokens with loss. These are tinker_cookbook's `incorporate_kl_penalty` in its distillation recipe
+    and in its RL loop, except that tokens without loss get nothing.
     """
 
     reference: ReferenceLogprobs
@@ -57,7 +57,7 @@ class KLPenalty:
     centered: bool = True
 
     async def apply(self, items: Sequence[WeightedRollout]) -> tuple[list[WeightedRollout], float]:
-        """The sequences with new advantages, and mean(d), in nats per token."""
+        """Returns the sequences with new advantages, and mean(d) in nats per token."""
         scores = await scored(self.reference, items)
         mean = divergence(items, scores)
         baseline = mean if self.centered else 0.0
@@ -74,13 +74,12 @@ class KLPenalty:
 
 
 async def scored(reference: ReferenceLogprobs, items: Sequence[WeightedRollout]) -> list[FloatArray]:
-    """The reference's log probabilities of the sequences."""
     rollouts = [item.rollout for item in items]
     return await reference([each.tokens for each in rollouts], [each.temperatures for each in rollouts])
 
 
 def divergence(items: Sequence[WeightedRollout], scores: Sequence[FloatArray]) -> float:
-    """The mean of log p(sampler) - log p(reference) over the tokens with loss, in nats per token."""
+    """Mean of log p(sampler) - log p(reference) over tokens with loss, in nats."""
     masks = [item.rollout.loss_mask for item in items]
     total = sum(
         float((item.rollout.logprobs - score)[mask].sum(dtype=np.float64))
@@ -92,11 +91,11 @@ def divergence(items: Sequence[WeightedRollout], scores: Sequence[FloatArray]) -
 # A teacher
 
 Waiting = Callable[[str], AbstractContextManager[object]]
-"""Shows people what is waited for while the context is open."""
+"""Shows a message about what the run waits for while the context is open."""
 
 
 class Distillation:
-    """On-policy distillation: the policy samples, and a teacher charges each sampled token its divergence.
+    """On-policy distillation: the policy samples, and a teacher penalizes each token by its divergence.
 
     Sources: Agarwal et al. 2024, arXiv:2306.13649; Lu and Thinking Machines 2025, "On-Policy Distillation".
     """
@@ -109,18 +108,18 @@ class Distillation:
         self._waiting = waiting
         self._penalty = KLPenalty(self._score, coef=1.0, centered=False)
         self.scales_logits = teacher.scales_logits
-        """Whether the teacher scores at other temperatures than 1."""
+        """Whether the teacher can score at temperatures other than 1."""
 
         self.reward_coef = config.reward_coef
         """Weight of the task's own reward."""
 
     def check_tokenizer(self, folder: Path) -> None:
-        """Raises ConfigError if the teacher has another tokenizer than the model that trains, in `folder`."""
+        """Raises ConfigError if the teacher's tokenizer differs from the one in `folder`."""
         whose = f"training.distillation.teacher: {self._name!r}"
         check_same_tokenizer(folder, self._teacher.folder, whose=whose)
 
     async def apply(self, items: Sequence[WeightedRollout]) -> tuple[list[WeightedRollout], float]:
-        """The sequences with new advantages, and the mean divergence in nats per token.
+        """Returns the sequences with new advantages, and the mean divergence in nats per token.
 
         Raises EngineError if the teacher cannot score them.
         """
@@ -140,10 +139,10 @@ async def open_distillation(
     progress: ProgressReporter,
     opened: Mapping[str, FrozenModel] | None = None,
 ) -> AsyncGenerator[Distillation | None]:
-    """The teacher that `training.distillation` names, ready to score; None if it names none.
+    """Open the teacher that `training.distillation` names, or yield None.
 
-    `folder`: of the model that trains. `opened`: frozen models by role, one of which is the teacher if its
-    settings are the same. Raises ConfigError for a teacher that cannot be opened, or that has another
+    `folder` is that of the model that trains. `opened` has frozen models by role, and one with the same
+    settings serves as the teacher. Raises ConfigError if the teacher cannot be opened or has another
     tokenizer.
     """
     section = config.training.distillation
@@ -176,26 +175,26 @@ async def open_distillation(
         yield made
 
 
-# A sampler whose probabilities are not the trainer's
+# A sampler with other probabilities than the trainer's
 
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """w = old / q of one sequence's tokens that carry loss, where old is the trainer's probability before the
-    update and q the sampler's. All float64, one for each of these tokens."""
+    """w = old / q for one sequence's tokens with loss, where old is the trainer's probability before the
+    update and q the sampler's. Each is float64, one value per such token."""
 
     token: Doubles
     product: Doubles
-    """Of the whole sequence."""
+    """The product over the whole sequence."""
 
     mean: Doubles
-    """The geometric mean of the sequence."""
+    """The geometric mean over the sequence."""
 
     @classmethod
     def of(cls, rollout: Rollout, old: FloatArray) -> Ratios:
         mask = rollout.loss_mask
         gaps = old[mask].astype(np.float64) - rollout.logprobs[mask]
-        # Beyond any bound that has a meaning; a larger one would not be a finite float32.
+        # Larger ratios would overflow float32, and are beyond any sensible bound.
         ratios = [gaps, np.full_like(gaps, gaps.sum()), np.full_like(gaps, gaps.mean() if len(gaps) else 0.0)]
         return cls(*(np.exp(np.clip(each, -80.0, 80.0)) for each in ratios))
 
@@ -223,8 +222,8 @@ CORRECTIONS: Mapping[str, tuple[Literal["token", "product", "mean"], Callable[[D
     "geometric_mask": ("mean", _inside),
     "veto": ("token", _all_inside),
 }
-"""By the name of each part of `RolloutCorrectionConfig`: which of the `Ratios` it is about, and the factor of
-each token, from these and the part's value. The factors are multiplied.
+"""For each part of `RolloutCorrectionConfig`: the `Ratios` that it uses, and a function of these and the
+part's value that gives each token's factor. The factors are multiplied.
 
 Sources. TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". MIS,
 the geometric mask and the veto: Liu et al. 2025, "When Speed Kills Stability". IcePop: Ling Team 2025,
@@ -234,14 +233,13 @@ arXiv:2510.18855."""
 def correct(
     batch: Sequence[WeightedRollout], trainer: Sequence[FloatArray], config: RolloutCorrectionConfig
 ) -> tuple[list[WeightedRollout], dict[str, float]]:
-    """The batch with the trainer's log probabilities (float32 [T] each) as reference and weighed advantages.
+    """Weight the advantages by old / q, and set the trainer's logprobs (float32 [T] each) as the reference.
 
-    The loss compares the policy's probability while it trains with old, and each token is weighed by a
-    constant that depends on old / q: the first ratio is what the update changes, the second what differs
-    without it.
+    The loss then compares the training policy with old, so the update changes only that ratio. old / q is a
+    constant that corrects what differs even without an update.
 
-    The metrics are over the tokens that carry loss: the mean weight, the largest ratio, and the share whose
-    ratio each part cut off or left out, `correction/NAME`.
+    Metrics are over tokens with loss: the mean weight, the largest ratio, and for each part,
+    `correction/NAME`, the share of tokens that it clipped or masked.
     """
     parts = {name: value for name in CORRECTIONS if (value := getattr(config, name)) is not None}
     corrected: list[WeightedRollout] = []
@@ -275,8 +273,11 @@ def correct(
 
 
 def overlong_punishment(calls: Sequence[Call], *, limit: int, buffer: float) -> float:
-    """What an episode's longest reply costs it, from 0 to -1: 0 up to (1 - `buffer`) * `limit` tokens, -1 at
-    the limit, in proportion between; Yu et al. 2025, DAPO's soft overlong punishment."""
+    """The penalty for an episode's longest reply, from 0 to -1: DAPO's soft overlong punishment (Yu et al.
+    2025).
+
+    It is 0 up to (1 - `buffer`) * `limit` tokens, -1 at the limit, and linear between.
+    """
     longest = max((call.reply_tokens for call in calls), default=0)
     return float(np.clip(((1 - buffer) * limit - longest) / (buffer * limit), -1.0, 0.0))
 
@@ -287,7 +288,7 @@ def overlong_punishment(calls: Sequence[Call], *, limit: int, buffer: float) -> 
 def keep_top_entropy(
     batch: Sequence[WeightedRollout], entropies: Sequence[FloatArray], share: float
 ) -> list[WeightedRollout]:
-    """The batch with the advantage 0 at all but the `share` of its tokens that have the highest entropies.
+    """Zero the advantages of all but the `share` of tokens with the highest entropies.
 
     `entropies`: float32 [T] each. Wang et al. 2025, "Beyond the 80/20 Rule", arXiv:2506.01939.
     """
@@ -309,12 +310,12 @@ def covariant_tokens(
     band: tuple[float, float] | None,
     seed: str,
 ) -> list[FloatArray]:
-    """Which tokens have an outstanding covariance: float32 [T] each, 1 or 0.
+    """Mark tokens with an outstanding covariance: float32 [T] each, 1 or 0.
 
-    The covariance of a token is (A - mean(A)) (log p - mean(log p)), with the means over the tokens of the
-    batch that carry loss, and p the trainer's probability before the update (`trainer`: float32 [T] each).
-    Without a `band` these are the `share` with the largest; with one, `share` of all tokens at random among
-    those with a covariance inside it. One token at least. Cui et al. 2025, arXiv:2505.22617.
+    A token's covariance is (A - mean(A)) (log p - mean(log p)), with means over the batch's tokens with loss
+    and p the trainer's probability before the update (`trainer`: float32 [T] each). Without a `band`, the
+    `share` of tokens with the largest covariance is marked; with one, as many random tokens with a covariance
+    inside it. At least one token is marked. Cui et al. 2025, arXiv:2505.22617.
     """
     masks = [item.rollout.loss_mask for item in batch]
     advantages = np.concatenate([item.advantages[mask] for item, mask in zip(batch, masks, strict=True)])

@@ -1,6 +1,6 @@
-"""`EmbeddedBackend`: the engine in the trainer's process. A checkpoint is a Hugging Face folder.
+"""`EmbeddedBackend`: the engine in the trainer's process. Checkpoints are Hugging Face folders.
 
-Invariant: a sample's progress arrives on the event loop that awaits it, in token order; while the loop is
+Invariant: a sample's progress arrives in token order on the event loop that awaits it. While the loop is
 busy, reports accumulate and are delivered together.
 """
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 HELD_BYTES = 2**30
-"""Of weights that evaluations hold beside the newest."""
+"""Memory for weights that evaluations hold in addition to the newest."""
 
 
 class EmbeddedBackend(TrainerBackend):
@@ -74,8 +74,8 @@ class EmbeddedBackend(TrainerBackend):
         client: EmbeddedTrainingClient | None = None,
         checkpoint_dir: Path | None = None,
     ) -> None:
-        """`start`: folder of the checkpoint to begin with; empty: the model's own weights. `client`: trains
-        other weights than the engine's own, and writes them into `checkpoint_dir`."""
+        """`start` is the checkpoint folder to begin with (empty: the model's own weights). `client` trains
+        weights other than the engine's own, with checkpoints in `checkpoint_dir`."""
         self.engine = engine
         self._start_folder = Path(start).expanduser() if start else None
         self._checkpoint_dir = checkpoint_dir or engine.checkpoint_dir
@@ -159,7 +159,7 @@ class EmbeddedBackend(TrainerBackend):
             base = await asyncio.to_thread(base_of_adapter, folder)
         else:
             folder = self._start_folder or self.engine.folder
-            # All weights have no adapter to start from, and an adapter fits the engine's base alone.
+            # A frozen adapter shares the engine's base model. With full training there is no such base.
             base = self.engine.folder if self.engine.is_lora else None
         adapter = folder if base is not None and folder != base else None
         weights = await asyncio.to_thread(self.engine.open_frozen, base or folder, adapter)
@@ -167,7 +167,7 @@ class EmbeddedBackend(TrainerBackend):
 
 
 def _lora(config: LoraConfig, seed: int) -> LoraSettings | None:
-    """None: all weights train."""
+    """The adapter's settings. None: all weights train."""
     if not config.rank:
         return None
     return LoraSettings(config.rank, config.alpha, tuple(config.targets), seed)
@@ -191,7 +191,7 @@ class EmbeddedFrozenModel(FrozenModel):
 
 
 class EmbeddedSampler(FrozenSampler):
-    """Samples from an engine's frozen weights, with progress, constraints and alternatives."""
+    """Samples from frozen weights of an engine, with progress, constraints and alternatives."""
 
     def __init__(self, client: EmbeddedSamplingClient, policy_version: int = FOREIGN_POLICY) -> None:
         super().__init__(policy_version)
@@ -200,7 +200,7 @@ class EmbeddedSampler(FrozenSampler):
     async def _sequences(
         self, request: SampleRequest, params: tinker.SamplingParams, progress: ProgressCallback | None
     ) -> list[SampledSequence]:
-        if request.repetition_penalty != 1:  # All that this engine lacks.
+        if request.repetition_penalty != 1:  # The only parameter that this engine does not support.
             refuse_unsupported(
                 request, "the embedded engine", constraints=True, top_logprobs=True, min_p=True
             )
@@ -231,7 +231,7 @@ class EmbeddedSampler(FrozenSampler):
         return nullcontext(EmbeddedSampler(self._client.apart(), self.policy_version))
 
     async def _compile(self, constraint: Constraint) -> None:
-        """In a thread: the first time it can take a second, and it releases the GIL."""
+        """Compile in a thread: the first time can take a second, and it releases the GIL."""
         try:
             await asyncio.to_thread(self._client.compile_grammar, constraint.grammar)
         except GrammarError as error:
@@ -260,8 +260,7 @@ class ProgressRelay:
         self._callback = callback
         self._loop = loop
         self._lock = threading.Lock()
-        self._undelivered: dict[int, _Undelivered] = {}
-        """By the sequence's index."""
+        self._undelivered: dict[int, _Undelivered] = {}  # Keyed by the sequence's index.
 
     def report(self, index: int, offset: int, token: int, logprob: float, top: Alternatives) -> None:
         """Called on the engine's thread."""
@@ -275,7 +274,7 @@ class ProgressRelay:
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:
-                return  # The loop is closed: the sample is no longer awaited.
+                return  # The loop is closed, so nothing awaits the sample anymore.
 
     def _deliver(self) -> None:
         with self._lock:
