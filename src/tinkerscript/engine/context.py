@@ -1,13 +1,13 @@
-"""`EngineContext`: what all clients of one engine share; and `EngineThread`, the one thread that owns torch.
+"""`EngineContext`: what all clients of one engine share. `EngineThread`: the one thread that owns torch.
 
-Work reaches the thread through a queue and is answered through futures. Jobs run in the order in which they
-are submitted, long ones in slices. After each slice, sampling gets the thread for as long as the slice took,
-so a token waits for at most one slice and neither side starves the other.
+Work reaches the thread through a queue and returns through futures. Jobs run in submission order, long ones
+in slices. After each slice, sampling gets the thread for as long as the slice took, so a token waits for at
+most one slice and neither side starves the other.
 
-Invariants: every future resolves; a job that fails resolves its future with the error, and the thread goes
-on. Within `max_context` the decoder computes exactly what the model does: it ends where a rotary embedding
-would change with the text's length. Checkpoints differ from the base model in weights alone, so its limits
-are theirs.
+Invariants: every future resolves. A failed job resolves its future with the error, and the thread continues.
+Within `max_context` the decoder computes exactly what the model does, so the limit is where a rotary
+embedding would change with the text's length. Checkpoints differ from the base model only in weights and
+share its limits.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from tinkerscript.engine.grammars import Grammars
 from tinkerscript.engine.running_batch import Request, RunningBatch
 from tinkerscript.errors import EngineError, EngineRequestError
 
+# Names that model configs use for the context length.
 LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
-"""What they call the context length."""
 
 
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -45,7 +45,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 BFLOAT16_UNITS = ("amx_bf16", "avx512_bf16", "bf16", "arm_bf16")
-"""Processor features, as torch names them, that make bfloat16 no slower than float32."""
+"""Processor features, under torch's names, that make bfloat16 no slower than float32."""
 
 
 T = TypeVar("T")
@@ -56,29 +56,28 @@ class EngineContext:
     """One base model's limits, and the thread that owns torch."""
 
     folder: Path
-    """The base model and its tokenizer."""
+    """Folder of the base model and its tokenizer."""
 
     thread: EngineThread
     decode: Callable[[list[int]], str]
-    """The text of ids, special tokens included."""
+    """Turns ids into text, including special tokens."""
 
     random: np.random.Generator
     max_batch: int
 
     max_context: int
-    """Tokens of prompt and response together, at most."""
+    """Token limit of prompt and reply together."""
 
     vocabulary: int
     eos_ids: frozenset[int]
     grammars: Grammars
-    """Grammars over this model's vocabulary."""
 
     def run(self, job: Callable[[], T]) -> APIFuture[T]:
-        """Run `job` on the engine's thread, after those before it."""
+        """Run `job` on the engine's thread, after all earlier jobs."""
         return AwaitableConcurrentFuture(self.thread.call(job))
 
     def checked_prompt(self, ids: list[int], *, room: int) -> list[int]:
-        """The prompt, if `room` more tokens fit after it. Raises EngineRequestError."""
+        """Return the prompt if `room` more tokens fit after it. Raises EngineRequestError otherwise."""
         if not ids:
             raise EngineRequestError("prompt: the prompt is empty")
         if len(ids) + room > self.max_context:
@@ -93,9 +92,9 @@ class EngineContext:
 def open_context(
     model: PreTrainedModel, folder: Path, *, seed: int, max_batch: int, thread: EngineThread | None = None
 ) -> EngineContext:
-    """The context of a base model, with the engine's `thread`, or a new one that runs.
+    """Create the context of a base model, with a new thread unless `thread` is given.
 
-    Raises EngineError for a model that names no context length.
+    Raises EngineError if the model's config lacks a context length.
     """
     tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
     vocabulary = text_config_of(model).vocab_size
@@ -113,45 +112,45 @@ def open_context(
         vocabulary=vocabulary,
         eos_ids=eos_ids,
         grammars=Grammars(folder / "tokenizer.json", vocabulary=vocabulary, end_id=min(eos_ids, default=0)),
-        # Last: nothing could close it if something else raised.
+        # The thread comes last, because nothing could close it if a later step raised.
         thread=thread or EngineThread(),
     )
 
 
 def exact_context(config: PreTrainedConfig) -> int:
-    """The most tokens of prompt and response together. Raises EngineError if the config names no length."""
+    """Token limit of prompt and reply together. Raises EngineError if the config lacks a context length."""
     return min(_limits(config))[0]
 
 
 def short_context(config: PreTrainedConfig) -> str | None:
-    """Why `exact_context` is less than half of the model's own context, and what helps; None if it is not."""
+    """If `exact_context` is less than half of the model's own limit, explain why and what to do."""
     (own, _), *_ = limits = _limits(config)
     held, reason = min(limits)
     if 2 * held >= own:
         return None
     return (
         f"{config.model_type}: prompt and reply together hold {held:,} tokens here, of this model's {own:,}: "
-        f"{reason}. For longer conversations take a model whose layers all attend to the whole text, such as "
+        f"{reason}. For longer conversations choose a model with full attention in all layers, such as "
         "Qwen 3 or Llama"
     )
 
 
 def _limits(config: PreTrainedConfig) -> list[tuple[int, str]]:
-    """Most tokens and why: the model's own limit, and then what the engine adds to it."""
+    """(tokens, reason): the model's own limit, then limits that the engine adds."""
     settings: Any = config.get_text_config()
     lengths = [value for name in LENGTHS if isinstance(value := getattr(settings, name, None), int)]
     if not lengths:
         raise EngineError(f"the config of model type {config.model_type!r} names no context length")
-    limits = [(lengths[0], "it was made for as many")]
+    limits = [(lengths[0], "the model was made for this length")]
     rope: dict[str, Any] = getattr(settings, "rope_parameters", None) or {}
     if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
         original = int(rope.get("original_max_position_embeddings") or lengths[0])
-        limits.append((original, "beyond them its rotary embedding changes with the length of the text"))
+        limits.append((original, "beyond that, its rotary embedding changes with the length of the text"))
     return limits
 
 
 def check_device(device: str) -> None:
-    """Raises EngineError for a device that torch does not know, or that this machine does not have."""
+    """Raises EngineError if torch does not know the device, or this machine does not have it."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -163,7 +162,7 @@ def check_device(device: str) -> None:
 
 
 def compute_dtype(name: str, device: str) -> torch.dtype:
-    """The dtype of matrix products. `auto` is bfloat16 where `device` has it in hardware, else float32.
+    """The dtype of matrix products. `auto` is bfloat16 if `device` supports it in hardware, else float32.
 
     Raises EngineError for any name but auto, float32 and bfloat16.
     """
@@ -182,7 +181,7 @@ def _has_bfloat16(device: torch.device) -> bool:
 
 
 def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:
-    """End-of-text ids of the loaded model, which has Hugging Face's defaults where its files name none."""
+    """End-of-text ids, from the generation config or else from the model's config."""
     configured: Any = getattr(model.generation_config, "eos_token_id", None)
     if configured is None:
         configured = text_config_of(model).eos_token_id
@@ -192,7 +191,7 @@ def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:
 
 
 Slices = Generator[None, None, T]
-"""Work that yields where sampling may go on, and returns the result."""
+"""Work that yields wherever sampling may run, and returns its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +203,11 @@ class Job:
 
 
 Sampling = tuple[RunningBatch, Request | None]
-"""A request that joins a batch; None: the batch is cut."""
+"""A batch and the request that joins it. None: cut the batch."""
 
 
 class EngineThread:
-    """Runs jobs in order and keeps every busy `RunningBatch` decoding."""
+    """Runs jobs in order, and keeps every busy `RunningBatch` decoding."""
 
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[Job | Sampling | None] = queue.SimpleQueue()
@@ -217,9 +216,8 @@ class EngineThread:
         self._batches: list[RunningBatch] = []
         self._ended = False
         self._closed = False
+        # Held while putting into the inbox, so that nothing follows the item that closes the engine.
         self._entrance = threading.Lock()
-        """Held while putting into the inbox, so that the item that closes the engine is the last."""
-
         self._thread = threading.Thread(target=self._run, name="tinkerscript-engine", daemon=True)
         self._thread.start()
 
@@ -233,7 +231,7 @@ class EngineThread:
         return self.call_in_slices(whole)
 
     def call_in_slices(self, begin: Callable[[], Slices[T]]) -> Future[T]:
-        """Run a generator on the engine's thread. Where it yields, sampling goes on; other jobs wait."""
+        """Run a generator on the engine's thread. Sampling runs whenever it yields; other jobs wait."""
         future: Future[T] = Future()
         self._put(Job(begin, future))
         return future
@@ -243,7 +241,7 @@ class EngineThread:
         self._put((batch, request))
 
     def cut(self, batch: RunningBatch) -> None:
-        """End the rows of `batch` between two tokens, whatever jobs there are."""
+        """End the rows of `batch` between two tokens, ahead of any queued jobs."""
         self._put((batch, None))
 
     def close(self) -> None:
@@ -269,7 +267,6 @@ class EngineThread:
         self._fail_rest(EngineError("the engine is closed"))
 
     def _receive(self, *, block: bool) -> None:
-        """Take everything from the inbox."""
         while not self._ended:
             try:
                 item = self._inbox.get(block=block)
@@ -292,7 +289,7 @@ class EngineThread:
             self._batches.append(batch)
 
     def _work(self) -> None:
-        """Run one slice of the current job, or of the next one that was not cancelled."""
+        """Run one slice of the current job, or of the next one that is not cancelled."""
         while self._running is None and self._jobs and not self._ended:
             job = self._jobs.popleft()
             if job.future.set_running_or_notify_cancel():
@@ -310,7 +307,7 @@ class EngineThread:
             future.set_exception(error)
 
     def _decode(self, seconds: float) -> None:
-        """Step every batch once; while there are jobs, keep stepping for `seconds`."""
+        """Step every batch once. While there are jobs, keep stepping for `seconds`."""
         until = time.monotonic() + (seconds if self._running or self._jobs else 0)
         while self._batches and not self._ended:
             for batch in list(self._batches):

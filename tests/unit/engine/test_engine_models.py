@@ -181,7 +181,7 @@ def test_a_model_that_shares_no_prefixes_says_so(random_model: Path, tmp_path: P
     shutil.copy(random_model / "tokenizer.json", tmp_path)
     with EmbeddedEngine(tmp_path, checkpoint_dir=tmp_path / "none") as engine:
         (said,) = engine.warnings
-    assert said.startswith("mpt: sequences with a common prompt do not share it in training")
+    assert said.startswith("mpt: training computes a shared prompt again for each sequence")
 
 
 def test_a_soft_cap_of_attention_is_computed(random_model: Path, tmp_path: Path) -> None:
