@@ -1,11 +1,11 @@
-"""LoRA: a base model that is frozen and held once, and adapters over it, each the weights of one run.
+"""LoRA: a frozen base model that is held once, and adapters over it, each the weights of one run.
 
-The adapters are PEFT's: its module tree trains, and checkpoints have its files and names, so that PEFT, vLLM
-and transformers read them. An adapter is float32, whatever the base is in. What it adds to a product is
-`alpha / rank` times B A x.
+Adapters are PEFT's: its module tree trains, and checkpoints use its files and names, so PEFT, vLLM and
+transformers can read them. An adapter is float32 whatever the base's dtype, and adds `alpha / rank` times B A
+x to a product.
 
-Invariant: before anything is computed for a run, its adapter is made the active one of the tree; decoders own
-their copies of A and B.
+Invariant: before anything is computed for a run, its adapter is activated in the tree. Decoders have their
+own copies of A and B.
 """
 
 from __future__ import annotations
@@ -39,42 +39,44 @@ from tinkerscript.model_folder import ADAPTER_CONFIG, base_of_adapter, base_of_f
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 PEFT_PREFIX = "base_model.model."
-"""What PEFT's names of tensors begin with."""
+"""Prefix of PEFT's tensor names."""
 
 CANARY_SHARE = 0.3
-"""How much a canary changes a module, in the norm of its weights."""
+"""How much a canary changes a module, as a share of the norm of its weights."""
 
 EXPERTS = "experts"
-"""The target that names the weights of experts, which are no linear modules; `mlp` has them too."""
+"""The target for the weights of experts, which are not linear modules. `mlp` includes them."""
 
+# Modules that choose experts never train, because a change of the choice could not be replayed.
 _ROUTERS = ("gate", "router")
-"""The last names of modules that choose experts: an adapter would change which, and nothing replays it."""
 
+# Parts of module paths, over the architectures of transformers.
 _ATTENTION = ("attn", "attention")
 _MLP = ("mlp", "ffn", "feed_forward")
-"""What the paths of modules contain, by the architectures of transformers."""
 
 
 class LoraBase:
     """A frozen model and its adapters. Not thread-safe: the engine's thread owns it."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, kind: type[Decoder]) -> None:
-        """Freeze `model`, which was loaded from `folder`; `kind` of decoder samples from it."""
+        """Freeze `model`, loaded from `folder`. `kind` is the class of its decoders."""
         self.model = model.requires_grad_(False)
         self.folder = folder
-        # Before the first adapter: the decoder takes the weights of plain modules.
+        # The decoder must take its weights from plain modules, before the first adapter wraps them.
         self.decoder: Decoder = kind(model, model.dtype, shares=True)  # pyright: ignore[reportCallIssue]
         self.plain = self.decoder.with_adapter(AdapterTensors(1.0, {}))
-        """A decoder of the model without an adapter."""
+        """Decodes without an adapter."""
 
         self._peft: PeftModel | None = None
         self._numbers = itertools.count()
         self._slots: dict[tuple[str, ...], str] = {}
+
+        # Adapters in the tree that lost their `Adapter`, which any thread may have dropped.
         self._unused: deque[str] = deque()
-        """Adapters of the tree whose `Adapter` is gone, from whichever thread dropped it."""
 
     def new_adapter(self, settings: LoraSettings) -> Adapter:
-        """An adapter that changes nothing yet. Raises EngineRequestError for targets that the model lacks."""
+        """A new adapter, which changes nothing yet. Raises EngineRequestError for targets that the model
+        lacks."""
         self._remove_unused()
         name = self._add(settings)
         adapter = Adapter(self, name, settings)
@@ -82,13 +84,13 @@ class LoraBase:
         return adapter
 
     def adapter_of(self, folder: Path) -> Adapter:
-        """The adapter of a checkpoint, to train on. Raises EngineError for another model's."""
+        """A checkpoint's adapter, to train on. Raises EngineError for another model's."""
         adapter = self.new_adapter(settings_of(folder))
         adapter.read(folder)
         return adapter
 
     def decoder_of(self, folder: Path) -> Decoder:
-        """A decoder of a checkpoint's adapter. Raises EngineError for another model's."""
+        """A decoder with a checkpoint's adapter. Raises EngineError for another model's."""
         settings = settings_of(folder)
         tensors = self.checked(folder, load_adapter(folder), settings)
         return self.frozen(tensors, settings)
@@ -99,9 +101,9 @@ class LoraBase:
         return self.decoder.with_adapter(AdapterTensors(settings.alpha / settings.rank, modules, slot))
 
     def prove(self, settings: LoraSettings) -> None:
-        """Raise EngineError unless decoders compute with an adapter what the module tree does.
+        """Raise EngineError unless decoders with an adapter compute what the module tree does.
 
-        An adapter that changes every module a lot shows it.
+        The test uses an adapter that changes every module a lot.
         """
         adapter = self.new_adapter(settings)
         adapter.exaggerate()
@@ -116,7 +118,7 @@ class LoraBase:
             )
 
     def activate(self, name: str) -> None:
-        """Make the tree compute with the adapter `name`, and with no other."""
+        """Make `name` the tree's only active adapter."""
         self.decoder.forget()
         tree: Any = self._peft
         tree.base_model.set_adapter(name)
@@ -139,7 +141,8 @@ class LoraBase:
         )
         self.decoder.forget()
         with _seeded(settings.seed, self.model.device), warnings.catch_warnings():
-            # Tied embeddings: an adapter on the head is the head's alone, and `merge` unties it.
+            # PEFT warns about tied embeddings. An adapter on the head leaves the embeddings alone, and
+            # `merged` unties them.
             warnings.simplefilter("ignore")
             if self._peft is None:
                 self._peft = get_peft_model(self.model, config, adapter_name=name)  # pyright: ignore
@@ -152,12 +155,12 @@ class LoraBase:
             self.decoder.forget()
             assert self._peft is not None
             with warnings.catch_warnings():
-                # Of the choice of another active adapter: `activate` makes it.
+                # PEFT warns that another adapter becomes active, but `activate` decides that.
                 warnings.simplefilter("ignore")
                 self._peft.delete_adapter(self._unused.popleft())
 
     def _slot(self, settings: LoraSettings) -> str:
-        """The adapter of the tree for the tensors, of any rank, of decoders with these targets."""
+        """The tree's adapter into which decoders with these targets load their tensors, of any rank."""
         if settings.targets not in self._slots:
             self._slots[settings.targets] = self._add(replace(settings, rank=1))
         return self._slots[settings.targets]
@@ -165,14 +168,15 @@ class LoraBase:
     def checked(
         self, folder: Path, modules: dict[str, tuple[Tensor, Tensor]], settings: LoraSettings
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """`modules` on the model's device, if they are those of this model and of `settings`."""
+        """`modules` on the model's device. Raises EngineError if they do not fit this model and
+        `settings`."""
         for name, expected in self._shapes(settings).items():
             if name not in modules or tuple(tuple(each.shape) for each in modules[name]) != expected:
                 raise EngineError(f"the adapter {folder} is of another model: {name} does not fit")
         return {name: (a.to(self.model.device), b.to(self.model.device)) for name, (a, b) in modules.items()}
 
     def _shapes(self, settings: LoraSettings) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-        """Path of a module -> the shapes of A and B."""
+        """Module path -> shapes of A and B."""
         rank = settings.rank
         shapes: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
         for name in target_modules(self.model, settings.targets):
@@ -180,7 +184,7 @@ class LoraBase:
             width, features = linear_shape(getattr(layer, "base_layer", layer))
             shapes[name] = (rank, features), (width, rank)
         if target_parameters(self.model, settings.targets):
-            self._slot(settings)  # PEFT's tree has their paths: the weights of one module are nested.
+            self._slot(settings)  # Gives PEFT's tree the paths, because experts nest within one module.
             for name, module in self.model.named_modules():
                 if isinstance(module, ParamWrapper):
                     experts: Any = module
@@ -190,7 +194,8 @@ class LoraBase:
 
 
 class Adapter(Weights):
-    """The adapter of one run. Once it is garbage, the base drops its tensors before it makes another."""
+    """One run's adapter. After it is garbage-collected, the base drops its tensors before the next new
+    one."""
 
     def __init__(self, base: LoraBase, name: str, settings: LoraSettings) -> None:
         self.base, self.model = base, base.model
@@ -251,17 +256,17 @@ class Adapter(Weights):
 
     @property
     def kinds(self) -> list[str]:
-        """The last names of its modules, such as `q_proj`, and `experts`."""
+        """Last names of its modules, such as `q_proj`, and `experts`."""
         experts = {EXPERTS} if len(self._linear) < len(self._layers) else set[str]()
         return sorted({path.rpartition(".")[2] for path in self._linear} | experts)
 
     @property
     def _linear(self) -> list[str]:
-        """The paths of its linear modules."""
+        """Paths of its linear modules."""
         return [path for path, layer in self._layers.items() if not isinstance(layer, ParamWrapper)]
 
     def exaggerate(self) -> None:
-        """Change every module by a random matrix with `CANARY_SHARE` of its weights' norm."""
+        """Change every module by a random matrix, with `CANARY_SHARE` of its weights' norm."""
         random = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for path, (a, b) in self._factors().items():
@@ -276,7 +281,7 @@ class Adapter(Weights):
                 b.mul_(CANARY_SHARE * weight.float().norm() / norm)
 
     def _target_modules(self) -> list[str]:
-        """The last names of the modules, if they name no others, else the whole paths."""
+        """Last names of the modules if these are unambiguous, else full paths."""
         short = sorted({path.rpartition(".")[2] for path in self._linear})
         return short if set(target_modules(self.model, short)) == set(self._linear) else sorted(self._linear)
 
@@ -303,19 +308,19 @@ def target_modules(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
     of_experts = {"mlp", EXPERTS} if target_parameters(model, targets) else set[str]()
     if missing := [target for target, names in found.items() if not names and target not in of_experts]:
         raise EngineRequestError(
-            f"lora targets: {missing[0]!r} is no linear module of {model.config.model_type}; "
+            f"lora targets: {missing[0]!r} is not a linear module of {model.config.model_type}; "
             "use attn, mlp, unembed, or the last names of modules, such as q_proj"
         )
     return list(dict.fromkeys(name for names in found.values() for name in names))
 
 
 def target_parameters(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """The weights of experts that `targets` name, as PEFT names them: `experts.down_proj`."""
+    """PEFT's names for the expert weights that `targets` name, such as `experts.down_proj`."""
     return list(dict.fromkeys(name for name, _ in expert_weights(model, targets)))
 
 
 def expert_weights(model: PreTrainedModel, targets: Sequence[str]) -> list[tuple[str, Tensor]]:
-    """Name and weight (experts, ...) of all experts' weights of the model, if `targets` name them."""
+    """(name, weight (experts, ...)) of all expert weights, if `targets` name them."""
     found: list[tuple[str, Tensor]] = []
     for path, module in model.named_modules() if {"mlp", EXPERTS} & set(targets) else ():
         owner = path.replace(".base_layer", "").rpartition(".")[2]
@@ -329,7 +334,7 @@ def expert_weights(model: PreTrainedModel, targets: Sequence[str]) -> list[tuple
 
 
 def _outside_of_text(model: PreTrainedModel) -> set[nn.Module]:
-    """Modules for images and sounds, which no text reaches."""
+    """Modules for images and audio, which text never reaches."""
     if model.config.get_text_config() is model.config:
         return set()
     text: Any = model.get_decoder()
@@ -338,10 +343,10 @@ def _outside_of_text(model: PreTrainedModel) -> set[nn.Module]:
 
 
 def settings_of(folder: Path) -> LoraSettings:
-    """What a checkpoint's adapter was made with. Raises EngineError for a folder without one."""
+    """Settings of a checkpoint's adapter. Raises EngineError for a folder without one."""
     config = read_json(folder / ADAPTER_CONFIG)
     if not config:
-        raise EngineError(f"{folder} has no {ADAPTER_CONFIG}: it is no LoRA adapter")
+        raise EngineError(f"{folder} has no {ADAPTER_CONFIG}, so it is not a LoRA adapter")
     if config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("use_rslora"):
         raise EngineError(f"{folder}: only plain LoRA adapters can be used")
     if isinstance(config["target_modules"], str):
@@ -351,7 +356,7 @@ def settings_of(folder: Path) -> LoraSettings:
 
 
 def load_adapter(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Path of a module -> A (rank, in) and B (out, rank), float32, of a checkpoint's adapter."""
+    """A checkpoint's adapter: module path -> A (rank, in) and B (out, rank), float32."""
     tensors = load_file(folder / ADAPTER_WEIGHTS)
     names = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in tensors}
     return {
@@ -364,15 +369,15 @@ def load_adapter(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def merged(folder: Path) -> PreTrainedModel:
-    """The base of a checkpoint's adapter with the adapter in its weights, in the dtype of the base.
+    """Merge a checkpoint's adapter into its base, in the base's dtype.
 
-    Embeddings that are tied are untied if the head has an adapter. Raises ConfigError and EngineError.
+    Tied embeddings are untied if the head has an adapter. Raises ConfigError and EngineError.
     """
     base = base_of_adapter(folder)
     if base is None:
         raise EngineError(
-            f"{folder} has no {ADAPTER_CONFIG}: it holds no LoRA adapter to merge, and a checkpoint of all "
-            "weights is a model by itself"
+            f"{folder} has no {ADAPTER_CONFIG}, so it has no LoRA adapter to merge; a checkpoint of all "
+            "weights is a complete model"
         )
     model = load_model(base, dtype="auto")
     settings, modules = settings_of(folder), load_adapter(folder)
@@ -404,7 +409,7 @@ def _with_experts(
     settings: LoraSettings,
     names: list[str],
 ) -> PreTrainedModel:
-    """The model with what adapters change of its experts in their weights. Raises EngineError."""
+    """Merge the adapters of experts into the model. Raises EngineError."""
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
@@ -434,14 +439,14 @@ def _kind(path: str, is_head: bool) -> str:
 
 
 def linear_shape(layer: nn.Linear | Conv1D) -> tuple[int, int]:
-    """(out, in) of a linear module."""
+    """(out, in)"""
     rows, columns = layer.weight.shape
     return (columns, rows) if isinstance(layer, Conv1D) else (rows, columns)
 
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Generator[None]:
-    """A context in which torch draws from `seed`, and after which it goes on as before."""
+    """Seed torch within the context, and restore its state afterwards."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
