@@ -1,8 +1,7 @@
 """`AlignmentCheck`: decides which sequences of a step may train, and whether the step may happen at all.
 
-It checks each sequence by itself, then compares the sampler's logprobs with the trainer's. Invariant:
-off-policy samples (lag above 0) are expected to differ, so they are measured by lag but stop nothing, unless
-their logprobs belong to other tokens.
+Invariant: off-policy samples (lag above 0) are expected to differ from the trainer, so they are measured but
+stop nothing, unless their logprobs belong to other tokens.
 """
 
 from __future__ import annotations
@@ -32,33 +31,29 @@ from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.train.backends.backend import TrainerBackend
 
 UNNAMED = "logprob_gap"
-"""The finding without a pattern. It can stop a step but never leaves out single sequences."""
+"""A gap without a pattern. It can stop a step, but never leaves out single sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
     vocabulary: int
-    """Ids are in [0, vocabulary)."""
-
     stop_ids: Collection[int] = ()
 
     tokenizer: str = ""
-    """Fingerprint of the tokenizer's vocabulary."""
+    """The vocabulary's fingerprint."""
 
     retokenise: Callable[[IntArray], Sequence[int]] | None = None
     """Decodes ids and encodes the text again."""
 
     is_embedded: bool = True
-    """Whether the engine takes the inputs `mask` and `temperatures` in addition to those of Tinker's
-    losses."""
+    """Whether the engine takes the inputs `mask` and `temperatures`."""
 
     scales_logits: bool = True
-    """Whether each token is scored at the temperature at which it was sampled."""
+    """Whether tokens are scored at their sampling temperatures."""
 
     @classmethod
     def of(cls, folder: Path, backend: TrainerBackend, *, scales_logits: bool = True) -> TrainedModel:
-        """Read the tokenizer from `folder`; stop ids come from both. `scales_logits` is False if some other
-        scorer, such as a teacher, ignores temperatures."""
+        """`scales_logits` is False if another scorer, such as a teacher, ignores temperatures."""
         tokenizer = LightTokenizer(folder)
         eos = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
 
@@ -81,7 +76,7 @@ class AlignmentCheck:
         self._config = config
         self._model = model
         self.left_out: set[str] = set()
-        """Uuids of episodes with a sequence that failed."""
+        """Uuids of episodes with a misaligned sequence."""
 
         self.reasons: dict[int, str] = {}
         """`id(rollout)` -> why it failed."""
@@ -101,11 +96,10 @@ class AlignmentCheck:
         self.noticed.update(("error", name, rollout.episode_uuid) for name in errors)
 
     def passed(self, group: RolloutGroup) -> bool:
-        """Whether all sequences of the group passed."""
         return self.left_out.isdisjoint(episode.episode_uuid for episode in group.episodes)
 
     def sound(self, group: RolloutGroup) -> RolloutGroup:
-        """The group without its misaligned sequences. Its rewards are unchanged."""
+        """The group without misaligned sequences. Its rewards are unchanged."""
         return replace(group, episodes=tuple(self._sound(episode) for episode in group.episodes))
 
     def _sound(self, episode: EpisodeRollouts) -> EpisodeRollouts:
@@ -130,8 +124,7 @@ class AlignmentCheck:
         return replace(episode, rollouts=tuple(sound))
 
     def siblings(self, groups: Iterable[RolloutGroup], *, step: int) -> None:
-        """Find contradictions between the sampler's own logprobs. Raises AlignmentError unless set to
-        warn."""
+        """Compare the sampler with itself. Raises AlignmentError for contradictions, unless set to warn."""
         found = Contradictions()
         for group in groups:
             found.add(rollout for episode in group.episodes for rollout in episode.rollouts)
@@ -147,11 +140,11 @@ class AlignmentCheck:
         lags: Mapping[int, int] | None,
         step: int,
     ) -> list[WeightedRollout]:
-        """The sequences that may train, judged by the trainer's logprobs.
+        """The sequences that may train, judged by the trainer's logprobs (`trainer`, float32 [T] each, [0]
+        unused).
 
-        `trainer` is float32 [T] per sequence, [0] unused. `lags` maps policy versions to training steps
-        behind; None means all current. Raises AlignmentError if lag-0 sequences are misaligned, unless set to
-        warn.
+        `lags` maps policy versions to training steps behind (None: all current). Raises AlignmentError if
+        lag-0 sequences are misaligned, unless set to warn.
         """
         current = Gap()
         pairs: list[Pair] = []
@@ -182,7 +175,7 @@ class AlignmentCheck:
         return self._config.max_mean_dlogp
 
     def _measure(self, rollout: Rollout, trainer: FloatArray, lags: Mapping[int, int] | None) -> Gap:
-        """Add the sequence's gaps to the report by lag; returns the gap at lag 0."""
+        """Add the gaps by lag to the report; returns the gap at lag 0."""
         behind = np.zeros(len(rollout.tokens), dtype=np.int32)
         compared = rollout.sampled.copy()
         for segment in rollout.segments:
@@ -210,7 +203,7 @@ class AlignmentCheck:
         *,
         is_older: bool = False,
     ) -> list[Pair]:
-        """Sampled spans of current weights, or of older ones, with the logprobs of both sides."""
+        """The spans that current (or older) weights sampled, with both sides' logprobs."""
         spans = [
             span
             for segment in rollout.segments
@@ -224,7 +217,7 @@ class AlignmentCheck:
         return diagnose(pairs, threshold=self._limit, retokenise=self._model.retokenise)
 
     def _judge(self, mean: float, pairs: Sequence[Pair], apart: Sequence[Pair], step: int) -> None:
-        """`pairs` are the calls of sequences above the limit; `apart` the subset that shows a pattern."""
+        """`pairs` are the calls of sequences above the limit, `apart` those with a pattern."""
         finding = self._diagnose(pairs if mean > self._limit else apart)
         if finding:
             self._misaligned(finding, step)

@@ -1,7 +1,7 @@
 """`Chats`: a JSONL file of chats as tinker_cookbook's supervised datums, some held out.
 
-Invariants: no chat is truncated, and none both trains and is held out. Each reply follows exactly the prompt
-that the gateway would give the model. Selection and order depend on the seed.
+Invariants: no chat is truncated, and none both trains and is held out. Each reply follows the prompt that the
+gateway would give the model. Selection and order depend on the seed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.model_folder import context_of
 
 Datums = list[tinker.Datum]
-"""One chat: several datums if the chat format renders earlier turns differently from how they were
-sampled."""
+"""One chat; several datums if the chat format rewrites earlier turns."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ class Chats:
     epochs: int
     seed: int
     origin: Mapping[str, object]
-    """What determines the split: the file's `sha256` and the settings. Resuming checks that it is
-    unchanged."""
+    """The file's `sha256` and the settings that determine the split, for resuming."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -55,7 +53,7 @@ class Chats:
         return 1 + max(datum.model_input.length for datum in every)
 
     def batch(self, step: int) -> list[tinker.Datum]:
-        """The datums of a step, counted from 1. Each epoch is reshuffled, and its last batch may be smaller.
+        """The datums of a step, counted from 1. Each epoch is reshuffled.
 
         Weights are scaled so that the summed loss is the mean negative log-likelihood per trained token.
         """
@@ -68,7 +66,7 @@ class Chats:
 
 
 def trained_weight(datum: tinker.Datum) -> float:
-    """The sum of the weights, which is the number of trained tokens if each weighs 1."""
+    """The number of trained tokens, if each has weight 1."""
     return float(datum.loss_fn_inputs["weights"].to_numpy().sum())
 
 
@@ -79,10 +77,8 @@ def _scaled(datum: tinker.Datum, factor: float) -> tinker.Datum:
 
 
 def load_chats(config: RunConfig, model: Path) -> Chats:
-    """Read `config.sft.data` and render it in the chat format of `model`.
-
-    Raises ConfigError with the file, the line and the problem.
-    """
+    """Render `config.sft.data` in the model's chat format. Raises ConfigError with the line and the
+    problem."""
     sft, longest = config.sft, context_of(model)
     limit = min(sft.max_tokens or longest, longest)
     renderer = ChatRenderer(model, config.engine.chat_template_kwargs)

@@ -33,8 +33,7 @@ class RunCheckpoints:
         needed: Callable[[Collection[int]], Collection[int]],
         curriculum: Curriculum | None = None,
     ) -> None:
-        """`learners` starts with the run's own policy. `needed` picks the steps whose checkpoints must be
-        kept."""
+        """`learners` starts with the run's own policy. `needed` picks the steps with checkpoints to keep."""
         self._parts = parts
         self._own, *self._roles = learners
         self._policy = policy
@@ -43,21 +42,19 @@ class RunCheckpoints:
         self._saved = parts.history.step  # The last step with a committed checkpoint.
 
     async def after(self, step: int, *, train_seconds: float, is_needed: bool = False) -> None:
-        """Save if a checkpoint is due, if this is the last step, or if the step `is_needed`."""
         training = self._parts.config.training
         is_due = training.checkpoint_every and step % training.checkpoint_every == 0
         if is_due or is_needed or step == training.steps:
             await self.save(step, train_seconds=train_seconds)
 
     async def last(self, step: int, *, train_seconds: float) -> None:
-        """Save the last finished step of a run that ends early, unless it is saved already."""
+        """Save the last finished step of a run that ends early."""
         if step > self._saved:
             saving = self.save(step, train_seconds=train_seconds, within_s=LAST_COMMIT_S)
             await try_to_save(saving, step, self._parts.progress.note)
 
     async def save(self, step: int, *, train_seconds: float, within_s: float | None = None) -> None:
-        """Save the weights and commit the row. Raises TimeoutError if the commit takes longer than
-        `within_s`."""
+        """Save weights and commit the row. Raises TimeoutError if the commit takes longer than `within_s`."""
         with self._parts.progress.waiting(f"the checkpoint of step {step}"):
             await self.write(self._parts.folder.checkpoint_name(step))
         roles = {each.role: each.report.as_json() for each in self._roles}
@@ -76,20 +73,17 @@ class RunCheckpoints:
         self.delete_old()
 
     def delete_old(self) -> None:
-        """Delete checkpoints that are neither among the newest nor needed."""
         folder = self._parts.folder
         folder.checkpointed(needed=self._needed(folder.whole_checkpoints()))
 
     async def write(self, name: str) -> None:
-        """Write the weights of all policies under `name`."""
         for each in (*self._roles, self._own):
             await each.client.save_state(name)
         await asyncio.to_thread(self._parts.folder.seal, name)
 
 
 async def try_to_save(saving: Awaitable[None], step: int, note: Callable[[str], None]) -> None:
-    """Save while an error ends the run. A second failure is only reported, so that the first stays
-    visible."""
+    """Save while an error ends the run. A second error is only reported, so that the first stays visible."""
     try:
         await saving
     except Exception as error:

@@ -1,7 +1,7 @@
 """`Batch` holds the groups that a step or an evaluation waits for; `Collector` delivers outcomes to them.
 
 Invariants: every outcome goes to one group, or the ledger records that it was left out. Episodes are tracked
-by id instead of counted, so an outcome for another group changes nothing.
+by id, so an outcome for another group changes nothing.
 """
 
 from __future__ import annotations
@@ -46,26 +46,22 @@ HOPELESS_AFTER = 32
 
 @dataclass
 class Group:
-    """The episodes of one sample."""
-
     group_id: str
     size: int
 
     started: int = 0
-    """Number of training steps behind the newest weights when the group started."""
+    """Training steps behind the newest weights when the group started."""
 
     payload: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The sample's; empty for clients' own samples."""
-
     outcomes: dict[str, Outcome | None] = field(default_factory=dict[str, Outcome | None])
-    """Keyed by episode uuid; None while the episode runs."""
+    """By episode uuid; None while the episode runs."""
 
     ended: int = 0
     is_judged: bool = True
-    """False while a judge has yet to reward the episodes."""
+    """False while a judge has yet to reward it."""
 
     def add(self, outcome: Outcome) -> bool:
-        """Add an outcome. Returns False if it is a duplicate or belongs to another group."""
+        """Returns False for a duplicate, or an episode of another group."""
         if self.outcomes.get(outcome.episode_uuid, outcome) is not None:
             return False
         self.outcomes[outcome.episode_uuid] = outcome
@@ -81,19 +77,15 @@ class Group:
         return [outcome for outcome in self.outcomes.values() if isinstance(outcome, EpisodeAccepted)]
 
     def differs(self, *, by_call: bool) -> bool:
-        """Whether rewards differ, or with `by_call` the rewards of calls, so that the group has a
-        gradient."""
+        """Whether rewards differ (with `by_call` also those of calls), so that there is a gradient."""
         return len({(each.reward_of(""), *(each.earned if by_call else ())) for each in self.accepted}) > 1
 
 
 class Batch:
-    """Groups in the order in which they started."""
-
     def __init__(
         self, label: str, *, rule: BatchRule = "groups", needed: int = 0, by_call: bool = True
     ) -> None:
-        """`rule` says which complete groups count, and `needed` how many the batch needs (0: all). `by_call`:
-        whether rewards of single calls train."""
+        """`rule` says which complete groups count, and `needed` how many (0: all)."""
         self.label = label
         self.groups: dict[str, Group] = {}
         self._rule: BatchRule = rule
@@ -101,7 +93,6 @@ class Batch:
         self._by_call = by_call
 
     def plan(self, episode: PlannedEpisode, *, started: int = 0) -> Group:
-        """Wait for this episode too; returns its group."""
         new = Group(episode.group_id, 0, started, episode.payload)
         group = self.groups.setdefault(episode.group_id, new)
         group.size += 1
@@ -109,26 +100,23 @@ class Batch:
         return group
 
     def adopt(self, outcomes: Sequence[Outcome]) -> None:
-        """Add a complete group that was not planned: a client registered its sample."""
+        """Add a complete group of a sample that a client registered."""
         group = self.groups.setdefault(outcomes[0].group_id, Group(outcomes[0].group_id, 0))
         group.outcomes |= {outcome.episode_uuid: outcome for outcome in outcomes}
         group.size = group.ended = len(group.outcomes)
 
     def take(self, groups: Iterable[Group]) -> Batch:
-        """Move these groups to a new batch."""
         taken = Batch(self.label, rule=self._rule, needed=self._needed, by_call=self._by_call)
         taken.groups = {group.group_id: self.groups.pop(group.group_id) for group in list(groups)}
         return taken
 
     @property
     def outcomes(self) -> dict[str, Outcome]:
-        """Outcomes so far, by episode uuid."""
         found = (each for group in self.groups.values() for each in group.outcomes.items())
         return {uuid: outcome for uuid, outcome in found if outcome is not None}
 
     @property
     def payloads(self) -> dict[str, Mapping[str, Any]]:
-        """Payloads of the task's samples, by episode uuid."""
         return {
             uuid: group.payload for group in self.groups.values() if group.payload for uuid in group.outcomes
         }
@@ -139,7 +127,6 @@ class Batch:
 
     @property
     def leftovers(self) -> list[str]:
-        """Uuids of running episodes."""
         found = (each for group in self.groups.values() for each in group.outcomes.items())
         return [uuid for uuid, outcome in found if outcome is None]
 
@@ -148,21 +135,18 @@ class Batch:
         return [group for group in self.groups.values() if group.is_complete and self.counts(group)]
 
     def counts(self, group: Group) -> bool:
-        """Whether the rule counts this complete group."""
         return self._rule == "groups" or group.differs(by_call=self._by_call)
 
     @property
     def is_over(self) -> bool:
-        """Whether all episodes have ended."""
         return all(group.is_complete for group in self.groups.values())
 
     @property
     def is_met(self) -> bool:
-        """Whether enough groups count."""
         return len(self.counted) >= self._needed
 
     def progress(self, groups_ahead: dict[str, int]) -> BatchProgress:
-        """`groups_ahead`: the number of complete groups per pool that wait for a later batch."""
+        """`groups_ahead`: complete groups per pool that wait for a later batch."""
         return BatchProgress(
             label=self.label,
             rule=self._rule,
@@ -179,10 +163,10 @@ class Batch:
         return [group for group in complete if len(group.accepted) >= min_group]
 
     def check_success(self, own_clients: str = "") -> None:
-        """Raise NoSuccessError, with the reasons, if all episodes or the first `HOPELESS_AFTER` failed.
+        """Raise NoSuccessError, with reasons, if all episodes or the first `HOPELESS_AFTER` failed.
 
-        Before all have failed, at least one must have failed at a client of the run itself (`own_clients` is
-        the start of its uuid): other clients may be broken while the run's own are still starting.
+        Before all have failed, one must have failed at a client of the run itself (`own_clients` begins its
+        uuid): other clients may be broken while the run's own are still starting.
         """
         if any(group.accepted for group in self.groups.values()):
             return
@@ -195,8 +179,7 @@ class Batch:
 
 
 def _explain_failures(failed: Sequence[EpisodeFailed]) -> str:
-    """The most common last failures with an example each. Failures that differ only in numbers count as
-    one."""
+    """The most common failures with an example each. Those that differ only in numbers count as one."""
     alike: dict[str, list[str]] = {}
     for episode in failed:
         reason = why_failed(episode)
@@ -215,27 +198,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Collector:
-    """Starts groups and waits for them. `run` receives outcomes until cancelled."""
-
     source: EpisodeSource
     progress: ProgressReporter
     group_size: int
-    """Used for clients' groups that do not state a size."""
+    """For clients' groups that state no size."""
 
     client_samples: bool = True
-    """Whether samples that clients register may train."""
-
     seen: Callable[[Outcome], None] | None = None
-    """Called with every new outcome."""
-
     slots: int = 0
-    """How many episodes the run's workers can hold at once. 0: unknown."""
+    """Episodes that the run's workers can hold at once. 0: unknown."""
 
     scores: Collection[str] = ()
-    """Names of scores that a result must have to train."""
-
     judge: GroupJudge | None = None
-    """Rewards the episodes of complete groups. None: their programs do."""
+    """Rewards complete groups. None: programs reward their episodes."""
 
     def __post_init__(self) -> None:
         # Episode uuid -> the group that waits for it.
@@ -260,16 +235,12 @@ class Collector:
         """Deliveries of outcomes so far."""
 
         self.rollouts = 0
-        """Training episodes that have ended."""
-
         self.held = Occupancy()
-        """Running episodes, limited to what workers can hold."""
-
         self._received = asyncio.Event()
         self._failure: Exception | None = None
 
     async def run(self) -> None:
-        """Receive outcomes until cancelled. An error is also raised in everything that waits for a batch."""
+        """Receive outcomes until cancelled. An error is also raised in everything that waits."""
         judging = set[asyncio.Task[None]]()
         try:
             while True:
@@ -287,7 +258,7 @@ class Collector:
             await asyncio.gather(*judging, return_exceptions=True)
 
     async def _judged(self, group: Group, then: Callable[[], object]) -> None:
-        """Reward a group's episodes by its judge. If the judge fails, the whole group fails."""
+        """Reward a group by its judge. If the judge fails, the whole group fails."""
         assert self.judge is not None
         accepted, row = group.accepted, partial(VerdictRow, time=time.time())
         try:
@@ -308,7 +279,7 @@ class Collector:
         self._received.set()
 
     def _close(self, group: Group, then: Callable[[], object] = lambda: None) -> None:
-        """Call `then` once the group is judged; at once if there is nothing to judge."""
+        """Call `then` once the group is judged, if there is anything to judge."""
         if self.judge is None or len(group.accepted) < 2:
             then()
             return
@@ -316,12 +287,11 @@ class Collector:
         self._to_judge.append((group, then))
 
     def fail(self, error: Exception) -> None:
-        """Raise `error` in everything that waits, now or later."""
         self._failure = error
         self._received.set()
 
     def receive(self, outcomes: Sequence[Outcome]) -> None:
-        """Deliver outcomes to their groups. Outcomes that nothing waits for are recorded as left out."""
+        """Deliver outcomes. Those that nothing waits for are recorded as left out."""
         left_out = list[TrainedRow]()
         for result in outcomes:
             outcome = usable(result, self.scores)
@@ -345,7 +315,6 @@ class Collector:
         self._received.set()
 
     def _deliver(self, outcome: Outcome) -> str:
-        """Give an outcome to its group. Returns the reason if it has none."""
         group = self._waiting.pop(outcome.episode_uuid, None)
         if group is not None:
             group.add(outcome)
@@ -364,7 +333,6 @@ class Collector:
         return ""
 
     def gather(self, outcome: Outcome) -> None:
-        """Collect episodes of a client's own sample until their group is complete."""
         group = self._gathering.setdefault(outcome.group_id, [])
         group.append(outcome)
         self._gathered[outcome.group_id] += len(msgspec.msgpack.encode(outcome))
@@ -390,14 +358,12 @@ class Collector:
         self.source.note([left_out(episode=each.sequence) for each in self._gathering.pop(group_id)])
 
     async def open(self, batch: Batch, plans: Sequence[Sequence[PlannedEpisode]], *, step: int = 0) -> None:
-        """Register the groups of `plans` and wait for them in `batch`."""
         episodes = [episode for group in plans for episode in group]
         self.expect(batch, episodes, step=step)
         await self.source.start(episodes, step=step)
 
     def expect(self, batch: Batch, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
-        """Deliver outcomes of these episodes to groups of `batch`. `step`: the first that could train on
-        them."""
+        """Deliver outcomes of these episodes to `batch`. `step`: the first that could train on them."""
         for episode in episodes:
             self._waiting[episode.episode_uuid] = batch.plan(episode, started=step - 1)
             self._running[episode.episode_uuid] = step
@@ -406,10 +372,9 @@ class Collector:
     async def until(
         self, is_met: Callable[[], bool], batch: Batch, more: Callable[[], Awaitable[bool]] | None = None
     ) -> None:
-        """Wait until outcomes make `is_met` true.
+        """Wait until outcomes make `is_met` true. Raises NoSuccessError if the batch is hopeless.
 
-        `more` starts further groups if the batch has room, and returns whether it did. Raises NoSuccessError
-        if the batch is hopeless.
+        `more` starts further groups if there is room, and returns whether it did.
         """
         with self.progress.phase(batch.label, total=batch.ended + len(batch.leftovers)) as phase:
             seen = 0
@@ -425,7 +390,7 @@ class Collector:
         self._tell(None)
 
     async def filled(self, batch: Batch) -> None:
-        """Wait until samples that clients registered fill the batch."""
+        """Wait until clients' own samples fill the batch."""
         with self.progress.phase(batch.label, total=0) as phase:
             while True:
                 while self._ready and not batch.is_met:
@@ -438,19 +403,17 @@ class Collector:
                 await self._wait_for_outcomes()
 
     def _tell(self, batch: Batch | None, *, at_once: bool = False) -> None:
-        """Report the batch's progress to the server."""
         self._current = batch
         ahead = Counter(group[0].pool for group in self._ready)
         self.source.collecting(batch and batch.progress(dict(ahead)), at_once=at_once)
 
     def give_up(self, episode_uuids: Sequence[str], reason: str) -> None:
-        """Cancel episodes that are no longer needed."""
         for uuid in episode_uuids:
             self._waiting.pop(uuid, None)
         self.source.cancel(episode_uuids, reason)
 
     async def received_until(self, number: int) -> None:
-        """Wait until all outcomes up to this end number have arrived."""
+        """Wait for all outcomes up to this end number."""
         while self._received_number < number:
             await self._wait_for_outcomes()
 
@@ -458,17 +421,14 @@ class Collector:
         self.held.number = min(self.slots or self.running, self.running)
 
     async def received_more(self, before: int) -> None:
-        """Wait until `received` exceeds `before`."""
         while self.received == before:
             await self._wait_for_outcomes()
 
     @property
     def running(self) -> int:
-        """Planned episodes that have not ended."""
         return len(self._running)
 
     async def settled(self) -> None:
-        """Wait until all planned episodes have ended."""
         while self._running:
             await self._wait_for_outcomes()
 

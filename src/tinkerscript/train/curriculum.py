@@ -1,12 +1,11 @@
-"""`Curriculum`: skips samples that teach little, judged by the pass rates that the run itself has seen.
+"""`Curriculum`: skips samples that teach little, by the pass rates that the run itself has seen.
 
-It keeps the order of samples and skips positions in it. A sample is always asked until a step has taken one
-of its groups. After that it is `open` while some attempts pass and others fail, or retired as `solved` or
-`hopeless` if its rate is near 1 or 0. Retired samples are still asked now and then, and reopen if their rate
-has moved.
+A sample is asked until a step has taken one of its groups. Then it is `open` while attempts both pass and
+fail, or retired as `solved` or `hopeless` if its rate is near 1 or 0. Retired samples are still asked now and
+then, and reopen if their rate has moved.
 
-Invariants: whether a position is asked depends only on the seed, the position and the groups that earlier
-steps took. Checkpoints contain the rates, so a resumed run asks the same samples as an uninterrupted one.
+Invariant: whether a position is asked depends only on the seed, the position and the groups that earlier
+steps took. Checkpoints contain the rates, so a resumed run asks the same samples.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ REVISIT = 0.1
 LEAST = 0.25
 
 NEWEST_GROUP = 0.5
-"""Weight of a sample's newest group in its running rate."""
+"""Weight of the newest group in a sample's rate."""
 
 
 @dataclass
@@ -44,13 +43,12 @@ class Curriculum:
     config: CurriculumConfig
     seed: int
     rates: dict[str, float] = field(default_factory=dict[str, float])
-    """Pass rate by `key_of` the sample's payload, for samples with a trained group."""
+    """`key_of` a sample's payload -> pass rate."""
 
     def __post_init__(self) -> None:
         self._passed_over = 0  # Positions skipped since the last metrics.
 
     def admits(self, position: int, payload: Mapping[str, Any]) -> bool:
-        """Whether to ask the sample at this position."""
         uniform = random.Random(f"{self.seed}/{position}/curriculum").random()
         admitted = uniform < self._weight(self.rates.get(key_of(payload)))
         self._passed_over += not admitted
@@ -66,14 +64,13 @@ class Curriculum:
         self.rates[key] = rate + (1 - NEWEST_GROUP) * (self.rates.get(key, rate) - rate)
 
     def state(self) -> bytes:
-        """The rates as JSON, for a checkpoint."""
         return msgspec.json.encode(self.rates)
 
     def restore(self, state: bytes) -> None:
         self.rates = msgspec.json.decode(state, type=dict[str, float])
 
     def metrics(self, _: object) -> dict[str, float]:
-        """The number of samples in each pool, and the positions skipped since the last call."""
+        """Samples per pool, and positions skipped since the last call."""
         pools = Counter(map(pool_of, self.rates.values()))
         found = {f"curriculum/{name}": float(pools[name]) for name in ("open", "solved", "hopeless")}
         found["curriculum/passed_over"], self._passed_over = float(self._passed_over), 0
@@ -92,5 +89,5 @@ def pool_of(rate: float) -> Pool:
 
 
 def key_of(payload: Mapping[str, Any]) -> str:
-    """A key that is unique among all samples of the run's tasks."""
+    """Unique among the samples of all tasks."""
     return f"{payload['task']}\n{payload['sample'].get('id')}"

@@ -26,7 +26,7 @@ class Rates:
     trains: str
     usual: float
     limit: float
-    """Above this a rate is too high in all our experience."""
+    """A rate above this is too high by all experience."""
 
 
 # tinker_cookbook's `get_lr` for supervised training: this rate at this model width.
@@ -52,7 +52,6 @@ ALL_WEIGHTS_SFT = Rates("all weights, supervised", 1e-5, 2e-4)
 
 
 def rates_of(config: RunConfig, model: Path) -> Rates:
-    """The usual learning rates for what the run trains. `model` is the model's folder."""
     if config.engine.backend == "tinker" or config.engine.lora.rank:
         settings = _model_config(model)
         width = _figure(settings, *_WIDTH, unknown=ADAPTER_WIDTH)
@@ -67,7 +66,7 @@ def rates_of(config: RunConfig, model: Path) -> Rates:
 
 
 def parameters_of(model: dict[str, Any]) -> float:
-    """Approximate parameter count for a decoder's config.json; infinite if it lacks the numbers."""
+    """Approximate parameter count of a decoder; infinite if config.json lacks the numbers."""
     width = _figure(model, *_WIDTH)
     layers = _figure(model, "num_hidden_layers", "n_layer", "n_layers")
     return 12 * layers * width**2 + _figure(model, "vocab_size") * width
@@ -90,10 +89,7 @@ def _model_config(model: Path) -> dict[str, Any]:
 
 
 def resolved(config: RunConfig, model: Path) -> tuple[RunConfig, list[str]]:
-    """Fill in the learning rate, threads and reply length that the config leaves open.
-
-    `model` is the folder of the model that trains. Also returns notes about the learning rates for the user.
-    """
+    """Fill in the learning rate, threads and reply length. Also returns notes about rates for the user."""
     rates = rates_of(config, model)
     if not config.sampling.max_tokens:
         limit = 64 if _is_small(model) else min(config.sampling.reply_tokens, context_of(model) // 2)
@@ -112,8 +108,8 @@ def resolved(config: RunConfig, model: Path) -> tuple[RunConfig, list[str]]:
 
 
 def usual_threads(config: RunConfig, model: Path) -> int:
-    """This device's share of the usable cores. One thread if the engine runs elsewhere, or if the model is so
-    small that its matrices are not worth splitting."""
+    """This device's share of the usable cores, but one thread for small models, which cannot use more, and
+    for engines elsewhere."""
     if config.engine.backend == "tinker" or _is_small(model):
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -136,10 +132,10 @@ FLOOR = 0.1
 
 
 def learning_rate(config: TrainingConfig, step: int, *, steps: int) -> float:
-    """The rate of `step`, counted from 1, in a run of `steps`.
+    """The rate of `step`, counted from 1, in a run of `steps`. Steps past the end keep the last rate.
 
-    Step n of the warm-up uses n / (warmup_steps + 1) of the full rate. The remaining steps follow
-    tinker_cookbook's schedule, but never below `FLOOR`. Steps past the end keep the last rate.
+    Step n of the warm-up uses n / (warmup_steps + 1) of the full rate. tinker_cookbook's schedule follows,
+    but never below `FLOOR`.
     """
     assert config.learning_rate, "a run replaces 0 before it begins (defaults.resolved)"
     warmup = config.warmup_steps

@@ -23,25 +23,24 @@ class PlannedEpisode:
     """`task`: the task's name; `sample`: the Inspect sample as JSON."""
 
     position: int = -1
-    """The sample's position in the training order. -1 for an evaluation."""
+    """The sample's position in the training order; -1 for an evaluation."""
 
     label: str = ""
-    """The evaluation's label. Empty for training."""
+    """The evaluation's; empty for training."""
 
     episode_uuid: str = field(default_factory=lambda: uuid4().hex)
 
 
 class EpisodeSource:
-    """Registers episodes with the server, which also holds the run's ledger. Delivers each outcome once."""
+    """Registers episodes with the server, which holds the run's ledger. Delivers each outcome once."""
 
     own_clients = ""
-    """The prefix of the `client_uuid` of every client that belongs to this run."""
+    """How the `client_uuid` of this run's own clients begins."""
 
     def __init__(
         self, link: TrainerLink, *, group_size: int, client_samples: bool = True, has_workers: bool = False
     ) -> None:
-        """`client_samples`: whether samples that clients register may train. `has_workers`: whether the
-        trainer runs its own workers."""
+        """`has_workers`: whether the trainer runs its own workers."""
         self._link = link
         if has_workers:
             self.own_clients = link.own_clients
@@ -49,10 +48,8 @@ class EpisodeSource:
         link.set_status(client_samples=client_samples)
 
     async def start(self, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
-        """Run these episodes. An episode with a known uuid continues.
-
-        `step` is the first that can train on them, or the one that their evaluation follows.
-        """
+        """Run these episodes; known uuids continue. `step`: the first that can train on them, or that of the
+        evaluation."""
         await self._link.register(
             [
                 NewEpisode(
@@ -70,16 +67,16 @@ class EpisodeSource:
         )
 
     async def outcomes(self) -> list[Outcome]:
-        """Wait for episodes that ended; returns at least one."""
+        """Wait for at least one ended episode."""
         return await self._link.outcomes()
 
     def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
-        """Cancel episodes. Each still gets an outcome: cancelled, or the result that it already had."""
+        """Each episode still gets an outcome: cancelled, or a result that it already had."""
         if episode_uuids:
             self._link.cancel(episode_uuids, reason)
 
     def note(self, rows: Collection[TrainerRow]) -> None:
-        """Write rows into the ledger in one transaction, without waiting for it."""
+        """Write rows into the ledger in one transaction, without waiting."""
         self._link.note(rows)
 
     async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
@@ -87,10 +84,8 @@ class EpisodeSource:
         await self._link.commit(rows)
 
     def set_status(self, **changed: Any) -> None:
-        """See `TrainerLink.set_status`."""
         self._link.set_status(**changed)
 
     def collecting(self, batch: BatchProgress | None, *, at_once: bool = False) -> None:
-        """Report the batch that is being filled, if any. `at_once`: do not wait for the next regular
-        report."""
+        """Report the batch that is being filled. `at_once`: do not wait for the next regular report."""
         self._link.set_batch(batch, at_once=at_once)

@@ -1,8 +1,7 @@
 """`Evaluator`: scores policy versions on held-out samples.
 
-An evaluation after a step runs alongside the following steps with a share of the workers, if the sampler can
-hold its version that long. Otherwise training waits for it. Evaluations before and after training get all
-workers.
+An evaluation after a step overlaps with the following steps, with a share of the workers, if the sampler can
+hold its version that long. Otherwise, and before and after training, it gets all workers.
 
 Invariant: each label is evaluated once per run, by a single version, even across restarts. Failed episodes
 are reported next to the score, never averaged into it.
@@ -45,16 +44,12 @@ class RunningEvaluation:
     policy_version: int
     plans: Sequence[PlannedEpisode]
     waiting: deque[PlannedEpisode]
-    """Plans that have not started."""
-
     batch: Batch
-    """Episodes that have started."""
-
     pin: ExitStack
-    """Keeps the episodes on the evaluation's version while open."""
+    """Keeps the episodes on the evaluation's version."""
 
     is_awaited: bool = False
-    """Whether training waits for it, which gives it all workers."""
+    """Whether training waits for it, so that it gets all workers."""
 
     @property
     def in_flight(self) -> int:
@@ -67,22 +62,20 @@ class RunningEvaluation:
 
 @dataclass
 class Evaluator:
-    """Evaluates before, during and after training. `run` advances the evaluations alongside the steps."""
+    """Evaluates before, during and after training. `run` advances overlapping evaluations."""
 
     parts: OpenRun
     samples: TaskSamples | None
-    """None: clients register their own samples, and there is nothing to evaluate."""
+    """None: clients register their own samples, and nothing is evaluated."""
 
     collector: Collector
     policy: Policy
     roles: Sequence[str] = ()
-    """Roles that train, which get their mean rewards logged too."""
+    """Roles that train."""
 
     def __post_init__(self) -> None:
         self.config = self.parts.config.evaluation
         self.finished = {each.label: each for each in self.parts.history.evaluations}
-        """Finished evaluations by label."""
-
         self._begun = list[RunningEvaluation]()  # Unfinished, oldest first.
         self._started = 0  # Episodes started alongside the steps.
 
@@ -92,11 +85,7 @@ class Evaluator:
     # What the training loop calls
 
     async def run(self) -> None:
-        """Advance the evaluations until cancelled.
-
-        NoSuccessError is kept for the loop to raise between two steps. Any other error is raised in
-        everything that waits for outcomes.
-        """
+        """Advance the evaluations until cancelled. The loop raises a NoSuccessError between two steps."""
         try:
             while True:
                 before = self.collector.received
@@ -116,19 +105,17 @@ class Evaluator:
         await self._wait()
 
     async def during(self, step: int, *, steps: int) -> None:
-        """Evaluate after `step` if `every_steps` says so, then wait until the sampler can hold the versions
-        of all unfinished evaluations."""
+        """Evaluate after `step` if it is due, and wait until the sampler can hold all unfinished versions."""
         if self.is_due(step, steps=steps):
             await self._begin(f"step-{step}", step, self.config.interim_episodes)
         await self._wait(at_most=self.policy.holds)
 
     async def again(self, step: int) -> None:
-        """Restart an evaluation that an earlier process began. The weights of `step` must be the newest
-        now."""
+        """Restart an interrupted evaluation. The weights of `step` must be the newest now."""
         await self._begin(f"step-{step}", step, self.config.interim_episodes)
 
     async def after(self, step: int) -> None:
-        """Evaluate the final weights, again if the run was extended since, and wait for all evaluations."""
+        """Evaluate the final weights, again if the run was extended, and wait for all evaluations."""
         if (done := self.finished.get("after")) and done.step != step:
             del self.finished["after"]
         await self._begin("after", step, self.config.episodes)
@@ -141,12 +128,11 @@ class Evaluator:
         return is_on and step % every == 0 and 0 < step < steps and not is_done
 
     def runs_beside(self, step: int, *, steps: int) -> bool:
-        """Whether the evaluation after `step` will overlap with later steps, so that resuming needs the
-        weights of both."""
+        """Whether the evaluation overlaps with later steps, so that resuming needs both weights."""
         return self.is_due(step, steps=steps) and self.policy.holds > 0
 
     def needed(self, steps: Collection[int]) -> set[int]:
-        """Steps whose checkpoints must be kept: the best score so far, and all unfinished evaluations."""
+        """Steps with checkpoints to keep: the best score so far, and unfinished evaluations."""
         scored = [(each.score, each.step) for each in self.finished.values() if each.score is not None]
         best = max((each for each in scored if each[1] in steps), default=None)
         return {each.step for each in self._begun} | ({best[1]} if best else set[int]())
@@ -165,7 +151,7 @@ class Evaluator:
         self._tell()
 
     async def _wait(self, *, at_most: int = 0) -> None:
-        """Wait until at most this many evaluations are unfinished. They have all workers in the meantime."""
+        """Wait until at most this many are unfinished. They get all workers."""
         while len(self._begun) > at_most or self._failure is not None:
             if self._failure is not None:
                 raise self._failure
@@ -178,7 +164,6 @@ class Evaluator:
         await self._start()
 
     async def _start(self) -> None:
-        """Start as many episodes as there is room for, oldest evaluation first."""
         for each in list(self._begun):
             if each.is_awaited:
                 await self._open(each, len(each.waiting))
@@ -195,7 +180,6 @@ class Evaluator:
 
     @property
     def _room(self) -> int:
-        """How many more episodes may start alongside the steps."""
         # The share of what runs, but at least one. Also the share of what has run: a single episode at a time
         # may be fast while the weights train, and would use the workers far beyond the share.
         share = self.config.share
@@ -262,7 +246,7 @@ class Evaluator:
 
 
 def _role_scores(roles: Sequence[str], accepted: Sequence[EpisodeAccepted]) -> dict[str, float]:
-    """The mean reward of each role over the episodes that called it."""
+    """Each role's mean reward over the episodes that called it."""
     rewards = {
         role: [each.reward_of(role) for each in accepted if calls_of(each.all_calls, role)] for role in roles
     }

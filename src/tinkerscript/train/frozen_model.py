@@ -1,8 +1,8 @@
 """`open_frozen_role`: a `frozen` role of the config as a model that samples and scores.
 
-With a `base_url` a vLLM server holds the model; otherwise the run's backend does. Invariant: a server that is
-down or slow is reported and waited for, up to `MAX_WAIT_S`. Its scores are exactly what was asked for, or an
-error is raised.
+A vLLM server holds the model if the role has a `base_url`, else the run's backend. Invariant: an unreachable
+server is reported and waited for, up to `MAX_WAIT_S`; its scores are exactly what was asked for, or an error
+is raised.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from tinkerscript.train.backends.backend import FrozenModel, TrainerBackend
 from tinkerscript.train.tokenizer_check import check_tokenizer_of_server
 
 MAX_WAIT_S = 600.0
-"""Seconds that a training step waits for an unreachable server before the run ends."""
+"""After this wait for an unreachable server, the run ends."""
 
 REQUESTS_AT_ONCE = 64
 
 CONNECT_RETRY_S = 1.0
 
 RETRY_NOTE_S = 60.0
-"""Interval between reports about a wait."""
 
 # vLLM sends -9999.0 for -inf, which JSON cannot hold.
 NOTHING = -9998.0
@@ -54,10 +53,10 @@ async def open_frozen_role(
     max_wait_s: float = MAX_WAIT_S,
     environ: Mapping[str, str] = os.environ,
 ) -> AsyncGenerator[FrozenModel]:
-    """Open the model of the role `name`. `folder` has the tokenizer of the model that `backend` trains.
+    """Open the model of the role `name`. Raises ConfigError, with the name, if it cannot be used.
 
-    `note` gets messages about waits. `timeout_s` limits one request to a server, `max_wait_s` all retries.
-    Raises ConfigError, with the role's name, for a model that does not exist or cannot be used.
+    `folder` has the tokenizer of the model that `backend` trains. `timeout_s` limits one request,
+    `max_wait_s` all retries.
     """
     if role.base_url:
         async with _served(name, role, folder, note, environ, timeout_s, max_wait_s) as model:
@@ -95,7 +94,7 @@ async def _served(
 
 
 async def _examined(name: str, role: RoleConfig, server: VllmServer, folder: Path) -> ServerFacts:
-    """Raises ConfigError if the server returns no exact ids, scores no prompts, or has another tokenizer."""
+    """Raises ConfigError for a server without exact ids or prompt scores, or with another tokenizer."""
     section = InferenceConfig(backend="vllm", base_url=role.base_url, model=role.model)
     try:
         facts = await examine(server, section, folder)
@@ -145,7 +144,6 @@ class ServedFrozenModel(FrozenModel):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _scored(self, ids: IntArray) -> FloatArray:
-        """Score one sequence, retrying for up to `max_wait_s`."""
         if len(ids) < 2:
             return np.zeros(len(ids), np.float32)
         loop = asyncio.get_running_loop()
@@ -176,7 +174,7 @@ class ServedFrozenModel(FrozenModel):
         return sample.scores
 
     def _tell(self, reason: str, now: float) -> None:
-        """Report a wait, or its end if `reason` is empty, once for all concurrent requests."""
+        """Report a wait, or its end (empty `reason`), once for all concurrent requests."""
         if reason and (not self._noted or now - self._noted >= RETRY_NOTE_S):
             self._noted = now
             self.note(f"waiting for {self._name}: {reason}")

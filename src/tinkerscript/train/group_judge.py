@@ -1,12 +1,10 @@
 """`GroupJudge`: rewards from a judge that sees all episodes of a complete group at once.
 
-A judge is a user's function (`training.judge.function`), or a role of the run that ranks the episodes
-(`ranked`, after OpenPipe ART's RULER: ranking attempts needs no labels, and GRPO only compares within a group
-anyway).
+A judge is a user's function, or a role that ranks the episodes (`ranked`, after OpenPipe ART's RULER: ranking
+needs no labels, and GRPO only compares within a group anyway).
 
-Invariants: a group trains on the verdicts of all its episodes or not at all. If the judge fails, the group
-fails with that reason and never gets a reward of 0. Verdicts are in the ledger before a step uses them, and a
-resumed run takes them from there.
+Invariants: a group trains on the verdicts of all its episodes or not at all; a failed judge fails the group
+and never means a reward of 0. Verdicts are in the ledger before a step uses them, also for a resumed run.
 """
 
 from __future__ import annotations
@@ -33,36 +31,30 @@ from tinkerscript.train.policy import Policy
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 JUDGED_AT_ONCE = 16
-"""Groups judged concurrently."""
 
 TIMEOUT_S = 1800.0
-"""Time limit for judging one group."""
 
 TRIES = 3
 
 RETRY_S = 1.0
-"""Pause before the first retry; it doubles each time."""
+"""Doubles with each retry."""
 
 JUDGE_TOKENS = 4096
-"""Token limit of a role's reply."""
 
 Message = Mapping[str, Any]
 
 Ask = Callable[[str, Sequence[Message]], Awaitable[str]]
-"""`await ask(role, messages)` returns the text of a role's reply."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedEpisode:
-    """One episode, as a judge sees it."""
-
     episode_uuid: str
     reward: float
-    """The reward from its program, including rewards of single calls. The verdict replaces it."""
+    """From its program, including rewards of single calls. The verdict replaces it."""
 
     is_success: bool | None
     messages: Sequence[Message]
-    """The last conversation in OpenAI's format, including the last reply."""
+    """The last conversation in OpenAI's format, with the last reply."""
 
     metadata: Mapping[str, Any]
     log_metrics: Mapping[str, float]
@@ -74,7 +66,7 @@ class JudgedGroup:
 
     group_id: str
     payload: Mapping[str, Any]
-    """The sample's, such as `payload["sample"]["input"]`. Empty for samples that clients registered."""
+    """The sample's; empty if a client registered it."""
 
     episodes: Sequence[JudgedEpisode]
     ask: Ask
@@ -87,7 +79,7 @@ class Verdict(NamedTuple):
 
 
 JudgeFunction = Callable[[JudgedGroup], Any]
-"""Returns, directly or as a coroutine, one reward per episode in order, or a pair of reward and words."""
+"""Returns, directly or awaited, a reward per episode in order, or (reward, words)."""
 
 
 @dataclass
@@ -95,7 +87,7 @@ class GroupJudge:
     function: JudgeFunction
     ask: Ask
     known: Mapping[int, float] = field(default_factory=dict[int, float])
-    """Verdicts from the ledger, by episode number."""
+    """Verdicts in the ledger, by episode number."""
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(JUDGED_AT_ONCE)
@@ -103,7 +95,7 @@ class GroupJudge:
     async def verdicts(
         self, group_id: str, payload: Mapping[str, Any], accepted: Sequence[EpisodeAccepted]
     ) -> list[Verdict]:
-        """One verdict per episode. Raises what the judge raises, ValueError for an invalid verdict, and
+        """One per episode. Raises what the judge raises, ValueError for an invalid verdict, and
         TimeoutError."""
         if all(each.sequence in self.known for each in accepted):
             return [Verdict(self.known[each.sequence]) for each in accepted]
@@ -128,7 +120,6 @@ def _shown(outcome: EpisodeAccepted) -> JudgedEpisode:
 
 
 def _checked(found: object, number: int) -> list[Verdict]:
-    """Raises ValueError unless `found` has one verdict for each of `number` episodes."""
     items = list(cast("Sequence[object]", found)) if isinstance(found, Sequence) else None
     if items is None or len(items) != number:
         said = type(found).__name__ if items is None else f"{len(items)} verdicts"
@@ -151,7 +142,7 @@ def _verdict(item: object) -> Verdict:
 
 
 def open_judge(config: RunConfig) -> JudgeFunction | None:
-    """The run's judge, if any. Raises ConfigError if its function cannot be imported."""
+    """Raises ConfigError if the judge's function cannot be imported."""
     judge = config.training.judge
     if judge.role:
         return partial(ranked, judge=judge)
@@ -164,10 +155,9 @@ def open_judge(config: RunConfig) -> JudgeFunction | None:
 
 
 class RoleAsker:
-    """Asks outside and frozen roles on behalf of the judge."""
+    """Asks outside and frozen roles for the judge."""
 
     def __init__(self, servers: Mapping[str, OutsideServer], policy: Policy, folder: Path) -> None:
-        """`policy` samples for frozen roles; `folder` has their tokenizer and chat format."""
         self._servers, self._policy, self._folder = servers, policy, folder
         self._renderer: ChatRenderer | None = None
 
@@ -205,10 +195,9 @@ Reply with one JSON object and nothing else:
 
 
 async def ranked(group: JudgedGroup, judge: JudgeConfig) -> list[Verdict]:
-    """Ask the role `judge.role` to score all attempts.
+    """Ask the role `judge.role` to score all attempts, shuffled so that their order says nothing.
 
-    The order is shuffled, so that it says nothing about the attempts. Raises GatewayError if the role does
-    not answer, and ValueError if its replies contain no valid scores.
+    Raises GatewayError if the role does not answer, and ValueError for replies without valid scores.
     """
     order = list(range(len(group.episodes)))
     random.Random(group.group_id).shuffle(order)
@@ -251,7 +240,7 @@ def _text(messages: Sequence[Message]) -> str:
 
 
 def _scores(reply: str, number: int) -> list[Verdict]:
-    """Parse the verdicts in a reply, ordered by attempt. Raises ValueError, which quotes the reply."""
+    """Verdicts in the order of attempts. Raises ValueError, which quotes the reply."""
     begin, end = reply.find("{"), reply.rfind("}")
     try:
         items = json.loads(reply[begin : end + 1])["scores"]

@@ -1,8 +1,7 @@
-"""Checks at the start of a run that the files in its folder are complete and belong to one run.
+"""Checks that the files in a run's folder are complete and belong to one run.
 
 Invariants: a checkpoint is complete if its files match its manifest.json, which is written last. Databases
-and checkpoints carry their run's identity (`files.RUN_ID`), and a run refuses those of another. A ledger that
-ends before a checkpoint has lost rows (`ledger.history.check_covers`).
+and checkpoints carry their run's identity (`files.RUN_ID`).
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ FORMER_JOURNAL = "journal.jsonl"
 
 
 def check_unused(path: Path) -> None:
-    """Raises ConfigError if a new run cannot use the folder: it holds a run or other files, or cannot be
-    created."""
+    """Raises ConfigError if a new run cannot use the folder."""
     try:
         if holds_run(path):
             raise ConfigError(
@@ -53,8 +51,7 @@ def check_unused(path: Path) -> None:
 
 
 def check_whole(path: Path) -> None:
-    """Raises ConfigError if the folder mixes files of several runs, is damaged, or was made by version
-    0.1."""
+    """Raises ConfigError if files are damaged, of several runs, or of version 0.1."""
     if (path / FORMER_JOURNAL).exists():
         raise ConfigError(
             f"{path} was made by tinkerscript 0.1 ({FORMER_JOURNAL}), and this version has a ledger in its "
@@ -87,8 +84,7 @@ def check_whole(path: Path) -> None:
 
 
 def holds_run(path: Path) -> bool:
-    """Whether a run has begun here, with episodes or steps. Raises ConfigError if its ledger is
-    unreadable."""
+    """Whether a run has begun here. Raises ConfigError for an unreadable ledger."""
     ledger = path / LEDGER_FILE
     if not ledger.exists():  # The ledger may be in PostgreSQL.
         return any(path.glob(f"{CHECKPOINTS}/step_*")) or size_of(path / "metrics.jsonl") > 0
@@ -96,7 +92,7 @@ def holds_run(path: Path) -> bool:
 
 
 def _asked(ledger: Path, query: str) -> int:
-    """The number that a query returns, or 0 without tables. Raises ConfigError for an unreadable ledger."""
+    """The number that a query returns; 0 without tables. Raises ConfigError for an unreadable ledger."""
     try:
         with closing(sqlite3.connect(ledger)) as run:
             has_tables = run.execute("SELECT 1 FROM sqlite_schema WHERE name = 'steps'").fetchone()
@@ -113,11 +109,7 @@ def identify(path: Path) -> str:
 
 
 def write_manifest(checkpoint: Path, run_id: str) -> None:
-    """Mark a checkpoint as complete and as this run's. Blocks until all of it is on disk.
-
-    Files are synced before the manifest, because after a power failure a file can have the right size without
-    its content.
-    """
+    """Mark a checkpoint as complete, and as this run's. Blocks until all of it is on disk."""
     paths = sorted(path for path in checkpoint.rglob("*") if path.name != MANIFEST)
     for path in paths:
         sync(path)
@@ -140,7 +132,6 @@ def damage_of(checkpoint: Path) -> str:
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:
-    """The checkpoint's manifest; empty if the checkpoint was never completed."""
     path = checkpoint / MANIFEST
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
@@ -150,7 +141,6 @@ def _read(path: Path) -> str:
 
 
 def size_of(path: Path) -> int:
-    """Size in bytes; 0 for a missing file."""
     return path.stat().st_size if path.exists() else 0
 
 

@@ -1,7 +1,7 @@
 """Writes episodes as Inspect logs into the run's folder, for `inspect view`.
 
-A log is built from the calls and the result that the trainer has, so it works for any kind of client.
-Invariant: a log appears only when complete. A sample with messages that cannot be shown says why.
+Logs are built from calls and results, so they work for any client. Invariant: a log appears only when
+complete.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ def write_logs(
     *,
     rule: AdvantageRule = PLAIN,
 ) -> list[Path]:
-    """Write one log per task of a step or evaluation; returns the paths. Blocks.
+    """Write one log per task, and replace logs with the same `label`, such as `step-0005`. Blocks.
 
-    Logs with the same `label`, such as `step-0005` or `eval-before`, are replaced. `samples` maps episode
-    uuids to payloads (`task`, `sample`) and lacks clients' own samples. `rule` computes the advantages in the
-    logs.
+    `samples` maps episode uuids to payloads, without clients' own samples. `rule` computes the logged
+    advantages.
     """
     advantages = {
         episode.episode_uuid: advantage
@@ -109,10 +108,7 @@ def _asked(messages: Sequence[ChatMessage]) -> str:
 
 
 def _scores(outcome: EpisodeAccepted) -> dict[str, Score]:
-    """Each scorer's score as our worker reports it, or else the reward.
-
-    A script may use the same metadata names for other data, so values of another shape are skipped.
-    """
+    """Each scorer's score as our worker reports it, or else the reward."""
     values = {
         name: value
         for name, value in _mapping(outcome.metadata.get("scores")).items()
@@ -139,6 +135,5 @@ def _mapping(value: object) -> dict[str, Any]:
 
 
 def _name(task: str, label: str) -> str:
-    """A file name in Inspect's style: time and task."""
     plain = "".join(letter if letter.isalnum() else "-" for letter in task.rpartition("@")[2])
     return f"{datetime.now(UTC):%Y-%m-%dT%H-%M-%S}_{plain}-{label}_{uuid4().hex[:12]}.eval"

@@ -1,8 +1,7 @@
 """`Learner`: what a training step does to one policy's weights.
 
-A step checks the samples, turns rewards into advantages, compares its own logprobs with the sampler's, and
-takes the optimizer steps. Invariant: `AlignmentCheck` runs before the first optimizer step, so a step that it
-stops has changed no weights, and nothing trains that has not passed.
+Invariant: `AlignmentCheck` runs before the first optimizer step, so a step that it stops has changed no
+weights, and nothing trains that has not passed.
 """
 
 from __future__ import annotations
@@ -68,30 +67,23 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted, scores_of
 LossMean = Literal["sequences", "tokens", "tokens_then_sequences", "episodes"]
 
 KL_STEP = "train/kl_step"
-"""Metric of a step with several optimizer steps: how far the weights had moved before the last one, as
-KL(before, after) over the tokens of its minibatch, in nats per token (Schulman's k3 estimator)."""
+"""Metric: how far a step's weights moved before its last optimizer step, as KL(before, after) in nats per
+token of that minibatch (Schulman's k3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The trainer's numbers for one sequence of T tokens, before the update."""
-
     rollout: Rollout
     trainer_logprobs: FloatArray
     """float32 [T], [0] unused."""
 
     entropies: FloatArray | None
-    """float32 [T], [0] unused: entropy of the trainer's distributions in nats. None if the backend reports
-    none."""
+    """float32 [T], [0] unused, in nats; None if the backend reports none."""
 
 
 @dataclass(eq=False)
 class Learner:
-    """Trains one policy: the run's own, or a role's.
-
-    A step is `take` (merge episodes into groups of rollouts), `check` and `train`. A role's learner merges
-    only the calls of its role, and has its own rewards, optimizer, replay buffer and report.
-    """
+    """Trains one policy, the run's own or a role's. A step is `take`, `check` and `train`."""
 
     client: TrainingClient
     config: TrainingConfig
@@ -99,18 +91,12 @@ class Learner:
     report: AlignmentReport
     seed: int
     role: str = ""
-    """Empty for the run's own policy."""
-
     start_logprobs: ReferenceLogprobs | None = None
-    """Needed for `kl_penalty_coef`, and for the KL terms of a loss."""
-
     distillation: Distillation | None = None
 
     reply_tokens: int = 0
-    """`sampling.max_tokens`; needed for `overlong_buffer`."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for an unknown `loss_fn`."""
         config = self.config
         self.rule = AdvantageRule(
             config.advantage_baseline, config.advantage_scale, config.pass_k, config.reward_weights
@@ -123,22 +109,18 @@ class Learner:
 
         self.replay = ReplayBuffer(self.config, seed=self.seed) if self.config.replay_uses > 1 else None
         self.groups: list[RolloutGroup] = []
-        """The groups of this step."""
-
         self.replayed: list[RolloutGroup] = []
-        """Groups of earlier steps that this step trains on again."""
-
         self.replayable: list[RolloutGroup] = []
-        """Groups of this step that carry a gradient and have no misaligned sequence."""
+        """Groups of this step with a gradient and no misaligned sequence."""
 
         self.stale: dict[str, str] = {}
-        """Episodes too old to train, which still count in their group's comparison: uuid -> reason."""
+        """Uuids of episodes too old to train, which still count in their group's comparison -> reason."""
 
         self.compared: list[Compared] = []
 
         # The keys of these are `id(rollout)`.
         self.advantages: dict[int, FloatArray] = {}
-        """float32 [T] for each rollout that trained, before division by the loss mean."""
+        """float32 [T], before division by the loss mean."""
 
         self.corrected: dict[int, BoolArray] = {}
         """bool [T], True where `rollout_correction` or `top_entropy` removed the loss."""
@@ -165,16 +147,15 @@ class Learner:
             self._penalty = KLPenalty(self.start_logprobs, coef=self.config.kl_penalty_coef)
 
     async def check_loss(self, backend: TrainerBackend) -> None:
-        """Raise EngineError if `backend` cannot train with the run's loss."""
         await backend.check_loss(cast(LossFnType, self.config.loss_fn), self._loss_config or None)
 
     # Groups
 
     def take(self, groups: Iterable[AcceptedGroup], stale: Mapping[str, str] | None = None) -> None:
-        """Begin a step: merge episodes into groups.
+        """Begin a step: merge episodes into groups. A role takes only the episodes that called it.
 
-        A role keeps only the episodes that called it, and drops groups with too few. `stale` maps the uuid of
-        each episode that is too old to the reason: its reward counts, but it has no sequences.
+        `stale` maps uuids of episodes that are too old to the reason: their rewards count, but they have no
+        sequences.
         """
         self.stale |= stale or {}
         self.report.begin_step()
@@ -190,11 +171,10 @@ class Learner:
         self.begin(taken)
 
     def group_again(self, outcomes: Sequence[EpisodeAccepted]) -> RolloutGroup:
-        """Rebuild a group that an earlier step trained on."""
+        """Rebuild a group of an earlier step."""
         return RolloutGroup(outcomes[0].group_id, tuple(map(self._merged, outcomes)))
 
     def has_part_in(self, outcome: EpisodeAccepted) -> bool:
-        """Whether the episode counts for this policy. Every episode counts for the run's own."""
         return not self.role or any(call.sampled for call in calls_of(outcome.all_calls, self.role))
 
     def _merged(self, outcome: EpisodeAccepted) -> EpisodeRollouts:
@@ -228,7 +208,6 @@ class Learner:
         return reward, {name: scores[name] for name in self.config.reward_weights}
 
     def outcome_of(self, group: RolloutGroup, episode: EpisodeRollouts) -> str:
-        """The `TrainedRow.outcome` of an episode in the last step."""
         if any(id(rollout) in self.advantages for rollout in episode.rollouts):
             return Use.TRAINED
         if any(id(rollout) in self.alignment.reasons for rollout in episode.rollouts):
@@ -239,13 +218,11 @@ class Learner:
 
     @property
     def used(self) -> list[RolloutGroup]:
-        """The groups that contributed to this step's gradient."""
         return [*self.replayable, *self.replayed]
 
     # A step
 
     def begin(self, groups: Sequence[RolloutGroup]) -> None:
-        """Start a step on these groups, discarding the state of the last one."""
         self.groups, self.replayed = list(groups), []
         self.replayable, self.compared, self.advantages, self.corrected = [], [], {}, {}
         self._batch, self._measured = [], {}
@@ -259,11 +236,11 @@ class Learner:
         lag_of_version: Mapping[int, int] | None = None,
         replayed: Sequence[RolloutGroup] = (),
     ) -> None:
-        """Decide which sequences `train` trains on, and with which advantages. Changes no weights.
+        """Decide which sequences train, and with which advantages. Changes no weights.
 
-        `lag_of_version` maps each policy version to the training steps that it is behind; None means that all
-        are current. `replayed` are groups that were `replayable` in earlier steps. Raises AlignmentError if
-        the batch is misaligned and `on_misalignment` is `stop`.
+        `lag_of_version` maps policy versions to training steps behind (None: all current). `replayed` are
+        groups of earlier steps. Raises AlignmentError if the batch is misaligned and `on_misalignment` is
+        `stop`.
         """
         self.replayed = list(replayed)
         try:
@@ -280,7 +257,6 @@ class Learner:
         self._measured = self._entropy() | self._measured if aligned else {}
 
     async def drop_gradients(self) -> None:
-        """Discard the gradient that waits for `train`, if there is one."""
         if self._computed is not None:
             self._computed, self._batch, self._measured = None, [], {}
             await cast("Any", self.client).drop_gradients()
@@ -288,7 +264,7 @@ class Learner:
     async def _check_groups(
         self, step: int, lag_of_version: Mapping[int, int] | None
     ) -> list[tuple[WeightedRollout, FloatArray]]:
-        """The sequences that train, each with the trainer's logprobs, float32 [T]."""
+        """(sequence that trains, the trainer's logprobs float32 [T])"""
         sound = [*(self.alignment.sound(group) for group in self.groups), *self.replayed]
         weighted = self._weighted(sound)
         batch = [
@@ -302,17 +278,14 @@ class Learner:
         return aligned if batch else []
 
     def trains(self, group: RolloutGroup) -> bool:
-        """Whether the group carries a gradient."""
         return self.differs(group) or self.trains_equal
 
     def differs(self, group: RolloutGroup) -> bool:
-        """Whether rewards differ within the group, or the rewards of its calls do."""
         return self.credit.differs(group, self.rule)
 
     @property
     def trains_equal(self) -> bool:
-        """Whether a group of equal rewards also carries a gradient: from a teacher, from a KL term, or
-        because episodes are compared across groups."""
+        """Whether equal rewards train too: with a teacher, a KL term, or comparisons across groups."""
         return (
             self.distillation is not None
             or self._penalty is not None
@@ -321,7 +294,7 @@ class Learner:
         )
 
     def masks(self, rollout: Rollout) -> bool:
-        """Whether the sequence carries no loss because the token limit cut off its last reply."""
+        """Whether the sequence carries no loss because its last reply was truncated."""
         return self.config.mask_truncated and rollout.is_truncated
 
     def _weighted(self, groups: Sequence[RolloutGroup]) -> list[list[WeightedRollout]]:
@@ -352,10 +325,7 @@ class Learner:
         *,
         trains: bool,
     ) -> list[tuple[WeightedRollout, FloatArray]]:
-        """The sequences that pass, each with the trainer's logprobs before the update, float32 [T].
-
-        `trains` says whether the comparison may also compute the gradient.
-        """
+        """The sequences that pass, each with the trainer's logprobs before the update, float32 [T]."""
         if not items:
             return []
         if self.config.rollout_correction.bypass:
@@ -378,7 +348,7 @@ class Learner:
         return [(item, of[id(item)]) for item in kept]
 
     def _takes_one_step(self, items: Sequence[WeightedRollout]) -> bool:
-        """Whether one pass can compute both the comparison and the gradient of `items`."""
+        """Whether a single pass can both compare `items` and compute their gradient."""
         config = self.config
         return (
             self._is_embedded  # Tinker's services cannot drop a gradient if the check fails.
@@ -393,8 +363,7 @@ class Learner:
     async def _forward_backward(
         self, items: list[WeightedRollout], step: int
     ) -> list[Mapping[str, tinker.TensorData]]:
-        """Compute the only gradient of the step, which waits for `train`; returns the outputs of each
-        item."""
+        """Compute the step's only gradient, which waits for `train`."""
         self._batch, self._measured = await self._token_advantages(items, [], step)
         (part,) = minibatches(self._batch, 1, seed=f"{self.seed}/{step}/0")
         output = await cast("Any", self.client).forward_backward(
@@ -405,10 +374,7 @@ class Learner:
         return [of[id(item.rollout)] for item in items]
 
     async def train(self, step: int) -> dict[str, float]:
-        """Take one optimizer step per minibatch and epoch on the batch that `check` passed.
-
-        Returns `train/` metrics, averaged over the optimizer steps.
-        """
+        """Take one optimizer step per minibatch and epoch. Returns `train/` metrics averaged over them."""
         batch, self._batch = self._batch, []
         computed, self._computed = self._computed, None
         rate = learning_rate(self.config, step, steps=self.config.steps)
@@ -446,10 +412,10 @@ class Learner:
     async def _token_advantages(
         self, batch: list[WeightedRollout], olds: Sequence[FloatArray], step: int
     ) -> tuple[list[WeightedRollout], dict[str, float]]:
-        """Apply everything that changes single tokens' advantages: KL penalty, teacher, corrections.
+        """Apply what changes single tokens' advantages: KL penalty, teacher, corrections.
 
-        `olds` are the trainer's logprobs, float32 [T] each, or empty if they are not known yet and nothing
-        needs them (`_takes_one_step`).
+        `olds` are the trainer's logprobs, float32 [T] each, or empty if nothing needs them
+        (`_takes_one_step`).
         """
         self._old = {id(item.rollout): old for item, old in zip(batch, olds, strict=False)}
         metrics: dict[str, float] = {}
@@ -491,7 +457,6 @@ class Learner:
             self._inputs.setdefault(id(item.rollout), {})[name] = value
 
     def _entropy(self) -> dict[str, float]:
-        """`train/entropy`: mean over the compared tokens that carry loss, in nats."""
         found = [
             each.entropies[each.rollout.loss_mask] for each in self.compared if each.entropies is not None
         ]
@@ -500,7 +465,7 @@ class Learner:
     async def _minibatch(
         self, part: list[WeightedRollout], rate: float, computed: tinker.ForwardBackwardOutput | None
     ) -> dict[str, float]:
-        """Take one optimizer step. `computed` is the output of `forward_backward` if it already ran."""
+        """`computed` is the output of `forward_backward`, if it already ran."""
         stepped = await optimizer_step(
             self.client,
             [] if computed else self._datums(part),
@@ -514,7 +479,6 @@ class Learner:
         return stepped.metrics | self._clipped(part, stepped.logprobs) | moved
 
     def _datums(self, part: list[WeightedRollout]) -> list[tinker.Datum]:
-        """Build the minibatch for `loss_fn`, which sums over tokens, divided as `loss_mean` says."""
         config = self.config
         of_step = config.groups_per_step * config.replay_uses * config.group_size
         planned = config.minibatch_size or of_step / config.minibatches
@@ -534,13 +498,12 @@ class Learner:
         return to_training_datum(item.scaled(1 / count), **more)
 
     def _more(self, rollout: Rollout) -> dict[str, FloatArray]:
-        """Inputs that the embedded engine takes in addition to those of Tinker's losses."""
         if not self._is_embedded:
             return {}
         return {MASK: rollout.loss_mask.astype(np.float32), TEMPERATURES: rollout.temperatures}
 
     def _clipped(self, part: Sequence[WeightedRollout], logprobs: Sequence[FloatArray]) -> dict[str, float]:
-        """`train/clip_fraction`: share of the tokens with loss that have a clipped probability ratio."""
+        """Share of the tokens with loss that have a clipped probability ratio."""
         if not self._clips or len(logprobs) < len(part):
             return {}
         gaps = [self._gaps(item, new) for item, new in zip(part, logprobs, strict=True)]
@@ -567,7 +530,6 @@ class Learner:
         return np.full_like(gaps, gaps.mean()) if self._ratio_of_sequence else gaps
 
     def summary(self) -> dict[str, Any]:
-        """A role's entry in summary.json."""
         return {
             "tokens_trained": self.report.tokens_trained,
             "max_abs_dlogp": self.report.max_abs_dlogp,
@@ -578,15 +540,14 @@ class Learner:
 
 
 def _shifted(values: tinker.TensorData) -> FloatArray:
-    """Align a datum's T - 1 target values with its T tokens, as float32 [T] with 0 in front."""
+    """Align a datum's T - 1 targets with its T tokens: float32 [T] with 0 in front."""
     return np.concatenate([[0.0], values.to_numpy()]).astype(np.float32)
 
 
 def minibatches(batch: Sequence[WeightedRollout], number: int, *, seed: str) -> list[list[WeightedRollout]]:
-    """Shuffle the batch and cut it into `number` nearly equal parts, or fewer if it has fewer sequences.
+    """Shuffle and cut the batch into at most `number` nearly equal parts.
 
-    The parts depend on the seed and the batch's content but not on its order, so a step trains the same if
-    episodes end in another order, or if it is repeated after a restart.
+    They depend on the seed and the batch's content but not its order, so a repeated step trains the same.
     """
     ordered = sorted(batch, key=lambda item: (item.rollout.tokens.tobytes(), item.advantages.tobytes()))
     random.Random(seed).shuffle(ordered)
@@ -595,7 +556,7 @@ def minibatches(batch: Sequence[WeightedRollout], number: int, *, seed: str) -> 
 
 
 def divisors(part: Sequence[WeightedRollout], loss_mean: LossMean, *, episodes: float) -> Sequence[float]:
-    """The divisor of each sequence's summed token loss. `episodes`: the planned number per minibatch."""
+    """What divides each sequence's summed token loss. `episodes`: the planned number per minibatch."""
     if loss_mean == "episodes":
         return [episodes] * len(part)
     tokens = [int(item.rollout.loss_mask.sum()) for item in part]

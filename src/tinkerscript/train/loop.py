@@ -1,8 +1,7 @@
 """The training loop, top to bottom: evaluate; for every step take groups, learn, publish; evaluate again.
 
-It is Group Relative Policy Optimization (Shao et al. 2024, "DeepSeekMath"): an episode's advantage is its
-reward compared with the rewards of its group (rollouts/advantages.py). A failed episode has no reward, so it
-is left out.
+This is Group Relative Policy Optimization (Shao et al. 2024, "DeepSeekMath"): an episode's advantage is its
+reward compared with its group's (rollouts/advantages.py). Failed episodes have no reward and are left out.
 
     GroupStream     which groups start, and which train      stream.py
     PolicyUpdate    what a step does to the weights          update.py, learner.py
@@ -51,19 +50,14 @@ class TrainingLoop:
         *,
         restore: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
-        """`learners` starts with the run's own policy; roles that train follow.
+        """`learners` starts with the run's own policy. `samples` is None if clients register their own.
 
-        `samples` is None if clients register their own samples. `restore` loads the weights of a step's
-        checkpoint; without it, evaluations that a crash interrupted before the last step are lost.
+        `restore` loads a step's checkpoint. Without it, interrupted evaluations of earlier steps are lost.
         """
         training, progress = parts.config.training, parts.progress
         self.parts = parts
         self.step = parts.history.step
-        """Training steps behind the current weights."""
-
         self.train_seconds = parts.train_seconds
-        """Training time so far, without the evaluations before and after it."""
-
         self._steps, self._source, self.policy = training.steps, source, policy
         self._restore = restore
         self._lags = PolicyLags(
@@ -94,7 +88,7 @@ class TrainingLoop:
         self._mid_step = False
 
     async def run(self) -> None:
-        """Run to the end, or resume. If the run ends between two steps, the last one is saved."""
+        """Run or resume. If the run ends between two steps, the last one is saved."""
         self._stream.restore(self.parts.history)
         beside = [asyncio.create_task(self._collector.run(), name="receive outcomes")]
         try:
@@ -121,7 +115,7 @@ class TrainingLoop:
             await self._publish()
 
     async def _evaluate_again(self, steps: Sequence[int]) -> None:
-        """Restart evaluations that ran alongside later steps when the run was interrupted."""
+        """Restart interrupted evaluations of steps before the current one."""
         whole = self.parts.folder.whole_checkpoints()
         for step in steps:
             if self._restore is None or not self.policy.holds or step not in whole:
@@ -154,7 +148,7 @@ class TrainingLoop:
         self.checkpoints.delete_old()
 
     async def _take(self, number: int) -> TrainingStep:
-        """Wait for the step's groups, and measure how much of their episodes' time was sampling."""
+        """Wait for the step's groups, and measure the share of their time that was sampling."""
         held, calls = self._collector.held.seconds, self.policy.calls.seconds
         step = await self._stream.take(number, version=self.policy.version)
         if held := self._collector.held.seconds - held:
@@ -162,7 +156,6 @@ class TrainingLoop:
         return step
 
     async def _train_step(self, step: TrainingStep) -> None:
-        """Learn from the step's groups, publish the weights, and commit to the ledger."""
         # These versions may train in the batch that is collected from now on.
         self._source.set_status(usable_versions=self._lags.usable(step.number))
         with self.parts.progress.waiting(f"step {step.number} to train"):
@@ -184,7 +177,6 @@ class TrainingLoop:
         await self.log.finished(step, measured)
 
     async def _publish(self) -> int:
-        """Make the current weights the next policy version."""
         # This status stops the server from handing out new episodes while weights are loading.
         self._source.set_status(engine_status="ENGINE.WEIGHT_SYNCING")
         version = await self.policy.publish(self.step)

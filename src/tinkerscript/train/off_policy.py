@@ -1,8 +1,8 @@
-"""Bounds how old training data may be (`PolicyLags`), and keeps groups to train on again (`ReplayBuffer`).
+"""How old training data may be (`PolicyLags`), and groups to train on again (`ReplayBuffer`).
 
 An episode's lag is the number of training steps between the oldest weights that sampled any of it and the
 weights that it would train. Invariant: nothing trains at a lag above `max_policy_lag` (or `replay_uses` - 1
-for replayed groups, if that is more), or if it was sampled by weights that a resumed run undid.
+for replayed groups, if that is more), or if undone weights sampled it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ AcceptedGroup = tuple[str, Sequence[EpisodeAccepted]]
 """(group id, accepted episodes)"""
 
 LagCounts = Counter[int | None]
-"""Lag -> number of episodes. None: sampled by weights that this run does not build on."""
+"""Lag -> episodes. None: sampled by weights that this run does not build on."""
 
 
 @dataclass
 class Fresh:
-    """The part of a batch that may train."""
-
     groups: list[AcceptedGroup] = field(default_factory=list[AcceptedGroup])
-    """Groups with a fresh episode, and enough others to compare it with (`TrainingConfig.min_group`)."""
+    """Groups with a fresh episode, and enough to compare it with."""
 
     lags: LagCounts = field(default_factory=LagCounts)
     stale: dict[str, str] = field(default_factory=dict[str, str])
@@ -48,8 +46,8 @@ class PolicyLags:
         max_lag: int,
         keeps_stale: bool = False,
     ) -> None:
-        """`steps_of` maps the versions that the run builds on to the training steps behind them.
-        `keeps_stale`: whether episodes that are too old still count in their group's comparison."""
+        """`steps_of` maps the versions that the run builds on to their training steps. `keeps_stale`: whether
+        old episodes still count in their group's comparison."""
         self.max, self._max_again = max_lag, max(max_lag, config.replay_uses - 1)
         self._keeps_stale = keeps_stale
         self._min_group = config.min_group
@@ -59,17 +57,16 @@ class PolicyLags:
         self._steps_of[version] = step
 
     def by_version(self, step: int) -> dict[int, int]:
-        """Each policy version's lag for weights with `step` steps behind them."""
+        """Each version's lag for weights with `step` steps behind them."""
         return {version: step - steps for version, steps in self._steps_of.items()}
 
     def usable(self, step: int) -> list[int] | None:
-        """The policy versions that may train the weights of `step`. None: all."""
+        """Versions that may train the weights of `step`. None: all."""
         if self._keeps_stale:
             return None
         return [version for version, lag in self.by_version(step).items() if lag <= self.max]
 
     def of_group(self, group: RolloutGroup, *, step: int) -> LagCounts:
-        """The lags of a group's episodes for weights with `step` steps behind them."""
         return LagCounts(
             self._lag({version for call in episode.calls for version in call.policy_versions}, step)
             for episode in group.episodes
@@ -81,7 +78,6 @@ class PolicyLags:
         return all(lag is not None and lag <= self._max_again for lag in lags)
 
     def fresh(self, groups: Iterable[AcceptedGroup], *, step: int) -> Fresh:
-        """Select what may train weights with `step` steps behind them."""
         found = Fresh()
         for group_id, accepted in groups:
             kept, has_fresh = list[EpisodeAccepted](), False
@@ -122,11 +118,10 @@ class _Kept:
 
 
 class ReplayBuffer:
-    """Groups of earlier steps that train again, oldest first.
+    """Groups of earlier steps that train again, oldest first, in at most `uses` steps.
 
-    A group trains in at most `uses` steps, and only if all its sequences passed the alignment check when it
-    was new. A draw depends only on the seed, the step and the groups that trained before, so a resumed run,
-    which records the steps in its ledger again, draws the same groups.
+    Draws depend only on the seed, the step and the groups that trained before, so a resumed run, which
+    records the steps in its ledger again, draws the same groups.
     """
 
     def __init__(self, config: TrainingConfig, *, seed: int, capacity: int = CAPACITY) -> None:
@@ -139,18 +134,16 @@ class ReplayBuffer:
 
     @property
     def episodes(self) -> set[str]:
-        """Uuids of the episodes that may train again."""
         return {uuid for key in self._kept for uuid in key}
 
     def drop(self, is_fresh: Callable[[RolloutGroup], bool]) -> None:
-        """Remove groups that are too old."""
         stale = [key for key, kept in self._kept.items() if not is_fresh(kept.group)]
         for key in stale:
             del self._kept[key]
         self._stale = len(stale)
 
     def draw(self, step: int) -> list[RolloutGroup]:
-        """Draw groups for `step` without replacement, favoring newer ones."""
+        """Draw groups without replacement, favoring newer ones."""
         # The largest u ** (1 / weight) form a weighted sample without replacement (Efraimidis and Spirakis
         # 2006).
         uniform = random.Random(f"{self._seed}/{step}/replay")
@@ -160,7 +153,6 @@ class ReplayBuffer:
         return [self._kept[key].group for _, key in sorted(drawn)[-self._number :]]
 
     def record(self, groups: Iterable[RolloutGroup]) -> None:
-        """Count a use of these groups, drawn or new."""
         for group in groups:
             key = tuple(episode.episode_uuid for episode in group.episodes)
             kept = self._kept.setdefault(key, _Kept(group))
@@ -171,6 +163,5 @@ class ReplayBuffer:
             del self._kept[key]
 
     def metrics(self, drawn: Sequence[RolloutGroup]) -> dict[str, float]:
-        """`replay/` metrics of a step that used the groups `drawn`."""
         found = {"groups": len(drawn), "kept": len(self._kept), "stale": self._stale}
         return {f"replay/{name}": float(value) for name, value in found.items()}

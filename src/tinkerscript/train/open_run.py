@@ -1,4 +1,4 @@
-"""What all kinds of runs share: their startup, and the handles that their parts work with (`OpenRun`)."""
+"""What all kinds of runs share: their startup, and the handles of their parts (`OpenRun`)."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """A run that this process has locked, at the point where its ledger resumes."""
+    """A run that this process has locked."""
 
     config: RunConfig
     folder: RunFolder
     ledger: RowWriter
     reader: LedgerReader | None
-    """Reads the same ledger. Empty if the ledger is with a server elsewhere; None if it cannot be reached."""
+    """Reads the ledger. Empty if that is with a server elsewhere; None if it is unreachable."""
 
     progress: ProgressReporter
     history: History
-    """Where a resumed run continues. Empty for a new run."""
+    """Where the run resumes; empty for a new run."""
 
     replayed: Sequence[EpisodeAccepted] = ()
     """The episodes of `history.replayed`, with their calls."""
 
     @asynccontextmanager
     async def backend(self, model: Path) -> AsyncGenerator[TrainerBackend]:
-        """Open what trains and samples, restored to the last checkpoint. `model`: the model's folder."""
+        """Open what trains and samples, restored to the last checkpoint."""
         async with AsyncExitStack() as stack:
             opening = open_backend(
                 self.config.engine,
@@ -57,7 +57,6 @@ class OpenRun:
 
     @property
     def train_seconds(self) -> float:
-        """Training time so far."""
         return self.history.checkpoint.train_seconds if self.history.checkpoint else 0.0
 
 
@@ -70,10 +69,10 @@ async def open_page(
     *,
     join: bool = False,
 ) -> AsyncGenerator[RunStatus]:
-    """Serve the run's page, and copy its folder to a URL if there is one, while the context is open.
+    """Serve the run's page, and copy its folder if that is a URL, while the context is open.
 
-    This comes before anything that may take long or fail, so that the page can show it. `join`: a server
-    already runs, possibly with the ledger on another machine.
+    It comes first, so that the page shows what takes long or fails. `join`: a server already runs, possibly
+    with the ledger on another machine.
     """
     status = RunStatus(progress)
     if join and on_page and not is_here(config.interchange_server.store, folder.path):
@@ -94,7 +93,6 @@ def begin_run(
     history: History,
     replayed: Sequence[EpisodeAccepted] = (),
 ) -> OpenRun:
-    """Prepare the folder and the status to continue where `history` says."""
     status.write_into(ledger)
     folder.forget_metrics_after(history.step)
     for line in folder.set_aside_after(history.step, resumption=history.resumption):
@@ -108,6 +106,5 @@ def begin_run(
 
 
 def logged(config: RunConfig, folder: RunFolder) -> AbstractContextManager[None]:
-    """Write the trainer's log while the context is open."""
     log = folder.path / "logs" / "trainer.log"
     return logged_to(log, config.log_format, run=folder.path.name)

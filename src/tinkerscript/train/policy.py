@@ -1,11 +1,12 @@
 """`Policy`: the newest published weights, and the policy version that names them.
 
-Invariants: - Versions only increase, even across restarts: each is in the ledger before it is used. - Samples
-depend on the run's seed and the request, not on timing: the n-th request for a prompt to the weights of a
-step has its own seed. A run gets the same tokens with any backend, network or number of workers, and after a
-restart, up to rounding of logprobs. - If weights change in flight, each token's logprob comes from the
-weights that sampled it, given exactly the recorded prefix. Cached states of older weights are never used. -
-All calls of a pinned episode sample from the version that it is pinned to.
+Invariants:
+
+- Versions only increase, even across restarts: each is in the ledger before it is used. - Samples depend on
+the run's seed and the request, not on timing: the n-th request for a prompt to the weights of a step has its
+own seed. So restarts, workers, networks and backends do not change the tokens of a run. - If weights change
+in flight, each token's logprob is from the weights that sampled it, after exactly the recorded prefix. Cached
+states of older weights are never used. - All calls of a pinned episode sample from its version.
 """
 
 from __future__ import annotations
@@ -43,21 +44,15 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
 
 @dataclass(eq=False)
 class SeededSampler(Sampler):
-    """A backend's sampler for one policy version: assigns seeds, and checks room and results.
-
-    Belongs to one event loop.
-    """
+    """A backend's sampler for one policy version: assigns seeds, checks room and results. Belongs to one
+    loop."""
 
     sampler: Sampler
     seed: int | None = field(kw_only=True)
-    """The run's seed. None: requests get none."""
+    """The run's. None: requests get no seed."""
 
     step: int = field(kw_only=True)
-    """Training steps behind the weights."""
-
     max_context: int = field(kw_only=True)
-    """Token limit of prompt and reply together."""
-
     key: str = ""
     """Samplers with different keys give the same request different seeds."""
 
@@ -68,7 +63,7 @@ class SeededSampler(Sampler):
         self._requests: Counter[bytes] = Counter()
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Raises GatewayError if the prompt leaves no room, and AlignmentError (see `check_lengths`)."""
+        """Raises GatewayError if the prompt leaves no room, and AlignmentError (`check_lengths`)."""
         request = fitted(request, self.max_context, "the engine")
         if request.seed is None and self._prefix is not None:
             request = structs.replace(request, seed=self.seed_for(unpack_ids(request.prompt)))
@@ -81,7 +76,7 @@ class SeededSampler(Sampler):
         self.sampler.cut()
 
     def seed_for(self, prompt: IntArray) -> int:
-        """The seed for the next request with this prompt (int32 [P]), in [0, 2^31)."""
+        """The next request's seed for this prompt (int32 [P]), in [0, 2^31)."""
         assert self._prefix is not None
         digest = hashlib.blake2b(self._prefix + prompt.tobytes(), digest_size=16).digest()
         while True:
@@ -94,7 +89,7 @@ class SeededSampler(Sampler):
 
 
 def check_lengths(tokens: int, logprobs: int) -> None:
-    """Raises AlignmentError if a sampled sequence has unequal numbers of tokens and logprobs."""
+    """Raises AlignmentError if token and logprob counts differ."""
     if tokens != logprobs:
         raise AlignmentError(
             f"lengths_differ: the sampler answered {tokens} token ids and {logprobs} log probabilities: "
@@ -105,22 +100,18 @@ def check_lengths(tokens: int, logprobs: int) -> None:
 
 @dataclass
 class _Weights:
-    """The weights of one policy that trains, and the sampler of their newest version."""
-
     publisher: Publisher
     key: str
-    """Makes the seeds of each role different."""
-
     sampler: SeededSampler | None = None
     used: set[int] = field(default_factory=set[int])
-    """Seeds that the next published sampler must skip."""
+    """Seeds that the next sampler must skip."""
 
 
 class Policy:
-    """Samples from the newest version. `publish` turns the backend's current weights into the next one.
+    """Samples from the newest version. `publish` turns the current weights into the next one.
 
-    Roles that train are published together with the run's own policy, under the same version. An
-    AlignmentError while sampling breaks the policy: `failed` raises it, which ends the run.
+    Roles that train are published with it. An AlignmentError while sampling breaks the policy: `failed`
+    raises it, which ends the run.
     """
 
     def __init__(
@@ -132,12 +123,12 @@ class Policy:
         version: int = -1,
         in_flight: bool = False,
     ) -> None:
-        """`version` is the newest so far, including earlier processes of this run; -1 before the first.
-        `in_flight`: new weights continue the calls that older ones are sampling."""
+        """`version`: the newest of earlier processes of this run. `in_flight`: new weights continue running
+        calls."""
         self._ledger = ledger
         self._in_flight = in_flight
         self.version = version
-        """The newest version; -1 before the first."""
+        """-1 before the first."""
 
         self._seed = seed
         self._own = _Weights(publisher, key="")
@@ -152,13 +143,11 @@ class Policy:
         self._is_past = False
 
         self.calls = Occupancy()
-        """Model calls in progress."""
-
         self._broken = asyncio.Event()
         self._fault: AlignmentError | None = None
 
     def publish_to(self, publisher: Publisher) -> None:
-        """Publish the run's own policy through `publisher` from the next version on."""
+        """Replace the publisher of the run's own policy."""
         self._own.publisher = publisher
 
     def add_frozen(self, role: str, model: FrozenModel) -> None:
@@ -171,19 +160,18 @@ class Policy:
         )
 
     def add_trained(self, role: str, publisher: Publisher) -> None:
-        """Publish the role, which trains, through `publisher` from now on, and sample from there."""
+        """Publish a role that trains, and answer its requests."""
         self._trained[role] = _Weights(publisher, key=f"{role}/")
 
     @property
     def holds(self) -> int:
-        """How many versions evaluations may hold in addition to the newest."""
         return min(each.publisher.holds for each in self._trained.values())
 
     @contextmanager
     def pinned(self, episodes: Collection[str]) -> Generator[int]:
-        """Answer all calls of these episodes (uuids) from the newest version while the context is open.
+        """Answer these episodes' calls from the newest version, which it yields, while the context is open.
 
-        Yields that version. Pinned calls have their own seeds, so they do not shift those of other calls.
+        Pinned calls draw separate seeds, so they do not shift those of other calls.
         """
         with ExitStack() as stack:
             samplers = dict[str, SeededSampler]()
@@ -199,10 +187,10 @@ class Policy:
                     del self._pinned[each]
 
     async def publish(self, step: int = 0, *, is_past: bool = False) -> int:
-        """Freeze the current weights as the next policy version, and sample from it from now on.
+        """Make the current weights, with `step` training steps, the next version, and sample from it.
 
-        `step` is the number of training steps behind the weights. With `is_past`, only pinned episodes sample
-        from this version, and the version that the run continues with follows.
+        With `is_past`, only pinned episodes sample from it, and the version that the run continues with
+        follows.
         """
         version = self.version + 1
         samplers = [await each.publisher.publish(version) for each in self._trained.values()]
@@ -231,14 +219,12 @@ class Policy:
         return version
 
     def resting(self) -> AbstractAsyncContextManager[None]:
-        """Model calls may have to wait while this context is open, because the weights train."""
+        """Model calls may wait while this context is open, because the weights train."""
         return self._own.publisher.resting()
 
     def note(self, outcome: Outcome) -> None:
-        """Never reuse the seeds of this episode.
-
-        This matters after a restart: a resumed run keeps results that the same weights sampled before it.
-        """
+        """Never reuse an episode's seeds: a resumed run keeps results that the same weights sampled
+        before."""
         for weights in self._trained.values():
             weights.publisher.ended(outcome.episode_uuid)
         if isinstance(outcome, EpisodeAccepted) and outcome.episode_uuid not in self._pinned:
@@ -249,7 +235,7 @@ class Policy:
 
     @property
     def sampler(self) -> SeededSampler:
-        """The newest version's sampler. Raises GatewayError 503 before the first `publish`."""
+        """Raises GatewayError 503 before the first `publish`."""
         return self._newest(self._own)
 
     def _newest(self, weights: _Weights) -> SeededSampler:
@@ -258,8 +244,7 @@ class Policy:
         return weights.sampler
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Serve one request from the newest version, the version of a pinned episode, or the model of its
-        role.
+        """Serve a request from the newest version, a pinned episode's version, or the role's model.
 
         A reply that a publish cuts continues with the newer weights. Raises what `SeededSampler.sample`
         raises, and GatewayError 404 for an unknown role.
@@ -303,7 +288,7 @@ class Policy:
     def _rest(
         self, request: SampleRequest, seed: int | None, index: int, whole: SampledSequence
     ) -> SampleRequest:
-        """The request for the rest of choice `index`, which was cut. `seed` sampled its beginning."""
+        """The request for the rest of a cut choice. `seed` sampled its beginning."""
         if seed is not None:
             origin = f"{seed}/{index}/{self.version}/{len(whole.sampled)}"
             digest = hashlib.blake2b(origin.encode(), digest_size=4).digest()
@@ -330,7 +315,7 @@ _NOTHING = SampledSequence(stop_reason="length", is_cut=True)
 
 
 def _joined(whole: SampledSequence, part: SampledSequence, version: int) -> SampledSequence:
-    """Append what the weights of `version` sampled of a choice."""
+    """Append what the weights of `version` sampled."""
     spans = whole.spans
     if part.sampled and (not spans or spans[-1][0] != version):
         spans = [*spans, (version, len(whole.sampled) // 4)]
@@ -342,7 +327,7 @@ def _joined(whole: SampledSequence, part: SampledSequence, version: int) -> Samp
 
 
 def _moved(progress: ProgressCallback, places: Sequence[tuple[int, int]]) -> ProgressCallback:
-    """Shift reports about parts of choices. `places`: each part's choice, and how many tokens precede it."""
+    """Shift reports about parts. `places`: each part's choice, and the tokens before it."""
 
     def report(news: Progress) -> None:
         index, before = places[news.index]

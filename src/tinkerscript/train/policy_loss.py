@@ -11,7 +11,7 @@ DATUM_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
 
 
 def policy_loss(config: TrainingConfig) -> Loss:
-    """Look up `loss_fn`. Raises ConfigError if it is unknown or not a policy-gradient loss."""
+    """Raises ConfigError if `loss_fn` is unknown or not a policy-gradient loss."""
     try:
         loss = resolve_loss(config.loss_fn)
     except EngineRequestError as error:
@@ -42,7 +42,7 @@ SERVICE_LOSSES = frozenset({"ppo", "importance_sampling", "cispo", "gspo"})
 
 
 def check_loss(config: RunConfig) -> None:
-    """Raises ConfigError if the run's backend cannot train with `training.loss_fn`."""
+    """Raises ConfigError if the run's backend cannot train with its loss."""
     training = config.training
     policy_loss(training)
     if config.engine.backend == "tinker" and training.loss_fn not in SERVICE_LOSSES:
@@ -73,7 +73,7 @@ WIDE_CLIP = 0.05
 
 
 def wide_clip(config: TrainingConfig) -> str:
-    """A warning if `clip_low` or `clip_high` is too wide for gspo; else empty."""
+    """A warning if clipping is too wide for gspo; else empty."""
     given = {"clip_low": config.clip_low, "clip_high": config.clip_high}
     wide = [f"{name}: {value:g}" for name, value in given.items() if value is not None and value > WIDE_CLIP]
     if config.loss_fn != "gspo" or not wide:
@@ -85,7 +85,7 @@ def wide_clip(config: TrainingConfig) -> str:
 
 
 def loss_config(config: TrainingConfig, loss: Loss) -> dict[str, float]:
-    """`loss_fn_config`: the loss's defaults, overridden by the config."""
+    """The loss's defaults, overridden by the config."""
     clip = {
         "clip_low_threshold": None if config.clip_low is None else 1 - config.clip_low,
         "clip_high_threshold": None if config.clip_high is None else 1 + config.clip_high,

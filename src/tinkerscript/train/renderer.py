@@ -1,5 +1,4 @@
-"""`ModelRenderer`: a model's own chat format as a tinker_cookbook renderer, for loops over the bridge's
-environments.
+"""`ModelRenderer`: a model's own chat format as a tinker_cookbook renderer, for the bridge's environments.
 
 It uses the gateway's `ChatRenderer`, so that all ways of training see the same ids.
 """
@@ -35,11 +34,10 @@ _NAMES = ("tool_call_id", "name")
 
 
 class ModelRenderer(ContinuingRenderer):
-    """The chat format of one model folder. Raises GatewayError 400 for messages that it cannot render."""
+    """Raises GatewayError 400 for messages that the model's chat format cannot render."""
 
     def __init__(self, folder: Path, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """`template_kwargs` are arguments of the chat template. Raises ConfigError if the model has no chat
-        format, or its template has no such arguments."""
+        """Raises ConfigError if the model has no chat format, or its template no such arguments."""
         self._folder = folder
         self._chat = ChatRenderer(folder, template_kwargs)
         super().__init__(cast("Any", self._chat.tokenizer))
@@ -51,20 +49,19 @@ class ModelRenderer(ContinuingRenderer):
         return list(self._chat.stop_token_ids)
 
     def render_message(self, message: Message, ctx: RenderContext) -> RenderedMessage:
-        """Raises NotImplementedError, because a chat template renders whole conversations."""
         raise NotImplementedError("a chat template writes whole conversations, not single messages")
 
     def create_conversation_prefix_with_tools(
         self, tools: list[ToolSpec], system_prompt: str = ""
     ) -> list[Message]:
-        """Declare `tools` in the chat format, followed by the system message if there is one."""
+        """Declare `tools`, followed by the system message if there is one."""
         prefix = [Message(role=DECLARATION, content=json.dumps(_declared(tools)))]
         return [*prefix, Message(role="system", content=system_prompt)] if system_prompt else prefix
 
     def build_generation_prompt(
         self, messages: list[Message], role: Role = "assistant", prefill: str | None = None
     ) -> tinker.ModelInput:
-        """The prompt for the assistant's next reply. Raises NotImplementedError for other roles."""
+        """Raises NotImplementedError for roles other than the assistant's."""
         if role != "assistant":
             raise NotImplementedError(f"a chat template prompts for the assistant, not for {role!r}")
         conversation, tools = _split(messages)
@@ -126,7 +123,6 @@ def _declared(tools: Sequence[ToolSpec]) -> list[Tool]:
 
 
 def _split(messages: Sequence[Message]) -> tuple[list[ChatMessage], list[Tool]]:
-    """Separate a conversation from the declaration of its tools."""
     if messages and messages[0]["role"] == DECLARATION:
         return [_chat_message(each) for each in messages[1:]], json.loads(str(messages[0]["content"]))
     return [_chat_message(each) for each in messages], []

@@ -1,6 +1,6 @@
 """`run_training`: one run from a config, in several processes or in one.
 
-Invariant: everything that it opens is closed, and all its child processes have ended, however it ends.
+Invariant: however it ends, everything that it opened is closed, and its child processes have ended.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ async def run_training(
     on_server: Callable[[str], object] = lambda url: None,
     on_page: Callable[[str], object] | None = None,
 ) -> RunFolder:
-    """Train as `config` says; returns the run's folder, with the results in summary.json.
+    """Train as `config` says; returns the run's folder, with results in summary.json.
 
-    `path` is the folder of a run to resume. `join`: use the server that already serves `path`. `on_server` is
-    called with the server's URL once it listens, and `on_page` with the URL of the run's page; without
-    `on_page` there is no page. Raises ConfigError for a run that cannot start.
+    `path` is the folder of a run to resume. `join`: use the server that already serves it. `on_server` and
+    `on_page` get the URLs of the server and the page; without `on_page` there is no page. Raises ConfigError
+    for a run that cannot start.
     """
     # Validate everything possible before the run has a folder.
     model = model_folder(config.engine.model)
@@ -185,7 +185,7 @@ async def run_training(
 async def _past(
     link: TrainerLink, folder: RunFolder, *, replay_lag: int, plan_lag: int
 ) -> tuple[History, list[EpisodeAccepted]]:
-    """Ask the server where the run continues, and fetch the episodes that it may train on again."""
+    """Where the run continues, and the episodes that it may train on again."""
     whole = folder.whole_checkpoints()
     history = await link.resume(whole, replay_lag=replay_lag, plan_lag=plan_lag)
     fetched = await link.fetch(sorted({each.episode for each in history.replayed}))
@@ -194,19 +194,18 @@ async def _past(
 
 
 class _LateSampling:
-    """Forwards to the run's policy, which exists only after the server has said where the run continues."""
+    """Forwards to the run's policy, which exists only once the server has said where the run continues."""
 
     policy: Policy | None = None
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Raises GatewayError 503 until there is a policy."""
         if self.policy is None:
             raise GatewayError(503, "engine_unavailable", "the trainer is starting; retry")
         return await self.policy.sample(request, progress)
 
 
 def _samples(config: RunConfig) -> TaskSamples | None:
-    """The tasks' samples, or None if clients register their own. Raises ConfigError."""
+    """None if clients register their own samples. Raises ConfigError."""
     if config.all_tasks:
         return TaskSamples(config.all_tasks, seed=config.seed)
     if config.evaluation.episodes or config.workers.count:
@@ -218,7 +217,6 @@ def _samples(config: RunConfig) -> TaskSamples | None:
 
 
 def _advice(config: RunConfig, samples: TaskSamples | None) -> Iterator[str]:
-    """Warnings to show before the run begins."""
     if samples and (warning := not_held_out(samples, config.evaluation)):
         yield warning
     if samples and samples.greedy and config.sampling.precedence == "program":
@@ -248,10 +246,8 @@ def not_held_out(samples: TaskSamples, evaluation: EvaluationConfig) -> str:
 async def _learners(
     run: OpenRun, backend: TrainerBackend, policy: Policy, model: Path, stack: AsyncExitStack
 ) -> tuple[list[Learner], list[TrainerBackend]]:
-    """The learners and backends of the run's own policy and of the roles that train.
-
-    Also opens the frozen roles and the teacher, until `stack` closes.
-    """
+    """Learners and backends: the run's own policy, then roles that train. Opens frozen roles and the teacher
+    too."""
     config, progress, done = run.config, run.progress, run.history.checkpoint
     frozen = dict[str, FrozenModel]()
     for name, role in config.episode_roles.items():
@@ -299,7 +295,7 @@ async def _learners(
 
 
 async def _policy_of_role(run: OpenRun, name: str, backend: TrainerBackend) -> TrainerBackend:
-    """Open the policy of a role that trains. Raises ConfigError with the role's name."""
+    """Raises ConfigError with the role's name."""
     checkpoint, step = run.config.trained_roles[name].model, run.history.step
     restore = run.folder.checkpoint_name(step) if run.history.checkpoint else None
     target = run.folder.checkpoints_of(name)
@@ -329,7 +325,6 @@ def _replicas(
 
 @contextmanager
 def _report_written(loop: TrainingLoop, learners: Sequence[Learner]) -> Generator[None]:
-    """Write the alignment reports however the run ends, including the finding that ended it."""
     try:
         yield
     except AlignmentError as error:
@@ -347,7 +342,7 @@ def _report_written(loop: TrainingLoop, learners: Sequence[Learner]) -> Generato
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What runs the episodes, and what else can end the run."""
+    """What runs the episodes and can end the run."""
 
     source: EpisodeSource
     supervisor: Supervisor
@@ -357,7 +352,6 @@ class Opened:
     publisher: Publisher | None = None
 
     async def failed(self) -> None:
-        """Wait for a failed child, engine or sampler, or for a request to stop, and raise it."""
         reasons = [
             *(self.supervisor.failed(), self.backend.failed(), self.policy.failed()),
             self._stop_requested(),
@@ -386,13 +380,12 @@ class Children:
     plan: list[PlannedProcess]
     launcher: Launcher
     server_stays: bool
-    """Whether the server outlives this trainer, and may get another."""
+    """Whether the server outlives this trainer."""
 
     here: ServerHere | None = None
-    """The server, if it runs in this process."""
+    """Set if the server runs in this process."""
 
     def url_of_server(self, config: RunConfig) -> str:
-        """The server's URL for processes that the launcher starts."""
         return self.address.seen_from(self.launcher.address, config.interchange_server)
 
 
@@ -499,7 +492,7 @@ async def _opened(
 
 
 async def _say_goodbye(link: TrainerLink, *, over: bool, failure: str) -> None:
-    """Tell the server why the trainer is leaving, so that nothing waits for a timeout."""
+    """Tell the server why the trainer leaves, so that nothing waits for a timeout."""
     link.set_status(engine_status="ENGINE.OFFLINE", run_finished=over, failure=failure)
     try:
         async with asyncio.timeout(GOODBYE_S):
@@ -517,7 +510,7 @@ async def _server(
     *,
     join: bool,
 ) -> ServerAddress:
-    """Find or start the server: the one to join, a child process, or one in this process."""
+    """The server to join, a new child process, or one in this process."""
     if join:
         info = read_server_info(path)
         if info is None:
@@ -538,7 +531,7 @@ def _address(info: ServerInfo) -> ServerAddress:
 def summarize(
     loop: TrainingLoop, learners: Sequence[Learner], tally: Tally, *, restarts: int
 ) -> dict[str, Any]:
-    """The contents of summary.json. `restarts` counts restarts of child processes."""
+    """The contents of summary.json."""
     config, seconds = loop.parts.config, loop.train_seconds
     evaluations = loop.evaluator.finished
     before, after = evaluations.get("before"), evaluations.get("after")

@@ -4,8 +4,8 @@ config.yaml  metrics.jsonl  ledger.sqlite  alignment.json  summary.json  learnin
 rollouts/step_0001.jsonl  checkpoints/step_0005/  checkpoints/final/  checkpoints/roles/NAME/final/
 logs/  inspect/  sft_data.json  run_id
 
-Invariants: one trainer at a time writes there, which a lock ensures that dies with its process. Checkpoints
-that a resumed run repeats are moved to `undone_N`, so they never take the place of one that can be resumed.
+Invariants: a lock that dies with its process allows one trainer at a time. Checkpoints that a resumed run
+repeats are moved to `undone_N`, so they never replace one that can be resumed.
 """
 
 from __future__ import annotations
@@ -49,11 +49,8 @@ FINAL_CHECKPOINT = "final"
 
 
 class RunFolder:
-    """Creates and locks the run's folder."""
-
     def __init__(self, config: RunConfig, model: Path, *, now: datetime, path: Path | None = None) -> None:
-        """`model` is the folder of the model that trains. `path` is the folder of a run to resume, or of a
-        server to join; None: `experiment_dir` decides.
+        """`path` is the folder of a run to resume, or of a server to join; None: `experiment_dir` decides.
 
         Raises ConfigError for a new run in a folder that holds one, and if another trainer uses the folder.
         """
@@ -79,8 +76,6 @@ class RunFolder:
             raise ConfigError(f"another trainer is using {self.path}")
         self._lock = lock
         self.exported = TrainerMetrics()
-        """The run's metrics for Prometheus."""
-
         try:
             loggers = [JsonLogger(self.path), self.exported, *metric_loggers(config, self.path)]
             self._metrics = MultiplexLogger(loggers)
@@ -100,7 +95,7 @@ class RunFolder:
         return self.checkpoints / ROLES / role
 
     def checkpoints_named(self, name: str) -> list[Path]:
-        """The checkpoints with this name of all policies, the run's own last."""
+        """The checkpoints of all policies with this name, the run's own last."""
         return [*sorted(self.checkpoints.glob(f"{ROLES}/*/{name}")), self.checkpoints / name]
 
     def checkpoint_name(self, step: int) -> str:
@@ -110,7 +105,7 @@ class RunFolder:
         return next(filter(None, map(damage_of, self.checkpoints_named(name))), "")
 
     def seal(self, name: str) -> None:
-        """Mark a fully written checkpoint as complete, the run's own policy last. Blocks."""
+        """Mark fully written checkpoints as complete, the run's own last. Blocks."""
         for folder in self.checkpoints_named(name):
             write_manifest(folder, self.run_id)
 
@@ -119,10 +114,8 @@ class RunFolder:
         return [step for step, path in _made_in(self.checkpoints) if not self._lacks(path.name)]
 
     def set_aside_after(self, step: int, *, resumption: int) -> list[str]:
-        """Move checkpoints after `step` out of the way, because the run continues from there.
-
-        Returns a message for each: it is not complete, or not in the ledger.
-        """
+        """Move checkpoints after `step`, where the run continues, out of the way. Returns messages about
+        them."""
         aside, start = f"undone_{resumption}", f"step {step}" if step else "the beginning"
         said: list[str] = []
         for folder in self._policies:
@@ -144,7 +137,7 @@ class RunFolder:
     async def copied(self, note: Callable[[str], None]) -> AsyncGenerator[None]:
         """If `experiment_dir` is a URL, copy finished files there while the context is open.
 
-        Raises ConfigError if the URL is not writable. `note` gets a message for whatever was not copied.
+        Raises ConfigError if the URL is not writable. `note` gets later failures.
         """
         if not self._url:
             yield
@@ -153,20 +146,19 @@ class RunFolder:
             yield
 
     async def finish_copies(self, progress: ProgressReporter) -> None:
-        """Wait until everything is copied. Raises UploadError, which names what could not be."""
+        """Wait until everything is copied. Raises UploadError, which names the rest."""
         if self._uploads is not None:
             with progress.waiting(f"the copies at {self._url}"):
                 await self._uploads.finish()
 
     def checkpointed(self, *, needed: Collection[int] = ()) -> None:
-        """Call this once a checkpoint is in the ledger: deletes old ones and copies what is new."""
+        """Delete old checkpoints and copy new files, once a checkpoint is in the ledger."""
         self.keep_checkpoints(self._keep, needed=needed)
         if self._uploads is not None:
             self._uploads.copy()
 
     def keep_checkpoints(self, number: int, *, needed: Collection[int] = ()) -> None:
-        """For each policy, delete all step checkpoints but the newest `number` and those of `needed`
-        steps."""
+        """Delete all step checkpoints but the newest `number` and those `needed`, for each policy."""
         for folder in self._policies:
             for step, old in _made_in(folder)[:-number]:
                 if step not in needed:
@@ -174,11 +166,10 @@ class RunFolder:
 
     @property
     def _policies(self) -> list[Path]:
-        """The checkpoint folder of each policy, the run's own first."""
         return [self.checkpoints, *self.checkpoints.glob(f"{ROLES}/*")]
 
     def forget_metrics_after(self, step: int) -> None:
-        """Remove the metrics of steps that the resumed run repeats."""
+        """Remove metrics of steps that the resumed run repeats."""
         path = self.path / "metrics.jsonl"
         if not path.exists():
             return
@@ -187,7 +178,7 @@ class RunFolder:
         write_atomically(path, "".join(f"{line}\n" for line in kept))
 
     def log_metrics(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Append to metrics.jsonl and the other loggers. Leaves out NaN, which JSON cannot hold."""
+        """Leaves out NaN, which JSON cannot hold."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._metrics.log_metrics(finite, step)
 
@@ -199,10 +190,9 @@ class RunFolder:
         rule: AdvantageRule,
         left_out: Mapping[str, str],
     ) -> None:
-        """Write one readable JSON line per episode of a step, including failed ones.
+        """Write a readable JSON line per episode, including failed ones.
 
-        `left_out` maps uuids to why they do not train; without an entry, the reason is that the group is too
-        small.
+        `left_out` maps uuids to why they do not train (default: the group is too small).
         """
         lines = [
             self._readable(group, episode, advantage)
@@ -242,9 +232,9 @@ class RunFolder:
         write_json(self.path / name, data)
 
     def draw_curve(self, *, at_once: bool = False) -> None:
-        """Draw learning_curve.png from the metrics. Blocks.
+        """Draw learning_curve.png. Blocks.
 
-        Unless `at_once`, drawing is skipped when it would take more than a twentieth of the time.
+        Unless `at_once`, skips drawings that would take more than a twentieth of the time.
         """
         began = time.monotonic()
         if at_once or began >= self._next_drawing:
@@ -258,7 +248,7 @@ class RunFolder:
 
 
 def steps_finished(run_dir: Path) -> int | None:
-    """Steps of the finished run in this folder; None without a finished run."""
+    """None without a finished run."""
     path = run_dir / "summary.json"
     return int(json.loads(path.read_text())["steps"]) if path.exists() else None
 
@@ -278,7 +268,7 @@ def _step_of(line: str, *, beyond: int) -> int:
 
 
 def _link_as_latest(run: Path) -> None:
-    """Point the link `runs/latest` at this run, unless something else has that name."""
+    """Point `runs/latest` at this run, unless it is something other than a link."""
     link = RUNS / "latest"
     if link.is_dir() and not link.is_symlink():
         return
@@ -290,7 +280,6 @@ def _link_as_latest(run: Path) -> None:
 
 
 def _left_out(outcome: Outcome, why: str) -> dict[str, Any]:
-    """The line of an episode that is in no group."""
     if isinstance(outcome, EpisodeFailed):
         return {"episode_uuid": outcome.episode_uuid, "failures": outcome.failures}
     assert isinstance(outcome, EpisodeAccepted)

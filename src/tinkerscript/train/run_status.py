@@ -25,14 +25,13 @@ from tinkerscript.lifecycle import ProcessId
 logger = logging.getLogger(__name__)
 
 SAID_EVERY_S = 0.2
-"""Minimum interval between commits."""
 
 LAST_WORDS_S = 2.0
-"""How long the end of a run waits for the ledger to record how it ended."""
+"""Limit for recording how the run ended."""
 
 
 class RunStatus(ProgressReporter):
-    """Passes progress on to `shown`, and writes it into the ledger once there is one."""
+    """Forwards progress to `shown`, and writes it into the ledger once there is one."""
 
     def __init__(self, shown: ProgressReporter) -> None:
         self._shown = shown
@@ -52,7 +51,7 @@ class RunStatus(ProgressReporter):
         self._changed = asyncio.Event()
 
     def write_into(self, ledger: RowWriter) -> None:
-        """Write everything so far, and until `end`, into `ledger`."""
+        """Write everything so far, and until `end`."""
         self._ledger = ledger
         ledger.note(self._notes)
         self._notes = []
@@ -72,7 +71,7 @@ class RunStatus(ProgressReporter):
         return FactRow(name=STATUS, value=json.dumps(self._said).encode())
 
     async def end(self, error: BaseException | None) -> None:
-        """Record how the run ended. Later changes are not written."""
+        """Record how the run ended, and stop writing."""
         ledger, self._ledger = self._ledger, None
         if ledger is None:
             return
@@ -91,7 +90,6 @@ class RunStatus(ProgressReporter):
     async def exited(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """`end` as an exit callback."""
         await self.end(error)
 
     def _say(self, **values: Any) -> None:

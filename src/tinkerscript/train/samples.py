@@ -24,10 +24,8 @@ MAX_PASSED_OVER = 10_000
 
 
 def usable_task(name: str, args: Mapping[str, Any], *, setting: str = "task", sandbox: str = "") -> Task:
-    """Load the task `name` with `args`. Raises ConfigError, also for errors in the task's own code.
-
-    `setting` is the config section to name in messages.
-    """
+    """Load a task. Raises ConfigError, also for errors in its own code. `setting` names the config
+    section."""
     try:
         return load_task(name, args, sandbox=sandbox)
     except ConfigError as error:
@@ -45,18 +43,15 @@ def _own_error(setting: str, name: str, args: Mapping[str, Any], error: Exceptio
 
 
 class TaskSamples:
-    """Plans episodes. Their payloads hold the samples as JSON."""
-
     curriculum: Curriculum | None = None
-    """Decides which positions are asked. None: all."""
 
     def __init__(self, tasks: Sequence[WeightedTaskConfig], *, seed: int) -> None:
-        """Raises ConfigError without tasks, or for a task that cannot be loaded or has no samples."""
+        """Raises ConfigError without tasks, or for one that cannot be loaded or has no samples."""
         if not tasks:
             raise ConfigError("task.name is needed to train: see docs/environments.md")
         loaded = [usable_task(task.name, task.train_args, sandbox=task.sandbox) for task in tasks]
         self.tasks = [task.task_id for task in loaded]
-        """The tasks' names in payloads."""
+        """Names in payloads."""
 
         self.greedy = [task.task_id for task in loaded if task.temperature == 0]
         """Tasks that ask for temperature 0."""
@@ -80,13 +75,12 @@ class TaskSamples:
         ]
         self._schedule = _WeightedSchedule([task.weight for task in tasks])
         self.next_position = 0
-        """Position in the endless order of training samples."""
+        """In the endless order of training samples."""
 
         self.again = list[int]()
         """Earlier positions to ask first, because resuming gave up their groups."""
 
     def train_groups(self, *, step: int, groups: int, group_size: int) -> list[list[PlannedEpisode]]:
-        """The next `groups` samples, each as `group_size` planned episodes."""
         positions, self.again = self.again[:groups], self.again[groups:]
         positions += [self._next_position() for _ in range(groups - len(positions))]
         return [
@@ -103,7 +97,7 @@ class TaskSamples:
         return self.next_position - 1
 
     def planned_again(self, group_id: str, position: int, **more: str) -> PlannedEpisode:
-        """Plan an episode of the sample at `position`. `more` can set an earlier `episode_uuid`."""
+        """`more` can set an earlier `episode_uuid`."""
         return PlannedEpisode("train", group_id, self.payload_at(position), position=position, **more)
 
     def payload_at(self, position: int) -> dict[str, Any]:
@@ -111,8 +105,7 @@ class TaskSamples:
         return {"task": self.tasks[task], "sample": self._train[task].at(index)}
 
     def eval_episodes(self, *, label: str, count: int, attempts: int = 1) -> list[PlannedEpisode]:
-        """Plan `count` episodes that cycle through each task's evaluation samples in order, with `attempts`
-        of each in a row."""
+        """Cycle through each task's evaluation samples in order, with `attempts` of each in a row."""
         planned: list[PlannedEpisode] = []
         for place in range(count):
             position = place // attempts
@@ -124,10 +117,8 @@ class TaskSamples:
         return planned
 
     def trained_too(self, count: int) -> tuple[int, int]:
-        """(evaluation samples that also train, all evaluation samples), for `count` evaluation episodes.
-
-        Samples of a task that differ only in their id count as the same.
-        """
+        """(evaluation samples that also train, all of them). Samples that differ only in their id count as
+        the same."""
         trained = {
             (task, _content(sample))
             for task, shuffled in zip(self.tasks, self._train, strict=True)
@@ -151,7 +142,6 @@ class _ShuffledSamples:
         self._shuffled: tuple[int, list[dict[str, Any]]] = (-1, [])  # (number of the pass, its samples)
 
     def at(self, index: int) -> dict[str, Any]:
-        """The sample at `index`, which counts from 0 without limit."""
         number, offset = divmod(index, len(self.samples))
         if number != self._shuffled[0]:
             rng = random.Random(f"{self._seed}/{number}")
@@ -160,7 +150,7 @@ class _ShuffledSamples:
 
 
 class _WeightedSchedule:
-    """Assigns each position to the task that is furthest behind its share (Sainte-Laguë method)."""
+    """Gives each position to the task furthest behind its share (Sainte-Laguë)."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._weights = weights
@@ -169,7 +159,7 @@ class _WeightedSchedule:
         self._positions: list[tuple[int, int]] = []
 
     def at(self, position: int) -> tuple[int, int]:
-        """(task index, index among the task's samples)"""
+        """(task, index among its samples)"""
         while len(self._positions) <= position:
             ahead = [(taken + 0.5) / weight for taken, weight in zip(self._taken, self._weights, strict=True)]
             task = ahead.index(min(ahead))
