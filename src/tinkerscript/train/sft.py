@@ -1,7 +1,6 @@
 """Supervised fine-tuning on chats, top to bottom: measure; train step by step; measure again.
 
-It often prepares reinforcement learning: `engine.checkpoint` of the next run names the checkpoint that this
-one leaves. Run folder, checkpoints and resuming work the same.
+It often prepares reinforcement learning: `engine.checkpoint` of the next run can name its checkpoint.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from tinkerscript.train.step_rows import chat_rows, keeps_tokens, metric_rows
 
 HELD_OUT = "held_out/nll"
 ORIGIN_FILE = "sft_data.json"
-"""File in the run's folder with the origin of its chats."""
+"""Has the origin of the run's chats."""
 
 
 async def run_sft(
@@ -55,10 +54,10 @@ async def run_sft(
     path: Path | None = None,
     on_page: Callable[[str], object] | None = None,
 ) -> RunFolder:
-    """Train as `config` says; returns the run's folder, with the results in summary.json.
+    """Train as `config` says; returns the run's folder, with results in summary.json.
 
-    `path` is the folder of a run to resume. `on_page` is called with the URL of the run's page; without it
-    there is no page. Raises ConfigError for a run that cannot start.
+    `path` is the folder of a run to resume. `on_page` gets the URL of the run's page; without it there is no
+    page. Raises ConfigError for a run that cannot start.
     """
     model = model_folder(config.engine.model)
     backend_named(config.engine.backend).check(config.engine, model, progress.note)
@@ -112,10 +111,7 @@ async def _past(ledger: Ledger, folder: RunFolder) -> tuple[History, int]:
 
 
 def check_origin(folder: RunFolder, chats: Chats) -> None:
-    """Record where a new run's chats come from. Raises ConfigError if a resumed run would use other chats.
-
-    Otherwise a held-out chat could train, and the order would change.
-    """
+    """Record where the chats come from. Raises ConfigError if a resumed run would use others."""
     path = folder.path / ORIGIN_FILE
     if path.exists():
         begun: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
@@ -132,7 +128,7 @@ def check_origin(folder: RunFolder, chats: Chats) -> None:
 
 @dataclass
 class SupervisedRun:
-    """`step` is the number of training steps behind the client's weights."""
+    """`step`: training steps behind the client's weights."""
 
     parts: OpenRun
     ledger: Ledger
@@ -141,7 +137,7 @@ class SupervisedRun:
     step: int
     train_seconds: float
     next_chat: int
-    """The ledger's number for the next chat."""
+    """Its number in the ledger."""
 
     # Whether weights and ledger may disagree, so that a checkpoint would be wrong.
     _mid_step: bool = False
@@ -151,7 +147,7 @@ class SupervisedRun:
         self._saved = self.step  # The last step with a committed checkpoint.
 
     async def run(self) -> None:
-        """Run to the end, or resume. If the run ends between two steps, the last one is saved."""
+        """Run or resume. If the run ends between two steps, the last one is saved."""
         every, saves = self.parts.config.evaluation.every_steps, self.parts.config.training.checkpoint_every
         self._began = time.monotonic() - self.train_seconds
         if self.step == 0:
@@ -170,7 +166,6 @@ class SupervisedRun:
             raise
 
     async def train_step(self) -> None:
-        """One batch, one optimizer step, one line of metrics."""
         began, step = time.monotonic(), self.step + 1
         datums = self.chats.batch(step)
         self._mid_step = True
@@ -206,7 +201,7 @@ class SupervisedRun:
     def _chat_rows(
         self, step: int, datums: Sequence[tinker.Datum], logprobs: Sequence[FloatArray]
     ) -> list[Row]:
-        """The step's chats as episodes without calls or reward, if the run keeps them."""
+        """The step's chats as episodes without calls or reward."""
         if not keeps_tokens(self.parts.config.recording, step) or len(logprobs) < len(datums):
             return []
         rows: list[Row] = []
@@ -216,7 +211,7 @@ class SupervisedRun:
         return rows
 
     async def measure(self) -> None:
-        """Measure the held-out negative log-likelihood in nats per trained token, once per step."""
+        """Measure the held-out negative log-likelihood per trained token, in nats, once per step."""
         if not self.chats.held_out or self.step in dict(self.held_out_curve()):
             return
         with self.parts.progress.waiting("the held-out nll"):
@@ -269,7 +264,7 @@ class SupervisedRun:
 
 
 async def mean_nll(client: TrainingClient, datums: Sequence[tinker.Datum], *, batch_size: int) -> float:
-    """Mean negative log-likelihood per trained token, in nats (tinker_cookbook's `compute_mean_nll`)."""
+    """Mean negative log-likelihood per trained token, in nats."""
     pieces = [list(datums[i : i + batch_size]) for i in range(0, len(datums), batch_size)]
     outputs = [await client.forward(piece, "cross_entropy") for piece in pieces]
     logprobs = [row["logprobs"] for output in outputs for row in output.loss_fn_outputs]

@@ -49,15 +49,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The facts and metrics of a step that trained."""
-
     facts: StepFacts
     metrics: dict[str, float]
     learned: Sequence[Mapping[str, float]]
-    """Metrics of each policy's update."""
-
     rows: list[TrainerRow]
-    """The step, its metrics, and what the alignment check noticed."""
 
 
 class StepLog:
@@ -82,7 +77,7 @@ class StepLog:
         self._bad = frozenset[str]()  # Rows of the run's health that were bad after the last step.
 
     def measured(self, step: TrainingStep, learned: Sequence[Mapping[str, float]]) -> MeasuredStep:
-        """Measure a step that trained. `learned` has the metrics of each policy's update."""
+        """`learned` has the metrics of each policy's update."""
         facts = self._facts(step)
         metrics = {**self._measured_by_others(step.number, facts), **learned[0]}
         for each, found in zip(self._roles, learned[1:], strict=True):
@@ -99,8 +94,7 @@ class StepLog:
         return MeasuredStep(facts, metrics, learned, self._rows(step, metrics))
 
     def _measured_by_others(self, step: int, facts: StepFacts) -> dict[str, float]:
-        """Compute the extra metrics. One that fails is reported once, because the weights have already
-        changed and the step must be recorded."""
+        """A function that fails is only reported: the weights have changed, so the step must be recorded."""
         found = dict[str, float]()
         for metric in self._extra:
             try:
@@ -115,7 +109,6 @@ class StepLog:
         return found
 
     async def finished(self, step: TrainingStep, measured: MeasuredStep) -> None:
-        """Write everything down once the step is in the ledger."""
         self.tell_findings(step.number)
         self.tell_constrained(step.number)
         metrics, facts = measured.metrics, measured.facts
@@ -141,7 +134,7 @@ class StepLog:
             self._progress.note(skipped)
 
     def stopped(self, step: TrainingStep, error: AlignmentError) -> list[TrainerRow]:
-        """The rows of a step that ends the run, which help to find the cause."""
+        """The rows of a step that ends the run."""
         self.tell_findings(step.number)
         metrics = step_metrics(self._facts(step)) | self._own.report.step.metrics()
         return self._rows(step, metrics, stopped=error.name)
@@ -171,7 +164,7 @@ class StepLog:
         return {**self._own.report.as_json(), **({"roles": roles} if roles else {})}
 
     async def tell_health(self, step: int) -> None:
-        """Report health rows that have turned bad, while there is still something to save."""
+        """Report health rows that have turned bad."""
         if self._reader is None:
             return
         try:
@@ -186,7 +179,6 @@ class StepLog:
         self._bad = frozenset(row.name for row in bad)
 
     def tell_findings(self, step: int) -> None:
-        """Report each policy's new findings."""
         for place, each in enumerate(self._learners):
             for finding in each.report.findings[self._findings[place] :]:
                 detail = f"role {each.role}: {finding['detail']}" if each.role else str(finding["detail"])
@@ -195,7 +187,7 @@ class StepLog:
             self._findings[place] = len(each.report.findings)
 
     def tell_constrained(self, step: int) -> None:
-        """Report constrained tokens, at the first step that has any."""
+        """Report constrained tokens at the first step that has any."""
         report = self._own.report
         found = report.step.constrained.total()
         if found and found == report.whole.constrained.total():

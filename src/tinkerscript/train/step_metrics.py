@@ -1,8 +1,7 @@
 """The metrics of a training step (`STEP_METRICS`), and where they go (`metric_loggers`).
 
-A metric is a function of `StepFacts` in the table, or `module:name` in `metrics.extra`. Loggers are
-tinker_cookbook's for W&B and Trackio, and torch's TensorBoard writer behind the same interface. Invariant: a
-logger's package is needed only if the config names it, and is checked before the run begins.
+A metric is a function of `StepFacts` in the table, or `module:name` in `metrics.extra`. Invariant: a logger's
+package is needed only if the config names it, and is checked before the run begins.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ __all__ = ["STEP_METRICS", "StepFacts", "StepMetric"]
 
 
 Differs = Callable[[RolloutGroup], bool]
-"""Whether a group's episodes, or their calls, have different rewards, which gives a gradient."""
+"""Whether rewards of a group's episodes or calls differ, which gives a gradient."""
 
 
 def rewards_differ(group: RolloutGroup) -> bool:
@@ -51,45 +50,33 @@ def rewards_differ(group: RolloutGroup) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """Everything that a step's metrics are computed from."""
-
     batch: Batch
     groups: Sequence[RolloutGroup]
-    """The learner's groups, with their rollouts."""
-
     lags: Mapping[int | None, int]
-    """Policy lag -> episodes. None: sampled by weights that a resumed run undid."""
+    """None: sampled by weights that a resumed run undid."""
 
     stale: Collection[str]
     """Uuids of episodes too old to train."""
 
     policy_version: int
-    """The version that this step published."""
-
     cancelled: int
-    """Episodes cancelled because the batch closed without them."""
+    """Episodes that the batch closed without."""
 
     tasks: Sequence[str]
     task_of: Mapping[str, str]
-    """Episode uuid -> task; empty if clients register their own samples."""
-
     rollout_s: float
-    """Seconds until the batch was full."""
-
     train_s: float
-    """Seconds to learn and publish."""
-
     publish_s: float = 0.0
-    """Seconds of `train_s` spent on publishing."""
+    """Part of `train_s`."""
 
     wait_stale_s: float | None = None
-    """Seconds of `rollout_s` spent on groups that would have been too old later. None: not applicable."""
+    """Part of `rollout_s`, for groups that would have been too old later. None: not applicable."""
 
     sampling_share: float | None = None
-    """Share of the running episodes' time spent in model calls. None: unknown."""
+    """Share of the episodes' time in model calls. None: unknown."""
 
     trains_equal: bool = False
-    """Whether groups with equal rewards also train, because of a teacher or the KL penalty."""
+    """Whether equal rewards train too."""
 
     differs: Differs = rewards_differ
 
@@ -106,7 +93,7 @@ StepMetric = Callable[[StepFacts], Mapping[str, float]]
 
 
 def reward(facts: StepFacts) -> dict[str, float]:
-    """The rewards' mean and spread, and the success rate of the episodes that report success or failure."""
+    """The rewards' spread, and the success rate of episodes that report success or failure."""
     rewards = [outcome.reward for outcome in facts.accepted]
     told = [outcome.is_success for outcome in facts.accepted if outcome.is_success is not None]
     return {
@@ -117,7 +104,7 @@ def reward(facts: StepFacts) -> dict[str, float]:
 
 
 def spread(rewards: Sequence[float]) -> dict[str, float]:
-    """Mean, deviation, minimum and maximum. Empty without rewards."""
+    """Empty without rewards."""
     if not rewards:
         return {}
     mean = sum(rewards) / len(rewards)
@@ -131,18 +118,13 @@ def spread(rewards: Sequence[float]) -> dict[str, float]:
 
 
 def judge(facts: StepFacts) -> dict[str, float]:
-    """The number of groups that could not be judged, if any."""
     failed = [each for each in facts.outcomes if isinstance(each, EpisodeFailed)]
     groups = {each.group_id for each in failed if each.failures and each.failures[-1]["kind"] == JUDGE_FAILED}
     return {"judge/failed_groups": float(len(groups))} if groups else {}
 
 
 def lengths(facts: StepFacts) -> dict[str, float]:
-    """Tokens of prompts and replies per call, tokens and calls per episode, and the share of truncated
-    replies.
-
-    A prompt counts in full, including the earlier calls of its conversation.
-    """
+    """Tokens and calls. A prompt counts in full, including earlier calls of its conversation."""
     return call_lengths([outcome.calls for outcome in facts.accepted])
 
 
@@ -193,8 +175,7 @@ def groups(facts: StepFacts) -> dict[str, float]:
 
 
 def trained_groups(groups: Sequence[RolloutGroup], trains_equal: bool, differs: Differs) -> dict[str, float]:
-    """The number of groups with a gradient, of groups without one because rewards are equal, and the mean
-    reward of the latter."""
+    """Groups with a gradient, groups with equal rewards, and the mean reward of the latter."""
     equal = [] if trains_equal else [each.rewards[0] for each in groups if not differs(each)]
     return {
         "groups/trained": float(len(groups) - len(equal)),
@@ -222,7 +203,6 @@ def timing(facts: StepFacts) -> dict[str, float]:
 
 
 def system(facts: StepFacts) -> dict[str, float]:
-    """The machine's state at the end of the step, as far as the operating system reports it."""
     del facts
     found = {"system/load": os.getloadavg()[0]}
     with suppress(OSError):
@@ -241,10 +221,10 @@ def system(facts: StepFacts) -> dict[str, float]:
 
 
 def reported(facts: StepFacts) -> dict[str, float]:
-    """What episodes report about themselves (`log_metrics`), and why episodes failed.
+    """What episodes report (`log_metrics`), and the kinds of failures.
 
-    `episode/<metric>` is a mean over the episodes that report it. `limit/<kind>` and `tool_error/<kind>` are
-    totals. `failure/<kind>` counts failed episodes by the kind of their last failure.
+    `episode/<metric>` is a mean over the episodes that report it. `limit/<kind>`, `tool_error/<kind>` and
+    `failure/<kind>` are totals.
     """
     values: dict[str, list[float]] = defaultdict(list)
     counts: Counter[str] = Counter()
@@ -273,7 +253,7 @@ def role_metrics(
     trains_equal: bool,
     differs: Differs = rewards_differ,
 ) -> dict[str, float]:
-    """Metrics of a role's policy under `role/NAME/`: update, rewards, call lengths and alignment."""
+    """A role's metrics, under `role/NAME/`."""
     episodes = [episode for group in groups for episode in group.episodes]
     found = {
         **learned,
@@ -293,17 +273,13 @@ def step_metrics(facts: StepFacts) -> dict[str, float]:
 
 
 def extra_metrics(config: RunConfig) -> list[StepMetric]:
-    """The functions in `metrics.extra`. Raises ConfigError if one cannot be imported."""
     return [cast(StepMetric, import_name(name, what="metrics.extra")) for name in config.metrics.extra]
 
 
 def by_task(
     outcomes: Iterable[Outcome], task_of: Mapping[str, str], name: str, *, tasks: Sequence[str]
 ) -> dict[str, float]:
-    """`<name>/<task>`: the mean reward of each task's accepted episodes. Empty for a single task.
-
-    `task_of` maps episode uuids to tasks. Tasks without accepted episodes are left out.
-    """
+    """Each task's mean reward over accepted episodes, as `<name>/<task>`. Empty for a single task."""
     if len(tasks) < 2:
         return {}
     rewards: dict[str, list[float]] = defaultdict(list)
@@ -316,8 +292,7 @@ def by_task(
 def why_nothing_trained(
     facts: StepFacts, metrics: Mapping[str, float], errors: Mapping[str, int] | None = None
 ) -> str:
-    """Why a step with these metrics changed no weights; empty if it trained. `errors` counts alignment errors
-    by name."""
+    """Why a step changed no weights; empty if it trained. `errors` counts alignment errors by name."""
     if metrics["train/sequences"]:
         return ""
     if not facts.groups:
@@ -339,7 +314,7 @@ def why_groups_do_not_train(
     errors: Mapping[str, int] | None = None,
     differs: Differs = rewards_differ,
 ) -> str:
-    """Why these groups changed no weights. `errors` counts alignment errors by name."""
+    """Why these groups changed no weights."""
     if not groups:
         return "no group has enough episodes that can train"
     if not trains_equal and not any(map(differs, groups)):
@@ -363,8 +338,6 @@ def why_groups_do_not_train(
 
 
 class TensorBoardLogger(Logger):
-    """Writes scalars as TensorBoard event files into `folder`, and the config as text."""
-
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self._open: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter
         self._folder = folder
@@ -375,7 +348,7 @@ class TensorBoardLogger(Logger):
         self._config = config
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Write finite numbers only. Steps that a resumed run repeats replace the old ones."""
+        """Steps that a resumed run repeats replace the old ones."""
         if self._writer is None:
             self._writer = self._open(log_dir=str(self._folder), purge_step=step)
             lines = (f"| {section} | {values} |" for section, values in self._config.items())
@@ -392,10 +365,8 @@ class TensorBoardLogger(Logger):
 
 
 class LateWandbLogger(WandbLogger):
-    """Logs late metrics under W&B's newest step, because W&B drops metrics of earlier ones.
-
-    `eval/step` has the step to which they belong.
-    """
+    """Logs late metrics under the newest step, because W&B drops earlier ones. `eval/step` has their own
+    step."""
 
     _newest = 0
 
@@ -407,7 +378,7 @@ class LateWandbLogger(WandbLogger):
 
 
 def metric_loggers(config: RunConfig, folder: Path) -> list[Logger]:
-    """Open the loggers that `metrics.loggers` names. Raises ConfigError if a package is missing or fails."""
+    """Raises ConfigError if a logger's package is missing or fails."""
     values, project = config.model_dump(mode="json"), config.metrics.project
     makers: dict[str, Callable[[], Logger]] = {
         "tensorboard": lambda: TensorBoardLogger(folder / "tensorboard", values),
@@ -430,10 +401,8 @@ def _made(name: str, make: Callable[[], Logger]) -> Logger:
 
 
 PUSH_S = 5.0
-"""Interval between messages to the server."""
 
 MAX_NAMES = 256
-"""Limit of exported metrics."""
 
 # Clients choose names with these prefixes, so they could exceed any limit.
 REPORTED = ("episode/", "limit/", "tool_error/", "failure/")
@@ -468,10 +437,10 @@ class TrainerMetrics(Logger):
         self._registry.register(self._replicas)
 
     def log_hparams(self, config: Any) -> None:
-        """Does nothing: the run folder has the config."""
+        """The run folder has the config."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Keep the values, except for names that clients choose."""
+        """Skips names that clients choose."""
         if step is not None:  # An evaluation's step may be earlier than the newest.
             self._newest = max(self._newest, step)
             self._step.set(self._newest)
@@ -482,15 +451,12 @@ class TrainerMetrics(Logger):
             self._values.labels(name).set(value)
 
     def watch(self, replicas: Iterable[ReplicaFigures]) -> None:
-        """Export the state of these replicas."""
         self._replicas.replicas = list(replicas)
 
     def text(self) -> bytes:
-        """The current values in Prometheus' text format."""
         return generate_latest(self._registry)
 
     async def push(self, send: Callable[[bytes], object]) -> None:
-        """Send the values every `PUSH_S` seconds until cancelled."""
         while True:
             send(self.text())
             await asyncio.sleep(PUSH_S)

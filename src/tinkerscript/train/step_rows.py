@@ -32,14 +32,12 @@ from tinkerscript.train.learner import Compared, Learner
 from tinkerscript.trainer_link.messages import EpisodeFailed, Outcome
 
 MAX_FINDINGS = 200
-"""Limit of findings per step that name an episode."""
 
 # Size of tokens per transaction. Larger ones would occupy the server's event loop for too long.
 NOTED_BYTES = 2**20
 
 
 def keeps_tokens(recording: str, step: int) -> bool:
-    """Whether `recording`, from the config, keeps this step's numbers for each token."""
     if recording == "off":
         return False
     return step % (int(recording.removeprefix("every ")) if recording != "all" else 1) == 0
@@ -55,12 +53,10 @@ def metric_rows(step: int, metrics: Mapping[str, float]) -> list[MetricRow]:
 
 
 def finding_row(step: int, name: str, detail: str) -> FindingRow:
-    """A finding about a step as a whole."""
     return FindingRow(step=step, kind="finding", name=name, detail=detail)
 
 
 def finding_rows(step: int, learners: Sequence[Learner]) -> list[FindingRow]:
-    """What the alignment check noticed about single sequences."""
     noticed = sum((each.alignment.noticed for each in learners), Counter[tuple[str, str, str]]())
     return [
         FindingRow(step=step, kind=kind, name=name, episode=uuid, count=count)
@@ -72,7 +68,7 @@ def finding_rows(step: int, learners: Sequence[Learner]) -> list[FindingRow]:
 
 
 def left_out_rows(batch: Batch, step: int, *, stale: Mapping[str, str]) -> list[TrainedRow]:
-    """Rows for the batch's episodes as if none had trained. `stale` maps uuids to why they are too old."""
+    """Rows as if nothing had trained. `stale` maps uuids to why they are too old."""
     return [
         TrainedRow(
             episode=outcome.sequence,
@@ -99,7 +95,7 @@ def set_aside_rows(batch: Batch, step: int, reason: str) -> list[TrainedRow]:
 
 
 def trained_rows(learner: Learner, step: int, sequences: Mapping[str, int]) -> Iterator[TrainedRow]:
-    """Rows for the episodes that a policy took or replayed. `sequences` maps uuids to episode numbers."""
+    """Rows for episodes that a policy took or replayed. `sequences`: uuid -> episode number."""
     places = {id(group): place for place, group in enumerate(learner.used)}
     for group in (*learner.groups, *learner.replayed):
         advantages = group.advantages(learner.rule).tolist()
@@ -121,10 +117,8 @@ def trained_rows(learner: Learner, step: int, sequences: Mapping[str, int]) -> I
 def token_rows(
     learner: Learner, step: int, sequences: Mapping[str, int], *, stopped: str = ""
 ) -> Iterator[list[TokensRow]]:
-    """The numbers for each token of a policy's last update, some rows at a time.
-
-    `stopped` says why the step changed no weights; empty if it did.
-    """
+    """The numbers for each token of a policy's last update. `stopped`: why the step changed no weights, if
+    so."""
     rows, size = list[TokensRow](), 0
     view = _Tokens(learner, stopped)
     for group in (*learner.groups, *learner.replayed):
@@ -193,15 +187,12 @@ class _Tokens:
 
 
 def _shortest(values: Any) -> bytes:
-    """The bytes of `values` [S], or of a single value if all are equal."""
+    """The bytes of `values` [S], or of one value if all are equal."""
     return values[:1].tobytes() if len(values) and (values == values[0]).all() else values.tobytes()
 
 
 def chat_rows(number: int, step: int, datum: tinker.Datum, logprobs: FloatArray) -> list[Row]:
-    """Rows for a chat of supervised fine-tuning, as episode `number` of the ledger.
-
-    `logprobs`: float32 [T], the targets' logprobs before the step.
-    """
+    """A chat of supervised fine-tuning as episode `number`. `logprobs`: float32 [T], before the step."""
     inputs = datum.loss_fn_inputs
     targets = inputs["target_tokens"].to_numpy()
     trains = inputs["weights"].to_numpy() > 0

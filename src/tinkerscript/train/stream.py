@@ -1,13 +1,12 @@
 """`GroupStream`: decides which groups start, and which a training step takes.
 
-Groups start during earlier steps, as long as they can still train at a lag of at most L. With G groups per
-step and S training steps behind the newest published weights, at most (S + L + 1) G groups start in total (Fu
-et al. 2025, "AReaL", arXiv:2505.24298). A step takes complete groups in the order in which they started. It
-waits for older ones if it would otherwise leave more behind than later steps can train in time.
+Groups start early, as long as they can train at a lag of at most L. With G groups per step and S training
+steps behind the newest weights, at most (S + L + 1) G start in total (Fu et al. 2025, "AReaL",
+arXiv:2505.24298). A step takes complete groups in starting order. It waits for older ones if it would
+otherwise leave more behind than later steps can train in time.
 
-Invariants: no group trains more than L steps after the weights that it started with; what is too old is left
-out, with a reason in the ledger. A group that started is not discarded for being slow. Only at lag 0, where
-no later step could use it, is the rest of a step cancelled.
+Invariants: no group trains more than L steps after the weights that it started with. What is too old is left
+out, with a reason in the ledger. Slow groups are only cancelled at lag 0, where no later step could use them.
 """
 
 from __future__ import annotations
@@ -35,40 +34,33 @@ MAX_TRIES = 4
 
 @dataclass
 class TrainingStep:
-    """One training step, from a full batch to published weights."""
-
     number: int
     batch: Batch
     groups: list[AcceptedGroup]
-    """Groups with enough fresh episodes."""
-
     lags: LagCounts
-    """Lags of the batch's episodes, of replayed ones, and of earlier batches that were entirely stale."""
+    """Includes replayed episodes, and earlier batches that were entirely stale."""
 
     stale: Mapping[str, str]
-    """Uuid of each episode that was too old -> reason."""
+    """Uuid of each episode that is too old -> reason."""
 
     began: float
-    """When the loop began to wait for the batch, on the monotonic clock. Its episodes may have started
-    earlier."""
+    """Start of the wait for the batch, on the monotonic clock. Episodes may have started earlier."""
 
     collected: float = field(default_factory=time.monotonic)
     collected: float = field(default_factory=time.monotonic)
     """When the batch was full, on the same clock."""
 
     policy_version: int = -1
-    """The version that the step published; before that, the one that it began with."""
+    """What the step published; before that, the version that it began with."""
 
     publish_s: float = 0.0
     wait_stale_s: float | None = None
-    """Part of the wait that was for groups that would have been too old later, in seconds. None at lag 0, and
-    with clients' own samples."""
+    """The part of the wait for groups that would have been too old later. None: not applicable."""
 
     sampling_share: float | None = None
-    """Share of the episodes' time that was in model calls. None: unknown."""
+    """Share of the episodes' time in model calls. None: unknown."""
 
     cancelled: int = 0
-    """Episodes cancelled because the batch closed without them."""
 
     @property
     def max_lag(self) -> int | None:
@@ -77,14 +69,12 @@ class TrainingStep:
 
 @dataclass
 class GroupStream:
-    """Starts groups for each step, and hands over those that can train."""
-
     source: EpisodeSource
     collector: Collector
     progress: ProgressReporter
     config: TrainingConfig
     samples: TaskSamples | None
-    """None if clients register their own samples; then groups arrive as they please."""
+    """None if clients register their own."""
 
     lags: PolicyLags
 
@@ -99,9 +89,9 @@ class GroupStream:
         self._lost = 0
 
     def restore(self, history: History) -> None:
-        """Wait again for the groups that an interrupted run had started.
+        """Wait again for groups that an interrupted run had started.
 
-        Call this before anything is received: outcomes that wait at the server must find their group.
+        Call this before receiving anything: outcomes that wait at the server must find their group.
         """
         self._behind, self._next = history.step, history.step + 1
         if self.samples is None:
@@ -113,14 +103,13 @@ class GroupStream:
             self._lost = history.planned_groups - len(self._pool.groups)
 
     async def published(self, step: int) -> None:
-        """Note that weights with `step` training steps behind them now sample. Above lag 0, groups start."""
+        """Weights with `step` training steps now sample. Above lag 0, groups start."""
         self._behind = step
         if self.lags.max:
             await self._start()
 
     async def take(self, step: int, *, version: int) -> TrainingStep:
-        """Wait for the step's groups, and for another batch if all results are too old to train. Above lag 0,
-        groups for later steps then start.
+        """Wait for the step's groups, and for another batch if everything is too old to train.
 
         `version` is that of the policy that trains. If every episode fails, sets the batch aside and raises
         NoSuccessError.
@@ -161,7 +150,6 @@ class GroupStream:
         return taken
 
     def end(self) -> None:
-        """Cancel and leave out all that remains after the last step."""
         reason = "the run ended before a step could take its group"
         self.collector.give_up(self._pool.leftovers, reason)
         left_out = partial(TrainedRow, step=self._behind, outcome=Use.LEFT_OUT, reason=reason)
@@ -193,7 +181,6 @@ class GroupStream:
         return batch, waited
 
     async def _wait_for_old(self, step: int) -> float:
-        """Wait for groups that would be too old after the step. Returns the seconds."""
         if not (old := self._awaited(step)):
             return 0.0
         began = time.monotonic()
@@ -215,7 +202,7 @@ class GroupStream:
 
     @property
     def _room(self) -> int:
-        """How many groups may start: as many as can still train before the run ends."""
+        """How many more groups can still train in what is left of the run."""
         left = self.config.steps + 1 - self._next
         if self.samples is None or left <= 0:
             return 0
@@ -225,30 +212,28 @@ class GroupStream:
 
     @property
     def _pending(self) -> int:
-        """Groups that have a place in a step. Groups with equal rewards, up to a limit, need none."""
+        """Groups that have a place in a step. Those with equal rewards need none, up to a limit."""
         equal = sum(each.is_complete and not self._pool.counts(each) for each in self._in_time)
         limit = (MAX_TRIES - 1) * self.config.groups_per_step
         return len(self._in_time) + self._lost - min(equal, limit)
 
     @property
     def _in_time(self) -> list[Group]:
-        """Groups fresh enough for the next step, in the order in which they started."""
         return [each for each in self._pool.groups.values() if self._last_step(each) >= self._next]
 
     def _last_step(self, group: Group) -> int:
-        """The last step in which all of the group can train."""
         return group.started + self.lags.max + 1
 
     @property
     def _has_enough(self) -> bool:
-        """Whether enough groups for a step are complete, or no more are coming."""
+        """Whether enough groups for a step are complete, or no more will be."""
         found = self._in_time
         counted = sum(each.is_complete and self._pool.counts(each) for each in found)
         is_over = all(each.is_complete for each in found) and not self._room
         return counted >= self.config.groups_per_step or is_over
 
     def _trains(self, step: int) -> list[Group]:
-        """The groups that the step would take now. At lag 0 all of them, including running ones."""
+        """The groups that the step would take now; at lag 0 all, including running ones."""
         groups = list(self._pool.groups.values())
         if not self.lags.max:
             return groups
@@ -258,11 +243,8 @@ class GroupStream:
         return [each for each in groups if each.is_complete and each.group_id not in later]
 
     def _awaited(self, step: int) -> list[Group]:
-        """Running groups that the step must wait for.
-
-        They would be too old after it, or it would leave behind more than later steps can train in time; then
-        it waits for the oldest.
-        """
+        """Running groups that would be too old after the step, or the oldest of more than later steps can
+        train."""
         if self.config.on_stale == "drop":
             return []
         taken = {each.group_id for each in self._trains(step)}

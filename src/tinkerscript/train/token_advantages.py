@@ -1,12 +1,7 @@
-"""Changes to single tokens' advantages before the loss: `KLPenalty`, `Distillation`, `correct`, and token
-selection.
+"""Changes to single tokens' advantages: `KLPenalty`, `Distillation`, `correct`, and which tokens train.
 
-A task gives all tokens of an episode the same advantage. The KL penalty adds each token's divergence from the
-start policy, distillation the divergence from a teacher. The rollout correction weights each token by the
-ratio of the trainer's probability to the sampler's.
-
-Invariant: nothing trains without the scores that were asked for. If a model cannot provide them, the step
-ends before any weight changes.
+A task gives all tokens of an episode the same advantage. Invariant: if a model cannot provide the scores that
+are needed, the step ends before any weight changes.
 """
 
 from __future__ import annotations
@@ -37,19 +32,18 @@ from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.tokenizer_check import check_same_tokenizer
 
 ReferenceLogprobs = Callable[[list[IntArray], list[FloatArray]], Awaitable[list[FloatArray]]]
-"""(token ids, int32 [T] each; each token's sampling temperature, float32 [T] each) -> logprobs under a model
-that does not train, float32 [T] each, [0] unused."""
+"""(token ids int32 [T] each, sampling temperatures float32 [T] each) -> logprobs under a frozen model,
+float32 [T] each, [0] unused."""
 
 
 @dataclass
 class KLPenalty:
     """The reverse KL divergence from a reference model, as part of each token's reward.
 
-    For a sampled token, d = log p(sampler) - log p(reference), both at its sampling temperature, so that the
-    mean of d estimates KL(policy, reference) of the distributions that were sampled from. The token's
-    advantage changes by -coef * d, or if `centered` by coef * (mean(d) - d), where the mean is over the
-    batch's tokens with loss. These are tinker_cookbook's `incorporate_kl_penalty` in its distillation recipe
-    and in its RL loop, except that tokens without loss get nothing.
+    For a sampled token, d = log p(sampler) - log p(reference), both at its sampling temperature; its mean
+    estimates KL(policy, reference). The advantage changes by -coef * d, or if `centered` by coef * (mean(d) -
+    d), with the mean over the batch's tokens with loss. Tokens without loss get nothing; otherwise this is
+    tinker_cookbook's `incorporate_kl_penalty`, in its distillation recipe and its RL loop.
     """
 
     reference: ReferenceLogprobs
@@ -91,13 +85,12 @@ def divergence(items: Sequence[WeightedRollout], scores: Sequence[FloatArray]) -
 # A teacher
 
 Waiting = Callable[[str], AbstractContextManager[object]]
-"""Shows a message about what the run waits for while the context is open."""
 
 
 class Distillation:
-    """On-policy distillation: the policy samples, and a teacher penalizes each token by its divergence.
+    """On-policy distillation: a teacher penalizes each sampled token by its divergence.
 
-    Sources: Agarwal et al. 2024, arXiv:2306.13649; Lu and Thinking Machines 2025, "On-Policy Distillation".
+    Agarwal et al. 2024, arXiv:2306.13649; Lu and Thinking Machines 2025, "On-Policy Distillation".
     """
 
     def __init__(
@@ -108,10 +101,7 @@ class Distillation:
         self._waiting = waiting
         self._penalty = KLPenalty(self._score, coef=1.0, centered=False)
         self.scales_logits = teacher.scales_logits
-        """Whether the teacher can score at temperatures other than 1."""
-
         self.reward_coef = config.reward_coef
-        """Weight of the task's own reward."""
 
     def check_tokenizer(self, folder: Path) -> None:
         """Raises ConfigError if the teacher's tokenizer differs from the one in `folder`."""
@@ -119,10 +109,7 @@ class Distillation:
         check_same_tokenizer(folder, self._teacher.folder, whose=whose)
 
     async def apply(self, items: Sequence[WeightedRollout]) -> tuple[list[WeightedRollout], float]:
-        """Returns the sequences with new advantages, and the mean divergence in nats per token.
-
-        Raises EngineError if the teacher cannot score them.
-        """
+        """See `KLPenalty.apply`. Raises EngineError if the teacher cannot score the sequences."""
         return await self._penalty.apply(items)
 
     async def _score(self, sequences: list[IntArray], temperatures: list[FloatArray]) -> list[FloatArray]:
@@ -139,11 +126,10 @@ async def open_distillation(
     progress: ProgressReporter,
     opened: Mapping[str, FrozenModel] | None = None,
 ) -> AsyncGenerator[Distillation | None]:
-    """Open the teacher that `training.distillation` names, or yield None.
+    """Open the teacher of `training.distillation`, if any. An `opened` frozen role with the same settings is
+    reused.
 
-    `folder` is that of the model that trains. `opened` has frozen models by role, and one with the same
-    settings serves as the teacher. Raises ConfigError if the teacher cannot be opened or has another
-    tokenizer.
+    Raises ConfigError if the teacher cannot be opened or has another tokenizer.
     """
     section = config.training.distillation
     if not section.teacher:
@@ -180,15 +166,12 @@ async def open_distillation(
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """w = old / q for one sequence's tokens with loss, where old is the trainer's probability before the
-    update and q the sampler's. Each is float64, one value per such token."""
+    """w = trainer's probability before the update / sampler's, float64, for one sequence's tokens with loss:
+    of each token, the product over the sequence, and its geometric mean."""
 
     token: Doubles
     product: Doubles
-    """The product over the whole sequence."""
-
     mean: Doubles
-    """The geometric mean over the sequence."""
 
     @classmethod
     def of(cls, rollout: Rollout, old: FloatArray) -> Ratios:
@@ -222,24 +205,24 @@ CORRECTIONS: Mapping[str, tuple[Literal["token", "product", "mean"], Callable[[D
     "geometric_mask": ("mean", _inside),
     "veto": ("token", _all_inside),
 }
-"""For each part of `RolloutCorrectionConfig`: the `Ratios` that it uses, and a function of these and the
-part's value that gives each token's factor. The factors are multiplied.
+"""For each part of `RolloutCorrectionConfig`: the `Ratios` that it uses, and a function of these and its
+value that gives each token's factor.
 
-Sources. TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". MIS,
-the geometric mask and the veto: Liu et al. 2025, "When Speed Kills Stability". IcePop: Ling Team 2025,
+TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". MIS, the
+geometric mask and the veto: Liu et al. 2025, "When Speed Kills Stability". IcePop: Ling Team 2025,
 arXiv:2510.18855."""
 
 
 def correct(
     batch: Sequence[WeightedRollout], trainer: Sequence[FloatArray], config: RolloutCorrectionConfig
 ) -> tuple[list[WeightedRollout], dict[str, float]]:
-    """Weight the advantages by old / q, and set the trainer's logprobs (float32 [T] each) as the reference.
+    """Weight advantages by a function of old / sampler, and make old (`trainer`, float32 [T] each) the
+    reference.
 
-    The loss then compares the training policy with old, so the update changes only that ratio. old / q is a
-    constant that corrects what differs even without an update.
+    So the update changes only the ratio to old, and a constant corrects what differs without an update.
 
-    Metrics are over tokens with loss: the mean weight, the largest ratio, and for each part,
-    `correction/NAME`, the share of tokens that it clipped or masked.
+    Metrics over tokens with loss: the mean weight, the largest ratio, and the share that each part clipped or
+    masked.
     """
     parts = {name: value for name in CORRECTIONS if (value := getattr(config, name)) is not None}
     corrected: list[WeightedRollout] = []
@@ -273,11 +256,8 @@ def correct(
 
 
 def overlong_punishment(calls: Sequence[Call], *, limit: int, buffer: float) -> float:
-    """The penalty for an episode's longest reply, from 0 to -1: DAPO's soft overlong punishment (Yu et al.
-    2025).
-
-    It is 0 up to (1 - `buffer`) * `limit` tokens, -1 at the limit, and linear between.
-    """
+    """DAPO's soft overlong punishment of the longest reply (Yu et al. 2025): 0 up to (1 - `buffer`) * `limit`
+    tokens, -1 at the limit, and linear between."""
     longest = max((call.reply_tokens for call in calls), default=0)
     return float(np.clip(((1 - buffer) * limit - longest) / (buffer * limit), -1.0, 0.0))
 
@@ -288,9 +268,9 @@ def overlong_punishment(calls: Sequence[Call], *, limit: int, buffer: float) -> 
 def keep_top_entropy(
     batch: Sequence[WeightedRollout], entropies: Sequence[FloatArray], share: float
 ) -> list[WeightedRollout]:
-    """Zero the advantages of all but the `share` of tokens with the highest entropies.
+    """Zero the advantages outside of the `share` of tokens with the highest entropies (float32 [T] each).
 
-    `entropies`: float32 [T] each. Wang et al. 2025, "Beyond the 80/20 Rule", arXiv:2506.01939.
+    Wang et al. 2025, "Beyond the 80/20 Rule", arXiv:2506.01939.
     """
     every = np.concatenate(
         [entropy[item.rollout.loss_mask] for item, entropy in zip(batch, entropies, strict=True)]
@@ -312,10 +292,9 @@ def covariant_tokens(
 ) -> list[FloatArray]:
     """Mark tokens with an outstanding covariance: float32 [T] each, 1 or 0.
 
-    A token's covariance is (A - mean(A)) (log p - mean(log p)), with means over the batch's tokens with loss
-    and p the trainer's probability before the update (`trainer`: float32 [T] each). Without a `band`, the
-    `share` of tokens with the largest covariance is marked; with one, as many random tokens with a covariance
-    inside it. At least one token is marked. Cui et al. 2025, arXiv:2505.22617.
+    The covariance is (A - mean(A)) (log p - mean(log p)), with means over the batch's tokens with loss and p
+    the trainer's probability before the update (`trainer`: float32 [T] each). Marks the `share` of tokens
+    with the largest, or with a `band` as many random tokens inside it. Cui et al. 2025, arXiv:2505.22617.
     """
     masks = [item.rollout.loss_mask for item in batch]
     advantages = np.concatenate([item.advantages[mask] for item, mask in zip(batch, masks, strict=True)])

@@ -1,4 +1,4 @@
-"""Compares two models' tokenizers by their content and behavior, whatever their names.
+"""Compares two models' tokenizers by what they do.
 
 Invariant: tokenizers that pass give the same ids for every text tried, including one with every token of the
 vocabulary, and the same token for every id.
@@ -22,16 +22,15 @@ from tinkerscript.model_folder import stop_ids_of
 REMEDY = "logprobs of the same ids can be compared only between models with one tokenizer"
 
 TOKENS_OF_TEXT = 1024
-"""Vocabulary tokens per test text."""
 
 Encode = Callable[[str], Awaitable[Sequence[int] | None]]
-"""Text -> its ids, or None if there is no way to find out."""
+"""Text -> ids; None if they cannot be found out."""
 
 
 def check_same_tokenizer(own: Path, other: Path, *, whose: str) -> None:
-    """Compare the tokenizers of two model folders. `whose` names the other model in messages.
+    """Raises ConfigError with the first difference: an id's token, a special token, a merge, or a text's ids.
 
-    Raises ConfigError with the first difference: an id's token, a special token, a merge, or a text's ids.
+    `whose` names the other model in messages.
     """
     if (own / "tokenizer.json").read_bytes() == (other / "tokenizer.json").read_bytes():
         return
@@ -42,11 +41,8 @@ def check_same_tokenizer(own: Path, other: Path, *, whose: str) -> None:
 
 
 async def check_tokenizer_of_server(own: Path, encode: Encode, *, longest: int, whose: str) -> None:
-    """Compare a model folder's tokenizer with the one behind `encode`, which takes texts of up to `longest`
-    tokens.
-
-    Raises ConfigError with the first text that has other ids.
-    """
+    """Raises ConfigError with the first text of at most `longest` tokens that `encode` encodes
+    differently."""
     ours = _tokenizer(own)
     for text in _texts(ours, min(TOKENS_OF_TEXT, longest // 4)):
         theirs = await encode(text)
@@ -62,12 +58,11 @@ async def check_tokenizer_of_server(own: Path, encode: Encode, *, longest: int, 
 
 
 def check_loads_the_same(folder: Path, note: Callable[[str], None]) -> None:
-    """Compare tokenizer.json, the source of the ids that train, with what transformers loads from the folder,
-    as users of its checkpoints will.
+    """Compare tokenizer.json, which makes the ids that train, with what transformers loads as users of
+    checkpoints will.
 
-    `note` gets warnings about texts that do not survive a round trip, and an end-of-sequence token at which
-    generation does not stop. Raises ConfigError if transformers fails to load the tokenizer, or its ids for
-    the whole alphabet or its texts for ids differ.
+    Raises ConfigError if transformers loads none, or ids or texts differ. `note` gets warnings about texts
+    that do not survive a round trip, and an end-of-sequence token at which generation does not stop.
     """
     from transformers import AutoTokenizer  # noqa: PLC0415 - Takes a second, and servers import this module too.
 
@@ -138,7 +133,6 @@ def _of_vocabularies(ours: Tokenizer, theirs: Tokenizer) -> str:
 
 
 def _by_id(tokenizer: Tokenizer) -> dict[int, tuple[str, str]]:
-    """Id -> (token, kind)."""
     tokens = {index: (token, "") for token, index in tokenizer.get_vocab(with_added_tokens=True).items()}
     added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
     kinds = {index: "special" if token.special else "added" for index, token in added.items()}
@@ -171,8 +165,7 @@ def _of_texts(ours: Tokenizer, theirs: Tokenizer) -> str:
 
 
 def _texts(tokenizer: Tokenizer, size: int) -> Iterator[str]:
-    """A text on which tokenizers are known to differ, then every token that is valid text, `size` per
-    text."""
+    """A text on which tokenizers are known to differ, then all tokens that are valid text."""
     yield TOKENIZER_TEXT
     number = tokenizer.get_vocab_size(with_added_tokens=True)
     pieces = [tokenizer.decode([index], skip_special_tokens=False) for index in range(number)]

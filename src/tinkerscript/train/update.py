@@ -24,10 +24,7 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 
 class PolicyUpdate:
-    """Trains the run's own policy and the roles that train."""
-
     def __init__(self, parts: OpenRun, learners: Sequence[Learner], lags: PolicyLags, log: StepLog) -> None:
-        """`learners` starts with the run's own policy."""
         self._recording, self._ledger = parts.config.recording, parts.ledger
         self.own, *self.roles = self._learners = list(learners)
         self._lags = lags
@@ -60,8 +57,8 @@ class PolicyUpdate:
     async def check(self, step: TrainingStep) -> None:
         """Decide what trains, before any policy's weights change.
 
-        If the trainer does not reproduce the samples, raises AlignmentError and sets the step's episodes
-        aside.
+        Raises AlignmentError, and sets the step's episodes aside, if the trainer does not reproduce the
+        samples.
         """
         by_version = self._lags.by_version(step.number - 1)
         kept = {uuid for each in self._learners if each.replay is not None for uuid in each.replay.episodes}
@@ -82,11 +79,10 @@ class PolicyUpdate:
             raise
 
     async def train(self, step: TrainingStep) -> list[dict[str, float]]:
-        """Update the weights as `check` decided. Returns each policy's metrics."""
         return [await each.train(step.number) for each in self._learners]
 
     def _replayed(self, learner: Learner, step: TrainingStep) -> list[RolloutGroup]:
-        """Draw groups of earlier steps to train on again. Counts lags for the run's own policy."""
+        """Draw groups of earlier steps to train on again, and count their lags."""
         if learner.replay is None:
             return []
         done = step.number - 1
@@ -97,7 +93,7 @@ class PolicyUpdate:
         return groups
 
     def rows(self, step: TrainingStep) -> list[TrainedRow]:
-        """What the step did with each episode of its batch, and each replayed one."""
+        """What the step did with each episode."""
         left_out = left_out_rows(step.batch, step.number, stale=step.stale)
         rows = {(row.episode, row.role): row for row in left_out}
         for learner in self._learners:
@@ -115,6 +111,6 @@ class PolicyUpdate:
 
 
 def claims_of(step: TrainingStep) -> list[tuple[str, int]]:
-    """(episode uuid, attempt) of the claims that a step trains on, without replayed ones."""
+    """(episode uuid, attempt) of what a step trains on, without replays."""
     fresh: list[EpisodeAccepted] = [each for _, accepted in step.groups for each in accepted]
     return [(each.episode_uuid, each.attempt) for each in fresh]

@@ -26,18 +26,16 @@ def _tinker() -> type[TrainerBackend]:
 
 
 BACKENDS: dict[str, Callable[[], type[TrainerBackend]]] = {"embedded": _embedded, "tinker": _tinker}
-"""`engine.backend` -> a function that imports the class, so that unused ones cost nothing."""
+"""`engine.backend` -> a function that imports the class."""
 
 
 def backend_named(name: str) -> type[TrainerBackend]:
-    """Raises ConfigError for an unknown name."""
     if name not in BACKENDS:
         raise ConfigError(f"engine.backend: {name!r} is not one of {', '.join(BACKENDS)}")
     return BACKENDS[name]()
 
 
 def waited_for(config: EngineConfig) -> str:
-    """Describes what a run waits for until its backend is open."""
     if config.backend == "tinker":
         return f"the Tinker service ({config.base_url or 'TINKER_BASE_URL, or the hosted one'})"
     on_devices = f" on {config.devices} devices" if config.devices > 1 else ""
@@ -56,7 +54,7 @@ async def open_backend(
 ) -> AsyncGenerator[TrainerBackend]:
     """Open the backend with its first weights, or with the checkpoint named `restore`.
 
-    `model` is the folder of `engine.model`. Raises ConfigError and EngineError as `TrainerBackend.open` does.
+    Raises ConfigError and EngineError as `TrainerBackend.open` does.
     """
     backend_class = backend_named(config.backend)
     opening = backend_class.open(config, model, checkpoint_dir=checkpoint_dir, seed=seed, note=note)

@@ -1,7 +1,6 @@
 """The seam between a run and the engine that trains and samples its weights.
 
-A run trains through Tinker's methods (`TrainingClient`), one `optimizer_step` at a time, and samples from
-what `TrainerBackend.publish` returns. Invariant: a published sampler's weights never change.
+Invariant: a published sampler's weights never change.
 """
 
 from __future__ import annotations
@@ -30,13 +29,14 @@ from tinkerscript.sampler import (
 )
 
 SKIPPED = f"train/{SKIPPED_STEPS}"
-"""Metric of a training step: optimizer steps that were skipped because the gradient was not finite."""
+"""Metric: optimizer steps that were skipped because the gradient was not finite."""
 
 __all__ = ["FrozenModel", "FrozenSampler", "Publisher", "TrainerBackend", "TrainingClient"]
 
 
 class TrainingClient(Protocol):
-    """Trains one model. Calls take effect in the order in which they are made."""
+    """The subset of Tinker's methods that a run uses. Calls take effect in the order in which they are
+    made."""
 
     def forward(
         self,
@@ -61,30 +61,28 @@ class Publisher(ABC):
     """Makes samplers of the weights that train."""
 
     max_context: int
-    """Token limit of prompt and reply together."""
+    """Prompt and reply together."""
 
     seeds = True
-    """Whether requests without a seed get one, to make runs repeatable."""
+    """Whether requests get seeds, so that runs are repeatable."""
 
     holds = 0
-    """How many versions besides the newest can be held (`Sampler.hold`)."""
+    """How many older versions can be held (`Sampler.hold`)."""
 
     @abstractmethod
     async def publish(self, policy_version: int) -> Sampler:
-        """Return a sampler over a frozen copy of the current weights, which reports `policy_version`.
-
-        Raises EngineError if nothing can sample from them.
-        """
+        """A sampler over a frozen copy of the current weights. Raises EngineError if nothing can sample from
+        them."""
 
     async def announce(self, policy_version: int) -> None:  # noqa: B027 (most have nothing to do)
-        """Called once the ledger has the version, which may be sampled from now on."""
+        """The ledger has the version, so it may be sampled from now on."""
 
     def resting(self) -> AbstractAsyncContextManager[None]:
         """While this context is open, the weights train and nothing needs to be sampled."""
         return nullcontext()
 
     def ended(self, episode_uuid: str) -> None:  # noqa: B027 (most have nothing to do)
-        """Called when an episode will make no more model calls."""
+        """The episode makes no more model calls."""
 
     async def failed(self) -> None:
         """Never returns. Raises EngineError if the engine breaks while idle."""
@@ -93,22 +91,20 @@ class Publisher(ABC):
 
 class TrainerBackend(Publisher):
     client: TrainingClient
-    """Replaced by `start` and `restore`, so do not keep a reference."""
+    """Replaced by `start` and `restore`."""
 
     vocabulary: int
-    """Token ids are in [0, vocabulary)."""
-
     stop_ids: frozenset[int]
 
     scales_logits = False
-    """Whether each token is trained and scored at its sampling temperature. `client` then also takes the
-    inputs `temperatures` and `mask` (`engine.losses`)."""
+    """Whether tokens train and are scored at their sampling temperatures. `client` then takes the inputs
+    `temperatures` and `mask` (`engine.losses`)."""
 
     _start: FrozenModel | None = None
 
     @classmethod
     def check(cls, config: EngineConfig, model: Path, note: Callable[[str], None]) -> None:
-        """Check everything that can be checked without a run folder. Raises ConfigError or EngineError."""
+        """Raises ConfigError or EngineError for what can be known before a run has a folder."""
 
     @classmethod
     @abstractmethod
@@ -121,76 +117,71 @@ class TrainerBackend(Publisher):
         seed: int,
         note: Callable[[str], None],
     ) -> AbstractAsyncContextManager[TrainerBackend]:
-        """Open the backend for `config`. Leaving the context closes it.
+        """The backend for `config`, which leaving the context closes. `note` gets messages for the user.
 
-        `model` is the folder of `engine.model`, and `note` gets messages for the user. Raises ConfigError if
-        the config does not fit the backend, and EngineError if the backend is not available.
+        Raises ConfigError if the config does not fit, EngineError if the backend is not available.
         """
 
     @abstractmethod
     async def start(self) -> None:
-        """Begin a run with the weights of `engine.checkpoint`, or the model's own."""
+        """Begin with the weights of `engine.checkpoint`, or the model's own."""
 
     @abstractmethod
     async def restore(self, name: str) -> None:
-        """Continue from the checkpoint that `client.save_state(name)` wrote, including the optimizer
-        state."""
+        """Continue from the checkpoint `name`, including the optimizer state."""
 
     @abstractmethod
     async def open_policy(
         self, role: str, checkpoint: str, *, checkpoint_dir: Path, restore: str | None
     ) -> TrainerBackend:
-        """Open a second policy over the same model for `role`, with its own weights, optimizer and
-        checkpoints.
+        """Open a second policy over the same model, with its own weights, optimizer and checkpoints.
 
-        It begins with a run's `checkpoint` (empty: as this backend's run began), or continues from its own
-        checkpoint named `restore`. This backend closes it. Raises ConfigError and EngineError.
+        It begins with a run's `checkpoint` (empty: as this backend's run began), or continues from its own,
+        named `restore`. This backend closes it. Raises ConfigError and EngineError.
         """
 
     async def check_loss(self, loss_fn: LossFnType, loss_config: Mapping[str, float] | None) -> None:
-        """Raise EngineError if the backend cannot train with this loss. Called before the first episode."""
+        """Raise EngineError if the backend cannot train with this loss."""
 
     @abstractmethod
     async def open_frozen(self, model: str) -> FrozenModel:
-        """Open a model that does not train. Weights shared with the one that trains are held once.
+        """Open a model that does not train. Weights that it shares with the one that trains are held once.
 
-        `model` is a folder, an id on the Hugging Face Hub, a run's checkpoint, or another name that the
-        backend knows. Empty means the weights that the run began with, also after `restore`. Raises
-        ConfigError for an unknown name, and EngineError for a model that cannot be used.
+        `model` is a folder, a Hugging Face id, a run's checkpoint, or a name that the backend knows; empty
+        means the weights that the run began with. Raises ConfigError for an unknown name, EngineError for an
+        unusable model.
         """
 
     async def start_logprobs(
         self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
     ) -> list[FloatArray]:
-        """`FrozenModel.logprobs` under the weights that the run began with."""
+        """Logprobs under the weights that the run began with (`FrozenModel.logprobs`)."""
         if self._start is None:
             self._start = await self.open_frozen("")
         return await self._start.logprobs(sequences, temperatures)
 
 
 class FrozenModel(ABC):
-    """A model with weights that never change. The backend that opened it closes it."""
+    """A model that never changes. The backend that opened it closes it."""
 
     sampler: Sampler
-    """Samples report the version `FOREIGN_POLICY`, so they do not train."""
+    """Reports the version `FOREIGN_POLICY`."""
 
     max_context: int
-    """Token limit of prompt and reply together."""
-
     folder: Path
-    """Contains the tokenizer and chat format."""
+    """Has the tokenizer and chat format."""
 
     scales_logits = False
-    """Whether it can score at temperatures other than 1."""
+    """Whether it scores at temperatures other than 1."""
 
     @abstractmethod
     async def logprobs(
         self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
     ) -> list[FloatArray]:
-        """Each token's logprob at its temperature (None: 1).
+        """Each token's logprob at its temperature (None: 1), in and out float32 [T] each; [0] has no context
+        and is 0.
 
-        Takes int32 [T] and float32 [T] each, returns float32 [T] each. Position 0 has no context and is 0.
-        Only models with `scales_logits` take temperatures other than 1. Raises EngineError.
+        Raises EngineError.
         """
 
 
@@ -220,24 +211,21 @@ class FrozenSampler(Sampler):
     async def _sequences(
         self, request: SampleRequest, params: tinker.SamplingParams, progress: ProgressCallback | None
     ) -> list[SampledSequence]:
-        """Sample `request.num_samples` sequences. Raises as `Sampler.sample` does."""
+        """Raises as `Sampler.sample` does."""
 
 
 def seed_of_role(seed: int, role: str) -> int:
-    """The seed of a role's new adapter, in [0, 2^31), which differs from the run's own and other roles'."""
+    """The seed of a role's new adapter, in [0, 2^31), different for each role."""
     return zlib.crc32(f"{seed}/{role}".encode()) >> 1
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """The result of an optimizer step."""
-
     metrics: dict[str, float]
-    """`train/loss`, a sum over tokens, and the engine's own metrics such as `train/grad_norm`."""
+    """`train/loss`, a sum over tokens, and the engine's own metrics, such as `train/grad_norm`."""
 
     logprobs: list[FloatArray]
-    """float32 [T] per datum: the target tokens' logprobs before the step. Empty if the backend returns
-    none."""
+    """float32 [T] per datum, of its targets before the step. Empty if the backend returns none."""
 
 
 # Tinker's betas with torch's epsilon: with Tinker's 1e-12, rounding decides where a gradient is almost 0.
@@ -254,8 +242,8 @@ async def optimizer_step(
     learning_rate: float,
     computed: tinker.ForwardBackwardOutput | None = None,
 ) -> Stepped:
-    """Take one AdamW step on the summed loss of `datums`. `computed`: their `forward_backward` output, if it
-    already ran."""
+    """Take one AdamW step on the summed loss of `datums`. `computed`: their `forward_backward` output, if
+    any."""
     # Send both calls before awaiting either, because a service runs them in order.
     forward = None if computed else client.forward_backward(datums, loss_fn, loss_config)
     optim = client.optim_step(
@@ -275,7 +263,7 @@ async def optimizer_step(
 
 
 def skipped_note(step: int, metrics: Mapping[str, float]) -> str:
-    """A note about optimizer steps that were skipped; empty if none were."""
+    """A note about skipped optimizer steps; empty if none were."""
     number = int(metrics.get(SKIPPED, 0))
     if not number:
         return ""
@@ -284,14 +272,13 @@ def skipped_note(step: int, metrics: Mapping[str, float]) -> str:
 
 
 STEP_GRACE_S = 2.0
-"""How long a stopped run may take to finish and save its training step."""
+"""How long a stopped run may take to finish and save its step."""
 
 ResultT = TypeVar("ResultT")
 
 
 async def finish_despite_cancel(work: Coroutine[Any, Any, ResultT], *, within_s: float) -> ResultT:
-    """Return the result of `work`. After a cancellation, `work` has `within_s` seconds before it is
-    cancelled."""
+    """Await `work`. A cancellation takes effect after `within_s`, if `work` has not finished."""
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)

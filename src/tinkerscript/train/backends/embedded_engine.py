@@ -1,7 +1,6 @@
 """`EmbeddedBackend`: the engine in the trainer's process. Checkpoints are Hugging Face folders.
 
-Invariant: a sample's progress arrives in token order on the event loop that awaits it. While the loop is
-busy, reports accumulate and are delivered together.
+Invariant: a sample's progress arrives in token order on the event loop that awaits it.
 """
 
 from __future__ import annotations
@@ -58,12 +57,10 @@ if TYPE_CHECKING:
 
 
 HELD_BYTES = 2**30
-"""Memory for weights that evaluations hold in addition to the newest."""
+"""Memory for weights that evaluations hold besides the newest."""
 
 
 class EmbeddedBackend(TrainerBackend):
-    """Trains and samples with an `EmbeddedEngine`."""
-
     scales_logits = True
 
     def __init__(
@@ -74,8 +71,7 @@ class EmbeddedBackend(TrainerBackend):
         client: EmbeddedTrainingClient | None = None,
         checkpoint_dir: Path | None = None,
     ) -> None:
-        """`start` is the checkpoint folder to begin with (empty: the model's own weights). `client` trains
-        weights other than the engine's own, with checkpoints in `checkpoint_dir`."""
+        """`start`: the first checkpoint's folder. `client` trains other weights than the engine's own."""
         self.engine = engine
         self._start_folder = Path(start).expanduser() if start else None
         self._checkpoint_dir = checkpoint_dir or engine.checkpoint_dir
@@ -167,15 +163,12 @@ class EmbeddedBackend(TrainerBackend):
 
 
 def _lora(config: LoraConfig, seed: int) -> LoraSettings | None:
-    """The adapter's settings. None: all weights train."""
     if not config.rank:
         return None
     return LoraSettings(config.rank, config.alpha, tuple(config.targets), seed)
 
 
 class EmbeddedFrozenModel(FrozenModel):
-    """A model on the engine's thread."""
-
     scales_logits = True
 
     def __init__(self, weights: FrozenWeights, folder: Path) -> None:
@@ -191,8 +184,6 @@ class EmbeddedFrozenModel(FrozenModel):
 
 
 class EmbeddedSampler(FrozenSampler):
-    """Samples from frozen weights of an engine, with progress, constraints and alternatives."""
-
     def __init__(self, client: EmbeddedSamplingClient, policy_version: int = FOREIGN_POLICY) -> None:
         super().__init__(policy_version)
         self._client = client
@@ -245,8 +236,6 @@ def _unusable(constraint: Constraint, error: GrammarError) -> GatewayError:
 
 @dataclass(slots=True)
 class _Undelivered:
-    """Tokens of one sequence since the last delivery."""
-
     offset: int
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
@@ -254,7 +243,7 @@ class _Undelivered:
 
 
 class ProgressRelay:
-    """Carries one sample's reports from the engine's thread to the event loop."""
+    """Carries reports from the engine's thread to the event loop, and bundles them while the loop is busy."""
 
     def __init__(self, callback: ProgressCallback, loop: asyncio.AbstractEventLoop) -> None:
         self._callback = callback

@@ -1,7 +1,7 @@
-"""Covers differences between versions of Tinker's SDK (0.24 to 0.38), and between servers.
+"""Differences between versions of Tinker's SDK (0.24 to 0.38), and between servers.
 
-Features are detected instead of compared by version number. Whatever the SDK raises becomes an EngineError;
-for an unexpected reply of a server it raises ValueError or AssertionError.
+Features are detected, not compared by version. Whatever the SDK raises becomes an EngineError; for an
+unexpected reply that is a ValueError or AssertionError.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ SDK_REMEDIES = {
         "pip install 'tinker>=0.24,<0.26', or use a newer server"
     ),
 }
-"""Part of an SDK error's text -> what it means and what to do."""
+"""Part of an SDK error's text -> what to do."""
 
 
 def explained(error: BaseException) -> str:
-    """The error's text, or a remedy if one is known."""
     text = f"{error}" if isinstance(error, tinker.TinkerError) else f"{type(error).__name__}: {error}"
     for part, remedy in SDK_REMEDIES.items():
         if part in text:
@@ -43,7 +42,7 @@ def explained(error: BaseException) -> str:
 
 
 def connect(base_url: str) -> tinker.ServiceClient:
-    """Open a session. Blocks until the service answers. Raises EngineError."""
+    """Blocks until the service answers. Raises EngineError."""
     try:
         service = tinker.ServiceClient(base_url=base_url or None)
         # The first use opens the session, which would block the event loop.
@@ -58,7 +57,7 @@ def connect(base_url: str) -> tinker.ServiceClient:
 async def capabilities(
     service: tinker.ServiceClient, base_url: str
 ) -> tinker.types.GetServerCapabilitiesResponse:
-    """The service's capabilities, from the session's client up to 0.36 and from the REST client since."""
+    """Asked of the session's client up to 0.36, of the REST client since."""
     rest_client: Any = getattr(tinker, "RestClient", None)
     if hasattr(rest_client, "get_server_capabilities"):
         rest = await asyncio.to_thread(rest_client, base_url=base_url or None)
@@ -69,8 +68,8 @@ async def capabilities(
 async def new_client(owner: object, method: str, *args: object, **options: object) -> Any:
     """Call `owner.method(...)` without blocking.
 
-    Up to 0.36 the method blocks, but `METHOD_async` does not. Since 0.38 the method returns a future or a
-    known result, and `METHOD_async` is deprecated.
+    Up to 0.36 the method blocks, but `METHOD_async` does not. Since 0.38 it returns a future or a known
+    result, and `METHOD_async` is deprecated.
     """
     call = getattr(owner, f"{method}_async", None)
     if call is None or hasattr(call, "__deprecated__"):
@@ -80,12 +79,12 @@ async def new_client(owner: object, method: str, *args: object, **options: objec
 
 
 def awaitable(future: Awaitable[T] | concurrent.futures.Future[T]) -> Awaitable[T]:
-    """Make a sampling client's future awaitable, which it is not up to 0.36."""
+    """A sampling client's future, which cannot be awaited up to 0.36."""
     return future if isinstance(future, Awaitable) else asyncio.wrap_future(future)
 
 
 async def close(service: tinker.ServiceClient, note: Callable[[str], None]) -> None:
-    """Finish the session if SDK and server support it. Otherwise stop its heartbeats and report why."""
+    """Finish the session, or else stop its heartbeats and report why."""
     finish = getattr(service, "close", None)
     if finish is None:
         service.holder.close()
@@ -97,7 +96,6 @@ async def close(service: tinker.ServiceClient, note: Callable[[str], None]) -> N
 
 
 def lacks_of_sdk() -> list[str]:
-    """Describes features that the installed SDK lacks."""
     if hasattr(tinker.ServiceClient, "close"):
         return []
     return [
@@ -107,10 +105,7 @@ def lacks_of_sdk() -> list[str]:
 
 
 async def lacks_of_server(base_url: str) -> list[str]:
-    """Describes features that the server's `openapi.json` lacks. Empty if there is no such file.
-
-    Raises EngineError if nothing answers at `base_url`.
-    """
+    """What the server lacks by its `openapi.json`. Raises EngineError if nothing answers."""
     try:
         async with httpx.AsyncClient(timeout=DESCRIPTION_TIMEOUT_S) as client:
             response = await client.get(f"{base_url.rstrip('/')}/openapi.json")
@@ -122,7 +117,6 @@ async def lacks_of_server(base_url: str) -> list[str]:
 
 
 def described_lacks(description: Mapping[str, Any]) -> list[str]:
-    """`lacks_of_server` for a parsed OpenAPI description."""
     found: list[str] = []
     paths = description.get("paths", {})
     if paths and not lacks_of_sdk() and not any(path.endswith("/finish") for path in paths):
@@ -150,11 +144,11 @@ WANTED = (
     ),
     ("save_weights", "", "overwrite", "it refuses to save a checkpoint under a name that a run has used"),
 )
-"""(endpoint, field of its body or "" for the body, required field there, consequence of its absence)"""
+"""(endpoint, field of its body or "", field in there, consequence of its absence)"""
 
 
 def _fields(description: Mapping[str, Any], path: str, inner: str) -> set[str]:
-    """Field names of a POST's body, or of its field `inner`. Empty if they are not described."""
+    """Field names of a POST's body, or of its field `inner`. Empty if not described."""
     operation = description.get("paths", {}).get(f"/api/v1/{path}", {}).get("post", {})
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
     properties = _properties(description, body)
@@ -164,7 +158,7 @@ def _fields(description: Mapping[str, Any], path: str, inner: str) -> set[str]:
 
 
 def _properties(description: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An object's fields. For `anyOf`, the fields of the first choice that has any."""
+    """An object's fields; for `anyOf`, those that come first."""
     reference = schema.get("$ref", "")
     if reference:
         name = reference.rpartition("/")[2]

@@ -1,9 +1,8 @@
 """`TinkerBackend`: a service with Tinker's protocol. Checkpoints contain the path of the weights there.
 
-Tinker's SDK retries by itself: for minutes if a request cannot be sent, indefinitely while a result is
-pending, and for an hour while billing pauses a job. `SlowCallNotifier` reports such waits, and turns the
-SDK's final error into an EngineError. Missing features of SDK or server are reported or refused before the
-first episode: by `open`, `check_loss` and the first `publish`.
+Tinker's SDK retries by itself: for minutes to send a request, an hour while billing pauses a job,
+indefinitely while a result is pending. `SlowCallNotifier` reports such waits. `open`, `check_loss` and the
+first `publish` report or refuse missing features before the first episode.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ SAMPLER_WEIGHTS = "/sampler_weights/"
 
 SERVICE_KEY_VARIABLE = "TINKER_API_KEY"
 POINTER = "tinker.json"
-"""File in a checkpoint's folder that says where the service keeps the weights."""
+"""In a checkpoint's folder: where the service keeps the weights."""
 
 FIRST_NOTE_S = 20.0
 NEXT_NOTE_S = 60.0
@@ -74,15 +73,13 @@ SAMPLING_CLIENT = "save_weights_and_get_sampling_client"
 
 @dataclass(eq=False)
 class TinkerBackend(TrainerBackend):
-    """Trains a LoRA at the service and samples from it."""
-
     service: tinker.ServiceClient
     config: EngineConfig
     model: str
-    """The model's name at the service."""
+    """Its name at the service."""
 
     folder: Path
-    """Local folder with the tokenizer and config."""
+    """Has the tokenizer and config."""
 
     max_context: int
     checkpoint_dir: Path
@@ -174,7 +171,7 @@ class TinkerBackend(TrainerBackend):
         return TinkerSampler(client, policy_version)
 
     async def _check_sampling(self, client: tinker.SamplingClient) -> None:
-        """Sample one token. Raises EngineError if the SDK cannot read the reply."""
+        """Raises EngineError if the SDK cannot read the reply."""
         prompt = tinker.ModelInput.from_ints(list(PROBE_IDS))
         params = tinker.SamplingParams(max_tokens=1, seed=0)
         response = await self.notifier.wait(sdk.awaitable(client.sample(prompt, 1, params)), "a first sample")
@@ -231,8 +228,6 @@ class TinkerBackend(TrainerBackend):
 
 
 class TinkerSampler(FrozenSampler):
-    """Samples through Tinker's SDK, which supports neither progress, constraints nor alternatives."""
-
     def __init__(self, client: tinker.SamplingClient, policy_version: int) -> None:
         super().__init__(policy_version)
         self._client = client
@@ -258,8 +253,6 @@ class TinkerSampler(FrozenSampler):
 
 @dataclass(eq=False)
 class TinkerFrozenModel(FrozenModel):
-    """A frozen model at the service."""
-
     client: tinker.SamplingClient
     notifier: SlowCallNotifier
     folder: Path
@@ -287,7 +280,7 @@ class SlowCallNotifier:
     first_note_s: float = FIRST_NOTE_S
 
     async def wait(self, call: Awaitable[T], what: str) -> T:
-        """Await the call. Raises EngineError for whatever the SDK raises."""
+        """Raises EngineError for whatever the SDK raises."""
         waiting = asyncio.ensure_future(call)
         loop = asyncio.get_running_loop()
         began, timeout = loop.time(), self.first_note_s
@@ -318,7 +311,7 @@ class SentCall(Generic[T]):
 
 @dataclass(eq=False)
 class NotifyingClient:
-    """Tinker's training client, which sends calls immediately and returns `SentCall`."""
+    """Tinker's training client, with calls sent at once and awaited as `SentCall`."""
 
     training: tinker.TrainingClient
     notifier: SlowCallNotifier
@@ -353,7 +346,7 @@ class NotifyingClient:
 
 
 def _path_at_service(model: str) -> str:
-    """The tinker:// path for `model`, if it is one or a checkpoint's folder; else empty."""
+    """`model` as a tinker:// path, if it is one or a checkpoint's folder; else empty."""
     is_checkpoint = bool(model) and (Path(model).expanduser() / POINTER).is_file()
     return _path_of_checkpoint(model) if is_checkpoint or model.startswith(TINKER_PATH) else ""
 
@@ -365,7 +358,7 @@ def _path_of_checkpoint(checkpoint: str) -> str:
 
 
 def _pointed_to(folder: Path) -> str:
-    """The tinker:// path in a checkpoint's folder. Raises ConfigError for another backend's checkpoint."""
+    """Raises ConfigError for another backend's checkpoint."""
     file = folder.expanduser() / POINTER
     if not file.is_file():
         raise ConfigError(
@@ -376,16 +369,14 @@ def _pointed_to(folder: Path) -> str:
 
 
 async def _lacks(base_url: str) -> list[str]:
-    """Describes features that SDK and server lack. The hosted service describes nothing."""
+    """The hosted service describes nothing."""
     server = base_url or os.environ.get("TINKER_BASE_URL", "")
     return sdk.lacks_of_sdk() + (await sdk.lacks_of_server(server) if server else [])
 
 
 async def _with_loss(output: Awaitable[tinker.ForwardBackwardOutput]) -> tinker.ForwardBackwardOutput:
-    """The output with the metric `loss:sum`, computed from SkyRL's token losses if necessary.
-
-    Raises EngineError if there is neither.
-    """
+    """The output with `loss:sum`, from SkyRL's token losses if it is missing. Raises EngineError without
+    either."""
     found = await output
     if "loss:sum" in found.metrics:
         return found
@@ -397,10 +388,8 @@ async def _with_loss(output: Awaitable[tinker.ForwardBackwardOutput]) -> tinker.
 
 
 def after_the_first(row: Sequence[float | None], length: int) -> FloatArray:
-    """A prompt's logprobs as float32 [length], 0 at position 0.
-
-    The first token has no logprob: Tinker returns a placeholder for it, SkyRL leaves it out.
-    """
+    """A prompt's logprobs as float32 [length]. Tinker returns a placeholder for the first, SkyRL leaves it
+    out."""
     if len(row) not in (length, length - 1):
         raise EngineError(f"compute_logprobs returned {len(row)} values for a prompt of {length} tokens")
     return np.array([0.0, *row[len(row) - length + 1 :]], dtype=np.float32)
@@ -409,10 +398,7 @@ def after_the_first(row: Sequence[float | None], length: int) -> FloatArray:
 async def _limits(
     service: tinker.ServiceClient, config: EngineConfig, own: int, notifier: SlowCallNotifier
 ) -> tuple[str, int]:
-    """The model's name at the service, and its context length, at most `own`.
-
-    Raises ConfigError if the service cannot train it.
-    """
+    """The model's name at the service, and its context length, at most `own`. Raises ConfigError."""
     asked = sdk.capabilities(service, config.base_url)
     capabilities = await notifier.wait(asked, "get_server_capabilities")
     models = {model.model_name: model for model in capabilities.supported_models if model.model_name}

@@ -1,12 +1,11 @@
 """`ReplicaPool`: publishes each version of the weights to all replicas, and routes every model call to one.
 
-An episode stays with one replica, which has cached its earlier turns. Replicas are chosen by load, and again
-if one fails. A replica that is new or back after a failure samples only after it has shown that adapters act
-on every kind of module, and has loaded the live versions.
+An episode stays with one replica, which has cached its earlier turns. A new replica, or one that is back,
+samples once it has shown that adapters act on every kind of module, and has the live versions.
 
-Invariants: a single version samples a call, and the result names it. A replica samples from a version only
-after it loaded it under a name with the digest of its files, and was not found to have another. If a replica
-is lost, its unanswered calls are repeated elsewhere, since nothing was recorded.
+Invariants: a single version samples a call, and the result names it. A replica samples only from versions
+that it loaded by the digest of their files and did not fail to prove. Unanswered calls of a lost replica are
+repeated elsewhere, since nothing was recorded.
 """
 
 from __future__ import annotations
@@ -35,43 +34,40 @@ from tinkerscript.train.replicas.proof import Evidence, Scores, judge
 from tinkerscript.train.replicas.replica import LostError, Replica
 
 PINS = 100_000
-"""Limit of remembered episodes. The one with the oldest call is forgotten first."""
+"""Remembered episodes. The one with the oldest call is forgotten first."""
 
 # A version is proved on the next-token logprobs after these many recent prompts, cut to their last tokens.
 RECENT_PROMPTS = 32
 PROOF_TOKENS = 512
 
 PROMPTS, RANDOM_TOKENS = 16, 32
-"""Random prompts, used for canaries and while there are too few recent ones."""
+"""For canaries, and while there are too few recent prompts."""
 
 LOAD_S = 1800.0
-"""How long a replica that the run starts may take to load the model. Its death is noticed at once."""
+"""Time to load the model. A replica's death is noticed at once."""
 
 PROVE_S = 120.0
-"""How long a replica may take to load and prove a version before it is lost."""
+"""Time to load and prove a version before the replica is lost."""
 
 HANG_S = 60.0
-"""A replica with requests that samples no token for this long counts as hung."""
+"""A replica with requests that samples nothing for this long counts as hung."""
 
 RESTART_RETRY_S = 1.0
 
 Scorer = Callable[[Path, Sequence[IntArray], Sequence[NDArray[np.int64]]], Awaitable[list[FloatArray]]]
-"""(weights folder, prompts: int32 [P] each, next tokens: int64 [N] each) -> the trainer's own logprobs of
-these tokens after each prompt, float32 [N] each."""
+"""(weights folder, prompts int32 [P] each, next tokens int64 [N] each) -> the trainer's logprobs, float32 [N]
+each."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One version of the weights."""
-
     version: int
     folder: Path
 
     @property
     def name(self) -> str:
-        """The name under which replicas know it."""
         return self.folder.name
 
 
@@ -83,12 +79,12 @@ class Pin:
 
 @dataclass(eq=False)
 class ReplicaPool(Sampler):
-    """The replicas of one run. Belongs to one event loop."""
+    """Belongs to one event loop."""
 
     replicas: list[Replica]
     config: InferenceConfig
     keep: int
-    """How many of the newest versions to sample from. One more is kept loaded for calls that still run."""
+    """Newest versions to sample from. One more stays loaded for running calls."""
 
     model_folder: Path
     vocabulary: int
@@ -101,15 +97,11 @@ class ReplicaPool(Sampler):
     """Whether `score` computes in float32."""
 
     restart: Callable[[Replica], None]
-    """Restarts a replica if the run started it."""
-
     record: Path
-    """File that gets a line for each proof."""
+    """Gets a line for each proof."""
 
     note: Callable[[str], None]
     timeout_s: float
-    """Limit for one model call."""
-
     load_s: float = LOAD_S
     prove_s: float = PROVE_S
     hang_s: float = HANG_S
@@ -128,7 +120,7 @@ class ReplicaPool(Sampler):
         self._random: list[IntArray] = list(self._rng.integers(0, self.vocabulary, size).astype(np.int32))
         self._changed = asyncio.Condition()
         self.is_awake = asyncio.Event()
-        """Cleared while the trainer uses the devices' memory."""
+        """Cleared while the trainer uses the devices."""
 
         self.is_awake.set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -151,11 +143,10 @@ class ReplicaPool(Sampler):
 
     @property
     def _limit(self) -> float:
-        """How long all replicas may take to begin."""
         return self.load_s if self.config.launch.replicas else self.config.start_timeout_s
 
     async def failed(self) -> NoReturn:
-        """Never returns. Raises an error that breaks the pool itself."""
+        """Never returns. Raises what breaks the pool itself."""
         await asyncio.shield(self._failure)
         raise AssertionError("a pool has no result")
 
@@ -189,7 +180,7 @@ class ReplicaPool(Sampler):
         await replica.retire(-1, canary.name)
 
     def lose(self, replica: Replica, why: str, *, hangs: bool = False) -> None:
-        """Stop sampling from a replica, and try to get it back in the background."""
+        """Stop sampling from a replica, and try to get it back."""
         if not replica.serving:
             return
         self.counts["lost"] += 1
@@ -219,7 +210,7 @@ class ReplicaPool(Sampler):
             await asyncio.sleep(RESTART_RETRY_S)
 
     async def _watch(self, replica: Replica) -> None:
-        """Lose the replica if its server does not respond, has requests but samples nothing, or was
+        """Lose the replica if its server does not respond, samples nothing for its requests, or was
         restarted, which resets its token counter and its weights."""
         pause = min(2.0, self.hang_s / 4)
         moved_at = time.monotonic()
@@ -246,9 +237,9 @@ class ReplicaPool(Sampler):
     # Versions
 
     async def publish(self, published: Published) -> None:
-        """Load and prove a version on every serving replica, so that `sample` may ask for it.
+        """Load and prove a version on every serving replica. Those that fail are lost.
 
-        A replica that fails to prove it is lost. Raises EngineError if no replica has it and none comes back.
+        Raises EngineError if no replica has the version and none comes back.
         """
         async with self._publishing:
             kept = self._live[-self.keep :]
@@ -309,7 +300,7 @@ class ReplicaPool(Sampler):
         )
 
     def _free_a_slot(self, replica: Replica) -> None:
-        """Move the calls that hold the oldest adapters, if a new adapter would have to wait for them."""
+        """Move calls that hold the oldest adapters, if a new adapter would have to wait for them."""
         calls = replica.in_flight
         for version in sorted(calls)[: max(0, len(calls) + 1 - self.config.max_loras)]:
             self.counts["moved"] += calls[version]
@@ -325,7 +316,7 @@ class ReplicaPool(Sampler):
         shutil.rmtree(published.folder)
 
     async def _some_replica(self, published: Published) -> None:
-        """Wait until a replica samples from `published`. Raises EngineError if none comes back in time."""
+        """Raises EngineError if no replica with the version comes back in time."""
         try:
             await self._least_loaded(
                 asyncio.get_running_loop().time() + self._limit, version=published.version
@@ -336,10 +327,10 @@ class ReplicaPool(Sampler):
     # Sharing devices with the trainer
 
     async def sleep(self) -> None:
-        """Make the replicas release their devices' memory. Calls wait until `wake`.
+        """Make the replicas release their memory. Calls wait until `wake`.
 
-        Replicas that do not serve are killed, because they hold memory or are about to; they may restart
-        after `wake`.
+        Replicas that do not serve hold memory or are about to, so they are killed, and may restart after
+        `wake`.
         """
         self.is_awake.clear()
         await self._everywhere(Replica.sleep, "did not go to sleep")
@@ -348,7 +339,6 @@ class ReplicaPool(Sampler):
                 self.restart(replica)
 
     async def wake(self) -> None:
-        """Let the replicas take their memory back and sample."""
         await self._everywhere(Replica.wake, "did not wake up")
         self.is_awake.set()
         await self._tell()
@@ -365,7 +355,6 @@ class ReplicaPool(Sampler):
     # Model calls
 
     async def announce(self, version: int) -> None:
-        """Allow sampling from a published version."""
         self._newest = max(version, self._newest)
         await self._tell()
 
@@ -385,12 +374,11 @@ class ReplicaPool(Sampler):
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         """Sample from the newest announced version, or the one that the episode finishes with.
 
-        Raises GatewayError: 503 if no replica is available in time, or a replica's own error.
+        Raises GatewayError: 503 if no replica is available in time, or the replica's own.
         """
         return await self.sample_by(request)
 
     async def sample_by(self, request: SampleRequest, held: int | None = None) -> SampleResult:
-        """`sample` from the version `held`, if it is given."""
         deadline = asyncio.get_running_loop().time() + self.timeout_s
         failed: Replica | None = None
         while True:
@@ -411,7 +399,7 @@ class ReplicaPool(Sampler):
     async def _pin(
         self, affinity: str, deadline: float, *, avoid: Replica | None = None, held: int | None = None
     ) -> Pin:
-        """Choose the replica and version for an episode's next call. Raises GatewayError 503."""
+        """Where an episode's next call goes. Raises GatewayError 503."""
         pin = self._pins.get(affinity)
         if pin is None:
             replica = await self._least_loaded(deadline, version=held, avoid=avoid)
@@ -446,7 +434,7 @@ class ReplicaPool(Sampler):
     async def _least_loaded(
         self, deadline: float, *, version: int | None = None, avoid: Replica | None = None
     ) -> Replica:
-        """Wait for replicas with `version` and pick one. None: the newest version at that time."""
+        """Wait for a replica with `version`; None: the newest by then."""
 
         def ready() -> list[Replica]:
             wanted = self._newest if version is None else version
@@ -461,7 +449,6 @@ class ReplicaPool(Sampler):
         return min(ready(), key=lambda replica: (replica is avoid, *replica.load))
 
     def release(self, affinity: str) -> None:
-        """Forget an episode that has ended."""
         self._unpin(affinity)
 
     def _remember(self, request: SampleRequest, result: SampleResult) -> None:
@@ -507,7 +494,6 @@ class ReplicaPool(Sampler):
             self._failure.set_exception(error)
 
     async def aclose(self) -> None:
-        """Cancel all background tasks and close the connections."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -519,8 +505,6 @@ class ReplicaPool(Sampler):
 
 @dataclass(eq=False)
 class HeldVersion(Sampler):
-    """A version that can be sampled from, whatever is published later."""
-
     pool: ReplicaPool
     version: int
 
@@ -536,5 +520,4 @@ def _chosen(likeliest: Sequence[dict[int, float]], ids: Sequence[list[int]]) -> 
 
 
 def _finite(value: float) -> float | None:
-    """None for NaN and infinity, which JSON lacks."""
     return value if math.isfinite(value) else None

@@ -1,11 +1,11 @@
 """Judges from logprobs whether a replica samples from the weights that it was given.
 
 Two versions of an adapter differ by less than a bfloat16 replica's rounding noise, so comparing values proves
-nothing. Instead the replica's changes from one version to the next are regressed on the trainer's, over many
-tokens. The slope is near 1 if the replica has the newer version and near 0 if it still has the older one,
-whatever constant differences their kernels have. The standard error is a jackknife over positions, because
-errors at one position are correlated. If the trainer computes in float32, the changes must also match up to
-noise, because the slope is near 1 even if a small part of the weights is still old.
+nothing. Instead the replica's changes between versions are regressed on the trainer's, over many tokens. The
+slope is near 1 for the newer version and near 0 for the older one, whatever constant differences their
+kernels have. The standard error is a jackknife over positions, because errors at one position are correlated.
+With a float32 trainer the changes must also match up to noise, because the slope is near 1 even if a small
+part of the weights is old.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ OVER_NOISE = 2.0
 class Evidence:
     verdict: Verdict
     slope: float
-    """Slope of the replica's change over the trainer's. NaN if the trainer's logprobs do not change."""
+    """NaN if the trainer's logprobs do not change."""
 
     error: float
-    """Standard error of the slope. Infinite if there are too few positions."""
+    """Infinite if there are too few positions."""
 
     gap: float
-    """Largest difference between the replica's and the trainer's logprobs, in nats."""
+    """Largest difference between replica and trainer, in nats."""
 
     tokens: int
 
@@ -69,10 +69,7 @@ class Scores:
 
 
 def judge(replica: Scores, trainer: Scores, *, exact: bool = True) -> Evidence:
-    """Compare the changes of logprobs. Raises ValueError if shapes differ.
-
-    `exact`: whether the trainer computes in float32.
-    """
+    """`exact`: whether the trainer computes in float32. Raises ValueError if shapes differ."""
     changes: list[tuple[FloatArray, FloatArray]] = []
     gap, noise = 0.0, 0.0
     for ours, theirs in zip(

@@ -1,7 +1,7 @@
 """`ReplicaPublisher`: vLLM replicas sample the weights that the embedded engine trains.
 
-A version's folder is `adapters/policy-<run>-<version>-<digest>` in the run's folder, with an adapter or, if
-all weights train, all weights. Its files never change.
+A version is in `adapters/policy-<run>-<version>-<digest>` in the run's folder: an adapter, or all weights if
+all train. Its files never change.
 """
 
 from __future__ import annotations
@@ -40,19 +40,15 @@ from tinkerscript.train.step_metrics import StepFacts
 from tinkerscript.vllm_plugin import ADAPTERS_TOKEN, write_manifest
 
 PROOFS = "replicas.jsonl"
-"""File in the run folder with a line for each proof."""
+"""In the run folder; has a line for each proof."""
 
 
 @dataclass(eq=False)
 class ReplicaPublisher(Publisher):
-    """Writes each version's weights and makes the replicas sample from them."""
-
     pool: ReplicaPool
     engine: EmbeddedEngine
     supervisor: Supervisor
     folder: Path
-    """The run's folder."""
-
     config: InferenceConfig
     holds: int
     seeds = False
@@ -93,14 +89,13 @@ class ReplicaPublisher(Publisher):
         await run_beside(self.supervisor, asyncio.create_task(self.pool.failed()))
 
     def metrics(self, facts: StepFacts) -> dict[str, float]:
-        """Counts of events since the run began, as metrics of a step."""
         serving = sum(replica.serving for replica in self.pool.replicas)
         counts = {f"replicas/{name}": float(count) for name, count in self.pool.counts.items()}
         return {"replicas/serving": float(serving), "replicas/max_gap": self.pool.max_gap, **counts}
 
 
 def named(folder: Path, name: str) -> Path:
-    """Rename a folder of weights to `name` and the digest of its files."""
+    """Rename a folder to `name` and the digest of its files."""
     target = folder.with_name(f"{name}-{write_manifest(folder)}")
     folder.rename(target)
     return target
@@ -118,11 +113,10 @@ async def open_replicas(
     prove_s: float = PROVE_S,
     hang_s: float = HANG_S,
 ) -> AsyncGenerator[ReplicaPublisher]:
-    """Open the replicas that `config` launches or names, and check that each applies adapters.
+    """Open the replicas that `config` launches or names; leaving the context ends them.
 
-    `server_url` is where replicas on other machines find the interchange server, from which they download
-    adapters; empty if they share the run's folder. Leaving the context ends them. Raises ConfigError for a
-    replica that cannot be used, and the supervisor's error for one that cannot run.
+    `server_url` is where replicas on other machines download adapters; empty if they share the run's folder.
+    Raises ConfigError for a replica that cannot be used, and the supervisor's error for one that cannot run.
     """
     if not isinstance(backend, EmbeddedBackend):
         raise ConfigError(f"engine.backend: {config.engine.backend} has no weights for replicas")
@@ -182,9 +176,9 @@ async def open_replicas(
 def _launched(
     planned: Sequence[PlannedProcess], config: RunConfig, *, model: Path, folder: Path, adapters: str
 ) -> dict[Replica, Child]:
-    """The replicas that the run launches, with their processes, which are not started yet.
+    """The replicas to launch, with their processes, which are not started yet.
 
-    `model` is the model's folder. `adapters` is the folder or URL where replicas find what the run publishes.
+    `adapters` is the folder or URL where they find what the run publishes.
     """
     key = secrets.token_hex(16)
     inference = config.inference.model_copy(update={"model": REPLICA_MODEL})

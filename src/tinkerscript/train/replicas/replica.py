@@ -1,9 +1,9 @@
 """`Replica`: one vLLM server that samples for a run, with the versions that it has loaded.
 
-Its next-token logprobs tell which weights it has. They are always requested through an adapter, because vLLM
-0.32 has two bugs with adapters on the head. Scoring a prompt while it has other requests kills the engine
-(`punica_wrapper.add_lora_logits` has rows for sampled tokens, not for prompt tokens). On CPUs, requests for
-the base model get the head of the adapter that was loaded last.
+Its next-token logprobs, always requested through an adapter, tell which weights it has. vLLM 0.32 has two
+bugs with adapters on the head: scoring a prompt next to other requests kills the engine
+(`punica_wrapper.add_lora_logits` has rows for sampled tokens only), and on CPUs, requests for the base model
+get the last loaded adapter's head.
 """
 
 from __future__ import annotations
@@ -29,27 +29,22 @@ from tinkerscript.sampler import SampleRequest, SampleResult
 from tinkerscript.tokenizer import LightTokenizer
 
 PROOF_TOP = 20
-"""Logprobs per position: the most that vLLM reports by default."""
+"""Logprobs per position: vLLM's default limit."""
 
 CHECK_TIMEOUT_S = 5.0
-"""Timeout of a request that a live server answers at once."""
 
 
 class LostError(Exception):
-    """A replica did not answer a call, because it is lost or no longer has the version."""
+    """A replica is lost, or no longer has the version."""
 
 
 @dataclass(eq=False)
 class Replica:
-    """One server. Belongs to one event loop."""
-
     name: str
     url: str
     config: InferenceConfig
     api_key: str = ""
     timeout_s: float = field(kw_only=True)
-    """Limit for one request."""
-
     is_launched: bool = False
     """Whether the run starts and restarts it. `move` then says where it is."""
 
@@ -66,27 +61,23 @@ class Replica:
         self._calls: dict[asyncio.Task[SampleResult], int] = {}  # Running call -> its version.
 
         self.pinned = 0
-        """Number of episodes that sample here."""
-
         self.tokens = 0.0
-        """Tokens sampled by the server, by its metrics at the last check."""
+        """Sampled by the server, at the last check."""
 
         self.serving = False
         self._weights = ""  # The name of the loaded weights, if versions are full weights.
 
     @property
     def load(self) -> tuple[int, int]:
-        """(running calls, pinned episodes), to compare replicas."""
+        """(running calls, pinned episodes)"""
         return len(self._calls), self.pinned
 
     @property
     def in_flight(self) -> Counter[int]:
-        """Version -> running calls."""
         return Counter(self._calls.values())
 
     @property
     def versions(self) -> list[int]:
-        """Versions that it may sample from, oldest first."""
         return sorted(self._samplers)
 
     def _connect(self, url: str) -> None:
@@ -103,12 +94,12 @@ class Replica:
             self._is_up.set()
 
     def move(self, process: Started) -> None:
-        """Connect to its restarted server, possibly on another machine."""
+        """Its server was restarted, possibly on another machine."""
         self._former.append(self._server)
         self._connect(f"http://{process.host}:{process.port}")
 
     def leave(self) -> None:
-        """Note that its server is gone, or about to be, and will be restarted."""
+        """Its server is gone or about to be, and will be restarted."""
         self._is_up.clear()
         self._is_gone.set()
 
@@ -140,7 +131,7 @@ class Replica:
             await asyncio.gather(gone, examining, return_exceptions=True)
 
     async def _rouse(self) -> None:
-        """Resume and wake the server if it is up: a failure may have left it paused or asleep."""
+        """Resume and wake the server: a failure may have left it paused or asleep."""
         with suppress(GatewayError):
             if not self.adapters:
                 await self._server.resume()
@@ -149,14 +140,13 @@ class Replica:
 
     @property
     def base(self) -> str:
-        """The name of the model without an adapter. Empty: the server has only one."""
+        """The model's name without an adapter; empty if the server has only one."""
         return self.config.model if self._facts is None else self._facts.model
 
     async def take(self, folder: Path) -> None:
         """Load the weights in `folder`. Raises GatewayError.
 
-        Full weights replace the current ones and end the calls that use these. Adapters load when a request
-        names them.
+        Full weights replace the current ones and end their calls. Adapters load when a request names them.
         """
         name = folder.name
         if self.adapters or self._weights == name:
@@ -168,8 +158,7 @@ class Replica:
         self._weights = name
 
     async def likeliest(self, folder: Path, prompts: Sequence[IntArray]) -> list[dict[int, float]]:
-        """The most likely next ids and their logprobs after each prompt (int32 [P]), by the loaded weights of
-        `folder`. Raises GatewayError."""
+        """The most likely next ids after each prompt (int32 [P]) with their logprobs. Raises GatewayError."""
         name = folder.name
 
         async def one(ids: IntArray) -> dict[int, float]:
@@ -181,7 +170,7 @@ class Replica:
         return list(await asyncio.gather(*(one(ids) for ids in prompts)))
 
     def offer(self, version: int, name: str) -> None:
-        """Sample from the weights `name` when `version` is asked for."""
+        """Sample `version` from the weights `name`."""
         assert self._facts is not None
         if self.adapters:
             facts = structs.replace(self._facts, model=name, weight_version=None)
@@ -192,9 +181,9 @@ class Replica:
         )
 
     async def sample(self, request: SampleRequest, version: int, *, is_held: bool = False) -> SampleResult:
-        """Sample from one version. `cut` leaves the call alone if it `is_held`.
+        """Raises LostError, and GatewayError as `RemoteSampler.sample` does: 503 for other weights.
 
-        Raises LostError, and GatewayError as `RemoteSampler.sample` does, with 503 for other weights.
+        `cut` leaves the call alone if it `is_held`.
         """
         sampler = self._samplers.get(version)
         if sampler is None:
@@ -232,22 +221,20 @@ class Replica:
         self._abandon_all()
 
     def abandon(self, version: int) -> None:
-        """Make running calls of `version` raise LostError."""
+        """Make the version's running calls raise LostError."""
         for call, of in self._calls.items():
             if of == version:
                 call.cancel()
 
     async def retire(self, version: int, name: str) -> None:
-        """Stop sampling from a version. Its adapter is unloaded once its running calls have ended.
-
-        Raises GatewayError.
-        """
+        """Stop sampling from a version. Its adapter is unloaded after its running calls. Raises
+        GatewayError."""
         self._samplers.pop(version, None)
         if self.adapters:
             await self._server.unload_adapter(name)
 
     def lose(self) -> None:
-        """Treat the server as gone with everything that it had loaded. All calls raise LostError."""
+        """Treat the server as gone with everything that it had loaded."""
         self.serving = False
         self.pinned = 0
         self._abandon_all()
@@ -266,11 +253,10 @@ class Replica:
         await self._server.sleep()
 
     async def wake(self) -> None:
-        """Raises GatewayError."""
         await self._server.wake()
 
     async def tokens_sampled(self) -> float:
-        """The server's counter of sampled tokens. Raises GatewayError and TimeoutError."""
+        """By the server's metrics. Raises GatewayError and TimeoutError."""
         async with asyncio.timeout(CHECK_TIMEOUT_S):
             self.tokens = await self._server.tokens_sampled()
         return self.tokens
