@@ -1,13 +1,10 @@
 """`EngineContext`: what all clients of one engine share. `EngineThread`: the one thread that owns torch.
 
-Work reaches the thread through a queue and returns through futures. Jobs run in submission order, long ones
-in slices. After each slice, sampling gets the thread for as long as the slice took, so a token waits for at
-most one slice and neither side starves the other.
+Jobs run in submission order, long ones in slices. After each slice, sampling gets the thread for as long as
+the slice took, so a token waits for at most one slice and neither side starves the other.
 
-Invariants: every future resolves. A failed job resolves its future with the error, and the thread continues.
-Within `max_context` the decoder computes exactly what the model does, so the limit is where a rotary
-embedding would change with the text's length. Checkpoints differ from the base model only in weights and
-share its limits.
+Invariants: every future resolves, with the error if a job fails. Within `max_context` the decoder computes
+exactly what the model does: it ends where a rotary embedding would change with the text's length.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 BFLOAT16_UNITS = ("amx_bf16", "avx512_bf16", "bf16", "arm_bf16")
-"""Processor features, under torch's names, that make bfloat16 no slower than float32."""
+"""Processor features, as torch names them, that make bfloat16 no slower than float32."""
 
 
 T = TypeVar("T")
@@ -53,31 +50,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """One base model's limits, and the thread that owns torch."""
-
     folder: Path
-    """Folder of the base model and its tokenizer."""
-
     thread: EngineThread
     decode: Callable[[list[int]], str]
-    """Turns ids into text, including special tokens."""
+    """Ids to text, including special tokens."""
 
     random: np.random.Generator
     max_batch: int
 
     max_context: int
-    """Token limit of prompt and reply together."""
+    """Prompt and reply together."""
 
     vocabulary: int
     eos_ids: frozenset[int]
     grammars: Grammars
 
     def run(self, job: Callable[[], T]) -> APIFuture[T]:
-        """Run `job` on the engine's thread, after all earlier jobs."""
         return AwaitableConcurrentFuture(self.thread.call(job))
 
     def checked_prompt(self, ids: list[int], *, room: int) -> list[int]:
-        """Return the prompt if `room` more tokens fit after it. Raises EngineRequestError otherwise."""
+        """The prompt, if `room` more tokens fit. Raises EngineRequestError otherwise."""
         if not ids:
             raise EngineRequestError("prompt: the prompt is empty")
         if len(ids) + room > self.max_context:
@@ -92,10 +84,7 @@ class EngineContext:
 def open_context(
     model: PreTrainedModel, folder: Path, *, seed: int, max_batch: int, thread: EngineThread | None = None
 ) -> EngineContext:
-    """Create the context of a base model, with a new thread unless `thread` is given.
-
-    Raises EngineError if the model's config lacks a context length.
-    """
+    """Starts a thread unless `thread` is given. Raises EngineError if the config lacks a context length."""
     tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
     vocabulary = text_config_of(model).vocab_size
     eos_ids = eos_ids_of(model)
@@ -118,12 +107,12 @@ def open_context(
 
 
 def exact_context(config: PreTrainedConfig) -> int:
-    """Token limit of prompt and reply together. Raises EngineError if the config lacks a context length."""
+    """The limit of prompt and reply together. Raises EngineError if the config lacks a context length."""
     return min(_limits(config))[0]
 
 
 def short_context(config: PreTrainedConfig) -> str | None:
-    """If `exact_context` is less than half of the model's own limit, explain why and what to do."""
+    """Why `exact_context` is less than half of the model's own limit, if it is."""
     (own, _), *_ = limits = _limits(config)
     held, reason = min(limits)
     if 2 * held >= own:
@@ -136,7 +125,7 @@ def short_context(config: PreTrainedConfig) -> str | None:
 
 
 def _limits(config: PreTrainedConfig) -> list[tuple[int, str]]:
-    """(tokens, reason): the model's own limit, then limits that the engine adds."""
+    """(tokens, reason): the model's own limit, then the engine's."""
     settings: Any = config.get_text_config()
     lengths = [value for name in LENGTHS if isinstance(value := getattr(settings, name, None), int)]
     if not lengths:
@@ -150,7 +139,7 @@ def _limits(config: PreTrainedConfig) -> list[tuple[int, str]]:
 
 
 def check_device(device: str) -> None:
-    """Raises EngineError if torch does not know the device, or this machine does not have it."""
+    """Raises EngineError for a device that torch or this machine does not have."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -162,10 +151,8 @@ def check_device(device: str) -> None:
 
 
 def compute_dtype(name: str, device: str) -> torch.dtype:
-    """The dtype of matrix products. `auto` is bfloat16 if `device` supports it in hardware, else float32.
-
-    Raises EngineError for any name but auto, float32 and bfloat16.
-    """
+    """`auto` is bfloat16 if `device` has it in hardware, else float32. Raises EngineError for unknown
+    names."""
     if name == "auto":
         return torch.bfloat16 if _has_bfloat16(torch.device(device)) else torch.float32
     if name not in DTYPES:
@@ -181,7 +168,6 @@ def _has_bfloat16(device: torch.device) -> bool:
 
 
 def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:
-    """End-of-text ids, from the generation config or else from the model's config."""
     configured: Any = getattr(model.generation_config, "eos_token_id", None)
     if configured is None:
         configured = text_config_of(model).eos_token_id
@@ -196,14 +182,12 @@ Slices = Generator[None, None, T]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Work that `begin` starts; its result goes to `future`."""
-
     begin: Callable[[], Slices[Any]]
     future: Future[Any]
 
 
 Sampling = tuple[RunningBatch, Request | None]
-"""A batch and the request that joins it. None: cut the batch."""
+"""A batch and a request to join it. None: cut the batch."""
 
 
 class EngineThread:
@@ -222,8 +206,6 @@ class EngineThread:
         self._thread.start()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run `function` on the engine's thread as one slice."""
-
         def whole() -> Slices[T]:
             return function()
             yield
@@ -231,21 +213,19 @@ class EngineThread:
         return self.call_in_slices(whole)
 
     def call_in_slices(self, begin: Callable[[], Slices[T]]) -> Future[T]:
-        """Run a generator on the engine's thread. Sampling runs whenever it yields; other jobs wait."""
+        """Run a generator. Sampling runs whenever it yields; other jobs wait."""
         future: Future[T] = Future()
         self._put(Job(begin, future))
         return future
 
     def sample(self, batch: RunningBatch, request: Request) -> None:
-        """Add `request` to `batch` at its next step."""
         self._put((batch, request))
 
     def cut(self, batch: RunningBatch) -> None:
-        """End the rows of `batch` between two tokens, ahead of any queued jobs."""
+        """End the rows of `batch` between two tokens, ahead of queued jobs."""
         self._put((batch, None))
 
     def close(self) -> None:
-        """Fail unfinished work and end the thread."""
         with self._entrance:
             if not self._closed:
                 self._closed = True
@@ -289,7 +269,7 @@ class EngineThread:
             self._batches.append(batch)
 
     def _work(self) -> None:
-        """Run one slice of the current job, or of the next one that is not cancelled."""
+        """Run a slice of the current job, or of the next one that is not cancelled."""
         while self._running is None and self._jobs and not self._ended:
             job = self._jobs.popleft()
             if job.future.set_running_or_notify_cancel():
@@ -307,7 +287,7 @@ class EngineThread:
             future.set_exception(error)
 
     def _decode(self, seconds: float) -> None:
-        """Step every batch once. While there are jobs, keep stepping for `seconds`."""
+        """Step every batch once; while there are jobs, for `seconds`."""
         until = time.monotonic() + (seconds if self._running or self._jobs else 0)
         while self._batches and not self._ended:
             for batch in list(self._batches):

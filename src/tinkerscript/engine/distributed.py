@@ -1,11 +1,11 @@
-"""Training on several devices: one process (rank) per device, and all take the same optimizer steps.
+"""Training on several devices: one process (rank) each, and all take the same optimizer steps.
 
-Rank 0 is the process with the engine. It samples, reads and writes files, and sends the other ranks, which
-`follow`, their portions of the data. It starts them itself, unless a launcher such as torchrun did.
+Rank 0 has the engine. It samples, reads and writes files, and sends portions of the data to the other ranks,
+which `follow`.
 
 Invariants: all ranks call the same `RankTrainer` methods in the same order, with equal numbers of
 microbatches, so that collective operations match up. A follower waits on its connection to rank 0, never in a
-collective operation, so idle time is not limited by a timeout. The end of one rank ends all.
+collective operation, which would time out. The end of one rank ends all.
 """
 
 from __future__ import annotations
@@ -46,13 +46,12 @@ from tinkerscript.engine.weights import checkpoint_activations, load_model
 from tinkerscript.errors import EngineError
 
 Named = tuple[str, Mapping[str, float | str] | None]
-"""A loss and its config, as given."""
 
 Skeleton = dict[int, dict[str, float | None]]
-"""Index of a parameter -> its optimizer state: the value of each number, None for tensors."""
+"""Index of a parameter -> its optimizer state; None for tensors."""
 
 BUCKET_ELEMENTS = 2**25
-"""Number of gradients to sum over the ranks at a time: 128 MiB."""
+"""Gradients summed over the ranks at a time: 128 MiB."""
 
 FILLER = -1
 """Index of the example that pads a rank's microbatches."""
@@ -63,15 +62,13 @@ FILLER = -1
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """One rank's share of a pass."""
-
     examples: list[Example]
     batches: list[list[TokenTree]]
     """Their paths index `examples`."""
 
 
 def balanced(trees: Sequence[TokenTree], ranks: int) -> list[list[TokenTree]]:
-    """Distribute rows over ranks: largest first, each to the rank with the fewest tokens."""
+    """Largest row first, each to the rank with the fewest tokens."""
     shares: list[list[TokenTree]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
     for tree in sorted(trees, key=lambda tree: (-tree.size, tree.paths[0][0])):
@@ -89,11 +86,10 @@ def portions(
     budget: int,
     segments: bool = False,
 ) -> list[Portion]:
-    """Split the data into portions with about equal numbers of tokens and equal numbers of microbatches.
+    """Portions with about equal numbers of tokens, and equal numbers of microbatches.
 
-    `rows` returns the rows of all examples for a token budget. Sequences are spread over more rows only if
-    that makes the largest portion at least a tenth smaller. `budget` is the token limit of a microbatch.
-    `segments`: whether long rows attend segment by segment.
+    `rows` makes rows for a token budget. Sequences are spread over more rows only if that makes the largest
+    portion at least a tenth smaller.
     """
     whole = rows(budget)
     shares = balanced(whole, ranks)
@@ -135,11 +131,8 @@ NO_LOSS = ConfiguredLoss("none", lambda logprobs, _inputs, _settings: logprobs *
 
 
 class ShardedWeights(Weights):
-    """Weights that are sharded over all ranks (FSDP2)."""
-
     def __init__(self, local: Weights, device: str, ranks: Ranks | None, whole: Weights | None) -> None:
-        """Shard `local`, this process's copy. On rank 0, `whole` keeps all weights, for sampling and
-        writing."""
+        """Shard `local`. On rank 0, `whole` keeps all weights, to sample and write."""
         self._local, self._ranks, self._whole = local, ranks, whole
         mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
         model: Any = local.model
@@ -155,7 +148,6 @@ class ShardedWeights(Weights):
 
     @property
     def sources(self) -> list[Parameter] | None:
-        """The full parameters, on rank 0."""
         return self._whole.parameters if self._whole is not None else None
 
     def activate(self) -> None:
@@ -169,7 +161,7 @@ class ShardedWeights(Weights):
         self._gathered().write(folder, dtype)
 
     def read(self, folder: Path) -> None:
-        """Read into the full weights. `LeadingTrainer.load` then distributes them."""
+        """Reads into the full weights. `LeadingTrainer.load` then distributes them."""
         assert self._whole is not None
         self._whole.read(folder)
 
@@ -189,7 +181,7 @@ class ShardedWeights(Weights):
 
 
 class RankTrainer(Trainer):
-    """A trainer on one of several ranks. All ranks must call its public methods together."""
+    """A trainer on one of several ranks, which must all call its public methods together."""
 
     @property
     def _is_sharded(self) -> bool:
@@ -198,7 +190,6 @@ class RankTrainer(Trainer):
     def compute(
         self, portion: Portion, named: Named, backward: bool, entropies: bool
     ) -> tuple[list[np.ndarray], float]:
-        """`Trainer._compute` for this rank's portion."""
         losses_of = resolve_loss(named[0]).configured(*named)
         return run_to_end(
             self._compute(
@@ -207,7 +198,6 @@ class RankTrainer(Trainer):
         )
 
     def take_step(self, params: tinker.AdamParams) -> float:
-        """Take an optimizer step with the gradients of all ranks. Returns their norm before clipping."""
         return Trainer._step(self, params)
 
     def gather_weights(self) -> None:
@@ -215,7 +205,7 @@ class RankTrainer(Trainer):
         self.weights.gather()
 
     def gather_optimizer(self) -> dict[str, Any]:
-        """The optimizer state as a single process would have it. Empty on followers."""
+        """As in a single process. Empty on followers."""
         own, is_first = Trainer.optimizer_state(self), dist.get_rank() == 0
         state: dict[int, dict[str, Tensor]] = {}
         for at, entry in own["state"].items():
@@ -227,7 +217,7 @@ class RankTrainer(Trainer):
 
     @torch.no_grad()
     def take_from_rank_0(self, skeleton: Skeleton, moments: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Take rank 0's weights, and start an optimizer with its `moments`. Followers pass no moments."""
+        """Take rank 0's weights and an optimizer with its `moments`, which followers lack."""
         self.reset_optimizer()
         parameters, is_first = self.weights.parameters, dist.get_rank() == 0
         sources = self.weights.sources if isinstance(self.weights, ShardedWeights) else parameters
@@ -277,7 +267,7 @@ class RankTrainer(Trainer):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def _sum_gradients(self) -> None:
-        """Sum gradients over all ranks. A parameter with a gradient on any rank gets one on all."""
+        """A parameter with a gradient on any rank gets one on all."""
         parameters = self.weights.parameters
         present = torch.tensor([p.grad is not None for p in parameters], device=self.model.device).int()
         dist.all_reduce(present, dist.ReduceOp.MAX)
@@ -295,7 +285,7 @@ class RankTrainer(Trainer):
 
 
 class LeadingTrainer(RankTrainer):
-    """Rank 0's trainer. It is used as in a single process, and its methods involve all ranks."""
+    """Rank 0's trainer: used as in a single process, but its methods involve all ranks."""
 
     def __init__(self, ranks: Ranks, weights: Weights, *, share_prefixes: bool) -> None:
         spec = ranks.spec
@@ -317,7 +307,6 @@ class LeadingTrainer(RankTrainer):
         return self._ranks.together("gather_optimizer", (), self.gather_optimizer)[0]
 
     def _give(self, moments: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Distribute the weights, and an optimizer with `moments`, to all ranks."""
         skeleton: Skeleton = {
             at: {name: None if value.dim() else float(value) for name, value in entry.items()}
             for at, entry in moments.items()
@@ -374,7 +363,7 @@ class LeadingTrainer(RankTrainer):
 
 
 def load_weights(spec: RankSpec) -> Weights:
-    """Load weights to train in this process. `fully_shard` moves sharded weights to the device later."""
+    """`fully_shard` moves sharded weights to the device later."""
     device = "cpu" if spec.sharding == "shard" else spec.own_device
     model = load_model(spec.folder, device=device, dtype=spec.dtype)
     own = own_logits(model)

@@ -160,7 +160,7 @@ class EmbeddedEngine:
 
     @property
     def warnings(self) -> list[str]:
-        """What a user of this model should know before training, one sentence each."""
+        """What users should know before training, one sentence each."""
         found = [short_context(self._model.config)]
         if not self.shares_prefixes:
             found.append(
@@ -171,12 +171,10 @@ class EmbeddedEngine:
 
     @property
     def ranks(self) -> Ranks | None:
-        """The processes of other devices; None with a single device."""
         return self._ranks
 
     @property
     def max_context(self) -> int:
-        """Token limit of prompt and reply together."""
         return self.context.max_context
 
     @property
@@ -185,7 +183,7 @@ class EmbeddedEngine:
 
     @property
     def lora(self) -> LoraSettings | None:
-        """Settings of the adapters that train over a frozen model. None: all weights train."""
+        """None: all weights train."""
         return self._lora
 
     @property
@@ -194,13 +192,11 @@ class EmbeddedEngine:
 
     @property
     def version_bytes(self) -> int:
-        """Device memory that a published version of the weights takes."""
         dtype = torch.float32 if self._base else self.dtype
         return dtype.itemsize * sum(each.numel() for each in self._trainer.weights.parameters)
 
     @property
     def architecture(self) -> str:
-        """Hugging Face's model type, such as `qwen3`."""
         return self._model.config.model_type
 
     def __enter__(self) -> EmbeddedEngine:
@@ -210,17 +206,17 @@ class EmbeddedEngine:
         self.close()
 
     def close(self) -> None:
-        """Fail unfinished requests, and end the engine's thread and the processes of other devices."""
+        """Fail unfinished requests, and end the engine's thread and other processes."""
         self.context.thread.close()
         if self._ranks is not None:
             self._ranks.close()
 
     def create_training_client(self) -> EmbeddedTrainingClient:
-        """A client that trains the engine's own weights. All such clients share them."""
+        """A client of the engine's own weights, which all such clients share."""
         return EmbeddedTrainingClient(self.context, self._trainer, self.checkpoint_dir, self._notes)
 
     def create_sampling_client(self) -> APIFuture[EmbeddedSamplingClient]:
-        """A client that samples from the engine's own weights, frozen when the request's turn comes."""
+        """A client of the engine's own weights, frozen when the request's turn comes."""
         return self.create_training_client().save_weights_and_get_sampling_client()
 
     def train_copy(
@@ -233,10 +229,8 @@ class EmbeddedEngine:
     ) -> APIFuture[EmbeddedTrainingClient]:
         """A client with separate weights: a copy of the base model's, or a checkpoint's.
 
-        With LoRA these are adapters over the shared base: a new one with the settings `lora` (None: the
-        engine's), or a checkpoint's. `optimizer`: also load the checkpoint's optimizer state.
-        `checkpoint_dir`: where the client's `save_state` writes (None: where the engine's does). Raises
-        EngineError for a checkpoint of another model or kind, or one without that state.
+        With LoRA, adapters over the shared base, new ones with the settings `lora` (None: the engine's).
+        `optimizer`: load that of the checkpoint too. Raises EngineError for a checkpoint that does not fit.
         """
 
         def job() -> EmbeddedTrainingClient:
@@ -249,14 +243,14 @@ class EmbeddedEngine:
         return self.context.run(job)
 
     def sample_copy(self, folder: Path | None = None) -> APIFuture[EmbeddedSamplingClient]:
-        """A client that samples from the base model as it is on disk, or from a checkpoint."""
+        """A client of the base model as it is on disk, or of a checkpoint."""
         return self.context.run(lambda: freeze(self.context, lambda: self._decoder_of(folder)))
 
     def open_frozen(self, folder: Path, adapter: Path | None = None) -> FrozenWeights:
-        """Open the model in `folder`, with the LoRA adapter in `adapter` if given, as frozen weights.
+        """Frozen weights of the model in `folder`, with the LoRA adapter in `adapter` if given.
 
-        The engine's own base is not loaded again if it is frozen too. Blocks while loading, but the engine
-        keeps running. Raises EngineError.
+        A frozen base of the engine is not loaded again. Blocks, but the engine keeps running. Raises
+        EngineError.
         """
         return self.context.thread.call(self._frozen_models).result().open(folder, adapter)
 
@@ -274,14 +268,14 @@ class EmbeddedEngine:
         return self.context.run(lambda: self._trainer.weights.write(folder, self.dtype))
 
     def free_memory(self) -> APIFuture[None]:
-        """Release GPU memory that torch caches, once its turn comes."""
+        """Release GPU memory that torch caches."""
         return self.context.run(torch.cuda.empty_cache)
 
     def write_canaries(self, folder: Path) -> APIFuture[list[Path]]:
         """Write weights that show whether a sampler applies adapters to every kind of module.
 
-        The folder `none` changes nothing. Each other folder is named after a kind of module, such as
-        `q_proj`, and its adapter changes that kind a lot.
+        `none` changes nothing. The other folders are named after a kind, such as `q_proj`, which they change
+        a lot.
         """
 
         def job() -> list[Path]:
@@ -333,7 +327,7 @@ class EmbeddedEngine:
 def _lora_base(
     model: Any, folder: Path, kind: type[Decoder], settings: LoraSettings | None, adapter: Path
 ) -> LoraBase:
-    """A base that was proved to decode exactly with adapters of `settings`, or of the one in `adapter`."""
+    """Raises EngineError unless it decodes exactly with adapters."""
     from tinkerscript.engine.lora import LoraBase, settings_of  # Importing PEFT takes half a second.
 
     base = LoraBase(model, folder, kind)

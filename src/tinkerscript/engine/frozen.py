@@ -1,7 +1,7 @@
 """`FrozenModels`: models that never train. They sample and score.
 
-Invariant: all models over one base hold its weights once. If the run trains an adapter, its base is among
-them.
+Invariant: all models over one base hold its weights once, including the run's own base if it trains an
+adapter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NO_CHANGE = LoraSettings(rank=1, targets=("attn",))
 
 
 class FrozenWeights:
-    """A base, with or without an adapter, that samples and scores on the engine's thread."""
+    """A base, perhaps with an adapter, on the engine's thread."""
 
     def __init__(self, context: EngineContext, sampling: EmbeddedSamplingClient, trainer: Trainer) -> None:
         self.context = context
@@ -43,11 +43,10 @@ class FrozenWeights:
         sequences: Sequence[NDArray[np.int32]],
         temperatures: Sequence[NDArray[np.float32]] | None = None,
     ) -> Future[list[NDArray[np.float32]]]:
-        """Each token's logprob given all before it: int32 [T] each in, float32 [T] each out, 0 at position 0.
+        """Each token's logprob given all before it: int32 [T] in, float32 [T] out, 0 at position 0.
 
-        `temperatures`, float32 [T] each, divide each token's logits (None: 1). Sequences share prefixes, and
-        sampling runs between microbatches. Raises EngineRequestError for a sequence that is too long or has
-        ids that the model lacks.
+        `temperatures`, float32 [T] each, divide the logits (None: 1). Sampling runs between microbatches.
+        Raises EngineRequestError for a sequence that is too long or has unknown ids.
         """
         given = temperatures or [np.ones(len(ids), np.float32) for ids in sequences]
         return self.context.thread.call_in_slices(lambda: self._scoring(sequences, given))
@@ -66,12 +65,9 @@ class FrozenWeights:
 
 @dataclass(frozen=True, slots=True)
 class FrozenBase:
-    """A loaded base with its limits."""
-
     lora: LoraBase
     context: EngineContext
     shares_prefixes: bool
-    """Whether `packing.shares_prefixes` proved it."""
 
     def with_adapter(self, folder: Path | None) -> FrozenWeights:
         """The base with the adapter in `folder`, if any. Call this on the engine's thread."""
@@ -82,12 +78,10 @@ class FrozenBase:
 
 
 class FrozenModels:
-    """Opens frozen models for one engine, and keeps their bases."""
-
     def __init__(
         self, context: EngineContext, own: FrozenBase | None, *, device: str, dtype: torch.dtype
     ) -> None:
-        """`own` is the engine's base, if it is frozen. `dtype` is for bases that are loaded here."""
+        """`own`: the engine's base, if it is frozen. `dtype` is for other bases."""
         self._context = context
         self._bases = {} if own is None else {context.folder.resolve(): own}
         self._device = device
@@ -97,8 +91,7 @@ class FrozenModels:
     def open(self, folder: Path, adapter: Path | None = None) -> FrozenWeights:
         """Open the model in `folder`, with the LoRA adapter in `adapter` if given.
 
-        Blocks while it loads on the caller's thread; the engine keeps running. Raises EngineError for a model
-        that cannot be loaded or decoded exactly, or an adapter that does not fit.
+        Loads on the caller's thread, while the engine keeps running. Raises EngineError.
         """
         with self._loading:
             key = folder.resolve()
@@ -120,7 +113,6 @@ class FrozenModels:
 
 
 def _every_token(ids: NDArray[np.int32], temperatures: NDArray[np.float32]) -> tinker.Datum:
-    """A datum that scores every token but the first."""
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
         loss_fn_inputs={

@@ -25,11 +25,11 @@ except ImportError:  # Optional. Requests that need it get an error that names i
     LLMatcher = LLTokenizer = None
 
 COMPILED_GRAMMARS = 64
-"""Cache size. The calls of one task share a few grammars."""
+"""The calls of one task share a few grammars."""
 
 
 class GrammarError(EngineError):
-    """A grammar cannot be used. The message is the compiler's."""
+    """The message is the compiler's."""
 
 
 class Matcher:
@@ -40,7 +40,7 @@ class Matcher:
         self._vocabulary = vocabulary
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """bool [V]: ids that may come next, at least one. Raises GrammarError if there is no such id."""
+        """bool [V]: ids that may come next. Raises GrammarError if there is none."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(bits, count=self._vocabulary, bitorder="little").astype(np.bool_)
         if not allowed.any():
@@ -50,8 +50,7 @@ class Matcher:
     def take(self, token: int) -> None:
         """Advance by a sampled token. Raises GrammarError if the grammar does not allow it.
 
-        The mask can allow such a token all the same: a marker, where the grammar wants the text of its
-        spelling.
+        The mask can allow it all the same: a marker, where the grammar wants the text of its spelling.
         """
         if not self._matcher.consume_token(token):
             raise self._dead_end(f"it wants a text that the token {token} alone spells")
@@ -63,11 +62,8 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary."""
-
     def __init__(self, tokenizer_file: Path, *, vocabulary: int, end_id: int) -> None:
-        """`vocabulary` is the number of the model's ids, `end_id` any id that ends a turn. Reads nothing
-        yet."""
+        """`end_id`: any id that ends a turn."""
         self._tokenizer_file = tokenizer_file
         self._vocabulary = vocabulary
         self._end_id = end_id
@@ -76,9 +72,9 @@ class Grammars:
         self._compiled: OrderedDict[str, Any] = OrderedDict()
 
     def matcher(self, grammar: str) -> Matcher:
-        """A matcher at the start of `grammar`. Compiling can take a second, but releases the GIL.
+        """A matcher at the start of `grammar`. Raises GrammarError if it does not compile.
 
-        Raises GrammarError if the grammar does not compile.
+        Compiling can take a second, but releases the GIL.
         """
         with self._lock:
             compiled = self._compiled.get(grammar) or self._compile(grammar)

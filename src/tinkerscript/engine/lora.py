@@ -1,11 +1,9 @@
 """LoRA: a frozen base model that is held once, and adapters over it, each the weights of one run.
 
-Adapters are PEFT's: its module tree trains, and checkpoints use its files and names, so PEFT, vLLM and
-transformers can read them. An adapter is float32 whatever the base's dtype, and adds `alpha / rank` times B A
-x to a product.
+PEFT's module tree trains, and checkpoints have its files and names, so PEFT, vLLM and transformers can read
+them. An adapter is float32, and adds `alpha / rank` times B A x to a product.
 
-Invariant: before anything is computed for a run, its adapter is activated in the tree. Decoders have their
-own copies of A and B.
+Invariant: before anything is computed for a run, its adapter is activated in the tree. Decoders copy A and B.
 """
 
 from __future__ import annotations
@@ -39,13 +37,12 @@ from tinkerscript.model_folder import ADAPTER_CONFIG, base_of_adapter, base_of_f
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 PEFT_PREFIX = "base_model.model."
-"""Prefix of PEFT's tensor names."""
 
 CANARY_SHARE = 0.3
-"""How much a canary changes a module, as a share of the norm of its weights."""
+"""How much a canary changes a module, relative to the norm of its weights."""
 
 EXPERTS = "experts"
-"""The target for the weights of experts, which are not linear modules. `mlp` includes them."""
+"""The target for experts' weights, which are not linear modules. `mlp` includes them."""
 
 # Modules that choose experts never train, because a change of the choice could not be replayed.
 _ROUTERS = ("gate", "router")
@@ -59,14 +56,11 @@ class LoraBase:
     """A frozen model and its adapters. Not thread-safe: the engine's thread owns it."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, kind: type[Decoder]) -> None:
-        """Freeze `model`, loaded from `folder`. `kind` is the class of its decoders."""
         self.model = model.requires_grad_(False)
         self.folder = folder
         # The decoder must take its weights from plain modules, before the first adapter wraps them.
         self.decoder: Decoder = kind(model, model.dtype, shares=True)  # pyright: ignore[reportCallIssue]
         self.plain = self.decoder.with_adapter(AdapterTensors(1.0, {}))
-        """Decodes without an adapter."""
-
         self._peft: PeftModel | None = None
         self._numbers = itertools.count()
         self._slots: dict[tuple[str, ...], str] = {}
@@ -75,8 +69,7 @@ class LoraBase:
         self._unused: deque[str] = deque()
 
     def new_adapter(self, settings: LoraSettings) -> Adapter:
-        """A new adapter, which changes nothing yet. Raises EngineRequestError for targets that the model
-        lacks."""
+        """An adapter that changes nothing yet. Raises EngineRequestError for targets that the model lacks."""
         self._remove_unused()
         name = self._add(settings)
         adapter = Adapter(self, name, settings)
@@ -90,21 +83,19 @@ class LoraBase:
         return adapter
 
     def decoder_of(self, folder: Path) -> Decoder:
-        """A decoder with a checkpoint's adapter. Raises EngineError for another model's."""
+        """A checkpoint's, to sample from. Raises EngineError for another model's."""
         settings = settings_of(folder)
         tensors = self.checked(folder, load_adapter(folder), settings)
         return self.frozen(tensors, settings)
 
     def frozen(self, modules: dict[str, tuple[Tensor, Tensor]], settings: LoraSettings) -> Decoder:
-        """A decoder with an adapter of `modules`, which it keeps."""
+        """A decoder that keeps `modules` as its adapter."""
         slot = self._slot(settings) if isinstance(self.decoder, HubDecoder) else ""
         return self.decoder.with_adapter(AdapterTensors(settings.alpha / settings.rank, modules, slot))
 
     def prove(self, settings: LoraSettings) -> None:
-        """Raise EngineError unless decoders with an adapter compute what the module tree does.
-
-        The test uses an adapter that changes every module a lot.
-        """
+        """Raise EngineError unless decoders compute what the module tree does, with an adapter that changes
+        it a lot."""
         adapter = self.new_adapter(settings)
         adapter.exaggerate()
         adapter.activate()
@@ -160,7 +151,7 @@ class LoraBase:
                 self._peft.delete_adapter(self._unused.popleft())
 
     def _slot(self, settings: LoraSettings) -> str:
-        """The tree's adapter into which decoders with these targets load their tensors, of any rank."""
+        """The tree's adapter into which decoders with these targets load their tensors."""
         if settings.targets not in self._slots:
             self._slots[settings.targets] = self._add(replace(settings, rank=1))
         return self._slots[settings.targets]
@@ -168,8 +159,7 @@ class LoraBase:
     def checked(
         self, folder: Path, modules: dict[str, tuple[Tensor, Tensor]], settings: LoraSettings
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """`modules` on the model's device. Raises EngineError if they do not fit this model and
-        `settings`."""
+        """`modules` on the model's device. Raises EngineError if they do not fit."""
         for name, expected in self._shapes(settings).items():
             if name not in modules or tuple(tuple(each.shape) for each in modules[name]) != expected:
                 raise EngineError(f"the adapter {folder} is of another model: {name} does not fit")
@@ -194,8 +184,7 @@ class LoraBase:
 
 
 class Adapter(Weights):
-    """One run's adapter. After it is garbage-collected, the base drops its tensors before the next new
-    one."""
+    """One run's adapter. The base drops its tensors some time after it is garbage-collected."""
 
     def __init__(self, base: LoraBase, name: str, settings: LoraSettings) -> None:
         self.base, self.model = base, base.model
@@ -256,17 +245,15 @@ class Adapter(Weights):
 
     @property
     def kinds(self) -> list[str]:
-        """Last names of its modules, such as `q_proj`, and `experts`."""
         experts = {EXPERTS} if len(self._linear) < len(self._layers) else set[str]()
         return sorted({path.rpartition(".")[2] for path in self._linear} | experts)
 
     @property
     def _linear(self) -> list[str]:
-        """Paths of its linear modules."""
         return [path for path, layer in self._layers.items() if not isinstance(layer, ParamWrapper)]
 
     def exaggerate(self) -> None:
-        """Change every module by a random matrix, with `CANARY_SHARE` of its weights' norm."""
+        """Change every module by a random matrix, with `CANARY_SHARE` of its norm."""
         random = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for path, (a, b) in self._factors().items():
@@ -293,7 +280,7 @@ class Adapter(Weights):
 
 
 def target_modules(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """The linear modules that `targets` name, in the model's order. Raises EngineRequestError."""
+    """The linear modules that `targets` name. Raises EngineRequestError."""
     head = model.get_output_embeddings()
     found: dict[str, list[str]] = {target: [] for target in targets}
     towers = _outside_of_text(model)
@@ -315,12 +302,12 @@ def target_modules(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
 
 
 def target_parameters(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """PEFT's names for the expert weights that `targets` name, such as `experts.down_proj`."""
+    """PEFT's names of the experts' weights that `targets` name, such as `experts.down_proj`."""
     return list(dict.fromkeys(name for name, _ in expert_weights(model, targets)))
 
 
 def expert_weights(model: PreTrainedModel, targets: Sequence[str]) -> list[tuple[str, Tensor]]:
-    """(name, weight (experts, ...)) of all expert weights, if `targets` name them."""
+    """(name, weight (experts, ...)) of all experts' weights, if `targets` name them."""
     found: list[tuple[str, Tensor]] = []
     for path, module in model.named_modules() if {"mlp", EXPERTS} & set(targets) else ():
         owner = path.replace(".base_layer", "").rpartition(".")[2]
@@ -334,7 +321,7 @@ def expert_weights(model: PreTrainedModel, targets: Sequence[str]) -> list[tuple
 
 
 def _outside_of_text(model: PreTrainedModel) -> set[nn.Module]:
-    """Modules for images and audio, which text never reaches."""
+    """Modules for images and audio."""
     if model.config.get_text_config() is model.config:
         return set()
     text: Any = model.get_decoder()
@@ -343,7 +330,7 @@ def _outside_of_text(model: PreTrainedModel) -> set[nn.Module]:
 
 
 def settings_of(folder: Path) -> LoraSettings:
-    """Settings of a checkpoint's adapter. Raises EngineError for a folder without one."""
+    """Raises EngineError for a folder without an adapter."""
     config = read_json(folder / ADAPTER_CONFIG)
     if not config:
         raise EngineError(f"{folder} has no {ADAPTER_CONFIG}, so it is not a LoRA adapter")
@@ -356,7 +343,7 @@ def settings_of(folder: Path) -> LoraSettings:
 
 
 def load_adapter(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """A checkpoint's adapter: module path -> A (rank, in) and B (out, rank), float32."""
+    """Module path -> A (rank, in) and B (out, rank), float32."""
     tensors = load_file(folder / ADAPTER_WEIGHTS)
     names = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in tensors}
     return {
@@ -369,10 +356,8 @@ def load_adapter(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def merged(folder: Path) -> PreTrainedModel:
-    """Merge a checkpoint's adapter into its base, in the base's dtype.
-
-    Tied embeddings are untied if the head has an adapter. Raises ConfigError and EngineError.
-    """
+    """A checkpoint's adapter merged into its base, in the base's dtype. Raises ConfigError and
+    EngineError."""
     base = base_of_adapter(folder)
     if base is None:
         raise EngineError(
@@ -409,7 +394,7 @@ def _with_experts(
     settings: LoraSettings,
     names: list[str],
 ) -> PreTrainedModel:
-    """Merge the adapters of experts into the model. Raises EngineError."""
+    """Raises EngineError if the adapter does not fit."""
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
@@ -446,7 +431,6 @@ def linear_shape(layer: nn.Linear | Conv1D) -> tuple[int, int]:
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Generator[None]:
-    """Seed torch within the context, and restore its state afterwards."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

@@ -1,9 +1,7 @@
-"""The losses that the engine trains with (`LOSSES`, or a user's through `resolve_loss`), and the logprobs
-that they take (`target_logprobs`).
+"""The losses that the engine trains with (`LOSSES`), and the logprobs that they take (`target_logprobs`).
 
 A loss is a sum over tokens, as in Tinker, so gradients are the same however a batch is split into
-microbatches. A new loss is one function of per-token losses and one entry of the table. `TERMS` are options
-of all policy losses.
+microbatches. A new loss is one function of per-token losses and one entry of the table.
 
 Invariant: logits are held in chunks, and only the targets' logprobs and the entropies leave a chunk.
 """
@@ -29,52 +27,50 @@ from tinkerscript.errors import ConfigError, EngineError, EngineRequestError
 __all__ = ["LOSSES", "TERMS", "ConfiguredLoss", "Loss", "TokenLosses", "resolve_loss", "target_logprobs"]
 
 TokenLosses = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
-"""(logprobs, inputs, settings) -> losses, unreduced, one per token.
+"""(logprobs, inputs, settings) -> losses, unreduced.
 
 All tensors have the shape of `logprobs`: (B, T), or one axis for all tokens of a microbatch. `logprobs` are
-the model's, float32, for the target tokens at their sampling temperatures. `inputs` are the datums'
+the model's for the target tokens, float32, at their sampling temperatures. `inputs` are the datums'
 `loss_fn_inputs` by name, plus `MASK` and `SEQUENCE`."""
 
 MASK = "mask"
-"""Input, bool: which tokens train. By default, tokens with an advantage or a weight. Datums may provide
-it."""
+"""Input, bool: which tokens train. Optional in a datum; by default, those with an advantage or a weight."""
 
 SEQUENCE = "sequence"
-"""Input, int64 from 0: the sequence of each token. All tokens of a sequence are present."""
+"""Input, int64 from 0: the sequence of each token."""
 
 TEMPERATURES = "temperatures"
-"""Input, float32 above 0: what divides each token's logits. Datums may provide it (default 1). Losses do not
-see it, because their logprobs include it."""
+"""Input, float32: what divides each token's logits, by default 1. Losses do not see it; logprobs include
+it."""
 
 ENTROPY = "entropy"
-"""Input for losses with `needs_entropy`: the entropy of the distribution that each token was sampled from, in
-nats, with its gradient."""
+"""Input for losses with `needs_entropy`: the sampling distribution's entropy, in nats, with its gradient."""
 
 SCALE = "scale"
-"""Input, float32: factor for terms without an advantage. It is 1 over the advantages' divisor
-(`training.loss_mean`) and 0 where nothing trains. Datums may provide it; by default it is the mask."""
+"""Input, float32: factor for terms without an advantage, namely 1 over the advantages' divisor
+(`training.loss_mean`), or 0 where nothing trains. Optional in a datum; by default the mask."""
 
 START = "start_logprobs"
-"""Input, float32: logprobs under the start policy. Datums provide it for the KL terms."""
+"""Input, float32: logprobs under the start policy, for the KL terms."""
 
 SAMPLER = "sampler_logprobs"
-"""Input, float32: the sampler's logprobs. Datums provide it if `logprobs` are not the sampler's."""
+"""Input, float32: the sampler's logprobs, for datums with other `logprobs`."""
 
 COVARIANT = "covariant"
-"""Input: 1 for tokens with an outstanding covariance of advantage and logprob, else 0. For losses that name
-this input, the trainer chooses them over the whole batch (`train.token_advantages.covariant_tokens`)."""
+"""Input: 1 for tokens with an outstanding covariance of advantage and logprob, else 0. The trainer chooses
+them over the whole batch (`train.token_advantages.covariant_tokens`)."""
 
 OPTIONAL_INPUTS = frozenset({MASK, TEMPERATURES, SCALE, START, SAMPLER, COVARIANT})
 
 SKIPPED_STEPS = "skipped_steps"
-"""Metric of an optimizer step that was skipped because the gradient was not finite."""
+"""Metric: the optimizer step was skipped because the gradient was not finite."""
 
 POLICY_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
 CLIP: Mapping[str, float] = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 """Bounds of a token's probability ratio."""
 
 SEQUENCE_CLIP: Mapping[str, float] = {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}
-"""Bounds of a sequence's ratio, a mean that hardly moves. These are the values of GSPO's authors."""
+"""Bounds of a sequence's ratio, by GSPO's authors."""
 
 # Added to probabilities before dividing by them, as in verl.
 TINY = 1e-8
@@ -85,14 +81,14 @@ MAX_LOG_RATIO = 20.0
 
 
 TERMS: Mapping[str, float] = {**dict.fromkeys(KL_LOSSES, 0.0), "entropy": 0.0, "off_policy_mask": 0.0}
-"""Settings of every policy loss in addition to its own. The default of 0 turns them off.
+"""Settings of every policy loss; 0 turns them off.
 
-`kl_k1`, `kl_k2`, `kl_k3`, `kl_unbiased`: weight of an estimate of KL(policy, start) that is added to the
-loss. With d = log p(policy) - log p(start), these are d, d^2 / 2, exp(-d) - 1 + d (Schulman 2020,
-"Approximating KL Divergence"), and the third times the loss's probability ratio, which has the divergence's
-gradient (DeepSeek-V3.2 2025, arXiv:2512.02556). `entropy`: weight of the entropy, which is subtracted.
+`kl_k1`, `kl_k2`, `kl_k3`, `kl_unbiased`: weights of added estimates of KL(policy, start). With d = log
+p(policy) - log p(start), these are d, d^2 / 2, exp(-d) - 1 + d (Schulman 2020, "Approximating KL
+Divergence"), and the third times the loss's probability ratio, which has the divergence's gradient
+(DeepSeek-V3.2 2025, arXiv:2512.02556). `entropy`: the weight of the entropy, which is subtracted.
 `off_policy_mask`: tokens with a negative advantage carry no loss if the mean of log p(sampler) - log
-p(policy) over their sequence exceeds this (DeepSeek-V3.2's off-policy sequence mask)."""
+p(policy) over their sequence exceeds this (also DeepSeek-V3.2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,28 +117,23 @@ class Loss:
     tokens: TokenLosses
 
     inputs: frozenset[str] = POLICY_INPUTS
-    """The `loss_fn_inputs` that a datum must have, each [T], including `target_tokens`. Any of
-    `OPTIONAL_INPUTS` are allowed too."""
+    """The `loss_fn_inputs` of a datum, each [T]. `OPTIONAL_INPUTS` may be left out."""
 
     settings: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Keys for `loss_fn_config` in addition to `TERMS`, with their defaults."""
+    """Further keys of `loss_fn_config`, with defaults."""
 
     ratio: Literal["token", "sequence"] = "token"
-    """Whether the probability ratio is per token or per sequence. Only the metric `train/clip_fraction` of
-    losses with `CLIP`'s settings uses it."""
+    """Used by the metric `train/clip_fraction` of losses with `CLIP`'s settings."""
 
     needs_entropy: bool = False
 
     @property
     def known(self) -> Mapping[str, float]:
-        """All keys that `loss_fn_config` may have, with their defaults."""
+        """All keys of `loss_fn_config`, with defaults."""
         return {**(TERMS if self.inputs >= POLICY_INPUTS else {}), **self.settings}
 
     def configured(self, name: str, config: Mapping[str, float | str] | None) -> ConfiguredLoss:
-        """Combine `tokens` with the settings of `config`, a `loss_fn_config`, over the defaults.
-
-        Raises EngineRequestError, naming the key or value, if one cannot be used.
-        """
+        """Raises EngineRequestError for a key or value of `config` that cannot be used."""
         known = self.known
         settings = _Settings(name, {**known, **_numbers(name, config or {}, known=known)})
         needs_entropy = self.needs_entropy or bool(settings.get("entropy"))
@@ -202,8 +193,8 @@ def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str,
 def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
     """-min(s_t * advantage, clip(s_t) * advantage) / n; GSPO-token of Zheng et al. 2025, arXiv:2507.18071.
 
-    s is the sequence's ratio: the geometric mean over its n tokens that train. s_t has the value of s but the
-    gradient of its own token, so that each token can have its own advantage.
+    s is the geometric mean of a sequence's ratios over its n tokens that train. s_t has the value of s but
+    the gradient of its own token, so that each token can have its own advantage.
     """
     advantages = inputs["advantages"]
     means, counts = _sequence_means(logprobs.detach() - inputs["logprobs"], inputs)
@@ -219,8 +210,8 @@ def ppo_dual_clip(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapp
 
 
 def dppo_tv(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
-    """-ratio * advantage, or 0 if the update has moved the token's probability by more than delta in the
-    advantage's direction; Qi et al. 2026, arXiv:2602.04879, Binary-TV."""
+    """-ratio * advantage, or 0 if the token's probability has moved by more than delta in the advantage's
+    direction; Qi et al. 2026, arXiv:2602.04879, Binary-TV."""
     moved = logprobs.detach().exp() - inputs["logprobs"].exp()
     return _within(moved.abs(), moved, logprobs, inputs, settings)
 
@@ -276,7 +267,6 @@ def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, f
 def _with_terms(
     losses: Tensor, logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]
 ) -> Tensor:
-    """Add the `TERMS` in `settings` to `losses`."""
     if limit := settings.get("off_policy_mask"):
         sampler = inputs.get(SAMPLER, inputs["logprobs"])
         apart, _ = _sequence_means(sampler - logprobs.detach(), inputs)
@@ -302,8 +292,7 @@ def _divergence(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Te
 
 
 def _sequence_means(values: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """For each token's sequence: the mean of `values` over tokens that train, and the number of these
-    tokens."""
+    """For each token's sequence: the mean of `values` over tokens that train, and their number."""
     sequence, mask = inputs[SEQUENCE], inputs[MASK]
     both = torch.stack([torch.where(mask, values, 0.0), mask.to(values.dtype)])
     totals, counts = values.new_zeros(2, int(sequence.max()) + 1).index_add(1, sequence, both)
@@ -312,7 +301,7 @@ def _sequence_means(values: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tenso
 
 
 def _ratio(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Each token's probability under the current weights over the sampler's."""
+    """Probability under the current weights over the sampler's."""
     # Positions that do not train may have an arbitrary logprob, so their ratio is 1.
     return _exp(torch.where(inputs[MASK], logprobs - inputs["logprobs"], 0.0))
 
@@ -343,16 +332,14 @@ LOSSES: Mapping[str, Loss] = {
     ),
     "kl_cov": Loss(kl_cov, inputs=POLICY_INPUTS | {COVARIANT}, settings={"kl": 1.0, "cov_share": 2e-4}),
 }
-"""Losses by `loss_fn` name. Where Tinker has the same name, the formula is the same too, except that `gspo`
-is divided by n. The learner uses the settings `cov_...` to choose the covariant tokens."""
+"""By `loss_fn`. Names that Tinker has mean the same as there, except that `gspo` is divided by n."""
 
 
 def resolve_loss(name: str) -> Loss:
     """Look up a loss in the table, or import a user's as `module:name` or `file.py:name`.
 
-    A user's loss is a `Loss` or a function like those above; a function takes `target_tokens`, `logprobs` and
-    `advantages`, and no settings. Because this imports code, look up names from a network in `LOSSES`
-    instead. Raises EngineRequestError for an unusable name.
+    That is a `Loss`, or a function like those above, which takes `POLICY_INPUTS` and no settings. Because
+    this imports code, look up names from a network in `LOSSES` instead. Raises EngineRequestError.
     """
     return LOSSES[name] if name in LOSSES else _users_loss(name)
 
@@ -397,11 +384,13 @@ def target_logprobs(
 
     All of it runs inside a call of `model`, as FSDP requires of its root module.
 
-    Args: inputs: For the model's forward pass, B rows of N tokens. places: [S] among the B * N tokens;
-    several targets may follow the same token. temperatures: [S], divide the logits. None: no division. rows:
-    How many tokens' logits to hold at once (None: `logits_rows`). With more tokens, the backward pass
-    recomputes the logits of each chunk. with_entropies: Return (2, S), where the second row has the entropies
-    of the targets' distributions, in nats. entropy_gradients: Give the entropies gradients.
+    Args:
+        inputs: For the model's forward pass, B rows of N tokens.
+        places: [S] among the B * N tokens; several targets may follow the same token.
+        temperatures: [S], divide the logits.
+        rows: Tokens with logits in memory at once (None: `logits_rows`). Backward recomputes further chunks.
+        with_entropies: Return (2, S), with entropies in nats in the second row.
+        entropy_gradients: Give the entropies gradients.
     """
     of_chunk: Any = _with_entropies if with_entropies else _TargetLogprobs.apply
     if entropy_gradients:
@@ -489,14 +478,12 @@ BLOCKS = 8
 
 
 class _LogprobsAndEntropies(torch.autograd.Function):
-    """`_TargetLogprobs` with entropies. Backward allocates one tensor as large as the logits, and blocks of
-    it."""
+    """`_TargetLogprobs` with entropies, (2, s). Backward also allocates blocks of that tensor."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, temperatures: Tensor | None, places: Tensor, targets: Tensor
     ) -> Tensor:
-        """Takes the arguments of `_TargetLogprobs`, returns (2, s)."""
         wide = _scaled(logits, temperatures)
         normalizers = wide.logsumexp(-1)
         entropies = _entropies(wide, normalizers)
@@ -546,6 +533,5 @@ def _entropies(logits: Tensor, normalizers: Tensor) -> Tensor:
 
 
 def _scaled(logits: Tensor, temperatures: Tensor | None) -> Tensor:
-    """Logits (n, V), float32 or wider, divided by temperatures (n,) as in the sampler."""
     wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     return wide if temperatures is None else wide / temperatures[:, None]

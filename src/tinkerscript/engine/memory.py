@@ -1,7 +1,7 @@
 """`peak_memory`: a formula for the peak memory of training and sampling, which `bench/memory.py` measures.
 
-Nothing is computed with a model; its modules are only created on torch's `meta` device and counted. The terms
-are exact for the Llama family. For other models, activations and decoding are estimates.
+The model only exists on torch's `meta` device. The terms are those of the Llama family; for other models,
+activations and decoding are estimates.
 """
 
 from __future__ import annotations
@@ -21,63 +21,57 @@ from tinkerscript.engine.weights import LoraSettings
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the device."""
-
     weights: int
-    """The model, the samplers' rotary tables and, if all weights train, the samplers' copies of the
-    weights."""
+    """The model, rotary tables and, if all weights train, the samplers' copies."""
 
     adapters: int
-    """A LoRA's trained weights, and the samplers' copies."""
+    """A LoRA's weights, and the samplers' copies."""
 
     moments: int
-    """AdamW's two moments per trained parameter."""
-
     gradients: int
-    """A step's gradients, accumulated over its microbatches."""
+    """Accumulated over a step's microbatches."""
 
     activations: int
-    """A microbatch's activations at their peak, or the optimizer step's temporaries if these are larger."""
+    """A microbatch's peak, or the optimizer step's temporaries if these are larger."""
 
     logits: int
     """One chunk and what the loss derives from it. 0 if the peak is elsewhere."""
 
     kv_cache: int
-    """Keys and values of running rows and cached prompts."""
+    """Running rows and cached prompts."""
 
     decoding: int
-    """Temporaries of a prefill or of a step of all rows, whichever is larger."""
+    """Temporaries of a prefill or a step of all rows, whichever are larger."""
 
     @property
     def held(self) -> int:
-        """Memory that a run always holds."""
         return self.weights + self.adapters + self.moments + self.gradients
 
     @property
     def checkpoint(self) -> int:
-        """Bytes on disk: trained weights in float32, and AdamW's moments."""
+        """Bytes on disk."""
         return self.gradients + self.moments
 
     @property
     def training(self) -> int:
-        """Peak while a microbatch trains and nothing is sampled."""
+        """Peak of training alone."""
         return self.held + self.activations + self.logits
 
     @property
     def sampling(self) -> int:
-        """Peak while rows decode and nothing trains."""
+        """Peak of sampling alone."""
         return self.weights + self.adapters + self.kv_cache + self.decoding
 
     @property
     def total(self) -> int:
-        """Peak of an engine that alternates between both."""
+        """Peak of both in turns."""
         return self.held + self.kv_cache + max(self.activations + self.logits, self.decoding)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     tokens: int
-    """Tokens of a microbatch, including padding. A longer row is a microbatch by itself."""
+    """Tokens of a microbatch, including padding."""
 
     logits_rows: int
     """Tokens with logits in memory at once (`decoder.logits_rows`)."""
@@ -88,21 +82,17 @@ class Workload:
     """Policy versions that can be sampled from."""
 
     rows: int = 0
-    """Sequences that decode together."""
-
     prompt: int = 0
-    """Tokens of a prompt."""
-
     length: int = 0
-    """Tokens of a prompt and its reply."""
+    """Prompt and reply."""
 
 
 def peak_memory(
     config: PreTrainedConfig, lora: LoraSettings | None, dtype: torch.dtype, work: Workload
 ) -> Memory:
-    """Peak memory of the embedded engine on one device, for a training microbatch and for sampling.
+    """Peak memory of the embedded engine on one device.
 
-    If all weights train (`lora` is None), they are float32, and `dtype` is only for their products. Masks of
+    If all weights train (`lora` is None), they are float32, and `dtype` is that of their products. Masks of
     short rows with branches (`packing.MASKED_TOKENS`) are not included. Raises EngineRequestError for targets
     that the model lacks.
     """
@@ -134,7 +124,7 @@ def peak_memory(
 
 
 def available_memory(device: str) -> int | None:
-    """Free bytes of a torch device; on the CPU, without swapping. None if unknown."""
+    """Free bytes, without swapping. None if unknown."""
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else None
     said = Path("/proc/meminfo")
@@ -144,10 +134,7 @@ def available_memory(device: str) -> int | None:
 
 
 def frozen_memory(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of a frozen model next to the one that trains: one copy of its weights, and rotary tables.
-
-    Its microbatches need less than training does, so they do not add to the peak.
-    """
+    """Bytes of a frozen model next to the one that trains. Its microbatches need less than training does."""
     w = _Widths.of(_empty(config))
     return dtype.itemsize * w.parameters + w.tables(dtype.itemsize)
 
@@ -159,8 +146,8 @@ def _empty(config: PreTrainedConfig) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Widths:
-    """C, I, V: widths of hidden states, MLP and vocabulary. Q, K: channels of queries and of keys. H: heads.
-    L: layers. D: channels per head."""
+    """C, I, V: widths of hidden states, MLP and vocabulary. Q, K: channels of queries and keys. H: heads. L:
+    layers. D: channels per head."""
 
     C: int
     I: int  # noqa: E741 - as in the formula
@@ -202,17 +189,13 @@ class _Widths:
         )
 
     def tables(self, e: int) -> int:
-        """Rotary tables of a fused decoder."""
         return 2 * e * self.positions * self.D if self.fused else 0
 
 
 def _microbatch(
     w: _Widths, lora: LoraSettings | None, e: int, work: Workload, *, trained: int, head: bool
 ) -> tuple[int, int]:
-    """(activations, logits) in bytes where their sum is largest: at the head, in a layer, or in the step.
-
-    With `e` of 2, products are in half precision, and parts of them are held twice or in float32.
-    """
+    """(activations, logits) in bytes where their sum is largest: at the head, in a layer, or in the step."""
     half, tokens = e < 4, work.tokens
     layer = _layer(w, lora, half=half) * tokens
     # The backward pass of a layer recomputes the MLP's products.

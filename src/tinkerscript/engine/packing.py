@@ -1,14 +1,13 @@
 """Training rows: sequences with a common prefix share a row that computes every distinct prefix once.
 
-Members of a group share their prompt, and forked conversations of an episode share more. A row is a token
-tree: each token follows its parent, attends to itself and its ancestors, and has its depth as its position.
-Short rows attend through a mask. Long rows attend segment by segment, which avoids N x N matrices.
+A row is a token tree: each token follows its parent, attends to itself and its ancestors, and has its depth
+as its position. Short rows attend through a mask; long ones segment by segment, which avoids N x N matrices.
 
-Invariant: every token sees exactly what it would see in a separate row. `shares_prefixes` proves this for a
-model before its rows are shared, and `attend_in_segments` before long rows go without a mask.
+Invariant: every token sees exactly what it would see in a separate row. `shares_prefixes` and
+`attend_in_segments` prove this for a model first.
 
-Shapes: B rows of at most N tokens. S positions in total, one sequence after another; a token that several
-sequences share occupies several of the S positions but is computed once.
+Shapes: B rows of at most N tokens. S positions, one sequence after another; a token that several sequences
+share has several of these, but is computed once.
 """
 
 from __future__ import annotations
@@ -47,24 +46,22 @@ SEGMENT_COST = 1.5
 QUERY_BLOCK = 512
 
 SEGMENTS = "tinkerscript_segments"
-"""Hugging Face's name for our attention, which is theirs except where `Packed.mask` has segments."""
+"""Hugging Face's name for our attention, which is theirs unless `Packed.mask` has segments."""
 
 PADDING_TOKENS = 256
-"""Padding that costs about as much as an extra forward and backward pass of a small model."""
+"""Padding that costs about as much as another pass of a small model."""
 
 PADDING_SHARE = 0.125
-"""Additional padding allowed, as a share of a batch's real tokens."""
+"""Further padding, as a share of a batch's real tokens."""
 
 
 @dataclass(slots=True)
 class TokenTree:
-    """One row of N tokens, each in at least one sequence."""
-
     ids: Ints
-    """[N], parents before children."""
+    """[N], parents before children"""
 
     depths: Ints
-    """[N], each token's position in its sequences."""
+    """[N], positions in the sequences"""
 
     paths: list[tuple[int, Ints]] = field(default_factory=list[tuple[int, Ints]])
     """(index of a sequence, places [T] of its tokens in the row)"""
@@ -75,12 +72,11 @@ class TokenTree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether the row has no branches, so that plain causal attention is correct."""
+        """Whether plain causal attention is correct, because there are no branches."""
         return bool(self.depths[-1] == self.size - 1)
 
     @property
     def pairs(self) -> int:
-        """Number of (token, visible token) pairs."""
         return int(self.depths.sum()) + self.size
 
     def segments(self) -> Iterator[tuple[int, int, Ints]]:
@@ -101,7 +97,7 @@ class TokenTree:
         return seen
 
     def grow(self, index: int, ids: Ints, shared: int) -> None:
-        """Add a sequence that shares its first `shared` tokens with the one added last."""
+        """Add a sequence that shares its first `shared` tokens with the last one."""
         begin, new = self.size, len(ids) - shared
         start = self.paths[-1][1][:shared] if self.paths else np.empty(0, np.int64)
         self.paths.append((index, np.concatenate([start, np.arange(begin, begin + new)])))
@@ -110,7 +106,6 @@ class TokenTree:
 
 
 def chain(index: int, ids: Ints) -> TokenTree:
-    """A row with a single sequence."""
     tree = TokenTree(np.empty(0, np.int64), np.empty(0, np.int64))
     tree.grow(index, ids, 0)
     return tree
@@ -119,15 +114,12 @@ def chain(index: int, ids: Ints) -> TokenTree:
 def token_trees(
     sequences: Sequence[Ints], *, pair_cost: float, budget: int, segments: bool = False
 ) -> list[TokenTree]:
-    """Arrange `sequences` [T_i] in rows, most of at most `budget` tokens.
+    """Arrange `sequences` [T_i] in rows of at most `budget` tokens, or their longest sequence.
 
-    A row without branches is as long as its longest sequence. A row with branches may exceed `budget`, up to
-    twice its longest sequence, so that a group can share a prompt that nearly fills the budget. Unless the
-    model takes `segments`, it never exceeds `MAX_BRANCHING_TOKENS`.
-
-    With a mask, a tree computes attention for all pairs of its tokens. `pair_cost` is the cost of one pair
-    relative to a token's other operations. A sequence joins the tree before it, in the order of ids, if that
-    is cheaper.
+    Rows with branches may take twice their longest sequence, so that a group can share a prompt that nearly
+    fills the budget, but without `segments` at most `MAX_BRANCHING_TOKENS`. A sequence joins the tree before
+    it, in the order of ids, if that is cheaper: with a mask, a tree computes all pairs of its tokens, at
+    `pair_cost` relative to a token's other operations.
     """
     trees: list[TokenTree] = []
     before: Ints | None = None
@@ -166,22 +158,19 @@ def _cost(tokens: int, visible: int, pair_cost: float, is_chain: bool, segments:
 
 
 def _pairs(length: int) -> int:
-    """The pairs of a row without branches."""
     return length * (length + 1) // 2
 
 
 def common_prefix(one: Ints, other: Ints) -> int:
-    """The length of the longest common prefix."""
     width = min(len(one), len(other))
     differing = np.flatnonzero(one[:width] != other[:width])
     return int(differing[0]) if len(differing) else width
 
 
 def microbatches(trees: Sequence[TokenTree], budget: int, *, segments: bool = False) -> list[list[TokenTree]]:
-    """Batch rows of similar size, at most `budget` padded tokens each. Rows with branches get separate
-    batches.
+    """Batch rows of similar size, at most `budget` padded tokens each; rows with branches separately.
 
-    The masks of one batch have at most `MAX_BRANCHING_TOKENS` ** 2 entries.
+    Masks have at most `MAX_BRANCHING_TOKENS` ** 2 entries per batch.
     """
     batches: list[list[TokenTree]] = []
     real = 0
@@ -203,8 +192,6 @@ def microbatches(trees: Sequence[TokenTree], budget: int, *, segments: bool = Fa
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The tensors of one microbatch, right-padded."""
-
     ids: Tensor
     """(B, N) int64"""
 
@@ -213,18 +200,18 @@ class Packed:
 
     mask: Tensor | dict[str, Tensor] | None
     """(B, 1, N, N) additive, one for each kind of layer if there are several; None if no row has branches.
-    For long rows, segments instead: (1, 1, K, 5) int64 on the CPU, each a row, a range of its tokens, and a
-    range that they attend to, causally if it is the same."""
+
+    For long rows, segments: (1, 1, K, 5) int64 on the CPU, each a row, a range of its tokens, and a range
+    that they attend to, causally if it is the same."""
 
     places: Ints
-    """[S] places of the sequences' tokens among the batch's B * N tokens."""
+    """[S] among the batch's B * N tokens"""
 
     sequences: list[tuple[int, int]]
-    """(index, length) of each sequence, in the order of `places`."""
+    """(index, length) in the order of `places`"""
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Arguments of the model's forward pass."""
         inputs: dict[str, Any] = {"input_ids": self.ids, "use_cache": False}
         if self.mask is None:
             return inputs
@@ -232,7 +219,7 @@ class Packed:
 
 
 def pack(trees: Sequence[TokenTree], model: PreTrainedModel, *, segments: bool = False) -> Packed:
-    """`segments`: rows of more than `MASKED_TOKENS` get segments instead of a mask."""
+    """`segments`: rows of more than `MASKED_TOKENS` get these instead of a mask."""
     device = model.device
     width = max(tree.size for tree in trees)
     ids = np.zeros((len(trees), width), np.int64)
@@ -255,8 +242,7 @@ def pack(trees: Sequence[TokenTree], model: PreTrainedModel, *, segments: bool =
 
 
 def _masks(trees: Sequence[TokenTree], width: int, model: PreTrainedModel) -> Tensor | dict[str, Tensor]:
-    """0 where a token attends, -inf elsewhere. Padding attends to itself, because an empty row would give
-    NaN."""
+    """0 where a token attends, else -inf. Padding attends to itself, because an empty row would give NaN."""
     visible = np.zeros((len(trees), width, width), np.bool_)
     visible[:, np.arange(width), np.arange(width)] = True
     depths = np.zeros((len(trees), width), np.int64)
@@ -276,7 +262,6 @@ def _masks(trees: Sequence[TokenTree], width: int, model: PreTrainedModel) -> Te
 
 
 def _segments(trees: Sequence[TokenTree]) -> Tensor:
-    """The segments of long rows, as in `Packed.mask`: (1, 1, K, 5)."""
     rows: list[tuple[int, int, int, int, int]] = []
     for row, tree in enumerate(trees):
         for begin, end, before in tree.segments():
@@ -287,13 +272,13 @@ def _segments(trees: Sequence[TokenTree]) -> Tensor:
 
 
 _Segments = list[tuple[int, slice, list[slice]]]
-"""(row of the batch, its tokens, ranges of tokens that they attend to, ending with their own)"""
+"""(row, its tokens, ranges that they attend to, ending with their own)"""
 
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
-    """Hugging Face's attention interface: (B, heads, N, D), (B, kv_heads, N, D) -> (B, N, heads, D)."""
+    """Hugging Face's interface: (B, heads, N, D), (B, kv_heads, N, D) -> (B, N, heads, D)."""
     if attention_mask is None or attention_mask.dtype != torch.int64:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
     device = query.device.type
@@ -313,7 +298,7 @@ AttentionMaskInterface.register(SEGMENTS, sdpa_mask)
 
 
 class _SegmentAttention(torch.autograd.Function):
-    """Causal attention of each segment to its prefix and itself, which backward recomputes."""
+    """Causal attention of each segment to its prefix and itself, recomputed in backward."""
 
     @staticmethod
     def forward(
@@ -353,7 +338,7 @@ class _SegmentAttention(torch.autograd.Function):
 
 
 def _gather(tensor: Tensor, ranges: list[slice]) -> Tensor:
-    """Concatenate the tokens of `ranges`: (kv_heads, N, D) -> (kv_heads, n, D)."""
+    """(kv_heads, N, D) -> (kv_heads, n, D): the tokens of `ranges`."""
     return torch.cat([tensor[:, each] for each in ranges], dim=1)
 
 
@@ -402,16 +387,16 @@ def pair_cost(model: PreTrainedModel) -> float:
 def shares_prefixes(model: PreTrainedModel, own: OwnLogits | None = None) -> bool:
     """Whether rows with branches and a mask give the same logprobs as plain rows.
 
-    False for a model that ignores the given mask or positions (ALiBi, positions that the model counts
-    itself); it trains on plain rows. `own`: the model's logits, if they are already computed.
+    False for a model that ignores the mask or the positions (ALiBi, positions that it counts itself). `own`:
+    the model's logits, if already computed.
     """
     return _row_equals_plain_rows(model, own, segments=False)
 
 
 def attend_in_segments(model: PreTrainedModel, own: OwnLogits | None = None) -> bool:
-    """Make `model` attend segment by segment in long rows, if that too is proved to equal plain rows.
+    """Make `model` attend by segments in long rows, if that too is proved to equal plain rows.
 
-    Returns False and changes nothing for a model with a custom attention (sinks, soft caps).
+    Returns False, with nothing changed, for a custom attention (sinks, soft caps).
     """
     config: Any = model.config
     if config._attn_implementation != "sdpa":
@@ -425,7 +410,6 @@ def attend_in_segments(model: PreTrainedModel, own: OwnLogits | None = None) -> 
 
 
 def takes_segments(model: PreTrainedModel) -> bool:
-    """Whether `attend_in_segments` succeeded."""
     config: Any = model.config
     return config._attn_implementation == SEGMENTS
 

@@ -1,7 +1,7 @@
 """`Ranks`: rank 0's connections to the other ranks of an engine on several devices, and their processes.
 
 Rank 0 starts them itself, unless a launcher such as torchrun did. They connect through a Unix socket in a
-private folder, or with a launcher through TCP, with a secret that torch's store transmits.
+private folder, or after a launcher through TCP, with a secret from torch's store.
 
 Invariant: if one rank ends, all end within seconds, and rank 0 reports which one ended and how.
 """
@@ -40,25 +40,25 @@ from tinkerscript.lifecycle import ORPHAN_GRACE_S, describe_exit, exit_hard_afte
 Sharding = Literal["replicate", "shard"]
 
 FOLDER_VARIABLE = "TINKERSCRIPT_RANKS"
-"""Environment variable of ranks that rank 0 started: a private folder with its socket and torch's store."""
+"""Set for ranks that rank 0 started: a private folder with its socket and torch's store."""
 
 CONTROL_KEY = "tinkerscript/control"
-"""Key in torch's store for rank 0's address, if a launcher started the ranks."""
+"""Key in torch's store for rank 0's address, after a launcher."""
 
 START_S = 600.0
-"""Time for all ranks to load the model."""
+"""For all ranks to load the model."""
 
 GROUP_TIMEOUT_S = 600.0
-"""Timeout of collective operations, for a rank that does not take part."""
+"""For a collective operation."""
 
 NAMING_S = 5.0
-"""How long to wait after a failed operation for news of the rank that died."""
+"""How long a failed operation waits for news of a dead rank."""
 
 RANK_GRACE_S = ORPHAN_GRACE_S + 1
-"""How long a follower may take to exit by itself."""
+"""For a follower to exit by itself."""
 
 ANSWER_POLL_S = 0.02
-"""Interval at which rank 0 lets sampling run while it waits for the others."""
+"""How often rank 0 lets sampling run while it waits for the others."""
 
 
 T = TypeVar("T")
@@ -66,32 +66,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What every rank loads, and how the ranks compute."""
-
     folder: Path
     device: str
-    """`cpu`, or `cuda` with one GPU for each rank."""
+    """`cpu`, or `cuda` with one GPU per rank."""
 
     dtype: torch.dtype
-    """The dtype of the loaded weights."""
+    """Of the loaded weights."""
 
     autocast: torch.dtype
-    """The `compute_dtype` of a `Trainer`."""
+    """`Trainer`'s `compute_dtype`."""
 
     lora: LoraSettings | None
     sharding: Sharding
     activation_checkpointing: bool
     threads: int
     timeout_s: float
-    """Timeout of collective operations."""
 
     @property
     def own_device(self) -> str:
-        """The device of this process."""
         return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if self.device == "cuda" else self.device
 
     def join(self, store: Store, rank: int, size: int) -> None:
-        """Initialize the process group."""
         if self.device == "cuda":
             torch.cuda.set_device(torch.device(self.own_device))
         dist.init_process_group(
@@ -104,7 +99,7 @@ class RankSpec:
 
 
 def check_devices(devices: int, device: str) -> None:
-    """Raises ConfigError if `device` names a single device, or this machine has too few."""
+    """Raises ConfigError for a single device, or if this machine has too few."""
     if device not in ("cpu", "cuda"):
         raise ConfigError(
             f"engine.device: {device!r} cannot be shared out over engine.devices: {devices}; use cpu or cuda"
@@ -115,18 +110,14 @@ def check_devices(devices: int, device: str) -> None:
 
 
 def is_launched() -> bool:
-    """Whether a launcher started the ranks."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and FOLDER_VARIABLE not in os.environ
 
 
 class Ranks:
-    """Rank 0's connections to the other ranks, and their processes if it started them.
-
-    Belongs to the computing thread, but `failure` and `close` can be used from any.
-    """
+    """Belongs to the computing thread, but `failure` and `close` can be used from any."""
 
     def __init__(self, size: int, spec: RankSpec, log_dir: Path | None = None) -> None:
-        """Start the followers, or wait for those of a launcher. Their logs go to `log_dir`."""
+        """Start the followers, or wait for a launcher's. Their logs go to `log_dir`."""
         self.size, self.spec = size, spec
         self.failure: Future[None] = Future()
         """Gets the EngineError that ended the ranks."""
@@ -153,8 +144,7 @@ class Ranks:
         self._begin(self._admit)
 
     def join(self) -> None:
-        """Wait until all ranks have loaded the model, and initialize the process group. Raises
-        EngineError."""
+        """Wait until all ranks have loaded the model, and form the process group. Raises EngineError."""
         if self.answers(START_S) is None:
             missing = sorted(set(range(1, self.size)) - self._answered.keys())
             raise self.fail(EngineError(f"the ranks {missing} did not join within {START_S:.0f} s"))
@@ -169,7 +159,7 @@ class Ranks:
             self._connections[rank].send((method, each))
 
     def answers(self, within_s: float | None = None) -> list[Any] | None:
-        """Results of the followers' methods, by rank. None if that takes longer. Raises EngineError."""
+        """What the followers' methods returned, by rank; None if that takes longer. Raises EngineError."""
         deadline = None if within_s is None else time.monotonic() + within_s
         while len(self._answered) < self.size - 1:
             self._raise_failure()
@@ -183,7 +173,7 @@ class Ranks:
         return [answered[rank] for rank in sorted(answered)]
 
     def together(self, method: str, arguments: tuple[Any, ...], here: Callable[[], T]) -> tuple[T, list[Any]]:
-        """Call a method on all ranks, on this one as `here`. Returns this rank's result and all others'."""
+        """Call a method on all ranks, here as `here`. Returns this rank's result, and the others'."""
         with self.computing():
             self.tell(method, [arguments] * (self.size - 1))
             result = here()
@@ -191,7 +181,7 @@ class Ranks:
 
     @contextmanager
     def computing(self) -> Generator[None]:
-        """Wraps a block in which all ranks compute. An error ends them all. Raises EngineError."""
+        """Wraps a block in which all ranks compute: an error ends them all. Raises EngineError."""
         try:
             yield
         except Exception as error:
@@ -200,7 +190,7 @@ class Ranks:
             raise self.fail(EngineError(f"rank 0: {type(error).__name__}: {error}")) from error
 
     def fail(self, error: EngineError) -> EngineError:
-        """End all ranks. Returns the first error that ended them."""
+        """End all ranks. Returns the error that did so first."""
         with self._lock:
             first = not self.failure.done() and not self._is_closed
             if first:
@@ -217,7 +207,6 @@ class Ranks:
         return found if isinstance(found, EngineError) else error
 
     def close(self) -> None:
-        """End the ranks and leave the process group."""
         with self._lock:
             self._is_closed = True
         for connection in self._connections.values():
@@ -270,7 +259,7 @@ class Ranks:
         self._lose(rank, f"ended ({end}); the end of {log}:\n{last_lines(log)}")
 
     def _admit(self) -> None:
-        """Admit followers: each sends its rank, gets the spec, and reports when it has loaded."""
+        """Each follower sends its rank, gets the spec, and reports when it has loaded."""
         while len(self._connections) < self.size - 1:
             try:
                 connection = self._listener.accept()
@@ -318,7 +307,6 @@ def receive(connection: Connection, messages: SimpleQueue[Any]) -> None:
 
 
 def meet(size: int) -> tuple[Store, Connection]:
-    """Torch's store, and a connection to rank 0."""
     if folder := os.environ.get(FOLDER_VARIABLE):
         return FileStore(f"{folder}/store", size), Client(f"{folder}/control")
     store = _launchers_store()

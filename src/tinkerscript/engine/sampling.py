@@ -1,4 +1,4 @@
-"""From logits to tokens and scores: `choose` samples one token per row, `score_prompt` scores given tokens.
+"""From logits to tokens and scores.
 
 Sampling inverts the cumulative distribution, with one uniform number per token from the row's own generator.
 So a seeded request gets the same tokens whatever else is in the batch, up to rounding of its logits.
@@ -25,26 +25,24 @@ NO_LOGPROB = -99999.0
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """Sampling settings of n rows; tensors are (n,)."""
+    """Settings of n rows; tensors are (n,)."""
 
     temperature: Tensor
     top_p: Tensor
     top_k: Tensor
     min_p: Tensor
     plain: bool
-    """Whether every row samples at temperature 1 without truncation."""
+    """All rows sample at temperature 1 without truncation."""
 
     truncated: bool
-    """Whether any row has top_p < 1, top_k > 0 or min_p > 0."""
+    """Some row has top_p < 1, top_k > 0 or min_p > 0."""
 
     top: int = 0
-    """The largest number of alternatives that a row asks for."""
+    """Alternatives per row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """One token per row."""
-
     ids: Tensor
     """(n,)"""
 
@@ -52,20 +50,20 @@ class Chosen:
     """(n,)"""
 
     top_ids: Tensor | None = None
-    """(n, settings.top) most probable ids, best first. None if no row asks for any."""
+    """(n, settings.top), best first; None if no row asks for any."""
 
     top_logprobs: Tensor | None = None
     """(n, settings.top)"""
 
     constraints: Tensor | None = None
-    """(n,) `FREE`, `CUT` or `FORCED`. None if no row has a grammar."""
+    """(n,) `FREE`, `CUT` or `FORCED`; None if no row has a grammar."""
 
 
 def choose(logits: Tensor, uniforms: Tensor, settings: RowSettings, allowed: Tensor | None = None) -> Chosen:
     """logits (n, V), uniforms (n,) in [0, 1), allowed (n, V) bool -> one token per row.
 
-    Logprobs are of the distribution after temperature and before `allowed`, min-p, top-k and top-p; at
-    temperature 0 (greedy), of temperature 1. `constraints` refer to the same distribution.
+    Logprobs and `constraints` are about the distribution after temperature (1 if greedy) and before
+    `allowed`, min-p, top-k and top-p.
     """
     logits = logits.float()
     if settings.plain and allowed is None:
@@ -88,7 +86,7 @@ def choose(logits: Tensor, uniforms: Tensor, settings: RowSettings, allowed: Ten
 
 
 def _constraints(allowed: Tensor, logprobs: Tensor) -> Tensor:
-    """The effect of each row's grammar: allowed (n, V), logprobs (n, V) -> (n,)."""
+    """What each row's grammar did: allowed (n, V), logprobs (n, V) -> (n,)."""
     cut = (logprobs.exp() * ~allowed).sum(-1) > 0
     return torch.where(allowed.sum(-1) == 1, FORCED, torch.where(cut, CUT, FREE))
 
@@ -115,8 +113,7 @@ def truncate(weights: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Te
     """Zero the weights (n, V) that min-p (n,), then top-k (n,), then top-p (n,) exclude.
 
     Min-p excludes weights below that share of the largest (Nguyen et al. 2024, arXiv:2407.01082). top_k <= 0
-    means no limit. Top-p keeps the smallest set of most probable ids with a total of at least top_p, and at
-    least one id.
+    is no limit. Top-p keeps the fewest most probable ids that reach it, at least one.
     """
     weights = weights * (weights >= min_p[:, None] * weights.amax(-1, keepdim=True))
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
@@ -131,22 +128,17 @@ def truncate(weights: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Te
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Scores of P prompt tokens, and the K most probable tokens at each position.
-
-    Position 0 has no context, so it has no score.
-    """
-
     logprobs: NDArray[np.float32]
-    """[P], NaN at positions that were not scored."""
+    """[P], NaN where not scored, as at position 0"""
 
     top_ids: NDArray[np.int32] | None
     """[P, K]"""
 
     top_logprobs: NDArray[np.float32] | None
-    """[P, K], `NO_LOGPROB` at positions that were not scored."""
+    """[P, K], `NO_LOGPROB` where not scored"""
 
     chosen: NDArray[np.float32] | None
-    """One per `chosen` (row, id) pair."""
+    """One per `chosen` pair"""
 
 
 @torch.inference_mode()
@@ -158,10 +150,10 @@ def score_prompt(
     top: int = 0,
     chosen: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
 ) -> PromptScores:
-    """Score positions 1 to P - 1, or only the last `last`.
+    """Score the positions 1 to P - 1, or the `last` ones.
 
-    `top`: how many most probable ids to return per position. `chosen`: rows [N] and ids [N] of tokens to
-    score, where row i (0 to P - 2) means position i + 1.
+    `top`: how many most probable ids to return per position. `chosen`: rows [N] and ids [N] to score, where
+    row i (0 to P - 2) means position i + 1.
     """
     tokens = torch.tensor(ids, device=decoder.device)
     first = 0 if last is None else max(0, len(ids) - 1 - last)

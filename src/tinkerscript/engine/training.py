@@ -1,9 +1,8 @@
-"""`Trainer` holds the trainable model, its gradients and its optimizer. `EmbeddedTrainingClient` is Tinker's
-TrainingClient over it.
+"""`Trainer`: a trainable model with its gradients and optimizer. `EmbeddedTrainingClient`: Tinker's
+TrainingClient.
 
 Invariants: calls take effect on the engine's thread, in the order in which they were made. Losses are sums
-over tokens, so gradients do not depend on how data is packed: sequences share prefixes, and microbatches have
-rows of similar length within a token budget.
+over tokens, so gradients do not depend on how data is packed.
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ from tinkerscript.engine.weights import load_optimizer_state, load_same_model, s
 from tinkerscript.errors import EngineError, EngineRequestError
 
 MICROBATCH_TOKENS = 4096
-"""Limit of padded tokens per microbatch on a CPU."""
+"""Padded tokens, on a CPU."""
 
 # Accelerators have more units to fill.
 MICROBATCH_TOKENS_OF_DEVICES = 16_384
 
 
 def tokens_of_microbatch(device: torch.device) -> int:
-    """Limit of padded tokens per microbatch. A longer sequence is a microbatch by itself."""
+    """A longer sequence is a microbatch by itself."""
     return MICROBATCH_TOKENS if device.type == "cpu" else MICROBATCH_TOKENS_OF_DEVICES
 
 
@@ -69,24 +68,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One checked Datum with T positions."""
+    """One checked Datum."""
 
     index: int
     ids: np.ndarray
     """int64 [T]"""
 
     inputs: dict[str, np.ndarray]
-    """loss_fn_inputs including `MASK` and `TEMPERATURES`, each [T]"""
+    """[T] each, including `MASK` and `TEMPERATURES`"""
 
 
 class Weights(ABC):
-    """The weights of one run: all of a model's, or a LoRA adapter over a base that runs share."""
+    """The weights of one run: all of a model's, or a LoRA adapter over a shared base."""
 
     model: PreTrainedModel
-    """Computes with these weights while they are active (`activate`)."""
+    """Computes with these weights after `activate`."""
 
     parameters: list[Parameter]
-    """The parameters that train."""
 
     @abstractmethod
     def activate(self) -> None:
@@ -98,11 +96,11 @@ class Weights(ABC):
 
     @abstractmethod
     def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write the weights into a folder. `dtype` is for the files, to match a sampler that rounds to it."""
+        """`dtype` is that of the files, for a sampler that rounds to it."""
 
     @abstractmethod
     def read(self, folder: Path) -> None:
-        """Load a checkpoint's weights. Raises EngineError if it is of another model or kind."""
+        """Load a checkpoint. Raises EngineError if it is of another model or kind."""
 
 
 class AllWeights(Weights):
@@ -116,7 +114,7 @@ class AllWeights(Weights):
         self._make_decoder = make_decoder
 
     def activate(self) -> None:
-        """Does nothing: the model has no other weights."""
+        """The model has no other weights."""
 
     def decoder(self) -> Decoder:
         return self._make_decoder(self.model)
@@ -145,8 +143,8 @@ class Trainer:
         share_prefixes: bool = False,
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`share_prefixes` is only for models that passed `packing.shares_prefixes`. `compute_dtype`:
-        bfloat16 runs matrix products in it (torch's autocast), while weights and moments stay float32."""
+        """`share_prefixes`: only if `packing.shares_prefixes` proved the model. `compute_dtype`: bfloat16
+        runs matrix products in it (torch's autocast), while weights and moments stay float32."""
         self.weights = weights
         self.model = model = weights.model
         self._microbatch_tokens = microbatch_tokens or tokens_of_microbatch(model.device)
@@ -164,7 +162,6 @@ class Trainer:
         *,
         backward: bool,
     ) -> tinker.ForwardBackwardOutput:
-        """Run `slices` to the end."""
         return run_to_end(self.slices(data, loss_fn, config, backward=backward, entropies=not backward))
 
     def slices(
@@ -176,13 +173,13 @@ class Trainer:
         backward: bool,
         entropies: bool = True,
     ) -> Generator[None, None, tinker.ForwardBackwardOutput]:
-        """Accumulate the gradients of the summed loss, or with `backward=False` only compute it.
+        """Accumulate the gradients of the summed loss, or with `backward=False` only compute it. Yields after
+        microbatches.
 
-        Yields after every microbatch. Returns per datum `logprobs` float32 [T] and, if wanted, `entropies`
-        float32 [T] of their distributions in nats, and the metric `loss:sum`. Raises EngineRequestError, with
-        nothing changed, for data that cannot train. A backward pass that fails later clears all gradients,
-        because its own share is unknown, and makes the next `optim_step` fail, because that may already be
-        queued.
+        Returns per datum `logprobs` float32 [T] and, if wanted, `entropies` float32 [T] in nats, and the
+        metric `loss:sum`. Raises EngineRequestError, with nothing changed, for data that cannot train. A
+        backward pass that fails later clears all gradients, because its own share is unknown, and fails the
+        next `optim_step`, which may already be queued.
         """
         loss = resolve_loss(loss_fn)
         losses_of = loss.configured(loss_fn, config)
@@ -205,7 +202,7 @@ class Trainer:
         backward: bool,
         entropies: bool,
     ) -> Generator[None, None, tinker.ForwardBackwardOutput]:
-        """`named` is the loss and its config, as given."""
+        """`named`: the loss and its config, as given."""
         del named
         rows = self._rows(examples, self._microbatch_tokens)
         batches = microbatches(rows, self._microbatch_tokens, segments=self._segments)
@@ -223,10 +220,7 @@ class Trainer:
         backward: bool,
         entropies: bool,
     ) -> Generator[None, None, tuple[list[np.ndarray], float]]:
-        """Each example's logprobs float32 [T], and the summed loss.
-
-        With `entropies`, or if the loss needs them, [2, T] with entropies in the second row.
-        """
+        """Each example's logprobs float32 [T], with entropies [2, T], and the summed loss."""
         outputs: list[np.ndarray] = [np.empty(0, np.float32)] * len(examples)
         loss_sum = 0.0
         for batch in batches:
@@ -285,8 +279,7 @@ class Trainer:
         return Example(index, ids, inputs)
 
     def _check_forms(self, where: str, ids: np.ndarray, inputs: Mapping[str, np.ndarray]) -> None:
-        """Check lengths, shapes and types. A text's last token is only a target, so the model reads T of T +
-        1."""
+        """A text's last token is only a target, so the model reads T of T + 1."""
         if not 0 < len(ids) <= self._max_context:
             raise EngineRequestError(
                 f"{where}: model_input has {len(ids)} tokens; the context holds {self._max_context}, "
@@ -317,8 +310,7 @@ class Trainer:
     def _loss(
         self, packed: Packed, examples: list[Example], losses_of: ConfiguredLoss, *, entropies: bool
     ) -> tuple[Tensor, Tensor]:
-        """The targets' logprobs (S,), or (2, S) with entropies if wanted or needed, and one microbatch's
-        loss."""
+        """The targets' logprobs (S,), or (2, S) with entropies, and one microbatch's loss."""
         device = self.model.device
         members = [examples[index] for index, _ in packed.sequences]
         arrays = {name: np.concatenate([e.inputs[name] for e in members]) for name in members[0].inputs}
@@ -344,9 +336,9 @@ class Trainer:
     def optim_step(self, params: tinker.AdamParams) -> tinker.OptimStepResponse:
         """Take one AdamW step and clear the gradients.
 
-        Metrics: `grad_norm`, before clipping, and `update_ratio`, the norm of the step's change over the norm
-        of the weights that train. If the gradient is not finite, nothing changes and the only metric is
-        `skipped_steps`, 1. Raises EngineError, without a step, if a backward pass failed since the last step.
+        Metrics: `grad_norm` before clipping, and `update_ratio`, the norm of the change over that of the
+        weights. If the gradient is not finite, nothing changes and the only metric is `skipped_steps`. Raises
+        EngineError, without a step, if a backward pass failed since the last.
         """
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -362,7 +354,7 @@ class Trainer:
         return tinker.types.OptimStepResponse(metrics=metrics)
 
     def _step(self, params: tinker.AdamParams) -> float:
-        """Clip, step unless the gradient is not finite, and clear the gradient. Returns its norm."""
+        """Returns the gradient's norm. Takes no step if that is not finite."""
         for group in self._optimizer.param_groups:
             group.update(
                 lr=params.learning_rate,
@@ -402,11 +394,11 @@ class Trainer:
         return total
 
     def _local(self, tensor: Tensor) -> Tensor:
-        """This process's part of a tensor."""
+        """This process's part."""
         return tensor
 
     def _clipped_norm(self, limit: float) -> float:
-        """Scale the gradient down to a norm of at most `limit`. Returns the norm before."""
+        """Scale the gradient down to `limit`. Returns the norm before."""
         return float(torch.nn.utils.clip_grad_norm_(self.weights.parameters, limit, foreach=True))
 
     def optimizer_state(self) -> dict[str, Any]:
@@ -440,7 +432,6 @@ class Trainer:
 
 
 def run_to_end(work: Generator[None, None, T]) -> T:
-    """Run a generator and return its result."""
     while True:
         try:
             next(work)
@@ -449,11 +440,10 @@ def run_to_end(work: Generator[None, None, T]) -> T:
 
 
 class EmbeddedTrainingClient:
-    """Trains the weights of `trainer`.
+    """Trains the weights of `trainer`. Futures can be awaited or asked for `.result()`, and carry errors.
 
-    Uses the `tinker` package's types. Futures can be awaited or asked for `.result()`, and carry errors. A
-    datum has ids [T] as `model_input`, and the `loss_fn_inputs` that the loss names, each [T]. `loss_fn` is a
-    name in `losses.LOSSES`, or `module:name` of a user's loss.
+    A datum has ids [T] as `model_input`, and the `loss_fn_inputs` that the loss names, each [T]. `loss_fn` is
+    in `losses.LOSSES`, or `module:name` of a user's loss.
     """
 
     def __init__(
@@ -463,7 +453,6 @@ class EmbeddedTrainingClient:
         checkpoint_dir: Path,
         notes: Mapping[str, str] | None = None,
     ) -> None:
-        """`notes`: text files, by name, that `save_state` adds to each checkpoint."""
         self._notes = notes or {}
         self._context = context
         self._trainer = trainer
@@ -488,14 +477,12 @@ class EmbeddedTrainingClient:
     ) -> APIFuture[tinker.ForwardBackwardOutput]:
         """Accumulate the gradients of the loss, a sum over the tokens of `data`.
 
-        Returns per datum the target tokens' `logprobs` float32 [T], with `entropies` also the entropies of
-        their distributions, and the metric `loss:sum`. Raises EngineRequestError, with nothing changed, for
-        unusable data or an unusable loss.
+        Returns per datum the targets' `logprobs` float32 [T], with `entropies` also those, and the metric
+        `loss:sum`. Raises EngineRequestError, with nothing changed, for unusable data or losses.
         """
         return self._run(data, loss_fn, loss_fn_config, backward=True, entropies=entropies)
 
     def drop_gradients(self) -> APIFuture[None]:
-        """Discard the gradients since the last step."""
         return self._context.run(self._trainer.drop_gradients)
 
     def _run(
@@ -514,11 +501,10 @@ class EmbeddedTrainingClient:
         )
 
     def optim_step(self, optim_params: tinker.AdamParams) -> APIFuture[tinker.types.OptimStepResponse]:
-        """Take one AdamW step on the accumulated gradients, and clear them. See `Trainer.optim_step`."""
+        """See `Trainer.optim_step`."""
         return self._context.run(lambda: self._trainer.optim_step(optim_params))
 
     def save_state(self, name: str) -> APIFuture[tinker.types.SaveWeightsResponse]:
-        """Write weights and optimizer state to the folder `name` among the checkpoints. Returns its path."""
         target = self._checkpoint_dir / name
 
         def job() -> tinker.types.SaveWeightsResponse:
@@ -530,7 +516,7 @@ class EmbeddedTrainingClient:
         return self._context.run(job)
 
     def save_to(self, target: Path, *, optimizer: bool, notes: Mapping[str, str]) -> Future[None]:
-        """Write a checkpoint to `target`. `notes` are small text files to add, by name."""
+        """`notes` are text files to add, by name."""
         return self._context.thread.call(lambda: self._save(target, optimizer=optimizer, notes=notes))
 
     def _save(self, target: Path, *, optimizer: bool, notes: Mapping[str, str]) -> None:
@@ -540,14 +526,10 @@ class EmbeddedTrainingClient:
         )
 
     def load_state(self, path: str | Path) -> APIFuture[None]:
-        """Load a checkpoint's weights. The optimizer starts fresh. Raises EngineError."""
         return self._context.run(lambda: self._trainer.load(Path(path), optimizer=False))
 
     def load_state_with_optimizer(self, path: str | Path) -> APIFuture[None]:
-        """Load a checkpoint's weights and optimizer state.
-
-        Raises EngineRequestError, with nothing changed, if the checkpoint has no optimizer state.
-        """
+        """Raises EngineRequestError, with nothing changed, if the checkpoint has no optimizer state."""
         return self._context.run(lambda: self._trainer.load(Path(path), optimizer=True))
 
     def save_weights_and_get_sampling_client(self) -> APIFuture[EmbeddedSamplingClient]:

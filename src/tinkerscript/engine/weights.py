@@ -1,9 +1,7 @@
 """Weights on disk: loading models and adapters, and writing checkpoints.
 
 Checkpoints are Hugging Face folders with the tokenizer and, if training may continue, the optimizer's state.
-
-Invariant: a checkpoint is written to a sibling folder and renamed, so a process that dies leaves no partial
-one. Whether it is synced to disk, along with those of the run's other policies, only its manifest tells.
+Invariant: they are written to a sibling folder and renamed, so a process that dies leaves no partial one.
 """
 
 from __future__ import annotations
@@ -33,24 +31,22 @@ _IDENTITY = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "ma
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
-    """The adapter that a run trains."""
-
     rank: int
     alpha: float = 32.0
     targets: tuple[str, ...] = ("attn", "mlp", "unembed")
-    """`attn`, `mlp` and `unembed`, or linear modules by path or last name, such as `q_proj`."""
+    """Also linear modules by path or last name, such as `q_proj`."""
 
     seed: int = 0
-    """Seed of the initial A. B starts at 0."""
+    """For the initial A; B starts at 0."""
 
 
 def load_model(
     folder: Path, *, device: str = "cpu", dtype: torch.dtype | Literal["auto"] = torch.float32
 ) -> PreTrainedModel:
-    """Load a causal language model, without dropout, from a local folder and never from a hub.
+    """Load a causal language model, without dropout, from a local folder only.
 
-    `dtype`: `auto` keeps that of the files. Raises EngineError, which names the folder, if it cannot be
-    loaded or holds a LoRA adapter.
+    `dtype`: `auto` keeps that of the files. Raises EngineError if it cannot be loaded, or holds a LoRA
+    adapter.
     """
     if (folder / ADAPTER_CONFIG).is_file():
         raise EngineError(
@@ -74,13 +70,13 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     """Keep only each layer's inputs for the backward pass, which recomputes the rest.
 
     Hugging Face's own implementation needs training mode, which would also enable dropout. Raises EngineError
-    if the model's layers do not support it.
+    if the layers do not support it.
     """
     layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
         raise EngineError(
-            f"engine.activation_checkpointing: {model.config.model_type} has no layers that can be recomputed; "
-            "set it to false"
+            f"engine.activation_checkpointing: {model.config.model_type} has no layers that can be "
+            "recomputed; set it to false"
         )
     for layer in layers:
         layer.forward = partial(_checkpointed, layer.forward)
@@ -93,7 +89,7 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
 
 
 def load_same_model(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Load a checkpoint with weights that fit `model`. Raises EngineError if they do not."""
+    """Raises EngineError for a checkpoint with weights that do not fit `model`."""
     other = load_model(folder, device=str(model.device))
     mine, theirs = model.config.get_text_config(), other.config.get_text_config()
     differing = [name for name in _IDENTITY if getattr(mine, name, None) != getattr(theirs, name, None)]
@@ -114,10 +110,8 @@ def save_checkpoint(
     optimizer: dict[str, Any] | None,
     notes: Mapping[str, str] | None = None,
 ) -> None:
-    """Write weights, tokenizer and, if given, the optimizer state to `target`, replacing what is there.
-
-    `write` writes the weights into a folder. `notes` are small text files to add, by name.
-    """
+    """Replace `target` by weights (from `write`), tokenizer, `notes` by name and, if given, the optimizer
+    state."""
     staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -141,7 +135,7 @@ def save_checkpoint(
 
 
 def load_optimizer_state(folder: Path) -> dict[str, Any]:
-    """A checkpoint's optimizer state. Raises EngineRequestError if it was saved without one."""
+    """Raises EngineRequestError if the checkpoint was saved without one."""
     path = folder / OPTIMIZER_FILE
     if not path.is_file():
         raise EngineRequestError(

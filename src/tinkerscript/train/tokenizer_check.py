@@ -64,7 +64,7 @@ def check_loads_the_same(folder: Path, note: Callable[[str], None]) -> None:
     Raises ConfigError if transformers loads none, or ids or texts differ. `note` gets warnings about texts
     that do not survive a round trip, and an end-of-sequence token at which generation does not stop.
     """
-    from transformers import AutoTokenizer  # noqa: PLC0415 - Takes a second, and servers import this module too.
+    from transformers import AutoTokenizer  # noqa: PLC0415 - Takes a second; servers import this module too.
 
     ours, difference, lost = _tokenizer(folder), "", ""
     texts = [TOKENIZER_TEXT, *_alphabet(ours)]
