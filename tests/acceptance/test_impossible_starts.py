@@ -127,10 +127,8 @@ STARTS = {
     "half a ledger": resumed(half_of(LEDGER_FILE), f"one/{LEDGER_FILE} cannot be read", "whole ledger back"),
     "an older ledger": resumed(behind, "ends with step 2", "checkpoint of step 3", "whole ledger back"),
     "a run of version 0.1": resumed(of_version_0_1, "made by tinkerscript 0.1", "engine.checkpoint"),
-    "another run's ledger": resumed(of_another(LEDGER_FILE), LEDGER_FILE, "belongs to another run"),
-    "another run's checkpoint": resumed(
-        of_another("checkpoints/step_0003"), "step_0003", "belongs to another run"
-    ),
+    "another run's ledger": resumed(of_another(LEDGER_FILE), LEDGER_FILE, "from another run"),
+    "another run's checkpoint": resumed(of_another("checkpoints/step_0003"), "step_0003", "from another run"),
     "no whole checkpoint": resumed(all_halved, "no checkpoint in one is complete", "1000 of the ", "step 1"),
     "no such key": new("unknown key 'training.step'", "did you mean steps?", **{"training.step": 3}),
     "no such task": new("nothing", **{"task.name": f"{ROOT / 'examples' / 'arithmetic.py'}@nothing"}),

@@ -69,7 +69,7 @@ def check_whole(path: Path) -> None:
     foreign += [folder for folder, manifest in marked.items() if manifest["run"] != run_id]
     if foreign:
         raise ConfigError(
-            f"{_listed(foreign)} in {path} belongs to another run than the rest of the folder; put this "
+            f"{_listed(foreign)} in {path}: from another run than the rest of the folder; put this "
             "run's own back, or start a new run in a new folder"
         )
     if marked and all(map(damage_of, checkpoints)):

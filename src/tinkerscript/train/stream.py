@@ -47,7 +47,6 @@ class TrainingStep:
     """Start of the wait for the batch, on the monotonic clock. Episodes may have started earlier."""
 
     collected: float = field(default_factory=time.monotonic)
-    collected: float = field(default_factory=time.monotonic)
     """When the batch was full, on the same clock."""
 
     policy_version: int = -1

@@ -41,7 +41,7 @@ async def test_a_ledger_of_another_run_is_refused(tmp_path: Path) -> None:
         identify(tmp_path / name)
         await ledger(tmp_path / name, 1)
     (tmp_path / "one" / LEDGER_FILE).replace(tmp_path / "other" / LEDGER_FILE)
-    with pytest.raises(ConfigError, match=r"ledger\.sqlite in .*: belongs to another run than the rest"):
+    with pytest.raises(ConfigError, match=r"ledger\.sqlite in .*: from another run than the rest"):
         check_whole(tmp_path / "other")
 
 

@@ -174,7 +174,7 @@ class ReplicaPool(Sampler):
         if evidence.verdict != "proved":
             raise ConfigError(
                 f"{replica.name} at {replica.url} does not apply adapters as the trainer does: {canary.name} "
-                f"changes one kind of module, but the replica's logprobs show only {evidence.slope:.2f} ± "
+                f"changes one kind of module, but the replica's logprobs show {evidence.slope:.2f} ± "
                 f"{evidence.error:.2f} of the change in the trainer's"
             )
         await replica.retire(-1, canary.name)
