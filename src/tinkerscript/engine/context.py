@@ -53,13 +53,13 @@ class EngineContext:
     folder: Path
     thread: EngineThread
     decode: Callable[[list[int]], str]
-    """Ids to text, including special tokens."""
+    """Turns ids into text, including special tokens."""
 
     random: np.random.Generator
     max_batch: int
 
     max_context: int
-    """Prompt and reply together."""
+    """Token limit of prompt and reply together."""
 
     vocabulary: int
     eos_ids: frozenset[int]

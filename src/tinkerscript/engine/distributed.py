@@ -68,7 +68,7 @@ class Portion:
 
 
 def balanced(trees: Sequence[TokenTree], ranks: int) -> list[list[TokenTree]]:
-    """Largest row first, each to the rank with the fewest tokens."""
+    """Give each row, largest first, to the rank with the fewest tokens."""
     shares: list[list[TokenTree]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
     for tree in sorted(trees, key=lambda tree: (-tree.size, tree.paths[0][0])):
@@ -86,7 +86,7 @@ def portions(
     budget: int,
     segments: bool = False,
 ) -> list[Portion]:
-    """Portions with about equal numbers of tokens, and equal numbers of microbatches.
+    """Split data into portions with about equal numbers of tokens, and equal numbers of microbatches.
 
     `rows` makes rows for a token budget. Sequences are spread over more rows only if that makes the largest
     portion at least a tenth smaller.
@@ -205,7 +205,7 @@ class RankTrainer(Trainer):
         self.weights.gather()
 
     def gather_optimizer(self) -> dict[str, Any]:
-        """As in a single process. Empty on followers."""
+        """The optimizer state as in a single process. Empty on followers."""
         own, is_first = Trainer.optimizer_state(self), dist.get_rank() == 0
         state: dict[int, dict[str, Tensor]] = {}
         for at, entry in own["state"].items():

@@ -183,7 +183,7 @@ class EmbeddedEngine:
 
     @property
     def lora(self) -> LoraSettings | None:
-        """None: all weights train."""
+        """Settings of adapters that train. None: all weights train."""
         return self._lora
 
     @property
@@ -229,8 +229,9 @@ class EmbeddedEngine:
     ) -> APIFuture[EmbeddedTrainingClient]:
         """A client with separate weights: a copy of the base model's, or a checkpoint's.
 
-        With LoRA, adapters over the shared base, new ones with the settings `lora` (None: the engine's).
-        `optimizer`: load that of the checkpoint too. Raises EngineError for a checkpoint that does not fit.
+        With LoRA it trains adapters over the shared base, new ones with the settings `lora` (None: the
+        engine's). `optimizer`: also load the checkpoint's optimizer state. Raises EngineError for a
+        checkpoint that does not fit.
         """
 
         def job() -> EmbeddedTrainingClient:

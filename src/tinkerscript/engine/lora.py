@@ -83,7 +83,7 @@ class LoraBase:
         return adapter
 
     def decoder_of(self, folder: Path) -> Decoder:
-        """A checkpoint's, to sample from. Raises EngineError for another model's."""
+        """A decoder with a checkpoint's adapter. Raises EngineError for another model's."""
         settings = settings_of(folder)
         tensors = self.checked(folder, load_adapter(folder), settings)
         return self.frozen(tensors, settings)
@@ -321,7 +321,7 @@ def expert_weights(model: PreTrainedModel, targets: Sequence[str]) -> list[tuple
 
 
 def _outside_of_text(model: PreTrainedModel) -> set[nn.Module]:
-    """Modules for images and audio."""
+    """Modules for images and audio, which text never reaches."""
     if model.config.get_text_config() is model.config:
         return set()
     text: Any = model.get_decoder()

@@ -29,7 +29,7 @@ class Memory:
 
     moments: int
     gradients: int
-    """Accumulated over a step's microbatches."""
+    """Gradients, accumulated over a step's microbatches."""
 
     activations: int
     """A microbatch's peak, or the optimizer step's temporaries if these are larger."""
@@ -38,7 +38,7 @@ class Memory:
     """One chunk and what the loss derives from it. 0 if the peak is elsewhere."""
 
     kv_cache: int
-    """Running rows and cached prompts."""
+    """Keys and values of running rows and cached prompts."""
 
     decoding: int
     """Temporaries of a prefill or a step of all rows, whichever are larger."""
@@ -49,22 +49,22 @@ class Memory:
 
     @property
     def checkpoint(self) -> int:
-        """Bytes on disk."""
+        """A checkpoint's bytes on disk."""
         return self.gradients + self.moments
 
     @property
     def training(self) -> int:
-        """Peak of training alone."""
+        """Peak while training and not sampling."""
         return self.held + self.activations + self.logits
 
     @property
     def sampling(self) -> int:
-        """Peak of sampling alone."""
+        """Peak while sampling and not training."""
         return self.weights + self.adapters + self.kv_cache + self.decoding
 
     @property
     def total(self) -> int:
-        """Peak of both in turns."""
+        """Peak of an engine that alternates between both."""
         return self.held + self.kv_cache + max(self.activations + self.logits, self.decoding)
 
 
@@ -84,7 +84,7 @@ class Workload:
     rows: int = 0
     prompt: int = 0
     length: int = 0
-    """Prompt and reply."""
+    """Tokens of prompt and reply together."""
 
 
 def peak_memory(

@@ -46,16 +46,16 @@ CONTROL_KEY = "tinkerscript/control"
 """Key in torch's store for rank 0's address, after a launcher."""
 
 START_S = 600.0
-"""For all ranks to load the model."""
+"""Time limit for all ranks to load the model."""
 
 GROUP_TIMEOUT_S = 600.0
-"""For a collective operation."""
+"""Time limit of collective operations."""
 
 NAMING_S = 5.0
 """How long a failed operation waits for news of a dead rank."""
 
 RANK_GRACE_S = ORPHAN_GRACE_S + 1
-"""For a follower to exit by itself."""
+"""Time limit for a follower to exit by itself."""
 
 ANSWER_POLL_S = 0.02
 """How often rank 0 lets sampling run while it waits for the others."""
@@ -71,10 +71,10 @@ class RankSpec:
     """`cpu`, or `cuda` with one GPU per rank."""
 
     dtype: torch.dtype
-    """Of the loaded weights."""
+    """The dtype of the loaded weights."""
 
     autocast: torch.dtype
-    """`Trainer`'s `compute_dtype`."""
+    """The `compute_dtype` of a `Trainer`."""
 
     lora: LoraSettings | None
     sharding: Sharding

@@ -1,4 +1,4 @@
-"""From logits to tokens and scores.
+"""`choose` samples one token per row from logits; `score_prompt` scores given tokens.
 
 Sampling inverts the cumulative distribution, with one uniform number per token from the row's own generator.
 So a seeded request gets the same tokens whatever else is in the batch, up to rounding of its logits.

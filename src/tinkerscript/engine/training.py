@@ -52,14 +52,14 @@ from tinkerscript.engine.weights import load_optimizer_state, load_same_model, s
 from tinkerscript.errors import EngineError, EngineRequestError
 
 MICROBATCH_TOKENS = 4096
-"""Padded tokens, on a CPU."""
+"""Limit of padded tokens in a CPU's microbatch."""
 
 # Accelerators have more units to fill.
 MICROBATCH_TOKENS_OF_DEVICES = 16_384
 
 
 def tokens_of_microbatch(device: torch.device) -> int:
-    """A longer sequence is a microbatch by itself."""
+    """The limit of padded tokens. A longer sequence is a microbatch by itself."""
     return MICROBATCH_TOKENS if device.type == "cpu" else MICROBATCH_TOKENS_OF_DEVICES
 
 
@@ -68,8 +68,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One checked Datum."""
-
     index: int
     ids: np.ndarray
     """int64 [T]"""
@@ -394,7 +392,7 @@ class Trainer:
         return total
 
     def _local(self, tensor: Tensor) -> Tensor:
-        """This process's part."""
+        """This process's part of a sharded tensor."""
         return tensor
 
     def _clipped_norm(self, limit: float) -> float:

@@ -34,10 +34,10 @@ class LoraSettings:
     rank: int
     alpha: float = 32.0
     targets: tuple[str, ...] = ("attn", "mlp", "unembed")
-    """Also linear modules by path or last name, such as `q_proj`."""
+    """Kinds of modules, or linear modules by path or last name, such as `q_proj`."""
 
     seed: int = 0
-    """For the initial A; B starts at 0."""
+    """Seed of the initial A; B starts at 0."""
 
 
 def load_model(

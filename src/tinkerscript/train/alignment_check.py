@@ -40,7 +40,7 @@ class TrainedModel:
     stop_ids: Collection[int] = ()
 
     tokenizer: str = ""
-    """The vocabulary's fingerprint."""
+    """Fingerprint of the tokenizer's vocabulary."""
 
     retokenise: Callable[[IntArray], Sequence[int]] | None = None
     """Decodes ids and encodes the text again."""
@@ -99,7 +99,6 @@ class AlignmentCheck:
         return self.left_out.isdisjoint(episode.episode_uuid for episode in group.episodes)
 
     def sound(self, group: RolloutGroup) -> RolloutGroup:
-        """The group without misaligned sequences. Its rewards are unchanged."""
         return replace(group, episodes=tuple(self._sound(episode) for episode in group.episodes))
 
     def _sound(self, episode: EpisodeRollouts) -> EpisodeRollouts:

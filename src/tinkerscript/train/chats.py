@@ -66,7 +66,7 @@ class Chats:
 
 
 def trained_weight(datum: tinker.Datum) -> float:
-    """The number of trained tokens, if each has weight 1."""
+    """The number of trained tokens, if each has a weight of 1."""
     return float(datum.loss_fn_inputs["weights"].to_numpy().sum())
 
 

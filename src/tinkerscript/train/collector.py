@@ -54,7 +54,7 @@ class Group:
 
     payload: Mapping[str, Any] = field(default_factory=dict[str, Any])
     outcomes: dict[str, Outcome | None] = field(default_factory=dict[str, Outcome | None])
-    """By episode uuid; None while the episode runs."""
+    """Keyed by episode uuid; None while the episode runs."""
 
     ended: int = 0
     is_judged: bool = True
@@ -158,7 +158,6 @@ class Batch:
         )
 
     def trainable(self, min_group: int) -> list[Group]:
-        """Complete groups with at least `min_group` accepted episodes."""
         complete = [group for group in self.groups.values() if group.is_complete]
         return [group for group in complete if len(group.accepted) >= min_group]
 
@@ -201,7 +200,7 @@ class Collector:
     source: EpisodeSource
     progress: ProgressReporter
     group_size: int
-    """For clients' groups that state no size."""
+    """Default for clients' groups that state no size."""
 
     client_samples: bool = True
     seen: Callable[[Outcome], None] | None = None
@@ -232,8 +231,6 @@ class Collector:
         self._current: Batch | None = None  # The batch that was last reported.
         self._received_number = 0  # The last end number received.
         self.received = 0
-        """Deliveries of outcomes so far."""
-
         self.rollouts = 0
         self.held = Occupancy()
         self._received = asyncio.Event()

@@ -89,5 +89,5 @@ def pool_of(rate: float) -> Pool:
 
 
 def key_of(payload: Mapping[str, Any]) -> str:
-    """Unique among the samples of all tasks."""
+    """A key that is unique among the samples of all tasks."""
     return f"{payload['task']}\n{payload['sample'].get('id')}"

@@ -26,7 +26,7 @@ class PlannedEpisode:
     """The sample's position in the training order; -1 for an evaluation."""
 
     label: str = ""
-    """The evaluation's; empty for training."""
+    """The evaluation's label; empty for training."""
 
     episode_uuid: str = field(default_factory=lambda: uuid4().hex)
 

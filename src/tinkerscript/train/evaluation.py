@@ -71,7 +71,6 @@ class Evaluator:
     collector: Collector
     policy: Policy
     roles: Sequence[str] = ()
-    """Roles that train."""
 
     def __post_init__(self) -> None:
         self.config = self.parts.config.evaluation
@@ -105,7 +104,7 @@ class Evaluator:
         await self._wait()
 
     async def during(self, step: int, *, steps: int) -> None:
-        """Evaluate after `step` if it is due, and wait until the sampler can hold all unfinished versions."""
+        """Evaluate if it is due after `step`, and wait until the sampler can hold all unfinished versions."""
         if self.is_due(step, steps=steps):
             await self._begin(f"step-{step}", step, self.config.interim_episodes)
         await self._wait(at_most=self.policy.holds)

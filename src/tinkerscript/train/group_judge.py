@@ -37,7 +37,6 @@ TIMEOUT_S = 1800.0
 TRIES = 3
 
 RETRY_S = 1.0
-"""Doubles with each retry."""
 
 JUDGE_TOKENS = 4096
 
@@ -50,7 +49,7 @@ Ask = Callable[[str, Sequence[Message]], Awaitable[str]]
 class JudgedEpisode:
     episode_uuid: str
     reward: float
-    """From its program, including rewards of single calls. The verdict replaces it."""
+    """The program's reward, including rewards of single calls. The verdict replaces it."""
 
     is_success: bool | None
     messages: Sequence[Message]
@@ -66,7 +65,7 @@ class JudgedGroup:
 
     group_id: str
     payload: Mapping[str, Any]
-    """The sample's; empty if a client registered it."""
+    """The sample's payload; empty if a client registered it."""
 
     episodes: Sequence[JudgedEpisode]
     ask: Ask
@@ -95,8 +94,7 @@ class GroupJudge:
     async def verdicts(
         self, group_id: str, payload: Mapping[str, Any], accepted: Sequence[EpisodeAccepted]
     ) -> list[Verdict]:
-        """One per episode. Raises what the judge raises, ValueError for an invalid verdict, and
-        TimeoutError."""
+        """Raises what the judge raises, ValueError for an invalid verdict, and TimeoutError."""
         if all(each.sequence in self.known for each in accepted):
             return [Verdict(self.known[each.sequence]) for each in accepted]
         group = JudgedGroup(group_id, payload, [_shown(each) for each in accepted], self.ask)

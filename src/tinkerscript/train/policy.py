@@ -1,12 +1,11 @@
 """`Policy`: the newest published weights, and the policy version that names them.
 
-Invariants:
+Invariants: versions only increase, even across restarts, because each is in the ledger before it is used.
+Samples depend on the run's seed and the request, not on timing: the n-th request for a prompt to the weights
+of a step has its own seed, so restarts, workers, networks and backends do not change a run's tokens.
 
-- Versions only increase, even across restarts: each is in the ledger before it is used. - Samples depend on
-the run's seed and the request, not on timing: the n-th request for a prompt to the weights of a step has its
-own seed. So restarts, workers, networks and backends do not change the tokens of a run. - If weights change
-in flight, each token's logprob is from the weights that sampled it, after exactly the recorded prefix. Cached
-states of older weights are never used. - All calls of a pinned episode sample from its version.
+If weights change in flight, each token's logprob is from the weights that sampled it, after exactly the
+recorded prefix; cached states of older weights are never used.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class SeededSampler(Sampler):
 
     sampler: Sampler
     seed: int | None = field(kw_only=True)
-    """The run's. None: requests get no seed."""
+    """The run's seed. None: requests get none."""
 
     step: int = field(kw_only=True)
     max_context: int = field(kw_only=True)
@@ -128,7 +127,7 @@ class Policy:
         self._ledger = ledger
         self._in_flight = in_flight
         self.version = version
-        """-1 before the first."""
+        """The newest version; -1 before the first."""
 
         self._seed = seed
         self._own = _Weights(publisher, key="")
@@ -315,7 +314,6 @@ _NOTHING = SampledSequence(stop_reason="length", is_cut=True)
 
 
 def _joined(whole: SampledSequence, part: SampledSequence, version: int) -> SampledSequence:
-    """Append what the weights of `version` sampled."""
     spans = whole.spans
     if part.sampled and (not spans or spans[-1][0] != version):
         spans = [*spans, (version, len(whole.sampled) // 4)]

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 SAID_EVERY_S = 0.2
 
 LAST_WORDS_S = 2.0
-"""Limit for recording how the run ended."""
+"""Time limit for recording how the run ended."""
 
 
 class RunStatus(ProgressReporter):
@@ -51,7 +51,7 @@ class RunStatus(ProgressReporter):
         self._changed = asyncio.Event()
 
     def write_into(self, ledger: RowWriter) -> None:
-        """Write everything so far, and until `end`."""
+        """Write everything so far and until `end` into `ledger`."""
         self._ledger = ledger
         ledger.note(self._notes)
         self._notes = []

@@ -51,7 +51,7 @@ class TaskSamples:
             raise ConfigError("task.name is needed to train: see docs/environments.md")
         loaded = [usable_task(task.name, task.train_args, sandbox=task.sandbox) for task in tasks]
         self.tasks = [task.task_id for task in loaded]
-        """Names in payloads."""
+        """The tasks' names in payloads."""
 
         self.greedy = [task.task_id for task in loaded if task.temperature == 0]
         """Tasks that ask for temperature 0."""
@@ -75,7 +75,7 @@ class TaskSamples:
         ]
         self._schedule = _WeightedSchedule([task.weight for task in tasks])
         self.next_position = 0
-        """In the endless order of training samples."""
+        """Position in the endless order of training samples."""
 
         self.again = list[int]()
         """Earlier positions to ask first, because resuming gave up their groups."""

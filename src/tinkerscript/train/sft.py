@@ -44,7 +44,7 @@ from tinkerscript.train.step_rows import chat_rows, keeps_tokens, metric_rows
 
 HELD_OUT = "held_out/nll"
 ORIGIN_FILE = "sft_data.json"
-"""Has the origin of the run's chats."""
+"""Records the origin of the run's chats."""
 
 
 async def run_sft(
@@ -137,7 +137,7 @@ class SupervisedRun:
     step: int
     train_seconds: float
     next_chat: int
-    """Its number in the ledger."""
+    """The next chat's number in the ledger."""
 
     # Whether weights and ledger may disagree, so that a checkpoint would be wrong.
     _mid_step: bool = False

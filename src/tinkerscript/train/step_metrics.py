@@ -53,24 +53,24 @@ class StepFacts:
     batch: Batch
     groups: Sequence[RolloutGroup]
     lags: Mapping[int | None, int]
-    """None: sampled by weights that a resumed run undid."""
+    """Policy lag -> episodes. None: sampled by weights that a resumed run undid."""
 
     stale: Collection[str]
     """Uuids of episodes too old to train."""
 
     policy_version: int
     cancelled: int
-    """Episodes that the batch closed without."""
+    """Episodes that were still running when the batch closed."""
 
     tasks: Sequence[str]
     task_of: Mapping[str, str]
     rollout_s: float
     train_s: float
     publish_s: float = 0.0
-    """Part of `train_s`."""
+    """Share of `train_s` in seconds."""
 
     wait_stale_s: float | None = None
-    """Part of `rollout_s`, for groups that would have been too old later. None: not applicable."""
+    """Part of `rollout_s` spent on groups that would have been too old later. None: not applicable."""
 
     sampling_share: float | None = None
     """Share of the episodes' time in model calls. None: unknown."""
@@ -104,7 +104,6 @@ def reward(facts: StepFacts) -> dict[str, float]:
 
 
 def spread(rewards: Sequence[float]) -> dict[str, float]:
-    """Empty without rewards."""
     if not rewards:
         return {}
     mean = sum(rewards) / len(rewards)
@@ -124,7 +123,7 @@ def judge(facts: StepFacts) -> dict[str, float]:
 
 
 def lengths(facts: StepFacts) -> dict[str, float]:
-    """Tokens and calls. A prompt counts in full, including earlier calls of its conversation."""
+    """Tokens and calls of episodes. A prompt counts in full, including earlier calls of its conversation."""
     return call_lengths([outcome.calls for outcome in facts.accepted])
 
 
@@ -437,7 +436,7 @@ class TrainerMetrics(Logger):
         self._registry.register(self._replicas)
 
     def log_hparams(self, config: Any) -> None:
-        """The run folder has the config."""
+        """Does nothing, because the run folder has the config."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Skips names that clients choose."""

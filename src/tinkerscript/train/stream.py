@@ -38,7 +38,7 @@ class TrainingStep:
     batch: Batch
     groups: list[AcceptedGroup]
     lags: LagCounts
-    """Includes replayed episodes, and earlier batches that were entirely stale."""
+    """Lags of all episodes, including replayed ones and earlier batches that were entirely stale."""
 
     stale: Mapping[str, str]
     """Uuid of each episode that is too old -> reason."""
@@ -73,7 +73,7 @@ class GroupStream:
     progress: ProgressReporter
     config: TrainingConfig
     samples: TaskSamples | None
-    """None if clients register their own."""
+    """None if clients register their own samples."""
 
     lags: PolicyLags
 
@@ -102,7 +102,7 @@ class GroupStream:
             self._lost = history.planned_groups - len(self._pool.groups)
 
     async def published(self, step: int) -> None:
-        """Weights with `step` training steps now sample. Above lag 0, groups start."""
+        """Weights with `step` training steps now sample, so above lag 0 groups start."""
         self._behind = step
         if self.lags.max:
             await self._start()

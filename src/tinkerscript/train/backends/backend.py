@@ -61,7 +61,7 @@ class Publisher(ABC):
     """Makes samplers of the weights that train."""
 
     max_context: int
-    """Prompt and reply together."""
+    """Token limit of prompt and reply together."""
 
     seeds = True
     """Whether requests get seeds, so that runs are repeatable."""
@@ -91,7 +91,7 @@ class Publisher(ABC):
 
 class TrainerBackend(Publisher):
     client: TrainingClient
-    """Replaced by `start` and `restore`."""
+    """`start` and `restore` replace it."""
 
     vocabulary: int
     stop_ids: frozenset[int]
@@ -165,11 +165,11 @@ class FrozenModel(ABC):
     """A model that never changes. The backend that opened it closes it."""
 
     sampler: Sampler
-    """Reports the version `FOREIGN_POLICY`."""
+    """Its samples have the version `FOREIGN_POLICY`."""
 
     max_context: int
     folder: Path
-    """Has the tokenizer and chat format."""
+    """Folder with the tokenizer and chat format."""
 
     scales_logits = False
     """Whether it scores at temperatures other than 1."""

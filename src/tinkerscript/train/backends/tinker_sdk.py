@@ -57,7 +57,7 @@ def connect(base_url: str) -> tinker.ServiceClient:
 async def capabilities(
     service: tinker.ServiceClient, base_url: str
 ) -> tinker.types.GetServerCapabilitiesResponse:
-    """Asked of the session's client up to 0.36, of the REST client since."""
+    """Capabilities come from the session's client up to 0.36, and from the REST client since."""
     rest_client: Any = getattr(tinker, "RestClient", None)
     if hasattr(rest_client, "get_server_capabilities"):
         rest = await asyncio.to_thread(rest_client, base_url=base_url or None)

@@ -58,7 +58,7 @@ SAMPLER_WEIGHTS = "/sampler_weights/"
 
 SERVICE_KEY_VARIABLE = "TINKER_API_KEY"
 POINTER = "tinker.json"
-"""In a checkpoint's folder: where the service keeps the weights."""
+"""File in a checkpoint's folder that says where the service keeps the weights."""
 
 FIRST_NOTE_S = 20.0
 NEXT_NOTE_S = 60.0
@@ -76,10 +76,10 @@ class TinkerBackend(TrainerBackend):
     service: tinker.ServiceClient
     config: EngineConfig
     model: str
-    """Its name at the service."""
+    """The model's name at the service."""
 
     folder: Path
-    """Has the tokenizer and config."""
+    """Local folder with the tokenizer and config."""
 
     max_context: int
     checkpoint_dir: Path
@@ -369,7 +369,7 @@ def _pointed_to(folder: Path) -> str:
 
 
 async def _lacks(base_url: str) -> list[str]:
-    """The hosted service describes nothing."""
+    """What SDK and server lack. The hosted service does not say."""
     server = base_url or os.environ.get("TINKER_BASE_URL", "")
     return sdk.lacks_of_sdk() + (await sdk.lacks_of_server(server) if server else [])
 

@@ -34,20 +34,20 @@ from tinkerscript.train.replicas.proof import Evidence, Scores, judge
 from tinkerscript.train.replicas.replica import LostError, Replica
 
 PINS = 100_000
-"""Remembered episodes. The one with the oldest call is forgotten first."""
+"""Limit of remembered episodes. The one with the oldest call is forgotten first."""
 
 # A version is proved on the next-token logprobs after these many recent prompts, cut to their last tokens.
 RECENT_PROMPTS = 32
 PROOF_TOKENS = 512
 
 PROMPTS, RANDOM_TOKENS = 16, 32
-"""For canaries, and while there are too few recent prompts."""
+"""Random prompts for canaries, and while there are too few recent ones."""
 
 LOAD_S = 1800.0
-"""Time to load the model. A replica's death is noticed at once."""
+"""Time limit to load the model. A replica's death is noticed at once."""
 
 PROVE_S = 120.0
-"""Time to load and prove a version before the replica is lost."""
+"""Time limit to load and prove a version, before the replica is lost."""
 
 HANG_S = 60.0
 """A replica with requests that samples nothing for this long counts as hung."""
@@ -84,7 +84,7 @@ class ReplicaPool(Sampler):
     replicas: list[Replica]
     config: InferenceConfig
     keep: int
-    """Newest versions to sample from. One more stays loaded for running calls."""
+    """Number of newest versions to sample from. One more stays loaded for running calls."""
 
     model_folder: Path
     vocabulary: int
@@ -98,7 +98,7 @@ class ReplicaPool(Sampler):
 
     restart: Callable[[Replica], None]
     record: Path
-    """Gets a line for each proof."""
+    """File that gets a line for each proof."""
 
     note: Callable[[str], None]
     timeout_s: float
@@ -316,7 +316,7 @@ class ReplicaPool(Sampler):
         shutil.rmtree(published.folder)
 
     async def _some_replica(self, published: Published) -> None:
-        """Raises EngineError if no replica with the version comes back in time."""
+        """Wait for a replica with the version. Raises EngineError if there is none in time."""
         try:
             await self._least_loaded(
                 asyncio.get_running_loop().time() + self._limit, version=published.version
@@ -399,7 +399,7 @@ class ReplicaPool(Sampler):
     async def _pin(
         self, affinity: str, deadline: float, *, avoid: Replica | None = None, held: int | None = None
     ) -> Pin:
-        """Where an episode's next call goes. Raises GatewayError 503."""
+        """Choose where an episode's next call goes. Raises GatewayError 503."""
         pin = self._pins.get(affinity)
         if pin is None:
             replica = await self._least_loaded(deadline, version=held, avoid=avoid)

@@ -40,7 +40,7 @@ from tinkerscript.train.step_metrics import StepFacts
 from tinkerscript.vllm_plugin import ADAPTERS_TOKEN, write_manifest
 
 PROOFS = "replicas.jsonl"
-"""In the run folder; has a line for each proof."""
+"""File in the run folder with a line for each proof."""
 
 
 @dataclass(eq=False)

@@ -62,7 +62,7 @@ class Replica:
 
         self.pinned = 0
         self.tokens = 0.0
-        """Sampled by the server, at the last check."""
+        """Tokens that the server had sampled at the last check."""
 
         self.serving = False
         self._weights = ""  # The name of the loaded weights, if versions are full weights.
@@ -170,7 +170,7 @@ class Replica:
         return list(await asyncio.gather(*(one(ids) for ids in prompts)))
 
     def offer(self, version: int, name: str) -> None:
-        """Sample `version` from the weights `name`."""
+        """Answer calls for `version` with the weights `name`."""
         assert self._facts is not None
         if self.adapters:
             facts = structs.replace(self._facts, model=name, weight_version=None)
@@ -256,7 +256,7 @@ class Replica:
         await self._server.wake()
 
     async def tokens_sampled(self) -> float:
-        """By the server's metrics. Raises GatewayError and TimeoutError."""
+        """The server's counter of sampled tokens. Raises GatewayError and TimeoutError."""
         async with asyncio.timeout(CHECK_TIMEOUT_S):
             self.tokens = await self._server.tokens_sampled()
         return self.tokens
