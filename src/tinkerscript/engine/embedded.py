@@ -257,7 +257,10 @@ class EmbeddedEngine:
 
     def _frozen_models(self) -> FrozenModels:
         if self._frozen is None:
-            from tinkerscript.engine.frozen import FrozenBase, FrozenModels  # PEFT, as in `_lora_base`.
+            from tinkerscript.engine.frozen import (
+                FrozenBase,
+                FrozenModels,
+            )  # Imports PEFT, as `_lora_base` does.
 
             own = self._base and FrozenBase(self._base, self.context, self.shares_prefixes)
             device = str(self._model.device)

@@ -86,7 +86,7 @@ def check_whole(path: Path) -> None:
 def holds_run(path: Path) -> bool:
     """Whether a run has begun here. Raises ConfigError for an unreadable ledger."""
     ledger = path / LEDGER_FILE
-    if not ledger.exists():  # The ledger may be in PostgreSQL.
+    if not ledger.exists():  # The ledger may be elsewhere.
         return any(path.glob(f"{CHECKPOINTS}/step_*")) or size_of(path / "metrics.jsonl") > 0
     return bool(_asked(ledger, "SELECT EXISTS (SELECT 1 FROM episodes) OR EXISTS (SELECT 1 FROM steps)"))
 

@@ -75,6 +75,8 @@ token of that minibatch (Schulman's k3)."""
 class Compared:
     rollout: Rollout
     trainer_logprobs: FloatArray
+    """float32 [T], before the update, [0] unused."""
+
     entropies: FloatArray | None
     """float32 [T], [0] unused, in nats; None if the backend reports none."""
 

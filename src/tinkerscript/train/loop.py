@@ -132,7 +132,7 @@ class TrainingLoop:
 
     async def _train(self) -> None:
         await self.evaluator.before(self.step)
-        await self.evaluator.during(self.step, steps=self._steps)  # If a restart interrupted it.
+        await self.evaluator.during(self.step, steps=self._steps)  # Resumes one that a restart interrupted.
         self._began = time.monotonic() - self.train_seconds
         while self.step < self._steps:
             step = await self._take(self.step + 1)

@@ -178,10 +178,9 @@ class FrozenModel(ABC):
     async def logprobs(
         self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
     ) -> list[FloatArray]:
-        """Each token's logprob at its temperature (None: 1), in and out float32 [T] each; [0] has no context
-        and is 0.
+        """Each token's logprob at its temperature (None: 1). Position 0 has no context and is 0.
 
-        Raises EngineError.
+        Takes int32 [T] and float32 [T] each, returns float32 [T] each. Raises EngineError.
         """
 
 

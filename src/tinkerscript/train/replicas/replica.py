@@ -247,7 +247,7 @@ class Replica:
     async def sleep(self) -> None:
         """Release the devices' memory, and end running calls. Raises GatewayError."""
         samplers = self._samplers
-        if self._text is not None:  # Cutting spends a sampler, so the versions get new ones.
+        if self._text is not None:  # A cut is permanent, so the versions get new samplers.
             self._samplers = {version: replace(sampler) for version, sampler in samplers.items()}
         await self._interrupt(samplers)
         await self._server.sleep()
