@@ -260,7 +260,7 @@ class EmbeddedEngine:
             from tinkerscript.engine.frozen import (
                 FrozenBase,
                 FrozenModels,
-            )  # Imports PEFT, as `_lora_base` does.
+            )  # Imports PEFT.
 
             own = self._base and FrozenBase(self._base, self.context, self.shares_prefixes)
             device = str(self._model.device)
