@@ -134,7 +134,7 @@ async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> 
     assert watcher.drawn == [True, True], "after each step, while the run goes on"
     assert watcher.waits == [
         "the interchange server",
-        "the server to say where the run goes on",
+        "the server to say where the run continues",
         "the engine to load tiny",
         "the engine to try the loss",
         "the first weights to be published",

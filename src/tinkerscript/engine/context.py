@@ -129,7 +129,7 @@ def _limits(config: PreTrainedConfig) -> list[tuple[int, str]]:
     settings: Any = config.get_text_config()
     lengths = [value for name in LENGTHS if isinstance(value := getattr(settings, name, None), int)]
     if not lengths:
-        raise EngineError(f"the config of model type {config.model_type!r} names no context length")
+        raise EngineError(f"the config of model type {config.model_type!r} has no context length")
     limits = [(lengths[0], "the model was made for this length")]
     rope: dict[str, Any] = getattr(settings, "rope_parameters", None) or {}
     if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:

@@ -53,7 +53,7 @@ class Matcher:
         The mask can allow it all the same: a marker, where the grammar wants the text of its spelling.
         """
         if not self._matcher.consume_token(token):
-            raise self._dead_end(f"it wants a text that the token {token} alone spells")
+            raise self._dead_end(f"it expects a text that only the token {token} spells")
 
     def _dead_end(self, what: str) -> GrammarError:
         # The first line is the reason. The parser's state follows, a kilobyte for each failed call.

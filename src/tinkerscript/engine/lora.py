@@ -162,7 +162,7 @@ class LoraBase:
         """`modules` on the model's device. Raises EngineError if they do not fit."""
         for name, expected in self._shapes(settings).items():
             if name not in modules or tuple(tuple(each.shape) for each in modules[name]) != expected:
-                raise EngineError(f"the adapter {folder} is of another model: {name} does not fit")
+                raise EngineError(f"the adapter {folder} belongs to another model: {name} does not fit")
         return {name: (a.to(self.model.device), b.to(self.model.device)) for name, (a, b) in modules.items()}
 
     def _shapes(self, settings: LoraSettings) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
@@ -335,9 +335,9 @@ def settings_of(folder: Path) -> LoraSettings:
     if not config:
         raise EngineError(f"{folder} has no {ADAPTER_CONFIG}, so it is not a LoRA adapter")
     if config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("use_rslora"):
-        raise EngineError(f"{folder}: only plain LoRA adapters can be used")
+        raise EngineError(f"{folder}: only plain LoRA adapters are supported")
     if isinstance(config["target_modules"], str):
-        raise EngineError(f"{folder}: target_modules has to be a list, not {config['target_modules']!r}")
+        raise EngineError(f"{folder}: target_modules must be a list, not {config['target_modules']!r}")
     targets = [*config["target_modules"], *([EXPERTS] if config.get("target_parameters") else [])]
     return LoraSettings(config["r"], float(config["lora_alpha"]), tuple(targets))
 
@@ -376,14 +376,14 @@ def merged(folder: Path) -> PreTrainedModel:
             try:
                 layer: Any = model.get_submodule(path)
             except AttributeError as error:
-                raise EngineError(f"the adapter {folder} is of another model: it has {path}") from error
+                raise EngineError(f"the adapter {folder} belongs to another model: it has {path}") from error
             if layer is head and model.config.tie_word_embeddings:
                 layer.weight = nn.Parameter(layer.weight.clone())
                 model.config.tie_word_embeddings = False
             change = b @ a * (settings.alpha / settings.rank)
             change = change.t() if isinstance(layer, Conv1D) else change
             if change.shape != layer.weight.shape:
-                raise EngineError(f"the adapter {folder} is of another model: {path} does not fit")
+                raise EngineError(f"the adapter {folder} belongs to another model: {path} does not fit")
             layer.weight.copy_(layer.weight.float() + change)
     return model
 
@@ -408,7 +408,7 @@ def _with_experts(
             for factor, tensor in zip((layer.lora_A, layer.lora_B), pair, strict=True):
                 factor["merged"].load_state_dict({"weight": tensor})
         except (AttributeError, RuntimeError) as error:
-            raise EngineError(f"the adapter is of another model: {path} does not fit") from error
+            raise EngineError(f"the adapter belongs to another model: {path} does not fit") from error
     return tree.merge_and_unload()
 
 

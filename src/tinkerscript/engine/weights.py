@@ -50,8 +50,8 @@ def load_model(
     """
     if (folder / ADAPTER_CONFIG).is_file():
         raise EngineError(
-            f"{folder} holds a LoRA adapter, and all weights are needed here; "
-            f"make them with: tinkerscript merge {folder} TARGET"
+            f"{folder} holds a LoRA adapter, but full weights are needed here; "
+            f"merge them with: tinkerscript merge {folder} TARGET"
         )
     transformers_logging.disable_progress_bar()
     try:
@@ -98,7 +98,7 @@ def load_same_model(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     }:
         differing = ["the shapes of weights"]
     if differing:
-        raise EngineError(f"the checkpoint {folder} is of another model: {', '.join(differing)} differ")
+        raise EngineError(f"the checkpoint {folder} belongs to another model: {', '.join(differing)} differ")
     return other
 
 

@@ -87,7 +87,7 @@ def load_chats(config: RunConfig, model: Path) -> Chats:
     kept = [datums for datums in chats if max(d.model_input.length for d in datums) < limit]
     if len(kept) <= sft.held_out:
         raise ConfigError(
-            f"sft.held_out: {sft.held_out} chats are to be held out, and {sft.data} has {len(kept)} of at "
+            f"sft.held_out: {sft.held_out} chats are to be held out, but {sft.data} has {len(kept)} of at "
             f"most {limit} tokens"
         )
     order = random.Random(config.seed).sample(range(len(kept)), len(kept))
@@ -150,7 +150,7 @@ def _datums(text: str, renderer: ChatRenderer, sft: SftConfig, line: int) -> Dat
     except (GatewayError, ValueError) as error:
         raise _wrong(sft, line, f"the chat format cannot render it: {error}") from error
     if not sequences:
-        raise _wrong(sft, line, "nothing in it trains: it has no reply of the assistant")
+        raise _wrong(sft, line, "it has no assistant reply to train on")
     return [
         datum_from_model_input_weights(tinker.ModelInput.from_ints(ids), torch.tensor(weights))
         for ids, weights in sequences

@@ -294,7 +294,7 @@ class Collector:
             outcome = usable(result, self.scores)
             if isinstance(result, EpisodeAccepted) and isinstance(outcome, EpisodeFailed):
                 reason = f"{why_failed(outcome)} from client {result.client_uuid!r}"
-                self.progress.note(f"episode {result.episode_uuid} is kept and does not train: {reason}")
+                self.progress.note(f"episode {result.episode_uuid} is kept but does not train: {reason}")
             if self.seen is not None:
                 self.seen(outcome)
             self._received_number = max(self._received_number, outcome.number)
@@ -350,7 +350,7 @@ class Collector:
         group_id = next(iter(self._gathering))
         del self._gathered[group_id]
         reason = f"its group {group_id!r} is incomplete, and later ones fill the trainer's memory"
-        self.progress.note(f"client's samples are left out: {reason}")
+        self.progress.note(f"a client's samples are left out: {reason}")
         left_out = partial(TrainedRow, step=0, outcome=Use.LEFT_OUT, reason=reason)
         self.source.note([left_out(episode=each.sequence) for each in self._gathering.pop(group_id)])
 

@@ -99,7 +99,7 @@ async def _examined(name: str, role: RoleConfig, server: VllmServer, folder: Pat
     try:
         facts = await examine(server, section, folder)
         if not facts.rescored:
-            raise ConfigError(f"{server.url} scores no prompts (prompt_logprobs), as vLLM does")
+            raise ConfigError(f"{server.url} does not score prompts (prompt_logprobs); use vLLM")
         await check_tokenizer_of_server(
             folder,
             lambda text: server.encode(text, facts.model),
@@ -166,7 +166,7 @@ class ServedFrozenModel(FrozenModel):
         (sample,) = await self.server.sample(request, self._model, score_from=1)
         if len(sample.scores) != len(ids) - 1:
             raise EngineError(
-                f"{self._name}: {len(sample.scores)} log probabilities came for a prompt of {len(ids)} tokens"
+                f"{self._name}: got {len(sample.scores)} logprobs for a prompt of {len(ids)} tokens"
             )
         for place, score in enumerate(sample.scores, 1):
             if not NOTHING < score <= 1e-3:

@@ -55,12 +55,12 @@ def check_whole(path: Path) -> None:
     if (path / FORMER_JOURNAL).exists():
         raise ConfigError(
             f"{path} was made by tinkerscript 0.1 ({FORMER_JOURNAL}), and this version has a ledger in its "
-            "place: go on with that version, or start a new run from one of its checkpoints "
+            "place: continue with that version, or start a new run from one of its checkpoints "
             "(engine.checkpoint)"
         )
     run_id = _read(path / RUN_ID)
     if not run_id and holds_run(path):
-        raise ConfigError(f"{path} has no {RUN_ID}, which says which run {LEDGER_FILE} is of: put it back")
+        raise ConfigError(f"{path} has no {RUN_ID}, which identifies the run of {LEDGER_FILE}: put it back")
     if not run_id:
         return  # Nothing has begun.
     checkpoints = {folder: _manifest(folder) for folder in sorted(path.glob(f"{CHECKPOINTS}/step_*"))}

@@ -101,7 +101,7 @@ def begin_run(
     try:
         reader = LedgerReader(folder.path, store=config.interchange_server.store)
     except ConfigError as error:  # Possibly only the server can reach its database.
-        status.note(f"the run's health is not known here: {error}")
+        status.note(f"the run's health cannot be shown here: {error}")
     return OpenRun(config, folder, ledger, reader, status, history, replayed)
 
 

@@ -91,8 +91,8 @@ def check_lengths(tokens: int, logprobs: int) -> None:
     """Raises AlignmentError if token and logprob counts differ."""
     if tokens != logprobs:
         raise AlignmentError(
-            f"lengths_differ: the sampler answered {tokens} token ids and {logprobs} log probabilities: "
-            "one of them was cut short, or the ids were made from text",
+            f"lengths_differ: the sampler returned {tokens} token ids and {logprobs} logprobs: "
+            "one was cut short, or the ids were made from text",
             name="lengths_differ",
         )
 

@@ -105,7 +105,7 @@ def _chat_message(message: Message) -> ChatMessage:
     content: Any = message["content"]
     parts: list[dict[str, Any]] = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if others := {part["type"] for part in parts} - {"text", "thinking"}:
-        raise ValueError(f"the chat format takes text, and a message has {', '.join(sorted(others))}")
+        raise ValueError(f"the chat format takes only text, but a message has {', '.join(sorted(others))}")
     role = "system" if message["role"] == "developer" else message["role"]
     converted: ChatMessage = {
         "role": role,

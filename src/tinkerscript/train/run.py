@@ -113,7 +113,7 @@ async def run_training(
         link = await stack.enter_async_context(_link(config, children, sampling.sample, progress.note))
         lag = config.replay_lag if config.training.replay_uses > 1 else 0
         plan_lag = config.max_policy_lag if config.training.on_stale == "wait" else config.training.steps
-        with progress.waiting("the server to say where the run goes on"):
+        with progress.waiting("the server to say where the run continues"):
             past = _past(link, folder, replay_lag=lag, plan_lag=plan_lag)
             asking = asyncio.create_task(past, name="ask for the past")
             history, replayed = await run_beside(children.supervisor, asking)

@@ -155,8 +155,8 @@ async def open_distillation(
         await asyncio.to_thread(made.check_tokenizer, folder)
         if teacher.max_context < backend.max_context:
             progress.note(
-                f"the teacher {section.teacher!r} reads {teacher.max_context} tokens, and the model that "
-                f"trains {backend.max_context}: a sequence that is too long for it ends the run"
+                f"the teacher {section.teacher!r} reads only {teacher.max_context} tokens, but the model "
+                f"that trains {backend.max_context}: a sequence too long for the teacher ends the run"
             )
         yield made
 

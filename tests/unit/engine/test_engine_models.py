@@ -204,7 +204,7 @@ def test_a_soft_cap_of_attention_is_computed(random_model: Path, tmp_path: Path)
 
 
 def test_a_config_without_a_context_length_is_refused() -> None:
-    with pytest.raises(EngineError, match="'mamba' names no context length"):
+    with pytest.raises(EngineError, match="'mamba' has no context length"):
         exact_context(transformers.MambaConfig())
 
 

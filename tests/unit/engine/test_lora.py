@@ -312,7 +312,7 @@ def test_adapters_of_experts_are_pefts(
         np.testing.assert_allclose(sampled, sequence.logprobs, atol=1e-5)
     config["r"] = 2
     (path / ADAPTER_CONFIG).write_text(json.dumps(config))
-    with pytest.raises(EngineError, match="of another model"):
+    with pytest.raises(EngineError, match="belongs to another model"):
         merged(path)
 
 

@@ -31,7 +31,7 @@ async def test_a_folder_holds_a_run_once_its_ledger_has_a_step_or_an_episode(tmp
     with pytest.raises(ConfigError, match="already holds a run; resume it"):
         check_unused(tmp_path)
     (tmp_path / RUN_ID).unlink()
-    with pytest.raises(ConfigError, match=r"has no run_id, which says which run ledger\.sqlite is of"):
+    with pytest.raises(ConfigError, match=r"has no run_id, which identifies the run of ledger\.sqlite"):
         check_whole(tmp_path)
 
 

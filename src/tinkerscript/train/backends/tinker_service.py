@@ -178,8 +178,8 @@ class TinkerBackend(TrainerBackend):
         for sequence in response.sequences:
             if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
                 raise EngineError(
-                    f"{self.notifier.service}: a sample of {len(sequence.tokens)} tokens came with log "
-                    f"probabilities {sequence.logprobs}; training needs one for each token"
+                    f"{self.notifier.service}: a sample of {len(sequence.tokens)} tokens came with "
+                    f"logprobs {sequence.logprobs}; training needs one for each token"
                 )
 
     async def check_loss(self, loss_fn: LossFnType, loss_config: Mapping[str, float] | None) -> None:
