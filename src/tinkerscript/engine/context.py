@@ -57,7 +57,6 @@ class EngineContext:
 
     random: np.random.Generator
     max_batch: int
-
     max_context: int
     """Token limit of prompt and reply together."""
 

@@ -115,7 +115,6 @@ class ConfiguredLoss:
 @dataclass(frozen=True, slots=True)
 class Loss:
     tokens: TokenLosses
-
     inputs: frozenset[str] = POLICY_INPUTS
     """The `loss_fn_inputs` of a datum, each [T]. `OPTIONAL_INPUTS` may be left out."""
 

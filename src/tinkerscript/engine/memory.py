@@ -77,7 +77,6 @@ class Workload:
     """Tokens with logits in memory at once (`decoder.logits_rows`)."""
 
     activation_checkpointing: bool = False
-
     samplers: int = 0
     """Policy versions that can be sampled from."""
 

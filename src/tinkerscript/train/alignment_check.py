@@ -38,7 +38,6 @@ UNNAMED = "logprob_gap"
 class TrainedModel:
     vocabulary: int
     stop_ids: Collection[int] = ()
-
     tokenizer: str = ""
     """Fingerprint of the tokenizer's vocabulary."""
 

@@ -48,7 +48,6 @@ HOPELESS_AFTER = 32
 class Group:
     group_id: str
     size: int
-
     started: int = 0
     """Training steps behind the newest weights when the group started."""
 

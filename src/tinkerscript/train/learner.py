@@ -93,7 +93,6 @@ class Learner:
     role: str = ""
     start_logprobs: ReferenceLogprobs | None = None
     distillation: Distillation | None = None
-
     reply_tokens: int = 0
 
     def __post_init__(self) -> None:

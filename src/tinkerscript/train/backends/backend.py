@@ -95,7 +95,6 @@ class TrainerBackend(Publisher):
 
     vocabulary: int
     stop_ids: frozenset[int]
-
     scales_logits = False
     """Whether tokens train and are scored at their sampling temperatures. `client` then takes the inputs
     `temperatures` and `mask` (`engine.losses`)."""
