@@ -31,7 +31,7 @@ NO_CHANGE = LoraSettings(rank=1, targets=("attn",))
 
 
 class FrozenWeights:
-    """A base, perhaps with an adapter, on the engine's thread."""
+    """A base, perhaps with an adapter, that samples and scores on the engine's thread."""
 
     def __init__(self, context: EngineContext, sampling: EmbeddedSamplingClient, trainer: Trainer) -> None:
         self.context = context

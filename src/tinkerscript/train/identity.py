@@ -111,6 +111,7 @@ def identify(path: Path) -> str:
 def write_manifest(checkpoint: Path, run_id: str) -> None:
     """Mark a checkpoint as complete, and as this run's. Blocks until all of it is on disk."""
     paths = sorted(path for path in checkpoint.rglob("*") if path.name != MANIFEST)
+    # After a power failure a file can have the right size without its content.
     for path in paths:
         sync(path)
     files = [path for path in paths if path.is_file()]

@@ -109,6 +109,7 @@ def _asked(messages: Sequence[ChatMessage]) -> str:
 
 def _scores(outcome: EpisodeAccepted) -> dict[str, Score]:
     """Each scorer's score as our worker reports it, or else the reward."""
+    # A script may use the same metadata names for other data, so values of another shape are skipped.
     values = {
         name: value
         for name, value in _mapping(outcome.metadata.get("scores")).items()

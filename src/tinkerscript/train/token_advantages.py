@@ -221,8 +221,8 @@ def correct(
 
     So the update changes only the ratio to old, and a constant corrects what differs without an update.
 
-    Metrics over tokens with loss: the mean weight, the largest ratio, and the share that each part clipped or
-    masked.
+    Metrics over tokens with loss: the mean weight, the largest ratio, and `correction/NAME`, the share that a
+    part clipped or masked.
     """
     parts = {name: value for name in CORRECTIONS if (value := getattr(config, name)) is not None}
     corrected: list[WeightedRollout] = []
