@@ -40,8 +40,7 @@ SEQUENCE = "sequence"
 """Input, int64 from 0: the sequence of each token."""
 
 TEMPERATURES = "temperatures"
-"""Input, float32: what divides each token's logits, by default 1. Losses do not see it; logprobs include
-it."""
+"""Input, float32: divides each token's logits, by default by 1. The logprobs that losses get include it."""
 
 ENTROPY = "entropy"
 """Input for losses with `needs_entropy`: the sampling distribution's entropy, in nats, with its gradient."""
@@ -116,7 +115,7 @@ class ConfiguredLoss:
 class Loss:
     tokens: TokenLosses
     inputs: frozenset[str] = POLICY_INPUTS
-    """The `loss_fn_inputs` of a datum, each [T]. `OPTIONAL_INPUTS` may be left out."""
+    """The `loss_fn_inputs` that a datum must have, each [T]. It may also have `OPTIONAL_INPUTS`."""
 
     settings: Mapping[str, float] = field(default_factory=dict[str, float])
     """Further keys of `loss_fn_config`, with defaults."""

@@ -216,10 +216,10 @@ arXiv:2510.18855."""
 def correct(
     batch: Sequence[WeightedRollout], trainer: Sequence[FloatArray], config: RolloutCorrectionConfig
 ) -> tuple[list[WeightedRollout], dict[str, float]]:
-    """Weight advantages by a function of old / sampler, and make old (`trainer`, float32 [T] each) the
-    reference.
+    """Weight advantages by the trainer's probabilities before the update (`trainer`, float32 [T] logprobs
+    each) over the sampler's, and make them the loss's reference.
 
-    So the update changes only the ratio to old, and a constant corrects what differs without an update.
+    So the update changes only the ratio to the reference, and a constant corrects what differed before it.
 
     Metrics over tokens with loss: the mean weight, the largest ratio, and `correction/NAME`, the share that a
     part clipped or masked.
