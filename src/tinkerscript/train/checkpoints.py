@@ -48,7 +48,6 @@ class RunCheckpoints:
             await self.save(step, train_seconds=train_seconds)
 
     async def last(self, step: int, *, train_seconds: float) -> None:
-        """Save the last finished step of a run that ends early."""
         if step > self._saved:
             saving = self.save(step, train_seconds=train_seconds, within_s=LAST_COMMIT_S)
             await try_to_save(saving, step, self._parts.progress.note)

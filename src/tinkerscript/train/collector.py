@@ -99,7 +99,6 @@ class Batch:
         return group
 
     def adopt(self, outcomes: Sequence[Outcome]) -> None:
-        """Add a complete group of a sample that a client registered."""
         group = self.groups.setdefault(outcomes[0].group_id, Group(outcomes[0].group_id, 0))
         group.outcomes |= {outcome.episode_uuid: outcome for outcome in outcomes}
         group.size = group.ended = len(group.outcomes)
@@ -177,7 +176,7 @@ class Batch:
 
 
 def _explain_failures(failed: Sequence[EpisodeFailed]) -> str:
-    """The most common failures with an example each. Those that differ only in numbers count as one."""
+    """The most common failures. Those that differ only in numbers count as one."""
     alike: dict[str, list[str]] = {}
     for episode in failed:
         reason = why_failed(episode)
@@ -386,7 +385,6 @@ class Collector:
         self._tell(None)
 
     async def filled(self, batch: Batch) -> None:
-        """Wait until clients' own samples fill the batch."""
         with self.progress.phase(batch.label, total=0) as phase:
             while True:
                 while self._ready and not batch.is_met:
@@ -409,7 +407,6 @@ class Collector:
         self.source.cancel(episode_uuids, reason)
 
     async def received_until(self, number: int) -> None:
-        """Wait for all outcomes up to this end number."""
         while self._received_number < number:
             await self._wait_for_outcomes()
 

@@ -55,7 +55,6 @@ class Curriculum:
         return admitted
 
     def note(self, payload: Mapping[str, Any], outcomes: Iterable[Outcome | None]) -> None:
-        """Update the sample's rate with a group that a step took."""
         accepted = [each for each in outcomes if isinstance(each, EpisodeAccepted)]
         passed = [passes(each, self.config.pass_reward) for each in accepted]
         if not passed:

@@ -153,8 +153,6 @@ def open_judge(config: RunConfig) -> JudgeFunction | None:
 
 
 class RoleAsker:
-    """Asks outside and frozen roles for the judge."""
-
     def __init__(self, servers: Mapping[str, OutsideServer], policy: Policy, folder: Path) -> None:
         self._servers, self._policy, self._folder = servers, policy, folder
         self._renderer: ChatRenderer | None = None

@@ -102,7 +102,6 @@ def _asked(ledger: Path, query: str) -> int:
 
 
 def identify(path: Path) -> str:
-    """The identity of the run in a folder, created for a new run."""
     run_id = _read(path / RUN_ID) or uuid4().hex
     write_atomically(path / RUN_ID, run_id, durable=True)
     return run_id

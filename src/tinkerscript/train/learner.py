@@ -170,7 +170,6 @@ class Learner:
         self.begin(taken)
 
     def group_again(self, outcomes: Sequence[EpisodeAccepted]) -> RolloutGroup:
-        """Rebuild a group of an earlier step."""
         return RolloutGroup(outcomes[0].group_id, tuple(map(self._merged, outcomes)))
 
     def has_part_in(self, outcome: EpisodeAccepted) -> bool:
@@ -502,7 +501,6 @@ class Learner:
         return {MASK: rollout.loss_mask.astype(np.float32), TEMPERATURES: rollout.temperatures}
 
     def _clipped(self, part: Sequence[WeightedRollout], logprobs: Sequence[FloatArray]) -> dict[str, float]:
-        """Share of the tokens with loss that have a clipped probability ratio."""
         if not self._clips or len(logprobs) < len(part):
             return {}
         gaps = [self._gaps(item, new) for item, new in zip(part, logprobs, strict=True)]

@@ -24,8 +24,6 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """A run that this process has locked."""
-
     config: RunConfig
     folder: RunFolder
     ledger: RowWriter

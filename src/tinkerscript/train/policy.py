@@ -146,11 +146,9 @@ class Policy:
         self._fault: AlignmentError | None = None
 
     def publish_to(self, publisher: Publisher) -> None:
-        """Replace the publisher of the run's own policy."""
         self._own.publisher = publisher
 
     def add_frozen(self, role: str, model: FrozenModel) -> None:
-        """Answer requests for `role` from a model that does not change."""
         self._frozen[role] = SeededSampler(
             model.sampler,
             seed=self._seed if self._own.publisher.seeds else None,
@@ -159,7 +157,6 @@ class Policy:
         )
 
     def add_trained(self, role: str, publisher: Publisher) -> None:
-        """Publish a role that trains, and answer its requests."""
         self._trained[role] = _Weights(publisher, key=f"{role}/")
 
     @property

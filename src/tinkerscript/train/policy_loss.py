@@ -73,7 +73,6 @@ WIDE_CLIP = 0.05
 
 
 def wide_clip(config: TrainingConfig) -> str:
-    """A warning if clipping is too wide for gspo; else empty."""
     given = {"clip_low": config.clip_low, "clip_high": config.clip_high}
     wide = [f"{name}: {value:g}" for name, value in given.items() if value is not None and value > WIDE_CLIP]
     if config.loss_fn != "gspo" or not wide:
@@ -85,7 +84,6 @@ def wide_clip(config: TrainingConfig) -> str:
 
 
 def loss_config(config: TrainingConfig, loss: Loss) -> dict[str, float]:
-    """The loss's defaults, overridden by the config."""
     clip = {
         "clip_low_threshold": None if config.clip_low is None else 1 - config.clip_low,
         "clip_high_threshold": None if config.clip_high is None else 1 + config.clip_high,

@@ -185,7 +185,6 @@ async def run_training(
 async def _past(
     link: TrainerLink, folder: RunFolder, *, replay_lag: int, plan_lag: int
 ) -> tuple[History, list[EpisodeAccepted]]:
-    """Where the run continues, and the episodes that it may train on again."""
     whole = folder.whole_checkpoints()
     history = await link.resume(whole, replay_lag=replay_lag, plan_lag=plan_lag)
     fetched = await link.fetch(sorted({each.episode for each in history.replayed}))
@@ -229,7 +228,6 @@ def _advice(config: RunConfig, samples: TaskSamples | None) -> Iterator[str]:
 
 
 def not_held_out(samples: TaskSamples, evaluation: EvaluationConfig) -> str:
-    """A warning if evaluation samples also train; else empty."""
     interim = evaluation.interim_episodes if evaluation.every_steps else 0
     shared, number = samples.trained_too(max(evaluation.episodes, interim))
     if not shared:
@@ -342,8 +340,6 @@ def _report_written(loop: TrainingLoop, learners: Sequence[Learner]) -> Generato
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What runs the episodes and can end the run."""
-
     source: EpisodeSource
     supervisor: Supervisor
     backend: TrainerBackend
@@ -510,7 +506,6 @@ async def _server(
     *,
     join: bool,
 ) -> ServerAddress:
-    """The server to join, a new child process, or one in this process."""
     if join:
         info = read_server_info(path)
         if info is None:
@@ -531,7 +526,6 @@ def _address(info: ServerInfo) -> ServerAddress:
 def summarize(
     loop: TrainingLoop, learners: Sequence[Learner], tally: Tally, *, restarts: int
 ) -> dict[str, Any]:
-    """The contents of summary.json."""
     config, seconds = loop.parts.config, loop.train_seconds
     evaluations = loop.evaluator.finished
     before, after = evaluations.get("before"), evaluations.get("after")

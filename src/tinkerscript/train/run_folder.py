@@ -169,7 +169,6 @@ class RunFolder:
         return [self.checkpoints, *self.checkpoints.glob(f"{ROLES}/*")]
 
     def forget_metrics_after(self, step: int) -> None:
-        """Remove metrics of steps that the resumed run repeats."""
         path = self.path / "metrics.jsonl"
         if not path.exists():
             return

@@ -51,7 +51,6 @@ class RunStatus(ProgressReporter):
         self._changed = asyncio.Event()
 
     def write_into(self, ledger: RowWriter) -> None:
-        """Write everything so far and until `end` into `ledger`."""
         self._ledger = ledger
         ledger.note(self._notes)
         self._notes = []
@@ -71,7 +70,6 @@ class RunStatus(ProgressReporter):
         return FactRow(name=STATUS, value=json.dumps(self._said).encode())
 
     async def end(self, error: BaseException | None) -> None:
-        """Record how the run ended, and stop writing."""
         ledger, self._ledger = self._ledger, None
         if ledger is None:
             return

@@ -51,8 +51,6 @@ class TaskSamples:
             raise ConfigError("task.name is needed to train: see docs/environments.md")
         loaded = [usable_task(task.name, task.train_args, sandbox=task.sandbox) for task in tasks]
         self.tasks = [task.task_id for task in loaded]
-        """The tasks' names in payloads."""
-
         self.greedy = [task.task_id for task in loaded if task.temperature == 0]
         """Tasks that ask for temperature 0."""
 
@@ -134,8 +132,6 @@ def _content(sample: dict[str, Any]) -> str:
 
 
 class _ShuffledSamples:
-    """One task's samples, repeated endlessly and reshuffled for each pass."""
-
     def __init__(self, samples: list[dict[str, Any]], seed: str) -> None:
         self.samples = samples
         self._seed = seed

@@ -44,7 +44,6 @@ from tinkerscript.train.step_rows import chat_rows, keeps_tokens, metric_rows
 
 HELD_OUT = "held_out/nll"
 ORIGIN_FILE = "sft_data.json"
-"""Records the origin of the run's chats."""
 
 
 async def run_sft(
@@ -201,7 +200,6 @@ class SupervisedRun:
     def _chat_rows(
         self, step: int, datums: Sequence[tinker.Datum], logprobs: Sequence[FloatArray]
     ) -> list[Row]:
-        """The step's chats as episodes without calls or reward."""
         if not keeps_tokens(self.parts.config.recording, step) or len(logprobs) < len(datums):
             return []
         rows: list[Row] = []
@@ -264,7 +262,6 @@ class SupervisedRun:
 
 
 async def mean_nll(client: TrainingClient, datums: Sequence[tinker.Datum], *, batch_size: int) -> float:
-    """Mean negative log-likelihood per trained token, in nats."""
     pieces = [list(datums[i : i + batch_size]) for i in range(0, len(datums), batch_size)]
     outputs = [await client.forward(piece, "cross_entropy") for piece in pieces]
     logprobs = [row["logprobs"] for output in outputs for row in output.loss_fn_outputs]

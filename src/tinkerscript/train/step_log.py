@@ -134,7 +134,6 @@ class StepLog:
             self._progress.note(skipped)
 
     def stopped(self, step: TrainingStep, error: AlignmentError) -> list[TrainerRow]:
-        """The rows of a step that ends the run."""
         self.tell_findings(step.number)
         metrics = step_metrics(self._facts(step)) | self._own.report.step.metrics()
         return self._rows(step, metrics, stopped=error.name)
@@ -164,7 +163,6 @@ class StepLog:
         return {**self._own.report.as_json(), **({"roles": roles} if roles else {})}
 
     async def tell_health(self, step: int) -> None:
-        """Report health rows that have turned bad."""
         if self._reader is None:
             return
         try:

@@ -93,7 +93,6 @@ StepMetric = Callable[[StepFacts], Mapping[str, float]]
 
 
 def reward(facts: StepFacts) -> dict[str, float]:
-    """The rewards' spread, and the success rate of episodes that report success or failure."""
     rewards = [outcome.reward for outcome in facts.accepted]
     told = [outcome.is_success for outcome in facts.accepted if outcome.is_success is not None]
     return {
@@ -174,7 +173,6 @@ def groups(facts: StepFacts) -> dict[str, float]:
 
 
 def trained_groups(groups: Sequence[RolloutGroup], trains_equal: bool, differs: Differs) -> dict[str, float]:
-    """Groups with a gradient, groups with equal rewards, and the mean reward of the latter."""
     equal = [] if trains_equal else [each.rewards[0] for each in groups if not differs(each)]
     return {
         "groups/trained": float(len(groups) - len(equal)),
@@ -252,7 +250,6 @@ def role_metrics(
     trains_equal: bool,
     differs: Differs = rewards_differ,
 ) -> dict[str, float]:
-    """A role's metrics, under `role/NAME/`."""
     episodes = [episode for group in groups for episode in group.episodes]
     found = {
         **learned,
@@ -313,7 +310,6 @@ def why_groups_do_not_train(
     errors: Mapping[str, int] | None = None,
     differs: Differs = rewards_differ,
 ) -> str:
-    """Why these groups changed no weights."""
     if not groups:
         return "no group has enough episodes that can train"
     if not trains_equal and not any(map(differs, groups)):

@@ -93,7 +93,6 @@ class PolicyUpdate:
         return groups
 
     def rows(self, step: TrainingStep) -> list[TrainedRow]:
-        """What the step did with each episode."""
         left_out = left_out_rows(step.batch, step.number, stale=step.stale)
         rows = {(row.episode, row.role): row for row in left_out}
         for learner in self._learners:

@@ -58,8 +58,6 @@ class TrainingClient(Protocol):
 
 
 class Publisher(ABC):
-    """Makes samplers of the weights that train."""
-
     max_context: int
     """Token limit of prompt and reply together."""
 
@@ -261,7 +259,6 @@ async def optimizer_step(
 
 
 def skipped_note(step: int, metrics: Mapping[str, float]) -> str:
-    """A note about skipped optimizer steps; empty if none were."""
     number = int(metrics.get(SKIPPED, 0))
     if not number:
         return ""

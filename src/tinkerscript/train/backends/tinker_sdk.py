@@ -148,7 +148,6 @@ WANTED = (
 
 
 def _fields(description: Mapping[str, Any], path: str, inner: str) -> set[str]:
-    """Field names of a POST's body, or of its field `inner`. Empty if not described."""
     operation = description.get("paths", {}).get(f"/api/v1/{path}", {}).get("post", {})
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
     properties = _properties(description, body)

@@ -369,7 +369,6 @@ def _pointed_to(folder: Path) -> str:
 
 
 async def _lacks(base_url: str) -> list[str]:
-    """What SDK and server lack. The hosted service does not say."""
     server = base_url or os.environ.get("TINKER_BASE_URL", "")
     return sdk.lacks_of_sdk() + (await sdk.lacks_of_server(server) if server else [])
 
@@ -414,7 +413,6 @@ async def _limits(
 
 
 def _write_folder(folder: Path, name: str, text: str) -> None:
-    """Atomically replace `folder` by one with a single file."""
     staging = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)

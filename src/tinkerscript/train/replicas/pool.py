@@ -180,7 +180,6 @@ class ReplicaPool(Sampler):
         await replica.retire(-1, canary.name)
 
     def lose(self, replica: Replica, why: str, *, hangs: bool = False) -> None:
-        """Stop sampling from a replica, and try to get it back."""
         if not replica.serving:
             return
         self.counts["lost"] += 1

@@ -95,7 +95,6 @@ class ReplicaPublisher(Publisher):
 
 
 def named(folder: Path, name: str) -> Path:
-    """Rename a folder to `name` and the digest of its files."""
     target = folder.with_name(f"{name}-{write_manifest(folder)}")
     folder.rename(target)
     return target
@@ -210,8 +209,6 @@ def _on_death(pool: ReplicaPool, replica: Replica) -> Callable[[int, int], None]
 
 
 def _scorer(engine: EmbeddedEngine) -> Scorer:
-    """Scores with the trainer's engine and weights on disk."""
-
     async def score(
         folder: Path, prompts: Sequence[IntArray], tokens: Sequence[NDArray[np.int64]]
     ) -> list[FloatArray]:

@@ -170,7 +170,6 @@ class Replica:
         return list(await asyncio.gather(*(one(ids) for ids in prompts)))
 
     def offer(self, version: int, name: str) -> None:
-        """Answer calls for `version` with the weights `name`."""
         assert self._facts is not None
         if self.adapters:
             facts = structs.replace(self._facts, model=name, weight_version=None)
@@ -221,7 +220,6 @@ class Replica:
         self._abandon_all()
 
     def abandon(self, version: int) -> None:
-        """Make the version's running calls raise LostError."""
         for call, of in self._calls.items():
             if of == version:
                 call.cancel()
