@@ -173,7 +173,7 @@ def test_a_context_far_below_the_models_own_is_said(config: PretrainedConfig, he
         own = config.get_text_config().max_position_embeddings
         assert said is not None
         assert f"hold {held:,} tokens here, of this model's {own:,}: " in said
-        assert "For longer conversations take a model" in said
+        assert "For longer conversations choose a model" in said
 
 
 def test_a_model_that_shares_no_prefixes_says_so(random_model: Path, tmp_path: Path) -> None:
