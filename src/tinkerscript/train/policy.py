@@ -43,8 +43,7 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
 
 @dataclass(eq=False)
 class SeededSampler(Sampler):
-    """A backend's sampler for one policy version: assigns seeds, checks room and results. Belongs to one
-    loop."""
+    """A backend's sampler for one policy version, which assigns seeds. Belongs to one event loop."""
 
     sampler: Sampler
     seed: int | None = field(kw_only=True)
@@ -131,6 +130,7 @@ class Policy:
 
         self._seed = seed
         self._own = _Weights(publisher, key="")
+
         # These are keyed by role.
         self._trained = {"": self._own}
         self._frozen: dict[str, SeededSampler] = {}
