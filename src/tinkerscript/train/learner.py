@@ -100,13 +100,13 @@ class Learner:
         self.rule = AdvantageRule(
             config.advantage_baseline, config.advantage_scale, config.pass_k, config.reward_weights
         )
-        if self.config.distillation.is_pure:
+        if config.distillation.is_pure:
             # Rewards have weight 0 here, but a group of one still needs some advantage to train.
             self.rule = PLAIN
-        self.credit = Credit(self.config.credit.level, self.config.credit.discount)
-        self.alignment = AlignmentCheck(self.report, self.config, self.model)
+        self.credit = Credit(config.credit.level, config.credit.discount)
+        self.alignment = AlignmentCheck(self.report, config, self.model)
 
-        self.replay = ReplayBuffer(self.config, seed=self.seed) if self.config.replay_uses > 1 else None
+        self.replay = ReplayBuffer(config, seed=self.seed) if config.replay_uses > 1 else None
         self.groups: list[RolloutGroup] = []
         self.replayed: list[RolloutGroup] = []
         self.replayable: list[RolloutGroup] = []
@@ -135,15 +135,15 @@ class Learner:
         # which the engine holds until `train`.
         self._computed: tinker.ForwardBackwardOutput | None = None
 
-        self._loss = loss = policy_loss(self.config)
+        self._loss = loss = policy_loss(config)
         self._is_embedded = self.model.is_embedded
-        self._loss_config = loss_config(self.config, loss)
+        self._loss_config = loss_config(config, loss)
         self._clips = CLIP.keys() <= loss.settings.keys()
         self._ratio_of_sequence = loss.ratio == "sequence"
         self._penalty: KLPenalty | None = None
-        if self.config.kl_penalty_coef:
+        if config.kl_penalty_coef:
             assert self.start_logprobs is not None
-            self._penalty = KLPenalty(self.start_logprobs, coef=self.config.kl_penalty_coef)
+            self._penalty = KLPenalty(self.start_logprobs, coef=config.kl_penalty_coef)
 
     async def check_loss(self, backend: TrainerBackend) -> None:
         await backend.check_loss(cast(LossFnType, self.config.loss_fn), self._loss_config or None)
