@@ -67,7 +67,7 @@ class StepFacts:
     rollout_s: float
     train_s: float
     publish_s: float = 0.0
-    """Share of `train_s` in seconds."""
+    """Part of `train_s`, in seconds."""
 
     wait_stale_s: float | None = None
     """Part of `rollout_s` spent on groups that would have been too old later. None: not applicable."""

@@ -94,12 +94,12 @@ class Replica:
             self._is_up.set()
 
     def move(self, process: Started) -> None:
-        """Its server was restarted, possibly on another machine."""
+        """Connect to the restarted server, possibly on another machine."""
         self._former.append(self._server)
         self._connect(f"http://{process.host}:{process.port}")
 
     def leave(self) -> None:
-        """Its server is gone or about to be, and will be restarted."""
+        """Note that the server is gone or about to be, and will be restarted."""
         self._is_up.clear()
         self._is_gone.set()
 
