@@ -127,8 +127,8 @@ STARTS = {
     "half a ledger": resumed(half_of(LEDGER_FILE), f"one/{LEDGER_FILE} cannot be read", "whole ledger back"),
     "an older ledger": resumed(behind, "ends with step 2", "checkpoint of step 3", "whole ledger back"),
     "a run of version 0.1": resumed(of_version_0_1, "made by tinkerscript 0.1", "engine.checkpoint"),
-    "another run's ledger": resumed(of_another(LEDGER_FILE), LEDGER_FILE, "of another run"),
-    "another run's checkpoint": resumed(of_another("checkpoints/step_0003"), "step_0003", "of another run"),
+    "another run's ledger": resumed(of_another(LEDGER_FILE), LEDGER_FILE, "from another run"),
+    "another run's checkpoint": resumed(of_another("checkpoints/step_0003"), "step_0003", "from another run"),
     "no whole checkpoint": resumed(all_halved, "no checkpoint in one is complete", "1000 of the ", "step 1"),
     "no such key": new("unknown key 'training.step'", "did you mean steps?", **{"training.step": 3}),
     "no such task": new("nothing", **{"task.name": f"{ROOT / 'examples' / 'arithmetic.py'}@nothing"}),
@@ -202,7 +202,7 @@ def test_a_truncated_newest_checkpoint_is_named_and_the_one_before_it_used(
     assert (
         f"step_0003 is not complete ({size // 2} of the {size} bytes of model.safetensors)" in command.text()
     )
-    assert "the run goes on from that of step 2" in command.text()
+    assert "the run continues from step 2" in command.text()
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == [1, 2, 3, 4]
     assert ask(run, "SELECT step FROM resumptions ORDER BY resumption") == [(0,), (2,)]

@@ -87,7 +87,7 @@ async def test_it_scores_and_samples_by_token_ids(byte_model: Path) -> None:
 @pytest.mark.parametrize(
     ("faults", "reason"),
     [
-        ({"scores": False}, "roles.t: http://.* scores no prompts"),
+        ({"scores": False}, "roles.t: http://.* does not score prompts"),
         ({"tokenizer": {}}, "roles.t: the model at http://.* has no /tokenize"),
         ({"tokenizer": None}, r"roles.t: the model at http://.* has another tokenizer .*: at '.*' its id is"),
         ({"models": ("one", "other")}, "roles.t: .*serves 'one', 'other'"),

@@ -162,7 +162,7 @@ async def test_the_babbling_model_is_aligned(tmp_path: Path, babbling_model: Pat
     ("corrupt", "name", "words"),
     [
         (late, "logprobs_shifted", "the logprobs are 1 token too late"),
-        (cut, "lengths_differ", r"the sampler answered \d+ token ids and \d+ log probabilities"),
+        (cut, "lengths_differ", r"the sampler returned \d+ token ids and \d+ logprobs"),
         (cut_and_padded, "logprobs_truncated", r"the last \d\.\d tokens of a call"),
         (of_the_likeliest, "logprobs_of_the_likeliest", "of the most likely token instead of the sampled"),
         (from_text, "ids_retokenised", "ids were encoded from text in place of the sampled ones"),
@@ -225,7 +225,7 @@ async def test_answers_cut_short_behind_the_link_stop_the_run(
         training={"steps": 1, "groups_per_step": 2, "group_size": 2},
         workers={"concurrency": 4},
     )
-    with pytest.raises(AlignmentError, match="lengths_differ: the sampler answered"):
+    with pytest.raises(AlignmentError, match="lengths_differ: the sampler returned"):
         await run_training(config, QuietReporter())
     report = json.loads((tmp_path / "run" / "alignment.json").read_text())
     assert [f["name"] for f in report["findings"]] == ["lengths_differ"]

@@ -107,7 +107,7 @@ async def test_a_task_that_names_a_temperature_trains_but_at_zero(
     summary = json.loads((folder.path / "summary.json").read_text())
     told = "\n".join(progress.notes)
     is_greedy = (temperature, precedence) == (0.0, "program")
-    assert ("tasks.py@words asks for temperature 0, at which nothing trains" in told) == is_greedy
+    assert ("tasks.py@words asks for temperature 0, which leaves nothing to train on" in told) == is_greedy
     assert bool(summary["tokens_trained"]) != is_greedy
     assert summary["max_abs_dlogp"] <= 1e-4
     if is_greedy:
@@ -134,7 +134,7 @@ async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> 
     assert watcher.drawn == [True, True], "after each step, while the run goes on"
     assert watcher.waits == [
         "the interchange server",
-        "the server to say where the run goes on",
+        "the server to say where the run continues",
         "the engine to load tiny",
         "the engine to try the loss",
         "the first weights to be published",
@@ -221,7 +221,7 @@ async def test_a_run_with_every_setting_of_the_update(tmp_path: Path) -> None:
     folder = await run_training(given, watcher)
     told = "\n".join(watcher.notes)
     assert "training.learning_rate: 0.01 is too high for all weights of a small model" in told
-    assert "sampling.max_tokens: 1000000 does not fit the model's context" in told
+    assert "sampling.max_tokens: 1000000 leaves no room for a prompt" in told
     first, second = watcher.steps
     assert first["train/kl_start"] == pytest.approx(0, abs=1e-5), "the first step samples from the start"
     assert second["train/kl_start"] != 0

@@ -1,13 +1,10 @@
-"""`EngineContext`: what all clients of one engine share; and `EngineThread`, the one thread that owns torch.
+"""`EngineContext`: what all clients of one engine share. `EngineThread`: the one thread that owns torch.
 
-Work reaches the thread through a queue and is answered through futures. Jobs run in the order in which they
-are submitted, long ones in slices. After each slice, sampling gets the thread for as long as the slice took,
-so a token waits for at most one slice and neither side starves the other.
+Jobs run in submission order, long ones in slices. After each slice, sampling gets the thread for as long as
+the slice took, so a token waits for at most one slice and neither side starves the other.
 
-Invariants: every future resolves; a job that fails resolves its future with the error, and the thread goes
-on. Within `max_context` the decoder computes exactly what the model does: it ends where a rotary embedding
-would change with the text's length. Checkpoints differ from the base model in weights alone, so its limits
-are theirs.
+Invariants: every future resolves, with the error if a job fails. Within `max_context` the decoder computes
+exactly what the model does: it ends where a rotary embedding would change with the text's length.
 """
 
 from __future__ import annotations
@@ -34,8 +31,8 @@ from tinkerscript.engine.grammars import Grammars
 from tinkerscript.engine.running_batch import Request, RunningBatch
 from tinkerscript.errors import EngineError, EngineRequestError
 
+# Names that model configs use for the context length.
 LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
-"""What they call the context length."""
 
 
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -53,32 +50,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """One base model's limits, and the thread that owns torch."""
-
     folder: Path
-    """The base model and its tokenizer."""
-
     thread: EngineThread
     decode: Callable[[list[int]], str]
-    """The text of ids, special tokens included."""
+    """Turns ids into text, including special tokens."""
 
     random: np.random.Generator
     max_batch: int
-
     max_context: int
-    """Tokens of prompt and response together, at most."""
+    """Token limit of prompt and reply together."""
 
     vocabulary: int
     eos_ids: frozenset[int]
     grammars: Grammars
-    """Grammars over this model's vocabulary."""
 
     def run(self, job: Callable[[], T]) -> APIFuture[T]:
-        """Run `job` on the engine's thread, after those before it."""
         return AwaitableConcurrentFuture(self.thread.call(job))
 
     def checked_prompt(self, ids: list[int], *, room: int) -> list[int]:
-        """The prompt, if `room` more tokens fit after it. Raises EngineRequestError."""
+        """The prompt, if `room` more tokens fit. Raises EngineRequestError otherwise."""
         if not ids:
             raise EngineRequestError("prompt: the prompt is empty")
         if len(ids) + room > self.max_context:
@@ -93,10 +83,7 @@ class EngineContext:
 def open_context(
     model: PreTrainedModel, folder: Path, *, seed: int, max_batch: int, thread: EngineThread | None = None
 ) -> EngineContext:
-    """The context of a base model, with the engine's `thread`, or a new one that runs.
-
-    Raises EngineError for a model that names no context length.
-    """
+    """Starts a thread unless `thread` is given. Raises EngineError if the config lacks a context length."""
     tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
     vocabulary = text_config_of(model).vocab_size
     eos_ids = eos_ids_of(model)
@@ -113,45 +100,45 @@ def open_context(
         vocabulary=vocabulary,
         eos_ids=eos_ids,
         grammars=Grammars(folder / "tokenizer.json", vocabulary=vocabulary, end_id=min(eos_ids, default=0)),
-        # Last: nothing could close it if something else raised.
+        # The thread comes last, because nothing could close it if a later step raised.
         thread=thread or EngineThread(),
     )
 
 
 def exact_context(config: PreTrainedConfig) -> int:
-    """The most tokens of prompt and response together. Raises EngineError if the config names no length."""
+    """The limit of prompt and reply together. Raises EngineError if the config lacks a context length."""
     return min(_limits(config))[0]
 
 
 def short_context(config: PreTrainedConfig) -> str | None:
-    """Why `exact_context` is less than half of the model's own context, and what helps; None if it is not."""
+    """Why `exact_context` is less than half of the model's own limit, if it is."""
     (own, _), *_ = limits = _limits(config)
     held, reason = min(limits)
     if 2 * held >= own:
         return None
     return (
         f"{config.model_type}: prompt and reply together hold {held:,} tokens here, of this model's {own:,}: "
-        f"{reason}. For longer conversations take a model whose layers all attend to the whole text, such as "
+        f"{reason}. For longer conversations choose a model with full attention in all layers, such as "
         "Qwen 3 or Llama"
     )
 
 
 def _limits(config: PreTrainedConfig) -> list[tuple[int, str]]:
-    """Most tokens and why: the model's own limit, and then what the engine adds to it."""
+    """(tokens, reason): the model's own limit, then the engine's."""
     settings: Any = config.get_text_config()
     lengths = [value for name in LENGTHS if isinstance(value := getattr(settings, name, None), int)]
     if not lengths:
-        raise EngineError(f"the config of model type {config.model_type!r} names no context length")
-    limits = [(lengths[0], "it was made for as many")]
+        raise EngineError(f"the config of model type {config.model_type!r} has no context length")
+    limits = [(lengths[0], "the model was made for this length")]
     rope: dict[str, Any] = getattr(settings, "rope_parameters", None) or {}
     if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
         original = int(rope.get("original_max_position_embeddings") or lengths[0])
-        limits.append((original, "beyond them its rotary embedding changes with the length of the text"))
+        limits.append((original, "beyond that, its rotary embedding changes with the length of the text"))
     return limits
 
 
 def check_device(device: str) -> None:
-    """Raises EngineError for a device that torch does not know, or that this machine does not have."""
+    """Raises EngineError for a device that torch or this machine does not have."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -163,10 +150,8 @@ def check_device(device: str) -> None:
 
 
 def compute_dtype(name: str, device: str) -> torch.dtype:
-    """The dtype of matrix products. `auto` is bfloat16 where `device` has it in hardware, else float32.
-
-    Raises EngineError for any name but auto, float32 and bfloat16.
-    """
+    """`auto` is bfloat16 if `device` has it in hardware, else float32. Raises EngineError for unknown
+    names."""
     if name == "auto":
         return torch.bfloat16 if _has_bfloat16(torch.device(device)) else torch.float32
     if name not in DTYPES:
@@ -182,7 +167,6 @@ def _has_bfloat16(device: torch.device) -> bool:
 
 
 def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:
-    """End-of-text ids of the loaded model, which has Hugging Face's defaults where its files name none."""
     configured: Any = getattr(model.generation_config, "eos_token_id", None)
     if configured is None:
         configured = text_config_of(model).eos_token_id
@@ -192,23 +176,21 @@ def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:
 
 
 Slices = Generator[None, None, T]
-"""Work that yields where sampling may go on, and returns the result."""
+"""Work that yields wherever sampling may run, and returns its result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Work that `begin` starts; its result goes to `future`."""
-
     begin: Callable[[], Slices[Any]]
     future: Future[Any]
 
 
 Sampling = tuple[RunningBatch, Request | None]
-"""A request that joins a batch; None: the batch is cut."""
+"""A batch and a request to join it. None: cut the batch."""
 
 
 class EngineThread:
-    """Runs jobs in order and keeps every busy `RunningBatch` decoding."""
+    """Runs jobs in order, and keeps every busy `RunningBatch` decoding."""
 
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[Job | Sampling | None] = queue.SimpleQueue()
@@ -217,15 +199,12 @@ class EngineThread:
         self._batches: list[RunningBatch] = []
         self._ended = False
         self._closed = False
+        # Held while putting into the inbox, so that nothing follows the item that closes the engine.
         self._entrance = threading.Lock()
-        """Held while putting into the inbox, so that the item that closes the engine is the last."""
-
         self._thread = threading.Thread(target=self._run, name="tinkerscript-engine", daemon=True)
         self._thread.start()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run `function` on the engine's thread as one slice."""
-
         def whole() -> Slices[T]:
             return function()
             yield
@@ -233,21 +212,19 @@ class EngineThread:
         return self.call_in_slices(whole)
 
     def call_in_slices(self, begin: Callable[[], Slices[T]]) -> Future[T]:
-        """Run a generator on the engine's thread. Where it yields, sampling goes on; other jobs wait."""
+        """Run a generator. Sampling runs whenever it yields; other jobs wait."""
         future: Future[T] = Future()
         self._put(Job(begin, future))
         return future
 
     def sample(self, batch: RunningBatch, request: Request) -> None:
-        """Add `request` to `batch` at its next step."""
         self._put((batch, request))
 
     def cut(self, batch: RunningBatch) -> None:
-        """End the rows of `batch` between two tokens, whatever jobs there are."""
+        """End the rows of `batch` between two tokens, ahead of queued jobs."""
         self._put((batch, None))
 
     def close(self) -> None:
-        """Fail unfinished work and end the thread."""
         with self._entrance:
             if not self._closed:
                 self._closed = True
@@ -269,7 +246,6 @@ class EngineThread:
         self._fail_rest(EngineError("the engine is closed"))
 
     def _receive(self, *, block: bool) -> None:
-        """Take everything from the inbox."""
         while not self._ended:
             try:
                 item = self._inbox.get(block=block)
@@ -292,7 +268,7 @@ class EngineThread:
             self._batches.append(batch)
 
     def _work(self) -> None:
-        """Run one slice of the current job, or of the next one that was not cancelled."""
+        """Run a slice of the current job, or of the next one that is not cancelled."""
         while self._running is None and self._jobs and not self._ended:
             job = self._jobs.popleft()
             if job.future.set_running_or_notify_cancel():
@@ -310,7 +286,7 @@ class EngineThread:
             future.set_exception(error)
 
     def _decode(self, seconds: float) -> None:
-        """Step every batch once; while there are jobs, keep stepping for `seconds`."""
+        """Step every batch once; while there are jobs, for `seconds`."""
         until = time.monotonic() + (seconds if self._running or self._jobs else 0)
         while self._batches and not self._ended:
             for batch in list(self._batches):

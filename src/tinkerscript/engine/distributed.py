@@ -1,11 +1,11 @@
-"""Training on several devices: one process, a rank, for each, and all of them take the same optimizer steps.
+"""Training on several devices: one process (rank) each, and all take the same optimizer steps.
 
-Rank 0 is the process with the engine. It samples, reads and writes files, and sends the other ranks,
-which `follow`, their portions of the data. It starts them itself, unless a launcher such as torchrun has.
+Rank 0 has the engine. It samples, reads and writes files, and sends portions of the data to the other ranks,
+which `follow`.
 
-Invariants: every rank calls the same methods of its `RankTrainer` in the same order, with equally many
-microbatches, so that collective operations meet. A follower waits on its connection to rank 0, never in a
-collective operation, so time without work is not limited. The end of one rank is the end of all.
+Invariants: all ranks call the same `RankTrainer` methods in the same order, with equal numbers of
+microbatches, so that collective operations match up. A follower waits on its connection to rank 0, never in a
+collective operation, which would time out. The end of one rank ends all.
 """
 
 from __future__ import annotations
@@ -46,16 +46,15 @@ from tinkerscript.engine.weights import checkpoint_activations, load_model
 from tinkerscript.errors import EngineError
 
 Named = tuple[str, Mapping[str, float | str] | None]
-"""A loss and its config, as they were given."""
 
 Skeleton = dict[int, dict[str, float | None]]
-"""Index of a parameter -> the names of its optimizer state, with the value of those that are numbers."""
+"""Index of a parameter -> its optimizer state; None for tensors."""
 
 BUCKET_ELEMENTS = 2**25
-"""Gradients that are summed over the ranks at a time: 128 MiB."""
+"""Gradients summed over the ranks at a time: 128 MiB."""
 
 FILLER = -1
-"""Index of the example that fills up a rank's microbatches."""
+"""Index of the example that pads a rank's microbatches."""
 
 
 # Data
@@ -63,15 +62,13 @@ FILLER = -1
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What one rank computes of a pass."""
-
     examples: list[Example]
     batches: list[list[TokenTree]]
-    """Their paths have indices into `examples`."""
+    """Their paths index `examples`."""
 
 
 def balanced(trees: Sequence[TokenTree], ranks: int) -> list[list[TokenTree]]:
-    """The rows of each rank: the largest row first, each to the rank with the fewest tokens."""
+    """Give each row, largest first, to the rank with the fewest tokens."""
     shares: list[list[TokenTree]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
     for tree in sorted(trees, key=lambda tree: (-tree.size, tree.paths[0][0])):
@@ -89,11 +86,10 @@ def portions(
     budget: int,
     segments: bool = False,
 ) -> list[Portion]:
-    """Portions of about equally many tokens, with equally many microbatches.
+    """Split data into portions with about equal numbers of tokens, and equal numbers of microbatches.
 
-    `rows`: the rows of all examples for a budget of tokens. Fewer sequences share a row only if the
-    largest portion is a tenth smaller for it. `budget`: most tokens of a microbatch. `segments`: whether
-    long rows attend segment by segment.
+    `rows` makes rows for a token budget. Sequences are spread over more rows only if that makes the largest
+    portion at least a tenth smaller.
     """
     whole = rows(budget)
     shares = balanced(whole, ranks)
@@ -135,10 +131,8 @@ NO_LOSS = ConfiguredLoss("none", lambda logprobs, _inputs, _settings: logprobs *
 
 
 class ShardedWeights(Weights):
-    """Weights of which every rank holds a part (FSDP2)."""
-
     def __init__(self, local: Weights, device: str, ranks: Ranks | None, whole: Weights | None) -> None:
-        """Shard `local`, this process's own. On rank 0, `whole` has all weights, to sample and write."""
+        """Shard `local`. On rank 0, `whole` keeps all weights, to sample and write."""
         self._local, self._ranks, self._whole = local, ranks, whole
         mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
         model: Any = local.model
@@ -154,12 +148,11 @@ class ShardedWeights(Weights):
 
     @property
     def sources(self) -> list[Parameter] | None:
-        """The whole parameters, on rank 0."""
         return self._whole.parameters if self._whole is not None else None
 
     def activate(self) -> None:
         model: Any = self.model
-        model.reshard()  # After a pass without gradients, the root still has the weights of that pass.
+        model.reshard()  # After a pass without gradients, the root still holds its gathered weights.
 
     def decoder(self) -> Decoder:
         return self._gathered().decoder()
@@ -168,7 +161,7 @@ class ShardedWeights(Weights):
         self._gathered().write(folder, dtype)
 
     def read(self, folder: Path) -> None:
-        """Into the whole weights; `LeadingTrainer.load` gives each rank its part."""
+        """Reads into the full weights. `LeadingTrainer.load` then distributes them."""
         assert self._whole is not None
         self._whole.read(folder)
 
@@ -180,7 +173,7 @@ class ShardedWeights(Weights):
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Collect the whole weights at rank 0. All ranks call it."""
+        """Collect the full weights at rank 0. All ranks must call this."""
         for at, parameter in enumerate(self.parameters):
             full = _whole(parameter)
             if self.sources is not None:
@@ -188,7 +181,7 @@ class ShardedWeights(Weights):
 
 
 class RankTrainer(Trainer):
-    """A trainer on one of several ranks. All of them call its public methods together."""
+    """A trainer on one of several ranks, which must all call its public methods together."""
 
     @property
     def _is_sharded(self) -> bool:
@@ -197,7 +190,6 @@ class RankTrainer(Trainer):
     def compute(
         self, portion: Portion, named: Named, backward: bool, entropies: bool
     ) -> tuple[list[np.ndarray], float]:
-        """`Trainer._compute` of the portion."""
         losses_of = resolve_loss(named[0]).configured(*named)
         return run_to_end(
             self._compute(
@@ -206,7 +198,6 @@ class RankTrainer(Trainer):
         )
 
     def take_step(self, params: tinker.AdamParams) -> float:
-        """An optimizer step with the gradients of all ranks; returns their norm before clipping."""
         return Trainer._step(self, params)
 
     def gather_weights(self) -> None:
@@ -214,7 +205,7 @@ class RankTrainer(Trainer):
         self.weights.gather()
 
     def gather_optimizer(self) -> dict[str, Any]:
-        """The optimizer state as it is in one process; empty on followers."""
+        """The optimizer state as in a single process. Empty on followers."""
         own, is_first = Trainer.optimizer_state(self), dist.get_rank() == 0
         state: dict[int, dict[str, Tensor]] = {}
         for at, entry in own["state"].items():
@@ -226,7 +217,7 @@ class RankTrainer(Trainer):
 
     @torch.no_grad()
     def take_from_rank_0(self, skeleton: Skeleton, moments: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Take rank 0's weights, and start an optimizer with its `moments`, which followers do not have."""
+        """Take rank 0's weights and an optimizer with its `moments`, which followers lack."""
         self.reset_optimizer()
         parameters, is_first = self.weights.parameters, dist.get_rank() == 0
         sources = self.weights.sources if isinstance(self.weights, ShardedWeights) else parameters
@@ -248,7 +239,7 @@ class RankTrainer(Trainer):
         return super()._loss(packed, examples, NO_LOSS if is_filler else losses_of, entropies=entropies)
 
     def _backward(self, loss: Tensor) -> None:
-        # FSDP averages gradients over the ranks; losses are sums.
+        # FSDP averages gradients over the ranks, but losses are sums.
         super()._backward(loss * dist.get_world_size() if self._is_sharded else loss)
 
     @torch.no_grad()
@@ -276,7 +267,7 @@ class RankTrainer(Trainer):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def _sum_gradients(self) -> None:
-        """Sum the gradients over all ranks. A parameter has one if it has one on any rank."""
+        """A parameter with a gradient on any rank gets one on all."""
         parameters = self.weights.parameters
         present = torch.tensor([p.grad is not None for p in parameters], device=self.model.device).int()
         dist.all_reduce(present, dist.ReduceOp.MAX)
@@ -294,7 +285,7 @@ class RankTrainer(Trainer):
 
 
 class LeadingTrainer(RankTrainer):
-    """The trainer of rank 0: as in one process, it has the methods of `Trainer`, which involve all ranks."""
+    """Rank 0's trainer: used as in a single process, but its methods involve all ranks."""
 
     def __init__(self, ranks: Ranks, weights: Weights, *, share_prefixes: bool) -> None:
         spec = ranks.spec
@@ -316,7 +307,6 @@ class LeadingTrainer(RankTrainer):
         return self._ranks.together("gather_optimizer", (), self.gather_optimizer)[0]
 
     def _give(self, moments: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Give all ranks the weights, and an optimizer with `moments`."""
         skeleton: Skeleton = {
             at: {name: None if value.dim() else float(value) for name, value in entry.items()}
             for at, entry in moments.items()
@@ -373,7 +363,7 @@ class LeadingTrainer(RankTrainer):
 
 
 def load_weights(spec: RankSpec) -> Weights:
-    """Weights for this process to train. Those to shard are left to `fully_shard` to move."""
+    """`fully_shard` moves sharded weights to the device later."""
     device = "cpu" if spec.sharding == "shard" else spec.own_device
     model = load_model(spec.folder, device=device, dtype=spec.dtype)
     own = own_logits(model)
@@ -383,7 +373,7 @@ def load_weights(spec: RankSpec) -> Weights:
         checkpoint_activations(model)
     if spec.lora is None:
         return AllWeights(model)
-    # This kind of decoder holds no weights, so that the base can be freed as it is sharded.
+    # A HubDecoder holds no weights of its own, so sharding can free the base.
     return LoraBase(model, spec.folder, HubDecoder).new_adapter(spec.lora)
 
 
@@ -392,7 +382,7 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def _part(full: Tensor | None, like: Tensor) -> Tensor:
-    """This rank's part of a tensor that rank 0 has: all of it, or a shard as `like` is. All ranks call it."""
+    """This rank's part of a tensor on rank 0: all of it, or a shard like `like`. All ranks must call this."""
     if full is None:
         given = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     else:
@@ -418,8 +408,8 @@ def _buckets(tensors: Sequence[Tensor]) -> Generator[list[Tensor]]:
 
 
 def follow() -> None:
-    """Compute as one of the ranks above 0, which the environment names, until rank 0 ends."""
-    # A terminal and a launcher send these to rank 0 too, which saves what it has and then ends this one.
+    """Compute as the rank that the environment names, until rank 0 ends."""
+    # Terminals and launchers send these signals to rank 0 too, which saves its state and then ends this rank.
     for number in (signal.SIGINT, signal.SIGTERM) if is_launched() else (signal.SIGINT,):
         signal.signal(number, signal.SIG_IGN)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

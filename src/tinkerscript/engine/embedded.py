@@ -1,7 +1,7 @@
 """`EmbeddedEngine`: samples and trains one base model, and copies of it, on one thread of this process.
 
-Invariant: a sampling client holds its own copy of the weights, so it samples from one policy version while
-training goes on.
+Invariant: a sampling client has its own copy of the weights, so it samples from one policy version while
+training continues.
 """
 
 from __future__ import annotations
@@ -73,27 +73,27 @@ class EmbeddedEngine:
     ) -> None:
         """Load the model in `folder`, or the LoRA adapter and its base.
 
-        folder: a string may also be `tiny`, the model that ships with the package, or the id of a model of
-            the Hugging Face Hub.
+        Close the engine, or use it as a context manager. Raises EngineError if the model cannot be loaded or
+        decoded exactly, and ConfigError for an unknown model name or too many devices.
 
-        checkpoint_dir: where `save_state` writes.
-        seed: of requests without a seed of their own.
-        threads: torch's threads, for the whole process.
-        max_batch: the most sequences that decode together.
-        dtype: of matrix products: float32, bfloat16, or auto. Weights that train are float32.
-        notes: text files, by name, that `save_state` adds to a checkpoint.
-        lora: train an adapter over the model, which is frozen and held once, in `dtype`. None: train all
-            weights.
-        activation_checkpointing: compute the activations of a layer again in the backward pass, instead of
-            holding those of all layers.
-        devices: train on so many, each with a process of its own; with the device `cuda`, each has a GPU.
-        sharding: `replicate`: every device has all weights; `shard`: each has a part, and the first one
-            all of them too, to sample.
-        log_dir: where the processes of the other devices log.
-
-        Close the engine, or use it as a context manager. Raises EngineError for a model that cannot be
-        loaded or decoded exactly, ConfigError for a string that names no model, or more devices than there
-        are.
+        Args:
+            folder: A string can also be `tiny`, the model that ships with the package, or an id on the
+                Hugging Face Hub.
+            checkpoint_dir: Where `save_state` writes.
+            seed: For requests without a seed.
+            threads: torch's threads, for the whole process.
+            max_batch: The most sequences that decode together.
+            dtype: Of matrix products: float32, bfloat16, or auto. Weights that train are float32.
+            notes: Text files, by name, that `save_state` adds to a checkpoint.
+            lora: Train an adapter over the model, which is frozen and held once, in `dtype`. None: train all
+                weights.
+            activation_checkpointing: Recompute each layer's activations in the backward pass instead of
+                storing them.
+            devices: Number of devices to train on, with one process each. With the device `cuda`, each is a
+                GPU.
+            sharding: `replicate`: every device has all weights. `shard`: each has a part, and the first one
+                also has all of them, to sample.
+            log_dir: Where the processes of the other devices log.
         """
         torch.set_num_threads(threads)
         folder = model_folder(folder, weights=True) if isinstance(folder, str) else folder
@@ -109,7 +109,7 @@ class EmbeddedEngine:
         self._notes = notes
         check_device(device)
         self.dtype = compute_dtype(dtype, device)
-        # All weights that train are float32; a base that is frozen is in the dtype that it computes in.
+        # Weights that train are float32. A frozen base uses the dtype that it computes in.
         frozen = lora is not None or base is not None
         loaded_dtype = self.dtype if frozen else torch.float32
         with ExitStack() as undo:
@@ -136,13 +136,13 @@ class EmbeddedEngine:
             self._model = load_model(folder, device=device, dtype=loaded_dtype)
             own = own_logits(self._model)
             self.shares_prefixes: bool = shares_prefixes(self._model, own)
-            """Whether training computes a shared prefix once; if not, every sequence is a row of its own."""
+            """Whether training computes a shared prefix once. Otherwise every sequence is a row by itself."""
 
             self._in_segments = self.shares_prefixes and attend_in_segments(self._model, own)
             self._checkpoints = activation_checkpointing
             kind = decoder_for(self._model, own, frozen=frozen)
             self.is_fused: bool = kind is FusedDecoder
-            """Whether it decodes by kernels of the engine's own, rather than by the model's forward pass."""
+            """Whether it decodes with the engine's own kernels instead of the model's forward pass."""
 
             self._make_decoder = partial(kind, dtype=self.dtype)
             self._lora = lora
@@ -160,23 +160,21 @@ class EmbeddedEngine:
 
     @property
     def warnings(self) -> list[str]:
-        """What a user of this model has to know before it trains, a sentence each."""
+        """What users should know before training, one sentence each."""
         found = [short_context(self._model.config)]
         if not self.shares_prefixes:
             found.append(
-                f"{self.architecture}: sequences with a common prompt do not share it in training, which "
-                "takes longer: in a row with branches this model gives other log probabilities"
+                f"{self.architecture}: training computes a shared prompt again for each sequence, which "
+                "takes longer: this model gives other logprobs in a row with branches"
             )
         return [each for each in found if each]
 
     @property
     def ranks(self) -> Ranks | None:
-        """The processes of other devices; None with one device."""
         return self._ranks
 
     @property
     def max_context(self) -> int:
-        """Tokens of prompt and response together, at most."""
         return self.context.max_context
 
     @property
@@ -185,23 +183,20 @@ class EmbeddedEngine:
 
     @property
     def lora(self) -> LoraSettings | None:
-        """Of the adapters that train, over a model that is frozen; None: all weights train."""
+        """Settings of adapters that train. None: all weights train."""
         return self._lora
 
     @property
     def is_lora(self) -> bool:
-        """Whether adapters train."""
         return self._lora is not None
 
     @property
     def version_bytes(self) -> int:
-        """What a published version of the weights that train takes of the device's memory."""
         dtype = torch.float32 if self._base else self.dtype
         return dtype.itemsize * sum(each.numel() for each in self._trainer.weights.parameters)
 
     @property
     def architecture(self) -> str:
-        """Hugging Face's model type, such as `qwen3`."""
         return self._model.config.model_type
 
     def __enter__(self) -> EmbeddedEngine:
@@ -211,17 +206,17 @@ class EmbeddedEngine:
         self.close()
 
     def close(self) -> None:
-        """Fail unfinished requests, and end the engine's thread and the processes of other devices."""
+        """Fail unfinished requests, and end the engine's thread and other processes."""
         self.context.thread.close()
         if self._ranks is not None:
             self._ranks.close()
 
     def create_training_client(self) -> EmbeddedTrainingClient:
-        """A client that trains the engine's own model; all of these clients train the same weights."""
+        """A client of the engine's own weights, which all such clients share."""
         return EmbeddedTrainingClient(self.context, self._trainer, self.checkpoint_dir, self._notes)
 
     def create_sampling_client(self) -> APIFuture[EmbeddedSamplingClient]:
-        """A client that samples from the engine's own weights, as they are when the request's turn comes."""
+        """A client of the engine's own weights, frozen when the request's turn comes."""
         return self.create_training_client().save_weights_and_get_sampling_client()
 
     def train_copy(
@@ -232,12 +227,11 @@ class EmbeddedEngine:
         lora: LoraSettings | None = None,
         checkpoint_dir: Path | None = None,
     ) -> APIFuture[EmbeddedTrainingClient]:
-        """A client with weights of its own: a copy of the base model's, or those of a checkpoint.
+        """A client with separate weights: a copy of the base model's, or a checkpoint's.
 
-        With `lora`, they are adapters over the shared base: a new one, of these settings or the engine's, or
-        a checkpoint's. `optimizer`: load the checkpoint's optimizer state too. `checkpoint_dir`: where the
-        client's `save_state` writes; None: where the engine's does. Raises EngineError for a checkpoint of
-        another model or kind, or without that state.
+        With LoRA it trains adapters over the shared base, new ones with the settings `lora` (None: the
+        engine's). `optimizer`: also load the checkpoint's optimizer state. Raises EngineError for a
+        checkpoint that does not fit.
         """
 
         def job() -> EmbeddedTrainingClient:
@@ -250,20 +244,23 @@ class EmbeddedEngine:
         return self.context.run(job)
 
     def sample_copy(self, folder: Path | None = None) -> APIFuture[EmbeddedSamplingClient]:
-        """A client that samples from the base model as it is on disk, or from a checkpoint."""
+        """A client of the base model as it is on disk, or of a checkpoint."""
         return self.context.run(lambda: freeze(self.context, lambda: self._decoder_of(folder)))
 
     def open_frozen(self, folder: Path, adapter: Path | None = None) -> FrozenWeights:
-        """The model in `folder`, or the LoRA adapter in `adapter` over it, as weights that never change.
+        """Frozen weights of the model in `folder`, with the LoRA adapter in `adapter` if given.
 
-        The engine's own base, if it is frozen too, is not loaded again. Blocks while it loads; the engine
-        goes on. Raises EngineError.
+        A frozen base of the engine is not loaded again. Blocks, but the engine keeps running. Raises
+        EngineError.
         """
         return self.context.thread.call(self._frozen_models).result().open(folder, adapter)
 
     def _frozen_models(self) -> FrozenModels:
         if self._frozen is None:
-            from tinkerscript.engine.frozen import FrozenBase, FrozenModels  # PEFT, as in `_lora_base`.
+            from tinkerscript.engine.frozen import (
+                FrozenBase,
+                FrozenModels,
+            )  # Imports PEFT.
 
             own = self._base and FrozenBase(self._base, self.context, self.shares_prefixes)
             device = str(self._model.device)
@@ -271,16 +268,19 @@ class EmbeddedEngine:
         return self._frozen
 
     def write_weights(self, folder: Path) -> APIFuture[None]:
-        """Write the weights that train (the adapter, or all) in the engine's dtype, as a sampler has them."""
+        """Write the weights that train (adapter or all) in the engine's dtype, as samplers have them."""
         return self.context.run(lambda: self._trainer.weights.write(folder, self.dtype))
 
     def free_memory(self) -> APIFuture[None]:
-        """Give back what torch keeps of the GPU's memory for later, when its turn comes."""
+        """Release GPU memory that torch caches."""
         return self.context.run(torch.cuda.empty_cache)
 
     def write_canaries(self, folder: Path) -> APIFuture[list[Path]]:
-        """Write weights to folders of their own: some to start from, `none`, and for each kind of module that
-        an adapter trains, such as `q_proj`, an adapter that changes it a lot; `none` changes nothing."""
+        """Write weights that show whether a sampler applies adapters to every kind of module.
+
+        `none` changes nothing. The other folders are named after a kind, such as `q_proj`, which they change
+        a lot.
+        """
 
         def job() -> list[Path]:
             if self._lora is None or self._base is None:
@@ -331,8 +331,8 @@ class EmbeddedEngine:
 def _lora_base(
     model: Any, folder: Path, kind: type[Decoder], settings: LoraSettings | None, adapter: Path
 ) -> LoraBase:
-    """A base that is proved with adapters of `settings`, or of the one in `adapter`."""
-    from tinkerscript.engine.lora import LoraBase, settings_of  # It imports PEFT, which takes half a second.
+    """Raises EngineError unless it decodes exactly with adapters."""
+    from tinkerscript.engine.lora import LoraBase, settings_of  # Importing PEFT takes half a second.
 
     base = LoraBase(model, folder, kind)
     base.prove(settings or settings_of(adapter))
@@ -340,7 +340,7 @@ def _lora_base(
 
 
 def _leading_trainer(ranks: Ranks, weights: Weights, *, share_prefixes: bool) -> Trainer:
-    from tinkerscript.engine.distributed import LeadingTrainer  # One device needs nothing of it.
+    from tinkerscript.engine.distributed import LeadingTrainer  # Only needed with several devices.
 
     ranks.join()
     return LeadingTrainer(ranks, weights, share_prefixes=share_prefixes)

@@ -1,7 +1,7 @@
-"""`FrozenModels`: models beside the one that trains, whose weights never change. They sample and score.
+"""`FrozenModels`: models that never train. They sample and score.
 
-Invariant: all models over one base hold its weights once, and the run's own base is one of those bases if the
-run trains an adapter.
+Invariant: all models over one base hold its weights once, including the run's own base if it trains an
+adapter.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
 from tinkerscript.engine.training import Trainer
 from tinkerscript.engine.weights import LoraSettings, load_model
 
+# The smallest adapter. A new adapter changes nothing, so the base scores as it would without one.
 NO_CHANGE = LoraSettings(rank=1, targets=("attn",))
-"""The smallest adapter. A new one changes nothing, so the base scores with it as without."""
 
 
 class FrozenWeights:
-    """A base, or one adapter over it: samples and scores on the engine's thread."""
+    """A base, perhaps with an adapter, that samples and scores on the engine's thread."""
 
     def __init__(self, context: EngineContext, sampling: EmbeddedSamplingClient, trainer: Trainer) -> None:
         self.context = context
@@ -43,11 +43,10 @@ class FrozenWeights:
         sequences: Sequence[NDArray[np.int32]],
         temperatures: Sequence[NDArray[np.float32]] | None = None,
     ) -> Future[list[NDArray[np.float32]]]:
-        """Log probability of each token given those before it: int32 [T] each in, float32 [T] each out, with
-        0 at position 0. Sequences share prefixes; between microbatches, sampling goes on.
+        """Each token's logprob given all before it: int32 [T] in, float32 [T] out, 0 at position 0.
 
-        `temperatures`: float32 [T] each, what the logits for each token are divided by; None: 1. Raises
-        EngineRequestError for a sequence that is too long or has ids that the model does not.
+        `temperatures`, float32 [T] each, divide the logits (None: 1). Sampling runs between microbatches.
+        Raises EngineRequestError for a sequence that is too long or has unknown ids.
         """
         given = temperatures or [np.ones(len(ids), np.float32) for ids in sequences]
         return self.context.thread.call_in_slices(lambda: self._scoring(sequences, given))
@@ -66,15 +65,12 @@ class FrozenWeights:
 
 @dataclass(frozen=True, slots=True)
 class FrozenBase:
-    """A base that is loaded, with its limits."""
-
     lora: LoraBase
     context: EngineContext
     shares_prefixes: bool
-    """Whether `packing.shares_prefixes` proved it."""
 
     def with_adapter(self, folder: Path | None) -> FrozenWeights:
-        """The base with the adapter in `folder`, or without any. Call on the engine's thread."""
+        """The base with the adapter in `folder`, if any. Call this on the engine's thread."""
         weights = self.lora.new_adapter(NO_CHANGE) if folder is None else self.lora.adapter_of(folder)
         decoder = self.lora.plain if folder is None else weights.decoder()
         trainer = Trainer(weights, share_prefixes=self.shares_prefixes)
@@ -82,12 +78,10 @@ class FrozenBase:
 
 
 class FrozenModels:
-    """Opens frozen models beside the one that an engine trains, and keeps their bases."""
-
     def __init__(
         self, context: EngineContext, own: FrozenBase | None, *, device: str, dtype: torch.dtype
     ) -> None:
-        """`own`: the engine's base, if it is frozen. `dtype`: of the bases that are loaded."""
+        """`own`: the engine's base, if it is frozen. `dtype` is for other bases."""
         self._context = context
         self._bases = {} if own is None else {context.folder.resolve(): own}
         self._device = device
@@ -95,11 +89,9 @@ class FrozenModels:
         self._loading = threading.Lock()
 
     def open(self, folder: Path, adapter: Path | None = None) -> FrozenWeights:
-        """The model in `folder`, with the LoRA adapter in `adapter` over it.
+        """Open the model in `folder`, with the LoRA adapter in `adapter` if given.
 
-        Blocks. What has to be loaded is loaded on the caller's thread, and the engine goes on meanwhile.
-        Raises EngineError for a model that cannot be loaded or decoded exactly, or an adapter that does not
-        fit.
+        Loads on the caller's thread, while the engine keeps running. Raises EngineError.
         """
         with self._loading:
             key = folder.resolve()
@@ -121,7 +113,6 @@ class FrozenModels:
 
 
 def _every_token(ids: NDArray[np.int32], temperatures: NDArray[np.float32]) -> tinker.Datum:
-    """A datum that scores every token after the first."""
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
         loss_fn_inputs={

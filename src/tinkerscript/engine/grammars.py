@@ -3,7 +3,7 @@
 Invariant: added tokens (markers such as `<tool_call>`, ends of turns) match only where the grammar names
 their id, never as text, so a constrained string cannot smuggle one in.
 
-Grammars are written in llguidance's Lark dialect: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+Grammars use llguidance's Lark dialect: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from tinkerscript.errors import EngineError
 
 try:
     from llguidance import LLMatcher, LLTokenizer
-except ImportError:  # Optional: requests that need it are refused by name.
+except ImportError:  # Optional. Requests that need it get an error that names it.
     LLMatcher = LLTokenizer = None
 
 COMPILED_GRAMMARS = 64
-"""Compiled grammars kept: the calls of one task share a few."""
+"""The calls of one task share a few grammars."""
 
 
 class GrammarError(EngineError):
-    """A grammar that cannot be used; the message is its compiler's."""
+    """The message is the compiler's."""
 
 
 class Matcher:
-    """The state of one sequence in its grammar. Not thread-safe."""
+    """One sequence's state in its grammar. Not thread-safe."""
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """bool [V]: the ids that may come next, at least one. Raises GrammarError if none may."""
+        """bool [V]: ids that may come next. Raises GrammarError if there is none."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(bits, count=self._vocabulary, bitorder="little").astype(np.bool_)
         if not allowed.any():
@@ -50,22 +50,20 @@ class Matcher:
     def take(self, token: int) -> None:
         """Advance by a sampled token. Raises GrammarError if the grammar does not allow it.
 
-        A mask may allow it all the same: a marker, where the text that is wanted is spelled as one.
+        The mask can allow it all the same: a marker, where the grammar wants the text of its spelling.
         """
         if not self._matcher.consume_token(token):
-            raise self._dead_end(f"it wants a text that the token {token} alone spells")
+            raise self._dead_end(f"it expects a text that only the token {token} spells")
 
     def _dead_end(self, what: str) -> GrammarError:
-        """Without the state of the parser, which follows the reason: a kilobyte for each failed call."""
+        # The first line is the reason. The parser's state follows, a kilobyte for each failed call.
         reason = str(self._matcher.get_error()).partition("\n")[0].strip()
         return GrammarError(f"the grammar cannot be followed to its end: {what} ({reason})")
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary."""
-
     def __init__(self, tokenizer_file: Path, *, vocabulary: int, end_id: int) -> None:
-        """`vocabulary`: number of the model's ids; `end_id`: any id that ends a turn. Reads nothing yet."""
+        """`end_id`: any id that ends a turn."""
         self._tokenizer_file = tokenizer_file
         self._vocabulary = vocabulary
         self._end_id = end_id
@@ -74,9 +72,9 @@ class Grammars:
         self._compiled: OrderedDict[str, Any] = OrderedDict()
 
     def matcher(self, grammar: str) -> Matcher:
-        """A matcher at the start of `grammar`. Compiling it may take a second, without holding the GIL.
+        """A matcher at the start of `grammar`. Raises GrammarError if it does not compile.
 
-        Raises GrammarError for a grammar that does not compile.
+        Compiling can take a second, but releases the GIL.
         """
         with self._lock:
             compiled = self._compiled.get(grammar) or self._compile(grammar)

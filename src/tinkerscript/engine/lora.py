@@ -1,11 +1,9 @@
-"""LoRA: a base model that is frozen and held once, and adapters over it, each the weights of one run.
+"""LoRA: a frozen base model that is held once, and adapters over it, each the weights of one run.
 
-The adapters are PEFT's: its module tree trains, and checkpoints have its files and names, so that PEFT, vLLM
-and transformers read them. An adapter is float32, whatever the base is in. What it adds to a product is
-`alpha / rank` times B A x.
+PEFT's module tree trains, and checkpoints have its files and names, so PEFT, vLLM and transformers can read
+them. An adapter is float32, and adds `alpha / rank` times B A x to a product.
 
-Invariant: before anything is computed for a run, its adapter is made the active one of the tree; decoders own
-their copies of A and B.
+Invariant: before anything is computed for a run, its adapter is activated in the tree. Decoders copy A and B.
 """
 
 from __future__ import annotations
@@ -39,39 +37,36 @@ from tinkerscript.model_folder import ADAPTER_CONFIG, base_of_adapter, base_of_f
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 PEFT_PREFIX = "base_model.model."
-"""What PEFT's names of tensors begin with."""
 
 CANARY_SHARE = 0.3
-"""How much a canary changes a module, in the norm of its weights."""
+"""How much a canary changes a module, relative to the norm of its weights."""
 
 EXPERTS = "experts"
-"""The target that names the weights of experts, which are no linear modules; `mlp` has them too."""
+"""The target for experts' weights, which are not linear modules. `mlp` includes them."""
 
+# Modules that choose experts never train, because a change of the choice could not be replayed.
 _ROUTERS = ("gate", "router")
-"""The last names of modules that choose experts: an adapter would change which, and nothing replays it."""
 
+# Parts of module paths, over the architectures of transformers.
 _ATTENTION = ("attn", "attention")
 _MLP = ("mlp", "ffn", "feed_forward")
-"""What the paths of modules contain, by the architectures of transformers."""
 
 
 class LoraBase:
     """A frozen model and its adapters. Not thread-safe: the engine's thread owns it."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, kind: type[Decoder]) -> None:
-        """Freeze `model`, which was loaded from `folder`; `kind` of decoder samples from it."""
         self.model = model.requires_grad_(False)
         self.folder = folder
-        # Before the first adapter: the decoder takes the weights of plain modules.
+        # The decoder must take its weights from plain modules, before the first adapter wraps them.
         self.decoder: Decoder = kind(model, model.dtype, shares=True)  # pyright: ignore[reportCallIssue]
         self.plain = self.decoder.with_adapter(AdapterTensors(1.0, {}))
-        """A decoder of the model without an adapter."""
-
         self._peft: PeftModel | None = None
         self._numbers = itertools.count()
         self._slots: dict[tuple[str, ...], str] = {}
+
+        # Adapters in the tree that lost their `Adapter`, which any thread may have dropped.
         self._unused: deque[str] = deque()
-        """Adapters of the tree whose `Adapter` is gone, from whichever thread dropped it."""
 
     def new_adapter(self, settings: LoraSettings) -> Adapter:
         """An adapter that changes nothing yet. Raises EngineRequestError for targets that the model lacks."""
@@ -82,27 +77,25 @@ class LoraBase:
         return adapter
 
     def adapter_of(self, folder: Path) -> Adapter:
-        """The adapter of a checkpoint, to train on. Raises EngineError for another model's."""
+        """A checkpoint's adapter, to train on. Raises EngineError for another model's."""
         adapter = self.new_adapter(settings_of(folder))
         adapter.read(folder)
         return adapter
 
     def decoder_of(self, folder: Path) -> Decoder:
-        """A decoder of a checkpoint's adapter. Raises EngineError for another model's."""
+        """A decoder with a checkpoint's adapter. Raises EngineError for another model's."""
         settings = settings_of(folder)
         tensors = self.checked(folder, load_adapter(folder), settings)
         return self.frozen(tensors, settings)
 
     def frozen(self, modules: dict[str, tuple[Tensor, Tensor]], settings: LoraSettings) -> Decoder:
-        """A decoder with an adapter of `modules`, which it keeps."""
+        """A decoder that keeps `modules` as its adapter."""
         slot = self._slot(settings) if isinstance(self.decoder, HubDecoder) else ""
         return self.decoder.with_adapter(AdapterTensors(settings.alpha / settings.rank, modules, slot))
 
     def prove(self, settings: LoraSettings) -> None:
-        """Raise EngineError unless decoders compute with an adapter what the module tree does.
-
-        An adapter that changes every module a lot shows it.
-        """
+        """Raise EngineError unless decoders compute what the module tree does, with an adapter that changes
+        it a lot."""
         adapter = self.new_adapter(settings)
         adapter.exaggerate()
         adapter.activate()
@@ -116,7 +109,7 @@ class LoraBase:
             )
 
     def activate(self, name: str) -> None:
-        """Make the tree compute with the adapter `name`, and with no other."""
+        """Make `name` the tree's only active adapter."""
         self.decoder.forget()
         tree: Any = self._peft
         tree.base_model.set_adapter(name)
@@ -139,7 +132,8 @@ class LoraBase:
         )
         self.decoder.forget()
         with _seeded(settings.seed, self.model.device), warnings.catch_warnings():
-            # Tied embeddings: an adapter on the head is the head's alone, and `merge` unties it.
+            # PEFT warns about tied embeddings. An adapter on the head leaves the embeddings alone, and
+            # `merged` unties them.
             warnings.simplefilter("ignore")
             if self._peft is None:
                 self._peft = get_peft_model(self.model, config, adapter_name=name)  # pyright: ignore
@@ -152,12 +146,12 @@ class LoraBase:
             self.decoder.forget()
             assert self._peft is not None
             with warnings.catch_warnings():
-                # Of the choice of another active adapter: `activate` makes it.
+                # PEFT warns that another adapter becomes active, but `activate` decides that.
                 warnings.simplefilter("ignore")
                 self._peft.delete_adapter(self._unused.popleft())
 
     def _slot(self, settings: LoraSettings) -> str:
-        """The adapter of the tree for the tensors, of any rank, of decoders with these targets."""
+        """The tree's adapter into which decoders with these targets load their tensors."""
         if settings.targets not in self._slots:
             self._slots[settings.targets] = self._add(replace(settings, rank=1))
         return self._slots[settings.targets]
@@ -165,14 +159,14 @@ class LoraBase:
     def checked(
         self, folder: Path, modules: dict[str, tuple[Tensor, Tensor]], settings: LoraSettings
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """`modules` on the model's device, if they are those of this model and of `settings`."""
+        """`modules` on the model's device. Raises EngineError if they do not fit."""
         for name, expected in self._shapes(settings).items():
             if name not in modules or tuple(tuple(each.shape) for each in modules[name]) != expected:
-                raise EngineError(f"the adapter {folder} is of another model: {name} does not fit")
+                raise EngineError(f"the adapter {folder} belongs to another model: {name} does not fit")
         return {name: (a.to(self.model.device), b.to(self.model.device)) for name, (a, b) in modules.items()}
 
     def _shapes(self, settings: LoraSettings) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-        """Path of a module -> the shapes of A and B."""
+        """Module path -> shapes of A and B."""
         rank = settings.rank
         shapes: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
         for name in target_modules(self.model, settings.targets):
@@ -180,7 +174,7 @@ class LoraBase:
             width, features = linear_shape(getattr(layer, "base_layer", layer))
             shapes[name] = (rank, features), (width, rank)
         if target_parameters(self.model, settings.targets):
-            self._slot(settings)  # PEFT's tree has their paths: the weights of one module are nested.
+            self._slot(settings)  # Gives PEFT's tree the paths, because experts nest within one module.
             for name, module in self.model.named_modules():
                 if isinstance(module, ParamWrapper):
                     experts: Any = module
@@ -190,7 +184,7 @@ class LoraBase:
 
 
 class Adapter(Weights):
-    """The adapter of one run. Once it is garbage, the base drops its tensors before it makes another."""
+    """One run's adapter. The base drops its tensors some time after it is garbage-collected."""
 
     def __init__(self, base: LoraBase, name: str, settings: LoraSettings) -> None:
         self.base, self.model = base, base.model
@@ -251,17 +245,15 @@ class Adapter(Weights):
 
     @property
     def kinds(self) -> list[str]:
-        """The last names of its modules, such as `q_proj`, and `experts`."""
         experts = {EXPERTS} if len(self._linear) < len(self._layers) else set[str]()
         return sorted({path.rpartition(".")[2] for path in self._linear} | experts)
 
     @property
     def _linear(self) -> list[str]:
-        """The paths of its linear modules."""
         return [path for path, layer in self._layers.items() if not isinstance(layer, ParamWrapper)]
 
     def exaggerate(self) -> None:
-        """Change every module by a random matrix with `CANARY_SHARE` of its weights' norm."""
+        """Change every module by a random matrix, with `CANARY_SHARE` of its norm."""
         random = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for path, (a, b) in self._factors().items():
@@ -276,7 +268,7 @@ class Adapter(Weights):
                 b.mul_(CANARY_SHARE * weight.float().norm() / norm)
 
     def _target_modules(self) -> list[str]:
-        """The last names of the modules, if they name no others, else the whole paths."""
+        """Last names of the modules if these are unambiguous, else full paths."""
         short = sorted({path.rpartition(".")[2] for path in self._linear})
         return short if set(target_modules(self.model, short)) == set(self._linear) else sorted(self._linear)
 
@@ -288,7 +280,7 @@ class Adapter(Weights):
 
 
 def target_modules(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """The linear modules that `targets` name, in the model's order. Raises EngineRequestError."""
+    """The linear modules that `targets` name. Raises EngineRequestError."""
     head = model.get_output_embeddings()
     found: dict[str, list[str]] = {target: [] for target in targets}
     towers = _outside_of_text(model)
@@ -303,19 +295,19 @@ def target_modules(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
     of_experts = {"mlp", EXPERTS} if target_parameters(model, targets) else set[str]()
     if missing := [target for target, names in found.items() if not names and target not in of_experts]:
         raise EngineRequestError(
-            f"lora targets: {missing[0]!r} is no linear module of {model.config.model_type}; "
+            f"lora targets: {missing[0]!r} is not a linear module of {model.config.model_type}; "
             "use attn, mlp, unembed, or the last names of modules, such as q_proj"
         )
     return list(dict.fromkeys(name for names in found.values() for name in names))
 
 
 def target_parameters(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """The weights of experts that `targets` name, as PEFT names them: `experts.down_proj`."""
+    """PEFT's names of the experts' weights that `targets` name, such as `experts.down_proj`."""
     return list(dict.fromkeys(name for name, _ in expert_weights(model, targets)))
 
 
 def expert_weights(model: PreTrainedModel, targets: Sequence[str]) -> list[tuple[str, Tensor]]:
-    """Name and weight (experts, ...) of all experts' weights of the model, if `targets` name them."""
+    """(name, weight (experts, ...)) of all experts' weights, if `targets` name them."""
     found: list[tuple[str, Tensor]] = []
     for path, module in model.named_modules() if {"mlp", EXPERTS} & set(targets) else ():
         owner = path.replace(".base_layer", "").rpartition(".")[2]
@@ -329,7 +321,7 @@ def expert_weights(model: PreTrainedModel, targets: Sequence[str]) -> list[tuple
 
 
 def _outside_of_text(model: PreTrainedModel) -> set[nn.Module]:
-    """Modules for images and sounds, which no text reaches."""
+    """Modules for images and audio, which text never reaches."""
     if model.config.get_text_config() is model.config:
         return set()
     text: Any = model.get_decoder()
@@ -338,20 +330,20 @@ def _outside_of_text(model: PreTrainedModel) -> set[nn.Module]:
 
 
 def settings_of(folder: Path) -> LoraSettings:
-    """What a checkpoint's adapter was made with. Raises EngineError for a folder without one."""
+    """Raises EngineError for a folder without an adapter."""
     config = read_json(folder / ADAPTER_CONFIG)
     if not config:
-        raise EngineError(f"{folder} has no {ADAPTER_CONFIG}: it is no LoRA adapter")
+        raise EngineError(f"{folder} has no {ADAPTER_CONFIG}, so it is not a LoRA adapter")
     if config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("use_rslora"):
-        raise EngineError(f"{folder}: only plain LoRA adapters can be used")
+        raise EngineError(f"{folder}: only plain LoRA adapters are supported")
     if isinstance(config["target_modules"], str):
-        raise EngineError(f"{folder}: target_modules has to be a list, not {config['target_modules']!r}")
+        raise EngineError(f"{folder}: target_modules must be a list, not {config['target_modules']!r}")
     targets = [*config["target_modules"], *([EXPERTS] if config.get("target_parameters") else [])]
     return LoraSettings(config["r"], float(config["lora_alpha"]), tuple(targets))
 
 
 def load_adapter(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Path of a module -> A (rank, in) and B (out, rank), float32, of a checkpoint's adapter."""
+    """Module path -> A (rank, in) and B (out, rank), float32."""
     tensors = load_file(folder / ADAPTER_WEIGHTS)
     names = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in tensors}
     return {
@@ -364,15 +356,13 @@ def load_adapter(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def merged(folder: Path) -> PreTrainedModel:
-    """The base of a checkpoint's adapter with the adapter in its weights, in the dtype of the base.
-
-    Embeddings that are tied are untied if the head has an adapter. Raises ConfigError and EngineError.
-    """
+    """A checkpoint's adapter merged into its base, in the base's dtype. Raises ConfigError and
+    EngineError."""
     base = base_of_adapter(folder)
     if base is None:
         raise EngineError(
-            f"{folder} has no {ADAPTER_CONFIG}: it holds no LoRA adapter to merge, and a checkpoint of all "
-            "weights is a model by itself"
+            f"{folder} has no {ADAPTER_CONFIG}, so it has no LoRA adapter to merge; a checkpoint of all "
+            "weights is a complete model"
         )
     model = load_model(base, dtype="auto")
     settings, modules = settings_of(folder), load_adapter(folder)
@@ -386,14 +376,14 @@ def merged(folder: Path) -> PreTrainedModel:
             try:
                 layer: Any = model.get_submodule(path)
             except AttributeError as error:
-                raise EngineError(f"the adapter {folder} is of another model: it has {path}") from error
+                raise EngineError(f"the adapter {folder} belongs to another model: it has {path}") from error
             if layer is head and model.config.tie_word_embeddings:
                 layer.weight = nn.Parameter(layer.weight.clone())
                 model.config.tie_word_embeddings = False
             change = b @ a * (settings.alpha / settings.rank)
             change = change.t() if isinstance(layer, Conv1D) else change
             if change.shape != layer.weight.shape:
-                raise EngineError(f"the adapter {folder} is of another model: {path} does not fit")
+                raise EngineError(f"the adapter {folder} belongs to another model: {path} does not fit")
             layer.weight.copy_(layer.weight.float() + change)
     return model
 
@@ -404,7 +394,7 @@ def _with_experts(
     settings: LoraSettings,
     names: list[str],
 ) -> PreTrainedModel:
-    """The model with what adapters change of its experts in their weights. Raises EngineError."""
+    """Raises EngineError if the adapter does not fit."""
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
@@ -418,7 +408,7 @@ def _with_experts(
             for factor, tensor in zip((layer.lora_A, layer.lora_B), pair, strict=True):
                 factor["merged"].load_state_dict({"weight": tensor})
         except (AttributeError, RuntimeError) as error:
-            raise EngineError(f"the adapter is of another model: {path} does not fit") from error
+            raise EngineError(f"the adapter belongs to another model: {path} does not fit") from error
     return tree.merge_and_unload()
 
 
@@ -434,14 +424,13 @@ def _kind(path: str, is_head: bool) -> str:
 
 
 def linear_shape(layer: nn.Linear | Conv1D) -> tuple[int, int]:
-    """(out, in) of a linear module."""
+    """(out, in)"""
     rows, columns = layer.weight.shape
     return (columns, rows) if isinstance(layer, Conv1D) else (rows, columns)
 
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Generator[None]:
-    """A context in which torch draws from `seed`, and after which it goes on as before."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

@@ -1,12 +1,9 @@
-"""The losses that the engine trains with: the table `LOSSES`, `resolve_loss` for one of the user's own, and
-`target_logprobs`, the log probabilities that they take.
+"""The losses that the engine trains with (`LOSSES`), and the logprobs that they take (`target_logprobs`).
 
-A loss is a sum over tokens, as in Tinker, so a batch may be split into microbatches in any way and its
-gradients add up to the same. A new loss is one function of per-token losses and one entry of the table. What
-every policy loss may have beside its own formula is in `TERMS`.
+A loss is a sum over tokens, as in Tinker, so gradients are the same however a batch is split into
+microbatches. A new loss is one function of per-token losses and one entry of the table.
 
-Invariant: logits are held in chunks, and nothing but the log probabilities of the targets and the entropies
-leaves a chunk.
+Invariant: logits are held in chunks, and only the targets' logprobs and the entropies leave a chunk.
 """
 
 from __future__ import annotations
@@ -30,74 +27,72 @@ from tinkerscript.errors import ConfigError, EngineError, EngineRequestError
 __all__ = ["LOSSES", "TERMS", "ConfiguredLoss", "Loss", "TokenLosses", "resolve_loss", "target_logprobs"]
 
 TokenLosses = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
-"""(logprobs, inputs, settings) -> losses. One value per token, all tensors of the shape of `logprobs`
-((B, T), or one axis for all tokens of a microbatch): the log probabilities that the model gives the target
-tokens, float32, at the temperature that they were sampled at; the datums' `loss_fn_inputs` by name, `MASK`,
-and `SEQUENCE`; and the loss of each token, unreduced."""
+"""(logprobs, inputs, settings) -> losses, unreduced.
+
+All tensors have the shape of `logprobs`: (B, T), or one axis for all tokens of a microbatch. `logprobs` are
+the model's for the target tokens, float32, at their sampling temperatures. `inputs` are the datums'
+`loss_fn_inputs` by name, plus `MASK` and `SEQUENCE`."""
 
 MASK = "mask"
-"""The input that says which tokens train: bool. A datum may bring it; without it these are the tokens with an
-advantage or a weight."""
+"""Input, bool: which tokens train. Optional in a datum; by default, those with an advantage or a weight."""
 
 SEQUENCE = "sequence"
-"""The input that says which sequence a token is of: int64, from 0. All tokens of a sequence are there."""
+"""Input, int64 from 0: the sequence of each token."""
 
 TEMPERATURES = "temperatures"
-"""What the logits of each token are divided by: float32, above 0. A datum may bring it; without it all are 1.
-Losses do not see it: their log probabilities have it in them."""
+"""Input, float32: divides each token's logits, by default by 1. The logprobs that losses get include it."""
 
 ENTROPY = "entropy"
-"""The input with the entropy of the distribution that each token was sampled from, in nats and with its
-gradient: for losses with `needs_entropy`."""
+"""Input for losses with `needs_entropy`: the sampling distribution's entropy, in nats, with its gradient."""
 
 SCALE = "scale"
-"""What to multiply a term by that the advantage does not multiply: float32, 1 over what the advantages are
-divided by (`training.loss_mean`), 0 where nothing trains. A datum may bring it; without it it is the mask."""
+"""Input, float32: factor for terms without an advantage, namely 1 over the advantages' divisor
+(`training.loss_mean`), or 0 where nothing trains. Optional in a datum; by default the mask."""
 
 START = "start_logprobs"
-"""Log probabilities under the start policy: float32. A datum brings it for the KL terms."""
+"""Input, float32: logprobs under the start policy, for the KL terms."""
 
 SAMPLER = "sampler_logprobs"
-"""Log probabilities of the sampler: float32. A datum brings it where `logprobs` are not the sampler's."""
+"""Input, float32: the sampler's logprobs, for datums with other `logprobs`."""
 
 COVARIANT = "covariant"
-"""Which tokens have an outstanding covariance of advantage and log probability: 1, else 0. Trainers choose
-them over the whole batch (`train.token_advantages.covariant_tokens`) for losses that name the input."""
+"""Input: 1 for tokens with an outstanding covariance of advantage and logprob, else 0. The trainer chooses
+them over the whole batch (`train.token_advantages.covariant_tokens`)."""
 
 OPTIONAL_INPUTS = frozenset({MASK, TEMPERATURES, SCALE, START, SAMPLER, COVARIANT})
 
 SKIPPED_STEPS = "skipped_steps"
-"""The metric of an optimizer step that was not taken, because the gradient was not finite."""
+"""Metric: the optimizer step was skipped because the gradient was not finite."""
 
 POLICY_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
 CLIP: Mapping[str, float] = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-"""Bounds of the probability ratio of a token."""
+"""Bounds of a token's probability ratio."""
 
 SEQUENCE_CLIP: Mapping[str, float] = {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}
-"""Bounds of the ratio of a sequence, a mean that hardly moves: those of GSPO's authors."""
+"""Bounds of a sequence's ratio, by GSPO's authors."""
 
+# Added to probabilities before dividing by them, as in verl.
 TINY = 1e-8
-"""Added to probabilities that are divided by, as verl does."""
 
+# Log ratios are clamped to this on both sides, as in verl: exp(89) is infinite in float32, and infinity times
+# a zero gradient would be NaN.
 MAX_LOG_RATIO = 20.0
-"""Logarithms of ratios are clamped to this on both sides, as verl does: the exponential of 89 is infinite in
-float32, and infinity times a gradient of 0 would be NaN."""
 
 
 TERMS: Mapping[str, float] = {**dict.fromkeys(KL_LOSSES, 0.0), "entropy": 0.0, "off_policy_mask": 0.0}
-"""Settings of every policy loss beside its own, each 0 by default, which turns it off.
+"""Settings of every policy loss; 0 turns them off.
 
-`kl_k1`, `kl_k2`, `kl_k3`, `kl_unbiased`: the weight of an estimate of KL(policy, start) that is added to the
-loss. With d = log p(policy) - log p(start): d, d^2 / 2, exp(-d) - 1 + d (Schulman 2020, "Approximating KL
-Divergence"), and the third times the probability ratio of the loss, whose gradient is that of the divergence
+`kl_k1`, `kl_k2`, `kl_k3`, `kl_unbiased`: weights of added estimates of KL(policy, start). With d = log
+p(policy) - log p(start), these are d, d^2 / 2, exp(-d) - 1 + d (Schulman 2020, "Approximating KL
+Divergence"), and the third times the loss's probability ratio, which has the divergence's gradient
 (DeepSeek-V3.2 2025, arXiv:2512.02556). `entropy`: the weight of the entropy, which is subtracted.
-`off_policy_mask`: tokens with a negative advantage carry no loss where the mean of log p(sampler) - log
-p(policy) over their sequence is above this (DeepSeek-V3.2's off-policy sequence mask)."""
+`off_policy_mask`: tokens with a negative advantage carry no loss if the mean of log p(sampler) - log
+p(policy) over their sequence exceeds this (also DeepSeek-V3.2)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredLoss:
-    """A loss and its settings: (logprobs, inputs) -> losses."""
+    """A loss with its settings: (logprobs, inputs) -> losses."""
 
     name: str
     tokens: TokenLosses
@@ -105,8 +100,7 @@ class ConfiguredLoss:
     needs_entropy: bool = False
 
     def __call__(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Raises EngineError for a loss that is not one value per token: microbatches of it would not add
-        up."""
+        """Raises EngineError for a reduced loss, because its microbatches would not add up."""
         inputs = {SCALE: inputs[MASK].to(logprobs.dtype), **inputs}
         losses = self.tokens(logprobs, inputs, self.settings)
         if losses.shape != logprobs.shape:
@@ -120,31 +114,24 @@ class ConfiguredLoss:
 @dataclass(frozen=True, slots=True)
 class Loss:
     tokens: TokenLosses
-
     inputs: frozenset[str] = POLICY_INPUTS
-    """The `loss_fn_inputs` that a datum must have, each [T]: these, `target_tokens` among them, and any of
-    `OPTIONAL_INPUTS`."""
+    """The `loss_fn_inputs` that a datum must have, each [T]. It may also have `OPTIONAL_INPUTS`."""
 
     settings: Mapping[str, float] = field(default_factory=dict[str, float])
-    """The keys that `loss_fn_config` may have beside `TERMS`, with their defaults."""
+    """Further keys of `loss_fn_config`, with defaults."""
 
     ratio: Literal["token", "sequence"] = "token"
-    """Whether each token has a probability ratio of its own, or that of its sequence. Only for the metric
-    `train/clip_fraction` of losses with the settings of `CLIP`."""
+    """Used by the metric `train/clip_fraction` of losses with `CLIP`'s settings."""
 
     needs_entropy: bool = False
-    """Whether `tokens` reads the input `ENTROPY`."""
 
     @property
     def known(self) -> Mapping[str, float]:
-        """Every key that `loss_fn_config` may have, with its default."""
+        """All keys of `loss_fn_config`, with defaults."""
         return {**(TERMS if self.inputs >= POLICY_INPUTS else {}), **self.settings}
 
     def configured(self, name: str, config: Mapping[str, float | str] | None) -> ConfiguredLoss:
-        """`tokens` with the settings of `config`, a `loss_fn_config`, over the defaults.
-
-        Raises EngineRequestError naming a key or value that cannot be used.
-        """
+        """Raises EngineRequestError for a key or value of `config` that cannot be used."""
         known = self.known
         settings = _Settings(name, {**known, **_numbers(name, config or {}, known=known)})
         needs_entropy = self.needs_entropy or bool(settings.get("entropy"))
@@ -204,8 +191,8 @@ def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str,
 def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
     """-min(s_t * advantage, clip(s_t) * advantage) / n; GSPO-token of Zheng et al. 2025, arXiv:2507.18071.
 
-    s is the ratio of a sequence, the geometric mean of the ratios of its n tokens that train. s_t has the
-    value of s and the gradient of its own token, so that each token has its own advantage.
+    s is the geometric mean of a sequence's ratios over its n tokens that train. s_t has the value of s but
+    the gradient of its own token, so that each token can have its own advantage.
     """
     advantages = inputs["advantages"]
     means, counts = _sequence_means(logprobs.detach() - inputs["logprobs"], inputs)
@@ -215,20 +202,20 @@ def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, 
 
 
 def ppo_dual_clip(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
-    """`ppo`, but at most -dual_clip * advantage where that is negative; Ye et al. 2020, arXiv:1912.09729."""
+    """`ppo`, but at most -dual_clip * advantage if that is negative; Ye et al. 2020, arXiv:1912.09729."""
     losses, advantages = ppo(logprobs, inputs, settings), inputs["advantages"]
     return torch.where(advantages < 0, torch.minimum(losses, -settings["dual_clip"] * advantages), losses)
 
 
 def dppo_tv(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
-    """-ratio * advantage, or 0 where the update has moved the token's probability in the advantage's
-    direction by more than delta; Qi et al. 2026, arXiv:2602.04879, Binary-TV."""
+    """-ratio * advantage, or 0 if the token's probability has moved by more than delta in the advantage's
+    direction; Qi et al. 2026, arXiv:2602.04879, Binary-TV."""
     moved = logprobs.detach().exp() - inputs["logprobs"].exp()
     return _within(moved.abs(), moved, logprobs, inputs, settings)
 
 
 def dppo_kl(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
-    """The same with the KL divergence of the Bernoulli distributions of the token; Binary-KL."""
+    """`dppo_tv` with the KL divergence of the token's Bernoulli distributions; Binary-KL."""
     new, old = logprobs.detach().exp(), inputs["logprobs"].exp()
     others = ((1 - old + TINY) / (1 - new + TINY)).log()
     divergence = old * (inputs["logprobs"] - logprobs.detach()) + (1 - old) * others
@@ -261,7 +248,7 @@ def clip_cov(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[s
 
 
 def kl_cov(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
-    """-ratio * advantage, and at the covariant tokens kl * |log ratio|; Cui et al. 2025."""
+    """-ratio * advantage, plus kl * |log ratio| at the covariant tokens; Cui et al. 2025."""
     moved = torch.where(inputs[COVARIANT] > 0, logprobs - inputs["logprobs"], 0.0).abs()
     return importance_sampling(logprobs, inputs, settings) + settings["kl"] * moved * inputs[SCALE]
 
@@ -269,7 +256,7 @@ def kl_cov(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str
 def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
     """-(logprob * advantage - beta / 2 * (logprob - sampler's)^2); Richemond et al. 2024, arXiv:2405.19107.
 
-    The advantage is meant to be a soft one, r - beta * log E exp(r / beta).
+    The advantage is meant to be soft: r - beta * log E exp(r / beta).
     """
     gaps = torch.where(inputs[MASK], logprobs - inputs["logprobs"], 0.0)
     return settings["beta"] / 2 * gaps.square() * inputs[SCALE] - logprobs * inputs["advantages"]
@@ -278,7 +265,6 @@ def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, f
 def _with_terms(
     losses: Tensor, logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]
 ) -> Tensor:
-    """`losses` with the `TERMS` that `settings` have."""
     if limit := settings.get("off_policy_mask"):
         sampler = inputs.get(SAMPLER, inputs["logprobs"])
         apart, _ = _sequence_means(sampler - logprobs.detach(), inputs)
@@ -304,7 +290,7 @@ def _divergence(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Te
 
 
 def _sequence_means(values: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Of each token's sequence: the mean of `values` over the tokens that train, and how many they are."""
+    """For each token's sequence: the mean of `values` over tokens that train, and their number."""
     sequence, mask = inputs[SEQUENCE], inputs[MASK]
     both = torch.stack([torch.where(mask, values, 0.0), mask.to(values.dtype)])
     totals, counts = values.new_zeros(2, int(sequence.max()) + 1).index_add(1, sequence, both)
@@ -313,8 +299,8 @@ def _sequence_means(values: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tenso
 
 
 def _ratio(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Probability of each token under the current weights over that under the sampler's."""
-    # Positions that do not train may hold an arbitrary logprob: their ratio is 1.
+    """Probability under the current weights over the sampler's."""
+    # Positions that do not train may have an arbitrary logprob, so their ratio is 1.
     return _exp(torch.where(inputs[MASK], logprobs - inputs["logprobs"], 0.0))
 
 
@@ -344,16 +330,14 @@ LOSSES: Mapping[str, Loss] = {
     ),
     "kl_cov": Loss(kl_cov, inputs=POLICY_INPUTS | {COVARIANT}, settings={"kl": 1.0, "cov_share": 2e-4}),
 }
-"""The losses by `loss_fn` name. Those that Tinker has too have its names and formulas, but that `gspo` is
-divided by n. The learner reads the settings `cov_...`, to choose the covariant tokens."""
+"""By `loss_fn`. Names that Tinker has mean the same as there, except that `gspo` is divided by n."""
 
 
 def resolve_loss(name: str) -> Loss:
-    """The loss of the table, or the one that `module:name` (or `file.py:name`) names in the user's own code.
+    """Look up a loss in the table, or import a user's as `module:name` or `file.py:name`.
 
-    That is a `Loss`, or a function like those above, which then takes `target_tokens`, `logprobs` and
-    `advantages` and no settings. It is imported, so a name that came over a network must be looked up in
-    `LOSSES` instead. Raises EngineRequestError for a name that cannot be resolved.
+    That is a `Loss`, or a function like those above, which takes `POLICY_INPUTS` and no settings. Because
+    this imports code, look up names from a network in `LOSSES` instead. Raises EngineRequestError.
     """
     return LOSSES[name] if name in LOSSES else _users_loss(name)
 
@@ -377,8 +361,8 @@ def _users_loss(name: str) -> Loss:
         )
     if taken := sorted(loss.settings.keys() & TERMS.keys()):
         raise EngineRequestError(
-            f"loss_fn {name!r} declares the setting {taken[0]!r}, which every policy loss has already; name "
-            "it otherwise"
+            f"loss_fn {name!r} declares the setting {taken[0]!r}, which every policy loss has already; "
+            "rename it"
         )
     return loss
 
@@ -394,19 +378,17 @@ def target_logprobs(
     with_entropies: bool = False,
     entropy_gradients: bool = False,
 ) -> Tensor:
-    """Log probabilities (S,) of targets (S,), float32 or wider, each after the token at its place.
+    """Logprobs (S,) of targets (S,), float32 or wider, each given the token at its place.
 
-    temperatures: [S], what the logits are divided by; None: nothing.
+    All of it runs inside a call of `model`, as FSDP requires of its root module.
 
-    with_entropies: returns (2, S), the second row of which has the entropies, in nats, of the distributions
-        that the targets are of. Their gradients are computed with `entropy_gradients`.
-
-    inputs: of the model's forward pass, B rows of N tokens.
-    places: [S] among the B * N tokens; several targets may follow the same token.
-    rows: how many tokens' logits are held at once. None: as many as `logits_rows` says. Where the tokens are
-        more, the backward pass computes the logits of each chunk again.
-
-    Everything runs inside a call of `model`, as FSDP requires of its root module.
+    Args:
+        inputs: For the model's forward pass, B rows of N tokens.
+        places: [S] among the B * N tokens; several targets may follow the same token.
+        temperatures: [S], divide the logits.
+        rows: Tokens with logits in memory at once (None: `logits_rows`). Backward recomputes further chunks.
+        with_entropies: Return (2, S), with entropies in nats in the second row.
+        entropy_gradients: Give the entropies gradients.
     """
     of_chunk: Any = _with_entropies if with_entropies else _TargetLogprobs.apply
     if entropy_gradients:
@@ -426,14 +408,13 @@ def _forward(
     rows: int | None,
     of_chunk: Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """`of_chunk`: logits (n, V), temperatures (n,), places (s,) in [0, n), targets (s,) -> (s,), or several
-    rows of it."""
+    """`of_chunk`: logits (n, V), temperatures (n,), places (s,) in [0, n), targets (s,) -> (s,) or (2, s)."""
     output = backbone_output(model, **inputs)
     hidden = output.last_hidden_state.flatten(0, 1)  # (B * N, C)
     device = hidden.device
     scale = None
     if temperatures is not None:
-        # A row for each token and temperature: a token that sequences share may have several.
+        # One row per (token, temperature), since sequences can share a token at different temperatures.
         pairs, places = np.unique(np.stack([places, temperatures]), axis=1, return_inverse=True)
         places = places.reshape(-1)
         hidden = hidden[torch.from_numpy(pairs[0].astype(np.int64)).to(device)]
@@ -461,7 +442,7 @@ def _forward(
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """(logits / temperatures).log_softmax(-1)[places, targets]. Backward makes one tensor of the size of the
+    """(logits / temperatures).log_softmax(-1)[places, targets]. Backward allocates one tensor as large as the
     logits."""
 
     @staticmethod
@@ -490,19 +471,17 @@ class _TargetLogprobs(torch.autograd.Function):
         return result.to(logits.dtype), None, None, None
 
 
+# Entropies of a chunk are computed in this many blocks, so that their memory is small next to the logits.
 BLOCKS = 8
-"""Parts of the logits of a chunk that entropies are computed in, one after the other, so that what these take
-is small beside the logits."""
 
 
 class _LogprobsAndEntropies(torch.autograd.Function):
-    """The same and the entropies. Backward makes one tensor of the size of the logits, and parts of it."""
+    """`_TargetLogprobs` with entropies, (2, s). Backward also allocates blocks of that tensor."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, temperatures: Tensor | None, places: Tensor, targets: Tensor
     ) -> Tensor:
-        """As of `_TargetLogprobs` -> (2, s)."""
         wide = _scaled(logits, temperatures)
         normalizers = wide.logsumexp(-1)
         entropies = _entropies(wide, normalizers)
@@ -523,7 +502,7 @@ class _LogprobsAndEntropies(torch.autograd.Function):
         parts = (each.chunk(BLOCKS) for each in (result, entropies[:, None], *both))
         for part, entropy, of_logprobs, of_entropies in zip(*parts, strict=True):
             probabilities = part.exp()
-            # d entropy / d logit = -p (log p + entropy). Where p is 0, its logarithm must not be infinite.
+            # d entropy / d logit = -p (log p + entropy). The clamp keeps log p finite where p is 0.
             part.clamp_(min=-1e4).add_(entropy).mul_(-of_entropies).sub_(of_logprobs).mul_(probabilities)
         result.index_put_((places, targets), gradient[0], accumulate=True)
         if temperatures is not None:
@@ -532,10 +511,10 @@ class _LogprobsAndEntropies(torch.autograd.Function):
 
 
 def _with_entropies(logits: Tensor, temperatures: Tensor | None, places: Tensor, targets: Tensor) -> Tensor:
-    """The same as `_LogprobsAndEntropies`, without gradients of the entropies."""
+    """`_LogprobsAndEntropies` without gradients of the entropies."""
     if torch.is_grad_enabled():
         logprobs: Any = _TargetLogprobs.apply(logits, temperatures, places, targets)
-        with torch.no_grad():  # Last, so that `checkpoint` need not compute it again.
+        with torch.no_grad():  # Comes last, so that `checkpoint` need not recompute it.
             wide = _scaled(logits, temperatures)
             entropies = _entropies(wide, wide.logsumexp(-1))[places]
         return torch.stack([logprobs, entropies])
@@ -546,12 +525,11 @@ def _with_entropies(logits: Tensor, temperatures: Tensor | None, places: Tensor,
 
 
 def _entropies(logits: Tensor, normalizers: Tensor) -> Tensor:
-    """Entropies (n,), in nats, of logits (n, V) with `logsumexp` (n,)."""
+    """Entropies (n,) in nats of logits (n, V) with `logsumexp` (n,)."""
     parts = zip(logits.chunk(BLOCKS), normalizers.chunk(BLOCKS), strict=True)
     return torch.cat([torch.special.entr((p - n[:, None]).exp_()).sum(-1) for p, n in parts])
 
 
 def _scaled(logits: Tensor, temperatures: Tensor | None) -> Tensor:
-    """Logits (n, V), float32 or wider, over temperatures (n,), as the sampler divides them."""
     wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     return wide if temperatures is None else wide / temperatures[:, None]

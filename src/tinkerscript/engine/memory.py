@@ -1,7 +1,7 @@
-"""`peak_memory`: what training and sampling hold at their peaks, by a formula. `bench/memory.py` measures it.
+"""`peak_memory`: a formula for the peak memory of training and sampling, which `bench/memory.py` measures.
 
-Nothing here computes with a model: its modules are made on torch's `meta` device, to count them. The terms
-are those of the Llama family; for other models, activations and decoding are estimates.
+The model only exists on torch's `meta` device. The terms are those of the Llama family; for other models,
+activations and decoding are estimates.
 """
 
 from __future__ import annotations
@@ -21,91 +21,79 @@ from tinkerscript.engine.weights import LoraSettings
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the device."""
-
     weights: int
-    """The model, the samplers' rotary tables and, where all weights train, their copies of the weights."""
+    """The model, rotary tables and, if all weights train, the samplers' copies."""
 
     adapters: int
-    """What trains of a LoRA, and the samplers' copies."""
+    """A LoRA's weights, and the samplers' copies."""
 
     moments: int
-    """AdamW's two per trained parameter."""
-
     gradients: int
-    """Of a step: they add up over its microbatches."""
+    """Gradients, accumulated over a step's microbatches."""
 
     activations: int
-    """Of a microbatch at its peak, or what the optimizer's step makes, if that is more."""
+    """A microbatch's peak, or the optimizer step's temporaries if these are larger."""
 
     logits: int
-    """One chunk, and what the loss makes of it; 0 if the peak is elsewhere."""
+    """One chunk and what the loss derives from it. 0 if the peak is elsewhere."""
 
     kv_cache: int
-    """Keys and values of running rows and of kept prompts."""
+    """Keys and values of running rows and cached prompts."""
 
     decoding: int
-    """What a prefill makes, or a step of all rows, whichever is more."""
+    """Temporaries of a prefill or a step of all rows, whichever are larger."""
 
     @property
     def held(self) -> int:
-        """What a run holds whatever it does."""
         return self.weights + self.adapters + self.moments + self.gradients
 
     @property
     def checkpoint(self) -> int:
-        """Bytes on the disk: what trains, in float32, and AdamW's moments."""
+        """A checkpoint's bytes on disk."""
         return self.gradients + self.moments
 
     @property
     def training(self) -> int:
-        """The peak while a microbatch trains, if nothing is sampled."""
+        """Peak while training and not sampling."""
         return self.held + self.activations + self.logits
 
     @property
     def sampling(self) -> int:
-        """The peak while rows decode, if nothing trains."""
+        """Peak while sampling and not training."""
         return self.weights + self.adapters + self.kv_cache + self.decoding
 
     @property
     def total(self) -> int:
-        """The peak of an engine that does both in turns."""
+        """Peak of an engine that alternates between both."""
         return self.held + self.kv_cache + max(self.activations + self.logits, self.decoding)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What an engine is asked for."""
-
     tokens: int
-    """Of a microbatch, with padding. A longer row is a microbatch by itself."""
+    """Tokens of a microbatch, including padding."""
 
     logits_rows: int
-    """Tokens whose logits are held at once (`decoder.logits_rows`)."""
+    """Tokens with logits in memory at once (`decoder.logits_rows`)."""
 
     activation_checkpointing: bool = False
-
     samplers: int = 0
     """Policy versions that can be sampled from."""
 
     rows: int = 0
-    """Sequences that decode together."""
-
     prompt: int = 0
-    """Tokens of a prompt."""
-
     length: int = 0
-    """Tokens of a prompt and its reply."""
+    """Tokens of prompt and reply together."""
 
 
 def peak_memory(
     config: PreTrainedConfig, lora: LoraSettings | None, dtype: torch.dtype, work: Workload
 ) -> Memory:
-    """The peak memory of the embedded engine on one device: of a training microbatch, and of sampling.
+    """Peak memory of the embedded engine on one device.
 
-    `lora` is None if all weights train: they are then float32, and `dtype` is that of their products. The
-    masks of short rows with branches (`packing.MASKED_TOKENS`) are left out. Raises EngineRequestError for
-    targets that the model lacks.
+    If all weights train (`lora` is None), they are float32, and `dtype` is that of their products. Masks of
+    short rows with branches (`packing.MASKED_TOKENS`) are not included. Raises EngineRequestError for targets
+    that the model lacks.
     """
     model = _empty(config)
     w = _Widths.of(model)
@@ -119,7 +107,7 @@ def peak_memory(
     trained = sum(lora.rank * sum(shape) for shape in shapes) if lora else parameters
     head = not lora or any(model.get_submodule(name) is model.get_output_embeddings() for name in names)
     e = dtype.itemsize
-    # A sampler has its own copy of what trains; its head is never tied to the embeddings.
+    # A sampler copies what trains, and never ties its head to the embeddings.
     copies = work.samplers * e * (parameters + (w.V * w.C if w.tied and w.fused else 0))
     activations, logits = _microbatch(w, lora, e, work, trained=trained, head=head)
     return Memory(
@@ -135,7 +123,7 @@ def peak_memory(
 
 
 def available_memory(device: str) -> int | None:
-    """Bytes that a torch device has free, of the CPU without swapping; None where that cannot be known."""
+    """Free bytes, without swapping. None if unknown."""
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else None
     said = Path("/proc/meminfo")
@@ -145,8 +133,7 @@ def available_memory(device: str) -> int | None:
 
 
 def frozen_memory(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of a frozen model beside the one that trains: its weights once, for sampling and scoring, and its
-    rotary tables. What it makes of a microbatch is less than what training makes."""
+    """Bytes of a frozen model next to the one that trains. Its microbatches need less than training does."""
     w = _Widths.of(_empty(config))
     return dtype.itemsize * w.parameters + w.tables(dtype.itemsize)
 
@@ -158,8 +145,8 @@ def _empty(config: PreTrainedConfig) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Widths:
-    """C, I and V: the widths of hidden states, MLP and vocabulary. Q and K: the channels of queries and keys.
-    H: heads. L: layers. D: channels of a head."""
+    """C, I, V: widths of hidden states, MLP and vocabulary. Q, K: channels of queries and keys. H: heads. L:
+    layers. D: channels per head."""
 
     C: int
     I: int  # noqa: E741 - as in the formula
@@ -171,7 +158,7 @@ class _Widths:
     D: int
     positions: int
     normalized: int
-    """Q + K where heads are normalized, else 0."""
+    """Q + K if heads are normalized, else 0."""
 
     parameters: int
     tied: bool
@@ -201,29 +188,25 @@ class _Widths:
         )
 
     def tables(self, e: int) -> int:
-        """Rotary tables of a fused decoder."""
         return 2 * e * self.positions * self.D if self.fused else 0
 
 
 def _microbatch(
     w: _Widths, lora: LoraSettings | None, e: int, work: Workload, *, trained: int, head: bool
 ) -> tuple[int, int]:
-    """Bytes of activations and of logits where their sum is largest: at the head, in a layer, in the step.
-
-    With `e` of 2, products are in half precision: parts of them are held twice, or in float32.
-    """
+    """(activations, logits) in bytes where their sum is largest: at the head, in a layer, or in the step."""
     half, tokens = e < 4, work.tokens
     layer = _layer(w, lora, half=half) * tokens
-    # The MLP's products are made again in the backward pass of a layer.
+    # The backward pass of a layer recomputes the MLP's products.
     backward = (10 if half else 8) * w.I * tokens
     kept = w.L * (tokens * w.C * (e if lora else 4) if work.activation_checkpointing else layer)
-    # All weights in half: autocast's copies; with checkpointing, of the head alone.
+    # Full training in half precision: autocast's copies, or only the head's with checkpointing.
     casts = 0 if lora or not half else 2 * (w.V * w.C if work.activation_checkpointing else w.parameters)
     chunks = -(-tokens // work.logits_rows)
     chunk = -(-tokens // chunks) * w.V
     logits = (8 if not lora or not head else 10 if half else 12) * chunk
-    gradient = 0 if lora else 4 * w.V * w.C  # Of the head; tied embeddings hold it through the backward pass.
-    if not lora and chunks > 1:  # A chunk's gradient is made beside that of the others.
+    gradient = 0 if lora else 4 * w.V * w.C  # The head's. Tied embeddings hold it through the backward pass.
+    if not lora and chunks > 1:  # A chunk's gradient is created while the sum of the others exists.
         logits = max(logits, gradient + (e if half else 4) * chunk)
     places = [
         (kept + casts + 10 * w.C * tokens, logits + gradient),
@@ -234,13 +217,12 @@ def _microbatch(
 
 
 def _layer(w: _Widths, lora: LoraSettings | None, *, half: bool) -> int:
-    """Bytes that a layer holds for its backward pass, per token."""
+    """Bytes per token that a layer holds for its backward pass."""
     e = 2 if half else 4
     attention_and_mlp = e * (2 * w.Q + 2 * w.K) + 4 * w.H + 3 * e * w.I
     norms = 4 * (2 * w.C + w.normalized)
-    if (
-        lora is not None
-    ):  # Adapters on all of a layer's products, whose inputs PEFT converts for each in half.
+    if lora is not None:
+        # All of a layer's products have adapters. In half precision, PEFT converts the input of each.
         inputs = 5 * w.C + w.Q + w.I if half else 2 * w.C + w.I
         return norms + attention_and_mlp + 4 * inputs + 4 * 7 * lora.rank
     norms = 16 * w.C + 6 * w.normalized if half else 2 * norms
@@ -248,7 +230,7 @@ def _layer(w: _Widths, lora: LoraSettings | None, *, half: bool) -> int:
 
 
 def _kv_cache(w: _Widths, e: int, work: Workload) -> int:
-    """Its storage doubles when rows or lengths outgrow it."""
+    """Storage doubles when rows or lengths outgrow it."""
     prompt = max(work.prompt, 1)
     rows = 1 << (work.rows - 1).bit_length()
     length = prompt << (-(-work.length // prompt) - 1).bit_length()

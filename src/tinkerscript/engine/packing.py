@@ -1,14 +1,13 @@
-"""Training rows: sequences with a common prefix share a row, in which every distinct prefix is computed once.
+"""Training rows: sequences with a common prefix share a row that computes every distinct prefix once.
 
-The members of a group share their prompt, and forked conversations of one episode share more. A row is a
-token tree: each token comes after its parent, attends to itself and its ancestors, and has its depth as its
-position. Short rows attend through a mask; long ones segment by segment, so that no matrix of N x N is held.
+A row is a token tree: each token follows its parent, attends to itself and its ancestors, and has its depth
+as its position. Short rows attend through a mask; long ones segment by segment, which avoids N x N matrices.
 
-Invariant: every token sees exactly what it would see in a row of its own. `shares_prefixes` proves it for a
-model before its rows are shared, `attend_in_segments` before a long row has no mask.
+Invariant: every token sees exactly what it would see in a separate row. `shares_prefixes` and
+`attend_in_segments` prove this for a model first.
 
-Shapes: B rows of at most N tokens. S sequence positions in all, one sequence after another; a token that
-several sequences share is in several of the S positions and computed once.
+Shapes: B rows of at most N tokens. S positions, one sequence after another; a token that several sequences
+share has several of these, but is computed once.
 """
 
 from __future__ import annotations
@@ -32,39 +31,37 @@ from tinkerscript.engine.layer_kinds import LayerKinds, narrowed_windows
 
 Ints = NDArray[np.int64]
 
+# Token limit of a row with branches, for models without segments. The mask has an entry per pair of tokens:
+# 256 MiB in float32, where the 16,384 tokens of a GPU's microbatch would take 1 GiB.
 MAX_BRANCHING_TOKENS = 8192
-"""Most tokens of a row with branches, for a model that takes no segments. Its mask has an entry per pair of
-them: 256 MiB in float32, where the 16,384 tokens of a device's microbatch would take 1 GiB."""
 
+# With segments, rows with branches up to this size still use a mask: one product over all pairs is then
+# faster than many small ones.
 MASKED_TOKENS = 1024
-"""Most tokens of a row with branches that has a mask, for a model that takes segments: one product over all
-pairs is then faster than many small ones over those that count."""
 
 SEGMENT_COST = 1.5
-"""The cost of a pair in a segment relative to one in a row without branches (measured on a CPU)."""
+"""Cost of a pair in a segment relative to one in a row without branches (measured on a CPU)."""
 
+# Tokens of a segment that attend to its prefix at once on a CPU, where the kernel needs a mask of the block.
 QUERY_BLOCK = 512
-"""Tokens of a segment that attend to its prefix at once on a CPU, whose kernel takes a mask of the block."""
 
 SEGMENTS = "tinkerscript_segments"
-"""Hugging Face's name for our attention: its own, but over segments where `Packed.mask` has them."""
+"""Hugging Face's name for our attention, which is theirs unless `Packed.mask` has segments."""
 
 PADDING_TOKENS = 256
-"""Padding that costs about as much as one more forward and backward pass of a small model."""
+"""Padding that costs about as much as another pass of a small model."""
 
 PADDING_SHARE = 0.125
-"""Padding beyond that, as a share of a batch's real tokens."""
+"""Further padding, as a share of a batch's real tokens."""
 
 
 @dataclass(slots=True)
 class TokenTree:
-    """One row: N tokens, each of one sequence or more."""
-
     ids: Ints
-    """[N] parents before children."""
+    """[N], parents before children"""
 
     depths: Ints
-    """[N] each token's position in its sequences."""
+    """[N], positions in the sequences"""
 
     paths: list[tuple[int, Ints]] = field(default_factory=list[tuple[int, Ints]])
     """(index of a sequence, places [T] of its tokens in the row)"""
@@ -75,16 +72,15 @@ class TokenTree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether the row has no branches, so that causal attention is right."""
+        """Whether plain causal attention is correct, because there are no branches."""
         return bool(self.depths[-1] == self.size - 1)
 
     @property
     def pairs(self) -> int:
-        """How many (token, visible token) there are."""
         return int(self.depths.sum()) + self.size
 
     def segments(self) -> Iterator[tuple[int, int, Ints]]:
-        """Runs of tokens [begin, end) that one sequence added, and the places of the tokens before them."""
+        """(begin, end, places of all earlier tokens) for each run of tokens that one sequence added."""
         filled = 0
         for _, path in self.paths:
             if len(path) and path[-1] >= filled:
@@ -93,7 +89,7 @@ class TokenTree:
                 filled = int(path[-1]) + 1
 
     def visible(self) -> NDArray[np.bool_]:
-        """[N, N]: whether the token of the matrix's row attends to the token of its column."""
+        """[N, N]: whether the row's token attends to the column's."""
         seen = np.zeros((self.size, self.size), np.bool_)
         for begin, end, before in self.segments():
             seen[begin:end, before] = True
@@ -101,7 +97,7 @@ class TokenTree:
         return seen
 
     def grow(self, index: int, ids: Ints, shared: int) -> None:
-        """Add a sequence whose first `shared` tokens are those of the sequence added last."""
+        """Add a sequence that shares its first `shared` tokens with the last one."""
         begin, new = self.size, len(ids) - shared
         start = self.paths[-1][1][:shared] if self.paths else np.empty(0, np.int64)
         self.paths.append((index, np.concatenate([start, np.arange(begin, begin + new)])))
@@ -110,7 +106,6 @@ class TokenTree:
 
 
 def chain(index: int, ids: Ints) -> TokenTree:
-    """One sequence in a row of its own."""
     tree = TokenTree(np.empty(0, np.int64), np.empty(0, np.int64))
     tree.grow(index, ids, 0)
     return tree
@@ -119,19 +114,16 @@ def chain(index: int, ids: Ints) -> TokenTree:
 def token_trees(
     sequences: Sequence[Ints], *, pair_cost: float, budget: int, segments: bool = False
 ) -> list[TokenTree]:
-    """Rows over all `sequences` [T_i], most of them of at most `budget` tokens.
+    """Arrange `sequences` [T_i] in rows of at most `budget` tokens, or their longest sequence.
 
-    A row without branches is as long as its longest sequence. One with branches may exceed `budget`, up to
-    twice its longest sequence, so that a group can share a prompt that alone nearly fills the budget; but
-    never `MAX_BRANCHING_TOKENS`, unless the model takes `segments`.
-
-    With a mask, a tree computes attention for all pairs of its tokens; `pair_cost` is the cost of one pair
-    relative to that of a token's other operations. A sequence joins the tree before it, in the order of ids,
-    if that is cheaper.
+    Rows with branches may take twice their longest sequence, so that a group can share a prompt that nearly
+    fills the budget, but without `segments` at most `MAX_BRANCHING_TOKENS`. A sequence joins the tree before
+    it, in the order of ids, if that is cheaper: with a mask, a tree computes all pairs of its tokens, at
+    `pair_cost` relative to a token's other operations.
     """
     trees: list[TokenTree] = []
     before: Ints | None = None
-    # Big-endian bytes sort as the ids do, and a prefix sorts before what it is a prefix of.
+    # Big-endian bytes sort like the ids, with every prefix before its continuations.
     for index in sorted(range(len(sequences)), key=lambda i: sequences[i].astype(">i8").tobytes()):
         ids = sequences[index]
         shared = 0 if before is None else common_prefix(before, ids)
@@ -146,7 +138,7 @@ def token_trees(
 def _joins(tree: TokenTree, length: int, shared: int, pair_cost: float, budget: int, segments: bool) -> bool:
     joined = tree.size + length - shared
     if tree.is_chain and tree.size == shared:
-        return True  # It equals or continues the only sequence so far.
+        return True  # The sequence equals or continues the only one so far.
     longest = max(int(tree.depths.max()) + 1, length)
     limit = max(budget, 2 * longest)
     if joined > tree.size and joined > (limit if segments else min(limit, MAX_BRANCHING_TOKENS)):
@@ -166,21 +158,19 @@ def _cost(tokens: int, visible: int, pair_cost: float, is_chain: bool, segments:
 
 
 def _pairs(length: int) -> int:
-    """Of a row without branches."""
     return length * (length + 1) // 2
 
 
 def common_prefix(one: Ints, other: Ints) -> int:
-    """Length of the longest common prefix."""
     width = min(len(one), len(other))
     differing = np.flatnonzero(one[:width] != other[:width])
     return int(differing[0]) if len(differing) else width
 
 
 def microbatches(trees: Sequence[TokenTree], budget: int, *, segments: bool = False) -> list[list[TokenTree]]:
-    """Batches of rows of similar size, at most `budget` padded tokens each; branching rows apart from others.
+    """Batch rows of similar size, at most `budget` padded tokens each; rows with branches separately.
 
-    The masks of one batch have at most `MAX_BRANCHING_TOKENS` ** 2 entries.
+    Masks have at most `MAX_BRANCHING_TOKENS` ** 2 entries per batch.
     """
     batches: list[list[TokenTree]] = []
     real = 0
@@ -202,8 +192,6 @@ def microbatches(trees: Sequence[TokenTree], budget: int, *, segments: bool = Fa
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The tensors of one microbatch, right-padded."""
-
     ids: Tensor
     """(B, N) int64"""
 
@@ -211,19 +199,19 @@ class Packed:
     """(B, N) int64"""
 
     mask: Tensor | dict[str, Tensor] | None
-    """(B, 1, N, N) additive, one for each kind of layers if there are several; None if no row has branches.
-    Of long rows, their segments: (1, 1, K, 5) int64 on the CPU: a row, a range of its tokens, and a range
-    that these attend to, causally if it is their own."""
+    """(B, 1, N, N) additive, one for each kind of layer if there are several; None if no row has branches.
+
+    For long rows, segments: (1, 1, K, 5) int64 on the CPU, each a row, a range of its tokens, and a range
+    that they attend to, causally if it is the same."""
 
     places: Ints
-    """[S] places of the sequences' tokens among the B * N tokens of the batch."""
+    """[S] among the batch's B * N tokens"""
 
     sequences: list[tuple[int, int]]
-    """(index, length) of each sequence, in the order of `places`."""
+    """(index, length) in the order of `places`"""
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Of the model's forward pass."""
         inputs: dict[str, Any] = {"input_ids": self.ids, "use_cache": False}
         if self.mask is None:
             return inputs
@@ -231,7 +219,7 @@ class Packed:
 
 
 def pack(trees: Sequence[TokenTree], model: PreTrainedModel, *, segments: bool = False) -> Packed:
-    """The tensors of `trees` for `model`. `segments`: rows of more than `MASKED_TOKENS` have no mask."""
+    """`segments`: rows of more than `MASKED_TOKENS` get these instead of a mask."""
     device = model.device
     width = max(tree.size for tree in trees)
     ids = np.zeros((len(trees), width), np.int64)
@@ -240,7 +228,8 @@ def pack(trees: Sequence[TokenTree], model: PreTrainedModel, *, segments: bool =
         ids[row, : tree.size], depths[row, : tree.size] = tree.ids, tree.depths
     paths = [(index, path + row * width) for row, tree in enumerate(trees) for index, path in tree.paths]
     mask = None
-    if not all(tree.is_chain for tree in trees):  # Right padding: causal attention does not see it.
+    # Causal attention never sees right padding, so rows without branches need no mask.
+    if not all(tree.is_chain for tree in trees):
         in_segments = segments and width > MASKED_TOKENS
         mask = _segments(trees) if in_segments else _masks(trees, width, model)
     return Packed(
@@ -253,7 +242,7 @@ def pack(trees: Sequence[TokenTree], model: PreTrainedModel, *, segments: bool =
 
 
 def _masks(trees: Sequence[TokenTree], width: int, model: PreTrainedModel) -> Tensor | dict[str, Tensor]:
-    """0 where a token attends, -inf elsewhere; padding attends to itself, so that no row is empty."""
+    """0 where a token attends, else -inf. Padding attends to itself, because an empty row would give NaN."""
     visible = np.zeros((len(trees), width, width), np.bool_)
     visible[:, np.arange(width), np.arange(width)] = True
     depths = np.zeros((len(trees), width), np.int64)
@@ -273,7 +262,6 @@ def _masks(trees: Sequence[TokenTree], width: int, model: PreTrainedModel) -> Te
 
 
 def _segments(trees: Sequence[TokenTree]) -> Tensor:
-    """`Packed.mask` of long rows: (1, 1, K, 5)."""
     rows: list[tuple[int, int, int, int, int]] = []
     for row, tree in enumerate(trees):
         for begin, end, before in tree.segments():
@@ -284,13 +272,13 @@ def _segments(trees: Sequence[TokenTree]) -> Tensor:
 
 
 _Segments = list[tuple[int, slice, list[slice]]]
-"""(row of the batch, its tokens, ranges of tokens that they attend to, their own last)"""
+"""(row, its tokens, ranges that they attend to, ending with their own)"""
 
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
-    """Attention in the form of Hugging Face's: (B, heads, N, D), (B, kv_heads, N, D) -> (B, N, heads, D)."""
+    """Hugging Face's interface: (B, heads, N, D), (B, kv_heads, N, D) -> (B, N, heads, D)."""
     if attention_mask is None or attention_mask.dtype != torch.int64:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
     device = query.device.type
@@ -310,7 +298,7 @@ AttentionMaskInterface.register(SEGMENTS, sdpa_mask)
 
 
 class _SegmentAttention(torch.autograd.Function):
-    """Causal attention of each segment to its prefix and itself; backward computes it again."""
+    """Causal attention of each segment to its prefix and itself, recomputed in backward."""
 
     @staticmethod
     def forward(
@@ -350,12 +338,12 @@ class _SegmentAttention(torch.autograd.Function):
 
 
 def _gather(tensor: Tensor, ranges: list[slice]) -> Tensor:
-    """(kv_heads, N, D) -> (kv_heads, n, D): the tokens of `ranges`, one range after another."""
+    """(kv_heads, N, D) -> (kv_heads, n, D): the tokens of `ranges`."""
     return torch.cat([tensor[:, each] for each in ranges], dim=1)
 
 
 def _blocks(own: slice, keys: Tensor) -> Iterator[tuple[slice, int]]:
-    """The tokens of a segment in blocks, each with the number of keys up to its last token."""
+    """A segment's tokens in blocks, each with the number of keys up to its last token."""
     prefix = keys.shape[1] - (own.stop - own.start)
     width = QUERY_BLOCK if prefix and keys.device.type == "cpu" else own.stop - own.start
     for begin in range(own.start, own.stop, width):
@@ -364,7 +352,8 @@ def _blocks(own: slice, keys: Tensor) -> Iterator[tuple[slice, int]]:
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
-    """query (heads, L, D), keys, values (kv_heads, n, D), the last L of them its own -> (heads, L, D)."""
+    """query (heads, L, D), keys and values (kv_heads, n, D) that end with the query's own L -> (heads, L,
+    D)."""
     (heads, length, _), (kv_heads, places, _) = query.shape, keys.shape
     groups = heads // kv_heads
     keys, values = (each[:, None].expand(-1, groups, -1, -1) for each in (keys, values))
@@ -372,7 +361,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) ->
     if length < places and query.device.type == "cpu":
         mask = torch.ones(length, places, dtype=torch.bool).tril(places - length)
     elif length < places:
-        mask = causal_lower_right(length, places)  # The kernels of devices need no mask for it.
+        mask = causal_lower_right(length, places)  # GPU kernels need no materialized mask.
     output = F.scaled_dot_product_attention(
         query.unflatten(0, (kv_heads, groups)),
         keys,
@@ -387,7 +376,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) ->
 def pair_cost(model: PreTrainedModel) -> float:
     """The cost of one token's attention to another, relative to one token's matrix products.
 
-    A token takes two operations per parameter, a pair four per layer and channel, which run at about three
+    A token takes two operations per parameter. A pair takes four per layer and channel, at about three
     quarters of the rate (measured on a CPU, docs/benchmarks.md).
     """
     config = text_config_of(model)
@@ -396,18 +385,18 @@ def pair_cost(model: PreTrainedModel) -> float:
 
 
 def shares_prefixes(model: PreTrainedModel, own: OwnLogits | None = None) -> bool:
-    """Whether `model` gives a row with branches and a mask the log probabilities that it gives plain rows.
+    """Whether rows with branches and a mask give the same logprobs as plain rows.
 
-    `own`: the model's logits, if they are there already. False for a model that ignores the mask or the
-    positions it is given (ALiBi, positions counted by the model itself): that one trains on plain rows.
+    False for a model that ignores the mask or the positions (ALiBi, positions that it counts itself). `own`:
+    the model's logits, if already computed.
     """
     return _row_equals_plain_rows(model, own, segments=False)
 
 
 def attend_in_segments(model: PreTrainedModel, own: OwnLogits | None = None) -> bool:
-    """Let `model` attend segment by segment in long rows, if that too is proved to equal plain rows.
+    """Make `model` attend by segments in long rows, if that too is proved to equal plain rows.
 
-    False, with nothing changed, for a model whose attention is its own (sinks, soft caps).
+    Returns False, with nothing changed, for a custom attention (sinks, soft caps).
     """
     config: Any = model.config
     if config._attn_implementation != "sdpa":
@@ -421,7 +410,6 @@ def attend_in_segments(model: PreTrainedModel, own: OwnLogits | None = None) -> 
 
 
 def takes_segments(model: PreTrainedModel) -> bool:
-    """Whether `attend_in_segments` succeeded for it."""
     config: Any = model.config
     return config._attn_implementation == SEGMENTS
 
@@ -439,6 +427,6 @@ def _row_equals_plain_rows(model: PreTrainedModel, own: OwnLogits | None, *, seg
                 packed = replace(packed, mask=_segments([tree]))
             output: Any = model(**packed.inputs)
     except FORWARD_ERRORS:
-        return False  # It takes no such mask.
+        return False  # The model does not accept such a mask.
     together = output.logits.flatten(0, 1)[packed.places].unflatten(0, own.ids.shape)
     return distance(own.logits[[index for index, _ in packed.sequences]], together) <= own.limit

@@ -1,9 +1,9 @@
 """`Ranks`: rank 0's connections to the other ranks of an engine on several devices, and their processes.
 
-Rank 0 starts them itself, unless a launcher such as torchrun has. Connections are a Unix socket in a private
-folder, or with a launcher TCP, with a secret that goes through torch's store.
+Rank 0 starts them itself, unless a launcher such as torchrun did. They connect through a Unix socket in a
+private folder, or after a launcher through TCP, with a secret from torch's store.
 
-Invariant: the end of one rank is the end of all, within seconds, and rank 0 says which one ended and how.
+Invariant: if one rank ends, all end within seconds, and rank 0 reports which one ended and how.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from tinkerscript.lifecycle import ORPHAN_GRACE_S, describe_exit, exit_hard_afte
 Sharding = Literal["replicate", "shard"]
 
 FOLDER_VARIABLE = "TINKERSCRIPT_RANKS"
-"""Environment variable of ranks that rank 0 started: a private folder with its socket and torch's store."""
+"""Set for ranks that rank 0 started: a private folder with its socket and torch's store."""
 
 CONTROL_KEY = "tinkerscript/control"
-"""Key of torch's store under which rank 0 says where it listens, if a launcher started the ranks."""
+"""Key in torch's store for rank 0's address, after a launcher."""
 
 START_S = 600.0
-"""Seconds within which all ranks have to have loaded the model."""
+"""Time limit for all ranks to load the model."""
 
 GROUP_TIMEOUT_S = 600.0
-"""Seconds after which a collective operation fails, because a rank does not take part."""
+"""Time limit of collective operations."""
 
 NAMING_S = 5.0
-"""Seconds in which a rank that made an operation fail is found to be dead."""
+"""How long a failed operation waits for news of a dead rank."""
 
 RANK_GRACE_S = ORPHAN_GRACE_S + 1
-"""Seconds in which a follower ends by itself."""
+"""Time limit for a follower to exit by itself."""
 
 ANSWER_POLL_S = 0.02
-"""Seconds after which sampling goes on while rank 0 waits for the others."""
+"""How often rank 0 lets sampling run while it waits for the others."""
 
 
 T = TypeVar("T")
@@ -66,14 +66,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What every rank loads, and how the ranks compute."""
-
     folder: Path
     device: str
-    """`cpu`, or `cuda`: each rank then has one."""
+    """`cpu`, or `cuda` with one GPU per rank."""
 
     dtype: torch.dtype
-    """Of the loaded weights."""
+    """The dtype of the loaded weights."""
 
     autocast: torch.dtype
     """The `compute_dtype` of a `Trainer`."""
@@ -83,15 +81,12 @@ class RankSpec:
     activation_checkpointing: bool
     threads: int
     timeout_s: float
-    """After which a collective operation fails."""
 
     @property
     def own_device(self) -> str:
-        """The device of this process."""
         return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if self.device == "cuda" else self.device
 
     def join(self, store: Store, rank: int, size: int) -> None:
-        """Make the process group."""
         if self.device == "cuda":
             torch.cuda.set_device(torch.device(self.own_device))
         dist.init_process_group(
@@ -104,7 +99,7 @@ class RankSpec:
 
 
 def check_devices(devices: int, device: str) -> None:
-    """Raises ConfigError if `device` is a single one, or if this machine has too few."""
+    """Raises ConfigError for a single device, or if this machine has too few."""
     if device not in ("cpu", "cuda"):
         raise ConfigError(
             f"engine.device: {device!r} cannot be shared out over engine.devices: {devices}; use cpu or cuda"
@@ -115,18 +110,14 @@ def check_devices(devices: int, device: str) -> None:
 
 
 def is_launched() -> bool:
-    """Whether a launcher has started the ranks."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and FOLDER_VARIABLE not in os.environ
 
 
 class Ranks:
-    """Rank 0's connections to the other ranks, and their processes if it started them.
-
-    Belongs to the thread that computes; `failure` and `close` may be used from any.
-    """
+    """Belongs to the computing thread, but `failure` and `close` can be used from any."""
 
     def __init__(self, size: int, spec: RankSpec, log_dir: Path | None = None) -> None:
-        """Start the followers, or await those of a launcher. Their logs go to `log_dir`."""
+        """Start the followers, or wait for a launcher's. Their logs go to `log_dir`."""
         self.size, self.spec = size, spec
         self.failure: Future[None] = Future()
         """Gets the EngineError that ended the ranks."""
@@ -153,7 +144,7 @@ class Ranks:
         self._begin(self._admit)
 
     def join(self) -> None:
-        """Wait until every rank has loaded the model, and make the process group. Raises EngineError."""
+        """Wait until all ranks have loaded the model, and form the process group. Raises EngineError."""
         if self.answers(START_S) is None:
             missing = sorted(set(range(1, self.size)) - self._answered.keys())
             raise self.fail(EngineError(f"the ranks {missing} did not join within {START_S:.0f} s"))
@@ -162,7 +153,7 @@ class Ranks:
             self.spec.join(self._store, 0, self.size)
 
     def tell(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
-        """Call a method of the followers' trainers, with each one's own arguments. Raises EngineError."""
+        """Call a method of the followers' trainers, each with its own arguments. Raises EngineError."""
         self._raise_failure()
         for rank, each in enumerate(arguments, start=1):
             self._connections[rank].send((method, each))
@@ -182,7 +173,7 @@ class Ranks:
         return [answered[rank] for rank in sorted(answered)]
 
     def together(self, method: str, arguments: tuple[Any, ...], here: Callable[[], T]) -> tuple[T, list[Any]]:
-        """Call a method on all ranks, on this one as `here`. Returns its result, and those of the others."""
+        """Call a method on all ranks, here as `here`. Returns this rank's result, and the others'."""
         with self.computing():
             self.tell(method, [arguments] * (self.size - 1))
             result = here()
@@ -190,16 +181,16 @@ class Ranks:
 
     @contextmanager
     def computing(self) -> Generator[None]:
-        """For a block in which all ranks compute: an error ends them. Raises EngineError."""
+        """Wraps a block in which all ranks compute: an error ends them all. Raises EngineError."""
         try:
             yield
         except Exception as error:
-            if isinstance(error, (RuntimeError, OSError)):  # Perhaps because a rank has died.
+            if isinstance(error, (RuntimeError, OSError)):  # A dead rank may be the cause.
                 wait([self.failure], timeout=NAMING_S)
             raise self.fail(EngineError(f"rank 0: {type(error).__name__}: {error}")) from error
 
     def fail(self, error: EngineError) -> EngineError:
-        """End all ranks; returns the error that did so first."""
+        """End all ranks. Returns the error that did so first."""
         with self._lock:
             first = not self.failure.done() and not self._is_closed
             if first:
@@ -211,12 +202,11 @@ class Ranks:
             self._disconnect()
             if self.spec.device == "cuda" and dist.is_initialized():
                 group: Any = dist.group.WORLD
-                group.abort()  # Operations of gloo end with the connections; those of NCCL do not.
+                group.abort()  # gloo operations end with the connections, but NCCL's do not.
         found = self.failure.exception() if self.failure.done() else None
         return found if isinstance(found, EngineError) else error
 
     def close(self) -> None:
-        """End the ranks and leave the process group."""
         with self._lock:
             self._is_closed = True
         for connection in self._connections.values():
@@ -246,7 +236,7 @@ class Ranks:
             FOLDER_VARIABLE: str(self._folder),
         }
         with self._log_of(rank).open("ab") as log:
-            # In a session of its own: Ctrl-C reaches only rank 0.
+            # A separate session, so that Ctrl-C reaches only rank 0.
             process = self._processes[rank] = subprocess.Popen(
                 [sys.executable, "-m", "tinkerscript", "rank"],
                 env=os.environ | own,
@@ -269,14 +259,14 @@ class Ranks:
         self._lose(rank, f"ended ({end}); the end of {log}:\n{last_lines(log)}")
 
     def _admit(self) -> None:
-        """Let the followers in: each says its rank, gets the spec, and answers once it is loaded."""
+        """Each follower sends its rank, gets the spec, and reports when it has loaded."""
         while len(self._connections) < self.size - 1:
             try:
                 connection = self._listener.accept()
                 rank = connection.recv()
                 connection.send(self.spec)
             except (AuthenticationError, EOFError, ConnectionError):
-                continue  # It was none of ours, or it has died and will be missed.
+                continue  # A stranger, or a rank that died and will be missed.
             except OSError:
                 return  # The listener is closed.
             self._connections[rank] = connection
@@ -303,7 +293,7 @@ class Ranks:
 
     def _disconnect(self) -> None:
         for connection in list(self._connections.values()):
-            # A thread reads it, so closing it would not end it.
+            # Closing would not wake the thread that reads.
             with suppress(OSError), _socket_of(connection) as end:
                 end.shutdown(socket.SHUT_RDWR)
 
@@ -312,12 +302,11 @@ def receive(connection: Connection, messages: SimpleQueue[Any]) -> None:
     with suppress(EOFError, OSError):
         while (message := connection.recv()) is not None:
             messages.put(message)
-    exit_hard_after(ORPHAN_GRACE_S)  # It may be in a collective operation that nobody else takes part in.
+    exit_hard_after(ORPHAN_GRACE_S)  # This rank may be stuck in a collective operation without the others.
     messages.put(None)
 
 
 def meet(size: int) -> tuple[Store, Connection]:
-    """Torch's store, and a connection to rank 0."""
     if folder := os.environ.get(FOLDER_VARIABLE):
         return FileStore(f"{folder}/store", size), Client(f"{folder}/control")
     store = _launchers_store()
@@ -337,12 +326,12 @@ def _launchers_store() -> Store:
 
 
 def _socket_of(connection: Connection) -> socket.socket:
-    """The connection's socket, under a handle of its own."""
+    """The connection's socket, with a separate file descriptor."""
     return socket.socket(fileno=os.dup(connection.fileno()))
 
 
 def _notice_a_lost_host(connection: Connection) -> None:
-    """Make a TCP connection fail within 10 seconds if the other machine does not answer."""
+    """Make a TCP connection fail within 10 seconds if the other machine stops answering."""
     with _socket_of(connection) as end:
         if end.family in (socket.AF_INET, socket.AF_INET6):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,8 +1,7 @@
-"""From logits to tokens and scores: `choose` samples one token per row, `score_prompt` scores given ones.
+"""`choose` samples one token per row from logits; `score_prompt` scores given tokens.
 
-Sampling inverts the cumulative distribution, with one uniform number per token drawn from the row's own
-generator. So a seeded request gives the same tokens whatever else is in the batch, up to the rounding of its
-logits.
+Sampling inverts the cumulative distribution, with one uniform number per token from the row's own generator.
+So a seeded request gets the same tokens whatever else is in the batch, up to rounding of its logits.
 """
 
 from __future__ import annotations
@@ -16,36 +15,34 @@ from torch import Tensor
 
 from tinkerscript.engine.decoder import Decoder
 
+# What a grammar did to a token's choice: nothing (everything with probability above 0 was allowed), left
+# several of more, or left one. The numbers are those in `rollouts.TokenConstraint`.
 FREE, CUT, FORCED = range(3)
-"""What a grammar did to the choice of a token: nothing (all that had a probability above 0 was allowed), left
-several of more, or left one. The numbers are those of `rollouts.TokenConstraint`."""
 
+# Tinker's filler for empty cells in a table of most probable tokens, with id 0.
 NO_LOGPROB = -99999.0
-"""What Tinker puts in an empty cell of a table of most probable tokens; the cell's token id is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """Sampling settings of n rows; tensors are (n,)."""
+    """Settings of n rows; tensors are (n,)."""
 
     temperature: Tensor
     top_p: Tensor
     top_k: Tensor
     min_p: Tensor
     plain: bool
-    """True when every row samples at temperature 1 without truncation."""
+    """All rows sample at temperature 1 without truncation."""
 
     truncated: bool
-    """True when any row has top_p < 1, top_k > 0 or min_p > 0."""
+    """Some row has top_p < 1, top_k > 0 or min_p > 0."""
 
     top: int = 0
-    """The largest number of alternatives that a row asks for."""
+    """Alternatives per row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """One token per row."""
-
     ids: Tensor
     """(n,)"""
 
@@ -53,7 +50,7 @@ class Chosen:
     """(n,)"""
 
     top_ids: Tensor | None = None
-    """(n, settings.top) most probable ids, best first; None if no row asks for any."""
+    """(n, settings.top), best first; None if no row asks for any."""
 
     top_logprobs: Tensor | None = None
     """(n, settings.top)"""
@@ -65,9 +62,8 @@ class Chosen:
 def choose(logits: Tensor, uniforms: Tensor, settings: RowSettings, allowed: Tensor | None = None) -> Chosen:
     """logits (n, V), uniforms (n,) in [0, 1), allowed (n, V) bool -> one token per row.
 
-    Log probabilities are of the distribution after temperature and before `allowed`, min-p, top-k and top-p;
-    at temperature 0 (greedy) they are those of temperature 1. What `allowed` did is judged by the same
-    distribution.
+    Logprobs and `constraints` are about the distribution after temperature (1 if greedy) and before
+    `allowed`, min-p, top-k and top-p.
     """
     logits = logits.float()
     if settings.plain and allowed is None:
@@ -79,7 +75,7 @@ def choose(logits: Tensor, uniforms: Tensor, settings: RowSettings, allowed: Ten
     if allowed is None:
         weights = logprobs.exp()
     else:
-        # Not a mask of the probabilities: all that is allowed may be too improbable for float32.
+        # Masking probabilities instead would fail if everything allowed underflows in float32.
         weights = torch.softmax(scaled.masked_fill(~allowed, -torch.inf), dim=-1)
     best = weights.argmax(-1)
     if settings.truncated:
@@ -90,7 +86,7 @@ def choose(logits: Tensor, uniforms: Tensor, settings: RowSettings, allowed: Ten
 
 
 def _constraints(allowed: Tensor, logprobs: Tensor) -> Tensor:
-    """What each row's grammar did to its choice: allowed (n, V), logprobs (n, V) -> (n,)."""
+    """What each row's grammar did: allowed (n, V), logprobs (n, V) -> (n,)."""
     cut = (logprobs.exp() * ~allowed).sum(-1) > 0
     return torch.where(allowed.sum(-1) == 1, FORCED, torch.where(cut, CUT, FREE))
 
@@ -104,21 +100,20 @@ def _chosen(ids: Tensor, logprobs: Tensor, top: int, constraints: Tensor | None 
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The first id whose cumulative weight exceeds uniform * total: (n, V), (n,) -> (n,)."""
+    """The first id with a cumulative weight above uniform * total: (n, V), (n,) -> (n,)."""
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1].contiguous()
     ids = torch.searchsorted(cumulative, (uniforms * total).unsqueeze(-1), right=True).squeeze(-1)
-    # Rounding may reach the total itself; take the last id with any weight then.
+    # Rounding may reach the total itself. Then take the last id with any weight.
     last = torch.searchsorted(cumulative, total.unsqueeze(-1)).squeeze(-1)
-    return torch.minimum(ids, last).clamp(max=weights.shape[-1] - 1)  # Of NaN both are beyond the end.
+    return torch.minimum(ids, last).clamp(max=weights.shape[-1] - 1)  # With NaN, both exceed the end.
 
 
 def truncate(weights: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
-    """Zero the weights (n, V) that min-p (n,), then top-k (n,), then top-p (n,) exclude; top_k <= 0 is no
-    limit.
+    """Zero the weights (n, V) that min-p (n,), then top-k (n,), then top-p (n,) exclude.
 
-    Min-p excludes weights below that share of the largest (Nguyen et al. 2024, arXiv:2407.01082). Top-p keeps
-    the smallest set of most probable ids whose probability reaches top_p, at least one id.
+    Min-p excludes weights below that share of the largest (Nguyen et al. 2024, arXiv:2407.01082). top_k <= 0
+    is no limit. Top-p keeps the fewest most probable ids that reach it, at least one.
     """
     weights = weights * (weights >= min_p[:, None] * weights.amax(-1, keepdim=True))
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
@@ -133,20 +128,17 @@ def truncate(weights: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Te
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Scores of P prompt tokens, with the K most probable tokens at each position. Position 0 has no
-    context."""
-
     logprobs: NDArray[np.float32]
-    """[P], NaN at positions that were not scored."""
+    """[P], NaN where not scored, as at position 0"""
 
     top_ids: NDArray[np.int32] | None
     """[P, K]"""
 
     top_logprobs: NDArray[np.float32] | None
-    """[P, K], `NO_LOGPROB` at positions that were not scored."""
+    """[P, K], `NO_LOGPROB` where not scored"""
 
     chosen: NDArray[np.float32] | None
-    """One per `chosen` (row, id) pair."""
+    """One per `chosen` pair"""
 
 
 @torch.inference_mode()
@@ -158,10 +150,10 @@ def score_prompt(
     top: int = 0,
     chosen: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
 ) -> PromptScores:
-    """Score positions 1 to P - 1, or only the `last` of them.
+    """Score the positions 1 to P - 1, or the `last` ones.
 
-    `top`: how many most probable ids to give per position. `chosen`: rows [N] and ids [N] of tokens to score,
-    where row i (0 to P - 2) stands for position i + 1.
+    `top`: how many most probable ids to return per position. `chosen`: rows [N] and ids [N] to score, where
+    row i (0 to P - 2) means position i + 1.
     """
     tokens = torch.tensor(ids, device=decoder.device)
     first = 0 if last is None else max(0, len(ids) - 1 - last)
@@ -172,7 +164,9 @@ def score_prompt(
     begin = 0
     for logits in decoder.score(tokens):
         end = min(begin + len(logits), len(ids) - 1)  # Nothing follows the last token.
-        every = torch.log_softmax(logits[: end - begin].float(), -1)  # (end - begin, V): of begin + 1 ...
+        every = torch.log_softmax(
+            logits[: end - begin].float(), -1
+        )  # (end - begin, V), from position begin + 1
         if chosen is not None and picked is not None:
             inside = (begin <= chosen[0]) & (chosen[0] < end)
             rows, columns = (torch.from_numpy(part[inside]).to(decoder.device) for part in chosen)

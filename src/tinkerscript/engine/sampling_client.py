@@ -24,9 +24,8 @@ from tinkerscript.errors import EngineRequestError
 class EmbeddedSamplingClient:
     """Tinker's SamplingClient over frozen weights, with continuous batching.
 
-    Takes and returns the `tinker` package's own types; futures can be awaited or asked for `.result()`.
-    Log probabilities, float32 and one per sampled id, are of the distribution after temperature and before
-    top-k and top-p.
+    Futures can be awaited or asked for `.result()`. Logprobs, float32 and one per sampled id, are of the
+    distribution after temperature and before top-k and top-p.
     """
 
     def __init__(self, context: EngineContext, decoder: Decoder) -> None:
@@ -42,7 +41,7 @@ class EmbeddedSamplingClient:
         self._names = itertools.count()
 
     def apart(self) -> EmbeddedSamplingClient:
-        """A client of the same weights whose samples no `cut` of this one ends."""
+        """A client of the same weights that a `cut` of this one does not affect."""
         return EmbeddedSamplingClient(self._context, self._decoder)
 
     def sample(
@@ -52,11 +51,11 @@ class EmbeddedSamplingClient:
         sampling_params: tinker.SamplingParams,
         include_prompt_logprobs: bool = False,
     ) -> APIFuture[tinker.SampleResponse]:
-        """Sample `num_samples` sequences; a prompt that several requests share is prefilled once.
+        """Sample `num_samples` sequences. Requests that share a prompt prefill it once.
 
-        Each sequence has `tokens` [T], `logprobs` [T] and a `stop_reason`, "stop" or "length"; the id that
-        ended it is its last one. `prompt_logprobs` are [P], NaN at position 0. Raises EngineRequestError for
-        a prompt that does not fit the context, and for settings out of range.
+        Sequences have `tokens` [T], including the id that ended them, `logprobs` [T] and a `stop_reason`,
+        "stop" or "length". `prompt_logprobs` are [P], NaN at 0. Raises EngineRequestError for a prompt
+        without room, and settings out of range.
         """
         ids = prompt.to_ints()
         request = self._request(ids, num_samples, sampling_params)
@@ -80,13 +79,17 @@ class EmbeddedSamplingClient:
         min_p: float = 0.0,
         sampled: int = 0,
     ) -> Future[list[SampledRow]]:
-        """`sample` with what Tinker's method lacks. Cancelling the future ends the sampling.
+        """`sample` with options that Tinker's method lacks. Cancelling the future ends the sampling.
 
-        `stop_ids` stop in addition to `sampling_params.stop`; `report` is called for every token, on the
-        engine's thread; each row has `top_logprobs` alternatives per position; `grammar` constrains what is
-        sampled; `min_p` leaves out tokens less probable than this share of the most probable one's
-        probability; the last `sampled` ids are the beginning of the reply, by other weights. Raises
-        EngineRequestError as `sample` does, and GrammarError for an unusable grammar.
+        Raises EngineRequestError as `sample` does, and GrammarError.
+
+        Args:
+            stop_ids: Added to `sampling_params.stop`.
+            report: Called for every token, on the engine's thread.
+            top_logprobs: Alternatives per position.
+            grammar: Constrains the samples.
+            min_p: Leave out tokens less probable than this share of the most probable one.
+            sampled: How many of the last `ids` begin the reply, from other weights.
         """
         request = self._request(ids, num_samples, sampling_params)
         request.stop_ids |= frozenset(stop_ids)
@@ -101,12 +104,11 @@ class EmbeddedSamplingClient:
         return request.future
 
     def cut(self) -> None:
-        """End all samples of these weights where they are, also those that are still to come: their rows'
-        `stop_reason` is `cut`."""
+        """End all samples of these weights, current and future, with `stop_reason` `cut`."""
         self._context.thread.cut(self._batch)
 
     def compile_grammar(self, grammar: str) -> None:
-        """Compile and cache `grammar`, so that `sample_rows` need not. Raises GrammarError."""
+        """Compile and cache `grammar`. Raises GrammarError."""
         self._context.grammars.matcher(grammar)
 
     async def sample_async(
@@ -116,11 +118,11 @@ class EmbeddedSamplingClient:
         sampling_params: tinker.SamplingParams,
         include_prompt_logprobs: bool = False,
     ) -> tinker.SampleResponse:
-        """`await sample(...)`, for code written for Tinker's older method."""
+        """For code that uses Tinker's older method."""
         return await self.sample(prompt, num_samples, sampling_params, include_prompt_logprobs)
 
     def compute_logprobs(self, prompt: tinker.ModelInput) -> APIFuture[list[float | None]]:
-        """Log probability of each of the P prompt tokens given those before it; None for the first."""
+        """Each prompt token's logprob given all before it, None for the first."""
         ids = self._context.checked_prompt(prompt.to_ints(), room=0)
 
         def job() -> list[float | None]:
@@ -136,7 +138,7 @@ class EmbeddedSamplingClient:
         top: int = 0,
         chosen: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
     ) -> APIFuture[PromptScores]:
-        """Scores of a prompt's tokens, of the most probable ones and of `chosen` ones; see `score_prompt`."""
+        """See `score_prompt`."""
         ids = self._context.checked_prompt(prompt.to_ints(), room=0)
         return self._context.run(lambda: score_prompt(self._decoder, ids, last=last, top=top, chosen=chosen))
 
@@ -149,7 +151,7 @@ class EmbeddedSamplingClient:
         response: Future[tinker.SampleResponse],
         rows: Future[list[SampledRow]],
     ) -> None:
-        """Respond once the prompt is scored too, without waiting: this runs on the engine's thread."""
+        # Waits through callbacks, because this runs on the engine's thread and must not block it.
         if prompt is None:
             self._respond(response, rows, None)
         else:
@@ -161,7 +163,6 @@ class EmbeddedSamplingClient:
         rows: Future[list[SampledRow]],
         prompt: Future[NDArray[np.float32]] | None,
     ) -> None:
-        """Resolve `response`, given that `rows` and `prompt` are done."""
         if not response.set_running_or_notify_cancel():
             return
         error = rows.exception() or (prompt.exception() if prompt else None)
@@ -208,7 +209,7 @@ class EmbeddedSamplingClient:
 
 
 def _stops(stop: Any, eos_ids: frozenset[int]) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Tinker's `stop`: None means the end-of-text ids, [] means none, else ids or strings."""
+    """Tinker's `stop`: None means end-of-text ids, [] no stop at all, else ids or strings."""
     if stop is None:
         return eos_ids, ()
     if isinstance(stop, str):
@@ -219,6 +220,6 @@ def _stops(stop: Any, eos_ids: frozenset[int]) -> tuple[frozenset[int], tuple[st
 
 
 def freeze(context: EngineContext, make_decoder: Callable[[], Decoder]) -> EmbeddedSamplingClient:
-    """A client over a decoder, which is made without gradients. Call on the engine's thread."""
+    """Call this on the engine's thread."""
     with torch.no_grad():
         return EmbeddedSamplingClient(context, make_decoder())

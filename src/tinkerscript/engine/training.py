@@ -1,9 +1,8 @@
-"""`Trainer`, the trainable model with its gradients and optimizer, and `EmbeddedTrainingClient`, Tinker's
-TrainingClient over it.
+"""`Trainer`: a trainable model with its gradients and optimizer. `EmbeddedTrainingClient`: Tinker's
+TrainingClient.
 
 Invariants: calls take effect on the engine's thread, in the order in which they were made. Losses are sums
-over tokens, so the gradient does not depend on how data is packed: sequences share prefixes, and rows of
-similar length make a microbatch within a token budget.
+over tokens, so gradients do not depend on how data is packed.
 """
 
 from __future__ import annotations
@@ -53,15 +52,14 @@ from tinkerscript.engine.weights import load_optimizer_state, load_same_model, s
 from tinkerscript.errors import EngineError, EngineRequestError
 
 MICROBATCH_TOKENS = 4096
-"""Most padded tokens of one microbatch on a CPU."""
+"""Limit of padded tokens in a CPU's microbatch."""
 
-
+# Accelerators have more units to fill.
 MICROBATCH_TOKENS_OF_DEVICES = 16_384
-"""The same on an accelerator, which has more units to fill."""
 
 
 def tokens_of_microbatch(device: torch.device) -> int:
-    """Most padded tokens of one microbatch; a longer sequence is a microbatch by itself."""
+    """The limit of padded tokens. A longer sequence is a microbatch by itself."""
     return MICROBATCH_TOKENS if device.type == "cpu" else MICROBATCH_TOKENS_OF_DEVICES
 
 
@@ -70,24 +68,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One checked Datum: T positions."""
-
     index: int
     ids: np.ndarray
     """int64 [T]"""
 
     inputs: dict[str, np.ndarray]
-    """loss_fn_inputs, each [T], `MASK` and `TEMPERATURES` among them"""
+    """[T] each, including `MASK` and `TEMPERATURES`"""
 
 
 class Weights(ABC):
-    """The weights of one run: all of a model's, or a LoRA adapter over a base that runs share."""
+    """The weights of one run: all of a model's, or a LoRA adapter over a shared base."""
 
     model: PreTrainedModel
-    """Computes with these weights once they are `activate`d."""
+    """Computes with these weights after `activate`."""
 
     parameters: list[Parameter]
-    """What trains."""
 
     @abstractmethod
     def activate(self) -> None:
@@ -95,15 +90,15 @@ class Weights(ABC):
 
     @abstractmethod
     def decoder(self) -> Decoder:
-        """A decoder of these weights as they are now, which later training does not change."""
+        """A decoder of the current weights, unaffected by later training."""
 
     @abstractmethod
     def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write the weights into a folder. `dtype`: of the files, for a sampler that rounds to it."""
+        """`dtype` is that of the files, for a sampler that rounds to it."""
 
     @abstractmethod
     def read(self, folder: Path) -> None:
-        """Take the weights of a checkpoint. Raises EngineError for one of another model or kind."""
+        """Load a checkpoint. Raises EngineError if it is of another model or kind."""
 
 
 class AllWeights(Weights):
@@ -117,13 +112,13 @@ class AllWeights(Weights):
         self._make_decoder = make_decoder
 
     def activate(self) -> None:
-        """Nothing to do: the model has no others."""
+        """The model has no other weights."""
 
     def decoder(self) -> Decoder:
         return self._make_decoder(self.model)
 
     def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        made: dict[int, torch.Tensor] = {}  # Tied tensors stay tied.
+        made: dict[int, torch.Tensor] = {}  # Converts tied tensors once, so that they stay tied.
         state = {
             name: made.setdefault(value.data_ptr(), value.to(dtype) if value.is_floating_point() else value)
             for name, value in self.model.state_dict().items()
@@ -146,8 +141,8 @@ class Trainer:
         share_prefixes: bool = False,
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`share_prefixes`: only for models that `packing.shares_prefixes` proved. `compute_dtype`: with
-        bfloat16, matrix products run in it (torch's autocast); weights and moments stay float32."""
+        """`share_prefixes`: only if `packing.shares_prefixes` proved the model. `compute_dtype`: bfloat16
+        runs matrix products in it (torch's autocast), while weights and moments stay float32."""
         self.weights = weights
         self.model = model = weights.model
         self._microbatch_tokens = microbatch_tokens or tokens_of_microbatch(model.device)
@@ -165,7 +160,6 @@ class Trainer:
         *,
         backward: bool,
     ) -> tinker.ForwardBackwardOutput:
-        """`slices`, run to the end."""
         return run_to_end(self.slices(data, loss_fn, config, backward=backward, entropies=not backward))
 
     def slices(
@@ -177,13 +171,13 @@ class Trainer:
         backward: bool,
         entropies: bool = True,
     ) -> Generator[None, None, tinker.ForwardBackwardOutput]:
-        """Accumulate the gradients of the summed loss; with `backward=False`, only compute the loss.
+        """Accumulate the gradients of the summed loss, or with `backward=False` only compute it. Yields after
+        microbatches.
 
-        Yields after every microbatch. Returns `logprobs` float32 [T] per datum, `entropies` float32 [T] of
-        the distributions that they are of, in nats, if they are wanted, and the metric `loss:sum`.
-        Raises EngineRequestError, with nothing changed, for data that cannot train. A backward pass that
-        fails later clears all gradients, since its own share of them is unknown, and makes the next
-        `optim_step` fail, since that may be queued already.
+        Returns per datum `logprobs` float32 [T] and, if wanted, `entropies` float32 [T] in nats, and the
+        metric `loss:sum`. Raises EngineRequestError, with nothing changed, for data that cannot train. A
+        backward pass that fails later clears all gradients, because its own share is unknown, and fails the
+        next `optim_step`, which may already be queued.
         """
         loss = resolve_loss(loss_fn)
         losses_of = loss.configured(loss_fn, config)
@@ -206,7 +200,7 @@ class Trainer:
         backward: bool,
         entropies: bool,
     ) -> Generator[None, None, tinker.ForwardBackwardOutput]:
-        """`named`: the loss and its config as they were given."""
+        """`named`: the loss and its config, as given."""
         del named
         rows = self._rows(examples, self._microbatch_tokens)
         batches = microbatches(rows, self._microbatch_tokens, segments=self._segments)
@@ -224,15 +218,12 @@ class Trainer:
         backward: bool,
         entropies: bool,
     ) -> Generator[None, None, tuple[list[np.ndarray], float]]:
-        """Log probabilities float32 [T] of each example, and the summed loss.
-
-        With `entropies`, and for a loss that needs them, [2, T]: the second row has the entropies.
-        """
+        """Each example's logprobs float32 [T], with entropies [2, T], and the summed loss."""
         outputs: list[np.ndarray] = [np.empty(0, np.float32)] * len(examples)
         loss_sum = 0.0
         for batch in batches:
             packed = pack(batch, self.model, segments=self._segments)
-            self.weights.activate()  # Sampling may have gone on since the last microbatch.
+            self.weights.activate()  # Sampling may have run since the last microbatch.
             with torch.set_grad_enabled(backward):
                 logprobs, loss = self._loss(packed, examples, losses_of, entropies=entropies)
             if backward:
@@ -286,7 +277,7 @@ class Trainer:
         return Example(index, ids, inputs)
 
     def _check_forms(self, where: str, ids: np.ndarray, inputs: Mapping[str, np.ndarray]) -> None:
-        """Lengths, shapes and types. A text's last token is only a target, so the model reads T of T + 1."""
+        """A text's last token is only a target, so the model reads T of T + 1."""
         if not 0 < len(ids) <= self._max_context:
             raise EngineRequestError(
                 f"{where}: model_input has {len(ids)} tokens; the context holds {self._max_context}, "
@@ -317,8 +308,7 @@ class Trainer:
     def _loss(
         self, packed: Packed, examples: list[Example], losses_of: ConfiguredLoss, *, entropies: bool
     ) -> tuple[Tensor, Tensor]:
-        """Log probabilities of the targets (S,), or with the entropies (2, S) if they are wanted or the loss
-        needs them, and the summed loss of one microbatch."""
+        """The targets' logprobs (S,), or (2, S) with entropies, and one microbatch's loss."""
         device = self.model.device
         members = [examples[index] for index, _ in packed.sequences]
         arrays = {name: np.concatenate([e.inputs[name] for e in members]) for name in members[0].inputs}
@@ -342,19 +332,18 @@ class Trainer:
         return found, losses_of(logprobs, inputs).sum()
 
     def optim_step(self, params: tinker.AdamParams) -> tinker.OptimStepResponse:
-        """One AdamW step, after which gradients are cleared. The metric `grad_norm` is before clipping;
-        `update_ratio` is the norm of what the step added to the weights that train, over their own.
+        """Take one AdamW step and clear the gradients.
 
-        A gradient that is not finite is dropped: the weights stay as they are, and the only metric is
-        `skipped_steps`, 1. Raises EngineError, and takes no step, if a backward pass failed since the last
-        step.
+        Metrics: `grad_norm` before clipping, and `update_ratio`, the norm of the change over that of the
+        weights. If the gradient is not finite, nothing changes and the only metric is `skipped_steps`. Raises
+        EngineError, without a step, if a backward pass failed since the last.
         """
         failure, self._failure = self._failure, None
         if failure is not None:
             self._drop_gradients()
             raise EngineError(
-                f"the step was not taken: a forward_backward since the last step failed ({failure}), and the "
-                "gradients of the others are cleared; send all of them again"
+                f"the step was not taken, because a forward_backward since the last step failed ({failure}); "
+                "the gradients of the others are cleared too, so send all of them again"
             )
         norm = self._step(params)
         if not math.isfinite(norm):
@@ -363,7 +352,7 @@ class Trainer:
         return tinker.types.OptimStepResponse(metrics=metrics)
 
     def _step(self, params: tinker.AdamParams) -> float:
-        """Clip, take the step unless the gradient is not finite, and clear it. Returns its norm."""
+        """Returns the gradient's norm. Takes no step if that is not finite."""
         for group in self._optimizer.param_groups:
             group.update(
                 lr=params.learning_rate,
@@ -381,11 +370,9 @@ class Trainer:
 
     @torch.no_grad()
     def _squares(self) -> Tensor:
-        """float32 [2]: the squared norms of what the last step added to the weights, and of these.
-
-        From the optimizer's state, one parameter at a time: a copy of the weights from before the step would
-        take their size again.
-        """
+        """float32 [2]: squared norms of the last step's change, and of the weights."""
+        # Computed from the optimizer's state, one parameter at a time, because a copy of the old weights
+        # would take their size again.
         total = torch.zeros(2, device=self.model.device)
         (group,) = self._optimizer.param_groups
         rate, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
@@ -405,11 +392,11 @@ class Trainer:
         return total
 
     def _local(self, tensor: Tensor) -> Tensor:
-        """This process's part of a tensor."""
+        """This process's part of a sharded tensor."""
         return tensor
 
     def _clipped_norm(self, limit: float) -> float:
-        """The norm of the gradient, which is then scaled down to `limit` at most."""
+        """Scale the gradient down to `limit`. Returns the norm before."""
         return float(torch.nn.utils.clip_grad_norm_(self.weights.parameters, limit, foreach=True))
 
     def optimizer_state(self) -> dict[str, Any]:
@@ -419,7 +406,7 @@ class Trainer:
         self._optimizer.load_state_dict(state)
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
-        """Take the weights of a checkpoint, and its optimizer state or none. Raises EngineError."""
+        """Load a checkpoint's weights and, if wanted, its optimizer state. Raises EngineError."""
         state = load_optimizer_state(folder) if optimizer else None
         self.weights.read(folder)
         self.reset_optimizer()
@@ -427,7 +414,7 @@ class Trainer:
             self.load_optimizer_state(state)
 
     def drop_gradients(self) -> None:
-        """Forget what `forward_backward` has added up since the last step."""
+        """Discard the gradients since the last step."""
         self._drop_gradients()
 
     def reset_optimizer(self) -> None:
@@ -443,7 +430,6 @@ class Trainer:
 
 
 def run_to_end(work: Generator[None, None, T]) -> T:
-    """What a generator returns."""
     while True:
         try:
             next(work)
@@ -452,11 +438,10 @@ def run_to_end(work: Generator[None, None, T]) -> T:
 
 
 class EmbeddedTrainingClient:
-    """Trains the weights of `trainer`.
+    """Trains the weights of `trainer`. Futures can be awaited or asked for `.result()`, and carry errors.
 
-    Takes and returns the `tinker` package's own types; futures can be awaited or asked for `.result()`, and
-    carry the errors. A datum has `model_input`, ids [T], and `loss_fn_inputs`, each [T], which the loss
-    names: `loss_fn` is a name of `losses.LOSSES`, or `module:name` of a loss of your own.
+    A datum has ids [T] as `model_input`, and the `loss_fn_inputs` that the loss names, each [T]. `loss_fn` is
+    in `losses.LOSSES`, or `module:name` of a user's loss.
     """
 
     def __init__(
@@ -466,7 +451,6 @@ class EmbeddedTrainingClient:
         checkpoint_dir: Path,
         notes: Mapping[str, str] | None = None,
     ) -> None:
-        """`notes`: text files, by name, that `save_state` adds to each checkpoint."""
         self._notes = notes or {}
         self._context = context
         self._trainer = trainer
@@ -491,14 +475,12 @@ class EmbeddedTrainingClient:
     ) -> APIFuture[tinker.ForwardBackwardOutput]:
         """Accumulate the gradients of the loss, a sum over the tokens of `data`.
 
-        The result has `logprobs` float32 [T] per datum, of its target tokens, and the metric `loss:sum`; with
-        `entropies` also those, of the distributions that the targets are of. Raises EngineRequestError, with
-        nothing changed, for data or a loss that cannot be used.
+        Returns per datum the targets' `logprobs` float32 [T], with `entropies` also those, and the metric
+        `loss:sum`. Raises EngineRequestError, with nothing changed, for unusable data or losses.
         """
         return self._run(data, loss_fn, loss_fn_config, backward=True, entropies=entropies)
 
     def drop_gradients(self) -> APIFuture[None]:
-        """Forget the gradients since the last step."""
         return self._context.run(self._trainer.drop_gradients)
 
     def _run(
@@ -517,16 +499,10 @@ class EmbeddedTrainingClient:
         )
 
     def optim_step(self, optim_params: tinker.AdamParams) -> APIFuture[tinker.types.OptimStepResponse]:
-        """One AdamW step on the accumulated gradients, which are then cleared; the metrics are `grad_norm`
-        and `update_ratio`.
-
-        Without any step, and with the metric `skipped_steps` instead, if the gradient is not finite. Raises
-        EngineError, and takes no step, if a `forward_backward` failed midway since the last step.
-        """
+        """See `Trainer.optim_step`."""
         return self._context.run(lambda: self._trainer.optim_step(optim_params))
 
     def save_state(self, name: str) -> APIFuture[tinker.types.SaveWeightsResponse]:
-        """Write weights and optimizer state to a folder `name` in the checkpoint folder; returns its path."""
         target = self._checkpoint_dir / name
 
         def job() -> tinker.types.SaveWeightsResponse:
@@ -538,7 +514,7 @@ class EmbeddedTrainingClient:
         return self._context.run(job)
 
     def save_to(self, target: Path, *, optimizer: bool, notes: Mapping[str, str]) -> Future[None]:
-        """Write a checkpoint to `target`; `notes` are small text files to put in it, by name."""
+        """`notes` are text files to add, by name."""
         return self._context.thread.call(lambda: self._save(target, optimizer=optimizer, notes=notes))
 
     def _save(self, target: Path, *, optimizer: bool, notes: Mapping[str, str]) -> None:
@@ -548,16 +524,12 @@ class EmbeddedTrainingClient:
         )
 
     def load_state(self, path: str | Path) -> APIFuture[None]:
-        """Load the weights of a checkpoint; the optimizer starts fresh. Raises EngineError."""
         return self._context.run(lambda: self._trainer.load(Path(path), optimizer=False))
 
     def load_state_with_optimizer(self, path: str | Path) -> APIFuture[None]:
-        """Load the weights and the optimizer state of a checkpoint.
-
-        Raises EngineRequestError, with nothing changed, for a checkpoint without optimizer state.
-        """
+        """Raises EngineRequestError, with nothing changed, if the checkpoint has no optimizer state."""
         return self._context.run(lambda: self._trainer.load(Path(path), optimizer=True))
 
     def save_weights_and_get_sampling_client(self) -> APIFuture[EmbeddedSamplingClient]:
-        """A sampling client over a copy of the weights as they are now."""
+        """A sampling client over a copy of the current weights."""
         return self._context.run(lambda: freeze(self._context, self._trainer.weights.decoder))

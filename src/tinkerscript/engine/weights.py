@@ -1,9 +1,7 @@
-"""Weights on disk: models and adapters to load, and checkpoints.
+"""Weights on disk: loading models and adapters, and writing checkpoints.
 
-Checkpoints are Hugging Face folders with the tokenizer and, where training goes on, the optimizer's state.
-
-Invariant: a checkpoint is written to a sibling folder and renamed into place, so a process that dies leaves
-no part of one. That it is on the disk, beside those of a run's other policies, is for its manifest to say.
+Checkpoints are Hugging Face folders with the tokenizer and, if training may continue, the optimizer's state.
+Invariant: they are written to a sibling folder and renamed, so a process that dies leaves no partial one.
 """
 
 from __future__ import annotations
@@ -28,39 +26,37 @@ from tinkerscript.model_folder import ADAPTER_CONFIG, copy_tokenizer
 OPTIMIZER_FILE = "optimizer.pt"
 
 _IDENTITY = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
-"""Settings in which two models with interchangeable weights agree."""
+"""Settings in which models with interchangeable weights agree."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
-    """Which adapter a run trains."""
-
     rank: int
     alpha: float = 32.0
     targets: tuple[str, ...] = ("attn", "mlp", "unembed")
-    """`attn`, `mlp` and `unembed`, or linear modules by path or last name, such as `q_proj`."""
+    """Kinds of modules, or linear modules by path or last name, such as `q_proj`."""
 
     seed: int = 0
-    """Of the initial A; B starts at 0."""
+    """Seed of the initial A; B starts at 0."""
 
 
 def load_model(
     folder: Path, *, device: str = "cpu", dtype: torch.dtype | Literal["auto"] = torch.float32
 ) -> PreTrainedModel:
-    """A causal language model from a local folder, without dropout; never from a hub.
+    """Load a causal language model, without dropout, from a local folder only.
 
-    `dtype`: `auto` is that of the files.
-    Raises EngineError naming the folder if it cannot be loaded, or holds a LoRA adapter.
+    `dtype`: `auto` keeps that of the files. Raises EngineError if it cannot be loaded, or holds a LoRA
+    adapter.
     """
     if (folder / ADAPTER_CONFIG).is_file():
         raise EngineError(
-            f"{folder} holds a LoRA adapter, and all weights are needed here; "
-            f"make them with: tinkerscript merge {folder} TARGET"
+            f"{folder} holds a LoRA adapter, but full weights are needed here; "
+            f"merge them with: tinkerscript merge {folder} TARGET"
         )
     transformers_logging.disable_progress_bar()
     try:
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-        # The fused kernels of `sdpa` leave a soft cap of attention out (Gemma 2).
+        # `sdpa`'s fused kernels ignore a soft cap on attention scores (Gemma 2).
         capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, dtype=dtype, attn_implementation="eager" if capped else None
@@ -71,16 +67,16 @@ def load_model(
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Keep only the inputs of each layer for the backward pass, which computes the rest of a layer again.
+    """Keep only each layer's inputs for the backward pass, which recomputes the rest.
 
-    Hugging Face's own way acts in training mode alone, and there dropout would too. Raises EngineError for a
-    model whose layers are not marked for it.
+    Hugging Face's own implementation needs training mode, which would also enable dropout. Raises EngineError
+    if the layers do not support it.
     """
     layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
         raise EngineError(
-            f"engine.activation_checkpointing: {model.config.model_type} has no layers that can be computed "
-            "again; set it to false"
+            f"engine.activation_checkpointing: {model.config.model_type} has no layers that can be "
+            "recomputed; set it to false"
         )
     for layer in layers:
         layer.forward = partial(_checkpointed, layer.forward)
@@ -93,7 +89,7 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
 
 
 def load_same_model(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """The model of a checkpoint whose weights fit `model`. Raises EngineError if they do not."""
+    """Raises EngineError for a checkpoint with weights that do not fit `model`."""
     other = load_model(folder, device=str(model.device))
     mine, theirs = model.config.get_text_config(), other.config.get_text_config()
     differing = [name for name in _IDENTITY if getattr(mine, name, None) != getattr(theirs, name, None)]
@@ -102,7 +98,7 @@ def load_same_model(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     }:
         differing = ["the shapes of weights"]
     if differing:
-        raise EngineError(f"the checkpoint {folder} is of another model: {', '.join(differing)} differ")
+        raise EngineError(f"the checkpoint {folder} belongs to another model: {', '.join(differing)} differ")
     return other
 
 
@@ -114,10 +110,8 @@ def save_checkpoint(
     optimizer: dict[str, Any] | None,
     notes: Mapping[str, str] | None = None,
 ) -> None:
-    """Write weights, tokenizer and, if given, the optimizer state to `target`, replacing what is there.
-
-    `write`: writes the weights into a folder. `notes`: small text files to put beside them, by name.
-    """
+    """Replace `target` by weights (from `write`), tokenizer, `notes` by name and, if given, the optimizer
+    state."""
     staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -125,12 +119,12 @@ def save_checkpoint(
         write(staging)
         copy_tokenizer(tokenizer_folder, staging)
         if optimizer is not None:
-            with (staging / OPTIMIZER_FILE).open("wb") as file:  # Which says why it cannot be written.
+            with (staging / OPTIMIZER_FILE).open("wb") as file:  # Unlike torch.save, open says why it fails.
                 torch.save(optimizer, file)
         for name, text in (notes or {}).items():
             (staging / name).parent.mkdir(exist_ok=True)
             (staging / name).write_text(text, encoding="utf-8")
-    except BaseException:  # The disk may be full, and a draft would take what room is left.
+    except BaseException:  # The disk may be full, and the draft would take the remaining space.
         shutil.rmtree(staging, ignore_errors=True)
         raise
     old = target.with_name(f".{target.name}.{os.getpid()}.old")
@@ -141,7 +135,7 @@ def save_checkpoint(
 
 
 def load_optimizer_state(folder: Path) -> dict[str, Any]:
-    """The optimizer state of a checkpoint; raises EngineRequestError if it was saved without one."""
+    """Raises EngineRequestError if the checkpoint was saved without one."""
     path = folder / OPTIMIZER_FILE
     if not path.is_file():
         raise EngineRequestError(

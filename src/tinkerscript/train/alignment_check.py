@@ -1,8 +1,7 @@
 """`AlignmentCheck`: decides which sequences of a step may train, and whether the step may happen at all.
 
-Each sequence is checked by itself, then the sampler's log probabilities are compared with the trainer's.
-Invariant: off-policy samples (lag above 0) differ from the trainer for a good reason: they are measured by
-lag and stop nothing, unless their logprobs fit other tokens.
+Invariant: off-policy samples (lag above 0) are expected to differ from the trainer, so they are measured but
+stop nothing, unless their logprobs belong to other tokens.
 """
 
 from __future__ import annotations
@@ -32,35 +31,28 @@ from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.train.backends.backend import TrainerBackend
 
 UNNAMED = "logprob_gap"
-"""A finding without a pattern: it can stop a step, and never leaves out single sequences."""
+"""A gap without a pattern. It can stop a step, but never leaves out single sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """What the check knows about the model that trains."""
-
     vocabulary: int
-    """Ids are in [0, vocabulary)."""
-
     stop_ids: Collection[int] = ()
-    """Tokens that end a turn."""
-
     tokenizer: str = ""
-    """Fingerprint of its tokenizer's vocabulary."""
+    """Fingerprint of the tokenizer's vocabulary."""
 
     retokenise: Callable[[IntArray], Sequence[int]] | None = None
     """Decodes ids and encodes the text again."""
 
     is_embedded: bool = True
-    """Whether its engine takes the inputs `mask` and `temperatures` beside those of Tinker's losses."""
+    """Whether the engine takes the inputs `mask` and `temperatures`."""
 
     scales_logits: bool = True
-    """Whether each token is trained and scored at the temperature that it was sampled at."""
+    """Whether tokens are scored at their sampling temperatures."""
 
     @classmethod
     def of(cls, folder: Path, backend: TrainerBackend, *, scales_logits: bool = True) -> TrainedModel:
-        """From the model's folder and the backend; stop ids are those of both. `scales_logits`: of what else
-        scores, such as a teacher."""
+        """`scales_logits` is False if another scorer, such as a teacher, ignores temperatures."""
         tokenizer = LightTokenizer(folder)
         eos = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
 
@@ -78,23 +70,20 @@ class TrainedModel:
 
 
 class AlignmentCheck:
-    """Checks a step's groups, then the trainer's log probabilities; counts what it finds in `report`."""
-
     def __init__(self, report: AlignmentReport, config: TrainingConfig, model: TrainedModel) -> None:
         self._report = report
         self._config = config
         self._model = model
         self.left_out: set[str] = set()
-        """Uuids of episodes with a sequence that did not pass."""
+        """Uuids of episodes with a misaligned sequence."""
 
         self.reasons: dict[int, str] = {}
-        """By `id` of the step's rollouts that did not pass: why, by name."""
+        """`id(rollout)` -> why it failed."""
 
         self.noticed: Counter[tuple[str, str, str]] = Counter()
-        """(`error` or `warning`, its name, episode uuid) -> how often in the step."""
+        """(`error` or `warning`, name, episode uuid) -> count in this step."""
 
     def begin(self) -> None:
-        """Forget the last step's findings."""
         self.left_out.clear()
         self.reasons.clear()
         self.noticed.clear()
@@ -106,11 +95,9 @@ class AlignmentCheck:
         self.noticed.update(("error", name, rollout.episode_uuid) for name in errors)
 
     def passed(self, group: RolloutGroup) -> bool:
-        """Whether all sequences of the group passed."""
         return self.left_out.isdisjoint(episode.episode_uuid for episode in group.episodes)
 
     def sound(self, group: RolloutGroup) -> RolloutGroup:
-        """The group without the sequences that have errors; its rewards are unchanged."""
         return replace(group, episodes=tuple(self._sound(episode) for episode in group.episodes))
 
     def _sound(self, episode: EpisodeRollouts) -> EpisodeRollouts:
@@ -151,11 +138,11 @@ class AlignmentCheck:
         lags: Mapping[int, int] | None,
         step: int,
     ) -> list[WeightedRollout]:
-        """The sequences that may train, judged by the trainer's log probabilities.
+        """The sequences that may train, judged by the trainer's logprobs (`trainer`, float32 [T] each, [0]
+        unused).
 
-        `trainer`: float32 [T] per sequence, [0] unused. `lags`: policy version -> training steps behind;
-        None: all current. Raises AlignmentError if the sequences at lag 0 are misaligned, unless set to
-        warn.
+        `lags` maps policy versions to training steps behind (None: all current). Raises AlignmentError if
+        lag-0 sequences are misaligned, unless set to warn.
         """
         current = Gap()
         pairs: list[Pair] = []
@@ -176,7 +163,8 @@ class AlignmentCheck:
                 self._leave_out(item.rollout, [finding.name])
         self._judge(current.mean_abs, pairs, apart, step)
         finding = self._diagnose(older)
-        if finding and finding.name == "logprobs_shifted":  # A change of the weights looks like all else.
+        # A change of weights explains any other pattern.
+        if finding and finding.name == "logprobs_shifted":
             self._misaligned(finding, step)
         return kept
 
@@ -185,7 +173,7 @@ class AlignmentCheck:
         return self._config.max_mean_dlogp
 
     def _measure(self, rollout: Rollout, trainer: FloatArray, lags: Mapping[int, int] | None) -> Gap:
-        """Add the sequence's gaps to the report, by lag; returns the one at lag 0."""
+        """Add the gaps by lag to the report; returns the gap at lag 0."""
         behind = np.zeros(len(rollout.tokens), dtype=np.int32)
         compared = rollout.sampled.copy()
         for segment in rollout.segments:
@@ -213,8 +201,7 @@ class AlignmentCheck:
         *,
         is_older: bool = False,
     ) -> list[Pair]:
-        """What weights at lag 0, or older ones, sampled of each call, with the logprobs of sampler and
-        trainer."""
+        """The spans that current (or older) weights sampled, with both sides' logprobs."""
         spans = [
             span
             for segment in rollout.segments
@@ -228,7 +215,7 @@ class AlignmentCheck:
         return diagnose(pairs, threshold=self._limit, retokenise=self._model.retokenise)
 
     def _judge(self, mean: float, pairs: Sequence[Pair], apart: Sequence[Pair], step: int) -> None:
-        """`pairs`: the calls of sequences above the limit; `apart`: of those that show a pattern."""
+        """`pairs` are the calls of sequences above the limit, `apart` those with a pattern."""
         finding = self._diagnose(pairs if mean > self._limit else apart)
         if finding:
             self._misaligned(finding, step)

@@ -1,7 +1,7 @@
-"""`Chats`: a JSONL file of chats as tinker_cookbook's supervised datums, some of them held out.
+"""`Chats`: a JSONL file of chats as tinker_cookbook's supervised datums, some held out.
 
 Invariants: no chat is truncated, and none both trains and is held out. Each reply follows the prompt that the
-gateway would give the model for it. Selection and order depend on the seed.
+gateway would give the model. Selection and order depend on the seed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.model_folder import context_of
 
 Datums = list[tinker.Datum]
-"""Of one chat: several if the chat format renders earlier turns differently from how they were sampled."""
+"""One chat; several datums if the chat format rewrites earlier turns."""
 
 
 @dataclass(frozen=True)
 class Chats:
-    """The data of an `sft` run."""
-
     train: Sequence[Datums]
     held_out: Sequence[tinker.Datum]
     left_out: int
@@ -39,7 +37,7 @@ class Chats:
     epochs: int
     seed: int
     origin: Mapping[str, object]
-    """What determines which chats train and which are held out: the file's `sha256` and the settings."""
+    """The file's `sha256` and the settings that determine the split, for resuming."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -51,14 +49,13 @@ class Chats:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
         every = [datum for chat in self.train for datum in chat] + list(self.held_out)
         return 1 + max(datum.model_input.length for datum in every)
 
     def batch(self, step: int) -> list[tinker.Datum]:
-        """The datums of a step, counted from 1. Each epoch is reshuffled; its last batch may be smaller.
+        """The datums of a step, counted from 1. Each epoch is reshuffled.
 
-        Weights are scaled so that the summed loss is the mean nll of the batch's trained tokens.
+        Weights are scaled so that the summed loss is the mean negative log-likelihood per trained token.
         """
         epoch, index = divmod(step - 1, self.steps_per_epoch)
         order = random.Random(f"{self.seed}/{epoch}").sample(range(len(self.train)), len(self.train))
@@ -69,7 +66,7 @@ class Chats:
 
 
 def trained_weight(datum: tinker.Datum) -> float:
-    """Sum of the weights: the number of trained tokens, if each weighs 1."""
+    """The number of trained tokens, if each has a weight of 1."""
     return float(datum.loss_fn_inputs["weights"].to_numpy().sum())
 
 
@@ -80,10 +77,8 @@ def _scaled(datum: tinker.Datum, factor: float) -> tinker.Datum:
 
 
 def load_chats(config: RunConfig, model: Path) -> Chats:
-    """Read `config.sft.data` and render it in the chat format of the model in the folder `model`.
-
-    Raises ConfigError with the file, the line and what is wrong with it.
-    """
+    """Render `config.sft.data` in the model's chat format. Raises ConfigError with the line and the
+    problem."""
     sft, longest = config.sft, context_of(model)
     limit = min(sft.max_tokens or longest, longest)
     renderer = ChatRenderer(model, config.engine.chat_template_kwargs)
@@ -92,7 +87,7 @@ def load_chats(config: RunConfig, model: Path) -> Chats:
     kept = [datums for datums in chats if max(d.model_input.length for d in datums) < limit]
     if len(kept) <= sft.held_out:
         raise ConfigError(
-            f"sft.held_out: {sft.held_out} chats are to be held out, and {sft.data} has {len(kept)} of at "
+            f"sft.held_out: {sft.held_out} chats are to be held out, but {sft.data} has {len(kept)} of at "
             f"most {limit} tokens"
         )
     order = random.Random(config.seed).sample(range(len(kept)), len(kept))
@@ -123,9 +118,8 @@ def _read(sft: SftConfig) -> bytes:
 
 
 def _lines(data: bytes, sft: SftConfig) -> list[tuple[int, str]]:
-    """(number, text) of each line that is not empty."""
     try:
-        # Not splitlines: JSON strings may contain U+2028 and U+0085.
+        # splitlines would also split at U+2028 and U+0085, which JSON strings may contain.
         lines = data.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"sft.data: cannot read {sft.data}: {error}") from error
@@ -133,7 +127,6 @@ def _lines(data: bytes, sft: SftConfig) -> list[tuple[int, str]]:
 
 
 def _datums(text: str, renderer: ChatRenderer, sft: SftConfig, line: int) -> Datums:
-    """One sequence, or several where the format rewrites earlier turns."""
     sequences: list[tuple[list[int], list[int]]] = []
     sampled: list[int] = []
     seen = 0
@@ -157,7 +150,7 @@ def _datums(text: str, renderer: ChatRenderer, sft: SftConfig, line: int) -> Dat
     except (GatewayError, ValueError) as error:
         raise _wrong(sft, line, f"the chat format cannot render it: {error}") from error
     if not sequences:
-        raise _wrong(sft, line, "nothing in it trains: it has no reply of the assistant")
+        raise _wrong(sft, line, "it has no assistant reply to train on")
     return [
         datum_from_model_input_weights(tinker.ModelInput.from_ints(ids), torch.tensor(weights))
         for ids, weights in sequences

@@ -1,4 +1,4 @@
-"""`RunCheckpoints`: the weights of every policy of a run on disk, and the rows that say so.
+"""`RunCheckpoints`: the weights of all policies of a run on disk, and their rows in the ledger.
 
 Invariant: a checkpoint is complete once its manifest is written, and counts once its row is committed.
 """
@@ -18,16 +18,13 @@ from tinkerscript.train.learner import Learner
 from tinkerscript.train.open_run import OpenRun
 from tinkerscript.train.policy import Policy
 
+# The server may be why the run ends, so the ledger may never answer.
 LAST_COMMIT_S = 10.0
-"""How long a run that is ended waits for the ledger to know its last checkpoint."""
-
 
 logger = logging.getLogger(__name__)
 
 
 class RunCheckpoints:
-    """Saves the policies of one run."""
-
     def __init__(
         self,
         parts: OpenRun,
@@ -36,32 +33,27 @@ class RunCheckpoints:
         needed: Callable[[Collection[int]], Collection[int]],
         curriculum: Curriculum | None = None,
     ) -> None:
-        """`learners`: that of the run's own policy is the first. `needed`: which of these steps, which have a
-        checkpoint, may not lose it."""
+        """`learners` starts with the run's own policy. `needed` picks the steps with checkpoints to keep."""
         self._parts = parts
         self._own, *self._roles = learners
         self._policy = policy
         self._needed = needed
         self._curriculum = curriculum
-        self._saved = parts.history.step
-        """The last step whose checkpoint counts."""
+        self._saved = parts.history.step  # The last step with a committed checkpoint.
 
     async def after(self, step: int, *, train_seconds: float, is_needed: bool = False) -> None:
-        """Save the weights if it is time for it, as after the last step, or if the step `is_needed`."""
         training = self._parts.config.training
         is_due = training.checkpoint_every and step % training.checkpoint_every == 0
         if is_due or is_needed or step == training.steps:
             await self.save(step, train_seconds=train_seconds)
 
     async def last(self, step: int, *, train_seconds: float) -> None:
-        """The run ends early: save its last finished step, unless that is done. The ledger gets only a while
-        for its row, as its server may be what ended the run."""
         if step > self._saved:
             saving = self.save(step, train_seconds=train_seconds, within_s=LAST_COMMIT_S)
             await try_to_save(saving, step, self._parts.progress.note)
 
     async def save(self, step: int, *, train_seconds: float, within_s: float | None = None) -> None:
-        """Save the weights, and tell the ledger. Raises TimeoutError if it does not answer in `within_s`."""
+        """Save weights and commit the row. Raises TimeoutError if the commit takes longer than `within_s`."""
         with self._parts.progress.waiting(f"the checkpoint of step {step}"):
             await self.write(self._parts.folder.checkpoint_name(step))
         roles = {each.role: each.report.as_json() for each in self._roles}
@@ -80,20 +72,17 @@ class RunCheckpoints:
         self.delete_old()
 
     def delete_old(self) -> None:
-        """Delete those that are neither among the newest nor needed."""
         folder = self._parts.folder
         folder.checkpointed(needed=self._needed(folder.whole_checkpoints()))
 
     async def write(self, name: str) -> None:
-        """Write the weights of every policy under `name`."""
         for each in (*self._roles, self._own):
             await each.client.save_state(name)
         await asyncio.to_thread(self._parts.folder.seal, name)
 
 
 async def try_to_save(saving: Awaitable[None], step: int, note: Callable[[str], None]) -> None:
-    """Wait for the last checkpoint of a run that something has ended. If it fails too, people still see what
-    that was."""
+    """Save while an error ends the run. A second error is only reported, so that the first stays visible."""
     try:
         await saving
     except Exception as error:

@@ -1,8 +1,7 @@
-"""From outcomes to groups: `Batch` holds the groups that a step or an evaluation waits for, and `Collector`
-hands them their outcomes.
+"""`Batch` holds the groups that a step or an evaluation waits for; `Collector` delivers outcomes to them.
 
-Invariants: an outcome belongs to one group, or the ledger says that it was left out. Episodes are tracked by
-id, not counted, so an outcome that belongs to another group changes nothing.
+Invariants: every outcome goes to one group, or the ledger records that it was left out. Episodes are tracked
+by id, so an outcome for another group changes nothing.
 """
 
 from __future__ import annotations
@@ -38,37 +37,30 @@ from tinkerscript.trainer_link.messages import (
 BatchRule = Literal["groups", "differing_groups"]
 
 
+# A client may register groups that never fill. Beyond this size of their outcomes, the oldest is given up.
 INCOMPLETE_BYTES = 2**30
-"""Of outcomes in clients' groups that are incomplete. Beyond it the oldest group is given up: a client may
-register groups that never fill."""
 
+# A batch is given up after this many failed episodes without a success.
 HOPELESS_AFTER = 32
-"""Failed episodes without one success after which a batch is not waited for any longer."""
 
 
 @dataclass
 class Group:
-    """The episodes of one sample."""
-
     group_id: str
     size: int
-    """Episodes in all."""
-
     started: int = 0
-    """Training steps behind the newest weights when it started."""
+    """Training steps behind the newest weights when the group started."""
 
     payload: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Of its sample; empty for clients' own."""
-
     outcomes: dict[str, Outcome | None] = field(default_factory=dict[str, Outcome | None])
-    """By episode uuid; None while the episode runs."""
+    """Keyed by episode uuid; None while the episode runs."""
 
     ended: int = 0
     is_judged: bool = True
-    """Whether no judge has yet to say what its episodes are worth."""
+    """False while a judge has yet to reward it."""
 
     def add(self, outcome: Outcome) -> bool:
-        """Add an outcome; False if it is a duplicate or its episode is not in this group."""
+        """Returns False for a duplicate, or an episode of another group."""
         if self.outcomes.get(outcome.episode_uuid, outcome) is not None:
             return False
         self.outcomes[outcome.episode_uuid] = outcome
@@ -84,19 +76,15 @@ class Group:
         return [outcome for outcome in self.outcomes.values() if isinstance(outcome, EpisodeAccepted)]
 
     def differs(self, *, by_call: bool) -> bool:
-        """Whether the group carries a gradient: its accepted episodes' rewards differ, or with `by_call`
-        those of their calls."""
+        """Whether rewards differ (with `by_call` also those of calls), so that there is a gradient."""
         return len({(each.reward_of(""), *(each.earned if by_call else ())) for each in self.accepted}) > 1
 
 
 class Batch:
-    """Groups in the order in which they started: of a step, of an evaluation, or of none yet."""
-
     def __init__(
         self, label: str, *, rule: BatchRule = "groups", needed: int = 0, by_call: bool = True
     ) -> None:
-        """`rule`: which complete groups count; `needed`: how many of them a step needs, 0: all; `by_call`:
-        whether rewards of single calls train."""
+        """`rule` says which complete groups count, and `needed` how many (0: all)."""
         self.label = label
         self.groups: dict[str, Group] = {}
         self._rule: BatchRule = rule
@@ -104,7 +92,6 @@ class Batch:
         self._by_call = by_call
 
     def plan(self, episode: PlannedEpisode, *, started: int = 0) -> Group:
-        """Also wait for this episode; returns its group."""
         new = Group(episode.group_id, 0, started, episode.payload)
         group = self.groups.setdefault(episode.group_id, new)
         group.size += 1
@@ -112,62 +99,52 @@ class Batch:
         return group
 
     def adopt(self, outcomes: Sequence[Outcome]) -> None:
-        """Add a complete group without a plan: of a sample that a client registered."""
         group = self.groups.setdefault(outcomes[0].group_id, Group(outcomes[0].group_id, 0))
         group.outcomes |= {outcome.episode_uuid: outcome for outcome in outcomes}
         group.size = group.ended = len(group.outcomes)
 
     def take(self, groups: Iterable[Group]) -> Batch:
-        """These groups leave for a batch of their own."""
         taken = Batch(self.label, rule=self._rule, needed=self._needed, by_call=self._by_call)
         taken.groups = {group.group_id: self.groups.pop(group.group_id) for group in list(groups)}
         return taken
 
     @property
     def outcomes(self) -> dict[str, Outcome]:
-        """By episode uuid, of the episodes that ended."""
         found = (each for group in self.groups.values() for each in group.outcomes.items())
         return {uuid: outcome for uuid, outcome in found if outcome is not None}
 
     @property
     def payloads(self) -> dict[str, Mapping[str, Any]]:
-        """By episode uuid; without clients' own samples."""
         return {
             uuid: group.payload for group in self.groups.values() if group.payload for uuid in group.outcomes
         }
 
     @property
     def ended(self) -> int:
-        """Episodes with an outcome."""
         return sum(group.ended for group in self.groups.values())
 
     @property
     def leftovers(self) -> list[str]:
-        """Episodes that are still running."""
         found = (each for group in self.groups.values() for each in group.outcomes.items())
         return [uuid for uuid, outcome in found if outcome is None]
 
     @property
     def counted(self) -> list[Group]:
-        """Complete groups that count by the rule."""
         return [group for group in self.groups.values() if group.is_complete and self.counts(group)]
 
     def counts(self, group: Group) -> bool:
-        """Whether the rule counts a complete group."""
         return self._rule == "groups" or group.differs(by_call=self._by_call)
 
     @property
     def is_over(self) -> bool:
-        """Whether every episode has ended."""
         return all(group.is_complete for group in self.groups.values())
 
     @property
     def is_met(self) -> bool:
-        """Whether as many groups count as are needed."""
         return len(self.counted) >= self._needed
 
     def progress(self, groups_ahead: dict[str, int]) -> BatchProgress:
-        """How far it is. `groups_ahead`: complete groups of each pool that wait for a later batch."""
+        """`groups_ahead`: complete groups per pool that wait for a later batch."""
         return BatchProgress(
             label=self.label,
             rule=self._rule,
@@ -179,15 +156,14 @@ class Batch:
         )
 
     def trainable(self, min_group: int) -> list[Group]:
-        """The groups that can train: complete ones with `min_group` accepted episodes."""
         complete = [group for group in self.groups.values() if group.is_complete]
         return [group for group in complete if len(group.accepted) >= min_group]
 
     def check_success(self, own_clients: str = "") -> None:
-        """Raises NoSuccessError, with the reasons, if every episode failed, or the first `HOPELESS_AFTER`.
+        """Raise NoSuccessError, with reasons, if all episodes or the first `HOPELESS_AFTER` failed.
 
-        Of those, one must have failed at a client whose uuid begins with `own_clients`: those of others may
-        be broken, and the run's own still at their start.
+        Before all have failed, one must have failed at a client of the run itself (`own_clients` begins its
+        uuid): other clients may be broken while the run's own are still starting.
         """
         if any(group.accepted for group in self.groups.values()):
             return
@@ -200,7 +176,7 @@ class Batch:
 
 
 def _explain_failures(failed: Sequence[EpisodeFailed]) -> str:
-    """The most common last failures, each with an example. Those that differ only in numbers count as one."""
+    """The most common failures. Those that differ only in numbers count as one."""
     alike: dict[str, list[str]] = {}
     for episode in failed:
         reason = why_failed(episode)
@@ -219,67 +195,47 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Collector:
-    """Starts groups and waits for them; `run` receives outcomes until it is cancelled."""
-
     source: EpisodeSource
     progress: ProgressReporter
     group_size: int
-    """For clients' groups that do not state one."""
+    """Default for clients' groups that state no size."""
 
     client_samples: bool = True
-    """Whether clients' own samples train."""
-
     seen: Callable[[Outcome], None] | None = None
-    """Gets every new outcome."""
-
     slots: int = 0
-    """Episodes that the run's workers hold at once, at most; 0: unknown."""
+    """Episodes that the run's workers can hold at once. 0: unknown."""
 
     scores: Collection[str] = ()
-    """The names of scores that a result needs for training."""
-
     judge: GroupJudge | None = None
-    """Gives the episodes of complete groups their rewards; None: their programs do."""
+    """Rewards complete groups. None: programs reward their episodes."""
 
     def __post_init__(self) -> None:
+        # Episode uuid -> the group that waits for it.
         self._waiting: dict[str, Group] = {}
-        """Episode uuid -> the group that waits for it."""
 
+        # Uuid of each planned, running episode -> the step that it is for.
         self._running: dict[str, int] = {}
-        """Uuid of each planned episode that has not ended -> its step, or that of its evaluation."""
 
+        # Incomplete groups of clients' own samples, oldest first, and the bytes of each.
         self._gathering: dict[str, list[Outcome]] = {}
-        """Groups of clients' own samples that are still incomplete, oldest first."""
-
         self._gathered: Counter[str] = Counter()
-        """The bytes of each."""
 
+        # Complete groups of clients' own samples that no batch has taken.
         self._ready: deque[list[Outcome]] = deque()
-        """Complete ones that no batch has taken yet."""
 
+        # Groups to judge, with a callback for when that is done.
         self._to_judge: deque[tuple[Group, Callable[[], object]]] = deque()
-        """Groups whose episodes have all ended, and what to do once they are judged."""
 
-        self._current: Batch | None = None
-        """The batch that was told of last."""
-
-        self._received_number = 0
-        """The last end number that came."""
-
+        self._current: Batch | None = None  # The batch that was last reported.
+        self._received_number = 0  # The last end number received.
         self.received = 0
-        """How often outcomes came."""
-
         self.rollouts = 0
-        """Planned episodes for training that have ended."""
-
         self.held = Occupancy()
-        """Planned episodes that have not ended, as many of them as workers may hold."""
-
         self._received = asyncio.Event()
         self._failure: Exception | None = None
 
     async def run(self) -> None:
-        """Receive outcomes until cancelled. If this fails, every waiting batch raises the error."""
+        """Receive outcomes until cancelled. An error is also raised in everything that waits."""
         judging = set[asyncio.Task[None]]()
         try:
             while True:
@@ -297,7 +253,7 @@ class Collector:
             await asyncio.gather(*judging, return_exceptions=True)
 
     async def _judged(self, group: Group, then: Callable[[], object]) -> None:
-        """Have a group's episodes judged. If that fails, none of them has a result that could train."""
+        """Reward a group by its judge. If the judge fails, the whole group fails."""
         assert self.judge is not None
         accepted, row = group.accepted, partial(VerdictRow, time=time.time())
         try:
@@ -318,7 +274,7 @@ class Collector:
         self._received.set()
 
     def _close(self, group: Group, then: Callable[[], object] = lambda: None) -> None:
-        """All episodes of a group that may train have ended: `then`, once it is judged."""
+        """Call `then` once the group is judged, if there is anything to judge."""
         if self.judge is None or len(group.accepted) < 2:
             then()
             return
@@ -326,18 +282,17 @@ class Collector:
         self._to_judge.append((group, then))
 
     def fail(self, error: Exception) -> None:
-        """Whoever waits, and will wait, raises `error`."""
         self._failure = error
         self._received.set()
 
     def receive(self, outcomes: Sequence[Outcome]) -> None:
-        """Deliver outcomes to their groups. The ledger is told of those that nobody waits for."""
+        """Deliver outcomes. Those that nothing waits for are recorded as left out."""
         left_out = list[TrainedRow]()
         for result in outcomes:
             outcome = usable(result, self.scores)
             if isinstance(result, EpisodeAccepted) and isinstance(outcome, EpisodeFailed):
                 reason = f"{why_failed(outcome)} from client {result.client_uuid!r}"
-                self.progress.note(f"episode {result.episode_uuid} is kept and does not train: {reason}")
+                self.progress.note(f"episode {result.episode_uuid} is kept but does not train: {reason}")
             if self.seen is not None:
                 self.seen(outcome)
             self._received_number = max(self._received_number, outcome.number)
@@ -355,7 +310,6 @@ class Collector:
         self._received.set()
 
     def _deliver(self, outcome: Outcome) -> str:
-        """Give an outcome to its group; why it has none, or empty."""
         group = self._waiting.pop(outcome.episode_uuid, None)
         if group is not None:
             group.add(outcome)
@@ -374,8 +328,6 @@ class Collector:
         return ""
 
     def gather(self, outcome: Outcome) -> None:
-        """Take an episode of a client's own sample; its group is ready once all of its episodes have
-        ended."""
         group = self._gathering.setdefault(outcome.group_id, [])
         group.append(outcome)
         self._gathered[outcome.group_id] += len(msgspec.msgpack.encode(outcome))
@@ -396,19 +348,17 @@ class Collector:
         group_id = next(iter(self._gathering))
         del self._gathered[group_id]
         reason = f"its group {group_id!r} is incomplete, and later ones fill the trainer's memory"
-        self.progress.note(f"client's samples are left out: {reason}")
+        self.progress.note(f"a client's samples are left out: {reason}")
         left_out = partial(TrainedRow, step=0, outcome=Use.LEFT_OUT, reason=reason)
         self.source.note([left_out(episode=each.sequence) for each in self._gathering.pop(group_id)])
 
     async def open(self, batch: Batch, plans: Sequence[Sequence[PlannedEpisode]], *, step: int = 0) -> None:
-        """Register the groups of `plans` for `batch`."""
         episodes = [episode for group in plans for episode in group]
         self.expect(batch, episodes, step=step)
         await self.source.start(episodes, step=step)
 
     def expect(self, batch: Batch, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
-        """Deliver the outcomes of these episodes to groups of `batch`. `step`: the first that could train on
-        them."""
+        """Deliver outcomes of these episodes to `batch`. `step`: the first that could train on them."""
         for episode in episodes:
             self._waiting[episode.episode_uuid] = batch.plan(episode, started=step - 1)
             self._running[episode.episode_uuid] = step
@@ -417,17 +367,16 @@ class Collector:
     async def until(
         self, is_met: Callable[[], bool], batch: Batch, more: Callable[[], Awaitable[bool]] | None = None
     ) -> None:
-        """Wait until outcomes have made `is_met` true.
+        """Wait until outcomes make `is_met` true. Raises NoSuccessError if the batch is hopeless.
 
-        `more` starts groups if the batch has room, and says whether it did. Raises NoSuccessError if the
-        batch is hopeless.
+        `more` starts further groups if there is room, and returns whether it did.
         """
         with self.progress.phase(batch.label, total=batch.ended + len(batch.leftovers)) as phase:
             seen = 0
             self._tell(batch, at_once=True)
             while not is_met():
                 if more is not None and await more():
-                    continue  # Meanwhile outcomes may have come.
+                    continue  # Outcomes may have arrived in the meantime.
                 await self._wait_for_outcomes()
                 phase.advance(batch.ended - seen)
                 seen = batch.ended
@@ -436,7 +385,6 @@ class Collector:
         self._tell(None)
 
     async def filled(self, batch: Batch) -> None:
-        """Wait until clients' own samples have filled the batch."""
         with self.progress.phase(batch.label, total=0) as phase:
             while True:
                 while self._ready and not batch.is_met:
@@ -449,19 +397,16 @@ class Collector:
                 await self._wait_for_outcomes()
 
     def _tell(self, batch: Batch | None, *, at_once: bool = False) -> None:
-        """Tell who runs episodes how far the batch is."""
         self._current = batch
         ahead = Counter(group[0].pool for group in self._ready)
         self.source.collecting(batch and batch.progress(dict(ahead)), at_once=at_once)
 
     def give_up(self, episode_uuids: Sequence[str], reason: str) -> None:
-        """Cancel episodes that nothing needs."""
         for uuid in episode_uuids:
             self._waiting.pop(uuid, None)
         self.source.cancel(episode_uuids, reason)
 
     async def received_until(self, number: int) -> None:
-        """Wait until all outcomes up to this end number have come."""
         while self._received_number < number:
             await self._wait_for_outcomes()
 
@@ -469,17 +414,14 @@ class Collector:
         self.held.number = min(self.slots or self.running, self.running)
 
     async def received_more(self, before: int) -> None:
-        """Wait until outcomes have come since `received` was `before`."""
         while self.received == before:
             await self._wait_for_outcomes()
 
     @property
     def running(self) -> int:
-        """Planned episodes that have started and not ended."""
         return len(self._running)
 
     async def settled(self) -> None:
-        """Wait until every planned episode has ended."""
         while self._running:
             await self._wait_for_outcomes()
 
@@ -492,6 +434,5 @@ class Collector:
 
 
 def why_failed(outcome: EpisodeFailed) -> str:
-    """Its last failure, with the kind."""
     last = outcome.failures[-1] if outcome.failures else {}
     return f"{last.get('kind')}: {last.get('message')}"

@@ -1,7 +1,6 @@
-"""What a run takes where its config leaves the choice: the usual learning rate for what trains, threads, and
-the length of a reply.
+"""Defaults that depend on the model: the learning rate, threads, and the length of replies.
 
-Invariant: it reads a model's config.json alone, so that a plan and a run that has not begun can say it.
+Invariant: they are computed from config.json alone, so a plan can show them before the run starts.
 """
 
 from __future__ import annotations
@@ -18,44 +17,41 @@ from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
 from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.model_folder import base_of_adapter, context_of
 
+# Models up to this many parameters tolerate learning rates that ruin larger ones within a few steps.
 SMALL = 20_000_000
-"""Parameters up to which a model is small: it takes rates that ruin a larger one in a few steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The learning rates of one kind of training."""
-
     trains: str
     usual: float
     limit: float
-    """A higher one is too high by all experience."""
+    """A rate above this is too high by all experience."""
 
 
+# tinker_cookbook's `get_lr` for supervised training: this rate at this model width.
 ADAPTER_RATE, ADAPTER_WIDTH = 5e-4, 2000
-"""The rate of tinker_cookbook's `get_lr` for supervised training, and the model's width that it is for."""
 
+# `get_lr` scales the rate by (ADAPTER_WIDTH / width) to this power. Only these families are calibrated, so
+# others get the same rate at any width.
 ADAPTER_EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
-"""The power of the width by which a narrower model of a family takes a higher rate, as `get_lr` has it; other
-families are not calibrated, and take the same rate at any width."""
 
+# Reinforcement learning takes this share of the rate: the cookbook uses 4e-5 for Llama 3.1 8B.
 SHARE_OF_RL = 0.14
-"""Of that rate in reinforcement learning: 4e-5, the cookbook's rate for Llama 3.1 8B, is that much of it."""
 
 TOO_HIGH = 20
-"""The run warns of a rate that is more than this many times the usual one of an adapter."""
+"""Warn about an adapter's rate above this multiple of the usual one."""
 
 SMALL_MODEL = Rates("all weights of a small model", 1e-4, 5e-3)
 
+# TRL's and verl's default. After seven steps of random advantages, SmolLM2-135M has moved by 1.2 nats per
+# token at 1e-4, and by 0.07 at 1e-5.
 ALL_WEIGHTS = Rates("all weights", 1e-6, 2e-5)
-"""TRL's and verl's default. At 1e-4, SmolLM2-135M is 1.2 nats a token away from itself after seven steps of
-random advantages; at 1e-5, 0.07."""
 
 ALL_WEIGHTS_SFT = Rates("all weights, supervised", 1e-5, 2e-4)
 
 
 def rates_of(config: RunConfig, model: Path) -> Rates:
-    """The rates for what the run trains. `model`: its folder."""
     if config.engine.backend == "tinker" or config.engine.lora.rank:
         settings = _model_config(model)
         width = _figure(settings, *_WIDTH, unknown=ADAPTER_WIDTH)
@@ -70,7 +66,7 @@ def rates_of(config: RunConfig, model: Path) -> Rates:
 
 
 def parameters_of(model: dict[str, Any]) -> float:
-    """About how many parameters a decoder of this config.json has; infinite where it does not say."""
+    """Approximate parameter count of a decoder; infinite if config.json lacks the numbers."""
     width = _figure(model, *_WIDTH)
     layers = _figure(model, "num_hidden_layers", "n_layer", "n_layers")
     return 12 * layers * width**2 + _figure(model, "vocab_size") * width
@@ -93,11 +89,7 @@ def _model_config(model: Path) -> dict[str, Any]:
 
 
 def resolved(config: RunConfig, model: Path) -> tuple[RunConfig, list[str]]:
-    """The config with the usual rate, threads and length of replies where it has none, and what to say of its
-    rates before the run begins.
-
-    `model`: the folder of the model that trains.
-    """
+    """Fill in the learning rate, threads and reply length. Also returns notes about rates for the user."""
     rates = rates_of(config, model)
     if not config.sampling.max_tokens:
         limit = 64 if _is_small(model) else min(config.sampling.reply_tokens, context_of(model) // 2)
@@ -116,8 +108,8 @@ def resolved(config: RunConfig, model: Path) -> tuple[RunConfig, list[str]]:
 
 
 def usual_threads(config: RunConfig, model: Path) -> int:
-    """One for a small model, whose matrices are too small to share, and for an engine that computes
-    elsewhere; else a device's share of the cores that this process may use."""
+    """This device's share of the usable cores, but one thread for small models, which cannot use more, and
+    for engines elsewhere."""
     if config.engine.backend == "tinker" or _is_small(model):
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -135,16 +127,15 @@ def _too_high(config: RunConfig, rates: Rates) -> Iterator[str]:
             )
 
 
+# The decay stops at this share of the full rate, because the last steps of a run should still learn.
 FLOOR = 0.1
-"""Share of the full rate at which its decay stops: the last steps of a run should still learn."""
 
 
 def learning_rate(config: TrainingConfig, step: int, *, steps: int) -> float:
-    """The rate of `step`, counted from 1, in a run of `steps`.
+    """The rate of `step`, counted from 1, in a run of `steps`. Steps past the end keep the last rate.
 
-    Step n of the warm-up has n / (warmup_steps + 1) of the full rate. After it comes tinker_cookbook's
-    schedule over the remaining steps, never below a tenth of the full rate. Steps past the end
-    keep the last rate.
+    Step n of the warm-up uses n / (warmup_steps + 1) of the full rate. tinker_cookbook's schedule follows,
+    but never below `FLOOR`.
     """
     assert config.learning_rate, "a run replaces 0 before it begins (defaults.resolved)"
     warmup = config.warmup_steps

@@ -1,4 +1,4 @@
-"""`EpisodeSource`: the seam between the training loop and what runs episodes, the interchange server."""
+"""`EpisodeSource`: the seam between the training loop and the interchange server, which runs episodes."""
 
 from __future__ import annotations
 
@@ -17,34 +17,30 @@ from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 @dataclass(frozen=True, slots=True)
 class PlannedEpisode:
-    """One episode to run, of one sample."""
-
     episode_type: EpisodeType
     group_id: str
     payload: dict[str, Any]
     """`task`: the task's name; `sample`: the Inspect sample as JSON."""
 
     position: int = -1
-    """The sample's, in the order of training samples; -1 for an evaluation."""
+    """The sample's position in the training order; -1 for an evaluation."""
 
     label: str = ""
-    """Of its evaluation; empty for training."""
+    """The evaluation's label; empty for training."""
 
     episode_uuid: str = field(default_factory=lambda: uuid4().hex)
 
 
 class EpisodeSource:
-    """Registers episodes with the interchange server, whose clients run them, and has the run's ledger there.
-    Each outcome is delivered once."""
+    """Registers episodes with the server, which holds the run's ledger. Delivers each outcome once."""
 
     own_clients = ""
-    """What the `client_uuid` of each client begins with that belongs to this run."""
+    """How the `client_uuid` of this run's own clients begins."""
 
     def __init__(
         self, link: TrainerLink, *, group_size: int, client_samples: bool = True, has_workers: bool = False
     ) -> None:
-        """`client_samples`: whether samples that clients register may train; `has_workers`: whether the
-        trainer runs workers of its own, beside others'."""
+        """`has_workers`: whether the trainer runs its own workers."""
         self._link = link
         if has_workers:
             self.own_clients = link.own_clients
@@ -52,8 +48,8 @@ class EpisodeSource:
         link.set_status(client_samples=client_samples)
 
     async def start(self, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
-        """Run these, on which `step` is the first that can train, or which are of an evaluation after it. An
-        episode that is known already (by uuid) continues."""
+        """Run these episodes; known uuids continue. `step`: the first that can train on them, or that of the
+        evaluation."""
         await self._link.register(
             [
                 NewEpisode(
@@ -71,28 +67,25 @@ class EpisodeSource:
         )
 
     async def outcomes(self) -> list[Outcome]:
-        """Episodes that ended; waits for at least one."""
+        """Wait for at least one ended episode."""
         return await self._link.outcomes()
 
     def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
-        """Cancel episodes. Each still gets an outcome: cancelled, or the result it already had."""
+        """Each episode still gets an outcome: cancelled, or a result that it already had."""
         if episode_uuids:
             self._link.cancel(episode_uuids, reason)
 
     def note(self, rows: Collection[TrainerRow]) -> None:
-        """Write rows into the ledger, in one transaction, without waiting for it."""
+        """Write rows into the ledger in one transaction, without waiting."""
         self._link.note(rows)
 
     async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
-        """Write rows into the ledger, in one transaction; return once they, and all before them, are
-        committed."""
+        """Write rows into the ledger in one transaction, and wait until they and all before are committed."""
         await self._link.commit(rows)
 
     def set_status(self, **changed: Any) -> None:
-        """As `TrainerLink.set_status`: what the engine does, and which versions may train in the batch that
-        takes results now."""
         self._link.set_status(**changed)
 
     def collecting(self, batch: BatchProgress | None, *, at_once: bool = False) -> None:
-        """This batch is being filled; None: none is. `at_once`: not only when it suits."""
+        """Report the batch that is being filled. `at_once`: do not wait for the next regular report."""
         self._link.set_batch(batch, at_once=at_once)

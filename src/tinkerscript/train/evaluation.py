@@ -1,11 +1,10 @@
-"""`Evaluator`: scores of a policy version on held-out samples.
+"""`Evaluator`: scores policy versions on held-out samples.
 
-An evaluation after a step runs beside the steps that follow, with a share of the workers, where what samples
-can hold its version as long as that takes; elsewhere they wait for it. Those before and after training have
-the workers for themselves.
+An evaluation after a step overlaps with the following steps, with a share of the workers, if the sampler can
+hold its version that long. Otherwise, and before and after training, it gets all workers.
 
-Invariant: each label is evaluated once per run, by one version, even across restarts, and failed episodes are
-reported beside the score, never averaged into it.
+Invariant: each label is evaluated once per run, by a single version, even across restarts. Failed episodes
+are reported next to the score, never averaged into it.
 """
 
 from __future__ import annotations
@@ -40,23 +39,17 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 @dataclass(eq=False)
 class RunningEvaluation:
-    """One that has begun."""
-
     label: str
     step: int
     policy_version: int
     plans: Sequence[PlannedEpisode]
     waiting: deque[PlannedEpisode]
-    """Those of them that have not started."""
-
     batch: Batch
-    """Those that have."""
-
     pin: ExitStack
-    """While it is open, they sample from the evaluation's version."""
+    """Keeps the episodes on the evaluation's version."""
 
     is_awaited: bool = False
-    """Whether it has the workers, since nothing trains before it is over."""
+    """Whether training waits for it, so that it gets all workers."""
 
     @property
     def in_flight(self) -> int:
@@ -69,7 +62,7 @@ class RunningEvaluation:
 
 @dataclass
 class Evaluator:
-    """Evaluates before, during and after training. `run` goes on with what has begun, beside the steps."""
+    """Evaluates before, during and after training. `run` advances overlapping evaluations."""
 
     parts: OpenRun
     samples: TaskSamples | None
@@ -78,18 +71,12 @@ class Evaluator:
     collector: Collector
     policy: Policy
     roles: Sequence[str] = ()
-    """Roles that train: their mean rewards are logged too."""
 
     def __post_init__(self) -> None:
         self.config = self.parts.config.evaluation
         self.finished = {each.label: each for each in self.parts.history.evaluations}
-        """By label."""
-
-        self._begun = list[RunningEvaluation]()
-        """Those that are not finished, oldest first."""
-
-        self._started = 0
-        """Episodes that have started beside the steps."""
+        self._begun = list[RunningEvaluation]()  # Unfinished, oldest first.
+        self._started = 0  # Episodes started alongside the steps.
 
         self._finishing = asyncio.Lock()
         self._failure: NoSuccessError | None = None
@@ -97,8 +84,7 @@ class Evaluator:
     # What the training loop calls
 
     async def run(self) -> None:
-        """Go on with the evaluations until cancelled. One without a success ends the run between two steps,
-        and for anything else whoever waits for outcomes raises the error."""
+        """Advance the evaluations until cancelled. The loop raises a NoSuccessError between two steps."""
         try:
             while True:
                 before = self.collector.received
@@ -118,19 +104,17 @@ class Evaluator:
         await self._wait()
 
     async def during(self, step: int, *, steps: int) -> None:
-        """If `every_steps` says so, after `step` of `steps`. Waits until what samples can hold the versions
-        of the evaluations that are not over."""
+        """Evaluate if it is due after `step`, and wait until the sampler can hold all unfinished versions."""
         if self.is_due(step, steps=steps):
             await self._begin(f"step-{step}", step, self.config.interim_episodes)
         await self._wait(at_most=self.policy.holds)
 
     async def again(self, step: int) -> None:
-        """Begin again with the evaluation after `step`, which an earlier process of the run has begun, with
-        its weights, which are the newest now."""
+        """Restart an interrupted evaluation. The weights of `step` must be the newest now."""
         await self._begin(f"step-{step}", step, self.config.interim_episodes)
 
     async def after(self, step: int) -> None:
-        """Evaluates again if the run has been extended since, and waits for all evaluations."""
+        """Evaluate the final weights, again if the run was extended, and wait for all evaluations."""
         if (done := self.finished.get("after")) and done.step != step:
             del self.finished["after"]
         await self._begin("after", step, self.config.episodes)
@@ -143,13 +127,11 @@ class Evaluator:
         return is_on and step % every == 0 and 0 < step < steps and not is_done
 
     def runs_beside(self, step: int, *, steps: int) -> bool:
-        """Whether steps follow while the evaluation after `step` runs, so that a resumed run needs the
-        weights of both."""
+        """Whether the evaluation overlaps with later steps, so that resuming needs both weights."""
         return self.is_due(step, steps=steps) and self.policy.holds > 0
 
     def needed(self, steps: Collection[int]) -> set[int]:
-        """Those of these steps whose checkpoints may not be deleted: the one with the highest score so far,
-        and those whose evaluations are not over."""
+        """Steps with checkpoints to keep: the best score so far, and unfinished evaluations."""
         scored = [(each.score, each.step) for each in self.finished.values() if each.score is not None]
         best = max((each for each in scored if each[1] in steps), default=None)
         return {each.step for each in self._begun} | ({best[1]} if best else set[int]())
@@ -168,7 +150,7 @@ class Evaluator:
         self._tell()
 
     async def _wait(self, *, at_most: int = 0) -> None:
-        """Wait until no more than so many evaluations are left. Meanwhile they have the workers."""
+        """Wait until at most this many are unfinished. They get all workers."""
         while len(self._begun) > at_most or self._failure is not None:
             if self._failure is not None:
                 raise self._failure
@@ -181,12 +163,11 @@ class Evaluator:
         await self._start()
 
     async def _start(self) -> None:
-        """Start as many episodes as there is room for, those of the oldest evaluation first."""
         for each in list(self._begun):
             if each.is_awaited:
                 await self._open(each, len(each.waiting))
             elif len(each.waiting) == len(each.plans):
-                await self._open(each, 1)  # By which a resumed run knows that it has begun.
+                await self._open(each, 1)  # Tells a resumed run that the evaluation has begun.
             while each.waiting and (room := self._room):
                 await self._open(each, room)
 
@@ -198,8 +179,8 @@ class Evaluator:
 
     @property
     def _room(self) -> int:
-        """How many more episodes may start beside the steps: up to the share of what runs, but at least one;
-        and up to the share of what has run, for one at a time may be fast while the weights train."""
+        # The share of what runs, but at least one. Also the share of what has run: a single episode at a time
+        # may be fast while the weights train, and would use the workers far beyond the share.
         share = self.config.share
         at_once = max(1, int(share * self.collector.held.number))
         in_all = 1 + (share / (1 - share) * self.collector.rollouts if share < 1 else math.inf)
@@ -207,7 +188,6 @@ class Evaluator:
         return max(0, int(min(at_once - in_flight, max(in_all - self._started, 0))))
 
     async def _finish(self) -> None:
-        """Tell of the evaluations that are over."""
         async with self._finishing:
             for each in [each for each in self._begun if each.is_over]:
                 await self._finish_one(each)
@@ -220,7 +200,7 @@ class Evaluator:
         rewards = [outcome.reward for outcome in accepted]
         means = [fmean(each.reward for each in sample) for sample in by_sample(accepted)]
         attempts = self.config.attempts
-        independent = rewards if attempts == 1 else means  # Attempts at one sample are not.
+        independent = rewards if attempts == 1 else means  # Attempts at one sample are correlated.
         role_scores = _role_scores(self.roles, accepted)
         evaluated = EvaluationRow(
             label=label,
@@ -265,7 +245,7 @@ class Evaluator:
 
 
 def _role_scores(roles: Sequence[str], accepted: Sequence[EpisodeAccepted]) -> dict[str, float]:
-    """By role: its mean reward over the episodes that called it."""
+    """Each role's mean reward over the episodes that called it."""
     rewards = {
         role: [each.reward_of(role) for each in accepted if calls_of(each.all_calls, role)] for role in roles
     }

@@ -1,8 +1,8 @@
 """`open_frozen_role`: a `frozen` role of the config as a model that samples and scores.
 
-With a `base_url` it is a vLLM server's, and otherwise one that the run's backend holds. Invariant: a server
-that is down or slow is named and waited for, up to `MAX_WAIT_S`, and what it sends is scored
-exactly as asked or an error.
+A vLLM server holds the model if the role has a `base_url`, else the run's backend. Invariant: an unreachable
+server is reported and waited for, up to `MAX_WAIT_S`; its scores are exactly what was asked for, or an error
+is raised.
 """
 
 from __future__ import annotations
@@ -29,19 +29,16 @@ from tinkerscript.train.backends.backend import FrozenModel, TrainerBackend
 from tinkerscript.train.tokenizer_check import check_tokenizer_of_server
 
 MAX_WAIT_S = 600.0
-"""Seconds that a training step waits for a server that does not answer, before the run ends."""
+"""After this wait for an unreachable server, the run ends."""
 
 REQUESTS_AT_ONCE = 64
-"""Requests that may be open."""
 
 CONNECT_RETRY_S = 1.0
-"""Interval at which a server that does not answer is asked again."""
 
 RETRY_NOTE_S = 60.0
-"""Interval at which a wait for it is reported."""
 
+# vLLM sends -9999.0 for -inf, which JSON cannot hold.
 NOTHING = -9998.0
-"""A server sends -9999.0 for a log probability that JSON cannot hold."""
 
 
 @asynccontextmanager
@@ -56,11 +53,10 @@ async def open_frozen_role(
     max_wait_s: float = MAX_WAIT_S,
     environ: Mapping[str, str] = os.environ,
 ) -> AsyncGenerator[FrozenModel]:
-    """The model of the role `name`, beside the one that `backend` trains, which has its tokenizer in
-    `folder`. `note` gets messages about waits. `timeout_s`: of one request to a server; `max_wait_s`: until
-    it answers.
+    """Open the model of the role `name`. Raises ConfigError, with the name, if it cannot be used.
 
-    Raises ConfigError, with the role's name, for a model that is not there or cannot be used.
+    `folder` has the tokenizer of the model that `backend` trains. `timeout_s` limits one request,
+    `max_wait_s` all retries.
     """
     if role.base_url:
         async with _served(name, role, folder, note, environ, timeout_s, max_wait_s) as model:
@@ -91,19 +87,19 @@ async def _served(
     except ConfigError as error:
         raise ConfigError(f"roles.{name}: {error}") from error
     async with aclosing(server):
-        # Whatever the server calls its weights, they are no version of those that train.
+        # The server may name its weights, but never a version of the run's policy.
         facts = structs.replace(await _examined(name, role, server, folder), weight_version=None)
         sampler = RemoteSampler(server, facts, timeout_s=timeout_s)
         yield ServedFrozenModel(name, server, facts, sampler, folder, note, max_wait_s)
 
 
 async def _examined(name: str, role: RoleConfig, server: VllmServer, folder: Path) -> ServerFacts:
-    """Raises ConfigError for a server that cannot be recorded, scores no prompts, or has other tokens."""
+    """Raises ConfigError for a server without exact ids or prompt scores, or with another tokenizer."""
     section = InferenceConfig(backend="vllm", base_url=role.base_url, model=role.model)
     try:
         facts = await examine(server, section, folder)
         if not facts.rescored:
-            raise ConfigError(f"{server.url} scores no prompts (prompt_logprobs), as vLLM does")
+            raise ConfigError(f"{server.url} does not score prompts (prompt_logprobs); use vLLM")
         await check_tokenizer_of_server(
             folder,
             lambda text: server.encode(text, facts.model),
@@ -119,7 +115,7 @@ async def _examined(name: str, role: RoleConfig, server: VllmServer, folder: Pat
 
 @dataclass(eq=False)
 class ServedFrozenModel(FrozenModel):
-    """The model of a vLLM server that somebody else started."""
+    """A model on a vLLM server that the run did not start."""
 
     name: str
     server: VllmServer
@@ -131,16 +127,14 @@ class ServedFrozenModel(FrozenModel):
 
     def __post_init__(self) -> None:
         self._name = f"roles.{self.name} at {self.server.url}"
-        self._noted = 0.0
-        """When a wait was last reported, on the event loop's clock; 0: nothing is waited for."""
-
+        self._noted = 0.0  # When a wait was last reported, on the event loop's clock. 0: not waiting.
         self._model = self.facts.model
         self.max_context = self.facts.max_context
 
     async def logprobs(
         self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
     ) -> list[FloatArray]:
-        del temperatures  # They are 1: `prompt_logprobs` knows no other.
+        del temperatures  # `prompt_logprobs` always uses temperature 1.
         tasks = [asyncio.create_task(self._scored(ids)) for ids in sequences]
         try:
             return await asyncio.gather(*tasks)
@@ -150,7 +144,6 @@ class ServedFrozenModel(FrozenModel):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _scored(self, ids: IntArray) -> FloatArray:
-        """Asks until it answers, for `max_wait_s` at most."""
         if len(ids) < 2:
             return np.zeros(len(ids), np.float32)
         loop = asyncio.get_running_loop()
@@ -173,7 +166,7 @@ class ServedFrozenModel(FrozenModel):
         (sample,) = await self.server.sample(request, self._model, score_from=1)
         if len(sample.scores) != len(ids) - 1:
             raise EngineError(
-                f"{self._name}: {len(sample.scores)} log probabilities came for a prompt of {len(ids)} tokens"
+                f"{self._name}: got {len(sample.scores)} logprobs for a prompt of {len(ids)} tokens"
             )
         for place, score in enumerate(sample.scores, 1):
             if not NOTHING < score <= 1e-3:
@@ -181,7 +174,7 @@ class ServedFrozenModel(FrozenModel):
         return sample.scores
 
     def _tell(self, reason: str, now: float) -> None:
-        """`reason`: why it does not answer; empty: it does. Told once for all requests."""
+        """Report a wait, or its end (empty `reason`), once for all concurrent requests."""
         if reason and (not self._noted or now - self._noted >= RETRY_NOTE_S):
             self._noted = now
             self.note(f"waiting for {self._name}: {reason}")

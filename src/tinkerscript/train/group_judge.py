@@ -1,12 +1,10 @@
-"""`GroupJudge`: rewards by whoever sees all episodes of a group at once, once the group is complete.
+"""`GroupJudge`: rewards from a judge that sees all episodes of a complete group at once.
 
-A judge is a function of the user's (`training.judge.function`), or a role of the run that ranks the episodes
-(`ranked`; the idea is OpenPipe ART's RULER: to say which of several attempts is better takes no labels, and
-GRPO compares within a group anyway).
+A judge is a user's function, or a role that ranks the episodes (`ranked`, after OpenPipe ART's RULER: ranking
+needs no labels, and GRPO only compares within a group anyway).
 
-Invariants: a group trains on the verdicts of all of its episodes or not at all; a judge that fails makes its
-group fail, with the reason, and never a reward of 0. Verdicts are in the ledger before a step uses them, and
-a resumed run takes them from there.
+Invariants: a group trains on the verdicts of all its episodes or not at all; a failed judge fails the group
+and never means a reward of 0. Verdicts are in the ledger before a step uses them, also for a resumed run.
 """
 
 from __future__ import annotations
@@ -33,37 +31,29 @@ from tinkerscript.train.policy import Policy
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 JUDGED_AT_ONCE = 16
-"""Groups that are judged at a time."""
 
 TIMEOUT_S = 1800.0
-"""Seconds that the judgment of one group may take."""
 
 TRIES = 3
-"""How often a role is asked about a group."""
 
 RETRY_S = 1.0
-"""Pause before a role that did not answer is asked again; twice as long each time."""
 
 JUDGE_TOKENS = 4096
-"""Most tokens of a role's reply."""
 
 Message = Mapping[str, Any]
 
 Ask = Callable[[str, Sequence[Message]], Awaitable[str]]
-"""`await ask(role, messages)`: the reply's text of a role of the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedEpisode:
-    """One episode, as a judge sees it."""
-
     episode_uuid: str
     reward: float
-    """What its program gave it, rewards of single calls included. The verdict takes its place."""
+    """The program's reward, including rewards of single calls. The verdict replaces it."""
 
     is_success: bool | None
     messages: Sequence[Message]
-    """Its last conversation in OpenAI's format, with the last reply."""
+    """The last conversation in OpenAI's format, with the last reply."""
 
     metadata: Mapping[str, Any]
     log_metrics: Mapping[str, float]
@@ -75,7 +65,7 @@ class JudgedGroup:
 
     group_id: str
     payload: Mapping[str, Any]
-    """Of the sample, such as `payload["sample"]["input"]`; empty for samples that clients registered."""
+    """The sample's payload; empty if a client registered it."""
 
     episodes: Sequence[JudgedEpisode]
     ask: Ask
@@ -83,24 +73,20 @@ class JudgedGroup:
 
 
 class Verdict(NamedTuple):
-    """What a judge says about one episode."""
-
     reward: float
     words: str = ""
 
 
 JudgeFunction = Callable[[JudgedGroup], Any]
-"""Returns, or is a coroutine that returns, for each episode in order a reward, or a reward and words."""
+"""Returns, directly or awaited, a reward per episode in order, or (reward, words)."""
 
 
 @dataclass
 class GroupJudge:
-    """Judges complete groups."""
-
     function: JudgeFunction
     ask: Ask
     known: Mapping[int, float] = field(default_factory=dict[int, float])
-    """Verdicts that the ledger has, by the number of the episode."""
+    """Verdicts in the ledger, by episode number."""
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(JUDGED_AT_ONCE)
@@ -108,8 +94,7 @@ class GroupJudge:
     async def verdicts(
         self, group_id: str, payload: Mapping[str, Any], accepted: Sequence[EpisodeAccepted]
     ) -> list[Verdict]:
-        """One for each episode. Raises whatever the judge raises, ValueError for what is no verdict, and
-        TimeoutError."""
+        """Raises what the judge raises, ValueError for an invalid verdict, and TimeoutError."""
         if all(each.sequence in self.known for each in accepted):
             return [Verdict(self.known[each.sequence]) for each in accepted]
         group = JudgedGroup(group_id, payload, [_shown(each) for each in accepted], self.ask)
@@ -133,7 +118,6 @@ def _shown(outcome: EpisodeAccepted) -> JudgedEpisode:
 
 
 def _checked(found: object, number: int) -> list[Verdict]:
-    """Raises ValueError unless `found` has a verdict for each of `number` episodes."""
     items = list(cast("Sequence[object]", found)) if isinstance(found, Sequence) else None
     if items is None or len(items) != number:
         said = type(found).__name__ if items is None else f"{len(items)} verdicts"
@@ -156,7 +140,7 @@ def _verdict(item: object) -> Verdict:
 
 
 def open_judge(config: RunConfig) -> JudgeFunction | None:
-    """The run's judge; None if it has none. Raises ConfigError for a function that cannot be imported."""
+    """Raises ConfigError if the judge's function cannot be imported."""
     judge = config.training.judge
     if judge.role:
         return partial(ranked, judge=judge)
@@ -164,20 +148,16 @@ def open_judge(config: RunConfig) -> JudgeFunction | None:
         return None
     made = import_name(judge.function, what="training.judge.function")
     if not callable(made):
-        raise ConfigError(f"training.judge.function: {judge.function!r} is no function")
+        raise ConfigError(f"training.judge.function: {judge.function!r} is not a function")
     return made
 
 
 class RoleAsker:
-    """Asks the outside and frozen roles of a run, for its judge."""
-
     def __init__(self, servers: Mapping[str, OutsideServer], policy: Policy, folder: Path) -> None:
-        """`policy` samples for the frozen roles, whose tokenizer and chat format are in `folder`."""
         self._servers, self._policy, self._folder = servers, policy, folder
         self._renderer: ChatRenderer | None = None
 
     async def __call__(self, role: str, messages: Sequence[Message]) -> str:
-        """The reply's text. Raises GatewayError."""
         if server := self._servers.get(role):
             reply = await server.ask({"messages": [*messages]}, max_tokens=JUDGE_TOKENS)
             return reply.message["content"] or ""
@@ -211,9 +191,9 @@ Reply with one JSON object and nothing else:
 
 
 async def ranked(group: JudgedGroup, judge: JudgeConfig) -> list[Verdict]:
-    """The verdicts of the role `judge.role`, which sees all attempts in an order that says nothing.
+    """Ask the role `judge.role` to score all attempts, shuffled so that their order says nothing.
 
-    Raises GatewayError if it does not answer, and ValueError for replies that are no scores.
+    Raises GatewayError if the role does not answer, and ValueError for replies without valid scores.
     """
     order = list(range(len(group.episodes)))
     random.Random(group.group_id).shuffle(order)
@@ -256,7 +236,7 @@ def _text(messages: Sequence[Message]) -> str:
 
 
 def _scores(reply: str, number: int) -> list[Verdict]:
-    """The verdicts in a reply, by the attempts' numbers. Raises ValueError that quotes it."""
+    """Verdicts in the order of attempts. Raises ValueError, which quotes the reply."""
     begin, end = reply.find("{"), reply.rfind("}")
     try:
         items = json.loads(reply[begin : end + 1])["scores"]

@@ -1,8 +1,7 @@
-"""Which run the files in a folder are of, and whether they are whole: what a start checks first.
+"""Checks that the files in a run's folder are complete and belong to one run.
 
-Invariants: a checkpoint is complete if its manifest.json, which is written last, is true of its files.
-Databases and checkpoints carry the identity of their run (`files.RUN_ID`), and a run does not go on with
-those of another one. A ledger that ends before a checkpoint has been cut (`ledger.history.check_covers`).
+Invariants: a checkpoint is complete if its files match its manifest.json, which is written last. Databases
+and checkpoints carry their run's identity (`files.RUN_ID`).
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ from tinkerscript.files import LEDGER_FILE, RUN_ID, is_foreign, sync, write_atom
 from tinkerscript.ledger.history import LAST_STEP, check_covers
 from tinkerscript.remote_folder import CHECKPOINTS, MANIFEST
 
+# Version 0.1 wrote this file where later versions have a ledger.
 FORMER_JOURNAL = "journal.jsonl"
-"""What runs of version 0.1 had in place of the ledger."""
 
 
 def check_unused(path: Path) -> None:
-    """Raises ConfigError for a folder that a new run cannot take: it holds a run or something else, or it
-    cannot be made."""
+    """Raises ConfigError if a new run cannot use the folder."""
     try:
         if holds_run(path):
             raise ConfigError(
@@ -53,16 +51,16 @@ def check_unused(path: Path) -> None:
 
 
 def check_whole(path: Path) -> None:
-    """Raises ConfigError for a folder whose files are not of one run, or of another version."""
+    """Raises ConfigError if files are damaged, of several runs, or of version 0.1."""
     if (path / FORMER_JOURNAL).exists():
         raise ConfigError(
             f"{path} was made by tinkerscript 0.1 ({FORMER_JOURNAL}), and this version has a ledger in its "
-            "place: go on with that version, or start a new run from one of its checkpoints "
+            "place: continue with that version, or start a new run from one of its checkpoints "
             "(engine.checkpoint)"
         )
     run_id = _read(path / RUN_ID)
     if not run_id and holds_run(path):
-        raise ConfigError(f"{path} has no {RUN_ID}, which says which run {LEDGER_FILE} is of: put it back")
+        raise ConfigError(f"{path} has no {RUN_ID}, which identifies the run of {LEDGER_FILE}: put it back")
     if not run_id:
         return  # Nothing has begun.
     checkpoints = {folder: _manifest(folder) for folder in sorted(path.glob(f"{CHECKPOINTS}/step_*"))}
@@ -71,8 +69,8 @@ def check_whole(path: Path) -> None:
     foreign += [folder for folder, manifest in marked.items() if manifest["run"] != run_id]
     if foreign:
         raise ConfigError(
-            f"{_listed(foreign)} in {path}: of another run than the rest of the folder; put this run's own "
-            "back, or start a new run in a new folder"
+            f"{_listed(foreign)} in {path}: from another run than the rest of the folder; put this "
+            "run's own back, or start a new run in a new folder"
         )
     if marked and all(map(damage_of, checkpoints)):
         newest = max(checkpoints)
@@ -80,23 +78,21 @@ def check_whole(path: Path) -> None:
             f"no checkpoint in {path} is complete ({newest.name} has {damage_of(newest)}): put one back, or "
             f"remove {path / CHECKPOINTS} to begin again at step 1"
         )
-    if (path / LEDGER_FILE).exists():  # It may be elsewhere: then `begin` finds it.
+    if (path / LEDGER_FILE).exists():  # Otherwise the ledger is elsewhere, and `begin` checks it.
         whole = [int(folder.name.removeprefix("step_")) for folder in checkpoints if not damage_of(folder)]
         check_covers(_asked(path / LEDGER_FILE, LAST_STEP.replace("{s}", "")), whole)
 
 
 def holds_run(path: Path) -> bool:
-    """Whether a run has begun in a folder: it has episodes or steps. Raises ConfigError for a ledger that
-    cannot be read."""
+    """Whether a run has begun here. Raises ConfigError for an unreadable ledger."""
     ledger = path / LEDGER_FILE
-    if not ledger.exists():  # It may be elsewhere.
+    if not ledger.exists():  # The ledger may be elsewhere.
         return any(path.glob(f"{CHECKPOINTS}/step_*")) or size_of(path / "metrics.jsonl") > 0
     return bool(_asked(ledger, "SELECT EXISTS (SELECT 1 FROM episodes) OR EXISTS (SELECT 1 FROM steps)"))
 
 
 def _asked(ledger: Path, query: str) -> int:
-    """The number that a query finds; 0 in a ledger without tables. Raises ConfigError for one that cannot be
-    read."""
+    """The number that a query returns; 0 without tables. Raises ConfigError for an unreadable ledger."""
     try:
         with closing(sqlite3.connect(ledger)) as run:
             has_tables = run.execute("SELECT 1 FROM sqlite_schema WHERE name = 'steps'").fetchone()
@@ -106,16 +102,15 @@ def _asked(ledger: Path, query: str) -> int:
 
 
 def identify(path: Path) -> str:
-    """The identity of the run in a folder, made for a new one."""
     run_id = _read(path / RUN_ID) or uuid4().hex
     write_atomically(path / RUN_ID, run_id, durable=True)
     return run_id
 
 
 def write_manifest(checkpoint: Path, run_id: str) -> None:
-    """Say of a checkpoint that it is complete, and which run it is of: once it is on the disk, as its files
-    would have the right sizes also if the power had failed before their content was there. Blocks."""
+    """Mark a checkpoint as complete, and as this run's. Blocks until all of it is on disk."""
     paths = sorted(path for path in checkpoint.rglob("*") if path.name != MANIFEST)
+    # After a power failure a file can have the right size without its content.
     for path in paths:
         sync(path)
     files = [path for path in paths if path.is_file()]
@@ -126,7 +121,7 @@ def write_manifest(checkpoint: Path, run_id: str) -> None:
 
 
 def damage_of(checkpoint: Path) -> str:
-    """What a checkpoint lacks; empty for one that is complete."""
+    """What a checkpoint lacks; empty if it is complete."""
     manifest = _manifest(checkpoint)
     if not manifest:
         return f"no {MANIFEST}"
@@ -137,7 +132,6 @@ def damage_of(checkpoint: Path) -> str:
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:
-    """What was written when the checkpoint was complete; empty if it never was."""
     path = checkpoint / MANIFEST
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
@@ -147,7 +141,6 @@ def _read(path: Path) -> str:
 
 
 def size_of(path: Path) -> int:
-    """Its bytes; 0 if it is not there."""
     return path.stat().st_size if path.exists() else 0
 
 

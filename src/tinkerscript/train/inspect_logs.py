@@ -1,8 +1,7 @@
-"""Episodes of training and evaluation as Inspect logs in the run's folder, for `inspect view`.
+"""Writes episodes as Inspect logs into the run's folder, for `inspect view`.
 
-Built from what the trainer has of every episode, whatever program ran it: its calls (messages, token ids)
-and its result. Invariant: a log appears when it is complete; a sample whose messages cannot be shown says
-why.
+Logs are built from calls and results, so they work for any client. Invariant: a log appears only when
+complete.
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ from tinkerscript.rollouts.call import conversation_of, full_prompts, unpack_ids
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 FOLDER = "inspect"
-"""In the run's folder."""
 
+# Inspect's writer is not thread-safe, and a step's log may come due while an evaluation's is being written.
 _WRITING = threading.Lock()
-"""Inspect's writer is not made for several threads, and a step's log may be due while an evaluation's is
-written."""
 
 
 def write_logs(
@@ -43,12 +40,10 @@ def write_logs(
     *,
     rule: AdvantageRule = PLAIN,
 ) -> list[Path]:
-    """Write a log for each task of a step or evaluation; each episode is an epoch of its sample. Blocks;
-    returns the paths.
+    """Write one log per task, and replace logs with the same `label`, such as `step-0005`. Blocks.
 
-    A log replaces that of the same `label`, such as `step-0005` or `eval-before`. `samples`: episode uuid ->
-    payload (`task`, `sample`), absent for clients' own samples. `rule`: the run's, for the advantages in the
-    logs.
+    `samples` maps episode uuids to payloads, without clients' own samples. `rule` computes the logged
+    advantages.
     """
     advantages = {
         episode.episode_uuid: advantage
@@ -113,10 +108,8 @@ def _asked(messages: Sequence[ChatMessage]) -> str:
 
 
 def _scores(outcome: EpisodeAccepted) -> dict[str, Score]:
-    """Each scorer's score as our worker reports it, or else the reward.
-
-    A script may use the same metadata names for something else: values of another shape are skipped.
-    """
+    """Each scorer's score as our worker reports it, or else the reward."""
+    # A script may use the same metadata names for other data, so values of another shape are skipped.
     values = {
         name: value
         for name, value in _mapping(outcome.metadata.get("scores")).items()
@@ -143,6 +136,5 @@ def _mapping(value: object) -> dict[str, Any]:
 
 
 def _name(task: str, label: str) -> str:
-    """A file name as Inspect makes them, by time and task."""
     plain = "".join(letter if letter.isalnum() else "-" for letter in task.rpartition("@")[2])
     return f"{datetime.now(UTC):%Y-%m-%dT%H-%M-%S}_{plain}-{label}_{uuid4().hex[:12]}.eval"

@@ -1,9 +1,7 @@
 """`Learner`: what a training step does to one policy's weights.
 
-It checks what was sampled, turns rewards into advantages, compares its own log probabilities with the
-sampler's, and takes the optimizer steps. Where there is one of these, the forward pass of the comparison is
-its own, and its gradient waits. Invariant: `AlignmentCheck` runs before the first optimizer step, so a step
-that it stops has changed no weights, and nothing trains that it has not passed.
+Invariant: `AlignmentCheck` runs before the first optimizer step, so a step that it stops has changed no
+weights, and nothing trains that has not passed.
 """
 
 from __future__ import annotations
@@ -69,29 +67,23 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted, scores_of
 LossMean = Literal["sequences", "tokens", "tokens_then_sequences", "episodes"]
 
 KL_STEP = "train/kl_step"
-"""Metric of a step with several optimizer steps: how far its weights had moved before the last of them, as
-KL(before, after) at the tokens of that minibatch, in nats a token (Schulman's k3)."""
+"""Metric: how far a step's weights moved before its last optimizer step, as KL(before, after) in nats per
+token of that minibatch (Schulman's k3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What an update found for one sequence of T tokens."""
-
     rollout: Rollout
     trainer_logprobs: FloatArray
-    """float32 [T], [0] unused: before the update."""
+    """float32 [T], before the update, [0] unused."""
 
     entropies: FloatArray | None
-    """float32 [T], [0] unused: of the trainer's distributions, in nats; None if the backend gives none."""
+    """float32 [T], [0] unused, in nats; None if the backend reports none."""
 
 
 @dataclass(eq=False)
 class Learner:
-    """Trains one policy of a run: the run's own, or that of a role.
-
-    A step is `take` (episodes become groups of rollouts), `check` and `train`. A role's learner merges the
-    calls of its role and no others, and has its own rewards, optimizer, replay buffer and report.
-    """
+    """Trains one policy, the run's own or a role's. A step is `take`, `check` and `train`."""
 
     client: TrainingClient
     config: TrainingConfig
@@ -99,87 +91,70 @@ class Learner:
     report: AlignmentReport
     seed: int
     role: str = ""
-    """Empty for the run's own policy."""
-
     start_logprobs: ReferenceLogprobs | None = None
-    """Needed for `kl_penalty_coef`, and for the KL terms of a loss."""
-
     distillation: Distillation | None = None
-
     reply_tokens: int = 0
-    """`sampling.max_tokens`; needed for `overlong_buffer`."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for an unknown `loss_fn`."""
         config = self.config
         self.rule = AdvantageRule(
             config.advantage_baseline, config.advantage_scale, config.pass_k, config.reward_weights
         )
-        if self.config.distillation.is_pure:
-            self.rule = PLAIN  # Its weight is 0; a group of one still needs some advantage.
-        self.credit = Credit(self.config.credit.level, self.config.credit.discount)
-        self.alignment = AlignmentCheck(self.report, self.config, self.model)
-        """Decides which sequences may train."""
+        if config.distillation.is_pure:
+            # Rewards have weight 0 here, but a group of one still needs some advantage to train.
+            self.rule = PLAIN
+        self.credit = Credit(config.credit.level, config.credit.discount)
+        self.alignment = AlignmentCheck(self.report, config, self.model)
 
-        self.replay = ReplayBuffer(self.config, seed=self.seed) if self.config.replay_uses > 1 else None
+        self.replay = ReplayBuffer(config, seed=self.seed) if config.replay_uses > 1 else None
         self.groups: list[RolloutGroup] = []
-        """The step's own groups."""
-
         self.replayed: list[RolloutGroup] = []
-        """Groups of earlier steps that it trains on again."""
-
         self.replayable: list[RolloutGroup] = []
-        """The step's own groups that carry a gradient and have no sequence with an error."""
+        """Groups of this step with a gradient and no misaligned sequence."""
 
         self.stale: dict[str, str] = {}
-        """Uuid of each episode that is in its group to be compared with and too old to train -> why."""
+        """Uuids of episodes too old to train, which still count in their group's comparison -> reason."""
 
         self.compared: list[Compared] = []
-        """The sequences that the last step compared."""
 
+        # The keys of these are `id(rollout)`.
         self.advantages: dict[int, FloatArray] = {}
-        """By `id` of the rollouts that the last step trained on: float32 [T], as the loss had them but for
-        the mean."""
+        """float32 [T], before division by the loss mean."""
 
         self.corrected: dict[int, BoolArray] = {}
-        """By `id` of those rollouts: bool [T], True where `rollout_correction` or `top_entropy` took the loss
-        away."""
+        """bool [T], True where `rollout_correction` or `top_entropy` removed the loss."""
 
+        self._inputs: dict[int, dict[str, FloatArray]] = {}  # Extra inputs of the loss, float32 [T] each.
+        self._old: dict[int, FloatArray] = {}  # float32 [T], the trainer's logprobs before the update.
+
+        # Results of `check`, which `train` uses.
         self._batch: list[WeightedRollout] = []
-        """What `check` has passed, as the loss gets it but for the mean."""
-
         self._measured: dict[str, float] = {}
-        """`check`'s metrics of it."""
 
-        self._inputs: dict[int, dict[str, FloatArray]] = {}
-        """By `id` of those rollouts: further inputs of the loss, float32 [T] each."""
-
-        self._old: dict[int, FloatArray] = {}
-        """By `id` of those rollouts: float32 [T], the trainer's log probabilities before the update."""
-
+        # If the step is a single optimizer step, the comparison's forward pass also computes the gradient,
+        # which the engine holds until `train`.
         self._computed: tinker.ForwardBackwardOutput | None = None
-        """What `forward_backward` of the batch answered, whose gradient waits for the optimizer step."""
 
-        self._loss = loss = policy_loss(self.config)
+        self._loss = loss = policy_loss(config)
         self._is_embedded = self.model.is_embedded
-        self._loss_config = loss_config(self.config, loss)
+        self._loss_config = loss_config(config, loss)
         self._clips = CLIP.keys() <= loss.settings.keys()
         self._ratio_of_sequence = loss.ratio == "sequence"
         self._penalty: KLPenalty | None = None
-        if self.config.kl_penalty_coef:
+        if config.kl_penalty_coef:
             assert self.start_logprobs is not None
-            self._penalty = KLPenalty(self.start_logprobs, coef=self.config.kl_penalty_coef)
+            self._penalty = KLPenalty(self.start_logprobs, coef=config.kl_penalty_coef)
 
     async def check_loss(self, backend: TrainerBackend) -> None:
-        """Raise EngineError if `backend` cannot train with the run's loss."""
         await backend.check_loss(cast(LossFnType, self.config.loss_fn), self._loss_config or None)
 
     # Groups
 
     def take(self, groups: Iterable[AcceptedGroup], stale: Mapping[str, str] | None = None) -> None:
-        """Begin a step: merge its episodes. A role's groups have those that called it, if they are enough.
+        """Begin a step: merge episodes into groups. A role takes only the episodes that called it.
 
-        `stale`: uuid of each episode that is too old -> why. Its reward counts, and it has no sequences.
+        `stale` maps uuids of episodes that are too old to the reason: their rewards count, but they have no
+        sequences.
         """
         self.stale |= stale or {}
         self.report.begin_step()
@@ -195,11 +170,9 @@ class Learner:
         self.begin(taken)
 
     def group_again(self, outcomes: Sequence[EpisodeAccepted]) -> RolloutGroup:
-        """A group that an earlier step trained on."""
         return RolloutGroup(outcomes[0].group_id, tuple(map(self._merged, outcomes)))
 
     def has_part_in(self, outcome: EpisodeAccepted) -> bool:
-        """Whether an episode counts for the policy's groups. The run's own policy is in every one."""
         return not self.role or any(call.sampled for call in calls_of(outcome.all_calls, self.role))
 
     def _merged(self, outcome: EpisodeAccepted) -> EpisodeRollouts:
@@ -225,8 +198,6 @@ class Learner:
         )
 
     def _reward_of(self, outcome: EpisodeAccepted) -> tuple[float, dict[str, float]]:
-        """What the episode is compared by: its reward less what its length costs, and its scores by name if
-        they are compared in its place, which `usable` has found in it."""
         reward = outcome.reward_of(self.role)
         if self.config.overlong_buffer:
             calls = calls_of(outcome.all_calls, self.role)
@@ -235,7 +206,6 @@ class Learner:
         return reward, {name: scores[name] for name in self.config.reward_weights}
 
     def outcome_of(self, group: RolloutGroup, episode: EpisodeRollouts) -> str:
-        """What the last step did with an episode of its groups: `TrainedRow.outcome`."""
         if any(id(rollout) in self.advantages for rollout in episode.rollouts):
             return Use.TRAINED
         if any(id(rollout) in self.alignment.reasons for rollout in episode.rollouts):
@@ -246,13 +216,11 @@ class Learner:
 
     @property
     def used(self) -> list[RolloutGroup]:
-        """The groups whose gradients the step used."""
         return [*self.replayable, *self.replayed]
 
     # A step
 
     def begin(self, groups: Sequence[RolloutGroup]) -> None:
-        """Begin a step on these groups, and forget the last one."""
         self.groups, self.replayed = list(groups), []
         self.replayable, self.compared, self.advantages, self.corrected = [], [], {}, {}
         self._batch, self._measured = [], {}
@@ -266,12 +234,11 @@ class Learner:
         lag_of_version: Mapping[int, int] | None = None,
         replayed: Sequence[RolloutGroup] = (),
     ) -> None:
-        """Decide what of the step's groups `train` will train on, and with which advantages. Changes no
-        weights.
+        """Decide which sequences train, and with which advantages. Changes no weights.
 
-        `lag_of_version`: training steps that each policy version is behind the current weights; None: all are
-        current. `replayed`: groups of earlier steps (`replayable` then) to train on again. Raises
-        AlignmentError if the batch is misaligned and the config says to stop then.
+        `lag_of_version` maps policy versions to training steps behind (None: all current). `replayed` are
+        groups of earlier steps. Raises AlignmentError if the batch is misaligned and `on_misalignment` is
+        `stop`.
         """
         self.replayed = list(replayed)
         try:
@@ -288,7 +255,6 @@ class Learner:
         self._measured = self._entropy() | self._measured if aligned else {}
 
     async def drop_gradients(self) -> None:
-        """Forget the gradient that waits for `train`, if one does."""
         if self._computed is not None:
             self._computed, self._batch, self._measured = None, [], {}
             await cast("Any", self.client).drop_gradients()
@@ -296,16 +262,13 @@ class Learner:
     async def _check_groups(
         self, step: int, lag_of_version: Mapping[int, int] | None
     ) -> list[tuple[WeightedRollout, FloatArray]]:
-        """The sequences that train, each with the trainer's log probabilities, float32 [T]."""
-        # Check each sequence by itself: ids, masks, temperature.
+        """(sequence that trains, the trainer's logprobs float32 [T])"""
         sound = [*(self.alignment.sound(group) for group in self.groups), *self.replayed]
-        # Advantages. Without a teacher a group whose rewards are all equal carries no gradient; a masked
-        # sequence never does.
         weighted = self._weighted(sound)
         batch = [
             item for group, items in zip(sound, weighted, strict=True) if self.trains(group) for item in items
         ]
-        # Compare the sampler's log probabilities with the trainer's; if nothing is trainable, of one group.
+        # If nothing is trainable, compare one group all the same, so that every step measures the gap.
         compared = batch or next(filter(None, (list(group.weighted(PLAIN)) for group in sound)), [])
         aligned = await self._compare(compared, lag_of_version, step, trains=bool(batch))
         self.alignment.siblings(self.groups, step=step)
@@ -313,17 +276,14 @@ class Learner:
         return aligned if batch else []
 
     def trains(self, group: RolloutGroup) -> bool:
-        """Whether it carries a gradient."""
         return self.differs(group) or self.trains_equal
 
     def differs(self, group: RolloutGroup) -> bool:
-        """Whether it carries a gradient by its rewards, or by those of its calls."""
         return self.credit.differs(group, self.rule)
 
     @property
     def trains_equal(self) -> bool:
-        """Whether groups have a gradient whose rewards are all equal: from a teacher, from the divergence
-        from the start policy, or because episodes are compared across groups."""
+        """Whether equal rewards train too: with a teacher, a KL term, or comparisons across groups."""
         return (
             self.distillation is not None
             or self._penalty is not None
@@ -332,11 +292,10 @@ class Learner:
         )
 
     def masks(self, rollout: Rollout) -> bool:
-        """Whether the sequence carries no loss because the token limit cut its last reply off."""
+        """Whether the sequence carries no loss because its last reply was truncated."""
         return self.config.mask_truncated and rollout.is_truncated
 
     def _weighted(self, groups: Sequence[RolloutGroup]) -> list[list[WeightedRollout]]:
-        """The sequences of each group that may train, with the advantages that the task gives them."""
         weighted = [
             [
                 item
@@ -364,8 +323,7 @@ class Learner:
         *,
         trains: bool,
     ) -> list[tuple[WeightedRollout, FloatArray]]:
-        """The sequences whose logprobs the trainer reproduces, each with the trainer's logprobs (float32 [T])
-        before any update of this step. `trains`: whether a gradient of them is wanted."""
+        """The sequences that pass, each with the trainer's logprobs before the update, float32 [T]."""
         if not items:
             return []
         if self.config.rollout_correction.bypass:
@@ -383,16 +341,16 @@ class Learner:
         ]
         of = {id(item): logprobs for item, logprobs in zip(items, trainer, strict=True)}
         kept = self.alignment.compare(items, trainer, lags=lag_of_version, step=step)
-        if len(kept) < len(items):  # The gradient is that of sequences that must not train, too.
+        if len(kept) < len(items):  # The gradient includes sequences that did not pass.
             await self.drop_gradients()
         return [(item, of[id(item)]) for item in kept]
 
     def _takes_one_step(self, items: Sequence[WeightedRollout]) -> bool:
-        """Whether the loss of all `items` can be computed before they are compared, in one pass."""
+        """Whether a single pass can both compare `items` and compute their gradient."""
         config = self.config
         return (
-            self._is_embedded  # What cannot drop a gradient again must not compute it.
-            and not self.role  # One policy's gradient is held while others are checked.
+            self._is_embedded  # Tinker's services cannot drop a gradient if the check fails.
+            and not self.role  # The engine holds the gradient of one policy only.
             and not config.rollout_correction.is_on
             and config.top_entropy == 1
             and COVARIANT not in self._loss.inputs
@@ -403,7 +361,7 @@ class Learner:
     async def _forward_backward(
         self, items: list[WeightedRollout], step: int
     ) -> list[Mapping[str, tinker.TensorData]]:
-        """What the forward pass of the only optimizer step says of each item; its gradient waits."""
+        """Compute the step's only gradient, which waits for `train`."""
         self._batch, self._measured = await self._token_advantages(items, [], step)
         (part,) = minibatches(self._batch, 1, seed=f"{self.seed}/{step}/0")
         output = await cast("Any", self.client).forward_backward(
@@ -414,10 +372,7 @@ class Learner:
         return [of[id(item.rollout)] for item in items]
 
     async def train(self, step: int) -> dict[str, float]:
-        """One optimizer step for each minibatch of each epoch, on what `check` has passed.
-
-        Returns `train/` metrics, which are means over the optimizer steps.
-        """
+        """Take one optimizer step per minibatch and epoch. Returns `train/` metrics averaged over them."""
         batch, self._batch = self._batch, []
         computed, self._computed = self._computed, None
         rate = learning_rate(self.config, step, steps=self.config.steps)
@@ -455,9 +410,11 @@ class Learner:
     async def _token_advantages(
         self, batch: list[WeightedRollout], olds: Sequence[FloatArray], step: int
     ) -> tuple[list[WeightedRollout], dict[str, float]]:
-        """The sequences with the advantages that the loss gets: penalized, taught, corrected, and 0 where a
-        token is not to train. `olds`: the trainer's log probabilities, float32 [T] each; empty if these are
-        not known yet and nothing needs them (`_takes_one_step`)."""
+        """Apply what changes single tokens' advantages: KL penalty, teacher, corrections.
+
+        `olds` are the trainer's logprobs, float32 [T] each, or empty if nothing needs them
+        (`_takes_one_step`).
+        """
         self._old = {id(item.rollout): old for item, old in zip(batch, olds, strict=False)}
         metrics: dict[str, float] = {}
         if self._penalty is not None:
@@ -494,12 +451,10 @@ class Learner:
         return batch, metrics
 
     def _give(self, name: str, batch: Sequence[WeightedRollout], values: Sequence[FloatArray]) -> None:
-        """Give the loss an input of each sequence."""
         for item, value in zip(batch, values, strict=True):
             self._inputs.setdefault(id(item.rollout), {})[name] = value
 
     def _entropy(self) -> dict[str, float]:
-        """`train/entropy`: the mean over the compared tokens that carry loss, in nats."""
         found = [
             each.entropies[each.rollout.loss_mask] for each in self.compared if each.entropies is not None
         ]
@@ -508,7 +463,7 @@ class Learner:
     async def _minibatch(
         self, part: list[WeightedRollout], rate: float, computed: tinker.ForwardBackwardOutput | None
     ) -> dict[str, float]:
-        """One optimizer step. `computed`: what `forward_backward` of `part` answered, if it has."""
+        """`computed` is the output of `forward_backward`, if it already ran."""
         stepped = await optimizer_step(
             self.client,
             [] if computed else self._datums(part),
@@ -522,7 +477,6 @@ class Learner:
         return stepped.metrics | self._clipped(part, stepped.logprobs) | moved
 
     def _datums(self, part: list[WeightedRollout]) -> list[tinker.Datum]:
-        """A minibatch for `loss_fn`. The loss is a sum over tokens, divided as `loss_mean` says."""
         config = self.config
         of_step = config.groups_per_step * config.replay_uses * config.group_size
         planned = config.minibatch_size or of_step / config.minibatches
@@ -530,10 +484,9 @@ class Learner:
         return [self._datum(item, count) for item, count in zip(part, counts, strict=True)]
 
     def _datum(self, item: WeightedRollout, count: float) -> tinker.Datum:
-        """A sequence for `loss_fn`, divided by `count`."""
         more = self._more(item.rollout)
         if self.config.loss_fn == "gspo" and not self._is_embedded:
-            # Tinker's gspo sums over the tokens whose mean ours takes.
+            # Tinker's gspo sums over tokens where ours takes the mean.
             count *= max(1, int(item.rollout.loss_mask.sum()))
             more["sequence_ratio_mask"] = item.rollout.loss_mask.astype(np.float32)
         if self._is_embedded:
@@ -543,22 +496,19 @@ class Learner:
         return to_training_datum(item.scaled(1 / count), **more)
 
     def _more(self, rollout: Rollout) -> dict[str, FloatArray]:
-        """What the embedded engine takes beside the inputs of Tinker's losses."""
         if not self._is_embedded:
             return {}
         return {MASK: rollout.loss_mask.astype(np.float32), TEMPERATURES: rollout.temperatures}
 
     def _clipped(self, part: Sequence[WeightedRollout], logprobs: Sequence[FloatArray]) -> dict[str, float]:
-        """`train/clip_fraction`: the share of the loss's tokens whose probability ratio is clipped."""
         if not self._clips or len(logprobs) < len(part):
             return {}
         gaps = [self._gaps(item, new) for item, new in zip(part, logprobs, strict=True)]
-        ratios = np.exp(np.minimum(np.concatenate(gaps), 80))  # Beyond any threshold, and a finite float32.
+        ratios = np.exp(np.minimum(np.concatenate(gaps), 80))  # exp(80) is finite in float32.
         low, high = (self._loss_config[f"clip_{end}_threshold"] for end in ("low", "high"))
         return {"train/clip_fraction": float(((ratios < low) | (ratios > high)).mean())}
 
     def _moved(self, part: Sequence[WeightedRollout], logprobs: Sequence[FloatArray]) -> dict[str, float]:
-        """`KL_STEP` of a minibatch."""
         if len(logprobs) < len(part):
             return {}
         gaps = np.concatenate(
@@ -570,15 +520,13 @@ class Learner:
         return {KL_STEP: float((np.exp(gaps) - 1 - gaps).mean(dtype=np.float64))}
 
     def _gaps(self, item: WeightedRollout, new: FloatArray) -> FloatArray:
-        """The logarithm of the ratio that the loss has for each token that carries loss. `new`: float32
-        [T - 1]."""
+        """The log of each loss token's probability ratio. `new`: float32 [T - 1]."""
         old = item.reference if item.reference is not None else item.rollout.logprobs
         mask = item.rollout.loss_mask[1:]
         gaps = (new - old[1:])[mask]
         return np.full_like(gaps, gaps.mean()) if self._ratio_of_sequence else gaps
 
     def summary(self) -> dict[str, Any]:
-        """A role's part of summary.json."""
         return {
             "tokens_trained": self.report.tokens_trained,
             "max_abs_dlogp": self.report.max_abs_dlogp,
@@ -589,16 +537,14 @@ class Learner:
 
 
 def _shifted(values: tinker.TensorData) -> FloatArray:
-    """float32 [T] of the T - 1 values of a datum's targets: position t is about token t, 0 has none."""
+    """Align a datum's T - 1 targets with its T tokens: float32 [T] with 0 in front."""
     return np.concatenate([[0.0], values.to_numpy()]).astype(np.float32)
 
 
 def minibatches(batch: Sequence[WeightedRollout], number: int, *, seed: str) -> list[list[WeightedRollout]]:
-    """The batch shuffled and cut into `number` parts of one size, give or take one, or one part a sequence if
-    it has fewer.
+    """Shuffle and cut the batch into at most `number` nearly equal parts.
 
-    The parts depend on the seed and on the batch's content, not on its order: a step trains the same if its
-    episodes end in another order, or if it is repeated after a restart.
+    They depend on the seed and the batch's content but not its order, so a repeated step trains the same.
     """
     ordered = sorted(batch, key=lambda item: (item.rollout.tokens.tobytes(), item.advantages.tobytes()))
     random.Random(seed).shuffle(ordered)
@@ -607,8 +553,7 @@ def minibatches(batch: Sequence[WeightedRollout], number: int, *, seed: str) -> 
 
 
 def divisors(part: Sequence[WeightedRollout], loss_mean: LossMean, *, episodes: float) -> Sequence[float]:
-    """What the token losses of each sequence of a minibatch are divided by. `episodes`: those that the
-    minibatch was planned to have."""
+    """What divides each sequence's summed token loss. `episodes`: the planned number per minibatch."""
     if loss_mean == "episodes":
         return [episodes] * len(part)
     tokens = [int(item.rollout.loss_mask.sum()) for item in part]

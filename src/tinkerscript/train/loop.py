@@ -1,7 +1,7 @@
 """The training loop, top to bottom: evaluate; for every step take groups, learn, publish; evaluate again.
 
-Group Relative Policy Optimization (Shao et al. 2024, "DeepSeekMath"): an episode's advantage is its reward
-compared with the rewards of its group (rollouts/advantages.py); a failed episode has none and is left out.
+This is Group Relative Policy Optimization (Shao et al. 2024, "DeepSeekMath"): an episode's advantage is its
+reward compared with its group's (rollouts/advantages.py). Failed episodes have no reward and are left out.
 
     GroupStream     which groups start, and which train      stream.py
     PolicyUpdate    what a step does to the weights          update.py, learner.py
@@ -38,8 +38,6 @@ from tinkerscript.train.update import PolicyUpdate, claims_of
 
 
 class TrainingLoop:
-    """One training run."""
-
     def __init__(
         self,
         parts: OpenRun,
@@ -52,18 +50,14 @@ class TrainingLoop:
         *,
         restore: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
-        """`samples`: None if the episodes are samples that clients register themselves. `learners`: that of
-        the run's own policy, and then those of roles that train beside it. `judge`: of complete groups.
-        `restore`: load the weights of the checkpoint of a step; without it, evaluations that were interrupted
-        before the run's step are lost."""
+        """`learners` starts with the run's own policy. `samples` is None if clients register their own.
+
+        `restore` loads a step's checkpoint. Without it, interrupted evaluations of earlier steps are lost.
+        """
         training, progress = parts.config.training, parts.progress
         self.parts = parts
         self.step = parts.history.step
-        """Training steps behind the current weights."""
-
         self.train_seconds = parts.train_seconds
-        """How long the run has trained so far, without the first and the last evaluation."""
-
         self._steps, self._source, self.policy = training.steps, source, policy
         self._restore = restore
         self._lags = PolicyLags(
@@ -89,11 +83,12 @@ class TrainingLoop:
         self.evaluator = Evaluator(parts, samples, self._collector, policy, roles)
         curriculum = samples.curriculum if samples else None
         self.checkpoints = RunCheckpoints(parts, learners, policy, self.evaluator.needed, curriculum)
+
+        # Whether weights, ledger and published version may disagree, so that a checkpoint would be wrong.
         self._mid_step = False
-        """Whether the weights, the ledger or the published version may be between two steps."""
 
     async def run(self) -> None:
-        """The whole run, or the rest of it. Whatever ends it between two steps, the last one is saved."""
+        """Run or resume. If the run ends between two steps, the last one is saved."""
         self._stream.restore(self.parts.history)
         beside = [asyncio.create_task(self._collector.run(), name="receive outcomes")]
         try:
@@ -113,15 +108,14 @@ class TrainingLoop:
             await asyncio.gather(*beside, return_exceptions=True)
 
     async def _begin(self) -> None:
-        """Publish the weights that the run starts from."""
-        # What waited at the server comes before any seed is given out: theirs are taken.
+        # Receive what waited at the server first: its episodes have taken seeds, which must not be reused.
         await self._collector.received_until(self.parts.history.open_until)
         await self._evaluate_again(self.parts.history.interrupted)
         with self.parts.progress.waiting("the first weights to be published"):
             await self._publish()
 
     async def _evaluate_again(self, steps: Sequence[int]) -> None:
-        """Begin again with evaluations that ran beside later steps when the run was interrupted."""
+        """Restart interrupted evaluations of steps before the current one."""
         whole = self.parts.folder.whole_checkpoints()
         for step in steps:
             if self._restore is None or not self.policy.holds or step not in whole:
@@ -138,7 +132,7 @@ class TrainingLoop:
 
     async def _train(self) -> None:
         await self.evaluator.before(self.step)
-        await self.evaluator.during(self.step, steps=self._steps)  # If a restart interrupted it.
+        await self.evaluator.during(self.step, steps=self._steps)  # Resumes one that a restart interrupted.
         self._began = time.monotonic() - self.train_seconds
         while self.step < self._steps:
             step = await self._take(self.step + 1)
@@ -154,7 +148,7 @@ class TrainingLoop:
         self.checkpoints.delete_old()
 
     async def _take(self, number: int) -> TrainingStep:
-        """Wait for the step's groups, and measure how the episodes that ran meanwhile divided their time."""
+        """Wait for the step's groups, and measure the share of their time that was sampling."""
         held, calls = self._collector.held.seconds, self.policy.calls.seconds
         step = await self._stream.take(number, version=self.policy.version)
         if held := self._collector.held.seconds - held:
@@ -162,8 +156,8 @@ class TrainingLoop:
         return step
 
     async def _train_step(self, step: TrainingStep) -> None:
-        """Learn from the groups of a step, publish the result, and tell the ledger."""
-        self._source.set_status(usable_versions=self._lags.usable(step.number))  # Of the next batch.
+        # These versions may train in the batch that is collected from now on.
+        self._source.set_status(usable_versions=self._lags.usable(step.number))
         with self.parts.progress.waiting(f"step {step.number} to train"):
             links = claims_of(step) if is_on() else ()
             async with self.policy.resting():
@@ -183,8 +177,8 @@ class TrainingLoop:
         await self.log.finished(step, measured)
 
     async def _publish(self) -> int:
-        """Make the current weights the next policy version, for every episode from now on."""
-        self._source.set_status(engine_status="ENGINE.WEIGHT_SYNCING")  # Holds back new episodes.
+        # This status stops the server from handing out new episodes while weights are loading.
+        self._source.set_status(engine_status="ENGINE.WEIGHT_SYNCING")
         version = await self.policy.publish(self.step)
         self._lags.published(version, step=self.step)
         self._source.set_status(
@@ -193,5 +187,5 @@ class TrainingLoop:
             global_step=self.step,
             usable_versions=self._lags.usable(self.step),
         )
-        await self._stream.published(self.step)  # More groups may start.
+        await self._stream.published(self.step)  # A new version allows more groups to start.
         return version

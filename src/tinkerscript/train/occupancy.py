@@ -1,19 +1,16 @@
-"""`Occupancy`: how much of something ran, and for how long."""
-
 from __future__ import annotations
 
 import time
 
 
 class Occupancy:
-    """The integral of a number over time: of 3 calls that run for 2 s, 6 s."""
+    """Integrates a number over time: 3 calls that run for 2 s add 6 s."""
 
     def __init__(self) -> None:
         self._number, self._seconds, self._since = 0.0, 0.0, time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """So far."""
         return self._seconds + self._number * (time.monotonic() - self._since)
 
     @property

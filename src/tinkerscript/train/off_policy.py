@@ -1,8 +1,8 @@
-"""What may train although earlier weights sampled it: `PolicyLags` and `ReplayBuffer`.
+"""How old training data may be (`PolicyLags`), and groups to train on again (`ReplayBuffer`).
 
-The lag of an episode is how many training steps the oldest weights that sampled any of it are behind the
-weights that it would train. Invariant: nothing trains at a lag above `max_policy_lag` (or `replay_uses` - 1,
-if it trains again and that is more), and nothing that weights sampled which this run does not build on.
+An episode's lag is the number of training steps between the oldest weights that sampled any of it and the
+weights that it would train. Invariant: nothing trains at a lag above `max_policy_lag` (or `replay_uses` - 1
+for replayed groups, if that is more), or if undone weights sampled it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 AcceptedGroup = tuple[str, Sequence[EpisodeAccepted]]
-"""The id of a group, and its accepted episodes."""
+"""(group id, accepted episodes)"""
 
 LagCounts = Counter[int | None]
-"""Lag -> episodes; None: sampled by weights that this run does not build on."""
+"""Lag -> episodes. None: sampled by weights that this run does not build on."""
 
 
 @dataclass
 class Fresh:
-    """What of a batch may train."""
-
     groups: list[AcceptedGroup] = field(default_factory=list[AcceptedGroup])
-    """Those with a fresh episode and enough to compare it with (`TrainingConfig.min_group`)."""
+    """Groups with a fresh episode, and enough to compare it with."""
 
     lags: LagCounts = field(default_factory=LagCounts)
     stale: dict[str, str] = field(default_factory=dict[str, str])
@@ -40,8 +38,6 @@ class Fresh:
 
 
 class PolicyLags:
-    """How old what was sampled is."""
-
     def __init__(
         self,
         config: TrainingConfig,
@@ -50,8 +46,8 @@ class PolicyLags:
         max_lag: int,
         keeps_stale: bool = False,
     ) -> None:
-        """`steps_of`: policy version -> training steps behind it, of the versions that the run builds on;
-        `keeps_stale`: whether what is too old stays in its group, to be compared with."""
+        """`steps_of` maps the versions that the run builds on to their training steps. `keeps_stale`: whether
+        old episodes still count in their group's comparison."""
         self.max, self._max_again = max_lag, max(max_lag, config.replay_uses - 1)
         self._keeps_stale = keeps_stale
         self._min_group = config.min_group
@@ -61,30 +57,27 @@ class PolicyLags:
         self._steps_of[version] = step
 
     def by_version(self, step: int) -> dict[int, int]:
-        """Policy version -> its lag for weights with `step` steps behind them."""
+        """Each version's lag for weights with `step` steps behind them."""
         return {version: step - steps for version, steps in self._steps_of.items()}
 
     def usable(self, step: int) -> list[int] | None:
-        """The policy versions whose episodes count in a step that begins with the weights of `step`; None:
-        all."""
+        """Versions that may train the weights of `step`. None: all."""
         if self._keeps_stale:
             return None
         return [version for version, lag in self.by_version(step).items() if lag <= self.max]
 
     def of_group(self, group: RolloutGroup, *, step: int) -> LagCounts:
-        """The lags of a group's episodes for weights with `step` steps behind them."""
         return LagCounts(
             self._lag({version for call in episode.calls for version in call.policy_versions}, step)
             for episode in group.episodes
         )
 
     def may_train(self, group: RolloutGroup, *, step: int) -> bool:
-        """Whether no episode of the group is too old to train weights again with `step` steps behind them."""
+        """Whether all episodes are recent enough to train weights with `step` steps again."""
         lags = self.of_group(group, step=step)
         return all(lag is not None and lag <= self._max_again for lag in lags)
 
     def fresh(self, groups: Iterable[AcceptedGroup], *, step: int) -> Fresh:
-        """What of these groups may train weights with `step` steps behind them."""
         found = Fresh()
         for group_id, accepted in groups:
             kept, has_fresh = list[EpisodeAccepted](), False
@@ -110,12 +103,12 @@ class PolicyLags:
         return step - min(known, default=step) if len(known) == len(behind) else None
 
 
+# Upper limit; groups usually get too old first.
 CAPACITY = 256
-"""Groups that are kept at most; their age usually keeps fewer."""
 
+# The n-th oldest group has weight n to this power (Marin's `alpha`), because newer ones are closer to the
+# policy.
 RECENCY = 3.0
-"""The n-th oldest group is drawn with a weight of n to this power (Marin's `alpha`): newer ones are closer to
-the policy."""
 
 
 @dataclass(slots=True)
@@ -125,11 +118,10 @@ class _Kept:
 
 
 class ReplayBuffer:
-    """Groups of earlier steps that train again, oldest first.
+    """Groups of earlier steps that train again, oldest first, in at most `uses` steps.
 
-    A group trains in at most `uses` steps, and only if every one of its sequences passed the alignment check
-    when it was new. What a step draws depends on the seed, the step and the groups that trained before, so a
-    resumed run, which records the steps of its ledger again, draws what it would have drawn.
+    Draws depend only on the seed, the step and the groups that trained before, so a resumed run, which
+    records the steps in its ledger again, draws the same groups.
     """
 
     def __init__(self, config: TrainingConfig, *, seed: int, capacity: int = CAPACITY) -> None:
@@ -137,27 +129,22 @@ class ReplayBuffer:
         self._number = (config.replay_uses - 1) * config.groups_per_step
         self._seed = seed
         self._capacity = capacity
-        self._kept: dict[tuple[str, ...], _Kept] = {}
-        """By the uuids of the group's episodes."""
-
-        self._stale = 0
-        """Groups that the last `drop` removed."""
+        self._kept: dict[tuple[str, ...], _Kept] = {}  # Keyed by the uuids of the group's episodes.
+        self._stale = 0  # Groups that the last `drop` removed.
 
     @property
     def episodes(self) -> set[str]:
-        """The uuids of the episodes that may train again."""
         return {uuid for key in self._kept for uuid in key}
 
     def drop(self, is_fresh: Callable[[RolloutGroup], bool]) -> None:
-        """Remove what is too old."""
         stale = [key for key, kept in self._kept.items() if not is_fresh(kept.group)]
         for key in stale:
             del self._kept[key]
         self._stale = len(stale)
 
     def draw(self, step: int) -> list[RolloutGroup]:
-        """Groups to train on again in `step`, without replacement, newer ones more often than older ones."""
-        # The largest of u ** (1 / weight) are a weighted sample without replacement (Efraimidis and Spirakis
+        """Draw groups without replacement, favoring newer ones."""
+        # The largest u ** (1 / weight) form a weighted sample without replacement (Efraimidis and Spirakis
         # 2006).
         uniform = random.Random(f"{self._seed}/{step}/replay")
         drawn = [
@@ -166,7 +153,6 @@ class ReplayBuffer:
         return [self._kept[key].group for _, key in sorted(drawn)[-self._number :]]
 
     def record(self, groups: Iterable[RolloutGroup]) -> None:
-        """These groups trained in a step: those drawn for it, and new ones."""
         for group in groups:
             key = tuple(episode.episode_uuid for episode in group.episodes)
             kept = self._kept.setdefault(key, _Kept(group))
@@ -177,6 +163,5 @@ class ReplayBuffer:
             del self._kept[key]
 
     def metrics(self, drawn: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Of a step that used the groups `drawn`; names start with `replay/`."""
         found = {"groups": len(drawn), "kept": len(self._kept), "stale": self._stale}
         return {f"replay/{name}": float(value) for name, value in found.items()}

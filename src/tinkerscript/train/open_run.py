@@ -1,4 +1,4 @@
-"""What every kind of run opens first (`open_page`), and what its parts work with (`OpenRun`)."""
+"""What all kinds of runs share: their startup, and the handles of their parts (`OpenRun`)."""
 
 from __future__ import annotations
 
@@ -24,24 +24,22 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """A run that this process has locked, and where its ledger says that it resumes."""
-
     config: RunConfig
     folder: RunFolder
     ledger: RowWriter
     reader: LedgerReader | None
-    """Of the same ledger; one that is with a server elsewhere is empty here. None: it cannot be read."""
+    """Reads the ledger. Empty if that is with a server elsewhere; None if it is unreachable."""
 
     progress: ProgressReporter
     history: History
-    """Where a resumed run continues; empty for a new one."""
+    """Where the run resumes; empty for a new run."""
 
     replayed: Sequence[EpisodeAccepted] = ()
-    """Those of `history.replayed`, with their calls."""
+    """The episodes of `history.replayed`, with their calls."""
 
     @asynccontextmanager
     async def backend(self, model: Path) -> AsyncGenerator[TrainerBackend]:
-        """What trains and samples, with the weights from which the run goes on. `model`: its folder."""
+        """Open what trains and samples, restored to the last checkpoint."""
         async with AsyncExitStack() as stack:
             opening = open_backend(
                 self.config.engine,
@@ -57,7 +55,6 @@ class OpenRun:
 
     @property
     def train_seconds(self) -> float:
-        """How long it has trained so far."""
         return self.history.checkpoint.train_seconds if self.history.checkpoint else 0.0
 
 
@@ -70,8 +67,11 @@ async def open_page(
     *,
     join: bool = False,
 ) -> AsyncGenerator[RunStatus]:
-    """Copy the run in `folder` while the context is open, and serve its page: before anything that may have
-    to be waited for, or fail. `join`: a server runs already, which may have the ledger elsewhere."""
+    """Serve the run's page, and copy its folder if that is a URL, while the context is open.
+
+    It comes first, so that the page shows what takes long or fails. `join`: a server already runs, possibly
+    with the ledger on another machine.
+    """
     status = RunStatus(progress)
     if join and on_page and not is_here(config.interchange_server.store, folder.path):
         status.note("watch the run on the server's machine, where its ledger is: tinkerscript view FOLDER")
@@ -91,7 +91,6 @@ def begin_run(
     history: History,
     replayed: Sequence[EpisodeAccepted] = (),
 ) -> OpenRun:
-    """The run goes on where `history` says."""
     status.write_into(ledger)
     folder.forget_metrics_after(history.step)
     for line in folder.set_aside_after(history.step, resumption=history.resumption):
@@ -99,12 +98,11 @@ def begin_run(
     reader = None
     try:
         reader = LedgerReader(folder.path, store=config.interchange_server.store)
-    except ConfigError as error:  # A server that others reach may be the only one that reaches its database.
-        status.note(f"the run's health is not known here: {error}")
+    except ConfigError as error:  # Possibly only the server can reach its database.
+        status.note(f"the run's health cannot be shown here: {error}")
     return OpenRun(config, folder, ledger, reader, status, history, replayed)
 
 
 def logged(config: RunConfig, folder: RunFolder) -> AbstractContextManager[None]:
-    """Write the trainer's log while the context is open."""
     log = folder.path / "logs" / "trainer.log"
     return logged_to(log, config.log_format, run=folder.path.name)

@@ -1,9 +1,8 @@
-"""Passes of episodes: what counts as one, and pass@k of an evaluation, with its interval.
+"""Which episodes pass, and pass@k of an evaluation.
 
-pass@k is the probability that at least one of k attempts at a sample passes. Of n attempts of which c pass,
-1 - C(n - c, k) / C(n, k) is its unbiased estimate (Chen et al. 2021, "Evaluating Large Language Models
-Trained on Code", arXiv:2107.03374). The interval is over samples, as attempts at one sample are no
-independent ones.
+pass@k is the probability that at least one of k attempts passes. With c passes in n attempts, its unbiased
+estimate is 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374). Intervals are over samples,
+because attempts at one sample are correlated.
 """
 
 from __future__ import annotations
@@ -17,17 +16,16 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 
 def passes(outcome: EpisodeAccepted, pass_reward: float) -> bool:
-    """Whether an episode passes: by its own word, or by its reward."""
+    """Whether an episode passes, by its own report or else by its reward."""
     return outcome.is_success if outcome.is_success is not None else outcome.reward >= pass_reward
 
 
 def pass_at(k: int, attempts: int, passed: int) -> float:
-    """The estimate of pass@k of one sample, 1 <= k <= attempts."""
+    """pass@k of one sample, 1 <= k <= attempts."""
     return 1.0 - comb(attempts - passed, k) / comb(attempts, k)
 
 
 def by_sample(accepted: Iterable[EpisodeAccepted]) -> list[list[EpisodeAccepted]]:
-    """The episodes of each sample."""
     found = defaultdict[str, list[EpisodeAccepted]](list)
     for outcome in accepted:
         found[outcome.group_id].append(outcome)
@@ -35,8 +33,8 @@ def by_sample(accepted: Iterable[EpisodeAccepted]) -> list[list[EpisodeAccepted]
 
 
 def pass_metrics(accepted: Iterable[EpisodeAccepted], attempts: int, pass_reward: float) -> dict[str, float]:
-    """`eval/pass@k` for k = 1, 2, 4, ... and `attempts`, over the samples with as many results, and
-    `eval/pass@k_margin`: a 95% interval, to each side. Empty for a single attempt."""
+    """`eval/pass@k` for k = 1, 2, 4, ... and `attempts`, over samples with at least k results, with its
+    `eval/pass@k_margin`: half a 95% interval. Empty for a single attempt."""
     metrics = dict[str, float]()
     powers = [1 << exponent for exponent in range(attempts.bit_length())]
     for k in sorted({*powers, attempts}) if attempts > 1 else ():

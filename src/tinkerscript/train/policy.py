@@ -1,12 +1,11 @@
 """`Policy`: the newest published weights, and the policy version that names them.
 
-Invariants: versions only increase, even across restarts: each is in the ledger before it is used.
-What is sampled depends on the run's seed and on what is asked, not on when: the n-th request for a prompt to
-the weights of a step has a seed of its own, so that a run gets the same tokens with any backend, network or
-number of workers, and after a restart, up to the rounding of log probabilities.
-Where weights move in flight, each token has the log probability that the weights gave it which sampled it,
-after exactly the prefix that is recorded; what older ones had computed of that prefix is never used.
-What an episode that is pinned samples, in all of its calls, is from the version that it is pinned to.
+Invariants: versions only increase, even across restarts, because each is in the ledger before it is used.
+Samples depend on the run's seed and the request, not on timing: the n-th request for a prompt to the weights
+of a step has its own seed, so restarts, workers, networks and backends do not change a run's tokens.
+
+If weights change in flight, each token's logprob is from the weights that sampled it, after exactly the
+recorded prefix; cached states of older weights are never used.
 """
 
 from __future__ import annotations
@@ -44,33 +43,25 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
 
 @dataclass(eq=False)
 class SeededSampler(Sampler):
-    """A backend's sampler for one policy version: fills in seeds, checks room and results.
-
-    Belongs to one event loop.
-    """
+    """A backend's sampler for one policy version, which assigns seeds. Belongs to one event loop."""
 
     sampler: Sampler
     seed: int | None = field(kw_only=True)
-    """The run's; None: requests get none."""
+    """The run's seed. None: requests get none."""
 
     step: int = field(kw_only=True)
-    """Training steps behind the weights."""
-
     max_context: int = field(kw_only=True)
-    """Tokens of prompt and response together."""
-
     key: str = ""
-    """Two samplers with different ones give the same requests different seeds."""
+    """Samplers with different keys give the same request different seeds."""
 
     used: set[int] = field(default_factory=set[int])
-    """Seeds to skip."""
 
     def __post_init__(self) -> None:
         self._prefix = None if self.seed is None else f"{self.key}{self.seed}/{self.step}".encode()
         self._requests: Counter[bytes] = Counter()
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Raises GatewayError for a prompt that leaves no room, and AlignmentError (see `check_lengths`)."""
+        """Raises GatewayError if the prompt leaves no room, and AlignmentError (`check_lengths`)."""
         request = fitted(request, self.max_context, "the engine")
         if request.seed is None and self._prefix is not None:
             request = structs.replace(request, seed=self.seed_for(unpack_ids(request.prompt)))
@@ -83,7 +74,7 @@ class SeededSampler(Sampler):
         self.sampler.cut()
 
     def seed_for(self, prompt: IntArray) -> int:
-        """The seed of the next request for these ids (int32 [P]), in [0, 2^31)."""
+        """The next request's seed for this prompt (int32 [P]), in [0, 2^31)."""
         assert self._prefix is not None
         digest = hashlib.blake2b(self._prefix + prompt.tobytes(), digest_size=16).digest()
         while True:
@@ -96,33 +87,29 @@ class SeededSampler(Sampler):
 
 
 def check_lengths(tokens: int, logprobs: int) -> None:
-    """Raises AlignmentError if a sampled sequence's token and logprob counts differ."""
+    """Raises AlignmentError if token and logprob counts differ."""
     if tokens != logprobs:
         raise AlignmentError(
-            f"lengths_differ: the sampler answered {tokens} token ids and {logprobs} log probabilities: "
-            "one of them was cut short, or the ids were made from text",
+            f"lengths_differ: the sampler returned {tokens} token ids and {logprobs} logprobs: "
+            "one was cut short, or the ids were made from text",
             name="lengths_differ",
         )
 
 
 @dataclass
 class _Weights:
-    """Weights that train, and what samples from their newest version."""
-
     publisher: Publisher
     key: str
-    """What decides, with the run's seed and the step, what is sampled."""
-
     sampler: SeededSampler | None = None
     used: set[int] = field(default_factory=set[int])
-    """Seeds that the next published sampler must skip."""
+    """Seeds that the next sampler must skip."""
 
 
 class Policy:
-    """What samples now. `publish` makes the backend's current weights the next version.
+    """Samples from the newest version. `publish` turns the current weights into the next one.
 
-    Roles that train are published with it, under the same version. An AlignmentError while sampling breaks
-    the policy: `failed` raises it, which ends the run.
+    Roles that train are published with it. An AlignmentError while sampling breaks the policy: `failed`
+    raises it, which ends the run.
     """
 
     def __init__(
@@ -134,39 +121,34 @@ class Policy:
         version: int = -1,
         in_flight: bool = False,
     ) -> None:
-        """`seed`: the run's. `version`: the newest so far, also of an earlier process of this run; -1 before
-        the first. `in_flight`: new weights go on with the calls that older ones are sampling."""
+        """`version`: the newest of earlier processes of this run. `in_flight`: new weights continue running
+        calls."""
         self._ledger = ledger
         self._in_flight = in_flight
         self.version = version
-        """The newest; -1 before the first."""
+        """The newest version; -1 before the first."""
 
         self._seed = seed
         self._own = _Weights(publisher, key="")
+
+        # These are keyed by role.
         self._trained = {"": self._own}
-        """By role."""
-
         self._frozen: dict[str, SeededSampler] = {}
-        """Samplers of models that do not change, by role."""
 
+        # Episode uuid -> the samplers of its version, by role.
         self._pinned: dict[str, Mapping[str, SeededSampler]] = {}
-        """By episode: the samplers of its version, by role."""
 
+        # True while the newest version exists for pinned episodes only.
         self._is_past = False
-        """Whether the newest version samples for pinned episodes alone."""
 
         self.calls = Occupancy()
-        """Calls that are being answered."""
-
         self._broken = asyncio.Event()
         self._fault: AlignmentError | None = None
 
     def publish_to(self, publisher: Publisher) -> None:
-        """Have `publisher` publish the run's own policy from the next version on."""
         self._own.publisher = publisher
 
     def add_frozen(self, role: str, model: FrozenModel) -> None:
-        """Answer requests for the role `role` from `model`."""
         self._frozen[role] = SeededSampler(
             model.sampler,
             seed=self._seed if self._own.publisher.seeds else None,
@@ -175,18 +157,18 @@ class Policy:
         )
 
     def add_trained(self, role: str, publisher: Publisher) -> None:
-        """Have `publisher` publish the role `role`, which trains, and answer requests for it from there."""
         self._trained[role] = _Weights(publisher, key=f"{role}/")
 
     @property
     def holds(self) -> int:
-        """How many versions evaluations may hold beside the newest."""
         return min(each.publisher.holds for each in self._trained.values())
 
     @contextmanager
     def pinned(self, episodes: Collection[str]) -> Generator[int]:
-        """While the context is open, the version that is the newest now answers all calls of these episodes,
-        by uuid; yields it. Its seeds are those of a version that nothing else is asked of."""
+        """Answer these episodes' calls from the newest version, which it yields, while the context is open.
+
+        Pinned calls draw separate seeds, so they do not shift those of other calls.
+        """
         with ExitStack() as stack:
             samplers = dict[str, SeededSampler]()
             for role, weights in self._trained.items():
@@ -201,10 +183,10 @@ class Policy:
                     del self._pinned[each]
 
     async def publish(self, step: int = 0, *, is_past: bool = False) -> int:
-        """Freeze the current weights as the next policy version, and sample from it from now on.
+        """Make the current weights, with `step` training steps, the next version, and sample from it.
 
-        `step`: training steps behind them, which together with the run's seed decides what is sampled.
-        `is_past`: only pinned episodes sample from it, and the version with which the run goes on follows.
+        With `is_past`, only pinned episodes sample from it, and the version that the run continues with
+        follows.
         """
         version = self.version + 1
         samplers = [await each.publisher.publish(version) for each in self._trained.values()]
@@ -233,14 +215,12 @@ class Policy:
         return version
 
     def resting(self) -> AbstractAsyncContextManager[None]:
-        """While the context is open, model calls may wait: the weights train."""
+        """Model calls may wait while this context is open, because the weights train."""
         return self._own.publisher.resting()
 
     def note(self, outcome: Outcome) -> None:
-        """Never reuse the seeds of this episode.
-
-        Matters to a resumed run, which keeps results that the same weights gave before it was interrupted.
-        """
+        """Never reuse an episode's seeds: a resumed run keeps results that the same weights sampled
+        before."""
         for weights in self._trained.values():
             weights.publisher.ended(outcome.episode_uuid)
         if isinstance(outcome, EpisodeAccepted) and outcome.episode_uuid not in self._pinned:
@@ -251,7 +231,7 @@ class Policy:
 
     @property
     def sampler(self) -> SeededSampler:
-        """The newest version's sampler. Raises GatewayError 503 before the first `publish`."""
+        """Raises GatewayError 503 before the first `publish`."""
         return self._newest(self._own)
 
     def _newest(self, weights: _Weights) -> SeededSampler:
@@ -260,10 +240,10 @@ class Policy:
         return weights.sampler
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Serve one request of the gateway: from the newest version, and what is cut from those that follow;
-        from that of a pinned episode; or from the model of its role.
+        """Serve a request from the newest version, a pinned episode's version, or the role's model.
 
-        Raises as `SeededSampler.sample` does, and GatewayError 404 for a role that the run does not have.
+        A reply that a publish cuts continues with the newer weights. Raises what `SeededSampler.sample`
+        raises, and GatewayError 404 for an unknown role.
         """
         self.calls.number += 1
         try:
@@ -304,11 +284,11 @@ class Policy:
     def _rest(
         self, request: SampleRequest, seed: int | None, index: int, whole: SampledSequence
     ) -> SampleRequest:
-        """What remains of the choice `index` of a request whose first tokens were sampled with `seed`."""
+        """The request for the rest of a cut choice. `seed` sampled its beginning."""
         if seed is not None:
             origin = f"{seed}/{index}/{self.version}/{len(whole.sampled)}"
             digest = hashlib.blake2b(origin.encode(), digest_size=4).digest()
-            seed = int.from_bytes(digest, "big") | 1 << 31  # `seed_for` gives smaller ones.
+            seed = int.from_bytes(digest, "big") | 1 << 31  # Differs from all seeds of `seed_for`.
         return structs.replace(
             request,
             prompt=request.prompt + whole.sampled,
@@ -319,7 +299,7 @@ class Policy:
         )
 
     async def failed(self) -> NoReturn:
-        """Wait until sampling breaks, then raise its AlignmentError."""
+        """Wait until sampling breaks, and raise its AlignmentError."""
         await self._broken.wait()
         assert self._fault is not None
         raise self._fault
@@ -331,7 +311,6 @@ _NOTHING = SampledSequence(stop_reason="length", is_cut=True)
 
 
 def _joined(whole: SampledSequence, part: SampledSequence, version: int) -> SampledSequence:
-    """What was sampled of a choice, and then by the weights of `version`."""
     spans = whole.spans
     if part.sampled and (not spans or spans[-1][0] != version):
         spans = [*spans, (version, len(whole.sampled) // 4)]
@@ -343,7 +322,7 @@ def _joined(whole: SampledSequence, part: SampledSequence, version: int) -> Samp
 
 
 def _moved(progress: ProgressCallback, places: Sequence[tuple[int, int]]) -> ProgressCallback:
-    """`progress` of parts, each with the index of its choice and the tokens that this had before."""
+    """Shift reports about parts. `places`: each part's choice, and the tokens before it."""
 
     def report(news: Progress) -> None:
         index, before = places[news.index]

@@ -1,4 +1,4 @@
-"""The policy-gradient loss of a run: which it is, its settings, and whether what trains can train with it."""
+"""The policy-gradient loss of a run, its settings, and whether the backend supports it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.losses import COVARIANT, OPTIONAL_INPUTS, TERMS, Loss, resolve_loss
 from tinkerscript.errors import ConfigError, EngineRequestError
 
+# The inputs that `to_training_datum` provides.
 DATUM_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
-"""What `to_training_datum` gives a loss."""
 
 
 def policy_loss(config: TrainingConfig) -> Loss:
-    """The loss that `loss_fn` names. Raises ConfigError if it is unknown or is not a policy-gradient loss."""
+    """Raises ConfigError if `loss_fn` is unknown or not a policy-gradient loss."""
     try:
         loss = resolve_loss(config.loss_fn)
     except EngineRequestError as error:
@@ -23,26 +23,26 @@ def policy_loss(config: TrainingConfig) -> Loss:
         )
     if COVARIANT in loss.inputs and "cov_share" not in loss.settings:
         raise ConfigError(
-            f"training.loss_fn: {config.loss_fn!r} takes {COVARIANT} and declares no setting cov_share, "
-            "which says how many tokens that marks: add it to the settings of the Loss"
+            f"training.loss_fn: {config.loss_fn!r} takes {COVARIANT} but declares no setting cov_share, "
+            "which says how many tokens to mark: add it to the settings of the Loss"
         )
     if unknown := config.loss_config.keys() - loss.known.keys():
         own = ", ".join(sorted(loss.settings))
         raise ConfigError(
             f"training.loss_config: {config.loss_fn!r} has no setting {', '.join(sorted(unknown))}; it has "
-            f"{own or 'none of its own (a function of your own needs a Loss around it)'}, and as every loss "
+            f"{own or 'none of its own (wrap your function in a Loss to add some)'}, and as every loss "
             f"{', '.join(sorted(TERMS))}"
         )
     return loss
 
 
+# Tinker services leave out `dro`, which has no mask, so that prompts would train, and `stable_reinforce`,
+# which has no published formula.
 SERVICE_LOSSES = frozenset({"ppo", "importance_sampling", "cispo", "gspo"})
-"""Those that mean the same at a service. Its `dro` has no mask, so that prompts would train, and of its
-`stable_reinforce` no formula is published."""
 
 
 def check_loss(config: RunConfig) -> None:
-    """Raises ConfigError if the run's backend cannot train with `training.loss_fn`."""
+    """Raises ConfigError if the run's backend cannot train with its loss."""
     training = config.training
     policy_loss(training)
     if config.engine.backend == "tinker" and training.loss_fn not in SERVICE_LOSSES:
@@ -59,8 +59,8 @@ def check_loss(config: RunConfig) -> None:
         named := [name for name, is_on in needs_engine.items() if is_on]
     ):
         raise ConfigError(
-            f"training.{named[0]} needs the embedded engine; a service behind Tinker's protocol has no such "
-            "input of its losses: leave it out"
+            f"training.{named[0]} needs the embedded engine; leave it out, because the losses of a service "
+            "behind Tinker's protocol have no such input"
         )
     if training.loss_fn == "gspo" and training.loss_mean != "sequences":
         raise ConfigError(
@@ -68,24 +68,22 @@ def check_loss(config: RunConfig) -> None:
         )
 
 
+# Ratios of whole sequences stay so close to 1 that a wider clip never acts.
 WIDE_CLIP = 0.05
-"""Ratios of whole sequences stay so close to 1 that a clip this wide never acts."""
 
 
 def wide_clip(config: TrainingConfig) -> str:
-    """What to tell of `clip_low` and `clip_high` with gspo; empty: nothing."""
     given = {"clip_low": config.clip_low, "clip_high": config.clip_high}
     wide = [f"{name}: {value:g}" for name, value in given.items() if value is not None and value > WIDE_CLIP]
     if config.loss_fn != "gspo" or not wide:
         return ""
     return (
         f"training.{', '.join(wide)} hardly ever clips the ratio of a whole sequence, which is a mean; leave "
-        "it out for the 3e-4 and 4e-4 of gspo's authors"
+        "it out to use 3e-4 and 4e-4, as in the gspo paper"
     )
 
 
 def loss_config(config: TrainingConfig, loss: Loss) -> dict[str, float]:
-    """`loss_fn_config`: the loss's own settings, under those of the config."""
     clip = {
         "clip_low_threshold": None if config.clip_low is None else 1 - config.clip_low,
         "clip_high_threshold": None if config.clip_high is None else 1 + config.clip_high,

@@ -1,8 +1,6 @@
-"""`ModelRenderer`: a model's own chat format as a renderer of tinker_cookbook, for its loops over the
-bridge's environments.
+"""`ModelRenderer`: a model's own chat format as a tinker_cookbook renderer, for the bridge's environments.
 
-It renders, continues and parses with the gateway's `ChatRenderer`, so that all ways to train see the same
-ids.
+It uses the gateway's `ChatRenderer`, so that all ways of training see the same ids.
 """
 
 from __future__ import annotations
@@ -29,19 +27,17 @@ from inspect_tinker_bridge.rendering import ContinuingRenderer
 from tinkerscript.gateway.chat_messages import ChatMessage, Tool
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
 
+# A message with this role declares tools as JSON. tinker_cookbook introduced it for Kimi's format.
 DECLARATION: Role = "tool_declare"
-"""Role of the message that declares tools; its content is JSON. tinker_cookbook has it for Kimi's format."""
 
 _NAMES = ("tool_call_id", "name")
 
 
 class ModelRenderer(ContinuingRenderer):
-    """The chat format of one model folder. Raises GatewayError 400 for messages that it cannot write."""
+    """Raises GatewayError 400 for messages that the model's chat format cannot render."""
 
     def __init__(self, folder: Path, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """`template_kwargs`: arguments of the model's chat template. Raises ConfigError for a model without a
-        chat format, or whose template does not have these arguments.
-        """
+        """Raises ConfigError if the model has no chat format, or its template no such arguments."""
         self._folder = folder
         self._chat = ChatRenderer(folder, template_kwargs)
         super().__init__(cast("Any", self._chat.tokenizer))
@@ -53,20 +49,19 @@ class ModelRenderer(ContinuingRenderer):
         return list(self._chat.stop_token_ids)
 
     def render_message(self, message: Message, ctx: RenderContext) -> RenderedMessage:
-        """Raises NotImplementedError: a chat template writes whole conversations."""
         raise NotImplementedError("a chat template writes whole conversations, not single messages")
 
     def create_conversation_prefix_with_tools(
         self, tools: list[ToolSpec], system_prompt: str = ""
     ) -> list[Message]:
-        """The declaration of `tools` for the chat format, and the system message if there is one."""
+        """Declare `tools`, followed by the system message if there is one."""
         prefix = [Message(role=DECLARATION, content=json.dumps(_declared(tools)))]
         return [*prefix, Message(role="system", content=system_prompt)] if system_prompt else prefix
 
     def build_generation_prompt(
         self, messages: list[Message], role: Role = "assistant", prefill: str | None = None
     ) -> tinker.ModelInput:
-        """The prompt of the assistant's next reply. Raises NotImplementedError for another role."""
+        """Raises NotImplementedError for roles other than the assistant's."""
         if role != "assistant":
             raise NotImplementedError(f"a chat template prompts for the assistant, not for {role!r}")
         conversation, tools = _split(messages)
@@ -93,7 +88,6 @@ class ModelRenderer(ContinuingRenderer):
 
 
 def cookbook_message(message: ChatMessage) -> Message:
-    """A message of the gateway as tinker_cookbook's."""
     content: Any = message["content"]
     if reasoning := message.get("reasoning_content"):
         thinking = ThinkingPart(type="thinking", thinking=reasoning)
@@ -107,11 +101,11 @@ def cookbook_message(message: ChatMessage) -> Message:
 
 
 def _chat_message(message: Message) -> ChatMessage:
-    """A message of tinker_cookbook as the gateway's. Raises ValueError for images and sounds."""
+    """Raises ValueError for images and audio."""
     content: Any = message["content"]
     parts: list[dict[str, Any]] = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if others := {part["type"] for part in parts} - {"text", "thinking"}:
-        raise ValueError(f"the chat format takes text, and a message has {', '.join(sorted(others))}")
+        raise ValueError(f"the chat format takes only text, but a message has {', '.join(sorted(others))}")
     role = "system" if message["role"] == "developer" else message["role"]
     converted: ChatMessage = {
         "role": role,
@@ -129,7 +123,6 @@ def _declared(tools: Sequence[ToolSpec]) -> list[Tool]:
 
 
 def _split(messages: Sequence[Message]) -> tuple[list[ChatMessage], list[Tool]]:
-    """A conversation without the declaration of its tools, and the tools."""
     if messages and messages[0]["role"] == DECLARATION:
         return [_chat_message(each) for each in messages[1:]], json.loads(str(messages[0]["content"]))
     return [_chat_message(each) for each in messages], []

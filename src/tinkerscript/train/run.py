@@ -1,6 +1,6 @@
 """`run_training`: one run from a config, in several processes or in one.
 
-Invariant: whatever it opens is closed, and its child processes have ended, however it ends.
+Invariant: however it ends, everything that it opened is closed, and its child processes have ended.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ async def run_training(
     on_server: Callable[[str], object] = lambda url: None,
     on_page: Callable[[str], object] | None = None,
 ) -> RunFolder:
-    """Train as `config` says; returns the run's folder, whose summary.json has the results.
+    """Train as `config` says; returns the run's folder, with results in summary.json.
 
-    `path`: the folder of a run to resume. `join`: use the server that already serves `path` instead of
-    starting one. `on_server` is called with the server's URL once it listens, and `on_page` with that of the
-    run's page; without it the run has no page. Raises ConfigError for a run that cannot start.
+    `path` is the folder of a run to resume. `join`: use the server that already serves it. `on_server` and
+    `on_page` get the URLs of the server and the page; without `on_page` there is no page. Raises ConfigError
+    for a run that cannot start.
     """
-    # What can be refused is refused before the run has a folder.
+    # Validate everything possible before the run has a folder.
     model = model_folder(config.engine.model)
     backend_named(config.engine.backend).check(config.engine, model, progress.note)
     check_loss(config)
@@ -113,7 +113,7 @@ async def run_training(
         link = await stack.enter_async_context(_link(config, children, sampling.sample, progress.note))
         lag = config.replay_lag if config.training.replay_uses > 1 else 0
         plan_lag = config.max_policy_lag if config.training.on_stale == "wait" else config.training.steps
-        with progress.waiting("the server to say where the run goes on"):
+        with progress.waiting("the server to say where the run continues"):
             past = _past(link, folder, replay_lag=lag, plan_lag=plan_lag)
             asking = asyncio.create_task(past, name="ask for the past")
             history, replayed = await run_beside(children.supervisor, asking)
@@ -129,15 +129,14 @@ async def run_training(
                 if history.checkpoint:
                     samples.curriculum.restore(history.checkpoint.curriculum)
                 extra = [*extra, samples.curriculum.metrics]
-        # What trains and samples.
         await stack.enter_async_context(
             launched_ranks(children.plan, children.launcher, folder.path, progress.note)
         )
         backend = await stack.enter_async_context(run.backend(model))
         if config.sampling.max_tokens >= backend.max_context:
             progress.note(
-                f"sampling.max_tokens: {config.sampling.max_tokens} does not fit the model's context of "
-                f"{backend.max_context} tokens, prompt and reply: a reply without an end fills it"
+                f"sampling.max_tokens: {config.sampling.max_tokens} leaves no room for a prompt in the "
+                f"model's context of {backend.max_context} tokens: a reply that does not stop fills it"
             )
         policy = Policy(
             backend,
@@ -152,10 +151,9 @@ async def run_training(
         if judging is not None:
             servers = await stack.enter_async_context(outside_servers(config, os.environ))
             judge = GroupJudge(judging, RoleAsker(servers, policy, model), known=history.verdicts)
-        # What runs the episodes.
         async with _opened(run, progress, backend, policy, children, link) as opened:
             if config.inference.has_replicas:
-                # After the server, which may be where they get their adapters.
+                # Replicas may download their adapters from the server, so it has to be up.
                 with progress.waiting(f"the replicas (logs: {folder.path / 'logs'})"):
                     replicas = await stack.enter_async_context(_replicas(run, backend, children))
                 policy.publish_to(replicas)
@@ -163,7 +161,7 @@ async def run_training(
                 opened, extra = replace(opened, publisher=replicas), [*extra, replicas.metrics]
             if samples and config.evaluation.every_steps and not policy.holds:
                 progress.note(
-                    "training waits for each evaluation: what samples has no room for older weights beside "
+                    "training waits for each evaluation: the sampler has no room for older weights besides "
                     "the newest (docs/training.md#evaluation)"
                 )
 
@@ -187,7 +185,6 @@ async def run_training(
 async def _past(
     link: TrainerLink, folder: RunFolder, *, replay_lag: int, plan_lag: int
 ) -> tuple[History, list[EpisodeAccepted]]:
-    """Where the run goes on, and the episodes that it may train on again."""
     whole = folder.whole_checkpoints()
     history = await link.resume(whole, replay_lag=replay_lag, plan_lag=plan_lag)
     fetched = await link.fetch(sorted({each.episode for each in history.replayed}))
@@ -196,36 +193,34 @@ async def _past(
 
 
 class _LateSampling:
-    """Samples from the policy of a run, once it has one: the server is asked first where the run goes on."""
+    """Forwards to the run's policy, which exists only once the server has said where the run continues."""
 
     policy: Policy | None = None
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Raises GatewayError 503 while there is no policy, and what `Policy.sample` raises."""
         if self.policy is None:
             raise GatewayError(503, "engine_unavailable", "the trainer is starting; retry")
         return await self.policy.sample(request, progress)
 
 
 def _samples(config: RunConfig) -> TaskSamples | None:
-    """The tasks' samples; None if clients register their own. Raises ConfigError."""
+    """None if clients register their own samples. Raises ConfigError."""
     if config.all_tasks:
         return TaskSamples(config.all_tasks, seed=config.seed)
     if config.evaluation.episodes or config.workers.count:
         raise ConfigError(
-            "without task.name the episodes are samples that clients register: set evaluation.episodes and "
+            "without task.name, clients have to register the samples: set evaluation.episodes and "
             "workers.count to 0, or name a task"
         )
     return None
 
 
 def _advice(config: RunConfig, samples: TaskSamples | None) -> Iterator[str]:
-    """What people should know before the run begins."""
     if samples and (warning := not_held_out(samples, config.evaluation)):
         yield warning
     if samples and samples.greedy and config.sampling.precedence == "program":
         yield (
-            f"the task {', '.join(samples.greedy)} asks for temperature 0, at which nothing trains: "
+            f"the task {', '.join(samples.greedy)} asks for temperature 0, which leaves nothing to train on: "
             "change its config, or let the run decide with sampling.precedence: run"
         )
     if warning := wide_clip(config.training):
@@ -233,7 +228,6 @@ def _advice(config: RunConfig, samples: TaskSamples | None) -> Iterator[str]:
 
 
 def not_held_out(samples: TaskSamples, evaluation: EvaluationConfig) -> str:
-    """A warning about evaluation samples that also train; empty if there are none."""
     interim = evaluation.interim_episodes if evaluation.every_steps else 0
     shared, number = samples.trained_too(max(evaluation.episodes, interim))
     if not shared:
@@ -250,11 +244,8 @@ def not_held_out(samples: TaskSamples, evaluation: EvaluationConfig) -> str:
 async def _learners(
     run: OpenRun, backend: TrainerBackend, policy: Policy, model: Path, stack: AsyncExitStack
 ) -> tuple[list[Learner], list[TrainerBackend]]:
-    """What trains the run's own policy, and then the roles that train, which `policy` samples from; and the
-    backend of each.
-
-    Also opens the frozen roles and the teacher, until `stack` is closed.
-    """
+    """Learners and backends: the run's own policy, then roles that train. Opens frozen roles and the teacher
+    too."""
     config, progress, done = run.config, run.progress, run.history.checkpoint
     frozen = dict[str, FrozenModel]()
     for name, role in config.episode_roles.items():
@@ -302,7 +293,7 @@ async def _learners(
 
 
 async def _policy_of_role(run: OpenRun, name: str, backend: TrainerBackend) -> TrainerBackend:
-    """The policy of a role that trains, beside the run's own. Raises ConfigError, with the role's name."""
+    """Raises ConfigError with the role's name."""
     checkpoint, step = run.config.trained_roles[name].model, run.history.step
     restore = run.folder.checkpoint_name(step) if run.history.checkpoint else None
     target = run.folder.checkpoints_of(name)
@@ -320,7 +311,7 @@ async def _policy_of_role(run: OpenRun, name: str, backend: TrainerBackend) -> T
 def _replicas(
     run: OpenRun, backend: TrainerBackend, children: Children
 ) -> AbstractAsyncContextManager[ReplicaPublisher]:
-    # Imported here: a run that samples with its own engine does not need it.
+    # Imported here, because only runs with replicas need it.
     from tinkerscript.train.replicas.publisher import open_replicas
 
     launcher, config = children.launcher, run.config
@@ -332,7 +323,6 @@ def _replicas(
 
 @contextmanager
 def _report_written(loop: TrainingLoop, learners: Sequence[Learner]) -> Generator[None]:
-    """Write the alignment reports however the run ends, including the finding that ended it."""
     try:
         yield
     except AlignmentError as error:
@@ -350,8 +340,6 @@ def _report_written(loop: TrainingLoop, learners: Sequence[Learner]) -> Generato
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What runs the episodes, and what can end the run beside it."""
-
     source: EpisodeSource
     supervisor: Supervisor
     backend: TrainerBackend
@@ -360,7 +348,6 @@ class Opened:
     publisher: Publisher | None = None
 
     async def failed(self) -> None:
-        """Wait for a child that cannot run, a broken engine or sampler, or a request to stop; raise it."""
         reasons = [
             *(self.supervisor.failed(), self.backend.failed(), self.policy.failed()),
             self._stop_requested(),
@@ -384,20 +371,17 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Children:
-    """The child processes of a run, and where its server listens."""
-
     supervisor: Supervisor
     address: ServerAddress
     plan: list[PlannedProcess]
     launcher: Launcher
     server_stays: bool
-    """Whether the server outlives this trainer, and may get another one."""
+    """Whether the server outlives this trainer."""
 
     here: ServerHere | None = None
-    """The server, if it is in this process."""
+    """Set if the server runs in this process."""
 
     def url_of_server(self, config: RunConfig) -> str:
-        """Where the processes that the launcher starts find the server."""
         return self.address.seen_from(self.launcher.address, config.interchange_server)
 
 
@@ -496,15 +480,15 @@ async def _opened(
                 await asyncio.gather(*beside, return_exceptions=True)
                 failure = f"{type(ended_by).__name__}: {ended_by}" if isinstance(ended_by, Exception) else ""
                 await status.end(ended_by)
-                # Nobody comes back to the workers of a failed run whose server ends with it.
+                # If a failed run takes its server down, no restart will come, so workers should stop waiting.
                 over = ended_by is None or (bool(failure) and not children.server_stays)
                 await _say_goodbye(link, over=over, failure=failure)
     finally:
-        await supervisor.stop()  # While the backend can still answer what the workers ask.
+        await supervisor.stop()  # Workers may still ask for samples, so the backend closes after them.
 
 
 async def _say_goodbye(link: TrainerLink, *, over: bool, failure: str) -> None:
-    """Tell the server that the trainer is leaving and why, so that nobody waits for a timeout."""
+    """Tell the server why the trainer leaves, so that nothing waits for a timeout."""
     link.set_status(engine_status="ENGINE.OFFLINE", run_finished=over, failure=failure)
     try:
         async with asyncio.timeout(GOODBYE_S):
@@ -522,7 +506,6 @@ async def _server(
     *,
     join: bool,
 ) -> ServerAddress:
-    """The address of the server: the one to join, a new child process, or one in this process."""
     if join:
         info = read_server_info(path)
         if info is None:
@@ -543,7 +526,6 @@ def _address(info: ServerInfo) -> ServerAddress:
 def summarize(
     loop: TrainingLoop, learners: Sequence[Learner], tally: Tally, *, restarts: int
 ) -> dict[str, Any]:
-    """The contents of summary.json. `restarts`: of child processes."""
     config, seconds = loop.parts.config, loop.train_seconds
     evaluations = loop.evaluator.finished
     before, after = evaluations.get("before"), evaluations.get("after")

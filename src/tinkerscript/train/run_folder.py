@@ -4,8 +4,8 @@ config.yaml  metrics.jsonl  ledger.sqlite  alignment.json  summary.json  learnin
 rollouts/step_0001.jsonl  checkpoints/step_0005/  checkpoints/final/  checkpoints/roles/NAME/final/
 logs/  inspect/  sft_data.json  run_id
 
-Invariants: one trainer at a time writes there, held by a lock that dies with the process. The checkpoint of a
-step that a resumption undid is in `undone_N`, so that it takes the place of none that can be resumed.
+Invariants: a lock that dies with its process allows one trainer at a time. Checkpoints that a resumed run
+repeats are moved to `undone_N`, so they never replace one that can be resumed.
 """
 
 from __future__ import annotations
@@ -49,19 +49,15 @@ FINAL_CHECKPOINT = "final"
 
 
 class RunFolder:
-    """Creates the folder of `config` if it does not exist, and locks it."""
-
     def __init__(self, config: RunConfig, model: Path, *, now: datetime, path: Path | None = None) -> None:
-        """`model`: the folder of the model that trains. `path`: the folder of a run to resume, or of a server
-        to join; None: as `experiment_dir` says.
+        """`path` is the folder of a run to resume, or of a server to join; None: `experiment_dir` decides.
 
-        Raises ConfigError for a new run in a folder that holds one, and if another trainer is using the
-        folder.
+        Raises ConfigError for a new run in a folder that holds one, and if another trainer uses the folder.
         """
         self._tokenizer: Any = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.path = path or config.new_folder(now)
         if not config.enable_tinkerscript_mode:
-            # Inspect, which runs in this process too, changes its working folder while it loads a task.
+            # Inspect runs in this process and changes the working directory while it loads a task.
             self.path = self.path.absolute()
         if path is None:
             check_unused(self.path)
@@ -70,18 +66,16 @@ class RunFolder:
         self._url = config.experiment_dir if is_url(config.experiment_dir) else ""
         self._keep = config.training.keep_checkpoints
         self._uploads: Uploads | None = None
-        # Others on this machine may not read its texts. A folder that is there keeps its mode.
+        # Rollouts may be private. An existing folder keeps its mode.
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in ("rollouts", "checkpoints", "logs"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
         self.run_id = identify(self.path)
         lock = try_lock(self.path / "trainer.lock")
         if lock is None:
-            raise ConfigError(f"another trainer is at work in {self.path}")
+            raise ConfigError(f"another trainer is using {self.path}")
         self._lock = lock
         self.exported = TrainerMetrics()
-        """The run's metrics for Prometheus."""
-
         try:
             loggers = [JsonLogger(self.path), self.exported, *metric_loggers(config, self.path)]
             self._metrics = MultiplexLogger(loggers)
@@ -98,11 +92,10 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def checkpoints_of(self, role: str) -> Path:
-        """Where the checkpoints of a role that trains are."""
         return self.checkpoints / ROLES / role
 
     def checkpoints_named(self, name: str) -> list[Path]:
-        """The checkpoints of every policy with this name; that of the run's own is the last."""
+        """The checkpoints of all policies with this name, the run's own last."""
         return [*sorted(self.checkpoints.glob(f"{ROLES}/*/{name}")), self.checkpoints / name]
 
     def checkpoint_name(self, step: int) -> str:
@@ -112,19 +105,18 @@ class RunFolder:
         return next(filter(None, map(damage_of, self.checkpoints_named(name))), "")
 
     def seal(self, name: str) -> None:
-        """Say of a checkpoint whose files are all there that it is complete: that of the run's own last.
-        Blocks."""
+        """Mark fully written checkpoints as complete, the run's own last. Blocks."""
         for folder in self.checkpoints_named(name):
             write_manifest(folder, self.run_id)
 
     def whole_checkpoints(self) -> list[int]:
-        """The steps whose checkpoints are complete, in order."""
+        """Steps with complete checkpoints, in order."""
         return [step for step, path in _made_in(self.checkpoints) if not self._lacks(path.name)]
 
     def set_aside_after(self, step: int, *, resumption: int) -> list[str]:
-        """Move checkpoints later than that of `step`, from which the run goes on, out of the way. Returns
-        what to say of them: each is not complete, or not in the ledger."""
-        aside, start = f"undone_{resumption}", f"that of step {step}" if step else "its beginning"
+        """Move checkpoints after `step`, where the run continues, out of the way. Returns messages about
+        them."""
+        aside, start = f"undone_{resumption}", f"step {step}" if step else "the beginning"
         said: list[str] = []
         for folder in self._policies:
             for later, path in _made_in(folder):
@@ -134,8 +126,8 @@ class RunFolder:
                     damage = self._lacks(path.name)
                     why = f"not complete ({damage})" if damage else "not in the ledger"
                     said.append(
-                        f"the checkpoint {path} is {why}: the run goes on from {start}, and it is now in "
-                        f"{folder / aside}"
+                        f"the checkpoint {path} is {why}: the run continues from {start}, and this "
+                        f"checkpoint was moved to {folder / aside}"
                     )
                 (folder / aside).mkdir(exist_ok=True)
                 path.rename(folder / aside / path.name)
@@ -143,9 +135,9 @@ class RunFolder:
 
     @asynccontextmanager
     async def copied(self, note: Callable[[str], None]) -> AsyncGenerator[None]:
-        """Copy what is finished to the URL of `experiment_dir`, if it is one, while the context is open.
+        """If `experiment_dir` is a URL, copy finished files there while the context is open.
 
-        Raises ConfigError if nothing can be written there. `note` is told what was not copied.
+        Raises ConfigError if the URL is not writable. `note` gets later failures.
         """
         if not self._url:
             yield
@@ -154,20 +146,19 @@ class RunFolder:
             yield
 
     async def finish_copies(self, progress: ProgressReporter) -> None:
-        """Wait until all is copied. Raises UploadError that names what could not be."""
+        """Wait until everything is copied. Raises UploadError, which names the rest."""
         if self._uploads is not None:
             with progress.waiting(f"the copies at {self._url}"):
                 await self._uploads.finish()
 
     def checkpointed(self, *, needed: Collection[int] = ()) -> None:
-        """A checkpoint is written and in the ledger: delete the oldest, but not those of the steps `needed`,
-        and copy what is new."""
+        """Delete old checkpoints and copy new files, once a checkpoint is in the ledger."""
         self.keep_checkpoints(self._keep, needed=needed)
         if self._uploads is not None:
             self._uploads.copy()
 
     def keep_checkpoints(self, number: int, *, needed: Collection[int] = ()) -> None:
-        """Delete all but the newest `number` step checkpoints of every policy and those of steps `needed`."""
+        """Delete all step checkpoints but the newest `number` and those `needed`, for each policy."""
         for folder in self._policies:
             for step, old in _made_in(folder)[:-number]:
                 if step not in needed:
@@ -175,11 +166,9 @@ class RunFolder:
 
     @property
     def _policies(self) -> list[Path]:
-        """Where the checkpoints of each policy are; those of the run's own first."""
         return [self.checkpoints, *self.checkpoints.glob(f"{ROLES}/*")]
 
     def forget_metrics_after(self, step: int) -> None:
-        """Remove the metrics of steps that a resumed run repeats."""
         path = self.path / "metrics.jsonl"
         if not path.exists():
             return
@@ -188,7 +177,7 @@ class RunFolder:
         write_atomically(path, "".join(f"{line}\n" for line in kept))
 
     def log_metrics(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Append a line to metrics.jsonl, and write to the other loggers. JSON has no NaN: it is left out."""
+        """Leaves out NaN, which JSON cannot hold."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._metrics.log_metrics(finite, step)
 
@@ -200,8 +189,10 @@ class RunFolder:
         rule: AdvantageRule,
         left_out: Mapping[str, str],
     ) -> None:
-        """One readable JSON line for each episode of a step, failed ones included. `left_out`: uuid -> why it
-        does not train, unless its own group has too few."""
+        """Write a readable JSON line per episode, including failed ones.
+
+        `left_out` maps uuids to why they do not train (default: the group is too small).
+        """
         lines = [
             self._readable(group, episode, advantage)
             | ({"left_out": left_out[episode.episode_uuid]} if episode.episode_uuid in left_out else {})
@@ -237,13 +228,12 @@ class RunFolder:
         }
 
     def write_json(self, name: str, data: Mapping[str, object]) -> None:
-        """Replace a JSON file atomically."""
         write_json(self.path / name, data)
 
     def draw_curve(self, *, at_once: bool = False) -> None:
-        """Draw learning_curve.png from the metrics. Blocks.
+        """Draw learning_curve.png. Blocks.
 
-        Skipped, unless `at_once`, while it would take more than a twentieth of the time.
+        Unless `at_once`, skips drawings that would take more than a twentieth of the time.
         """
         began = time.monotonic()
         if at_once or began >= self._next_drawing:
@@ -257,19 +247,19 @@ class RunFolder:
 
 
 def steps_finished(run_dir: Path) -> int | None:
-    """Training steps of the finished run in this folder; None if there is none."""
+    """None without a finished run."""
     path = run_dir / "summary.json"
     return int(json.loads(path.read_text())["steps"]) if path.exists() else None
 
 
 def _made_in(folder: Path) -> list[tuple[int, Path]]:
-    """The steps that have checkpoints in a folder, in order."""
+    """(step, path) of each step checkpoint, in order."""
     found = {path: re.fullmatch(r"step_(\d+)", path.name) for path in folder.iterdir()}
     return sorted((int(match[1]), path) for path, match in found.items() if match)
 
 
 def _step_of(line: str, *, beyond: int) -> int:
-    """The step of a line of metrics; `beyond` for a line that a kill cut short."""
+    """The step of a line of metrics, or `beyond` if a kill truncated it."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError):
@@ -277,7 +267,7 @@ def _step_of(line: str, *, beyond: int) -> int:
 
 
 def _link_as_latest(run: Path) -> None:
-    """Make `runs/latest` a link to this run. A folder of that name that is not a link stays as it is."""
+    """Point `runs/latest` at this run, unless it is something other than a link."""
     link = RUNS / "latest"
     if link.is_dir() and not link.is_symlink():
         return
@@ -289,7 +279,6 @@ def _link_as_latest(run: Path) -> None:
 
 
 def _left_out(outcome: Outcome, why: str) -> dict[str, Any]:
-    """An episode that is in no group: it failed, or was left out."""
     if isinstance(outcome, EpisodeFailed):
         return {"episode_uuid": outcome.episode_uuid, "failures": outcome.failures}
     assert isinstance(outcome, EpisodeAccepted)

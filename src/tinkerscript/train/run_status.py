@@ -1,6 +1,6 @@
-"""`RunStatus` writes a run's progress and messages into its ledger, where the page and `show` find them.
+"""`RunStatus` writes a run's progress and messages into its ledger for the page and `show`.
 
-Invariant: training never depends on it, so a run trains the same whether or not anybody watches.
+Invariant: training never depends on it, so a run trains the same whether or not anyone watches.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from tinkerscript.lifecycle import ProcessId
 logger = logging.getLogger(__name__)
 
 SAID_EVERY_S = 0.2
-"""Seconds between two commits, at the least."""
 
 LAST_WORDS_S = 2.0
-"""Seconds that the end of a run waits for the ledger to know how it ended."""
+"""Time limit for recording how the run ended."""
 
 
 class RunStatus(ProgressReporter):
-    """Shows a run's progress to `shown`, and writes it into the ledger once there is one."""
+    """Forwards progress to `shown`, and writes it into the ledger once there is one."""
 
     def __init__(self, shown: ProgressReporter) -> None:
         self._shown = shown
@@ -46,15 +45,12 @@ class RunStatus(ProgressReporter):
             "began": time.time(),
         }
         self._waits: list[str] = []
-        self._notes: list[NoteRow] = []
-        """Those that the ledger does not have, as there is none yet."""
-
+        self._notes: list[NoteRow] = []  # Kept until there is a ledger.
         self._ledger: RowWriter | None = None
         self._writing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
     def write_into(self, ledger: RowWriter) -> None:
-        """Write what there was and will be into `ledger`, until `end`."""
         self._ledger = ledger
         ledger.note(self._notes)
         self._notes = []
@@ -66,7 +62,7 @@ class RunStatus(ProgressReporter):
                 await ledger.commit([self._row()])
                 await asyncio.sleep(SAID_EVERY_S)
                 await self._changed.wait()
-        except (LinkError, StoreError) as error:  # Whoever needs the ledger fails with it.
+        except (LinkError, StoreError) as error:  # Everything that needs the ledger fails by itself.
             logger.warning("status.not_written %s", error)
 
     def _row(self) -> FactRow:
@@ -74,7 +70,6 @@ class RunStatus(ProgressReporter):
         return FactRow(name=STATUS, value=json.dumps(self._said).encode())
 
     async def end(self, error: BaseException | None) -> None:
-        """The run ends, by `error` or finished: write how. What is said later is not written."""
         ledger, self._ledger = self._ledger, None
         if ledger is None:
             return
@@ -93,7 +88,6 @@ class RunStatus(ProgressReporter):
     async def exited(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """`end`, for the exit of a context."""
         await self.end(error)
 
     def _say(self, **values: Any) -> None:
@@ -131,7 +125,6 @@ class RunStatus(ProgressReporter):
                 self._say(phase=None)
 
     def say_phase(self, label: str, done: int, total: int) -> None:
-        """So many episodes of a batch have ended."""
         self._say(phase={"label": label, "done": done, "total": total, "time": time.time()})
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

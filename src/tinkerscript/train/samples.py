@@ -1,7 +1,7 @@
 """`TaskSamples`: the training and evaluation samples of a run's tasks.
 
-Invariant: which sample is at a position depends only on the seed and the weights, so a resumed run asks
-for positions and gets the same samples.
+Invariant: the sample at a position depends only on the seed and the weights, so a resumed run gets the same
+samples for the same positions.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from tinkerscript.train.curriculum import Curriculum
 from tinkerscript.train.episode_source import PlannedEpisode
 from tinkerscript.workers.base_task import Task, load_task
 
+# Ends the search if a curriculum skips everything, for example because it has retired all samples.
 MAX_PASSED_OVER = 10_000
-"""Samples in a row that a curriculum may pass over, such as where it has retired all."""
 
 
 def usable_task(name: str, args: Mapping[str, Any], *, setting: str = "task", sandbox: str = "") -> Task:
-    """The task `name` called with `args`. Raises ConfigError, also for errors in the task's own code.
-
-    `setting`: what gave the arguments, for messages.
-    """
+    """Load a task. Raises ConfigError, also for errors in its own code. `setting` names the config
+    section."""
     try:
         return load_task(name, args, sandbox=sandbox)
     except ConfigError as error:
@@ -45,21 +43,16 @@ def _own_error(setting: str, name: str, args: Mapping[str, Any], error: Exceptio
 
 
 class TaskSamples:
-    """Plans episodes; payloads hold the samples as JSON."""
-
     curriculum: Curriculum | None = None
-    """Says which positions are asked; None: all are."""
 
     def __init__(self, tasks: Sequence[WeightedTaskConfig], *, seed: int) -> None:
-        """Raises ConfigError if no task is given, or for a task that cannot be loaded or has no samples."""
+        """Raises ConfigError without tasks, or for one that cannot be loaded or has no samples."""
         if not tasks:
             raise ConfigError("task.name is needed to train: see docs/environments.md")
         loaded = [usable_task(task.name, task.train_args, sandbox=task.sandbox) for task in tasks]
         self.tasks = [task.task_id for task in loaded]
-        """What payloads call them."""
-
         self.greedy = [task.task_id for task in loaded if task.temperature == 0]
-        """Those that ask for temperature 0."""
+        """Tasks that ask for temperature 0."""
 
         if len(set(self.tasks)) < len(self.tasks):
             raise ConfigError(f"tasks: two have the same file name and task name: {', '.join(self.tasks)}")
@@ -80,13 +73,12 @@ class TaskSamples:
         ]
         self._schedule = _WeightedSchedule([task.weight for task in tasks])
         self.next_position = 0
-        """In the endless order of training samples."""
+        """Position in the endless order of training samples."""
 
         self.again = list[int]()
-        """Positions before it that come first: a resumption gave up their groups."""
+        """Earlier positions to ask first, because resuming gave up their groups."""
 
     def train_groups(self, *, step: int, groups: int, group_size: int) -> list[list[PlannedEpisode]]:
-        """The next `groups` samples, each as `group_size` planned episodes."""
         positions, self.again = self.again[:groups], self.again[groups:]
         positions += [self._next_position() for _ in range(groups - len(positions))]
         return [
@@ -95,7 +87,7 @@ class TaskSamples:
         ]
 
     def _next_position(self) -> int:
-        """The next position that the curriculum admits; any, after `MAX_PASSED_OVER` that it does not."""
+        """The next position that the curriculum admits, or any after `MAX_PASSED_OVER` rejections."""
         for _ in range(MAX_PASSED_OVER):
             position, self.next_position = self.next_position, self.next_position + 1
             if self.curriculum is None or self.curriculum.admits(position, self.payload_at(position)):
@@ -103,17 +95,15 @@ class TaskSamples:
         return self.next_position - 1
 
     def planned_again(self, group_id: str, position: int, **more: str) -> PlannedEpisode:
-        """An episode of the sample at `position`; `more` can set its former `episode_uuid`."""
+        """`more` can set an earlier `episode_uuid`."""
         return PlannedEpisode("train", group_id, self.payload_at(position), position=position, **more)
 
     def payload_at(self, position: int) -> dict[str, Any]:
-        """The payload of the training sample at `position`."""
         task, index = self._schedule.at(position)
         return {"task": self.tasks[task], "sample": self._train[task].at(index)}
 
     def eval_episodes(self, *, label: str, count: int, attempts: int = 1) -> list[PlannedEpisode]:
-        """`count` episodes that cycle through each task's evaluation samples in order, `attempts` of each in
-        a row."""
+        """Cycle through each task's evaluation samples in order, with `attempts` of each in a row."""
         planned: list[PlannedEpisode] = []
         for place in range(count):
             position = place // attempts
@@ -125,10 +115,8 @@ class TaskSamples:
         return planned
 
     def trained_too(self, count: int) -> tuple[int, int]:
-        """(how many samples of an evaluation of `count` episodes also train, its samples in all).
-
-        Two samples of a task that differ only in their id count as the same.
-        """
+        """(evaluation samples that also train, all of them). Samples that differ only in their id count as
+        the same."""
         trained = {
             (task, _content(sample))
             for task, shuffled in zip(self.tasks, self._train, strict=True)
@@ -144,16 +132,12 @@ def _content(sample: dict[str, Any]) -> str:
 
 
 class _ShuffledSamples:
-    """One task's samples, repeated endlessly; each pass is shuffled anew."""
-
     def __init__(self, samples: list[dict[str, Any]], seed: str) -> None:
         self.samples = samples
         self._seed = seed
-        self._shuffled: tuple[int, list[dict[str, Any]]] = (-1, [])
-        """Number of the pass, and its samples."""
+        self._shuffled: tuple[int, list[dict[str, Any]]] = (-1, [])  # (number of the pass, its samples)
 
     def at(self, index: int) -> dict[str, Any]:
-        """The sample at `index`, which counts from 0 and has no upper bound."""
         number, offset = divmod(index, len(self.samples))
         if number != self._shuffled[0]:
             rng = random.Random(f"{self._seed}/{number}")
@@ -162,17 +146,16 @@ class _ShuffledSamples:
 
 
 class _WeightedSchedule:
-    """Which task supplies each position: always the one furthest behind its share (Sainte-Lague)."""
+    """Gives each position to the task furthest behind its share (Sainte-Laguë)."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._weights = weights
-        self._taken = [0] * len(weights)
-        """Positions that each task has supplied."""
+        self._taken = [0] * len(weights)  # Positions assigned to each task.
 
         self._positions: list[tuple[int, int]] = []
 
     def at(self, position: int) -> tuple[int, int]:
-        """(the task's index, the index among that task's samples)."""
+        """(task, index among its samples)"""
         while len(self._positions) <= position:
             ahead = [(taken + 0.5) / weight for taken, weight in zip(self._taken, self._weights, strict=True)]
             task = ahead.index(min(ahead))
@@ -196,8 +179,8 @@ def _samples(task: Task, args: dict[str, Any], *, held_out: bool) -> list[dict[s
             json.dumps(sample)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{setting}: the sample {sample.get('id')!r} of {task.task_id!r} is not JSON, and cannot "
-                f"travel to a worker: {error}"
+                f"{setting}: the sample {sample.get('id')!r} of {task.task_id!r} is not JSON and cannot be "
+                f"sent to a worker: {error}"
             ) from error
     ids = Counter(str(sample.get("id")) for sample in samples)
     repeated = [name for name, count in ids.items() if count > 1 or name == "None"]

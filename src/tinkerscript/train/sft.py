@@ -1,7 +1,6 @@
 """Supervised fine-tuning on chats, top to bottom: measure; train step by step; measure again.
 
-Often the warm start of reinforcement learning: `engine.checkpoint` of the next run names the checkpoint that
-this one leaves. It has the same run folder, checkpoints and way of resuming.
+It often prepares reinforcement learning: `engine.checkpoint` of the next run can name its checkpoint.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ from tinkerscript.train.step_rows import chat_rows, keeps_tokens, metric_rows
 
 HELD_OUT = "held_out/nll"
 ORIGIN_FILE = "sft_data.json"
-"""In the run's folder: the origin of the chats that it began with."""
 
 
 async def run_sft(
@@ -55,10 +53,10 @@ async def run_sft(
     path: Path | None = None,
     on_page: Callable[[str], object] | None = None,
 ) -> RunFolder:
-    """Train as `config` says; returns the run's folder, whose summary.json has the results.
+    """Train as `config` says; returns the run's folder, with results in summary.json.
 
-    `path`: the folder of a run to resume. `on_page` is called with the URL of the run's page; without it the
-    run has no page. Raises ConfigError for a run that cannot start.
+    `path` is the folder of a run to resume. `on_page` gets the URL of the run's page; without it there is no
+    page. Raises ConfigError for a run that cannot start.
     """
     model = model_folder(config.engine.model)
     backend_named(config.engine.backend).check(config.engine, model, progress.note)
@@ -96,13 +94,13 @@ async def run_sft(
             await sft.save(FINAL_CHECKPOINT)
         folder.write_json("summary.json", sft.summary())
         folder.draw_curve(at_once=True)
-        await progress.end(None)  # The ledger's last copy says so too.
+        await progress.end(None)  # So that the last copy of the ledger says how the run ended.
         await folder.finish_copies(progress)
     return folder
 
 
 async def _past(ledger: Ledger, folder: RunFolder) -> tuple[History, int]:
-    """Where the run goes on, and the number that the next chat gets in the ledger."""
+    """Where the run continues, and the ledger's number for the next chat."""
     history = (await begin(ledger, folder.whole_checkpoints(), time=time.time())).history
     undo = "UPDATE {s}episodes SET undone = ? WHERE undone = 0 AND step > ?"
     ledger.execute(undo, history.resumption, history.step)
@@ -112,10 +110,7 @@ async def _past(ledger: Ledger, folder: RunFolder) -> tuple[History, int]:
 
 
 def check_origin(folder: RunFolder, chats: Chats) -> None:
-    """Record where a new run's chats come from. Raises ConfigError if a resumed run would use others.
-
-    Otherwise a held-out chat could train, and the chats' order would change.
-    """
+    """Record where the chats come from. Raises ConfigError if a resumed run would use others."""
     path = folder.path / ORIGIN_FILE
     if path.exists():
         begun: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
@@ -132,7 +127,7 @@ def check_origin(folder: RunFolder, chats: Chats) -> None:
 
 @dataclass
 class SupervisedRun:
-    """One run. `step`: training steps behind the client's weights."""
+    """`step`: training steps behind the client's weights."""
 
     parts: OpenRun
     ledger: Ledger
@@ -141,18 +136,17 @@ class SupervisedRun:
     step: int
     train_seconds: float
     next_chat: int
-    """The number that the next chat gets in the ledger."""
+    """The next chat's number in the ledger."""
 
+    # Whether weights and ledger may disagree, so that a checkpoint would be wrong.
     _mid_step: bool = False
-    """Whether the weights may be between two steps."""
 
     def __post_init__(self) -> None:
         self._storage = StorageLimit(self.ledger, self.parts.config.recording_limit_mb)
-        self._saved = self.step
-        """The last step whose checkpoint counts."""
+        self._saved = self.step  # The last step with a committed checkpoint.
 
     async def run(self) -> None:
-        """The whole run, or the rest of it. Whatever ends it between two steps, the last one is saved."""
+        """Run or resume. If the run ends between two steps, the last one is saved."""
         every, saves = self.parts.config.evaluation.every_steps, self.parts.config.training.checkpoint_every
         self._began = time.monotonic() - self.train_seconds
         if self.step == 0:
@@ -171,7 +165,6 @@ class SupervisedRun:
             raise
 
     async def train_step(self) -> None:
-        """One batch, one optimizer step, one line of metrics."""
         began, step = time.monotonic(), self.step + 1
         datums = self.chats.batch(step)
         self._mid_step = True
@@ -183,7 +176,7 @@ class SupervisedRun:
         tokens = sum(datum.model_input.length for datum in datums)
         metrics = stepped.metrics
         metrics |= {
-            "train/nll": metrics["train/loss"],  # The weights of a batch sum to 1.
+            "train/nll": metrics["train/loss"],  # A batch's weights sum to 1.
             "train/learning_rate": rate,
             "train/sequences": float(len(datums)),
             "train/tokens": float(tokens),
@@ -207,7 +200,6 @@ class SupervisedRun:
     def _chat_rows(
         self, step: int, datums: Sequence[tinker.Datum], logprobs: Sequence[FloatArray]
     ) -> list[Row]:
-        """A step's chats, each as an episode without calls or reward, if the run keeps them."""
         if not keeps_tokens(self.parts.config.recording, step) or len(logprobs) < len(datums):
             return []
         rows: list[Row] = []
@@ -217,7 +209,7 @@ class SupervisedRun:
         return rows
 
     async def measure(self) -> None:
-        """The held-out nll of the current weights, in nats per trained token. Measured once per step."""
+        """Measure the held-out negative log-likelihood per trained token, in nats, once per step."""
         if not self.chats.held_out or self.step in dict(self.held_out_curve()):
             return
         with self.parts.progress.waiting("the held-out nll"):
@@ -229,7 +221,6 @@ class SupervisedRun:
         self.parts.progress.note(f"held-out nll after {self.step} steps: {nll:.4f}")
 
     async def save(self, name: str) -> None:
-        """Write the weights under `name`."""
         await self.client.save_state(name)
         await asyncio.to_thread(self.parts.folder.seal, name)
 
@@ -254,7 +245,6 @@ class SupervisedRun:
         return [(entry["step"], entry[HELD_OUT]) for entry in entries if HELD_OUT in entry]
 
     def summary(self) -> dict[str, object]:
-        """The contents of summary.json."""
         curve = [nll for _, nll in self.held_out_curve()]
         trained = sum(trained_weight(datum) for chat in self.chats.train for datum in chat)
         return {
@@ -272,7 +262,6 @@ class SupervisedRun:
 
 
 async def mean_nll(client: TrainingClient, datums: Sequence[tinker.Datum], *, batch_size: int) -> float:
-    """Mean negative log-likelihood of the trained tokens, in nats (tinker_cookbook's `compute_mean_nll`)."""
     pieces = [list(datums[i : i + batch_size]) for i in range(0, len(datums), batch_size)]
     outputs = [await client.forward(piece, "cross_entropy") for piece in pieces]
     logprobs = [row["logprobs"] for output in outputs for row in output.loss_fn_outputs]

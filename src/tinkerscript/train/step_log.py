@@ -1,6 +1,6 @@
-"""`StepLog`: what a training step leaves for people: its rows, metrics, rollouts, Inspect logs, notes.
+"""`StepLog`: what a training step leaves for people: rows, metrics, rollouts, Inspect logs and notes.
 
-Invariant: it only looks on. Nothing here decides what trains, and a resumed run needs none of it.
+Invariant: it only observes. Nothing here decides what trains, and resuming needs none of it.
 """
 
 from __future__ import annotations
@@ -34,35 +34,28 @@ from tinkerscript.train.step_metrics import (
 from tinkerscript.train.step_rows import finding_row, finding_rows, metric_rows
 from tinkerscript.train.stream import TrainingStep
 
+# Consequences of `training.constrained_tokens`, for a note.
 CONSTRAINED_OUTCOMES = {
     "mask": "they carry no loss",
     "train": "they train as if the policy had chosen them freely",
     "refuse": "their sequences do not train",
 }
-"""What `training.constrained_tokens` does, for people."""
 
+# Rows of the run's health that get a note when they turn bad. The others have their own notes.
 WORTH_A_NOTE = frozenset({"held_out", "reward", "length", "cut_off"})
-"""Rows of the run's health that get a note once they are bad: the others have one already."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """What is known of a step that trained."""
-
     facts: StepFacts
     metrics: dict[str, float]
     learned: Sequence[Mapping[str, float]]
-    """The metrics of each policy's update."""
-
     rows: list[TrainerRow]
-    """The step, its metrics, and what the alignment check noticed, for the ledger."""
 
 
 class StepLog:
-    """Writes down the steps of one run."""
-
     def __init__(
         self,
         parts: OpenRun,
@@ -75,20 +68,16 @@ class StepLog:
         self._samples = samples
         self._own, *self._roles = self._learners = list(learners)
         self._extra = extra_metrics
-        self._broken = set[str]()
-        """Names of those that have failed."""
+        self._broken = set[str]()  # Names of extra metrics that have failed.
+        self._findings = [len(each.report.findings) for each in learners]  # Reported so far, by policy.
 
-        self._findings = [len(each.report.findings) for each in learners]
-        """Findings of each policy that people have been told."""
-
+        # Role (empty: the run's own policy) -> how many of the latest steps in a row trained nothing.
         self._untrained = Counter[str]()
-        """By role (empty: the run's own policy): steps in a row, up to the last one, that trained nothing."""
 
-        self._bad = frozenset[str]()
-        """Rows of the run's health that were bad after the last step."""
+        self._bad = frozenset[str]()  # Rows of the run's health that were bad after the last step.
 
     def measured(self, step: TrainingStep, learned: Sequence[Mapping[str, float]]) -> MeasuredStep:
-        """The step trained. `learned`: the metrics of each policy's update."""
+        """`learned` has the metrics of each policy's update."""
         facts = self._facts(step)
         metrics = {**self._measured_by_others(step.number, facts), **learned[0]}
         for each, found in zip(self._roles, learned[1:], strict=True):
@@ -105,8 +94,7 @@ class StepLog:
         return MeasuredStep(facts, metrics, learned, self._rows(step, metrics))
 
     def _measured_by_others(self, step: int, facts: StepFacts) -> dict[str, float]:
-        """The metrics of functions that are not the table's. One that fails has none, and is told of once:
-        the weights have changed, and the step has to be written down."""
+        """A function that fails is only reported: the weights have changed, so the step must be recorded."""
         found = dict[str, float]()
         for metric in self._extra:
             try:
@@ -117,11 +105,10 @@ class StepLog:
                 if name not in self._broken:
                     self._broken.add(name)
                     failure = f"{type(error).__name__}: {error}"
-                    self._progress.note(f"step {step}: metrics.extra: {name} measured nothing: {failure}")
+                    self._progress.note(f"step {step}: metrics.extra: {name} failed: {failure}")
         return found
 
     async def finished(self, step: TrainingStep, measured: MeasuredStep) -> None:
-        """The step is in the ledger."""
         self.tell_findings(step.number)
         self.tell_constrained(step.number)
         metrics, facts = measured.metrics, measured.facts
@@ -147,7 +134,6 @@ class StepLog:
             self._progress.note(skipped)
 
     def stopped(self, step: TrainingStep, error: AlignmentError) -> list[TrainerRow]:
-        """The step ends the run: its rows are for whoever looks for the cause."""
         self.tell_findings(step.number)
         metrics = step_metrics(self._facts(step)) | self._own.report.step.metrics()
         return self._rows(step, metrics, stopped=error.name)
@@ -173,17 +159,15 @@ class StepLog:
         return [row, *metric_rows(step.number, metrics), *finding_rows(step.number, self._learners)]
 
     def alignment(self) -> dict[str, Any]:
-        """The contents of alignment.json."""
         roles = {each.role: each.report.as_json() for each in self._roles}
         return {**self._own.report.as_json(), **({"roles": roles} if roles else {})}
 
     async def tell_health(self, step: int) -> None:
-        """Say what has become bad, while there is still something to save."""
         if self._reader is None:
             return
         try:
             rows = await asyncio.to_thread(health_rows, self._reader)
-        except (ConfigError, StoreError) as error:  # Only the server cannot do without its database.
+        except (ConfigError, StoreError) as error:  # Training can continue without a readable database.
             logger.warning("health.not_read %s", error)
             return
         bad = [row for row in rows if row.kind == "bad" and row.name in WORTH_A_NOTE]
@@ -193,7 +177,6 @@ class StepLog:
         self._bad = frozenset(row.name for row in bad)
 
     def tell_findings(self, step: int) -> None:
-        """The findings that are new in each policy's report."""
         for place, each in enumerate(self._learners):
             for finding in each.report.findings[self._findings[place] :]:
                 detail = f"role {each.role}: {finding['detail']}" if each.role else str(finding["detail"])
@@ -202,7 +185,7 @@ class StepLog:
             self._findings[place] = len(each.report.findings)
 
     def tell_constrained(self, step: int) -> None:
-        """Once in a run: at the first step that has constrained tokens."""
+        """Report constrained tokens at the first step that has any."""
         report = self._own.report
         found = report.step.constrained.total()
         if found and found == report.whole.constrained.total():
@@ -242,7 +225,7 @@ class StepLog:
         every = self._config.training.inspect_log_every
         if not every or step.number % every:
             return
-        # In a thread: inside a running event loop, Inspect replaces asyncio.run for good.
+        # Inspect replaces asyncio.run for good if it is called inside a running event loop.
         path, label, rule = self._folder.path, f"step-{step.number:04d}", self._own.rule
         await asyncio.to_thread(
             write_logs,

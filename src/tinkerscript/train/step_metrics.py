@@ -1,8 +1,7 @@
-"""The metrics of a training step: what they are (`STEP_METRICS`), and where they go (`metric_loggers`).
+"""The metrics of a training step (`STEP_METRICS`), and where they go (`metric_loggers`).
 
-A metric is a function of `StepFacts` and an entry of the table, or `module:name` in `metrics.extra`. Loggers
-are tinker_cookbook's for W&B and Trackio, and torch's TensorBoard writer behind the same class. Invariant: a
-logger's package is needed only if the config names it, and a missing one is refused before the run begins.
+A metric is a function of `StepFacts` in the table, or `module:name` in `metrics.extra`. Invariant: a logger's
+package is needed only if the config names it, and is checked before the run begins.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import Call
 from tinkerscript.trainer_link.messages import JUDGE_FAILED, EpisodeAccepted, EpisodeFailed, Outcome
 
-if TYPE_CHECKING:  # It leads to torch and Inspect, and `train` checks what it can before they are loaded.
+if TYPE_CHECKING:  # It imports torch and Inspect, and `train` validates the config before they load.
     from tinkerscript.train.collector import Batch
 
 
@@ -42,7 +41,7 @@ __all__ = ["STEP_METRICS", "StepFacts", "StepMetric"]
 
 
 Differs = Callable[[RolloutGroup], bool]
-"""Whether a group carries a gradient by its rewards: those of its episodes, or of their calls."""
+"""Whether rewards of a group's episodes or calls differ, which gives a gradient."""
 
 
 def rewards_differ(group: RolloutGroup) -> bool:
@@ -51,45 +50,33 @@ def rewards_differ(group: RolloutGroup) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """Everything a metric of a step can be computed from."""
-
     batch: Batch
     groups: Sequence[RolloutGroup]
-    """The groups that were given to the learner, with their rollouts."""
-
     lags: Mapping[int | None, int]
-    """Policy lag -> episodes; None: sampled by weights that a resumed run undid."""
+    """Policy lag -> episodes. None: sampled by weights that a resumed run undid."""
 
     stale: Collection[str]
-    """Uuids of the episodes that were too old to train."""
+    """Uuids of episodes too old to train."""
 
     policy_version: int
-    """Published by this step."""
-
     cancelled: int
-    """Episodes that the batch had no use for when it closed."""
+    """Episodes that were still running when the batch closed."""
 
     tasks: Sequence[str]
     task_of: Mapping[str, str]
-    """Episode uuid -> task; empty if clients register their own samples."""
-
     rollout_s: float
-    """Seconds until the batch was full."""
-
     train_s: float
-    """Seconds to learn and publish."""
-
     publish_s: float = 0.0
-    """Of these, to publish."""
+    """Part of `train_s`, in seconds."""
 
     wait_stale_s: float | None = None
-    """Of `rollout_s`: to wait for groups that would have been too old later; None: nothing could be."""
+    """Part of `rollout_s` spent on groups that would have been too old later. None: not applicable."""
 
     sampling_share: float | None = None
-    """Of the time of the episodes that ran meanwhile: in model calls; None: unknown."""
+    """Share of the episodes' time in model calls. None: unknown."""
 
     trains_equal: bool = False
-    """Whether a teacher or the KL penalty trains groups whose rewards are equal too."""
+    """Whether equal rewards train too."""
 
     differs: Differs = rewards_differ
 
@@ -106,8 +93,6 @@ StepMetric = Callable[[StepFacts], Mapping[str, float]]
 
 
 def reward(facts: StepFacts) -> dict[str, float]:
-    """The mean reward and its spread, and the share of successes among the episodes that say whether they
-    succeeded."""
     rewards = [outcome.reward for outcome in facts.accepted]
     told = [outcome.is_success for outcome in facts.accepted if outcome.is_success is not None]
     return {
@@ -118,7 +103,6 @@ def reward(facts: StepFacts) -> dict[str, float]:
 
 
 def spread(rewards: Sequence[float]) -> dict[str, float]:
-    """The mean, the deviation, the lowest and the highest; nothing of no rewards."""
     if not rewards:
         return {}
     mean = sum(rewards) / len(rewards)
@@ -132,23 +116,17 @@ def spread(rewards: Sequence[float]) -> dict[str, float]:
 
 
 def judge(facts: StepFacts) -> dict[str, float]:
-    """Groups of the step that their judge failed to judge, if there are any."""
     failed = [each for each in facts.outcomes if isinstance(each, EpisodeFailed)]
     groups = {each.group_id for each in failed if each.failures and each.failures[-1]["kind"] == JUDGE_FAILED}
     return {"judge/failed_groups": float(len(groups))} if groups else {}
 
 
 def lengths(facts: StepFacts) -> dict[str, float]:
-    """Tokens of prompts and replies per call, tokens and calls per episode, and the share of replies
-    that were cut off.
-
-    A call's prompt is the whole one, with what earlier calls of its conversation left in it.
-    """
+    """Tokens and calls of episodes. A prompt counts in full, including earlier calls of its conversation."""
     return call_lengths([outcome.calls for outcome in facts.accepted])
 
 
 def call_lengths(episodes: Sequence[Sequence[Call]]) -> dict[str, float]:
-    """`lengths` of the calls of some episodes."""
     prompts: list[int] = []
     replies: list[int] = []
     cut = 0
@@ -195,8 +173,6 @@ def groups(facts: StepFacts) -> dict[str, float]:
 
 
 def trained_groups(groups: Sequence[RolloutGroup], trains_equal: bool, differs: Differs) -> dict[str, float]:
-    """How many groups carry a gradient, how many do not because their rewards are equal, and the mean of
-    those."""
     equal = [] if trains_equal else [each.rewards[0] for each in groups if not differs(each)]
     return {
         "groups/trained": float(len(groups) - len(equal)),
@@ -224,7 +200,6 @@ def timing(facts: StepFacts) -> dict[str, float]:
 
 
 def system(facts: StepFacts) -> dict[str, float]:
-    """What this machine is doing as the step ends; without what its system does not say."""
     del facts
     found = {"system/load": os.getloadavg()[0]}
     with suppress(OSError):
@@ -237,16 +212,16 @@ def system(facts: StepFacts) -> dict[str, float]:
     if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
         found["system/gpu_memory_gb"] = (total - free) / 1e9
-        with suppress(Exception):  # It needs nvidia-ml-py, and some devices (MIG) do not say.
+        with suppress(Exception):  # This needs nvidia-ml-py, and fails on some devices (MIG).
             found["system/gpu_load"] = torch.cuda.utilization() / 100
     return found
 
 
 def reported(facts: StepFacts) -> dict[str, float]:
-    """What the episodes report of themselves (`log_metrics`), and why episodes failed.
+    """What episodes report (`log_metrics`), and the kinds of failures.
 
-    `episode/<metric>`: the mean over the episodes that report it. `limit/<kind>` and `tool_error/<kind>`:
-    totals. `failure/<kind>`: failed episodes by the kind of their last failure.
+    `episode/<metric>` is a mean over the episodes that report it. `limit/<kind>`, `tool_error/<kind>` and
+    `failure/<kind>` are totals.
     """
     values: dict[str, list[float]] = defaultdict(list)
     counts: Counter[str] = Counter()
@@ -259,7 +234,7 @@ def reported(facts: StepFacts) -> dict[str, float]:
             values[name].append(value)
     metrics = {name: float(number) for name, number in counts.items()}
     for name, found in values.items():
-        if name.startswith(("limit/", "tool_error/")):  # Absent where it would be 0: a mean would be wrong.
+        if name.startswith(("limit/", "tool_error/")):  # Not reported where 0, so a mean would be wrong.
             metrics[name] = sum(found)
         else:
             metrics[f"episode/{name}"] = sum(found) / len(found)
@@ -275,8 +250,6 @@ def role_metrics(
     trains_equal: bool,
     differs: Differs = rewards_differ,
 ) -> dict[str, float]:
-    """Of the policy of a role that trains, under `role/NAME/`: what its update `learned`, the rewards and the
-    calls of its groups, and its part of the alignment report."""
     episodes = [episode for group in groups for episode in group.episodes]
     found = {
         **learned,
@@ -292,22 +265,17 @@ STEP_METRICS: list[StepMetric] = [reward, judge, lengths, episodes, groups, poli
 
 
 def step_metrics(facts: StepFacts) -> dict[str, float]:
-    """The metrics of the table."""
     return {name: value for metric in STEP_METRICS for name, value in metric(facts).items()}
 
 
 def extra_metrics(config: RunConfig) -> list[StepMetric]:
-    """The user's functions in `metrics.extra`. Raises ConfigError for one that cannot be imported."""
     return [cast(StepMetric, import_name(name, what="metrics.extra")) for name in config.metrics.extra]
 
 
 def by_task(
     outcomes: Iterable[Outcome], task_of: Mapping[str, str], name: str, *, tasks: Sequence[str]
 ) -> dict[str, float]:
-    """`<name>/<task>`: the mean reward of each task's accepted episodes; nothing for a run of one task.
-
-    `task_of`: episode uuid -> task. A task without accepted episodes is left out.
-    """
+    """Each task's mean reward over accepted episodes, as `<name>/<task>`. Empty for a single task."""
     if len(tasks) < 2:
         return {}
     rewards: dict[str, list[float]] = defaultdict(list)
@@ -320,8 +288,7 @@ def by_task(
 def why_nothing_trained(
     facts: StepFacts, metrics: Mapping[str, float], errors: Mapping[str, int] | None = None
 ) -> str:
-    """Why a step with these metrics left the weights as they were; empty if it trained. `errors`: of its
-    sequences, by name."""
+    """Why a step changed no weights; empty if it trained. `errors` counts alignment errors by name."""
     if metrics["train/sequences"]:
         return ""
     if not facts.groups:
@@ -343,7 +310,6 @@ def why_groups_do_not_train(
     errors: Mapping[str, int] | None = None,
     differs: Differs = rewards_differ,
 ) -> str:
-    """Why these groups have left the weights as they were. `errors`: of their sequences, by name."""
     if not groups:
         return "no group has enough episodes that can train"
     if not trains_equal and not any(map(differs, groups)):
@@ -355,7 +321,7 @@ def why_groups_do_not_train(
         )
     differing = [group for group in groups if trains_equal or differs(group)]
     if not any(episode.rollouts for group in differing for episode in group.episodes):
-        return "no episode of the groups whose rewards differ has called the model: there is nothing to train"
+        return "no episode of the groups with differing rewards called the model: nothing to train on"
     found = ", ".join(f"{number} {name}" for name, number in (errors or {}).items())
     sequences = [each for group in differing for episode in group.episodes for each in episode.rollouts]
     if not found and all(each.is_truncated for each in sequences):
@@ -367,8 +333,6 @@ def why_groups_do_not_train(
 
 
 class TensorBoardLogger(Logger):
-    """Scalars as TensorBoard's event files in `folder`; the config as text."""
-
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self._open: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter
         self._folder = folder
@@ -376,11 +340,10 @@ class TensorBoardLogger(Logger):
         self._writer: Any = None
 
     def log_hparams(self, config: Any) -> None:
-        """Written with the first metrics."""
         self._config = config
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """One point for each finite number. Steps that a resumed run repeats replace the old ones."""
+        """Steps that a resumed run repeats replace the old ones."""
         if self._writer is None:
             self._writer = self._open(log_dir=str(self._folder), purge_step=step)
             lines = (f"| {section} | {values} |" for section, values in self._config.items())
@@ -397,8 +360,8 @@ class TensorBoardLogger(Logger):
 
 
 class LateWandbLogger(WandbLogger):
-    """W&B drops metrics of a step before its newest one. They are logged with that, and `eval/step` says of
-    which step they are."""
+    """Logs late metrics under the newest step, because W&B drops earlier ones. `eval/step` has their own
+    step."""
 
     _newest = 0
 
@@ -410,10 +373,7 @@ class LateWandbLogger(WandbLogger):
 
 
 def metric_loggers(config: RunConfig, folder: Path) -> list[Logger]:
-    """The loggers that `metrics.loggers` names, ready to write.
-
-    Raises ConfigError for a package that is not installed, or that refuses to start.
-    """
+    """Raises ConfigError if a logger's package is missing or fails."""
     values, project = config.model_dump(mode="json"), config.metrics.project
     makers: dict[str, Callable[[], Logger]] = {
         "tensorboard": lambda: TensorBoardLogger(folder / "tensorboard", values),
@@ -436,18 +396,14 @@ def _made(name: str, make: Callable[[], Logger]) -> Logger:
 
 
 PUSH_S = 5.0
-"""Between two messages to the server."""
 
 MAX_NAMES = 256
-"""Metrics of a step that are exported, at most."""
 
+# Clients choose names with these prefixes, so they could exceed any limit.
 REPORTED = ("episode/", "limit/", "tool_error/", "failure/")
-"""What begins the names that clients choose."""
 
 
 class ReplicaFigures(Protocol):
-    """What is exported of a replica."""
-
     name: str
     serving: bool
     pinned: int
@@ -458,7 +414,7 @@ class ReplicaFigures(Protocol):
 
 
 class TrainerMetrics(Logger):
-    """A logger of step metrics that keeps the last value of each."""
+    """Exports the last value of each metric to Prometheus."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -476,11 +432,11 @@ class TrainerMetrics(Logger):
         self._registry.register(self._replicas)
 
     def log_hparams(self, config: Any) -> None:
-        """They are in the run folder."""
+        """Does nothing, because the run folder has the config."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Keep the values, except for those whose names clients choose."""
-        if step is not None:  # That of an evaluation may be an earlier one.
+        """Skips names that clients choose."""
+        if step is not None:  # An evaluation's step may be earlier than the newest.
             self._newest = max(self._newest, step)
             self._step.set(self._newest)
         for name, value in metrics.items():
@@ -490,15 +446,12 @@ class TrainerMetrics(Logger):
             self._values.labels(name).set(value)
 
     def watch(self, replicas: Iterable[ReplicaFigures]) -> None:
-        """Export what these replicas do."""
         self._replicas.replicas = list(replicas)
 
     def text(self) -> bytes:
-        """All of it, as of now."""
         return generate_latest(self._registry)
 
     async def push(self, send: Callable[[bytes], object]) -> None:
-        """Send it again and again, until cancelled."""
         while True:
             send(self.text())
             await asyncio.sleep(PUSH_S)

@@ -1,5 +1,4 @@
-"""What a training step leaves in the ledger: the step, what became of each episode, what was computed for
-each token, and what the alignment check found."""
+"""The rows of a training step in the ledger: the step, its episodes, their tokens, and findings."""
 
 from __future__ import annotations
 
@@ -33,21 +32,19 @@ from tinkerscript.train.learner import Compared, Learner
 from tinkerscript.trainer_link.messages import EpisodeFailed, Outcome
 
 MAX_FINDINGS = 200
-"""Findings with their episodes that a step leaves."""
 
+# Size of tokens per transaction. Larger ones would occupy the server's event loop for too long.
 NOTED_BYTES = 2**20
-"""Of the tokens in one transaction, so that the server's loop is not busy with them for long."""
 
 
 def keeps_tokens(recording: str, step: int) -> bool:
-    """Whether `recording` (the config's) keeps what is computed for each token of this step."""
     if recording == "off":
         return False
     return step % (int(recording.removeprefix("every ")) if recording != "all" else 1) == 0
 
 
 def metric_rows(step: int, metrics: Mapping[str, float]) -> list[MetricRow]:
-    """Without those that are not finite."""
+    """Leaves out values that are not finite."""
     return [
         MetricRow(name=name, step=step, value=float(value))
         for name, value in metrics.items()
@@ -56,12 +53,10 @@ def metric_rows(step: int, metrics: Mapping[str, float]) -> list[MetricRow]:
 
 
 def finding_row(step: int, name: str, detail: str) -> FindingRow:
-    """What the alignment check found about a step as a whole."""
     return FindingRow(step=step, kind="finding", name=name, detail=detail)
 
 
 def finding_rows(step: int, learners: Sequence[Learner]) -> list[FindingRow]:
-    """What the alignment check noticed in the step, sequence by sequence."""
     noticed = sum((each.alignment.noticed for each in learners), Counter[tuple[str, str, str]]())
     return [
         FindingRow(step=step, kind=kind, name=name, episode=uuid, count=count)
@@ -73,7 +68,7 @@ def finding_rows(step: int, learners: Sequence[Learner]) -> list[FindingRow]:
 
 
 def left_out_rows(batch: Batch, step: int, *, stale: Mapping[str, str]) -> list[TrainedRow]:
-    """The rows of a batch's episodes as if none had trained. `stale`: uuid -> why it is too old."""
+    """Rows as if nothing had trained. `stale` maps uuids to why they are too old."""
     return [
         TrainedRow(
             episode=outcome.sequence,
@@ -92,7 +87,7 @@ def _why_left_out(outcome: Outcome, stale: Mapping[str, str]) -> str:
 
 
 def set_aside_rows(batch: Batch, step: int, reason: str) -> list[TrainedRow]:
-    """The rows of a batch at which the run ends: a resumed one gets fresh episodes for this step."""
+    """Rows for a batch that ends the run. A resumed run gets fresh episodes for this step."""
     return [
         TrainedRow(episode=each.sequence, step=step, outcome=Use.SET_ASIDE, reason=reason)
         for each in batch.outcomes.values()
@@ -100,7 +95,7 @@ def set_aside_rows(batch: Batch, step: int, reason: str) -> list[TrainedRow]:
 
 
 def trained_rows(learner: Learner, step: int, sequences: Mapping[str, int]) -> Iterator[TrainedRow]:
-    """What became of the episodes that a policy took, and of those that it replayed. `sequences`: by uuid."""
+    """Rows for episodes that a policy took or replayed. `sequences`: uuid -> episode number."""
     places = {id(group): place for place, group in enumerate(learner.used)}
     for group in (*learner.groups, *learner.replayed):
         advantages = group.advantages(learner.rule).tolist()
@@ -122,8 +117,8 @@ def trained_rows(learner: Learner, step: int, sequences: Mapping[str, int]) -> I
 def token_rows(
     learner: Learner, step: int, sequences: Mapping[str, int], *, stopped: str = ""
 ) -> Iterator[list[TokensRow]]:
-    """What a policy's last update computed for each token, some rows at a time. `stopped`: why the step
-    changed no weights; empty if it did."""
+    """The numbers for each token of a policy's last update. `stopped`: why the step changed no weights, if
+    so."""
     rows, size = list[TokensRow](), 0
     view = _Tokens(learner, stopped)
     for group in (*learner.groups, *learner.replayed):
@@ -147,8 +142,6 @@ def token_rows(
 
 
 class _Tokens:
-    """What a policy's last update computed for each sequence."""
-
     def __init__(self, learner: Learner, stopped: str) -> None:
         self._role, self._stopped = learner.role, stopped
         self._advantages = learner.advantages
@@ -194,13 +187,12 @@ class _Tokens:
 
 
 def _shortest(values: Any) -> bytes:
-    """The bytes of `values` [S], or of one of them if they are all equal."""
+    """The bytes of `values` [S], or of one value if all are equal."""
     return values[:1].tobytes() if len(values) and (values == values[0]).all() else values.tobytes()
 
 
 def chat_rows(number: int, step: int, datum: tinker.Datum, logprobs: FloatArray) -> list[Row]:
-    """A chat of supervised fine-tuning, as the episode `number` of the ledger. `logprobs`: float32 [T] of its
-    targets, before the step."""
+    """A chat of supervised fine-tuning as episode `number`. `logprobs`: float32 [T], before the step."""
     inputs = datum.loss_fn_inputs
     targets = inputs["target_tokens"].to_numpy()
     trains = inputs["weights"].to_numpy() > 0

@@ -1,13 +1,12 @@
-"""`GroupStream`: which groups of episodes start, and which of them a training step takes.
+"""`GroupStream`: decides which groups start, and which a training step takes.
 
-Groups start beside the steps, as long as they can train at a lag of at most L: with G groups a step and S
-training steps behind the newest published weights, at most (S + L + 1) G start in all (Fu et al. 2025,
-"AReaL", arXiv:2505.24298). A step takes those that are complete, in the order in which they started. It waits
-for older ones where it would leave more of them behind than the steps after it can train in time.
+Groups start early, as long as they can train at a lag of at most L. With G groups per step and S training
+steps behind the newest weights, at most (S + L + 1) G start in total (Fu et al. 2025, "AReaL",
+arXiv:2505.24298). A step takes complete groups in starting order. It waits for older ones if it would
+otherwise leave more behind than later steps can train in time.
 
-Invariants: no group trains more than L steps after the weights that it started with, or what is too old of it
-is left out, and the ledger says why. What has started is not thrown away for being slow; at a lag of 0, which
-has no later step for it, the rest of a step is cancelled.
+Invariants: no group trains more than L steps after the weights that it started with. What is too old is left
+out, with a reason in the ledger. Slow groups are only cancelled at lag 0, where no later step could use them.
 """
 
 from __future__ import annotations
@@ -28,45 +27,39 @@ from tinkerscript.train.off_policy import AcceptedGroup, LagCounts, PolicyLags
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_rows import left_out_rows, set_aside_rows
 
+# `differing_groups` registers at most this many times `groups_per_step` for a step, so that a task with
+# mostly equal rewards cannot block it forever.
 MAX_TRIES = 4
-"""Times `groups_per_step` that `differing_groups` registers at most for a step: a task whose rewards hardly
-ever differ should not hold it up for good."""
 
 
 @dataclass
 class TrainingStep:
-    """One training step, from a full batch to published weights."""
-
     number: int
     batch: Batch
     groups: list[AcceptedGroup]
-    """Those with enough episodes that are fresh enough."""
-
     lags: LagCounts
-    """Of the batch's episodes, of replayed ones, and of batches before it that were stale as a whole."""
+    """Lags of all episodes, including replayed ones and earlier batches that were entirely stale."""
 
     stale: Mapping[str, str]
-    """Uuid of each of those that was too old -> why."""
+    """Uuid of each episode that is too old -> reason."""
 
     began: float
-    """When the loop began to wait for its batch, on the monotonic clock; so in the next field. Its episodes
-    may have started before."""
+    """Start of the wait for the batch, on the monotonic clock. Episodes may have started earlier."""
 
     collected: float = field(default_factory=time.monotonic)
+    """When the batch was full, on the same clock."""
+
     policy_version: int = -1
     """What the step published; before that, the version that it began with."""
 
     publish_s: float = 0.0
     wait_stale_s: float | None = None
-    """Of the time until `collected`: to wait for groups that would have been too old later. None: at a lag of
-    0, and with clients' own samples."""
+    """The part of the wait for groups that would have been too old later. None: not applicable."""
 
     sampling_share: float | None = None
-    """Of the time of the episodes that ran until `collected`: in model calls. None: nothing is known of
-    them."""
+    """Share of the episodes' time in model calls. None: unknown."""
 
     cancelled: int = 0
-    """Episodes that the batch had no use for when it closed."""
 
     @property
     def max_lag(self) -> int | None:
@@ -75,33 +68,29 @@ class TrainingStep:
 
 @dataclass
 class GroupStream:
-    """Starts the groups of each step, and hands it those that can train."""
-
     source: EpisodeSource
     collector: Collector
     progress: ProgressReporter
     config: TrainingConfig
     samples: TaskSamples | None
-    """None if clients register their own, in which case groups come as they do."""
+    """None if clients register their own samples."""
 
     lags: PolicyLags
 
     def __post_init__(self) -> None:
-        self._pool = self._batch("")
-        """The groups that have started and that no step has taken."""
-
-        self._behind, self._next = 0, 1
-        """Training steps behind the newest published weights, and the step that takes groups next."""
-
+        self._pool = self._batch("")  # Groups that have started but were not taken.
+        self._behind = 0  # Training steps behind the newest published weights.
+        self._next = 1  # The step that takes groups next.
         self._extra = self.config.extra_groups
+
+        # At lag 0, groups of an interrupted step that can no longer train. An uninterrupted run would not
+        # have replaced them either.
         self._lost = 0
-        """At a lag of 0: groups of an interrupted step that cannot train any more. The run would not have
-        replaced them either."""
 
     def restore(self, history: History) -> None:
-        """Wait again for the groups that an interrupted run had started.
+        """Wait again for groups that an interrupted run had started.
 
-        Comes before anything is received: outcomes that wait at the server must find their group.
+        Call this before receiving anything: outcomes that wait at the server must find their group.
         """
         self._behind, self._next = history.step, history.step + 1
         if self.samples is None:
@@ -113,16 +102,15 @@ class GroupStream:
             self._lost = history.planned_groups - len(self._pool.groups)
 
     async def published(self, step: int) -> None:
-        """Weights with `step` training steps behind them sample now. Above a lag of 0, groups start."""
+        """Weights with `step` training steps now sample, so above lag 0 groups start."""
         self._behind = step
         if self.lags.max:
             await self._start()
 
     async def take(self, step: int, *, version: int) -> TrainingStep:
-        """Wait for the step's groups, and for others while all results are too old to train. Above a lag of
-        0, groups for later steps start then.
+        """Wait for the step's groups, and for another batch if everything is too old to train.
 
-        `version`: of the policy that trains. If every episode fails, sets the batch aside and raises
+        `version` is that of the policy that trains. If every episode fails, sets the batch aside and raises
         NoSuccessError.
         """
         began, lags, stale = time.monotonic(), LagCounts(), dict[str, str]()
@@ -161,7 +149,6 @@ class GroupStream:
         return taken
 
     def end(self) -> None:
-        """The last step is over: nothing trains on what is left."""
         reason = "the run ended before a step could take its group"
         self.collector.give_up(self._pool.leftovers, reason)
         left_out = partial(TrainedRow, step=self._behind, outcome=Use.LEFT_OUT, reason=reason)
@@ -169,7 +156,7 @@ class GroupStream:
             self.source.note(rows)
 
     async def _taken(self, step: int) -> tuple[Batch, float | None]:
-        """The groups that the step takes, and how long it waited for some that would have been too old."""
+        """The step's groups, and the seconds spent waiting for some that would have been too old."""
         if self.samples is None:
             batch = self._batch(f"step {step}")
             await self.collector.filled(batch)
@@ -179,7 +166,7 @@ class GroupStream:
         try:
             self._extra = self.config.extra_groups
             await self._start()
-            if not self.lags.max:  # They are started once.
+            if not self.lags.max:  # A step's extra groups start only once.
                 self._extra = 0
             await self.collector.until(lambda: self._has_enough, batch, self._start)
             if self.lags.max:
@@ -193,7 +180,6 @@ class GroupStream:
         return batch, waited
 
     async def _wait_for_old(self, step: int) -> float:
-        """Wait for groups that would be too old after the step; returns the seconds."""
         if not (old := self._awaited(step)):
             return 0.0
         began = time.monotonic()
@@ -204,7 +190,7 @@ class GroupStream:
     # The rule
 
     async def _start(self) -> bool:
-        """Start as many groups as there is room for; returns whether there was any."""
+        """Start as many groups as there is room for. Returns whether there was any."""
         if not (room := self._room):
             return False
         assert self.samples is not None
@@ -215,40 +201,38 @@ class GroupStream:
 
     @property
     def _room(self) -> int:
-        """How many groups may start: all that can still train, in what is left of the run."""
+        """How many more groups can still train in what is left of the run."""
         left = self.config.steps + 1 - self._next
         if self.samples is None or left <= 0:
             return 0
-        # What starts now can train up to step `_behind` + L + 1.
+        # A group that starts now can train up to step `_behind` + L + 1.
         steps = min(self._behind + self.lags.max + 2 - self._next, left)
         return max(0, steps * self.config.groups_per_step + self._extra - self._pending)
 
     @property
     def _pending(self) -> int:
-        """Groups for which a place in a step is kept. Equal rewards need none, up to a limit."""
+        """Groups that have a place in a step. Those with equal rewards need none, up to a limit."""
         equal = sum(each.is_complete and not self._pool.counts(each) for each in self._in_time)
         limit = (MAX_TRIES - 1) * self.config.groups_per_step
         return len(self._in_time) + self._lost - min(equal, limit)
 
     @property
     def _in_time(self) -> list[Group]:
-        """Groups that are not too old for the next step, in the order in which they started."""
         return [each for each in self._pool.groups.values() if self._last_step(each) >= self._next]
 
     def _last_step(self, group: Group) -> int:
-        """The last step in which all of a group can train."""
         return group.started + self.lags.max + 1
 
     @property
     def _has_enough(self) -> bool:
-        """Whether a step's worth of groups is complete, or nothing else will be."""
+        """Whether enough groups for a step are complete, or no more will be."""
         found = self._in_time
         counted = sum(each.is_complete and self._pool.counts(each) for each in found)
         is_over = all(each.is_complete for each in found) and not self._room
         return counted >= self.config.groups_per_step or is_over
 
     def _trains(self, step: int) -> list[Group]:
-        """The groups that the step takes if it takes them now; at a lag of 0 all, also what still runs."""
+        """The groups that the step would take now; at lag 0 all, including running ones."""
         groups = list(self._pool.groups.values())
         if not self.lags.max:
             return groups
@@ -258,8 +242,8 @@ class GroupStream:
         return [each for each in groups if each.is_complete and each.group_id not in later]
 
     def _awaited(self, step: int) -> list[Group]:
-        """Groups that run and that the step has to wait for: those that it may not leave behind, and where it
-        would leave more behind than later steps can train in time, the older ones."""
+        """Running groups that would be too old after the step, or the oldest of more than later steps can
+        train."""
         if self.config.on_stale == "drop":
             return []
         taken = {each.group_id for each in self._trains(step)}

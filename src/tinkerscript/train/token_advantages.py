@@ -1,12 +1,7 @@
-"""What changes the advantage of single tokens before the loss: `KLPenalty`, `Distillation`, `correct`, and
-which tokens train.
+"""Changes to single tokens' advantages: `KLPenalty`, `Distillation`, `correct`, and which tokens train.
 
-The advantage that a task gives is the same for every token of an episode. The KL penalty adds each token's
-divergence from the start policy, distillation the divergence from a teacher, and the rollout correction
-weighs each token by the ratio between the trainer's probability and the sampler's.
-
-Invariant: nothing trains without the scores that were asked for. A model that cannot give them ends the step
-before any weight changes.
+A task gives all tokens of an episode the same advantage. Invariant: if a model cannot provide the scores that
+are needed, the step ends before any weight changes.
 """
 
 from __future__ import annotations
@@ -37,19 +32,18 @@ from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.tokenizer_check import check_same_tokenizer
 
 ReferenceLogprobs = Callable[[list[IntArray], list[FloatArray]], Awaitable[list[FloatArray]]]
-"""Sequences of token ids, int32 [T] each, and the temperature that each token was sampled at, float32 [T]
-each, -> each token's log probability under a model that does not train, float32 [T], [0] unused."""
+"""(token ids int32 [T] each, sampling temperatures float32 [T] each) -> logprobs under a frozen model,
+float32 [T] each, [0] unused."""
 
 
 @dataclass
 class KLPenalty:
-    """The reverse KL divergence from a reference model as part of each token's reward.
+    """The reverse KL divergence from a reference model, as part of each token's reward.
 
-    For a sampled token, d = log p(sampler) - log p(reference), both at the temperature that it was sampled
-    at: its mean over samples is KL(policy, reference) of the distributions that were sampled from. The
-    token's advantage changes by -coef * d; if `centered`, by coef * (mean(d) - d), with the mean over the
-    batch's tokens with loss. These are tinker_cookbook's `incorporate_kl_penalty` of its distillation recipe
-    and of its RL loop, except that tokens without loss get nothing.
+    For a sampled token, d = log p(sampler) - log p(reference), both at its sampling temperature; its mean
+    estimates KL(policy, reference). The advantage changes by -coef * d, or if `centered` by coef * (mean(d) -
+    d), with the mean over the batch's tokens with loss. Tokens without loss get nothing; otherwise this is
+    tinker_cookbook's `incorporate_kl_penalty`, in its distillation recipe and its RL loop.
     """
 
     reference: ReferenceLogprobs
@@ -57,7 +51,7 @@ class KLPenalty:
     centered: bool = True
 
     async def apply(self, items: Sequence[WeightedRollout]) -> tuple[list[WeightedRollout], float]:
-        """The sequences with new advantages, and mean(d), in nats per token."""
+        """Returns the sequences with new advantages, and mean(d) in nats per token."""
         scores = await scored(self.reference, items)
         mean = divergence(items, scores)
         baseline = mean if self.centered else 0.0
@@ -74,13 +68,12 @@ class KLPenalty:
 
 
 async def scored(reference: ReferenceLogprobs, items: Sequence[WeightedRollout]) -> list[FloatArray]:
-    """The reference's log probabilities of the sequences."""
     rollouts = [item.rollout for item in items]
     return await reference([each.tokens for each in rollouts], [each.temperatures for each in rollouts])
 
 
 def divergence(items: Sequence[WeightedRollout], scores: Sequence[FloatArray]) -> float:
-    """The mean of log p(sampler) - log p(reference) over the tokens with loss, in nats per token."""
+    """Mean of log p(sampler) - log p(reference) over tokens with loss, in nats."""
     masks = [item.rollout.loss_mask for item in items]
     total = sum(
         float((item.rollout.logprobs - score)[mask].sum(dtype=np.float64))
@@ -92,13 +85,12 @@ def divergence(items: Sequence[WeightedRollout], scores: Sequence[FloatArray]) -
 # A teacher
 
 Waiting = Callable[[str], AbstractContextManager[object]]
-"""Shows people what is waited for while the context is open."""
 
 
 class Distillation:
-    """On-policy distillation: the policy samples, and a teacher charges each sampled token its divergence.
+    """On-policy distillation: a teacher penalizes each sampled token by its divergence.
 
-    Sources: Agarwal et al. 2024, arXiv:2306.13649; Lu and Thinking Machines 2025, "On-Policy Distillation".
+    Agarwal et al. 2024, arXiv:2306.13649; Lu and Thinking Machines 2025, "On-Policy Distillation".
     """
 
     def __init__(
@@ -109,21 +101,15 @@ class Distillation:
         self._waiting = waiting
         self._penalty = KLPenalty(self._score, coef=1.0, centered=False)
         self.scales_logits = teacher.scales_logits
-        """Whether the teacher scores at other temperatures than 1."""
-
         self.reward_coef = config.reward_coef
-        """Weight of the task's own reward."""
 
     def check_tokenizer(self, folder: Path) -> None:
-        """Raises ConfigError if the teacher has another tokenizer than the model that trains, in `folder`."""
+        """Raises ConfigError if the teacher's tokenizer differs from the one in `folder`."""
         whose = f"training.distillation.teacher: {self._name!r}"
         check_same_tokenizer(folder, self._teacher.folder, whose=whose)
 
     async def apply(self, items: Sequence[WeightedRollout]) -> tuple[list[WeightedRollout], float]:
-        """The sequences with new advantages, and the mean divergence in nats per token.
-
-        Raises EngineError if the teacher cannot score them.
-        """
+        """See `KLPenalty.apply`. Raises EngineError if the teacher cannot score the sequences."""
         return await self._penalty.apply(items)
 
     async def _score(self, sequences: list[IntArray], temperatures: list[FloatArray]) -> list[FloatArray]:
@@ -140,11 +126,10 @@ async def open_distillation(
     progress: ProgressReporter,
     opened: Mapping[str, FrozenModel] | None = None,
 ) -> AsyncGenerator[Distillation | None]:
-    """The teacher that `training.distillation` names, ready to score; None if it names none.
+    """Open the teacher of `training.distillation`, if any. An `opened` frozen role with the same settings is
+    reused.
 
-    `folder`: of the model that trains. `opened`: frozen models by role, one of which is the teacher if its
-    settings are the same. Raises ConfigError for a teacher that cannot be opened, or that has another
-    tokenizer.
+    Raises ConfigError if the teacher cannot be opened or has another tokenizer.
     """
     section = config.training.distillation
     if not section.teacher:
@@ -170,32 +155,29 @@ async def open_distillation(
         await asyncio.to_thread(made.check_tokenizer, folder)
         if teacher.max_context < backend.max_context:
             progress.note(
-                f"the teacher {section.teacher!r} reads {teacher.max_context} tokens, and the model that "
-                f"trains {backend.max_context}: a sequence that is too long for it ends the run"
+                f"the teacher {section.teacher!r} reads only {teacher.max_context} tokens, but the model "
+                f"that trains {backend.max_context}: a sequence too long for the teacher ends the run"
             )
         yield made
 
 
-# A sampler whose probabilities are not the trainer's
+# A sampler with other probabilities than the trainer's
 
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """w = old / q of one sequence's tokens that carry loss, where old is the trainer's probability before the
-    update and q the sampler's. All float64, one for each of these tokens."""
+    """w = trainer's probability before the update / sampler's, float64, for one sequence's tokens with loss:
+    of each token, the product over the sequence, and its geometric mean."""
 
     token: Doubles
     product: Doubles
-    """Of the whole sequence."""
-
     mean: Doubles
-    """The geometric mean of the sequence."""
 
     @classmethod
     def of(cls, rollout: Rollout, old: FloatArray) -> Ratios:
         mask = rollout.loss_mask
         gaps = old[mask].astype(np.float64) - rollout.logprobs[mask]
-        # Beyond any bound that has a meaning; a larger one would not be a finite float32.
+        # Larger ratios would overflow float32, and are beyond any sensible bound.
         ratios = [gaps, np.full_like(gaps, gaps.sum()), np.full_like(gaps, gaps.mean() if len(gaps) else 0.0)]
         return cls(*(np.exp(np.clip(each, -80.0, 80.0)) for each in ratios))
 
@@ -223,25 +205,24 @@ CORRECTIONS: Mapping[str, tuple[Literal["token", "product", "mean"], Callable[[D
     "geometric_mask": ("mean", _inside),
     "veto": ("token", _all_inside),
 }
-"""By the name of each part of `RolloutCorrectionConfig`: which of the `Ratios` it is about, and the factor of
-each token, from these and the part's value. The factors are multiplied.
+"""For each part of `RolloutCorrectionConfig`: the `Ratios` that it uses, and a function of these and its
+value that gives each token's factor.
 
-Sources. TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". MIS,
-the geometric mask and the veto: Liu et al. 2025, "When Speed Kills Stability". IcePop: Ling Team 2025,
+TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". MIS, the
+geometric mask and the veto: Liu et al. 2025, "When Speed Kills Stability". IcePop: Ling Team 2025,
 arXiv:2510.18855."""
 
 
 def correct(
     batch: Sequence[WeightedRollout], trainer: Sequence[FloatArray], config: RolloutCorrectionConfig
 ) -> tuple[list[WeightedRollout], dict[str, float]]:
-    """The batch with the trainer's log probabilities (float32 [T] each) as reference and weighed advantages.
+    """Weight advantages by the trainer's probabilities before the update (`trainer`, float32 [T] logprobs
+    each) over the sampler's, and make them the loss's reference.
 
-    The loss compares the policy's probability while it trains with old, and each token is weighed by a
-    constant that depends on old / q: the first ratio is what the update changes, the second what differs
-    without it.
+    So the update changes only the ratio to the reference, and a constant corrects what differed before it.
 
-    The metrics are over the tokens that carry loss: the mean weight, the largest ratio, and the share whose
-    ratio each part cut off or left out, `correction/NAME`.
+    Metrics over tokens with loss: the mean weight, the largest ratio, and `correction/NAME`, the share that a
+    part clipped or masked.
     """
     parts = {name: value for name in CORRECTIONS if (value := getattr(config, name)) is not None}
     corrected: list[WeightedRollout] = []
@@ -275,8 +256,8 @@ def correct(
 
 
 def overlong_punishment(calls: Sequence[Call], *, limit: int, buffer: float) -> float:
-    """What an episode's longest reply costs it, from 0 to -1: 0 up to (1 - `buffer`) * `limit` tokens, -1 at
-    the limit, in proportion between; Yu et al. 2025, DAPO's soft overlong punishment."""
+    """DAPO's soft overlong punishment of the longest reply (Yu et al. 2025): 0 up to (1 - `buffer`) * `limit`
+    tokens, -1 at the limit, and linear between."""
     longest = max((call.reply_tokens for call in calls), default=0)
     return float(np.clip(((1 - buffer) * limit - longest) / (buffer * limit), -1.0, 0.0))
 
@@ -287,9 +268,9 @@ def overlong_punishment(calls: Sequence[Call], *, limit: int, buffer: float) -> 
 def keep_top_entropy(
     batch: Sequence[WeightedRollout], entropies: Sequence[FloatArray], share: float
 ) -> list[WeightedRollout]:
-    """The batch with the advantage 0 at all but the `share` of its tokens that have the highest entropies.
+    """Zero the advantages outside of the `share` of tokens with the highest entropies (float32 [T] each).
 
-    `entropies`: float32 [T] each. Wang et al. 2025, "Beyond the 80/20 Rule", arXiv:2506.01939.
+    Wang et al. 2025, "Beyond the 80/20 Rule", arXiv:2506.01939.
     """
     every = np.concatenate(
         [entropy[item.rollout.loss_mask] for item, entropy in zip(batch, entropies, strict=True)]
@@ -309,12 +290,11 @@ def covariant_tokens(
     band: tuple[float, float] | None,
     seed: str,
 ) -> list[FloatArray]:
-    """Which tokens have an outstanding covariance: float32 [T] each, 1 or 0.
+    """Mark tokens with an outstanding covariance: float32 [T] each, 1 or 0.
 
-    The covariance of a token is (A - mean(A)) (log p - mean(log p)), with the means over the tokens of the
-    batch that carry loss, and p the trainer's probability before the update (`trainer`: float32 [T] each).
-    Without a `band` these are the `share` with the largest; with one, `share` of all tokens at random among
-    those with a covariance inside it. One token at least. Cui et al. 2025, arXiv:2505.22617.
+    The covariance is (A - mean(A)) (log p - mean(log p)), with means over the batch's tokens with loss and p
+    the trainer's probability before the update (`trainer`: float32 [T] each). Marks the `share` of tokens
+    with the largest, or with a `band` as many random tokens inside it. Cui et al. 2025, arXiv:2505.22617.
     """
     masks = [item.rollout.loss_mask for item in batch]
     advantages = np.concatenate([item.advantages[mask] for item, mask in zip(batch, masks, strict=True)])

@@ -1,6 +1,6 @@
-"""Whether two models have the same tokenizer, by what is in it and what it does, whatever it is called.
+"""Compares two models' tokenizers by what they do.
 
-Invariant: what passes gives the same ids for every text tried, among them one with every token of the
+Invariant: tokenizers that pass give the same ids for every text tried, including one with every token of the
 vocabulary, and the same token for every id.
 """
 
@@ -22,16 +22,15 @@ from tinkerscript.model_folder import stop_ids_of
 REMEDY = "logprobs of the same ids can be compared only between models with one tokenizer"
 
 TOKENS_OF_TEXT = 1024
-"""Tokens of the vocabulary in one text."""
 
 Encode = Callable[[str], Awaitable[Sequence[int] | None]]
-"""A text -> its ids; None if there is no way to find out."""
+"""Text -> ids; None if they cannot be found out."""
 
 
 def check_same_tokenizer(own: Path, other: Path, *, whose: str) -> None:
-    """Compare the tokenizers in two models' folders. `whose`: the other one's model, for people.
+    """Raises ConfigError with the first difference: an id's token, a special token, a merge, or a text's ids.
 
-    Raises ConfigError with the first difference: an id's token, a special token, a merge, or a text's ids.
+    `whose` names the other model in messages.
     """
     if (own / "tokenizer.json").read_bytes() == (other / "tokenizer.json").read_bytes():
         return
@@ -42,14 +41,14 @@ def check_same_tokenizer(own: Path, other: Path, *, whose: str) -> None:
 
 
 async def check_tokenizer_of_server(own: Path, encode: Encode, *, longest: int, whose: str) -> None:
-    """Compare the tokenizer in a model's folder with the one behind `encode`, which takes texts of up to
-    `longest` tokens. Raises ConfigError with the first text that has other ids there."""
+    """Raises ConfigError with the first text of at most `longest` tokens that `encode` encodes
+    differently."""
     ours = _tokenizer(own)
     for text in _texts(ours, min(TOKENS_OF_TEXT, longest // 4)):
         theirs = await encode(text)
         if theirs is None:
             raise ConfigError(
-                f"{whose} does not say what its tokenizer does (it has no /tokenize), so that it cannot be "
+                f"{whose} cannot be asked for token ids (it has no /tokenize), so its tokenizer cannot be "
                 f"compared with that of the model that trains; {REMEDY}"
             )
         if difference := _of_ids(ours, text, theirs):
@@ -59,12 +58,11 @@ async def check_tokenizer_of_server(own: Path, encode: Encode, *, longest: int, 
 
 
 def check_loads_the_same(folder: Path, note: Callable[[str], None]) -> None:
-    """Compare the tokenizer.json in a model's folder, whose ids train, with what transformers makes of the
-    folder, as whoever loads a checkpoint of it will.
+    """Compare tokenizer.json, which makes the ids that train, with what transformers loads as users of
+    checkpoints will.
 
-    `note` is told of texts that do not come back as they were, and of an end of sequence at which nothing
-    stops. Raises ConfigError if transformers loads none, or one that gives other ids for a text with the
-    whole alphabet, or other texts for ids.
+    Raises ConfigError if transformers loads none, or ids or texts differ. `note` gets warnings about texts
+    that do not survive a round trip, and an end-of-sequence token at which generation does not stop.
     """
     from transformers import AutoTokenizer  # noqa: PLC0415 - Takes a second; servers import this module too.
 
@@ -75,7 +73,7 @@ def check_loads_the_same(folder: Path, note: Callable[[str], None]) -> None:
         theirs: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         their_ids = [theirs.encode(text, add_special_tokens=False) for text in texts]
         their_texts = [theirs.decode(each, clean_up_tokenization_spaces=False) for each in ids]
-    except Exception as error:  # Whatever the class that the folder names may raise.
+    except Exception as error:  # The folder can name any class, which may raise anything.
         raise _wrong_tokenizer(
             folder, "one that does not work", f"{type(error).__name__}: {error}"
         ) from error
@@ -88,12 +86,12 @@ def check_loads_the_same(folder: Path, note: Callable[[str], None]) -> None:
     if difference:
         raise _wrong_tokenizer(folder, type(theirs).__name__, difference)
     if lost:
-        note(f"engine.model: the tokenizer does not give texts back as they were: {lost}")
+        note(f"engine.model: the tokenizer does not restore texts exactly: {lost}")
     stops = stop_ids_of(folder)
     if theirs.eos_token_id is not None and stops and theirs.eos_token_id not in stops:
         note(
             f"engine.model: the tokenizer ends a sequence with {theirs.eos_token!r} (id "
-            f"{theirs.eos_token_id}), and generation stops at {sorted(stops)} alone: replies may run "
+            f"{theirs.eos_token_id}), but generation stops only at {sorted(stops)}: replies may run "
             "on; see eos_token_id in generation_config.json"
         )
 
@@ -107,14 +105,14 @@ def _wrong_tokenizer(folder: Path, name: str, difference: str) -> ConfigError:
 
 
 def _changed(text: str, back: str) -> str:
-    """Where a text that came back differs; empty if it does not."""
+    """Where a text differs after a round trip; empty if it does not."""
     one, other = text.strip(), normalize("NFC", back).strip()
     place = next((n for n, (mine, its) in enumerate(zip_longest(one, other)) if mine != its), None)
     return "" if place is None else f"{one[place : place + 20]!r} becomes {other[place : place + 20]!r}"
 
 
 def _alphabet(tokenizer: Tokenizer) -> Iterator[str]:
-    """Texts with every character that a token of the vocabulary begins with, each after a space."""
+    """Texts with every character that begins a token, each after a space."""
     whole = tokenizer.get_vocab_size(with_added_tokens=False)
     pieces = tokenizer.decode_batch([[index] for index in range(whole)], skip_special_tokens=False)
     first = sorted({piece.strip()[:1] for piece in pieces} - {"", "\ufffd"})
@@ -135,7 +133,6 @@ def _of_vocabularies(ours: Tokenizer, theirs: Tokenizer) -> str:
 
 
 def _by_id(tokenizer: Tokenizer) -> dict[int, tuple[str, str]]:
-    """Id -> its token, and what kind of token it is."""
     tokens = {index: (token, "") for token, index in tokenizer.get_vocab(with_added_tokens=True).items()}
     added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
     kinds = {index: "special" if token.special else "added" for index, token in added.items()}
@@ -168,7 +165,7 @@ def _of_texts(ours: Tokenizer, theirs: Tokenizer) -> str:
 
 
 def _texts(tokenizer: Tokenizer, size: int) -> Iterator[str]:
-    """What tokenizers are known to do differently, then every token that is a text, `size` in each."""
+    """A text on which tokenizers are known to differ, then all tokens that are valid text."""
     yield TOKENIZER_TEXT
     number = tokenizer.get_vocab_size(with_added_tokens=True)
     pieces = [tokenizer.decode([index], skip_special_tokens=False) for index in range(number)]

@@ -1,5 +1,4 @@
-"""`PolicyUpdate`: what one training step does to the weights of every policy of the run, and what it leaves
-of that in the ledger."""
+"""`PolicyUpdate`: one training step on the weights of all policies of a run, and its rows in the ledger."""
 
 from __future__ import annotations
 
@@ -25,17 +24,13 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 
 class PolicyUpdate:
-    """Trains the run's own policy, and the roles that train beside it."""
-
     def __init__(self, parts: OpenRun, learners: Sequence[Learner], lags: PolicyLags, log: StepLog) -> None:
-        """`learners`: that of the run's own policy is the first."""
         self._recording, self._ledger = parts.config.recording, parts.ledger
         self.own, *self.roles = self._learners = list(learners)
         self._lags = lags
         self._log = log
+        # Uuid -> ledger number, for the step's episodes and those that may train again.
         self._sequences: dict[str, int] = {}
-        """Uuid of each episode of the step, and of those that may train again -> its number in the ledger."""
-
         self._restore(parts)
 
     def _restore(self, parts: OpenRun) -> None:
@@ -62,7 +57,8 @@ class PolicyUpdate:
     async def check(self, step: TrainingStep) -> None:
         """Decide what trains, before any policy's weights change.
 
-        Raises AlignmentError, and sets the step's episodes aside, if they are not what the trainer computes.
+        Raises AlignmentError, and sets the step's episodes aside, if the trainer does not reproduce the
+        samples.
         """
         by_version = self._lags.by_version(step.number - 1)
         kept = {uuid for each in self._learners if each.replay is not None for uuid in each.replay.episodes}
@@ -76,18 +72,17 @@ class PolicyUpdate:
                     step=step.number, lag_of_version=by_version, replayed=self._replayed(each, step)
                 )
         except AlignmentError as error:
-            await self.own.drop_gradients()  # What stopped the step may be a role's.
+            await self.own.drop_gradients()  # A role may have stopped the step.
             self._ledger.note(self._log.stopped(step, error))
             self.note_tokens(step, stopped=error.name)
             await self._ledger.commit(set_aside_rows(step.batch, step.number, str(error)))
             raise
 
     async def train(self, step: TrainingStep) -> list[dict[str, float]]:
-        """Update the weights as `check` has decided; returns each policy's metrics."""
         return [await each.train(step.number) for each in self._learners]
 
     def _replayed(self, learner: Learner, step: TrainingStep) -> list[RolloutGroup]:
-        """Groups of earlier steps that train again; counts the lags of the run's own policy's."""
+        """Draw groups of earlier steps to train on again, and count their lags."""
         if learner.replay is None:
             return []
         done = step.number - 1
@@ -98,7 +93,6 @@ class PolicyUpdate:
         return groups
 
     def rows(self, step: TrainingStep) -> list[TrainedRow]:
-        """What the step did with each episode: those of its batch, and those that it replayed."""
         left_out = left_out_rows(step.batch, step.number, stale=step.stale)
         rows = {(row.episode, row.role): row for row in left_out}
         for learner in self._learners:
@@ -107,7 +101,7 @@ class PolicyUpdate:
         return list(rows.values())
 
     def note_tokens(self, step: TrainingStep, *, stopped: str = "") -> None:
-        """What was computed for each token, if the run keeps it. What stops a run is always kept."""
+        """Keep the numbers for each token, if the run records them or they explain why it stops."""
         if not (stopped or keeps_tokens(self._recording, step.number)):
             return
         for learner in self._learners:
@@ -116,6 +110,6 @@ class PolicyUpdate:
 
 
 def claims_of(step: TrainingStep) -> list[tuple[str, int]]:
-    """Episode and attempt of what a step trains on, but for what is replayed."""
+    """(episode uuid, attempt) of what a step trains on, without replays."""
     fresh: list[EpisodeAccepted] = [each for _, accepted in step.groups for each in accepted]
     return [(each.episode_uuid, each.attempt) for each in fresh]

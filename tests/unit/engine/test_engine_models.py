@@ -173,7 +173,7 @@ def test_a_context_far_below_the_models_own_is_said(config: PretrainedConfig, he
         own = config.get_text_config().max_position_embeddings
         assert said is not None
         assert f"hold {held:,} tokens here, of this model's {own:,}: " in said
-        assert "For longer conversations take a model" in said
+        assert "For longer conversations choose a model" in said
 
 
 def test_a_model_that_shares_no_prefixes_says_so(random_model: Path, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_model_that_shares_no_prefixes_says_so(random_model: Path, tmp_path: P
     shutil.copy(random_model / "tokenizer.json", tmp_path)
     with EmbeddedEngine(tmp_path, checkpoint_dir=tmp_path / "none") as engine:
         (said,) = engine.warnings
-    assert said.startswith("mpt: sequences with a common prompt do not share it in training")
+    assert said.startswith("mpt: training computes a shared prompt again for each sequence")
 
 
 def test_a_soft_cap_of_attention_is_computed(random_model: Path, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_soft_cap_of_attention_is_computed(random_model: Path, tmp_path: Path)
 
 
 def test_a_config_without_a_context_length_is_refused() -> None:
-    with pytest.raises(EngineError, match="'mamba' names no context length"):
+    with pytest.raises(EngineError, match="'mamba' has no context length"):
         exact_context(transformers.MambaConfig())
 
 

@@ -261,7 +261,7 @@ def test_the_seed_decides_the_first_weights(random_model: Path) -> None:
 def test_what_cannot_have_an_adapter_is_refused_by_name(engine: EmbeddedEngine) -> None:
     for settings, message in (
         (LoraSettings(0), "rank: must be 1 to 32"),
-        (LoraSettings(4, targets=("q_porj",)), "'q_porj' is no linear module of qwen3"),
+        (LoraSettings(4, targets=("q_porj",)), "'q_porj' is not a linear module of qwen3"),
     ):
         with pytest.raises(EngineRequestError, match=message):
             engine.train_copy(lora=settings).result()
@@ -312,7 +312,7 @@ def test_adapters_of_experts_are_pefts(
         np.testing.assert_allclose(sampled, sequence.logprobs, atol=1e-5)
     config["r"] = 2
     (path / ADAPTER_CONFIG).write_text(json.dumps(config))
-    with pytest.raises(EngineError, match="of another model"):
+    with pytest.raises(EngineError, match="belongs to another model"):
         merged(path)
 
 

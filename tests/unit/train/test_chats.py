@@ -111,7 +111,7 @@ def test_what_is_too_long_is_left_out_and_never_cut(tmp_path: Path) -> None:
         ({"messages": []}, "line 2: invalid value for 'messages'"),
         ({"messages": [{"role": "robot", "content": ""}]}, "line 2: invalid value for 'messages.0..role'"),
         ({"messages": [{"role": "user", "content": "a", "mood": "b"}]}, "unknown .* 'messages.0..mood'"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "line 2: nothing in it trains"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "line 2: it has no assistant reply to train on"),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named(tmp_path: Path, line: Any, message: str) -> None:

@@ -117,7 +117,7 @@ async def test_a_result_that_cannot_train_is_named_and_is_a_failure_to_its_batch
         assert failed.failures[-1]["kind"] == kind
         assert source.kept == [], "the step says what became of it"
         (note,) = collector.progress.notes  # type: ignore[attr-defined]
-        assert note.startswith("episode a is kept and does not train")
+        assert note.startswith("episode a is kept but does not train")
         assert note.endswith(f"{reason} from client 'w'")
 
 

@@ -296,6 +296,6 @@ def test_a_function_is_found_before_the_run_begins(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def judge(group): return [1.0]\nnumber = 3\n")
     found = open_judge(config(function=f"{tmp_path / 'mine.py'}:judge"))
     assert found is not None
-    for name, problem in (("none", "cannot import"), ("number", "is no function")):
+    for name, problem in (("none", "cannot import"), ("number", "is not a function")):
         with pytest.raises(ConfigError, match=problem):
             open_judge(config(function=f"{tmp_path / 'mine.py'}:{name}"))

@@ -31,7 +31,7 @@ async def test_a_folder_holds_a_run_once_its_ledger_has_a_step_or_an_episode(tmp
     with pytest.raises(ConfigError, match="already holds a run; resume it"):
         check_unused(tmp_path)
     (tmp_path / RUN_ID).unlink()
-    with pytest.raises(ConfigError, match=r"has no run_id, which says which run ledger\.sqlite is of"):
+    with pytest.raises(ConfigError, match=r"has no run_id, which identifies the run of ledger\.sqlite"):
         check_whole(tmp_path)
 
 
@@ -41,7 +41,7 @@ async def test_a_ledger_of_another_run_is_refused(tmp_path: Path) -> None:
         identify(tmp_path / name)
         await ledger(tmp_path / name, 1)
     (tmp_path / "one" / LEDGER_FILE).replace(tmp_path / "other" / LEDGER_FILE)
-    with pytest.raises(ConfigError, match=r"ledger\.sqlite in .*: of another run than the rest"):
+    with pytest.raises(ConfigError, match=r"ledger\.sqlite in .*: from another run than the rest"):
         check_whole(tmp_path / "other")
 
 

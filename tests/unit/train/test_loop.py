@@ -572,7 +572,7 @@ async def test_a_metric_of_a_users_own_that_fails_costs_itself_alone(tmp_path: P
         }
         assert step["episodes/accepted"] == 4
     told = [note for note in run.shown.notes if "metrics.extra" in note]
-    assert [note.split(" measured nothing: ")[0].rpartition(".")[2] for note in told] == [
+    assert [note.split(" failed: ")[0].rpartition(".")[2] for note in told] == [
         "failing",
         "silent",
         "talking",

@@ -117,5 +117,5 @@ def test_a_prompts_scores_are_of_its_tokens_after_the_first(row: list[float | No
 
 
 def test_scores_that_are_not_one_for_each_token_are_refused() -> None:
-    with pytest.raises(EngineError, match="answered 1 values for a prompt of 3 tokens"):
+    with pytest.raises(EngineError, match="returned 1 values for a prompt of 3 tokens"):
         after_the_first([-1.0], 3)

@@ -59,7 +59,7 @@ def facts() -> StepFacts:
 def test_why_nothing_trained_says_what_was_missing() -> None:
     called = make_group([make_episode([make_call(None, [1], [2])], reward) for reward in (1.0, 0.0)])
     silent = make_group([make_episode([], reward) for reward in (1.0, 0.0)])
-    assert "has called the model: there is nothing to train" in why_groups_do_not_train([silent])
+    assert "called the model: nothing to train on" in why_groups_do_not_train([silent])
     left_out = why_groups_do_not_train([called, silent], errors={"greedy": 2})
     assert left_out == "the alignment check left out every sequence: 2 greedy"
 

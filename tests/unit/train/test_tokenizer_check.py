@@ -154,5 +154,5 @@ def test_a_normalizer_that_loses_text_and_an_end_that_stops_nothing_are_named(tm
     check_loads_the_same(TINY_MODEL, pytest.fail)
     check_loads_the_same(folder, notes.append)
     assert len(notes) == 2
-    assert "does not give texts back as they were: 'Ünïcode" in notes[0]
-    assert "generation stops at [7] alone" in notes[1]
+    assert "does not restore texts exactly: 'Ünïcode" in notes[0]
+    assert "generation stops only at [7]" in notes[1]

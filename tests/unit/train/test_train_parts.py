@@ -329,7 +329,8 @@ async def test_a_checkpoint_without_a_row_never_takes_the_place_of_one_that_can_
     assert step == 10
     aside = folder.checkpoints / "undone_1"
     assert said.endswith(
-        f"step_0013 is not in the ledger: the run goes on from that of step 10, and it is now in {aside}"
+        f"step_0013 is not in the ledger: the run continues from step 10, "
+        f"and this checkpoint was moved to {aside}"
     )
     assert (aside / "step_0013").is_dir()
     assert (folder.checkpoints_of("judge") / "undone_1" / "step_0013").is_dir()

@@ -246,7 +246,7 @@ async def test_a_checkpoint_of_another_kind_is_no_start(random_model: Path, tmp_
         await backend.client.save_state("whole")
     with EmbeddedEngine(random_model, checkpoint_dir=tmp_path, lora=LoraSettings(4)) as engine:
         backend = EmbeddedBackend(engine)
-        with pytest.raises(EngineError, match=r"no LoRA adapter"):
+        with pytest.raises(EngineError, match=r"not a LoRA adapter"):
             await backend.open_policy("r", str(tmp_path / "whole"), checkpoint_dir=tmp_path, restore=None)
 
 

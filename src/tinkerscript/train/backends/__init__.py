@@ -1,4 +1,4 @@
-"""What trains and samples a run. A backend is one module here and one entry of `BACKENDS`."""
+"""What trains and samples a run. A backend is one module here, and one entry of `BACKENDS`."""
 
 from __future__ import annotations
 
@@ -26,18 +26,16 @@ def _tinker() -> type[TrainerBackend]:
 
 
 BACKENDS: dict[str, Callable[[], type[TrainerBackend]]] = {"embedded": _embedded, "tinker": _tinker}
-"""`engine.backend` -> the class, imported when it is asked for."""
+"""`engine.backend` -> a function that imports the class."""
 
 
 def backend_named(name: str) -> type[TrainerBackend]:
-    """The backend that `engine.backend` names. Raises ConfigError for an unknown name."""
     if name not in BACKENDS:
         raise ConfigError(f"engine.backend: {name!r} is not one of {', '.join(BACKENDS)}")
     return BACKENDS[name]()
 
 
 def waited_for(config: EngineConfig) -> str:
-    """What a run waits for until its backend is open."""
     if config.backend == "tinker":
         return f"the Tinker service ({config.base_url or 'TINKER_BASE_URL, or the hosted one'})"
     on_devices = f" on {config.devices} devices" if config.devices > 1 else ""
@@ -54,9 +52,7 @@ async def open_backend(
     restore: str | None,
     note: Callable[[str], None],
 ) -> AsyncGenerator[TrainerBackend]:
-    """The backend of `config`, with its first weights or those of the checkpoint named `restore`.
-
-    `model`: the folder of `engine.model`.
+    """Open the backend with its first weights, or with the checkpoint named `restore`.
 
     Raises ConfigError and EngineError as `TrainerBackend.open` does.
     """

@@ -1,7 +1,6 @@
-"""The seam between a run and what trains and samples its weights.
+"""The seam between a run and the engine that trains and samples its weights.
 
-A run trains through Tinker's methods (`TrainingClient`), one `optimizer_step` at a time, and samples from
-what `TrainerBackend.publish` returns. Invariant: a published sampler's weights never change.
+Invariant: a published sampler's weights never change.
 """
 
 from __future__ import annotations
@@ -30,13 +29,14 @@ from tinkerscript.sampler import (
 )
 
 SKIPPED = f"train/{SKIPPED_STEPS}"
-"""Metric of a training step: optimizer steps that were not taken, because the gradient was not finite."""
+"""Metric: optimizer steps that were skipped because the gradient was not finite."""
 
 __all__ = ["FrozenModel", "FrozenSampler", "Publisher", "TrainerBackend", "TrainingClient"]
 
 
 class TrainingClient(Protocol):
-    """Trains one model. Calls take effect in the order in which they are made."""
+    """The subset of Tinker's methods that a run uses. Calls take effect in the order in which they are
+    made."""
 
     def forward(
         self,
@@ -58,54 +58,44 @@ class TrainingClient(Protocol):
 
 
 class Publisher(ABC):
-    """Makes samplers of the weights that train."""
-
     max_context: int
-    """Prompt and response tokens together, at most."""
+    """Token limit of prompt and reply together."""
 
     seeds = True
-    """Whether requests without a seed get one, so that a run can be repeated."""
+    """Whether requests get seeds, so that runs are repeatable."""
 
     holds = 0
-    """How many older versions than the newest may be held (`Sampler.hold`)."""
+    """How many older versions can be held (`Sampler.hold`)."""
 
     @abstractmethod
     async def publish(self, policy_version: int) -> Sampler:
-        """A sampler over a frozen copy of the current weights, which answers as `policy_version`.
-
-        Raises EngineError if nothing can sample from them.
-        """
+        """A sampler over a frozen copy of the current weights. Raises EngineError if nothing can sample from
+        them."""
 
     async def announce(self, policy_version: int) -> None:  # noqa: B027 (most have nothing to do)
-        """What `publish` returned may be sampled from now: the ledger has the version."""
+        """The ledger has the version, so it may be sampled from now on."""
 
     def resting(self) -> AbstractAsyncContextManager[None]:
-        """While the context is open nothing has to be sampled, since the weights train."""
+        """While this context is open, the weights train and nothing needs to be sampled."""
         return nullcontext()
 
     def ended(self, episode_uuid: str) -> None:  # noqa: B027 (most have nothing to do)
-        """An episode makes no more model calls."""
+        """The episode makes no more model calls."""
 
     async def failed(self) -> None:
-        """Never returns; raises EngineError when it breaks while nothing is asked of it."""
+        """Never returns. Raises EngineError if the engine breaks while idle."""
         await asyncio.Event().wait()
 
 
 class TrainerBackend(Publisher):
-    """Trains and samples the weights of one run."""
-
     client: TrainingClient
-    """Set anew by `start` and `restore`; do not keep an earlier one."""
+    """`start` and `restore` replace it."""
 
     vocabulary: int
-    """Token ids are in [0, vocabulary)."""
-
     stop_ids: frozenset[int]
-    """Ids that end a text."""
-
     scales_logits = False
-    """Whether it trains and scores each token at the temperature that it was sampled at: `client` then takes
-    the inputs `temperatures` and `mask` (`engine.losses`) beside those of a loss."""
+    """Whether tokens train and are scored at their sampling temperatures. `client` then takes the inputs
+    `temperatures` and `mask` (`engine.losses`)."""
 
     _start: FrozenModel | None = None
 
@@ -124,77 +114,70 @@ class TrainerBackend(Publisher):
         seed: int,
         note: Callable[[str], None],
     ) -> AbstractAsyncContextManager[TrainerBackend]:
-        """The backend for `config`; leaving the context closes it.
+        """The backend for `config`, which leaving the context closes. `note` gets messages for the user.
 
-        `model`: the folder of `engine.model`; `note` gets messages for the user.
-
-        Raises ConfigError if the config does not fit the backend, EngineError if the backend is not
-        available.
+        Raises ConfigError if the config does not fit, EngineError if the backend is not available.
         """
 
     @abstractmethod
     async def start(self) -> None:
-        """Begin a run with the weights of `engine.checkpoint`, or with the model's own."""
+        """Begin with the weights of `engine.checkpoint`, or the model's own."""
 
     @abstractmethod
     async def restore(self, name: str) -> None:
-        """Continue from the checkpoint that `client.save_state(name)` wrote, optimizer state included."""
+        """Continue from the checkpoint `name`, including the optimizer state."""
 
     @abstractmethod
     async def open_policy(
         self, role: str, checkpoint: str, *, checkpoint_dir: Path, restore: str | None
     ) -> TrainerBackend:
-        """A second policy over the same model, with weights, an optimizer and a folder of checkpoints of its
-        own, for the role `role`. This backend closes it.
+        """Open a second policy over the same model, with its own weights, optimizer and checkpoints.
 
-        It begins with the checkpoint `checkpoint` of a run (empty: as this backend's run began), or continues
-        from its own one named `restore`. Raises ConfigError and EngineError.
+        It begins with a run's `checkpoint` (empty: as this backend's run began), or continues from its own,
+        named `restore`. This backend closes it. Raises ConfigError and EngineError.
         """
 
     async def check_loss(self, loss_fn: LossFnType, loss_config: Mapping[str, float] | None) -> None:
-        """Raise EngineError if the backend cannot train with this loss. Called before the first episode."""
+        """Raise EngineError if the backend cannot train with this loss."""
 
     @abstractmethod
     async def open_frozen(self, model: str) -> FrozenModel:
-        """A model beside the one that trains. What it has in common with that one is held once.
+        """Open a model that does not train. Weights that it shares with the one that trains are held once.
 
-        `model`: a folder, an id of the Hugging Face Hub or a checkpoint of a run, or what else the backend
-        has names for; empty: the weights that the run began with, also after `restore`. Raises ConfigError
-        for a name of nothing, EngineError for a model that cannot be used.
+        `model` is a folder, a Hugging Face id, a run's checkpoint, or a name that the backend knows; empty
+        means the weights that the run began with. Raises ConfigError for an unknown name, EngineError for an
+        unusable model.
         """
 
     async def start_logprobs(
         self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
     ) -> list[FloatArray]:
-        """`FrozenModel.logprobs` of the weights that the run began with."""
+        """Logprobs under the weights that the run began with (`FrozenModel.logprobs`)."""
         if self._start is None:
             self._start = await self.open_frozen("")
         return await self._start.logprobs(sequences, temperatures)
 
 
 class FrozenModel(ABC):
-    """A model whose weights never change. The backend that opened it closes it."""
+    """A model that never changes. The backend that opened it closes it."""
 
     sampler: Sampler
-    """Its samples have `FOREIGN_POLICY` as their version: they do not train."""
+    """Its samples have the version `FOREIGN_POLICY`."""
 
     max_context: int
-    """Prompt and response tokens together, at most."""
-
     folder: Path
-    """Has its tokenizer and its chat format."""
+    """Folder with the tokenizer and chat format."""
 
     scales_logits = False
-    """Whether it scores at other temperatures than 1."""
+    """Whether it scores at temperatures other than 1."""
 
     @abstractmethod
     async def logprobs(
         self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
     ) -> list[FloatArray]:
-        """Each token's log probability at its temperature; None: at 1.
+        """Each token's logprob at its temperature (None: 1). Position 0 has no context and is 0.
 
-        int32 [T] and float32 [T] each in, float32 [T] each out; position 0 has no context and is 0. Only what
-        `scales_logits` takes temperatures other than 1. Raises EngineError.
+        Takes int32 [T] and float32 [T] each, returns float32 [T] each. Raises EngineError.
         """
 
 
@@ -224,27 +207,25 @@ class FrozenSampler(Sampler):
     async def _sequences(
         self, request: SampleRequest, params: tinker.SamplingParams, progress: ProgressCallback | None
     ) -> list[SampledSequence]:
-        """`request.num_samples` sequences; raises as `Sampler.sample` does."""
+        """Raises as `Sampler.sample` does."""
 
 
 def seed_of_role(seed: int, role: str) -> int:
-    """The seed of a role's new adapter, in [0, 2^31): each role has another one than the policy."""
+    """The seed of a role's new adapter, in [0, 2^31), different for each role."""
     return zlib.crc32(f"{seed}/{role}".encode()) >> 1
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What an optimizer step answered."""
-
     metrics: dict[str, float]
-    """`train/loss`, the sum, and the engine's own metrics of the step, such as `train/grad_norm`."""
+    """`train/loss`, a sum over tokens, and the engine's own metrics, such as `train/grad_norm`."""
 
     logprobs: list[FloatArray]
-    """float32 [T] for each datum: of its target tokens, before the step. Empty if the backend gives none."""
+    """float32 [T] per datum, of its targets before the step. Empty if the backend returns none."""
 
 
+# Tinker's betas with torch's epsilon: with Tinker's 1e-12, rounding decides where a gradient is almost 0.
 ADAM = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
-"""Tinker's betas, and torch's epsilon: Tinker's 1e-12 lets rounding decide where a gradient is almost 0."""
 
 
 async def optimizer_step(
@@ -257,9 +238,9 @@ async def optimizer_step(
     learning_rate: float,
     computed: tinker.ForwardBackwardOutput | None = None,
 ) -> Stepped:
-    """One AdamW step on the summed loss of `datums`. `computed`: what `forward_backward` of them has answered
-    already."""
-    # Send both before awaiting either: a service executes the calls in order.
+    """Take one AdamW step on the summed loss of `datums`. `computed`: their `forward_backward` output, if
+    any."""
+    # Send both calls before awaiting either, because a service runs them in order.
     forward = None if computed else client.forward_backward(datums, loss_fn, loss_config)
     optim = client.optim_step(
         tinker.AdamParams(
@@ -278,7 +259,6 @@ async def optimizer_step(
 
 
 def skipped_note(step: int, metrics: Mapping[str, float]) -> str:
-    """What to tell of optimizer steps that were not taken; empty: all were."""
     number = int(metrics.get(SKIPPED, 0))
     if not number:
         return ""
@@ -287,13 +267,13 @@ def skipped_note(step: int, metrics: Mapping[str, float]) -> str:
 
 
 STEP_GRACE_S = 2.0
-"""Seconds in which the training step of a run that is stopped may end and be saved."""
+"""How long a stopped run may take to finish and save its step."""
 
 ResultT = TypeVar("ResultT")
 
 
 async def finish_despite_cancel(work: Coroutine[Any, Any, ResultT], *, within_s: float) -> ResultT:
-    """The result of `work`. A cancellation waits for its end, and after `within_s` seconds cancels it."""
+    """Await `work`. A cancellation takes effect after `within_s`, if `work` has not finished."""
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)

@@ -1,7 +1,6 @@
-"""`EmbeddedBackend`: the engine in the trainer's process. A checkpoint is a Hugging Face folder.
+"""`EmbeddedBackend`: the engine in the trainer's process. Checkpoints are Hugging Face folders.
 
-Invariant: a sample's progress arrives on the event loop that awaits it, in token order; while the loop is
-busy, reports accumulate and are delivered together.
+Invariant: a sample's progress arrives in token order on the event loop that awaits it.
 """
 
 from __future__ import annotations
@@ -58,12 +57,10 @@ if TYPE_CHECKING:
 
 
 HELD_BYTES = 2**30
-"""Of weights that evaluations hold beside the newest."""
+"""Memory for weights that evaluations hold besides the newest."""
 
 
 class EmbeddedBackend(TrainerBackend):
-    """Trains and samples with an `EmbeddedEngine`."""
-
     scales_logits = True
 
     def __init__(
@@ -74,8 +71,7 @@ class EmbeddedBackend(TrainerBackend):
         client: EmbeddedTrainingClient | None = None,
         checkpoint_dir: Path | None = None,
     ) -> None:
-        """`start`: folder of the checkpoint to begin with; empty: the model's own weights. `client`: trains
-        other weights than the engine's own, and writes them into `checkpoint_dir`."""
+        """`start`: the first checkpoint's folder. `client` trains other weights than the engine's own."""
         self.engine = engine
         self._start_folder = Path(start).expanduser() if start else None
         self._checkpoint_dir = checkpoint_dir or engine.checkpoint_dir
@@ -159,7 +155,7 @@ class EmbeddedBackend(TrainerBackend):
             base = await asyncio.to_thread(base_of_adapter, folder)
         else:
             folder = self._start_folder or self.engine.folder
-            # All weights have no adapter to start from, and an adapter fits the engine's base alone.
+            # A frozen adapter shares the engine's base model. With full training there is no such base.
             base = self.engine.folder if self.engine.is_lora else None
         adapter = folder if base is not None and folder != base else None
         weights = await asyncio.to_thread(self.engine.open_frozen, base or folder, adapter)
@@ -167,15 +163,12 @@ class EmbeddedBackend(TrainerBackend):
 
 
 def _lora(config: LoraConfig, seed: int) -> LoraSettings | None:
-    """None: all weights train."""
     if not config.rank:
         return None
     return LoraSettings(config.rank, config.alpha, tuple(config.targets), seed)
 
 
 class EmbeddedFrozenModel(FrozenModel):
-    """A model on the engine's thread."""
-
     scales_logits = True
 
     def __init__(self, weights: FrozenWeights, folder: Path) -> None:
@@ -191,8 +184,6 @@ class EmbeddedFrozenModel(FrozenModel):
 
 
 class EmbeddedSampler(FrozenSampler):
-    """Samples from an engine's frozen weights, with progress, constraints and alternatives."""
-
     def __init__(self, client: EmbeddedSamplingClient, policy_version: int = FOREIGN_POLICY) -> None:
         super().__init__(policy_version)
         self._client = client
@@ -200,7 +191,7 @@ class EmbeddedSampler(FrozenSampler):
     async def _sequences(
         self, request: SampleRequest, params: tinker.SamplingParams, progress: ProgressCallback | None
     ) -> list[SampledSequence]:
-        if request.repetition_penalty != 1:  # All that this engine lacks.
+        if request.repetition_penalty != 1:  # The only parameter that this engine does not support.
             refuse_unsupported(
                 request, "the embedded engine", constraints=True, top_logprobs=True, min_p=True
             )
@@ -231,7 +222,7 @@ class EmbeddedSampler(FrozenSampler):
         return nullcontext(EmbeddedSampler(self._client.apart(), self.policy_version))
 
     async def _compile(self, constraint: Constraint) -> None:
-        """In a thread: the first time it can take a second, and it releases the GIL."""
+        """Compile in a thread: the first time can take a second, and it releases the GIL."""
         try:
             await asyncio.to_thread(self._client.compile_grammar, constraint.grammar)
         except GrammarError as error:
@@ -245,8 +236,6 @@ def _unusable(constraint: Constraint, error: GrammarError) -> GatewayError:
 
 @dataclass(slots=True)
 class _Undelivered:
-    """Tokens of one sequence since the last delivery."""
-
     offset: int
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
@@ -254,14 +243,13 @@ class _Undelivered:
 
 
 class ProgressRelay:
-    """Carries one sample's reports from the engine's thread to the event loop."""
+    """Carries reports from the engine's thread to the event loop, and bundles them while the loop is busy."""
 
     def __init__(self, callback: ProgressCallback, loop: asyncio.AbstractEventLoop) -> None:
         self._callback = callback
         self._loop = loop
         self._lock = threading.Lock()
-        self._undelivered: dict[int, _Undelivered] = {}
-        """By the sequence's index."""
+        self._undelivered: dict[int, _Undelivered] = {}  # Keyed by the sequence's index.
 
     def report(self, index: int, offset: int, token: int, logprob: float, top: Alternatives) -> None:
         """Called on the engine's thread."""
@@ -275,7 +263,7 @@ class ProgressRelay:
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:
-                return  # The loop is closed: the sample is no longer awaited.
+                return  # The loop is closed, so nothing awaits the sample anymore.
 
     def _deliver(self) -> None:
         with self._lock:

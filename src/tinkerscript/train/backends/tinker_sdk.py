@@ -1,7 +1,7 @@
-"""What differs between versions of Tinker's SDK (0.24 to 0.38), and between the servers behind it.
+"""Differences between versions of Tinker's SDK (0.24 to 0.38), and between servers.
 
-Differences are found by what a version has, not by its number. Whatever the SDK raises becomes an
-EngineError: where a server answers otherwise than it expects, that is a ValueError or an AssertionError.
+Features are detected, not compared by version. Whatever the SDK raises becomes an EngineError; for an
+unexpected reply that is a ValueError or AssertionError.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ SDK_REMEDIES = {
         "pip install 'tinker>=0.24,<0.26', or use a newer server"
     ),
 }
-"""A part of what the SDK raises -> what it means and what to do."""
+"""Part of an SDK error's text -> what to do."""
 
 
 def explained(error: BaseException) -> str:
-    """What went wrong, in words that say what to do where that is known."""
     text = f"{error}" if isinstance(error, tinker.TinkerError) else f"{type(error).__name__}: {error}"
     for part, remedy in SDK_REMEDIES.items():
         if part in text:
@@ -43,10 +42,10 @@ def explained(error: BaseException) -> str:
 
 
 def connect(base_url: str) -> tinker.ServiceClient:
-    """A client with an open session. Blocks until the service answers. Raises EngineError."""
+    """Blocks until the service answers. Raises EngineError."""
     try:
         service = tinker.ServiceClient(base_url=base_url or None)
-        # The session is opened by its first use, which would block the event loop.
+        # The first use opens the session, which would block the event loop.
         getattr(service, "holder", None)
     except Exception as error:
         raise EngineError(
@@ -58,7 +57,7 @@ def connect(base_url: str) -> tinker.ServiceClient:
 async def capabilities(
     service: tinker.ServiceClient, base_url: str
 ) -> tinker.types.GetServerCapabilitiesResponse:
-    """Asked of the session's client up to 0.36, and of the REST client since."""
+    """Capabilities come from the session's client up to 0.36, and from the REST client since."""
     rest_client: Any = getattr(tinker, "RestClient", None)
     if hasattr(rest_client, "get_server_capabilities"):
         rest = await asyncio.to_thread(rest_client, base_url=base_url or None)
@@ -67,10 +66,10 @@ async def capabilities(
 
 
 async def new_client(owner: object, method: str, *args: object, **options: object) -> Any:
-    """What `owner.method(...)` gives, without blocking.
+    """Call `owner.method(...)` without blocking.
 
-    Up to 0.36 the method blocks and `METHOD_async` does not; since 0.38 the method returns a future, or what
-    it knows already, and the other is deprecated.
+    Up to 0.36 the method blocks, but `METHOD_async` does not. Since 0.38 it returns a future or a known
+    result, and `METHOD_async` is deprecated.
     """
     call = getattr(owner, f"{method}_async", None)
     if call is None or hasattr(call, "__deprecated__"):
@@ -80,24 +79,23 @@ async def new_client(owner: object, method: str, *args: object, **options: objec
 
 
 def awaitable(future: Awaitable[T] | concurrent.futures.Future[T]) -> Awaitable[T]:
-    """A sampling client's future; up to 0.36 it cannot be awaited."""
+    """A sampling client's future, which cannot be awaited up to 0.36."""
     return future if isinstance(future, Awaitable) else asyncio.wrap_future(future)
 
 
 async def close(service: tinker.ServiceClient, note: Callable[[str], None]) -> None:
-    """Finish the session, if SDK and server can. Otherwise stop its heartbeats, and say why."""
+    """Finish the session, or else stop its heartbeats and report why."""
     finish = getattr(service, "close", None)
     if finish is None:
         service.holder.close()
         return
     try:
         await finish("interrupted", detail="the trainer ended")
-    except Exception as error:  # noqa: BLE001 (the run is over; its result stands)
+    except Exception as error:  # noqa: BLE001 (the run is over, and its result stands)
         note(f"the session was not finished at the service, which ends it by itself: {explained(error)}")
 
 
 def lacks_of_sdk() -> list[str]:
-    """What the installed SDK lacks, and what a run does without it."""
     if hasattr(tinker.ServiceClient, "close"):
         return []
     return [
@@ -107,10 +105,7 @@ def lacks_of_sdk() -> list[str]:
 
 
 async def lacks_of_server(base_url: str) -> list[str]:
-    """What the server at `base_url` lacks by its own description (`openapi.json`), in words.
-
-    Empty if it has none. Raises EngineError if nothing answers.
-    """
+    """What the server lacks by its `openapi.json`. Raises EngineError if nothing answers."""
     try:
         async with httpx.AsyncClient(timeout=DESCRIPTION_TIMEOUT_S) as client:
             response = await client.get(f"{base_url.rstrip('/')}/openapi.json")
@@ -122,7 +117,6 @@ async def lacks_of_server(base_url: str) -> list[str]:
 
 
 def described_lacks(description: Mapping[str, Any]) -> list[str]:
-    """What a server with this OpenAPI description lacks."""
     found: list[str] = []
     paths = description.get("paths", {})
     if paths and not lacks_of_sdk() and not any(path.endswith("/finish") for path in paths):
@@ -150,11 +144,10 @@ WANTED = (
     ),
     ("save_weights", "", "overwrite", "it refuses to save a checkpoint under a name that a run has used"),
 )
-"""Endpoint, field of its body ("": the body itself), field in there, and what its absence means."""
+"""(endpoint, field of its body or "", field in there, consequence of its absence)"""
 
 
 def _fields(description: Mapping[str, Any], path: str, inner: str) -> set[str]:
-    """The names in a POST's body, or in its field `inner`. Empty if they are not described."""
     operation = description.get("paths", {}).get(f"/api/v1/{path}", {}).get("post", {})
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
     properties = _properties(description, body)
@@ -164,7 +157,7 @@ def _fields(description: Mapping[str, Any], path: str, inner: str) -> set[str]:
 
 
 def _properties(description: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An object's fields; of a choice (`anyOf`), the first one's that has any."""
+    """An object's fields; for `anyOf`, those that come first."""
     reference = schema.get("$ref", "")
     if reference:
         name = reference.rpartition("/")[2]

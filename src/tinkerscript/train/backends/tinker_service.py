@@ -1,9 +1,8 @@
-"""`TinkerBackend`: a service that speaks Tinker's protocol. A checkpoint names the weights' path there.
+"""`TinkerBackend`: a service with Tinker's protocol. Checkpoints contain the path of the weights there.
 
-Tinker's SDK retries on its own: for minutes while a request cannot be sent, indefinitely while a result is
-pending, for an hour while billing pauses a job. `SlowCallNotifier` tells the user about such waits and turns
-what the SDK finally raises into an EngineError. What the SDK or the server lacks is noted or refused before
-the first episode: by `open`, by `check_loss`, and by the first `publish`.
+Tinker's SDK retries by itself: for minutes to send a request, an hour while billing pauses a job,
+indefinitely while a result is pending. `SlowCallNotifier` reports such waits. `open`, `check_loss` and the
+first `publish` report or refuse missing features before the first episode.
 """
 
 from __future__ import annotations
@@ -54,18 +53,18 @@ T = TypeVar("T")
 SERVICE_RANK = 32
 
 TINKER_PATH = "tinker://"
+# Marks paths of weights that were saved for sampling. Other paths contain `/weights/`.
 SAMPLER_WEIGHTS = "/sampler_weights/"
-"""Part of the paths of weights that were saved to sample from; the others' is `/weights/`."""
 
 SERVICE_KEY_VARIABLE = "TINKER_API_KEY"
 POINTER = "tinker.json"
-"""In a checkpoint's folder: where the service keeps the weights."""
+"""File in a checkpoint's folder that says where the service keeps the weights."""
 
 FIRST_NOTE_S = 20.0
 NEXT_NOTE_S = 60.0
 
+# Ids that every vocabulary has, for requests that check a service.
 PROBE_IDS = (1, 2, 3)
-"""Token ids, which every vocabulary has, of the requests that check a service."""
 
 TOKEN_LOSSES = "elementwise_loss"
 
@@ -74,15 +73,13 @@ SAMPLING_CLIENT = "save_weights_and_get_sampling_client"
 
 @dataclass(eq=False)
 class TinkerBackend(TrainerBackend):
-    """Trains a LoRA at the service and samples from it."""
-
     service: tinker.ServiceClient
     config: EngineConfig
     model: str
-    """Its name there."""
+    """The model's name at the service."""
 
     folder: Path
-    """Has its tokenizer and config."""
+    """Local folder with the tokenizer and config."""
 
     max_context: int
     checkpoint_dir: Path
@@ -132,7 +129,7 @@ class TinkerBackend(TrainerBackend):
 
     async def start(self) -> None:
         if self.config.checkpoint:
-            # The weights alone: a new run has a fresh optimizer.
+            # Load only the weights, because a new run has a fresh optimizer.
             self._use(await self._from_state(_path_of_checkpoint(self.config.checkpoint)))
             return
         lora = self.config.lora
@@ -149,7 +146,6 @@ class TinkerBackend(TrainerBackend):
         self._use(client)
 
     async def _asked(self, owner: object, method: str, *args: object, **options: object) -> Any:
-        """What `owner.method(...)` gives."""
         return await self.notifier.wait(sdk.new_client(owner, method, *args, **options), method)
 
     async def _from_state(self, path: str) -> tinker.TrainingClient:
@@ -175,15 +171,15 @@ class TinkerBackend(TrainerBackend):
         return TinkerSampler(client, policy_version)
 
     async def _check_sampling(self, client: tinker.SamplingClient) -> None:
-        """Sample one token. Raises EngineError if the SDK cannot read what the service answers."""
+        """Raises EngineError if the SDK cannot read the reply."""
         prompt = tinker.ModelInput.from_ints(list(PROBE_IDS))
         params = tinker.SamplingParams(max_tokens=1, seed=0)
         response = await self.notifier.wait(sdk.awaitable(client.sample(prompt, 1, params)), "a first sample")
         for sequence in response.sequences:
             if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
                 raise EngineError(
-                    f"{self.notifier.service}: a sample of {len(sequence.tokens)} tokens came with log "
-                    f"probabilities {sequence.logprobs}; training needs one for each token"
+                    f"{self.notifier.service}: a sample of {len(sequence.tokens)} tokens came with "
+                    f"logprobs {sequence.logprobs}; training needs one for each token"
                 )
 
     async def check_loss(self, loss_fn: LossFnType, loss_config: Mapping[str, float] | None) -> None:
@@ -196,7 +192,7 @@ class TinkerBackend(TrainerBackend):
         )
         output = await self.client.forward([datum], loss_fn, loss_config)
         if not all("logprobs" in row for row in output.loss_fn_outputs):
-            raise EngineError(f"{self.notifier.service}: forward answers no log probabilities of the targets")
+            raise EngineError(f"{self.notifier.service}: forward returns no logprobs of the targets")
 
     async def open_frozen(self, model: str) -> FrozenModel:
         start = self.config.checkpoint
@@ -207,10 +203,10 @@ class TinkerBackend(TrainerBackend):
         elif SAMPLER_WEIGHTS in path:
             client = await self._asked(self.service, "create_sampling_client", model_path=path)
         else:
-            # The service samples only from a run's weights, so those of a checkpoint get a run.
+            # The service samples only from a run's weights, so a checkpoint needs a run of its own.
             client = await self._asked(await self._from_state(path), SAMPLING_CLIENT)
         name = await self._asked(client, "get_base_model") if model else self.model
-        # Another model's tokenizer is in the Hub, under the name that the service has for the model.
+        # The Hub has another model's tokenizer under the service's name for the model.
         own = name == self.model
         folder = self.folder if own else await asyncio.to_thread(model_folder, name)
         return TinkerFrozenModel(client, self.notifier, folder=folder, max_context=self.max_context)
@@ -232,8 +228,6 @@ class TinkerBackend(TrainerBackend):
 
 
 class TinkerSampler(FrozenSampler):
-    """Samples through Tinker's SDK, which has neither progress nor constraints nor alternatives."""
-
     def __init__(self, client: tinker.SamplingClient, policy_version: int) -> None:
         super().__init__(policy_version)
         self._client = client
@@ -259,8 +253,6 @@ class TinkerSampler(FrozenSampler):
 
 @dataclass(eq=False)
 class TinkerFrozenModel(FrozenModel):
-    """A model that the service samples from."""
-
     client: tinker.SamplingClient
     notifier: SlowCallNotifier
     folder: Path
@@ -272,7 +264,7 @@ class TinkerFrozenModel(FrozenModel):
     async def logprobs(
         self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
     ) -> list[FloatArray]:
-        del temperatures  # They are 1: `compute_logprobs` knows no other.
+        del temperatures  # `compute_logprobs` always uses temperature 1.
         prompts = [tinker.ModelInput.from_ints(ids.tolist()) for ids in sequences]
         futures = [sdk.awaitable(self.client.compute_logprobs(prompt)) for prompt in prompts]
         rows = await self.notifier.wait(asyncio.gather(*futures), "compute_logprobs")
@@ -281,14 +273,14 @@ class TinkerFrozenModel(FrozenModel):
 
 @dataclass
 class SlowCallNotifier:
-    """Awaits calls to one service; `note` gets a message when one takes long."""
+    """Awaits calls to one service, and sends `note` a message when one takes long."""
 
     service: str
     note: Callable[[str], None]
     first_note_s: float = FIRST_NOTE_S
 
     async def wait(self, call: Awaitable[T], what: str) -> T:
-        """The call's result. Raises EngineError for whatever the SDK raises."""
+        """Raises EngineError for whatever the SDK raises."""
         waiting = asyncio.ensure_future(call)
         loop = asyncio.get_running_loop()
         began, timeout = loop.time(), self.first_note_s
@@ -307,7 +299,7 @@ class SlowCallNotifier:
 
 @dataclass
 class SentCall(Generic[T]):
-    """A call that has been sent; awaiting it goes through the notifier."""
+    """A call that was sent. Awaiting it goes through the notifier."""
 
     notifier: SlowCallNotifier
     call: Awaitable[T]
@@ -319,7 +311,7 @@ class SentCall(Generic[T]):
 
 @dataclass(eq=False)
 class NotifyingClient:
-    """Tinker's training client with `SentCall` results. Calls are sent when they are made."""
+    """Tinker's training client, with calls sent at once and awaited as `SentCall`."""
 
     training: tinker.TrainingClient
     notifier: SlowCallNotifier
@@ -354,7 +346,7 @@ class NotifyingClient:
 
 
 def _path_at_service(model: str) -> str:
-    """`model` as a tinker:// path, if it is one or the folder of a checkpoint; else empty."""
+    """`model` as a tinker:// path, if it is one or a checkpoint's folder; else empty."""
     is_checkpoint = bool(model) and (Path(model).expanduser() / POINTER).is_file()
     return _path_of_checkpoint(model) if is_checkpoint or model.startswith(TINKER_PATH) else ""
 
@@ -366,7 +358,7 @@ def _path_of_checkpoint(checkpoint: str) -> str:
 
 
 def _pointed_to(folder: Path) -> str:
-    """The tinker:// path in a checkpoint's folder. Raises ConfigError for a checkpoint of another backend."""
+    """Raises ConfigError for another backend's checkpoint."""
     file = folder.expanduser() / POINTER
     if not file.is_file():
         raise ConfigError(
@@ -377,43 +369,35 @@ def _pointed_to(folder: Path) -> str:
 
 
 async def _lacks(base_url: str) -> list[str]:
-    """What the SDK and the server do without, in words. The hosted service describes nothing."""
     server = base_url or os.environ.get("TINKER_BASE_URL", "")
     return sdk.lacks_of_sdk() + (await sdk.lacks_of_server(server) if server else [])
 
 
 async def _with_loss(output: Awaitable[tinker.ForwardBackwardOutput]) -> tinker.ForwardBackwardOutput:
-    """The output with the metric `loss:sum`; SkyRL answers each token's loss instead.
-
-    Raises EngineError if there is neither.
-    """
+    """The output with `loss:sum`, from SkyRL's token losses if it is missing. Raises EngineError without
+    either."""
     found = await output
     if "loss:sum" in found.metrics:
         return found
     if not all(TOKEN_LOSSES in row for row in found.loss_fn_outputs):
-        raise EngineError(f"the answer has neither the metric loss:sum nor {TOKEN_LOSSES} for each sequence")
+        raise EngineError(f"the reply has neither the metric loss:sum nor {TOKEN_LOSSES} for each sequence")
     losses = [float(row[TOKEN_LOSSES].to_numpy().sum()) for row in found.loss_fn_outputs]
     found.metrics["loss:sum"] = sum(losses)
     return found
 
 
 def after_the_first(row: Sequence[float | None], length: int) -> FloatArray:
-    """float32 [length]: a prompt's log probabilities, 0 at position 0.
-
-    The first token has none: Tinker answers a value in its place, SkyRL leaves it out.
-    """
+    """A prompt's logprobs as float32 [length]. Tinker returns a placeholder for the first, SkyRL leaves it
+    out."""
     if len(row) not in (length, length - 1):
-        raise EngineError(f"compute_logprobs answered {len(row)} values for a prompt of {length} tokens")
+        raise EngineError(f"compute_logprobs returned {len(row)} values for a prompt of {length} tokens")
     return np.array([0.0, *row[len(row) - length + 1 :]], dtype=np.float32)
 
 
 async def _limits(
     service: tinker.ServiceClient, config: EngineConfig, own: int, notifier: SlowCallNotifier
 ) -> tuple[str, int]:
-    """The model's name at the service, and its context length, at most `own`.
-
-    Raises ConfigError if the service cannot train it.
-    """
+    """The model's name at the service, and its context length, at most `own`. Raises ConfigError."""
     asked = sdk.capabilities(service, config.base_url)
     capabilities = await notifier.wait(asked, "get_server_capabilities")
     models = {model.model_name: model for model in capabilities.supported_models if model.model_name}
@@ -422,14 +406,13 @@ async def _limits(
         raise ConfigError(
             f"engine.service_model: {config.service_model!r} is not one of {', '.join(sorted(models))}"
         )
-    # The fields that an older SDK or server does not have say nothing.
+    # An older SDK or server lacks these fields.
     if getattr(models[name], "trainable", None) is False:
         raise ConfigError(f"engine.service_model: the service does not train {name!r}")
     return name, min(own, getattr(models[name], "max_context_length", None) or own)
 
 
 def _write_folder(folder: Path, name: str, text: str) -> None:
-    """Replace `folder` atomically by one that holds a single file."""
     staging = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)

@@ -1,1 +1,1 @@
-"""Replicas of vLLM that sample for a run: each version of its adapter is published and proved."""
+"""vLLM replicas that sample for a run. Each version of its weights is published to them and proved."""

@@ -1,12 +1,11 @@
-"""`ReplicaPool`: publishes each version of the weights to all replicas, and sends every model call to one.
+"""`ReplicaPool`: publishes each version of the weights to all replicas, and routes every model call to one.
 
-An episode stays with one replica, whose cache has its earlier turns; replicas are chosen by load, and chosen
-again when one fails. A replica that is new, or was lost and is back, samples once it has shown that adapters
-act on every kind of module, and has the versions that are live.
+An episode stays with one replica, which has cached its earlier turns. A new replica, or one that is back,
+samples once it has shown that adapters act on every kind of module, and has the live versions.
 
-Invariants: a call is sampled by one version, which its result names. A replica samples from a version only
-after it has loaded it by a name with the digest of its files and was not found to have another one. A call
-that a lost replica did not answer is made again elsewhere: nothing of it was recorded.
+Invariants: a single version samples a call, and the result names it. A replica samples only from versions
+that it loaded by the digest of their files and did not fail to prove. Unanswered calls of a lost replica are
+repeated elsewhere, since nothing was recorded.
 """
 
 from __future__ import annotations
@@ -35,86 +34,74 @@ from tinkerscript.train.replicas.proof import Evidence, Scores, judge
 from tinkerscript.train.replicas.replica import LostError, Replica
 
 PINS = 100_000
-"""Episodes whose replica is remembered; the one that called longest ago is forgotten first."""
+"""Limit of remembered episodes. The one with the oldest call is forgotten first."""
 
+# A version is proved on the next-token logprobs after these many recent prompts, cut to their last tokens.
 RECENT_PROMPTS = 32
-"""Prompts after which the most likely tokens are compared to prove a version, the most recent ones."""
-
 PROOF_TOKENS = 512
-"""Of each, at most: its last ones."""
 
 PROMPTS, RANDOM_TOKENS = 16, 32
-"""Random prompts, for canaries and where there are no recent ones."""
+"""Random prompts for canaries, and while there are too few recent ones."""
 
 LOAD_S = 1800.0
-"""What a replica that the run starts may take to load the model. Its death is noticed at once."""
+"""Time limit to load the model. A replica's death is noticed at once."""
 
 PROVE_S = 120.0
-"""In which a replica has to load a version and prove it, or it samples no more."""
+"""Time limit to load and prove a version, before the replica is lost."""
 
 HANG_S = 60.0
-"""Without a sampled token: then a replica with requests counts as hung."""
+"""A replica with requests that samples nothing for this long counts as hung."""
 
 RESTART_RETRY_S = 1.0
-"""Before a replica that could not begin tries again."""
 
 Scorer = Callable[[Path, Sequence[IntArray], Sequence[NDArray[np.int64]]], Awaitable[list[FloatArray]]]
-"""The trainer's own log probabilities of next tokens (int64 [N]) after prompts (int32 [P]) by the weights in
-a folder: float32 [N] each."""
+"""(weights folder, prompts int32 [P] each, next tokens int64 [N] each) -> the trainer's logprobs, float32 [N]
+each."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One version of the weights."""
-
     version: int
     folder: Path
 
     @property
     def name(self) -> str:
-        """What replicas know it by."""
         return self.folder.name
 
 
 @dataclass(slots=True)
 class Pin:
-    """Where an episode samples."""
-
     replica: Replica
     version: int
 
 
 @dataclass(eq=False)
 class ReplicaPool(Sampler):
-    """The replicas of one run. Belongs to one event loop."""
+    """Belongs to one event loop."""
 
     replicas: list[Replica]
     config: InferenceConfig
     keep: int
-    """Newest versions to sample from. One more is held, since calls of it may still wait for an answer."""
+    """Number of newest versions to sample from. One more stays loaded for running calls."""
 
     model_folder: Path
     vocabulary: int
     max_context: int
     canaries: Sequence[Path]
-    """Weights to start from, and adapters that are exaggerated in one kind of module."""
+    """The weights to start from, then adapters that exaggerate one kind of module each."""
 
     score: Scorer
     exact: bool
     """Whether `score` computes in float32."""
 
     restart: Callable[[Replica], None]
-    """Starts a replica again if the run started it."""
-
     record: Path
     """File that gets a line for each proof."""
 
     note: Callable[[str], None]
     timeout_s: float
-    """Of one model call."""
-
     load_s: float = LOAD_S
     prove_s: float = PROVE_S
     hang_s: float = HANG_S
@@ -122,8 +109,7 @@ class ReplicaPool(Sampler):
     def __post_init__(self) -> None:
         self._start, *self._adapters = self.canaries
         self._live: list[Published] = []
-        self._held = Counter[int]()
-        """Versions that are sampled from even if they are too old for `keep`."""
+        self._held = Counter[int]()  # Uses of versions that `keep` alone would not keep.
 
         self._newest = -1
         self._pins: OrderedDict[str, Pin] = OrderedDict()
@@ -134,7 +120,7 @@ class ReplicaPool(Sampler):
         self._random: list[IntArray] = list(self._rng.integers(0, self.vocabulary, size).astype(np.int32))
         self._changed = asyncio.Condition()
         self.is_awake = asyncio.Event()
-        """Set unless the devices' memory is the trainer's."""
+        """Cleared while the trainer uses the devices."""
 
         self.is_awake.set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -147,7 +133,7 @@ class ReplicaPool(Sampler):
     # Replicas come and go
 
     async def begin(self) -> None:
-        """Wait until all replicas can sample. Raises ConfigError for one that cannot be used."""
+        """Wait until all replicas can sample. Raises ConfigError if one cannot be used."""
         try:
             await asyncio.gather(*(self._begin(replica, self._limit) for replica in self.replicas))
         except GatewayError as error:
@@ -157,16 +143,14 @@ class ReplicaPool(Sampler):
 
     @property
     def _limit(self) -> float:
-        """Seconds that all replicas may take to begin."""
         return self.load_s if self.config.launch.replicas else self.config.start_timeout_s
 
     async def failed(self) -> NoReturn:
-        """Never returns; raises what broke the pool itself."""
+        """Never returns. Raises what breaks the pool itself."""
         await asyncio.shield(self._failure)
         raise AssertionError("a pool has no result")
 
     async def _begin(self, replica: Replica, timeout_s: float) -> None:
-        """Raises ConfigError, GatewayError, LostError and TimeoutError."""
         facts = await replica.begin(self.model_folder, timeout_s)
         logger.info("replica.probed name=%s facts=%s", replica.name, facts.describe())
         for canary in self._adapters:
@@ -176,7 +160,7 @@ class ReplicaPool(Sampler):
             older = None
             for published in self._live:
                 async with asyncio.timeout(self.prove_s):
-                    # A server that was lost may have something else under this name.
+                    # A restarted server may have something else under this name.
                     await replica.retire(published.version, published.name)
                     await self._admit(replica, published, older)
                 older = published
@@ -190,13 +174,12 @@ class ReplicaPool(Sampler):
         if evidence.verdict != "proved":
             raise ConfigError(
                 f"{replica.name} at {replica.url} does not apply adapters as the trainer does: {canary.name} "
-                f"changes one kind of module, and of what that changes in the trainer's log probabilities "
-                f"{evidence.slope:.2f} ± {evidence.error:.2f} changed in the replica's"
+                f"changes one kind of module, but the replica's logprobs show {evidence.slope:.2f} ± "
+                f"{evidence.error:.2f} of the change in the trainer's"
             )
         await replica.retire(-1, canary.name)
 
     def lose(self, replica: Replica, why: str, *, hangs: bool = False) -> None:
-        """Sample no more from a replica; begin with it again in the background."""
         if not replica.serving:
             return
         self.counts["lost"] += 1
@@ -226,8 +209,8 @@ class ReplicaPool(Sampler):
             await asyncio.sleep(RESTART_RETRY_S)
 
     async def _watch(self, replica: Replica) -> None:
-        """Lose the replica when its server does not respond, has requests and samples nothing, or has been
-        started again: it counts its tokens from 0 then, and has its own weights."""
+        """Lose the replica if its server does not respond, samples nothing for its requests, or was
+        restarted, which resets its token counter and its weights."""
         pause = min(2.0, self.hang_s / 4)
         moved_at = time.monotonic()
         while True:
@@ -253,9 +236,9 @@ class ReplicaPool(Sampler):
     # Versions
 
     async def publish(self, published: Published) -> None:
-        """Load and prove a version on every replica that serves; `sample` may ask for it afterwards.
+        """Load and prove a version on every serving replica. Those that fail are lost.
 
-        A replica that does not prove it is lost. Raises EngineError if none has it and none comes back.
+        Raises EngineError if no replica has the version and none comes back.
         """
         async with self._publishing:
             kept = self._live[-self.keep :]
@@ -282,7 +265,7 @@ class ReplicaPool(Sampler):
             self.lose(replica, f"did not take version {published.version}: {error}")
 
     async def _admit(self, replica: Replica, published: Published, older: Published | None) -> None:
-        """Raises LostError if the replica has another version than `published`."""
+        """Raises LostError if the replica samples from another version."""
         began = time.monotonic()
         prompts = list(self._recent) if len(self._recent) >= PROMPTS else self._random
         evidence = await self._compare(
@@ -293,8 +276,8 @@ class ReplicaPool(Sampler):
         self.max_gap = max(self.max_gap, evidence.gap)
         if evidence.verdict == "undecidable" and self.counts["undecidable"] == 1:
             self.note(
-                f"{replica.name}: version {published.version} changes less than rounding does, so only its "
-                f"digest shows that it is what samples ({evidence}); replicas.jsonl has all checks"
+                f"{replica.name}: version {published.version} changes less than rounding does, so only the "
+                f"digest of its files proves which weights sample ({evidence}); replicas.jsonl has all checks"
             )
         if evidence.verdict == "refused":
             raise LostError(f"it samples from another version ({evidence})")
@@ -316,7 +299,7 @@ class ReplicaPool(Sampler):
         )
 
     def _free_a_slot(self, replica: Replica) -> None:
-        """Move the calls that hold the oldest adapters, if a new one would have to wait for them."""
+        """Move calls that hold the oldest adapters, if a new adapter would have to wait for them."""
         calls = replica.in_flight
         for version in sorted(calls)[: max(0, len(calls) + 1 - self.config.max_loras)]:
             self.counts["moved"] += calls[version]
@@ -327,12 +310,12 @@ class ReplicaPool(Sampler):
             if replica.serving:
                 try:
                     await replica.retire(published.version, published.name)
-                except GatewayError as error:  # The watch decides whether it is lost.
+                except GatewayError as error:  # `_watch` decides whether the replica is lost.
                     logger.warning("replica.not_retired name=%s error=%s", replica.name, error)
         shutil.rmtree(published.folder)
 
     async def _some_replica(self, published: Published) -> None:
-        """Wait until a replica samples from `published`. Raises EngineError if none comes back in time."""
+        """Wait for a replica with the version. Raises EngineError if there is none in time."""
         try:
             await self._least_loaded(
                 asyncio.get_running_loop().time() + self._limit, version=published.version
@@ -343,8 +326,11 @@ class ReplicaPool(Sampler):
     # Sharing devices with the trainer
 
     async def sleep(self) -> None:
-        """Have the replicas give up their devices' memory. Calls wait until `wake`. A replica that does not
-        serve is ended, as it has memory or is about to take it; it may be started again after `wake`."""
+        """Make the replicas release their memory. Calls wait until `wake`.
+
+        Replicas that do not serve hold memory or are about to, so they are killed, and may restart after
+        `wake`.
+        """
         self.is_awake.clear()
         await self._everywhere(Replica.sleep, "did not go to sleep")
         for replica in self.replicas:
@@ -352,7 +338,6 @@ class ReplicaPool(Sampler):
                 self.restart(replica)
 
     async def wake(self) -> None:
-        """Let the replicas take their memory back, and sample."""
         await self._everywhere(Replica.wake, "did not wake up")
         self.is_awake.set()
         await self._tell()
@@ -369,7 +354,6 @@ class ReplicaPool(Sampler):
     # Model calls
 
     async def announce(self, version: int) -> None:
-        """`version`, which is published, may be sampled from."""
         self._newest = max(version, self._newest)
         await self._tell()
 
@@ -387,14 +371,13 @@ class ReplicaPool(Sampler):
             self._held[version] -= 1
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """By the newest version that may be sampled from, or the one that the episode finishes with.
+        """Sample from the newest announced version, or the one that the episode finishes with.
 
-        Raises GatewayError: 503 if no replica came back in time, and whatever a replica answers.
+        Raises GatewayError: 503 if no replica is available in time, or the replica's own.
         """
         return await self.sample_by(request)
 
     async def sample_by(self, request: SampleRequest, held: int | None = None) -> SampleResult:
-        """`sample`, or by the version `held`."""
         deadline = asyncio.get_running_loop().time() + self.timeout_s
         failed: Replica | None = None
         while True:
@@ -415,13 +398,13 @@ class ReplicaPool(Sampler):
     async def _pin(
         self, affinity: str, deadline: float, *, avoid: Replica | None = None, held: int | None = None
     ) -> Pin:
-        """Where an episode's next call goes. Raises GatewayError 503."""
+        """Choose where an episode's next call goes. Raises GatewayError 503."""
         pin = self._pins.get(affinity)
         if pin is None:
             replica = await self._least_loaded(deadline, version=held, avoid=avoid)
             pin = Pin(replica, self._newest if held is None else held)
             if affinity:
-                self._unpin(affinity)  # Another call of the episode may have been faster.
+                self._unpin(affinity)  # A concurrent call of the episode may have pinned it.
                 self._pins[affinity] = pin
                 pin.replica.pinned += 1
                 while len(self._pins) > PINS:
@@ -450,7 +433,7 @@ class ReplicaPool(Sampler):
     async def _least_loaded(
         self, deadline: float, *, version: int | None = None, avoid: Replica | None = None
     ) -> Replica:
-        """`version`: None for the newest, whatever that is by then."""
+        """Wait for a replica with `version`; None: the newest by then."""
 
         def ready() -> list[Replica]:
             wanted = self._newest if version is None else version
@@ -465,18 +448,17 @@ class ReplicaPool(Sampler):
         return min(ready(), key=lambda replica: (replica is avoid, *replica.load))
 
     def release(self, affinity: str) -> None:
-        """An episode has ended."""
         self._unpin(affinity)
 
     def _remember(self, request: SampleRequest, result: SampleResult) -> None:
-        """Keep a prompt from each sampled sequence: it ends at a random one of its tokens."""
+        """Keep a prompt for proofs: the request, and the reply up to a random token."""
         prompt = unpack_ids(request.prompt)
         for sequence in result.sequences[:1]:
             sampled = unpack_ids(sequence.sampled)
             end = int(self._rng.integers(0, max(1, len(sampled))))
             self._recent.append(np.concatenate([prompt, sampled[:end]])[-self._prompt_tokens :])
 
-    # The rest
+    # Reporting and background tasks
 
     def _write(
         self, replica: Replica, version: int | None, adapter: str, evidence: Evidence, seconds: float
@@ -511,20 +493,17 @@ class ReplicaPool(Sampler):
             self._failure.set_exception(error)
 
     async def aclose(self) -> None:
-        """Cancel what runs, and close the connections."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._failure.done():
-            self._failure.exception()  # Raised already, or too late to matter.
+            self._failure.exception()  # Retrieved, so that asyncio does not log it.
         await asyncio.gather(*(replica.aclose() for replica in self.replicas))
 
 
 @dataclass(eq=False)
 class HeldVersion(Sampler):
-    """A version that the pool samples from, whatever is published later."""
-
     pool: ReplicaPool
     version: int
 
@@ -540,5 +519,4 @@ def _chosen(likeliest: Sequence[dict[int, float]], ids: Sequence[list[int]]) -> 
 
 
 def _finite(value: float) -> float | None:
-    """JSON has neither NaN nor infinity."""
     return value if math.isfinite(value) else None

@@ -1,12 +1,11 @@
-"""Whether a replica samples from the weights that it was given, judged by log probabilities.
+"""Judges from logprobs whether a replica samples from the weights that it was given.
 
-Two versions of an adapter differ by less than the rounding noise of a replica in bfloat16, so comparing
-values says nothing. What is compared is the change from one version to another, over many tokens: how the
-replica's own log probabilities change is regressed on how the trainer's change. The slope is near 1 if the
-replica has the newer version, and near 0 if it still has the older one, whatever constant differences their
-kernels have. The standard error is a jackknife over positions, since what is compared at one errs together.
-Where the trainer computes in float32, the changes have to be the same, too, up to noise: the slope is near 1
-even if a small part of the weights is still the older one.
+Two versions of an adapter differ by less than a bfloat16 replica's rounding noise, so comparing values proves
+nothing. Instead the replica's changes between versions are regressed on the trainer's, over many tokens. The
+slope is near 1 for the newer version and near 0 for the older one, whatever constant differences their
+kernels have. The standard error is a jackknife over positions, because errors at one position are correlated.
+With a float32 trainer the changes must also match up to noise, because the slope is near 1 even if a small
+part of the weights is old.
 """
 
 from __future__ import annotations
@@ -20,42 +19,40 @@ import numpy as np
 from tinkerscript.rollouts.call import FloatArray
 
 Verdict = Literal["proved", "refused", "undecidable", "unchanged"]
-"""`unchanged`: the trainer's log probabilities are the same under both versions."""
+"""`unchanged`: the trainer's logprobs are the same under both versions."""
 
+# A slope closer to 1 than this means the newer version, any other slope another version, provided that it is
+# this many standard errors away from the border.
 FROM_ONE = 0.5
-"""Slopes nearer to 1 than this speak for the newer version, others for another one."""
-
 STANDARD_ERRORS = 3.0
-"""How many standard errors a slope must be away from that border."""
 
+# How much of a change may be missing, as a root mean square: this share of the change, plus this multiple of
+# the difference between replica and trainer for the older version. Beyond that, only part of the newer
+# version is there.
 PARTLY, TIMES_NOISE = 0.05, 4.0
-"""How much of a change may be missing, as a root mean square: this share of it, and as many times what the
-two differ by for the older version. More, and only a part of the newer version is there."""
 
+# Less likely tokens are ignored, because replicas clip their logprobs.
 UNLIKELY = -30.0
-"""Tokens with a log probability below this are left out: replicas clip them."""
 
 SMALLEST_CHANGE = 1e-6
-"""Root mean square, in nats, below which the trainer's own change is rounding in float32."""
+"""Root mean square in nats below which the trainer's change is float32 rounding."""
 
+# A bfloat16 trainer rounds its own logprobs, which pulls the slope towards 0. So its change must be this many
+# times the difference between replica and trainer for the older version.
 OVER_NOISE = 2.0
-"""A trainer in bfloat16 rounds its own log probabilities, which draws the slope to 0. So its change has to be
-this many times as large as what the two differ by for the older version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What the log probabilities of some tokens say."""
-
     verdict: Verdict
     slope: float
-    """Of the replica's change on the trainer's; NaN if the trainer's log probabilities do not change."""
+    """NaN if the trainer's logprobs do not change."""
 
     error: float
-    """Standard error of the slope; infinite if there are too few positions."""
+    """Infinite if there are too few positions."""
 
     gap: float
-    """Largest difference between the replica's and the trainer's log probabilities, in nats."""
+    """Largest difference between replica and trainer, in nats."""
 
     tokens: int
 
@@ -65,17 +62,14 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log probabilities of the same tokens under two versions; one array [N] for each position."""
+    """Logprobs of the same tokens under two versions, one array [N] per position."""
 
     older: Sequence[FloatArray]
     newer: Sequence[FloatArray]
 
 
 def judge(replica: Scores, trainer: Scores, *, exact: bool = True) -> Evidence:
-    """Compare the changes of log probabilities. Raises ValueError if the shapes differ.
-
-    `exact`: whether the trainer computes in float32.
-    """
+    """`exact`: whether the trainer computes in float32. Raises ValueError if shapes differ."""
     changes: list[tuple[FloatArray, FloatArray]] = []
     gap, noise = 0.0, 0.0
     for ours, theirs in zip(
@@ -103,7 +97,7 @@ def judge(replica: Scores, trainer: Scores, *, exact: bool = True) -> Evidence:
 
 
 def _jackknife(squares: np.ndarray, products: np.ndarray) -> float:
-    """Standard error of the slope from the slopes without one position each."""
+    """Standard error of the slope, from slopes that leave out one position each."""
     others = squares.sum() - squares
     if len(squares) < 3 or (others <= 0).any():
         return float("inf")

@@ -1,7 +1,7 @@
-"""`ReplicaPublisher`: the weights that the embedded engine trains, sampled by vLLM replicas.
+"""`ReplicaPublisher`: vLLM replicas sample the weights that the embedded engine trains.
 
-A version's folder is `adapters/policy-<run>-<version>-<digest>` in the run's folder; its files never change.
-They are an adapter or, if all weights train, all of them.
+A version is in `adapters/policy-<run>-<version>-<digest>` in the run's folder: an adapter, or all weights if
+all train. Its files never change.
 """
 
 from __future__ import annotations
@@ -40,23 +40,19 @@ from tinkerscript.train.step_metrics import StepFacts
 from tinkerscript.vllm_plugin import ADAPTERS_TOKEN, write_manifest
 
 PROOFS = "replicas.jsonl"
-"""File in the run folder with a line for each adapter that a replica was asked to prove."""
+"""File in the run folder with a line for each proof."""
 
 
 @dataclass(eq=False)
 class ReplicaPublisher(Publisher):
-    """Writes each version's weights, and has the replicas sample from them."""
-
     pool: ReplicaPool
     engine: EmbeddedEngine
     supervisor: Supervisor
     folder: Path
-    """The run's."""
-
     config: InferenceConfig
     holds: int
     seeds = False
-    """They make vLLM slower, and what it samples depends on what is in a batch with it anyway."""
+    """Seeds slow vLLM down, and its samples depend on the rest of the batch anyway."""
 
     def __post_init__(self) -> None:
         self.max_context = self.engine.max_context
@@ -93,14 +89,12 @@ class ReplicaPublisher(Publisher):
         await run_beside(self.supervisor, asyncio.create_task(self.pool.failed()))
 
     def metrics(self, facts: StepFacts) -> dict[str, float]:
-        """What happened to the replicas since the run began, as metrics of a step."""
         serving = sum(replica.serving for replica in self.pool.replicas)
         counts = {f"replicas/{name}": float(count) for name, count in self.pool.counts.items()}
         return {"replicas/serving": float(serving), "replicas/max_gap": self.pool.max_gap, **counts}
 
 
 def named(folder: Path, name: str) -> Path:
-    """Rename a folder of weights to `name` and the digest of its files."""
     target = folder.with_name(f"{name}-{write_manifest(folder)}")
     folder.rename(target)
     return target
@@ -118,19 +112,18 @@ async def open_replicas(
     prove_s: float = PROVE_S,
     hang_s: float = HANG_S,
 ) -> AsyncGenerator[ReplicaPublisher]:
-    """The replicas that `config` launches and names, each shown to apply adapters. They end with the context.
+    """Open the replicas that `config` launches or names; leaving the context ends them.
 
-    `server_url`: where those on other machines find the interchange server, from which they get what is
-    published; empty: they share the run's folder.
-
-    Raises ConfigError for one that cannot be used, and the supervisor's error for one that cannot run.
+    `server_url` is where replicas on other machines download adapters; empty if they share the run's folder.
+    Raises ConfigError for a replica that cannot be used, and the supervisor's error for one that cannot run.
     """
     if not isinstance(backend, EmbeddedBackend):
         raise ConfigError(f"engine.backend: {config.engine.backend} has no weights for replicas")
     inference, engine = config.inference, backend.engine
     timeout_s = config.interchange_server.call_timeout_s
     adapters = folder / ADAPTERS_FOLDER
-    shutil.rmtree(adapters, ignore_errors=True)  # Of an earlier process of the run, whose replicas are gone.
+    # An earlier process of the run wrote these, and its replicas are gone.
+    shutil.rmtree(adapters, ignore_errors=True)
     launched = _launched(
         [process for process in plan_of(config, folder) if process.name.startswith("replica ")],
         config,
@@ -182,9 +175,9 @@ async def open_replicas(
 def _launched(
     planned: Sequence[PlannedProcess], config: RunConfig, *, model: Path, folder: Path, adapters: str
 ) -> dict[Replica, Child]:
-    """The replicas of a run folder with their processes, not started yet.
+    """The replicas to launch, with their processes, which are not started yet.
 
-    `model`: the model's folder; `adapters`: where they find what the run publishes, a folder or its URL.
+    `adapters` is the folder or URL where they find what the run publishes.
     """
     key = secrets.token_hex(16)
     inference = config.inference.model_copy(update={"model": REPLICA_MODEL})
@@ -216,17 +209,15 @@ def _on_death(pool: ReplicaPool, replica: Replica) -> Callable[[int, int], None]
 
 
 def _scorer(engine: EmbeddedEngine) -> Scorer:
-    """The trainer's own log probabilities by weights on disk."""
-
     async def score(
         folder: Path, prompts: Sequence[IntArray], tokens: Sequence[NDArray[np.int64]]
     ) -> list[FloatArray]:
         client = await engine.sample_copy(folder)
         scored = [
-            # Positions are scored up to the last but one, so that a further id makes room.
+            # The last position is not scored, so append an id.
             client.score(
                 tinker.ModelInput.from_ints([*ids.tolist(), 0]),
-                # The row of the position after the prompt, for each chosen token.
+                # The row after the prompt, for each chosen token.
                 chosen=(np.full(len(chosen), len(ids) - 1, np.int64), chosen),
             )
             for ids, chosen in zip(prompts, tokens, strict=True)

@@ -1,9 +1,9 @@
-"""`Replica`: one vLLM server that samples for a run, by the versions of its adapter that it has.
+"""`Replica`: one vLLM server that samples for a run, with the versions that it has loaded.
 
-What it has is read from the log probabilities of next tokens, always by an adapter. vLLM 0.32 is wrong where
-adapters are on the head: its engine ends when it scores a prompt while it has other requests
-(`punica_wrapper.add_lora_logits` has one row for each sampled token, not for each of the prompt), and on
-processors, requests for the model itself get the head of the last adapter that was loaded.
+Its next-token logprobs, always requested through an adapter, tell which weights it has. vLLM 0.32 has two
+bugs with adapters on the head: scoring a prompt next to other requests kills the engine
+(`punica_wrapper.add_lora_logits` has rows for sampled tokens only), and on CPUs, requests for the base model
+get the last loaded adapter's head.
 """
 
 from __future__ import annotations
@@ -29,32 +29,27 @@ from tinkerscript.sampler import SampleRequest, SampleResult
 from tinkerscript.tokenizer import LightTokenizer
 
 PROOF_TOP = 20
-"""Log probabilities that one position gives: the most that vLLM reports by default."""
+"""Logprobs per position: vLLM's default limit."""
 
 CHECK_TIMEOUT_S = 5.0
-"""Of a request that a live server answers at once."""
 
 
 class LostError(Exception):
-    """A call that a replica did not answer, because it is lost or no longer has the version."""
+    """A replica is lost, or no longer has the version."""
 
 
 @dataclass(eq=False)
 class Replica:
-    """One server. Belongs to one event loop."""
-
     name: str
     url: str
     config: InferenceConfig
     api_key: str = ""
     timeout_s: float = field(kw_only=True)
-    """Of one request."""
-
     is_launched: bool = False
-    """Whether the run starts it, and starts it again, so that it is where `move` says."""
+    """Whether the run starts and restarts it. `move` then says where it is."""
 
     adapters: bool = True
-    """Whether versions are adapters, of which it has several, or all weights."""
+    """Whether versions are adapters, which can coexist, or full weights."""
 
     def __post_init__(self) -> None:
         self._former: list[VllmServer] = []
@@ -63,32 +58,26 @@ class Replica:
         self._facts: ServerFacts | None = None
         self._samplers: dict[int, RemoteSampler] = {}
         self._text: Callable[[list[int]], str] | None = None
-        self._calls: dict[asyncio.Task[SampleResult], int] = {}
-        """What waits for an answer -> its version."""
+        self._calls: dict[asyncio.Task[SampleResult], int] = {}  # Running call -> its version.
 
         self.pinned = 0
-        """Episodes that sample here."""
-
         self.tokens = 0.0
-        """Tokens that the server has sampled, by its metrics, when it was asked last."""
+        """Tokens that the server had sampled at the last check."""
 
         self.serving = False
-        self._weights = ""
-        """Name of all weights that the server has, if versions are that."""
+        self._weights = ""  # The name of the loaded weights, if versions are full weights.
 
     @property
     def load(self) -> tuple[int, int]:
-        """What there is to do: the smaller, the less."""
+        """(running calls, pinned episodes)"""
         return len(self._calls), self.pinned
 
     @property
     def in_flight(self) -> Counter[int]:
-        """Version -> calls that wait for an answer."""
         return Counter(self._calls.values())
 
     @property
     def versions(self) -> list[int]:
-        """Those that it may sample from, oldest first."""
         return sorted(self._samplers)
 
     def _connect(self, url: str) -> None:
@@ -105,17 +94,17 @@ class Replica:
             self._is_up.set()
 
     def move(self, process: Started) -> None:
-        """Its server has been started, perhaps on another machine than before."""
+        """Connect to the restarted server, possibly on another machine."""
         self._former.append(self._server)
         self._connect(f"http://{process.host}:{process.port}")
 
     def leave(self) -> None:
-        """Its server is gone, or about to be; it will be started again."""
+        """Note that the server is gone or about to be, and will be restarted."""
         self._is_up.clear()
         self._is_gone.set()
 
     async def begin(self, model_folder: Path, timeout_s: float) -> ServerFacts:
-        """Wait until the server responds, and find out what it does. Raises ConfigError."""
+        """Wait until the server responds, and examine it. Raises ConfigError."""
         self._samplers.clear()
         self._weights = ""
         self.tokens = 0.0
@@ -142,7 +131,7 @@ class Replica:
             await asyncio.gather(gone, examining, return_exceptions=True)
 
     async def _rouse(self) -> None:
-        """Whatever failed or was killed may have left the server paused or asleep, if it is up yet."""
+        """Resume and wake the server: a failure may have left it paused or asleep."""
         with suppress(GatewayError):
             if not self.adapters:
                 await self._server.resume()
@@ -151,12 +140,14 @@ class Replica:
 
     @property
     def base(self) -> str:
-        """The name of the model without an adapter; empty: the server's only one."""
+        """The model's name without an adapter; empty if the server has only one."""
         return self.config.model if self._facts is None else self._facts.model
 
     async def take(self, folder: Path) -> None:
-        """Have the weights in `folder`. All weights take the place of those that it has, and calls that wait
-        for those end; an adapter is loaded when a request names it. Raises GatewayError."""
+        """Load the weights in `folder`. Raises GatewayError.
+
+        Full weights replace the current ones and end their calls. Adapters load when a request names them.
+        """
         name = folder.name
         if self.adapters or self._weights == name:
             return
@@ -167,8 +158,7 @@ class Replica:
         self._weights = name
 
     async def likeliest(self, folder: Path, prompts: Sequence[IntArray]) -> list[dict[int, float]]:
-        """The most likely next ids after each prompt, int32 [P], by the weights in `folder`, which it has,
-        with their log probabilities. Raises GatewayError."""
+        """The most likely next ids after each prompt (int32 [P]) with their logprobs. Raises GatewayError."""
         name = folder.name
 
         async def one(ids: IntArray) -> dict[int, float]:
@@ -180,7 +170,6 @@ class Replica:
         return list(await asyncio.gather(*(one(ids) for ids in prompts)))
 
     def offer(self, version: int, name: str) -> None:
-        """Sample from the weights `name` where `version` is asked for."""
         assert self._facts is not None
         if self.adapters:
             facts = structs.replace(self._facts, model=name, weight_version=None)
@@ -191,8 +180,10 @@ class Replica:
         )
 
     async def sample(self, request: SampleRequest, version: int, *, is_held: bool = False) -> SampleResult:
-        """`is_held`: `cut` leaves it alone. Raises LostError, and GatewayError as `RemoteSampler.sample`
-        does: 503 for other weights."""
+        """Raises LostError, and GatewayError as `RemoteSampler.sample` does: 503 for other weights.
+
+        `cut` leaves the call alone if it `is_held`.
+        """
         sampler = self._samplers.get(version)
         if sampler is None:
             raise LostError(f"{self.name} does not have version {version}")
@@ -214,14 +205,14 @@ class Replica:
         return result
 
     def cut(self, newest: int) -> None:
-        """End the calls of older versions where they are."""
+        """End calls of older versions, with what they have sampled."""
         for version, sampler in self._samplers.items():
             if version < newest:
                 sampler.cut()
 
     async def _interrupt(self, samplers: Mapping[int, RemoteSampler]) -> None:
-        """End the calls that wait: where they are if they can go on, while the server has the weights that
-        sampled them; else they raise LostError."""
+        """End running calls while the server still has their weights: with what they have sampled if they can
+        continue, else by LostError."""
         if self._text is not None:
             for sampler in samplers.values():
                 sampler.cut()
@@ -229,21 +220,19 @@ class Replica:
         self._abandon_all()
 
     def abandon(self, version: int) -> None:
-        """The calls that wait for an answer of `version` raise LostError."""
         for call, of in self._calls.items():
             if of == version:
                 call.cancel()
 
     async def retire(self, version: int, name: str) -> None:
-        """Sample no more from a version; its adapter leaves the server's list when the calls that wait for an
-        answer of it have one. Raises GatewayError.
-        """
+        """Stop sampling from a version. Its adapter is unloaded after its running calls. Raises
+        GatewayError."""
         self._samplers.pop(version, None)
         if self.adapters:
             await self._server.unload_adapter(name)
 
     def lose(self) -> None:
-        """The server counts as gone, with whatever it had loaded: all calls raise LostError."""
+        """Treat the server as gone with everything that it had loaded."""
         self.serving = False
         self.pinned = 0
         self._abandon_all()
@@ -254,19 +243,18 @@ class Replica:
             call.cancel()
 
     async def sleep(self) -> None:
-        """Give up its devices' memory; calls that wait end. Raises GatewayError."""
+        """Release the devices' memory, and end running calls. Raises GatewayError."""
         samplers = self._samplers
-        if self._text is not None:  # Afterwards it samples from the same versions.
+        if self._text is not None:  # A cut is permanent, so the versions get new samplers.
             self._samplers = {version: replace(sampler) for version, sampler in samplers.items()}
         await self._interrupt(samplers)
         await self._server.sleep()
 
     async def wake(self) -> None:
-        """Raises GatewayError."""
         await self._server.wake()
 
     async def tokens_sampled(self) -> float:
-        """How many tokens the server has sampled by its metrics. Raises GatewayError and TimeoutError."""
+        """The server's counter of sampled tokens. Raises GatewayError and TimeoutError."""
         async with asyncio.timeout(CHECK_TIMEOUT_S):
             self.tokens = await self._server.tokens_sampled()
         return self.tokens
