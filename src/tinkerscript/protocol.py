@@ -293,6 +293,8 @@ class RegisterEpisodesRequest(Message):
 
 
 class RegisterEpisodesResponse(Message):
+    """Reply to `/register_episodes`."""
+
     success: bool
     """Whether all episodes are stored."""
 
@@ -327,6 +329,8 @@ class IsEpisodeClaimedRequest(Message):
 
 
 class IsEpisodeClaimedResponse(Message):
+    """Reply to `/is_episode_claimed`."""
+
     success: bool
     """Whether a client holds the episode now; for an alias, whether that claim does."""
 
@@ -351,6 +355,7 @@ class ReplayLatestCallResponse(Message):
     """Format of `input` and `output`."""
 
     call_id: str
+    """Id of the call."""
 
     policy_version: int
     """Version of the weights that sampled the call."""
@@ -525,6 +530,8 @@ class CanContinueEpisodeRequest(_OfAClaim):
 
 
 class CanContinueEpisodeResponse(Message):
+    """Reply to `/can_continue_episode` and `/heartbeat_episode`."""
+
     can_continue: bool
     """Whether the server would accept a result of this claim now. For `/can_continue_episode`, also
     whether it could still train."""
@@ -587,6 +594,8 @@ class AwaitRunEndRequest(Message):
 
 
 class AwaitRunEndResponse(Message):
+    """Reply to `/await_run_end`."""
+
     run_finished: bool
     """Whether the run is over: no more episodes, and results no longer count."""
 
@@ -617,6 +626,7 @@ class _ShownEpisode(Message):
     """Base of messages that show an episode. They contain no secrets."""
 
     episode_uuid: str
+    """Uuid of the episode."""
 
     group_id: str = ""
     """The group that the episode is compared within."""
@@ -706,6 +716,8 @@ class FailedEpisodesRequest(Message):
 
 
 class FailedEpisodesReply(Message):
+    """Which episodes were processed."""
+
     success: bool
     """Whether all episodes were processed."""
 
@@ -729,6 +741,7 @@ class _EngineState(Message):
     """Completed training steps."""
 
     trainer_connected: bool
+    """Whether a trainer is connected."""
 
     run_finished: bool = False
     """Whether the trainer has finished its run. Claims, also waiting ones, are then answered at once."""
@@ -785,6 +798,7 @@ class FleetClient(Message):
     """A client that holds claims, is in quarantine, or was seen recently."""
 
     client_uuid: str
+    """Name of the client."""
 
     claims: int
     """Number of claims that it holds."""
@@ -878,6 +892,7 @@ class UpdateEngineStatusRequest(Message):
     """`POST /update_engine_status`: set the status while no trainer is connected."""
 
     engine_status: EngineStatus
+    """Status to set."""
 
 
 class SuccessResponse(Message):
@@ -898,6 +913,8 @@ class SyncTrainConfigRequest(Message):
 
 
 class SyncTrainConfigResponse(Message):
+    """Reply to `/sync_train_config`."""
+
     success: bool
     """Whether the config was accepted."""
 
@@ -909,6 +926,7 @@ class ReadyResponse(Message):
     """`GET /ready`: 200 from the server that serves the run's episodes, 503 from others."""
 
     status: Literal["ready"] = "ready"
+    """Always `ready`."""
 
     epoch: int
     """Rank of this server among those that share a database; the highest serves. 0 with SQLite."""
@@ -918,6 +936,7 @@ class HealthResponse(Message):
     """`GET /health`."""
 
     status: Literal["ok"] = "ok"
+    """Always `ok`."""
 
     version: str
     """Version of this package."""
@@ -927,6 +946,7 @@ class RefusalResponse(Message):
     """Body of every 4xx reply outside of the gateway."""
 
     success: Literal[False] = False
+    """Always false."""
 
     failure_reason: str
     """What was wrong, with the value and the remedy."""

@@ -202,7 +202,7 @@ class TrainingConfig(Section):
 
     extra_groups: int = Field(default=0, ge=0)
     """Groups to run in addition to those needed, so that stragglers do not delay a step. With
-    `max_policy_lag: 0`, groups left over are canceled."""
+    `max_policy_lag: 0`, groups left over are cancelled."""
 
     max_policy_lag: int | None = Field(default=None, ge=0)
     """Maximum training steps between the weights that sampled an episode and those it trains. 0: sample a
