@@ -46,15 +46,10 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-COMMENT_EVERY_S = 10.0
-"""Seconds of silence after which a stream sends a comment, so that the connection stays open."""
-
-
+COMMENT_EVERY_S = 10.0  # A silent stream sends a comment this often, so that proxies keep it open.
 KEEP_ALIVE = b": ping\n\n"
 
-
 CLIENT_CLOSED_REQUEST = 499
-
 
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -63,8 +58,7 @@ _EVENT_HEADERS = [
 ]
 
 
-LOST = "tinkerscript.lost"
-"""The key of a request's scope with a future that completes when the connection is lost."""
+LOST = "tinkerscript.lost"  # Scope key of a future that completes when the connection is lost.
 
 
 class CallerDisconnectedError(Exception): ...
@@ -390,7 +384,6 @@ def _parser_of(handler: FastHandler) -> Callable[[bytes], BaseModel] | None:
 
 
 RETRY_AFTER_S = 1
-
 
 _STATUS: dict[type[InterchangeError], int] = {
     UnknownEpisodeError: 404,

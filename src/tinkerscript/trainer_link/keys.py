@@ -28,8 +28,7 @@ from zmq.utils.monitor import parse_monitor_message
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import check_private
 
-KEYS_DIR = "link_keys"
-"""The folder in the run folder."""
+KEYS_DIR = "link_keys"  # Within the run folder.
 
 SERVER_KEYS = "server"
 TRAINER_KEYS = "trainer"
