@@ -149,7 +149,6 @@ class Roles:
     client_token: str | None = field(default=None, repr=False)
     admin_token: str | None = field(default=None, repr=False)
     accounts: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    """Tokens of named clients by name."""
 
     @staticmethod
     def of(section: InterchangeConfig, environ: Mapping[str, str], *, serve_model: bool = False) -> Roles:
@@ -221,7 +220,6 @@ class Roles:
 
 
 def authorization_of(scope: Scope) -> str:
-    """Return the `Authorization` header of an HTTP request, or an empty string."""
     values = (value for name, value in scope["headers"] if name == b"authorization")
     return next(values, b"").decode("latin-1")
 
@@ -230,8 +228,6 @@ CLAIM = "tinkerscript.claim"  # Scope key under which `ClaimKeys.authorize` stor
 
 
 class ClaimKeys:
-    """Creates and checks the keys and aliases of claims."""
-
     def __init__(self, secret: bytes, roles: Roles) -> None:
         self._secret = secret
         self._roles = roles

@@ -108,7 +108,6 @@ def listen_near(host: str, port: int) -> socket.socket:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only on sockets created with IPPROTO_TCP. Without it every reply waits 40 ms
     # for a delayed acknowledgment.

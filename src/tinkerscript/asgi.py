@@ -65,8 +65,6 @@ class CallerDisconnectedError(Exception): ...
 
 
 class Caller:
-    """A request and its reply."""
-
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.headers: Mapping[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])
@@ -399,8 +397,6 @@ RefusalBody = Callable[[int, str], dict[str, Any]]
 
 
 class Refusals:
-    """Turns errors into replies."""
-
     def __init__(self, bodies: Mapping[str, RefusalBody]) -> None:
         """`bodies` maps a path prefix to the function that builds its refusals. The first match counts."""
         self._bodies = bodies

@@ -45,7 +45,6 @@ class HttpServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.ready = asyncio.Event()
-        """Set when connections are accepted."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -120,11 +119,10 @@ TOO_MANY = _closing(503, "Service Unavailable", "retry-after: 1\r\n")
 
 
 class _RefusedError(Exception):
-    """Stops the parser."""
+    pass
 
 
 def guarded_protocol(limits: ConnectionLimits) -> type[GuardedProtocol]:
-    """Create the connection class of one server."""
     waiting: dict[GuardedProtocol, None] = {}
 
     class Guarded(GuardedProtocol):

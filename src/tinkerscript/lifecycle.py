@@ -200,7 +200,6 @@ def describe_exit(code: int) -> str:
 
 
 def last_lines(log: Path, number: int = 8) -> str:
-    """Return the last lines of a log, indented for a message."""
     try:
         lines = log.read_text(errors="replace").splitlines()[-number:]
     except OSError as error:

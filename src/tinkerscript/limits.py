@@ -31,8 +31,6 @@ class Bound(NamedTuple):
     """Largest allowed amount. 0: the setting `name` decides."""
 
     unit: str
-    """What is counted."""
-
     status: Status
     scope: str
     """What each limit applies to."""

@@ -75,7 +75,6 @@ def start_logging(format: LogFormat | None = None, *, environ: Mapping[str, str]
 
 
 def log_to(stream: IO[str], format: LogFormat, *, environ: Mapping[str, str] = os.environ) -> logging.Handler:
-    """Add `stream` as a destination."""
     handler = logging.StreamHandler(stream)
     handler.addFilter(FloodFilter())
     handler.setFormatter((JsonFormatter if format == "json" else TextFormatter)(secrets_of(environ)))

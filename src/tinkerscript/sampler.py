@@ -75,8 +75,6 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     constraint: Constraint | None = None
     stream: bool = False
-    """Whether to report progress."""
-
     affinity: str = ""
     """The calling episode. A sampler with several machines uses the one that has its earlier turns cached."""
 
@@ -116,8 +114,6 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampledSequence(SampledTokens, frozen=True, kw_only=True):
-    """A complete sampled sequence."""
-
     stop_reason: StopReason
     constrained: bytes = b""
     """`TokenConstraint` of each sampled id (uint8 [R]). Empty: no constraint, or with one, unknown."""
@@ -157,8 +153,6 @@ ProgressCallback = Callable[[Progress], None]
 
 
 class SampleFunction(Protocol):
-    """`Sampler.sample` as a function."""
-
     def __call__(
         self, request: SampleRequest, progress: ProgressCallback | None = None
     ) -> Awaitable[SampleResult]: ...

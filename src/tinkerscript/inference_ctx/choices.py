@@ -136,7 +136,6 @@ def as_plain(value: Any) -> Mapping[str, Any]:
 
 
 def plain_or_empty(value: Any) -> Mapping[str, Any]:
-    """Like `as_plain`, with an empty dictionary for None."""
     return {} if value is None else as_plain(value)
 
 
@@ -171,7 +170,6 @@ def _logprobs(choice: Mapping[str, Any]) -> FloatArray | None:
 
 
 def _constrained(choice: Mapping[str, Any], response: Mapping[str, Any], number: int) -> bytes | None:
-    """Our gateway's `constrained`, from the choice or the reply."""
     kinds = choice.get("constrained", response.get("constrained"))
     if kinds is None:
         return None

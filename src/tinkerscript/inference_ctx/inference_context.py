@@ -83,8 +83,6 @@ class InferenceChoice:
 
 @dataclass(frozen=True, slots=True)
 class InferenceResponse:
-    """A prompt and its replies."""
-
     prompt: str
     prompt_tokens: IntArray
     """int32 [P]"""
@@ -93,8 +91,6 @@ class InferenceResponse:
 
 
 class InferenceTurn(NamedTuple):
-    """One model call of a conversation."""
-
     prompt: PromptLike
     """Everything the model saw: the whole conversation so far."""
 
@@ -105,8 +101,6 @@ class InferenceTurn(NamedTuple):
     """The reply around it, where some servers report the prompt's ids."""
 
     tools: Tools | None = None
-    """Tools of the request, which are part of the prompt."""
-
     request: RequestParameters | None = None
     """Parameters of the request, which tell what was sampled from: temperature, top-p, top-k, a grammar."""
 
@@ -328,7 +322,6 @@ class InferenceContext:
 
 
 def _is_ids(prompt: PromptLike) -> bool:
-    """Whether a prompt is ids, not text or messages."""
     if isinstance(prompt, np.ndarray):
         return True
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], int | np.integer)

@@ -135,6 +135,5 @@ class DatabaseLease:
         await self._extend(0)
 
     async def _value(self, query: str, parameters: tuple[object, ...] = ()) -> Any:
-        """First column of the first row, or None."""
         row = await (await self._connection.execute(query.encode(), parameters)).fetchone()
         return None if row is None else row[0]

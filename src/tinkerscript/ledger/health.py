@@ -46,8 +46,6 @@ class Gain(BaseModel):
 
 
 class HealthRow(BaseModel):
-    """One sign that a run may have gone wrong."""
-
     name: str
     label: str
     meaning: str
@@ -56,7 +54,6 @@ class HealthRow(BaseModel):
     words: str = Field(default="", description="Diagnosis and remedy; empty if the row is good.")
 
     def line(self) -> str:
-        """The row as a line for a terminal."""
         return f"{self.label.lower()} {self.value}: {self.words}"
 
 
@@ -139,8 +136,6 @@ _NAMED = "name = ? AND undone = 0"
 
 @dataclass(frozen=True)
 class _Reward:
-    """How the training reward changed."""
-
     trend: _Trend
     fell: bool
     """Significantly below the best window."""
@@ -292,7 +287,6 @@ def _left_out(errors: Sequence[NamedRow]) -> str:
 
 
 def _difficulty(steps: _Steps) -> str:
-    """What groups with equal rewards say about the task."""
     mean = steps.recent_mean("groups/same_reward_mean", "groups/same_reward")
     known = steps.range("reward/lowest", "reward/highest")
     if mean is None or known is None:
@@ -342,7 +336,6 @@ def _cut_off(ledger: LedgerReader, steps: _Steps) -> HealthRow | None:
 
 
 def _what_cuts(ledger: LedgerReader, steps: _Steps) -> str:
-    """Which limit cuts replies: the config's, or one that the task or the agent sets."""
     limit = ledger.setting("sampling", "max_tokens")
     longest = max(steps.recent("response_tokens/max"), default=None)
     if limit is None or longest is None:
@@ -491,7 +484,6 @@ SampleScores = dict[str, tuple[float | None, str]]  # Sample -> mean reward, and
 
 
 def sample_scores(ledger: LedgerReader, *, step: int, label: str) -> SampleScores:
-    """Mean reward of each sample in one evaluation."""
     found = ledger.rows(_SCORES, (step, label))
     return {bytes(sample).hex(): (score, uuid) for sample, score, uuid in found}
 

@@ -43,8 +43,6 @@ class RowWriter(Protocol):
 
 
 class PlannedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode that can train in the next step."""
-
     episode_uuid: str
     group_id: str
     position: int
@@ -96,8 +94,6 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tally(msgspec.Struct, kw_only=True):
-    """How the episodes of a run ended."""
-
     train_accepted: int = 0
     planned_accepted: int = 0
     """The part of `train_accepted` that was planned by a training step."""
@@ -250,7 +246,6 @@ FROM {s}episodes GROUP BY state, failure, episode_type
 
 
 async def tally(ledger: Ledger) -> Tally:
-    """Count how all committed episodes ended, the trainer's and those of clients."""
     found = Tally()
     for state, failure, kind, number, planned, lost in await ledger.read(_ENDS):
         found.lost += int(lost)

@@ -96,7 +96,7 @@ class Ledger(ABC):
 
     @abstractmethod
     async def release(self) -> None:
-        """Release files and connections. The last call."""
+        pass
 
     async def lead(self) -> int:
         """Wait until only this server may write. Returns the epoch, which is higher than any earlier

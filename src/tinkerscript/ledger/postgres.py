@@ -197,7 +197,6 @@ class PostgresLedger(Ledger):
         return None if row is None else bytes(row[0])
 
     def _text(self, sql: str) -> bytes:
-        """Fill in this run's schema."""
         return sql.replace("{s}", f"{self._schema}.").encode()
 
     async def _check_durability(self, connection: Connection) -> None:
@@ -267,7 +266,6 @@ def _insert(kind: type[Row], rows: Iterable[bytes]) -> Statement:
 
 @cache
 def _insert_of(kind: type[Row]) -> str:
-    """INSERT with a JSON array of rows as its only parameter."""
     names = ", ".join(columns(kind))
     rows = f"json_populate_recordset(NULL::{{s}}{kind.TABLE}, %s) WITH ORDINALITY"
     if kind.KEY:
@@ -277,7 +275,6 @@ def _insert_of(kind: type[Row]) -> str:
 
 
 def _json(row: Row) -> bytes:
-    """A row as JSON, with bytes in PostgreSQL's hexadecimal format."""
     values = {name: getattr(row, name) for name in columns(type(row))}
     for name, (kind, _) in column_types(type(row)).items():
         if kind is bytes:
@@ -288,7 +285,6 @@ def _json(row: Row) -> bytes:
 
 
 def marked(sql: str) -> str:
-    """Replace our parameter marks by psycopg's."""
     return sql.replace("%", "%%").replace("?", "%s")
 
 

@@ -62,7 +62,6 @@ class LedgerReader:
         return self._config[1]
 
     def setting(self, section: str, name: str) -> Any:
-        """A value in a section of the config, or None."""
         found = self.config.get(section)
         return cast("dict[str, Any]", found).get(name) if isinstance(found, dict) else None
 
@@ -103,12 +102,10 @@ class LedgerReader:
         return found[0] if found else None
 
     def number(self, query: str, parameters: Sequence[Any] = ()) -> float | None:
-        """First column of the first row."""
         found = self.row(query, parameters)
         return None if found is None else found[0]
 
     def status(self) -> dict[str, Any]:
-        """What the trainer last reported about itself."""
         found = self.row("SELECT value FROM facts WHERE name = ?", (STATUS,))
         said: Any = json.loads(bytes(found[0])) if found else {}
         return said
@@ -143,7 +140,6 @@ class LedgerReader:
         return {step: each for step, each in found.items() if each}
 
     def transcribed(self, sequence: int) -> list[int]:
-        """Attempts at this episode that have a transcript."""
         query = (
             "SELECT attempt FROM transcripts WHERE episode = ? AND length(transcript) > 0 ORDER BY attempt"
         )

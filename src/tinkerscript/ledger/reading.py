@@ -17,7 +17,6 @@ from tinkerscript.ledger.rows import LEDGER_VERSION, create_statements
 
 
 def explained(path: Path | None, error: sqlite3.Error | str) -> str:
-    """SQLite's error, with a remedy if the file is damaged."""
     # Extended error codes have the primary code in their low byte.
     code = sqlite3.SQLITE_CORRUPT if isinstance(error, str) else getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):

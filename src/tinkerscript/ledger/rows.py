@@ -174,8 +174,6 @@ class AttemptRow(Row, frozen=True, kw_only=True):
 
 
 class CallRow(Row, frozen=True, kw_only=True):
-    """One model call, with the columns that queries need."""
-
     TABLE = "calls"
     CONSTRAINTS = OF_EPISODE
     INDEXES = ("(episode, attempt)",)
@@ -238,8 +236,6 @@ class TranscriptRow(Row, frozen=True, kw_only=True):
 
 
 class FactRow(Row, frozen=True, kw_only=True):
-    """A fact about the ledger or the run, by name."""
-
     TABLE = "facts"
     KEY = ("name",)
 
@@ -343,8 +339,6 @@ class VerdictRow(Row, frozen=True, kw_only=True):
     CONSTRAINTS = OF_EPISODE
 
     episode: int
-    """`EpisodeRow.sequence`."""
-
     reward: float | None
     """Replaces the episode's own reward. NULL: the judge failed, and the group did not train."""
 
@@ -355,8 +349,6 @@ class VerdictRow(Row, frozen=True, kw_only=True):
 
 
 class TokensRow(Row, frozen=True, kw_only=True):
-    """What a step computed for each sampled token of an episode."""
-
     TABLE = "tokens"
     KEY = ("episode", "step", "role", "undone")
     CONSTRAINTS = OF_EPISODE
@@ -397,8 +389,6 @@ class CheckpointRow(Row, frozen=True, kw_only=True):
 
 
 class EvaluationRow(Row, frozen=True, kw_only=True):
-    """The score of a policy version on evaluation samples."""
-
     TABLE = "evaluations"
     KEY = ("label", "step", "undone")
     ONCE = True
@@ -435,8 +425,6 @@ class MetricRow(Row, frozen=True, kw_only=True):
 
 
 class FindingRow(Row, frozen=True, kw_only=True):
-    """What the alignment check found in a step."""
-
     TABLE = "findings"
     INDEXES = ("(step)", "(step) WHERE kind = 'finding'")
 
@@ -454,8 +442,6 @@ class FindingRow(Row, frozen=True, kw_only=True):
 
 
 class NoteRow(Row, frozen=True, kw_only=True):
-    """A message from the run to people."""
-
     TABLE = "notes"
 
     time: float
@@ -478,8 +464,6 @@ class Use:
     """Not needed: it failed, was cancelled, or no batch waited for it."""
 
     STALE = "stale"
-    """Too old to train."""
-
     SET_ASIDE = "set_aside"
     """The run stopped before the step because of it. It never trains, not even after resuming."""
 
@@ -500,8 +484,6 @@ TrainerRow = (
     | NoteRow
     | FactRow
 )
-"""Rows that a trainer writes."""
-
 # Rows of a transaction are written in this order, so a table comes after those it refers to.
 TABLES: tuple[type[Row], ...] = (
     FactRow,

@@ -186,7 +186,6 @@ def _plain(sql: str) -> str:
 
 @contextmanager
 def _explained(path: Path) -> Generator[None]:
-    """Raise SQLite's errors as a StoreError that names the file."""
     try:
         yield
     except sqlite3.Error as error:

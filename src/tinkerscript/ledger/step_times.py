@@ -22,8 +22,6 @@ TURNS = 0.2
 
 
 class StepTimes(BaseModel):
-    """Shares of the time of the last steps."""
-
     train: float
     publish: float
     sample: float = Field(

@@ -63,7 +63,6 @@ _decode = msgspec.msgpack.Decoder(list[TrainedSequence]).decode
 
 
 def packed_sequences(sequences: Sequence[TrainedSequence]) -> bytes:
-    """Encode for `TokensRow.sequences`."""
     return packed(_encode(sequences))
 
 

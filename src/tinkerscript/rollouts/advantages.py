@@ -122,8 +122,6 @@ PLAIN = AdvantageRule()  # Reward minus the group mean.
 
 @dataclass(frozen=True, slots=True)
 class WeightedRollout:
-    """A rollout and its tokens' advantages."""
-
     rollout: Rollout
     advantages: FloatArray
     """float32 [T]: 0 where a token carries no loss (`Rollout.loss_mask`)."""
@@ -209,8 +207,6 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """The groups of one training step."""
-
     groups: tuple[RolloutGroup, ...]
 
 

@@ -88,8 +88,6 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The call whose prompt and sampled ids begin this prompt; None for a new prompt."""
 
     matched_by: MatchedBy | None = None
-    """How the parent was found; None for a new prompt."""
-
     new_prompt: bytes
     """Prompt ids (int32) after the parent's prompt and sampled ids."""
 
@@ -282,7 +280,6 @@ def with_messages(calls: Iterable[Call]) -> list[Call]:
 
 
 def calls_of(calls: Iterable[Call], role: str = "") -> list[Call]:
-    """The calls of one role, by default the policy."""
     return [call for call in calls if call.role == role]
 
 

@@ -25,8 +25,6 @@ CreditLevel = Literal["episode", "turn", "state"]
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """How the rewards of an episode's calls become advantages of their tokens."""
-
     level: CreditLevel = "turn"
     """`episode`: all tokens have the episode's advantage. `turn`: a call's return, compared with the
     returns of the group's episodes at the same turn. `state`: the episode's advantage, plus a call's
@@ -36,7 +34,6 @@ class Credit:
     discount: float = 1.0
 
     def weighted(self, group: RolloutGroup, rule: AdvantageRule = PLAIN) -> Iterator[WeightedRollout]:
-        """Yield every sequence with its tokens' advantages."""
         if self._is_of_episodes(group, rule):
             yield from group.weighted(rule)
             return

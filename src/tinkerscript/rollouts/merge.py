@@ -98,8 +98,6 @@ class _Stream(NamedTuple):
 
 
 class _OpenSequences:
-    """The sequences of an episode, indexed by length and last ids."""
-
     def __init__(self) -> None:
         self.all: list[_Sequence] = []
         self._index: dict[Key, list[_Sequence]] = {}
@@ -135,7 +133,6 @@ class _OpenSequences:
         del self._lengths[bisect_right(self._lengths, key[0]) - 1]
 
     def open(self, prompt: _Stream) -> _Sequence:
-        """Start a sequence with the prompt's ids, and find where it forks."""
         sequence = _Sequence(len(self.all))
         sequence.data += prompt.slice(0, prompt.size)
         for other in reversed(self._newest):

@@ -95,7 +95,6 @@ class Rollout:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the token limit cut the last reply."""
         return self.segments[-1].call.stop_reason == "length"
 
     @property
@@ -192,7 +191,6 @@ class Rollout:
 
 
 def _as_numbers(reward: object) -> npt.NDArray[np.float64]:
-    """Convert to float64, without dimensions for a single number."""
     # NumPy cannot convert a torch scalar that is on another device or has a gradient.
     reward = getattr(reward, "tolist", lambda: reward)()
     try:
@@ -208,8 +206,6 @@ def _as_numbers(reward: object) -> npt.NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRollouts:
-    """An accepted episode: its reward and its sequences."""
-
     episode_uuid: str
     reward: float
     rollouts: tuple[Rollout, ...]

@@ -56,8 +56,6 @@ class _Row(NamedTuple):
 
     group_id: str
     number: int
-    """Index of the episode in its group."""
-
     episode: EpisodeRollouts
     rollout: Rollout
 
@@ -308,7 +306,6 @@ def _columns(fields: Fields, rows: Iterable[_Row]) -> dict[str, list[Any]]:
 def _rows(
     groups: Iterable[RolloutGroup], form: str, carried: Collection[str], allow: Collection[str]
 ) -> list[_Row]:
-    """One row per episode. Raises ConversionError."""
     rows: list[_Row] = []
     for group in groups:
         for number, episode in enumerate(group.episodes):
@@ -369,7 +366,6 @@ def _refuse_traits(
 
 
 def refuse_episode_errors(episode: EpisodeRollouts, form: str) -> None:
-    """Raise ConversionError for an episode with a sequence that must not train."""
     prompts = full_prompts(episode.calls)
     for rollout in episode.rollouts:
         refuse_errors(rollout, prompts, form)

@@ -249,7 +249,6 @@ def _create_app(
     gateways: GatewayProcesses | None,
     roles: Roles,
 ) -> tuple[ASGIApp, FastAPI]:
-    """The ASGI app with every route behind its role, and the FastAPI app that documents them."""
     app = FastAPI(
         title="TinkerScript interchange server",
         version=__version__,

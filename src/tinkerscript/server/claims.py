@@ -95,8 +95,6 @@ class ServedModel(ClaimBook):
 
 @dataclass(slots=True)
 class _Usage:
-    """What a claim has used, and what is reserved for its running calls."""
-
     calls: int = 0
     tokens: int = 0
     bytes: int = 0
@@ -146,7 +144,6 @@ class LeasedClaims(ClaimBook):
         """(episode uuid, attempt) -> usage, from `calls` until `forget`."""
 
     def forget(self, episode_uuid: str, attempt: int) -> None:
-        """Drop the usage of a claim that is over."""
         self._usages.pop((episode_uuid, attempt), None)
 
     async def open(self, key: str) -> OpenClaim:

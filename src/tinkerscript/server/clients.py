@@ -40,8 +40,6 @@ SHUTDOWN_S = 2.5  # How long a stopping server waits for clients that do not kno
 
 
 class Pause(NamedTuple):
-    """Why a client gets no episode now."""
-
     reason: str
     is_refusal: bool
     """Whether the client should give up (403) rather than ask again."""
@@ -49,8 +47,6 @@ class Pause(NamedTuple):
 
 @dataclass(slots=True)
 class ClientRecord:
-    """What a client has done since it was first seen."""
-
     first_seen: float
     last_seen: float
     ended: int = 0
@@ -69,15 +65,12 @@ class ClientRecord:
 
     @property
     def why(self) -> str:
-        """Why it is in quarantine."""
         if self.quarantined_until == math.inf:
             return "an operator has stopped it"
         return f"its last {self.failures} attempts failed while others succeeded: {self.message}"
 
 
 class Clients:
-    """The clients of one server."""
-
     def __init__(
         self, clock: Callable[[], float], max_claims: Mapping[str, int] = MappingProxyType({})
     ) -> None:
@@ -164,7 +157,6 @@ class Clients:
     # What clients do
 
     def seen(self, name: str) -> ClientRecord:
-        """Note that the client asked for something."""
         now = self._clock()
         record = self._records.get(name)
         if record is None:
@@ -257,11 +249,9 @@ class Clients:
         return {name: each.why for name, each in self._quarantined.items() if each.quarantined_until > now}
 
     def latest(self, limit: int) -> list[str]:
-        """The most recently seen clients, latest first."""
         return list(islice(reversed(self._records), limit))
 
     def since(self, seconds: float) -> Iterator[str]:
-        """Clients seen within the last `seconds`."""
         oldest = self._clock() - seconds
         return (name for name, record in self._records.items() if record.last_seen >= oldest)
 
@@ -275,7 +265,6 @@ class Clients:
         return (record.ended + record.failed) * 60 / age_s
 
     def idle_s(self, record: ClientRecord) -> float:
-        """Seconds since the client asked for something."""
         return self._clock() - record.last_seen
 
     def _known(self, client: str) -> dict[str, ClientRecord]:
@@ -303,7 +292,6 @@ class RunEnd:
         self.is_here = False
 
     def set(self, finished: bool) -> None:
-        """Take over from the trainer whether the run is finished."""
         if finished and not self.is_here:
             self._unaware = set(self._clients.since(POLLING_S))
         if finished != self.is_here:
@@ -316,7 +304,6 @@ class RunEnd:
         self._wake()
 
     def knows(self, client: str) -> None:
-        """Note that a reply told the client."""
         self._unaware.discard(client)
         if not self._unaware:
             self._wake()

@@ -124,8 +124,6 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Channel(asyncio.Protocol):
-    """One end of the socket pair."""
-
     def __init__(
         self, kind: Any, handle: Callable[[Any], None], closed: Callable[[], None] = lambda: None
     ) -> None:
@@ -173,7 +171,6 @@ class Channel(asyncio.Protocol):
             self._transport.writelines([len(frame).to_bytes(4), frame])
 
     def close(self) -> None:
-        """Send what is queued, and close."""
         self._flush()
         if self._transport is not None:
             self._transport.close()
@@ -268,7 +265,6 @@ class ClaimService:
         self._tasks = set[asyncio.Task[None]]()
 
     def take(self, message: FromGateway) -> None:
-        """Handle a message, at once if it needs no ledger."""
         match message:
             case AskRecord() | AskCalls():
                 task = asyncio.create_task(self._look_up(message))

@@ -55,8 +55,6 @@ def run_gateway(number: int, *, channel: int, listener: int) -> None:
 
 
 class GatewayProcess:
-    """The process's server. For one event loop."""
-
     def __init__(self, number: int, environ: Mapping[str, str]) -> None:
         self._path = gateway_path(number)
         self._environ = environ
@@ -105,7 +103,6 @@ class GatewayProcess:
 
     @asynccontextmanager
     async def _sampler_of(self, config: RunConfig) -> AsyncGenerator[LinkSampler | RemoteSampler]:
-        """The config's inference server, or the trainer behind the server's link."""
         timeout_s = config.interchange_server.call_timeout_s
         if not config.inference.samples_without_trainer:
             self._sampler = LinkSampler(self._channel, timeout_s=timeout_s)

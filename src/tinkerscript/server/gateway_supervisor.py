@@ -102,7 +102,6 @@ class GatewayChild:
                 await self._refuse(pause_s, f"the gateway process of this claim does not start: {how}")
 
     async def _refuse(self, seconds: float, why: str) -> None:
-        """Refuse the calls that wait for a process that does not start."""
         path = gateway_path(self._number)
         refusals = Refusals({f"{path}{model}": body for model, body in REFUSAL_BODIES.items()})
 
@@ -199,7 +198,6 @@ class GatewayProcesses:
         self._ended = asyncio.Event()
 
     async def run(self) -> None:
-        """Run all processes until they ended after `stop`, or until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for child in self._children:
@@ -212,7 +210,6 @@ class GatewayProcesses:
             child.forget(episode_uuid, attempt)
 
     def stop(self) -> None:
-        """Let all processes finish their requests and exit."""
         for child in self._children:
             child.stop()
 

@@ -63,8 +63,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class EngineState:
-    """The engine's state as the trainer last reported it."""
-
     status: EngineStatus = "ENGINE.OFFLINE"
     without_trainer: EngineStatus = "ENGINE.OFFLINE"
     """Status while no trainer is connected. ROLLING if an inference server samples instead."""
@@ -74,8 +72,6 @@ class EngineState:
     model: str = ""
     run_finished: bool = False
     failure: str = ""
-    """Why the last trainer failed; empty if it did not."""
-
     usable_versions: frozenset[int] | None = None
     """Policy versions that may still train; None: the trainer has no such rule."""
 
@@ -83,8 +79,6 @@ class EngineState:
     """Whether samples that clients register may train."""
 
     batch: BatchProgress | None = None
-    """The batch that the trainer is filling."""
-
     booting: bool = False
     """Whether a trainer was started and has not reported yet."""
 
@@ -114,8 +108,6 @@ class Interchange:
         """Gets the end numbers of episodes, in order, once their outcomes are committed."""
 
         self.committed_end = 0
-        """Last end number that is committed."""
-
         self._last_end = 0
         """Last end number given to the ledger."""
 
@@ -374,7 +366,6 @@ class Interchange:
 
     @property
     def _answers_at_once(self) -> bool:
-        """Whether waiting for an episode is pointless."""
         return self._closing or self.engine.run_finished
 
     def _pass_on(self, wakeup: Wakeup) -> None:
@@ -515,7 +506,6 @@ class Interchange:
 
     @property
     def trains_clients(self) -> bool:
-        """Whether samples that clients register may train, according to the last trainer."""
         return self.engine.client_samples
 
     def trainer_starts(self) -> None:
@@ -531,13 +521,11 @@ class Interchange:
         self.set_status("ENGINE.BOOTING" if self.engine.booting else self.engine.without_trainer)
 
     def demand(self) -> Demand:
-        """Demand for the trainer's own workers."""
         prefix = self.clients.own_prefix
         own = self.book.claims_by_client(prefix) if prefix else {}
         return Demand(waiting=self.book.counts.waiting(TRAINER_POOL), own_claims=own)
 
     def trainer_says(self, hello: Hello) -> None:
-        """Take over the engine's state from its trainer."""
         engine = self.engine
         if engine.booting and hello.engine_status == "ENGINE.OFFLINE":
             return  # A late message of the previous trainer.
@@ -634,7 +622,6 @@ async def read_episodes(ledger: Ledger, *, kept: int = KEPT) -> StoredEpisodes:
 
 
 async def _with_attempts(ledger: Ledger, page: list[EpisodeRow]) -> list[EpisodeRecord]:
-    """Build episodes from their rows and their attempts' rows."""
     among = f"({', '.join(str(row.sequence) for row in page)})"
     attempts: dict[int, list[AttemptRow]] = {}
     # Attempt 0, which ended an episode that no client held, is the last failure.
@@ -676,7 +663,6 @@ def _is_text(text: str) -> bool:
 
 
 def _export(closed: ClosedClaim) -> None:
-    """Export the trace span of a closed claim."""
     episode, now = closed.episode, time.time()
     failed = next((each.kind for each in episode.failures if each.attempt == closed.attempt), "")
     outcome = "ended" if closed.counts else failed
@@ -684,5 +670,4 @@ def _export(closed: ClosedClaim) -> None:
 
 
 def _request_key(request: ClaimEpisodeRequest) -> RequestKey | None:
-    """None for a request without an id."""
     return (request.client_uuid, request.claim_request_id) if request.claim_request_id else None

@@ -30,8 +30,6 @@ MAX_TRAINERS_BYTES = 2**20
 
 
 class ServerMetrics:
-    """Counters of the server's parts, and the book's counts."""
-
     def __init__(self, book: EpisodeBook, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_BookCollector(book))
@@ -57,7 +55,6 @@ class ServerMetrics:
             registry=self._registry,
         )
         self._trainers = b""
-        """The trainer's latest metrics."""
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"tinkerscript_{name}", text, registry=self._registry)
@@ -80,7 +77,6 @@ class ServerMetrics:
         self._tokens.inc(sampled_tokens)
 
     def observe_call(self, seconds: float) -> None:
-        """Record how long a model call took, successful or not."""
         self._call_s.observe(seconds)
 
     def count_gateway_restart(self) -> None:
@@ -104,7 +100,6 @@ class ServerMetrics:
         self._trainers = b""
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry) + self._trainers
 
 

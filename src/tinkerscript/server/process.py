@@ -158,7 +158,6 @@ def _check_certificate(section: InterchangeConfig) -> None:
 
 @asynccontextmanager
 async def _sampler_of(config: RunConfig, environ: Mapping[str, str]) -> AsyncGenerator[RemoteSampler | None]:
-    """Sampler of the config's inference server; None if the trainer's engine samples."""
     if not config.inference.samples_without_trainer:
         yield None
         return
@@ -280,7 +279,6 @@ class _Terms:
             await self._gate.server.gateways.ended()
 
     async def _serve(self, ledger: Ledger) -> None:
-        """Serve one term."""
         if ledger.is_shared:
             self._start_http()  # To answer 503 while it waits.
         epoch = await ledger.lead()

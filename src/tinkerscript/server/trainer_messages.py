@@ -142,7 +142,6 @@ class TrainerMessageHandler:
         last_commit: LastCommit,
         storage: StorageLimit,
     ) -> None:
-        """`last_commit`: the ledger's, by `read_last_commit`."""
         self._interchange = interchange
         self._ledger = ledger
         self._link = link
@@ -156,8 +155,6 @@ class TrainerMessageHandler:
         """Trainer that resumes or has resumed the run, and the id of its request."""
 
         self._resumed: Answer | None = None
-        """The answer to that request, once there is one."""
-
         self._beginning = asyncio.Lock()
         self._tasks = asyncio.TaskGroup()
 
@@ -359,11 +356,7 @@ class OutcomeStream:
         self._ledger = ledger
         self._link = link
         self._follows = False
-        """Whether the trainer takes outcomes."""
-
         self._waiting: deque[int] = deque()
-        """End numbers to send."""
-
         self._position = self._sent = 0
         """Last end numbers that the trainer has taken, and that were sent."""
 
@@ -470,7 +463,6 @@ class OutcomeStream:
         self._under_way.append((outcome.number, size))
 
     async def _give_up(self, episode: EpisodeRecord, reason: str, reading: int) -> None:
-        """Fail an episode whose result cannot be sent."""
         with about(episode=episode.uuid, attempt=episode.attempt, client=episode.client_uuid):
             logger.error("episode.undeliverable episode_uuid=%s reason=%s", episode.uuid, reason)
         if episode.status == "ended":

@@ -227,13 +227,9 @@ ENGINE_KEY_VARIABLE = "TINKERSCRIPT_ENGINE_KEY"
 
 @dataclass(frozen=True, slots=True)
 class WireOptions:
-    """The address of the server and the model that it serves."""
-
     folder: Path
     state_dir: Path
     name: str
-    """The model's name for clients."""
-
     host: str = "127.0.0.1"
     port: int = 0
     """0 selects a free port."""

@@ -155,7 +155,6 @@ class Outbox:
         self._messages.clear()
 
     async def take(self) -> list[Tagged]:
-        """Wait for messages and return all of them."""
         while not self._messages:
             self._filled.clear()
             await self._filled.wait()

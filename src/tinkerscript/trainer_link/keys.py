@@ -154,7 +154,6 @@ class FailedHandshakes:
     """Counts and logs refused connections at either end of the link."""
 
     def __init__(self, socket: zmq.asyncio.Socket, address: str, count: Callable[[str], None]) -> None:
-        """`count(reason)` is called for each refused connection."""
         events = 0
         for event in _FAILED:
             events |= event
@@ -230,7 +229,6 @@ def secure_server(socket: zmq.asyncio.Socket, keys: ServerKeys) -> None:
 
 
 def secure_trainer(socket: zmq.asyncio.Socket, keys: TrainerKeys) -> None:
-    """Connect only to the server with the known public key."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)

@@ -57,8 +57,6 @@ class Hello(Tagged, frozen=True):
 
     client_samples: bool = True
     batch: BatchProgress | None = None
-    """The batch being filled, or None."""
-
     run_finished: bool = False
     """Whether the run has reached its end."""
 
@@ -158,8 +156,6 @@ class Cancel(Tagged, frozen=True):
 
 
 class ReleaseClient(Tagged, frozen=True):
-    """Releases the claims of a dead client at once."""
-
     client_uuid: str
     reason: str
 
@@ -271,14 +267,10 @@ class Tallied(Tagged, frozen=True):
 
 class _Ended(Tagged, frozen=True, kw_only=True, omit_defaults=True):
     number: int = 0
-    """The end number."""
-
     after: int = 0
     """End number of the outcome sent before this one. A trainer that lacks it waits for both."""
 
     sequence: int = 0
-    """Sequence of the episode in the ledger."""
-
     episode_uuid: str
     episode_type: EpisodeType = "train"
     pool: str = TRAINER_POOL
@@ -310,7 +302,6 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def calls(self) -> list[Call]:
-        """The calls of the policy."""
         return calls_of(self.all_calls)
 
     @property
@@ -400,8 +391,6 @@ FromTrainer = (
     | SampleProgress
     | SampleFailed
 )
-"""Messages of a trainer after its `Hello`."""
-
 ToServer = Hello | FromTrainer
 
 Request = Resume | Fetch | TallyRequest
@@ -466,7 +455,6 @@ def usable(outcome: Outcome, scores: Collection[str] = ()) -> Outcome:
 
 
 def check_episode(episode: NewEpisode) -> None:
-    """Raise ValueError for an episode that cannot be registered."""
     if not 0 < len(last := episode.uuids[-1]) <= ID_CHARS:
         raise ValueError(f"an episode uuid has 1 to {ID_CHARS} characters, not {len(last)}")
     try:

@@ -93,7 +93,6 @@ def find_errors(
 
 
 def logprob_errors(logprobs: npt.NDArray[np.floating[Any]]) -> list[str]:
-    """Names of what is wrong with logprobs [N], each by itself."""
     errors: list[str] = []
     if not np.isfinite(logprobs).all():
         errors.append("logprob_not_finite")

@@ -218,7 +218,6 @@ def _truncated(bad: Sequence[Pair], figures: str) -> Finding | None:
 
 
 def _before_filler(logprobs: FloatArray) -> int:
-    """Number of values before the run of equal values at the end."""
     other = logprobs[::-1] != logprobs[-1]
     return len(logprobs) - int(np.argmax(other)) if other.any() else 0
 
@@ -248,8 +247,6 @@ def _of_the_likeliest(bad: Sequence[Pair]) -> bool:
 
 @dataclass
 class Contradictions:
-    """What the comparison of sibling sequences found."""
-
     repeats: int = 0
     """How often a token was sampled again after the same prefix."""
 
@@ -263,7 +260,6 @@ class Contradictions:
     """Such prefixes with probabilities that sum to more than `MAX_TOTAL`."""
 
     def add(self, rollouts: Iterable[Rollout]) -> None:
-        """Compare the first calls of a group's sequences."""
         alike: defaultdict[tuple[object, ...], list[Segment]] = defaultdict(list)
         for rollout in rollouts:
             first = rollout.segments[0]
@@ -279,7 +275,6 @@ class Contradictions:
                 self._descend(ids, [segment.call.sampled_logprobs for segment in segments])
 
     def _descend(self, ids: Sequence[np.ndarray], logprobs: Sequence[np.ndarray]) -> None:
-        """Walk down the tree of sampled tokens while it is shared."""
         level = [list(range(len(ids)))]
         for depth in range(max(len(each) for each in ids)):
             level = [branch for members in level for branch in self._branches(members, depth, ids, logprobs)]

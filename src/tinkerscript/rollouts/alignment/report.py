@@ -41,11 +41,7 @@ class Counts:
     warnings: Counter[str] = field(default_factory=Counter[str])
     forks: Counter[str] = field(default_factory=Counter[str])
     ids_from: Counter[str] = field(default_factory=Counter[str])
-    """Sampled tokens by `Call.ids_from`."""
-
     logprob_kinds: Counter[str] = field(default_factory=Counter[str])
-    """Sampled tokens by `Call.logprob_kind`."""
-
     constrained: Counter[str] = field(default_factory=Counter[str])
     """Sampled tokens that a grammar constrained, by `TokenConstraint` name."""
 
@@ -122,8 +118,6 @@ class Counts:
 
 
 class AlignmentReport:
-    """Counts for the current step and the whole run, and the findings."""
-
     def __init__(self) -> None:
         self.whole = Counts()
         self.step = Counts()
@@ -147,7 +141,6 @@ class AlignmentReport:
             counts.errors.update(named)
 
     def add_warnings(self, warnings: Mapping[str, int]) -> None:
-        """Add counts of warnings by name, such as those of an `InferenceContext`."""
         for counts in self._both:
             counts.warnings.update(warnings)
 
@@ -176,7 +169,6 @@ class AlignmentReport:
         return self.whole.at_lag_0.max_abs
 
     def as_json(self) -> dict[str, object]:
-        """The whole run's counts and ratios."""
         return {
             **self.whole.as_json(),
             "sequences_per_episode": self.sequences_per_episode,
@@ -205,7 +197,6 @@ def _listed(counts: Counter[str]) -> str:
 
 
 def constrained_share(counts: Counts) -> str:
-    """How many sampled tokens a grammar constrained, and how."""
     number, kinds = counts.constrained.total(), sorted(counts.constrained.items())
     return (
         f"{number:,} of {counts.tokens_sampled:,} sampled tokens ({number / counts.tokens_sampled:.0%}) were "

@@ -49,8 +49,6 @@ LOST_TO_CLIENTS = (None, Use.SET_ASIDE, Use.LEFT_OUT, Use.STALE)
 
 
 class EpisodeBook:
-    """The episodes of one run, with the indexes over them."""
-
     def __init__(
         self,
         *,
@@ -111,14 +109,12 @@ class EpisodeBook:
 
     @property
     def active_clients(self) -> int:
-        """Number of clients that hold a claim."""
         return len(self._claims)
 
     def claims_held(self, client_uuid: str) -> int:
         return len(self._claims.get(client_uuid, ()))
 
     def claims_by_client(self, prefix: str) -> dict[str, int]:
-        """Number of claims of each client with this prefix."""
         return {client: len(held) for client, held in self._claims.items() if client.startswith(prefix)}
 
     @property
@@ -126,11 +122,9 @@ class EpisodeBook:
         return len(self._claimed)
 
     def oldest_claims(self, limit: int) -> list[EpisodeRecord]:
-        """Episodes with the oldest claims that hold their lease."""
         return list(islice(self._claimed.values(), limit))
 
     def busiest_clients(self, limit: int) -> list[tuple[str, int]]:
-        """Clients with the most claims, and how many."""
         held = ((client, len(claims)) for client, claims in self._claims.items())
         return nlargest(limit, held, key=itemgetter(1))
 
@@ -535,13 +529,11 @@ class EpisodeBook:
             self.open_ends[episode.end_number] = episode
 
     def _forget_end(self, episode: EpisodeRecord) -> None:
-        """Undo the end of a failed episode that is retried."""
         if episode.end_number is not None:
             del self.open_ends[episode.end_number]
             episode.end_number = episode.ended_at = None
 
     def _touch(self, episode: EpisodeRecord) -> None:
-        """Note that a stored field has changed."""
         if episode.uuid not in self._changes.added:
             self._changes.saved[episode.uuid] = episode
 

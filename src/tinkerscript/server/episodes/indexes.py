@@ -90,7 +90,6 @@ class ClaimRequests:
             self._held.setdefault(key, {})[episode.uuid] = episode
 
     def closed(self, episode: EpisodeRecord) -> None:
-        """Record that the episode's last claim is over."""
         key = _key(episode)
         if not key[1]:
             return
@@ -135,11 +134,9 @@ class Queues:
         self._queues: dict[tuple[str, EpisodeType], _Queue] = {}
 
     def __len__(self) -> int:
-        """Number of pools and types with a registered episode."""
         return len(self._queues)
 
     def put(self, episode: EpisodeRecord) -> None:
-        """Add an episode that is registered, for the first time or again."""
         queue = self._queues.setdefault((episode.pool, episode.episode_type), _Queue())
         queue.registered += 1
         heapq.heappush(queue.heap, (episode.sequence, episode.uuid))
@@ -152,7 +149,6 @@ class Queues:
             del self._queues[key]
 
     def claimable(self, pool: str, claim_type: ClaimType) -> int:
-        """Number of registered episodes that a claim of this pool and type may get."""
         return sum(queue.registered for queue in self._of(pool, claim_type))
 
     def oldest(self, pool: str, claim_type: ClaimType) -> EpisodeRecord | None:
@@ -203,7 +199,6 @@ class LongPollQueue:
         self.pass_on(Wakeup(pool, episode_type, next(self._tickets)))
 
     def notify_all(self) -> None:
-        """Let every waiting client try again."""
         queues, self._queues = self._queues, {}
         for queue in queues.values():
             for client in queue.values():
@@ -353,7 +348,6 @@ class Leases:
         return max(0.0, min(active_at + episode.lease_s, episode.ends_at) - now)
 
     def age_s(self, episode: EpisodeRecord) -> float:
-        """Seconds since the last claim was made."""
         return max(0.0, self._wall() - episode.claimed_at)
 
     def last_activity(self, episode: EpisodeRecord) -> float:
@@ -365,8 +359,6 @@ class Leases:
 
 
 class StateCounts:
-    """Number of episodes in each state, by type and by pool."""
-
     def __init__(self) -> None:
         self._types: dict[EpisodeType, dict[Status, int]] = {kind: _zeros() for kind in EPISODE_TYPES}
         self._pools: dict[str, dict[Status, int]] = {TRAINER_POOL: _zeros()}
@@ -398,7 +390,6 @@ class StateCounts:
             self._failures[kind] += number
 
     def begun(self, episode: EpisodeRecord) -> None:
-        """Count an episode that is not consumed."""
         self._unfinished[episode.pool] = self._unfinished.get(episode.pool, 0) + 1
         self._payloads[episode.pool] = self._payloads.get(episode.pool, 0) + len(episode.payload)
         if episode.pool != TRAINER_POOL:
@@ -416,15 +407,12 @@ class StateCounts:
             del self._unfinished[episode.pool], self._payloads[episode.pool]
 
     def unfinished(self, pool: str) -> int:
-        """Episodes of the pool that are not consumed."""
         return self._unfinished.get(pool, 0)
 
     def payload_bytes(self, pool: str) -> int:
-        """Payload bytes of the pool's unfinished episodes."""
         return self._payloads.get(pool, 0)
 
     def by_type(self) -> dict[EpisodeType, EpisodeCounts]:
-        """Counts by type, over all pools."""
         return {kind: EpisodeCounts(**counts) for kind, counts in self._types.items()}
 
     def by_pool(self, *, unfinished_only: bool = False) -> dict[str, EpisodeCounts]:

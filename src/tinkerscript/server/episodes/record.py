@@ -52,12 +52,10 @@ EPISODE_TYPES: tuple[EpisodeType, ...] = ("train", "eval")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EpisodeRecord:
-    """One episode as the server keeps it."""
+    """An episode in memory. `EpisodeRow` explains the stored fields that have no docstring here."""
 
     uuid: str
     sequence: int
-    """Position in the order of registration; unique."""
-
     episode_type: EpisodeType
     group_id: str
     digest: bytes
@@ -74,19 +72,10 @@ class EpisodeRecord:
     """Number of episodes in the group; 0 if unknown."""
 
     step: int = 0
-    """First training step that could train on it, or the step that its evaluation follows. 0: a client's
-    own sample."""
-
     label: str = ""
-    """Label of its evaluation. Empty for training."""
-
     position: int = -1
-    """Position of its sample in the order of training, or -1."""
-
     state: State = "registered"
     claimants: list[str] = field(default_factory=list[str])
-    """`client_uuid` of each claim, oldest first."""
-
     request_ids: list[str] = field(default_factory=list[str])
     """`claim_request_id` of each claim, oldest first. Empty if the client sent none."""
 
@@ -101,8 +90,6 @@ class EpisodeRecord:
     """Unix time since which it waits for a claim; 0: since before a restart. Not stored."""
 
     queued_s: float | None = None
-    """Seconds that it waited for its last claim; None: unknown."""
-
     renewed_at: float = 0.0
     """Last activity of the last claim, on the book's clock. Not stored: a restart renews every lease."""
 
@@ -113,8 +100,6 @@ class EpisodeRecord:
     """Running model calls of the last claim. Not stored."""
 
     policy_version: int = 0
-    """Newest policy version at the time of the last claim."""
-
     reward: float | None = None
     is_success: bool | None = None
 
@@ -124,25 +109,12 @@ class EpisodeRecord:
     result_digest: bytes = b""
     failures: list[Failure] = field(default_factory=list[Failure])
     end_number: int | None = None
-    """Position in the order of ending; None before."""
-
     ended_at: float | None = None
-    """Unix time when it ended or failed."""
-
     offered: bool = False
-    """Whether its failure was sent to a trainer, which may have used it."""
-
     consumed: bool = False
-    """Whether the trainer used the outcome or left it out, or a resumption gave it up."""
-
     undone: int = 0
-    """The resumption that undid the step it was planned for; 0: none."""
-
     dropped: bool = False
-    """Whether an operator removed it from the list of failures."""
-
     emptied: bool = False
-    """Whether its calls and transcripts were dropped to save space."""
 
     @property
     def status(self) -> Status:
@@ -160,7 +132,6 @@ class EpisodeRecord:
 
     @property
     def client_uuid(self) -> str:
-        """Owner of the last claim; empty before the first."""
         return self.claimants[-1] if self.claimants else ""
 
     @property
@@ -236,7 +207,6 @@ class Changes:
 
 
 def rows_of(changes: Changes) -> Iterator[Row]:
-    """The rows that the ledger needs for the changes."""
     for episode in changes.added.values():
         yield SampleRow(digest=episode.sample, payload=episode.payload)
     for episode in (*changes.added.values(), *changes.saved.values()):

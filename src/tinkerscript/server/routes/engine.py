@@ -187,7 +187,6 @@ class EngineRoutes:
                     await self._interchange.offline()
 
     async def _end_of_trainer(self) -> None:
-        """Return when the trainer has ended, or after `ending_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._ending_s):
                 await self._ended.wait()

@@ -202,7 +202,6 @@ class EpisodeRoutes:
         return known
 
     def _models_url(self, base_url: str, episode_uuid: str, attempt: int) -> str:
-        """Base URL for a claim's model calls, at the process that owns the claim."""
         if not self._gateway_ports:
             return f"{base_url}/v1"
         number = self._keys.gateway(episode_uuid, attempt, of=len(self._gateway_ports))
@@ -233,7 +232,6 @@ class EpisodeRoutes:
         }
 
     async def _claim_unless_gone(self, body: ClaimEpisodeRequest, receive: Receive) -> list[Claim] | str:
-        """Claim. Stop waiting when the client disconnects."""
         if not body.wait_s:
             return await self._interchange.claim(body)
         claiming = asyncio.create_task(self._interchange.claim(body))

@@ -76,7 +76,6 @@ class RegistrationRoutes:
         )
 
     def _registering(self, request: Request) -> tuple[str, bool]:
-        """The client's account, if it has its own token, and whether it is the admin."""
         self._roles.check("client", request.scope)
         return self._roles.account(request.scope), self._roles.grants(
             "admin", authorization_of(request.scope)

@@ -313,7 +313,6 @@ def _claim(book: EpisodeBook, episode: EpisodeRecord) -> FleetClaim:
 
 
 def _clients(interchange: Interchange, quarantined: dict[str, str]) -> list[FleetClient]:
-    """Clients in quarantine, then those with the most claims, then the most recently seen."""
     busiest = dict(interchange.book.busiest_clients(SHOWN_CLIENTS))
     names = dict.fromkeys([*quarantined, *busiest, *interchange.clients.latest(SHOWN_CLIENTS)])
     return [_client(interchange, name, quarantined.get(name, "")) for name in list(names)[:SHOWN_CLIENTS]]
@@ -351,7 +350,6 @@ def _shown(failure: Failure) -> Failure:
 
 
 def _replayed(calls: list[Call]) -> ReplayLatestCallResponse:
-    """The last of a claim's calls, with its whole prompt."""
     by_id = {call.call_id: call for call in calls}
     latest, line = calls[-1], list[Call]()
     call: Call | None = latest
