@@ -278,9 +278,7 @@ async def _serve(answer: Responder, scope: Scope, receive: Receive, send: Send) 
 FastHandler = Callable[..., Awaitable[BaseModel | Response]]
 """`async (body: Model, request: Request) -> Model | Response`, without `body` if it is not JSON."""
 
-
-Authorize = Callable[[Scope], None]
-"""A check that raises UnauthorizedError before the body of a request is read."""
+Authorize = Callable[[Scope], None]  # Raises UnauthorizedError, before the body of a request is read.
 
 
 class FastRoute(NamedTuple):
@@ -392,8 +390,7 @@ _STATUS: dict[type[InterchangeError], int] = {
 }
 
 
-RefusalBody = Callable[[int, str], dict[str, Any]]
-"""A function from the status and the reason."""
+RefusalBody = Callable[[int, str], dict[str, Any]]  # Builds a reply's body from status and reason.
 
 
 class Refusals:

@@ -132,7 +132,8 @@ def _explain_one(loc: tuple[int | str, ...], kind: str, message: str, value: obj
         return f"unknown key {key!r}; {where} knows {', '.join(known)}"
     if kind == "missing":
         return f"the key {key!r} is required"
-    return f"{key}: {message.removeprefix('Value error, ').lower()}, got {value!r}"
+    message = message.removeprefix("Value error, ")
+    return f"{key}: {message[:1].lower()}{message[1:]}, got {value!r}"
 
 
 def _known_keys(loc: tuple[int | str, ...]) -> list[str]:

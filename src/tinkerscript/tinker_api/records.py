@@ -24,8 +24,7 @@ from tinkerscript.files import write_atomically
 
 FORGET_AFTER = timedelta(days=30)
 
-NOTE = "tinker_checkpoint.json"
-"""The file that describes a checkpoint in its folder."""
+NOTE = "tinker_checkpoint.json"  # Describes a checkpoint in its folder.
 
 ARCHIVE_KINDS: Mapping[str, Literal["training", "sampler"]] = {
     "weights": "training",
