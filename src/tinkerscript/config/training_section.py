@@ -133,7 +133,7 @@ class CreditConfig(Section):
     same observation, plus the episode's advantage (GiGPO)."""
 
     discount: float = Field(default=1.0, gt=0, le=1)
-    """Factor per call between a reward and the calls before it, which share in it."""
+    """Factor by which a reward counts less for each call further back."""
 
     @model_validator(mode="after")
     def _discounts_calls(self) -> CreditConfig:

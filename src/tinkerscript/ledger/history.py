@@ -119,7 +119,7 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
     """Episode sequence -> outcome, for episodes that only undone steps used."""
 
     spoiled: frozenset[int]
-    """Unused episodes that undone weights sampled, or were the newest for when they were claimed."""
+    """Unused episodes that undone weights sampled, or that were claimed while these were the newest."""
 
 
 _SPOILED = """
