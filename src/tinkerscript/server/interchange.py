@@ -147,7 +147,7 @@ class Interchange:
         )
 
     async def recall(self, uuids: Iterable[str]) -> None:
-        """Read episodes that only the ledger has back into the book. Raises StoreError."""
+        """Load into the book those episodes that only the ledger has. Raises StoreError."""
         missing = [uuid for uuid in uuids if uuid not in self.book and _is_text(uuid)]
         for start in range(0, len(missing), PAGE):
             asked = missing[start : start + PAGE]
@@ -159,9 +159,8 @@ class Interchange:
         return self.book.empty(uuids)
 
     async def recall_after(self, step: int, used: Collection[int]) -> None:
-        """Read everything that a resumption after `step` may change back into the book: episodes that
-        later steps planned or used (`used`: their sequences), and the rest of unfinished groups. Raises
-        StoreError."""
+        """Load into the book what a resumption after `step` may change: episodes that later steps planned or
+        used (`used`: their sequences), and the rest of unfinished groups. Raises StoreError."""
         await self._recall("step > ?", step)
         begun = "SELECT group_id FROM {s}episodes WHERE consumed = 0 AND step > 0 AND episode_type = 'train'"
         await self._recall(f"group_id IN ({begun})")
