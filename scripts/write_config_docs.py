@@ -56,6 +56,8 @@ def _default(field: FieldInfo) -> str:
     """The default, with the type or the other choices unless the default shows them."""
     default, kinds = default_text(field), type_text(field.annotation).split(" or ")
     others = ", ".join(each for each in kinds if each not in (default, "null"))
+    if field.annotation is bool:
+        return default
     if default == "required" or len(kinds) == 1:
         return f"{default} ({others})" if default in ("empty", "required") else default
     return f"{default} (or {others})"

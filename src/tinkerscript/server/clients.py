@@ -56,7 +56,7 @@ class ClientRecord:
 
     succeeded_before: int = 0
     failed_before: int = 0
-    """Attempts of all clients that had ended before the first of these failures; so for `failed_before`."""
+    """Attempts of all clients that had ended before the first of these failures."""
 
     message: str = ""
     next_claim: float = -math.inf
