@@ -1,4 +1,4 @@
-"""Writes docs/config.md from the field docstrings of the config models. Run it after changing them."""
+"""Writes docs/config.md from the field docstrings of the config models. Run it after changing one."""
 
 from __future__ import annotations
 
@@ -7,34 +7,32 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from tinkerscript.commands.key_texts import default_text, section_of, type_text
-from tinkerscript.config import RunConfig
+from tinkerscript.config import RunConfig, TaskConfig, WeightedTaskConfig
 
 TARGET = Path(__file__).parent.parent / "docs" / "config.md"
 
 INTRODUCTION = """\
 # Config
 
-One YAML file describes a run: `tinkerscript train CONFIG`. Unknown keys are refused by name. Any key can also
-be set on the command line: `--set training.steps=10`. `examples/arithmetic.yaml` is the demo's config.
+One YAML file describes a run: `tinkerscript train CONFIG`. Unknown keys are refused. Any key can be set on
+the command line, as in `--set training.steps=10`. `examples/arithmetic.yaml` is the demo's config.
 
-Files that a config reads (tasks, scripts, data, models, checkpoints) are relative to the config's folder,
-those on the command line to the working directory. What a run writes goes to `runs/` in the working
-directory.
+Paths of tasks, scripts, data, models and checkpoints start from the config's folder, or from the working
+directory if they are given on the command line. Runs are written to `runs/` in the working directory.
 
-`tinkerscript config` prints the same in a terminal, `tinkerscript config training.kl` the keys that begin so.
-`scripts/write_config_docs.py` generates this page from `src/tinkerscript/config/`.
+`tinkerscript config` prints this reference in a terminal; `tinkerscript config training.kl` prints the keys
+that begin so. `scripts/write_config_docs.py` generates this page from `src/tinkerscript/config/`.
 """
 
 
 def render() -> str:
-    """The whole page."""
     return "\n".join([INTRODUCTION, "## Top level\n", _table(RunConfig), *_sections(RunConfig, "")])
 
 
 def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    """The sections of `model`, each with its own sections after it."""
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
         if section:
@@ -44,13 +42,25 @@ def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
 
 
 def _table(model: type[BaseModel]) -> str:
-    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    rows = ["| key | default | meaning |", "|---|---|---|"]
+    inherited = TaskConfig.model_fields if model is WeightedTaskConfig else {}
     for name, field in model.model_fields.items():
-        if section_of(field.annotation):
+        if section_of(field.annotation) or name in inherited:
             continue
         meaning = (field.description or "").replace("\n", " ")
-        rows.append(f"| `{name}` | {type_text(field.annotation)} | {default_text(field)} | {meaning} |")
+        rows.append(f"| `{name}` | {_default(field)} | {meaning} |")
     return "\n".join(rows) + "\n"
+
+
+def _default(field: FieldInfo) -> str:
+    """The default, with the type or the other choices unless the default shows them."""
+    default, kinds = default_text(field), type_text(field.annotation).split(" or ")
+    others = ", ".join(each for each in kinds if each not in (default, "null"))
+    if field.annotation is bool:
+        return default
+    if default == "required" or len(kinds) == 1:
+        return f"{default} ({others})" if default in ("empty", "required") else default
+    return f"{default} (or {others})"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """TinkerScript: reinforcement learning for agents whose rollouts are ordinary programs.
 
 Import what you need from its packages: `tinkerscript.client` on a rollout machine, `tinkerscript.train`
-beside the weights. This module imports nothing.
+next to the weights. This module imports nothing.
 """
 
 __all__ = ["__version__"]

@@ -30,16 +30,14 @@ KEY_PREFIX = "ts-"
 CLIENT_TOKEN = "TINKERSCRIPT_CLIENT_TOKEN"
 ADMIN_TOKEN = "TINKERSCRIPT_ADMIN_TOKEN"
 
-FILE_SUFFIX = "_FILE"
-"""The suffix of a token's variable that names a file with the token."""
+FILE_SUFFIX = "_FILE"  # A variable `<name>_FILE` names a file with the token.
 
+# A child process inherits these variables only if it needs them.
 TOKEN_VARIABLES = frozenset(
     f"{name}{suffix}" for name in (ADMIN_TOKEN, CLIENT_TOKEN) for suffix in ("", FILE_SUFFIX)
 )
-"""Variables that a child process only inherits if it needs them."""
 
-MIN_TOKEN_CHARS = 16
-"""The minimum length of a token on an address that other machines can reach."""
+MIN_TOKEN_CHARS = 16  # Required on addresses that other machines can reach.
 
 _SECRET_BYTES = 32
 _MAX_TOKEN_BYTES = 4096
@@ -151,7 +149,6 @@ class Roles:
     client_token: str | None = field(default=None, repr=False)
     admin_token: str | None = field(default=None, repr=False)
     accounts: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    """Tokens of named clients by name."""
 
     @staticmethod
     def of(section: InterchangeConfig, environ: Mapping[str, str], *, serve_model: bool = False) -> Roles:
@@ -223,18 +220,14 @@ class Roles:
 
 
 def authorization_of(scope: Scope) -> str:
-    """Return the `Authorization` header of an HTTP request, or an empty string."""
     values = (value for name, value in scope["headers"] if name == b"authorization")
     return next(values, b"").decode("latin-1")
 
 
-CLAIM = "tinkerscript.claim"
-"""The key of a request's scope under which `ClaimKeys.authorize` stores the claim."""
+CLAIM = "tinkerscript.claim"  # Scope key under which `ClaimKeys.authorize` stores the claim.
 
 
 class ClaimKeys:
-    """Creates and checks the keys and aliases of claims."""
-
     def __init__(self, secret: bytes, roles: Roles) -> None:
         self._secret = secret
         self._roles = roles

@@ -25,16 +25,10 @@ from tinkerscript.trainer_link.server_end import ServerLink
 
 SERVER_FILE = "server.json"
 
-PAGE_PORT = 10085
-"""The preferred port of a page. Gateway processes take the ports above the server's 10086."""
-
-ADAPTERS_FOLDER = "adapters"
-"""The folder in the run's folder with the adapter versions for replicas."""
-
+PAGE_PORT = 10085  # Preferred port of a page. Gateway processes use the ports above the server's 10086.
+ADAPTERS_FOLDER = "adapters"  # In the run's folder: adapter versions for replicas.
 BACKLOG = 2048
-
-MAX_IPC_BYTES = 100
-"""The maximum length of a socket's path. The kernel's limit is 107."""
+MAX_IPC_BYTES = 100  # Maximum length of a socket's path; the kernel allows 107.
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
@@ -114,7 +108,6 @@ def listen_near(host: str, port: int) -> socket.socket:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only on sockets created with IPPROTO_TCP. Without it every reply waits 40 ms
     # for a delayed acknowledgment.

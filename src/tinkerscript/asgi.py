@@ -46,15 +46,10 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-COMMENT_EVERY_S = 10.0
-"""Seconds of silence after which a stream sends a comment, so that the connection stays open."""
-
-
+COMMENT_EVERY_S = 10.0  # A silent stream sends a comment this often, so that proxies keep it open.
 KEEP_ALIVE = b": ping\n\n"
 
-
 CLIENT_CLOSED_REQUEST = 499
-
 
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -63,16 +58,13 @@ _EVENT_HEADERS = [
 ]
 
 
-LOST = "tinkerscript.lost"
-"""The key of a request's scope with a future that completes when the connection is lost."""
+LOST = "tinkerscript.lost"  # Scope key of a future that completes when the connection is lost.
 
 
 class CallerDisconnectedError(Exception): ...
 
 
 class Caller:
-    """A request and its reply."""
-
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.headers: Mapping[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])
@@ -286,9 +278,7 @@ async def _serve(answer: Responder, scope: Scope, receive: Receive, send: Send) 
 FastHandler = Callable[..., Awaitable[BaseModel | Response]]
 """`async (body: Model, request: Request) -> Model | Response`, without `body` if it is not JSON."""
 
-
-Authorize = Callable[[Scope], None]
-"""A check that raises UnauthorizedError before the body of a request is read."""
+Authorize = Callable[[Scope], None]  # Raises UnauthorizedError, before the body of a request is read.
 
 
 class FastRoute(NamedTuple):
@@ -391,7 +381,6 @@ def _parser_of(handler: FastHandler) -> Callable[[bytes], BaseModel] | None:
 
 RETRY_AFTER_S = 1
 
-
 _STATUS: dict[type[InterchangeError], int] = {
     UnknownEpisodeError: 404,
     UnknownWeightsError: 404,
@@ -401,13 +390,10 @@ _STATUS: dict[type[InterchangeError], int] = {
 }
 
 
-RefusalBody = Callable[[int, str], dict[str, Any]]
-"""A function from the status and the reason."""
+RefusalBody = Callable[[int, str], dict[str, Any]]  # Builds a reply's body from status and reason.
 
 
 class Refusals:
-    """Turns errors into replies."""
-
     def __init__(self, bodies: Mapping[str, RefusalBody]) -> None:
         """`bodies` maps a path prefix to the function that builds its refusals. The first match counts."""
         self._bodies = bodies

@@ -5,33 +5,34 @@
     ├── ClientError              what a rollout program sees
     │   ├── ServerUnreachableError   no response from the interchange server
     │   ├── NoEpisodeError           nothing to claim within the given time
-    │   ├── RunFinishedError         nothing to claim, ever: the trainer has finished its run
-    │   │   └── RunFailedError       the same, because the run has failed
+    │   ├── RunFinishedError         nothing to claim, ever: the run is finished
+    │   │   └── RunFailedError       nothing to claim, ever: the run has failed
     │   ├── ClaimLostError           the claim no longer holds the episode's lease
     │   ├── ClientClosedError        the client was closed while it waited
     │   └── RequestRefusedError      the server understood the request and refused it
-    ├── InterchangeError         the server's own refusals
+    ├── InterchangeError         what the server refuses
     │   ├── UnknownEpisodeError      no such episode
+    │   ├── UnknownWeightsError      no such weights, or no such file in them
     │   ├── NotTheOwnerError         the caller's claim does not hold the lease
     │   ├── ConflictError            same id with different content, or an illegal transition
-    │   ├── QuotaError               the caller is at its limit; it may retry later
+    │   ├── QuotaError               the caller is at its limit and may retry later
     │   ├── UnauthorizedError        the token is missing, wrong, or lacks the role
-    │   └── StoreError               the server's store cannot be read or written
+    │   └── StoreError               the ledger cannot be read or written
     ├── GatewayError             a model call that cannot be served (has HTTP status and code)
     ├── LinkError                the connection between trainer and server
     ├── EngineError              sampling or training failed
     │   ├── EngineRequestError       a request that the engine cannot serve
     │   └── WireError                a refusal of the Tinker API server (has HTTP status)
-    ├── AlignmentError           training data is not what was sampled
+    ├── AlignmentError           training data differs from what was sampled
     ├── NoSuccessError           every episode of a batch failed
-    ├── NotRecordedError         a run's record has no such thing
+    ├── NotRecordedError         the ledger has no such step, episode or token
     ├── ConversionError          another trainer's format cannot hold a rollout
     ├── IsolationError           a sandbox cannot be made, or has ended
-    ├── UploadError              what a run has finished was not copied to its URL
+    ├── UploadError              the run's folder could not be copied to its URL
     └── WorkerError              a worker cannot run its script or task
         └── WrongTaskError           an episode of a task the worker does not run
 
-`*Error` is an exception. A recorded failure of an episode is a `Failure` (see `protocol`).
+An `*Error` is an exception. A `Failure` (see `protocol`) is an episode's recorded failure.
 """
 
 from __future__ import annotations
@@ -73,33 +74,32 @@ __all__ = [
 
 
 MAX_REWARD = 1e6
-"""Largest magnitude of an episode's reward, after a list is summed. Beyond it training would overflow.
-
-Wherever a reward enters (over HTTP, from an episode in this process, a ledger, a table), it is checked."""
+"""Largest magnitude of an episode's reward; larger ones would overflow training. Checked wherever a reward
+enters."""
 
 
 class TinkerScriptError(Exception):
-    """Base class of this package's errors."""
+    pass
 
 
 class ConfigError(TinkerScriptError):
-    """A config key, task path or command-line option that cannot be used."""
+    pass
 
 
 class ClientError(TinkerScriptError):
-    """Base class of the errors a rollout program sees."""
+    pass
 
 
 class ServerUnreachableError(ClientError):
-    """The interchange server did not respond."""
+    pass
 
 
 class NoEpisodeError(ClientError):
-    """No episode could be claimed within the given time."""
+    pass
 
 
 class RunFinishedError(ClientError):
-    """The trainer has finished its run, so there is nothing to claim any more."""
+    pass
 
 
 class RunFailedError(RunFinishedError):
@@ -111,14 +111,14 @@ class ClaimLostError(ClientError):
 
 
 class ClientClosedError(ClientError):
-    """The client was closed, by another thread or task, while it waited."""
+    """The client was closed by another thread or task while it waited."""
 
 
 class RequestRefusedError(ClientError):
     """The server understood the request and refused it.
 
-    `status`: the HTTP status. `reason`: the server's message. `code`: its code, such as
-    `context_length_exceeded`; empty if it gave none.
+    `status`: the HTTP status. `reason`: the server's message. `code`: the server's code, such as
+    `context_length_exceeded`, or empty.
     """
 
     def __init__(self, status: int, reason: str, code: str = "") -> None:
@@ -129,23 +129,23 @@ class RequestRefusedError(ClientError):
 
 
 class InterchangeError(TinkerScriptError):
-    """Base class of the interchange server's refusals."""
+    pass
 
 
 class UnknownEpisodeError(InterchangeError):
-    """The server has no episode with this uuid."""
+    pass
 
 
 class UnknownWeightsError(InterchangeError):
-    """The run has no weights with this name, or they have no such file."""
+    pass
 
 
 class NotTheOwnerError(InterchangeError):
-    """The caller's claim does not hold the episode's lease."""
+    pass
 
 
 class ConflictError(InterchangeError):
-    """The same id arrived with different content, or the transition is not legal."""
+    pass
 
 
 class QuotaError(InterchangeError):
@@ -157,7 +157,7 @@ class QuotaError(InterchangeError):
 
 
 class UnauthorizedError(InterchangeError):
-    """The request's token does not grant the role that the route requires; `status` is 401 or 403."""
+    """The token does not grant the role that the route requires. `status` is 401 or 403."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -165,7 +165,7 @@ class UnauthorizedError(InterchangeError):
 
 
 class StoreError(InterchangeError):
-    """The server's store of episodes cannot be read or written."""
+    pass
 
 
 class GatewayError(TinkerScriptError):
@@ -188,11 +188,11 @@ class LinkError(TinkerScriptError):
 
 
 class EngineError(TinkerScriptError):
-    """Sampling or training failed inside the engine."""
+    pass
 
 
 class EngineRequestError(EngineError):
-    """The engine cannot serve the request; a retry fails again."""
+    """The engine cannot serve the request; a retry would fail again."""
 
 
 class WireError(EngineError):
@@ -204,7 +204,7 @@ class WireError(EngineError):
 
 
 class AlignmentError(TinkerScriptError):
-    """Training data is not what was sampled. `name`: its name in the alignment report, if it has one."""
+    """Training data differs from what was sampled. `name`: its name in the alignment report, or empty."""
 
     def __init__(self, message: str, *, name: str = "") -> None:
         super().__init__(message)
@@ -212,28 +212,28 @@ class AlignmentError(TinkerScriptError):
 
 
 class NoSuccessError(TinkerScriptError):
-    """Every episode of an evaluation or step failed, so that nothing can be measured or trained."""
+    """Every episode of an evaluation or step failed, so there is nothing to measure or train."""
 
 
 class NotRecordedError(TinkerScriptError):
-    """A run's record has no such step, episode or token, or a question to it cannot be read."""
+    """The ledger has no such step, episode or token, or the query cannot be parsed."""
 
 
 class ConversionError(TinkerScriptError):
-    """Another trainer's format cannot hold a rollout, or cannot be read back."""
+    pass
 
 
 class IsolationError(TinkerScriptError):
-    """A sandbox cannot be made here, or has ended."""
+    pass
 
 
 class UploadError(TinkerScriptError):
-    """What a run has finished could not be copied to the URL of its folder."""
+    pass
 
 
 class WorkerError(TinkerScriptError):
-    """A worker cannot run its script or task."""
+    pass
 
 
 class WrongTaskError(WorkerError):
-    """The episode's task is not one this worker runs: the worker returns the episode and exits."""
+    """The episode's task is not one that this worker runs. The worker hands the episode back and exits."""

@@ -48,14 +48,9 @@ def sync(path: Path) -> None:
         os.close(opened)
 
 
-RUN_ID = "run_id"
-"""The file in a run's folder with its identity, which its databases and checkpoints repeat."""
-
+RUN_ID = "run_id"  # File with the run's identity, which its databases and checkpoints repeat.
 CONFIG_FILE = "config.yaml"
-"""The config in a run's folder."""
-
 LEDGER_FILE = "ledger.sqlite"
-"""The ledger in a run's folder, unless it is in an external database."""
 
 # The position of the 4-byte `application_id` in an SQLite file.
 _STAMP_AT = 68
@@ -106,8 +101,7 @@ def check_private(path: Path, status: os.stat_result, *, prefix: str = "") -> No
         raise ConfigError(f"{prefix}{path} must be owned by this user and not readable by others (chmod 600)")
 
 
-MAX_NODES = 100_000
-"""The maximum number of values in a text. An alias counts at each use."""
+MAX_NODES = 100_000  # Values in a text. An alias counts at each use, which defuses YAML bombs.
 
 
 def load_yaml(text: str, *, source: str) -> Any:

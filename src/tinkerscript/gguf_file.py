@@ -1,8 +1,8 @@
-"""`folder_of_gguf`: the folder of a Hugging Face model, which trains, made of a GGUF file, which does not.
+"""`folder_of_gguf`: converts a GGUF file to a folder in Hugging Face format, which can train.
 
-transformers reads the weights, which become float32 whatever they were. Byte-level BPE tokenizers are built
-from the file's own fields: transformers 5.5 takes some of them for a CodeLlama tokenizer, which encodes well
-in memory and, saved and loaded again, no longer decodes its own ids.
+transformers reads the weights, as float32. We build byte-level BPE tokenizers from the file's fields
+ourselves: transformers 5.5 converts some of them to a CodeLlama tokenizer, which works in memory but no
+longer decodes its own ids after saving and loading.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from tinkerscript.errors import ConfigError
 
 CACHE = Path.home() / ".cache" / "tinkerscript" / "gguf"
 
-CONTROL = 3
-"""The GGUF token type of special tokens."""
+CONTROL = 3  # GGUF token type of special tokens.
 
+# How the tokenizers of Llama 3 and Qwen split text into words; they differ in the digits per number.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}|"
     r" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How the tokenizers of Llama 3 and Qwen split a text into words, with numbers of so many digits."""
 
 
 def _split(digits: str) -> list[Any]:
@@ -43,6 +42,7 @@ def _split(digits: str) -> list[Any]:
 
 _BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 
+# `tokenizer.ggml.pre` -> how text is split before its words become tokens.
 PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
     "default": lambda: [_BYTE_LEVEL],
     "gpt-2": lambda: [_BYTE_LEVEL],
@@ -50,11 +50,10 @@ PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
     "qwen2": lambda: _split(""),
     "smollm": lambda: [pre_tokenizers.Digits(individual_digits=True), _BYTE_LEVEL],
 }
-"""`tokenizer.ggml.pre` -> how a text is split before its words become tokens."""
 
 
 def folder_of_gguf(file: Path, *, note: Callable[[str], None]) -> Path:
-    """The folder made of this file, which is kept in `CACHE`. Raises ConfigError."""
+    """Return the folder for this file, created on first use and kept in `CACHE`. Raises ConfigError."""
     with file.open("rb") as source:
         digest = hashlib.file_digest(source, "sha256").hexdigest()
     folder = CACHE / f"{file.stem}-{digest[:12]}"
@@ -64,9 +63,10 @@ def folder_of_gguf(file: Path, *, note: Callable[[str], None]) -> Path:
 
 
 def make_folder(file: Path, folder: Path, *, note: Callable[[str], None]) -> None:
-    """Write weights, config and tokenizer. The folder appears whole, whoever else makes it meanwhile.
+    """Write weights, config and tokenizer. The folder appears atomically, even if several processes make
+    it.
 
-    `note` is told before the weights are read, which takes half a minute for a small model. Raises
+    `note` is called before the weights are read, which takes half a minute for a small model. Raises
     ConfigError for a file that transformers or this module cannot read.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -76,11 +76,11 @@ def make_folder(file: Path, folder: Path, *, note: Callable[[str], None]) -> Non
         try:
             fields = _fields(file)
             _tokenizer(file, fields).save_pretrained(made)
-            note(f"making a model's folder of {file}, once: {folder}")
+            note(f"converting {file} to a model folder, once: {folder}")
             _write_weights(file, fields, made)
         except ConfigError:
             raise
-        except Exception as error:  # gguf and transformers raise whatever a file makes them stumble over.
+        except Exception as error:  # gguf and transformers raise all kinds of errors for a bad file.
             raise ConfigError(f"engine.model: {file} cannot be read as a GGUF model: {error}") from error
         try:
             os.rename(made, folder)
@@ -103,7 +103,7 @@ def _write_weights(file: Path, fields: dict[str, Any], folder: Path) -> None:
 
 def _tokenizer(file: Path, fields: dict[str, Any]) -> Any:
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
-    if fields["tokenizer.ggml.model"] != "gpt2":  # SentencePiece, which transformers converts itself.
+    if fields["tokenizer.ggml.model"] != "gpt2":  # SentencePiece, which transformers converts correctly.
         return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     kind = fields.get("tokenizer.ggml.pre", "default")
     if kind not in PRE_TOKENIZERS:

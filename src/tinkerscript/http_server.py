@@ -1,8 +1,8 @@
-"""uvicorn with limits on connections: the HTTP of the server, its gateway processes, the page and the engine.
+"""uvicorn with limits on connections, for the server, its gateway processes, the page and the engine.
 
-Invariant: a connection that is not being answered, or whose client does not read its answer, can be closed,
-so slow or idle ones, however many, never keep others out. What a client may make the server hold before its
-request has arrived, or of an answer that it does not read, is bounded in bytes and in time.
+Invariant: slow or idle connections, however many, cannot keep others out: a connection without a running
+answer, or with a client that does not read, can be closed. Bytes and time are bounded both for a request
+that is arriving and for an answer that is not read.
 """
 
 from __future__ import annotations
@@ -25,30 +25,26 @@ from tinkerscript.config import InterchangeConfig
 from tinkerscript.lifecycle import GRACE_S
 from tinkerscript.limits import HEAD, PIPELINED
 
-OTHER_FILES = 96
-"""Open files that the server needs besides its HTTP connections."""
-
+OTHER_FILES = 96  # Open files that the server needs besides its HTTP connections.
 MIN_CONNECTIONS = 32
 
+# Idle connections stay open longer than clients keep theirs (httpx and openai: 5 s), or a client might send a
+# request on a connection that the server is closing.
 KEEP_ALIVE_S = 75
-"""Seconds that an idle connection stays open. Longer than clients keep theirs (httpx and openai: 5 s), so
-that none of them sends a request on a connection that the server is closing."""
 
+# Send buffer of the kernel, which Linux doubles. We notice a client's reading in steps of this size: with the
+# default of megabytes, a slow reader would look like one that has stopped.
 KERNEL_BYTES = 2**18
-"""What the kernel may keep of an answer for one connection (Linux doubles it). It is the step in which we see
-that a client reads: with the kernel's own megabytes a slow reader would look like one that has stopped."""
 
-REQUEST_LINE_BYTES = 32
-"""Of a request's first line besides its target, and of the end of its head."""
+REQUEST_LINE_BYTES = 32  # Method, HTTP version and the end of the head.
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: what runs it owns the shutdown."""
+    """uvicorn without signal handlers: its owner handles the shutdown."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.ready = asyncio.Event()
-        """Set when connections are welcome."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -67,7 +63,7 @@ def http_server(
     grace_s: int = GRACE_S,
     limits: ConnectionLimits | None = None,
 ) -> HttpServer:
-    """A server of `app`. `grace_s`: seconds that open requests may take to finish at shutdown."""
+    """Create a server of `app`. `grace_s`: seconds that open requests may take at shutdown."""
     return HttpServer(
         uvicorn.Config(
             app,
@@ -94,16 +90,16 @@ def connections_allowed() -> int:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What a connection may take before its request has arrived, and how many there may be."""
+    """Time limits of a connection, and how many there may be."""
 
     header_s: float = 10.0
-    """Seconds for the head of a request, from its first byte, or on a new connection from its start."""
+    """Seconds for a request's head, from its first byte, or on a new connection from its start."""
 
     body_s: float = 60.0
-    """Seconds for the rest of it, and for the client to read anything of an answer that waits for it."""
+    """Seconds for a request's body, and for the client to read any part of a waiting answer."""
 
     connections: int = field(default_factory=connections_allowed)
-    """Beyond this many, the one that has kept the server waiting longest is closed."""
+    """Beyond this many, the connection that has waited longest is closed."""
 
 
 def _closing(status: int, reason: str, more: str = "", body: str = "") -> bytes:
@@ -123,11 +119,10 @@ TOO_MANY = _closing(503, "Service Unavailable", "retry-after: 1\r\n")
 
 
 class _RefusedError(Exception):
-    """Ends the parser's work on what has arrived."""
+    pass
 
 
 def guarded_protocol(limits: ConnectionLimits) -> type[GuardedProtocol]:
-    """The class of one server's connections."""
     waiting: dict[GuardedProtocol, None] = {}
 
     class Guarded(GuardedProtocol):
@@ -137,11 +132,9 @@ def guarded_protocol(limits: ConnectionLimits) -> type[GuardedProtocol]:
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection of `guarded_protocol`."""
-
     _limits: ConnectionLimits
     _waiting: dict[GuardedProtocol, None]
-    """The connections that are not being answered, from the one that has waited longest."""
+    """Connections without a running answer, longest-waiting first."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -150,10 +143,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._lost: asyncio.Future[None] = self.loop.create_future()
         self._timer = self.loop.call_later(self._limits.header_s, self._time_out)
         self._timed: bool | None = False
-        """Whether the timer is of a body; None without a timer."""
+        """Whether the timer is for a body; None without a timer."""
 
         self._arrived = 0
-        """Bytes since the parser last came to the end of a head or handed out a piece of a body."""
+        """Bytes since the parser last finished a head or delivered a piece of a body."""
 
         self._advanced = False
         self._refusal = BAD
@@ -162,7 +155,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Runs while the client has to read."""
 
         self._holds_back = False
-        """Whether an answer is complete, and what follows waits for the client to read it."""
+        """Whether a complete answer, and everything after it, waits for the client to read."""
 
         self._waiting[self] = None
         if len(self.connections) > self._limits.connections:
@@ -180,9 +173,9 @@ class GuardedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._advanced:
             self._advanced, self._arrived = False, 0
-        elif self._arrived > HEAD.limit + REQUEST_LINE_BYTES:  # A head without an end, or trailers.
+        elif self._arrived > HEAD.limit + REQUEST_LINE_BYTES:  # An endless head, or trailers.
             self._end(TOO_LONG)
-        # What arrives in one piece, as most requests do, needs no timer.
+        # Most requests arrive in one piece, and need no timer.
         expected = self._in_body if self._in_head or self._in_body else None
         if expected == self._timed:
             return
@@ -230,7 +223,7 @@ class GuardedProtocol(HttpToolsProtocol):
         elif not self.pipeline:
             self._waiting[self] = None
 
-    # The client reads, or does not
+    # The client's reading
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -252,7 +245,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._await_reader()
 
     def _await_reader(self) -> None:
-        """The client has to read for the connection to go on, or to close."""
+        """Start the timer: the client must read before the connection can continue or close."""
         if self._lost.done():
             return
         self._waiting.setdefault(self)
@@ -272,16 +265,16 @@ class GuardedProtocol(HttpToolsProtocol):
             self._reader_timer = None
 
     def _time_out(self) -> None:
-        if self._in_body and self.flow.read_paused:  # By the server itself, which has enough to read.
+        if self._in_body and self.flow.read_paused:  # The server itself paused, to catch up.
             self._timer = self.loop.call_later(self._limits.body_s, self._time_out)
         else:
             self._end(TIMED_OUT)
 
     def _end(self, reply: bytes) -> None:
-        """Close the connection, with `reply` unless another reply is on its way."""
+        """Close the connection, with `reply` unless another reply has started."""
         self._waiting.pop(self, None)
         if self.transport.is_closing() or self.flow.write_paused:
-            self.transport.abort()  # To close it would take a client that reads.
+            self.transport.abort()  # A normal close would wait for the client to read.
             return
         answer = cast("RequestResponseCycle | None", self.cycle)
         is_free = answer is None or answer.response_complete or not answer.response_started

@@ -21,28 +21,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
-INTERRUPTED = 130
-"""The exit code after SIGINT or SIGTERM."""
+INTERRUPTED = 130  # Exit code after SIGINT or SIGTERM.
+DISK_FULL = errno.ENOSPC  # Exit code of a child on a full disk, where a restart would not help.
+STOP_WITHIN_S = 5.0  # Time for a process to end after SIGINT or SIGTERM.
+GRACE_S = 5  # Seconds for open requests at shutdown. After twice that time the process exits hard.
+ORPHAN_GRACE_S = 3.0  # Time for an orphaned process to end in order.
 
-DISK_FULL = errno.ENOSPC
-"""The exit code of a child that ran out of disk space, which a restart would not help."""
-
-STOP_WITHIN_S = 5.0
-"""Seconds within which a process ends after SIGINT or SIGTERM."""
-
-GRACE_S = 5
-"""Seconds for open requests to finish at shutdown. After twice that time the process exits hard."""
-
-ORPHAN_GRACE_S = 3.0
-"""Seconds for an orphaned process to end in order."""
-
+# New objects per collection of new objects, collections per collection of survivors, and practically no full
+# collections. The first is low because it counts created minus freed objects of any age, so freed old objects
+# hide new ones.
 COLLECTOR_THRESHOLDS = (100, 0, 1_000_000_000)
-"""Thresholds of the garbage collector: new objects per collection of new objects, collections per
-collection of survivors, and practically never a full collection.
-
-The first is low because it counts created minus freed objects of any age, so that freed old objects
-hide new ones.
-"""
 
 
 def exit_disk_full() -> NoReturn:
@@ -212,7 +200,6 @@ def describe_exit(code: int) -> str:
 
 
 def last_lines(log: Path, number: int = 8) -> str:
-    """Return the last lines of a log, indented for a message."""
     try:
         lines = log.read_text(errors="replace").splitlines()[-number:]
     except OSError as error:

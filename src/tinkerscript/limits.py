@@ -1,10 +1,9 @@
-"""What a holder of a key may send, and what it may make others hold: one table of bounds.
+"""One table of bounds: what a key's holder may send, and what it may make others hold.
 
-A holder of a client's token, or of a claim's key, is a stranger to the run. Whatever it sends is bounded
-here: each part of a request, what its claims may add up to, and what it may have in flight. Invariant: what
-is beyond a bound is refused before anything of it is stored, and the refusal says which bound it is, what it
-allows, and what to do. `docs/protocol.md` shows the table, and `make chaos` drives every bound to its limit
-and beyond.
+The holder of a client's token or a claim's key is a stranger to the run. Everything it sends is bounded
+here: each part of a request, the totals of its claims, and what it has in flight. Invariant: anything
+beyond a bound is refused before any of it is stored, and the refusal names the bound, its limit and the
+remedy. `docs/protocol.md` shows the table, and `make chaos` tests every bound at its limit and beyond.
 """
 
 from __future__ import annotations
@@ -17,47 +16,41 @@ from tinkerscript.errors import GatewayError
 
 __all__ = ["BOUNDS", "Bound", "Totals", "depth_is_beyond"]
 
+# Statuses other than 200 and 429 tell a client not to retry. A claim that finds nothing is answered with
+# 200 and the reason.
 Status = Literal[200, 400, 403, 413, 422, 429, 431]
-"""All but 200 and 429 tell a client that a retry is in vain; 429 asks for one, later. A claim that finds
-nothing is answered with 200, and the reason."""
 
 
 class Bound(NamedTuple):
-    """One bound. It is the table's row, and what refuses a model call."""
+    """One bound: a row of the table, and the error for a model call beyond it."""
 
     name: str
-    """What refusals call it: the field that is bounded, or the setting that bounds it."""
+    """Name in errors: the bounded field, or the setting that bounds it."""
 
     limit: int
-    """The largest amount that is allowed; 0: the setting `name` says it."""
+    """Largest allowed amount. 0: the setting `name` decides."""
 
     unit: str
-    """What is counted."""
-
     status: Status
     scope: str
-    """Of what there may be so much."""
+    """What each limit applies to."""
 
     remedy: str = ""
     code: str = "limit_exceeded"
 
     def check(self, amount: int, where: str = "") -> None:
-        """Raises GatewayError if `amount` is beyond the limit. `where`: the place in the request."""
+        """Raise GatewayError if `amount` is beyond the limit. `where`: the place in the request."""
         if amount > self.limit:
             raise self.refusal(amount, where)
 
     def refusal(self, amount: int, where: str = "") -> GatewayError:
-        """The refusal of `amount`."""
         place = where or self.name
         message = f"{place}: {amount} {self.unit}; {self.name} allows {self.limit}: {self.remedy}"
         return GatewayError(self.status, self.code, message, param=place)
 
 
-BOUNDS: dict[str, Bound] = {}
-"""Every bound, by its name."""
-
-SECTION = "interchange_server"
-"""The section of the settings."""
+BOUNDS: dict[str, Bound] = {}  # By name.
+SECTION = "interchange_server"  # The config section of the settings.
 
 
 def _bound(
@@ -79,9 +72,8 @@ def _setting(name: str, unit: str, status: Status, scope: str) -> Bound:
 
 # One request of any kind
 
+# The parser copies a header with each piece that arrives, so a long header would take quadratic time.
 HEAD = _bound("request head", 2**16, "bytes of path and headers", 431, "request", "send shorter headers")
-"""The parser copies a header with each piece of it that arrives, so that a long one would take time with the
-square of its length."""
 
 BODY = _bound("request body", 2**24, "bytes", 413, "request")
 
@@ -129,13 +121,13 @@ _OVER = "end or abort the episode"
 
 CALLS = _bound("calls of a claim", 10_000, "recorded choices", 403, _CLAIM, _OVER, "claim_limit_exceeded")
 _setting(f"{SECTION}.max_tokens_per_claim", "sampled tokens", 403, _CLAIM)
+# A result travels with its claim's calls, so this is far below the link's limit of a message.
 RECORDED_BYTES = _bound(
     "recorded bytes", 2**27, "bytes of messages and ids", 403, _CLAIM, _OVER, "claim_limit_exceeded"
 )
-"""Far below what one message of the link may have: a result travels with the calls of its claim."""
 
+# Calls that were refused or failed in the engine, but not those that found it away or busy.
 FAILED_CALLS = _bound("failed calls", 1000, "model calls", 403, _CLAIM, _OVER, "claim_limit_exceeded")
-"""Refused, or failed in the engine; not those that found the engine away or busy."""
 
 CALLS_AT_ONCE = _bound(
     "calls at once", 256, "model calls", 429, _CLAIM, "retry when some are answered", "claim_limit_reserved"
@@ -158,8 +150,7 @@ FAILURE_KIND = _bound("failure.kind", 200, "characters", 422, "failure")
 
 # Claims
 
-ID_CHARS = 200
-"""Of a uuid, a client's name or a task's id."""
+ID_CHARS = 200  # Of a uuid, a client's name or a task's id.
 
 _bound("client_uuid", ID_CHARS, "characters", 422, "request")
 _bound("claim_request_id", ID_CHARS, "characters", 422, "request")
@@ -189,55 +180,42 @@ POOL_BYTES = _bound("payloads of the pool", 2**28, "bytes as JSON", 429, "client
 POOL_EPISODES = _bound("episodes of the pool", 20_000, "unfinished episodes", 429, "client's own pool")
 ALL_POOLS_BYTES = _bound("memory of all pools", 2**30, "bytes", 429, "server")
 
+# What an unfinished episode takes of `ALL_POOLS_BYTES` besides its payload. Without it, a client with the
+# shared token could fill the server with tiny episodes in any number of pools.
 EPISODE_BYTES = 2**12
-"""What an unfinished episode takes of `ALL_POOLS_BYTES` besides its payload. With the shared token, a client
-may name any number of pools."""
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What a holder of a key may add up to at one server, for a server that is to allow less."""
+    """Totals per client and claim, for servers that allow less than the table."""
 
     calls: int = CALLS.limit
-    """Of a claim."""
+    """Per claim."""
 
     claims: int = CLAIMS.limit
-    """Of a client."""
+    """Per client."""
 
     pool_episodes: int = POOL_EPISODES.limit
     all_pools_bytes: int = ALL_POOLS_BYTES.limit
 
 
-# What is cut, or left out, and not refused
+# These are cut or left out instead of refused.
 
-REASON_CHARS = 4000
-"""Of a refusal, which may quote what was sent, and of a failure's message: an episode keeps all of its
-failures."""
+REASON_CHARS = 4000  # Of an error, which may quote the request, and of a failure, which is kept.
+CLAIMED_BYTES = 2**24  # Payloads in one claim reply; the next request gets the rest.
+PIPELINED = 16  # Requests that may queue on a connection before it is closed.
 
-CLAIMED_BYTES = 2**24
-"""Of the payloads in the reply to a claim of several episodes; the next request gets the others."""
-
-PIPELINED = 16
-"""Requests that may wait on a connection for the answer to one before them; then it is closed."""
-
+# Responses of a served model that `previous_response_id` may name; the least recently used go first.
 KEPT_CALLS = 10_000
-"""Of a model that is served: responses that `previous_response_id` may name."""
-
 KEPT_BYTES = 2**28
-"""Of these; the least recently used are forgotten first."""
+KEPT_S = 86_400  # Since the last use.
 
-KEPT_S = 86_400
-"""Since one was last used."""
-
-LOG_LINES = 100
-"""Warnings of one kind in a minute; the last one says that there may be more."""
-
-LOG_CHARS = 4000
-"""Of a line's message."""
+LOG_LINES = 100  # Warnings of one kind per minute. The last one says that more are left out.
+LOG_CHARS = 4000  # Of a message.
 
 
 def depth_is_beyond(value: object, limit: int) -> bool:
-    """Whether objects and lists lie inside each other more than `limit` deep."""
+    """Whether objects and lists are nested more than `limit` deep."""
     level = [value]
     for _ in range(limit):
         level = [item for each in level if isinstance(each, dict | list) for item in _items(each)]

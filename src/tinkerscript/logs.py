@@ -1,8 +1,8 @@
-"""The logs of our processes: lines for people, or a JSON object a line, with the run, episode and claim.
+"""Logs of our processes: lines for people, or a JSON object per line, with run, episode and claim.
 
-`about(...)` says what the code that it surrounds works on, also for the records of other libraries and of a
-user's rollout. Invariants: one record cannot look like another, whatever text clients and models put into it:
-control characters are escaped, and what follows a line break is indented. Tokens and keys are never shown.
+`about(...)` labels the records of a block, including those of libraries and a user's rollout. Invariants:
+no text of clients or models can forge a record, because control characters are escaped and continuation
+lines are indented. Tokens and keys are never shown.
 """
 
 from __future__ import annotations
@@ -26,18 +26,15 @@ from tinkerscript.limits import LOG_CHARS, LOG_LINES
 
 LogFormat = Literal["text", "json"]
 
-FORMAT = "TINKERSCRIPT_LOG_FORMAT"
-"""The environment variable with the format of a process's logs."""
-
-FIELDS = ("run", "episode", "attempt", "claim", "client")
-"""What a record may be about. `claim` is `EPISODE/ATTEMPT`."""
+FORMAT = "TINKERSCRIPT_LOG_FORMAT"  # Environment variable with the format of a process's logs.
+FIELDS = ("run", "episode", "attempt", "claim", "client")  # `claim` is `EPISODE/ATTEMPT`.
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 _about: ContextVar[Mapping[str, object]] = ContextVar("about", default=_NOTHING)
 _of_process: dict[str, object] = {}
 
+# Keys of claims, bearer tokens, and the user and password of a URL.
 _KEYS = re.compile(r"\bts-[\w-]+\.\d+\.[\w-]+|(?<=Bearer )\S+|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
-"""Keys of claims, bearers, and the user and password of a URL."""
 
 _SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$")
 _MIN_SECRET_CHARS = 8
@@ -46,7 +43,7 @@ _MIN_SECRET_CHARS = 8
 def now_about(
     *, run: str = "", episode: str = "", attempt: int = 0, client: str = "", whole_process: bool = False
 ) -> None:
-    """From now on this task's records are about this; with `whole_process` those of all tasks and threads."""
+    """Label this task's records from now on; with `whole_process`, those of all tasks and threads."""
     fields = {"run": run, "episode": episode, "attempt": attempt, "client": client}
     given: dict[str, object] = {name: value for name, value in fields.items() if value}
     if episode and attempt:
@@ -59,7 +56,7 @@ def now_about(
 
 @contextmanager
 def about(*, run: str = "", episode: str = "", attempt: int = 0, client: str = "") -> Generator[None]:
-    """The records of this block, and of what it starts, are about this."""
+    """Label the records of this block and of everything it starts."""
     token = _about.set(_about.get())
     now_about(run=run, episode=episode, attempt=attempt, client=client)
     try:
@@ -71,28 +68,27 @@ def about(*, run: str = "", episode: str = "", attempt: int = 0, client: str = "
 def start_logging(format: LogFormat | None = None, *, environ: Mapping[str, str] = os.environ) -> None:
     """Log to standard error, in `format` or the one that the environment names.
 
-    Nothing changes where something logs already.
+    Does nothing if logging is already set up.
     """
     if not logging.getLogger().handlers:
         log_to(sys.stderr, "json" if (format or environ.get(FORMAT)) == "json" else "text", environ=environ)
 
 
 def log_to(stream: IO[str], format: LogFormat, *, environ: Mapping[str, str] = os.environ) -> logging.Handler:
-    """Log to `stream` too."""
     handler = logging.StreamHandler(stream)
     handler.addFilter(FloodFilter())
     handler.setFormatter((JsonFormatter if format == "json" else TextFormatter)(secrets_of(environ)))
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)
-    for library in ("httpx", "httpx2"):  # They log every request; OpenAI's client uses the second.
+    for library in ("httpx", "httpx2"):  # Both log every request; OpenAI's client uses the second.
         logging.getLogger(library).setLevel(logging.WARNING)
     return handler
 
 
 @contextmanager
 def logged_to(path: Path, format: LogFormat, *, run: str) -> Generator[None]:
-    """Append the records of this block to a file; they are about `run`."""
+    """Append this block's records, labeled with `run`, to a file."""
     root, level = logging.getLogger(), logging.getLogger().level
     with path.open("a", encoding="utf-8") as file, about(run=run):
         handler = log_to(file, format)
@@ -104,7 +100,7 @@ def logged_to(path: Path, format: LogFormat, *, run: str) -> Generator[None]:
 
 
 def secrets_of(environ: Mapping[str, str]) -> list[str]:
-    """The values of variables that hold tokens, keys or passwords, by their names."""
+    """Values of variables named like tokens, keys or passwords."""
     return [
         value
         for name, value in environ.items()
@@ -113,7 +109,7 @@ def secrets_of(environ: Mapping[str, str]) -> list[str]:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
-    """What a record is about: what it says itself, its task, its process."""
+    """What a record is about: labels of the record, its task, or its process."""
     known = {**_of_process, **_about.get(), **vars(record)}
     return {name: known[name] for name in FIELDS if name in known}
 
@@ -122,7 +118,7 @@ MORE_LEFT_OUT = " (further lines like this one are left out for a minute)"
 
 
 class FloodFilter(logging.Filter):
-    """Lets so many warnings of one kind pass in a minute: whoever causes them must not fill the disk."""
+    """Limits warnings of one kind per minute, so that whoever causes them cannot fill the disk."""
 
     def __init__(self, lines: int = LOG_LINES, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -150,11 +146,10 @@ class _Formatter(logging.Formatter):
         self._secrets = sorted(secrets, key=len, reverse=True)
 
     def message(self, record: logging.LogRecord) -> str:
-        """What the record says; the last of its kind for a while says that too."""
         return self.safe(record.getMessage()) + getattr(record, "more", "")
 
     def safe(self, text: str) -> str:
-        """`text` without secrets, and not longer than a line may be."""
+        """Remove secrets from `text`, and cut it to the length of a line."""
         return self._without_secrets(text[:LOG_CHARS])
 
     def _without_secrets(self, text: str) -> str:
@@ -183,7 +178,8 @@ class TextFormatter(_Formatter):
 
 
 class JsonFormatter(_Formatter):
-    """An object with `time` (ISO 8601, UTC), `level`, `logger`, `message`, `pid`, the fields, `traceback`."""
+    """An object with `time` (ISO 8601, UTC), `level`, `logger`, `message`, `pid`, the fields, and
+    `traceback`."""
 
     def format(self, record: logging.LogRecord) -> str:
         values: dict[str, object] = {
@@ -196,10 +192,10 @@ class JsonFormatter(_Formatter):
         }
         if trace := self.traceback(record):
             values["traceback"] = trace
-        return self._without_secrets(json.dumps(values))  # ASCII alone: no line break of any kind is left.
+        return self._without_secrets(json.dumps(values))  # ASCII, so it has no line break of any kind.
 
 
 def escaped(text: str) -> str:
-    """`text` on one line: what is not printable, and lone surrogates, as Python escapes it."""
+    """Escape unprintable characters and lone surrogates as Python does, which leaves one line."""
     text = text.encode("utf-8", "backslashreplace").decode()
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

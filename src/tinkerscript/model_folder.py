@@ -36,8 +36,6 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-"""The possible files of a tokenizer and its chat templates."""
-
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's description of an adapter, in the folder of the adapter's weights."""
 
@@ -163,7 +161,6 @@ _snapshots: dict[tuple[str, str | None, bool], Path] = {}
 
 
 def _fetched(hub_id: str, revision: str | None, weights: bool, note: Callable[[str], None]) -> Path:
-    """Return the snapshot of a model of the hub. Raises ConfigError."""
     if (folder := _snapshots.get((hub_id, revision, weights))) is not None:
         return folder
     more = _WEIGHTS if weights else ()

@@ -1,7 +1,7 @@
-"""The messages that clients and the interchange server exchange over HTTP, as pydantic models.
+"""HTTP messages between clients and the interchange server, as pydantic models. No I/O.
 
-No I/O. Fields of the protocol's first version keep their names and meanings; unknown fields are allowed in
-requests and replies. Times are in seconds.
+Names and meanings of the protocol's first version are kept. Requests and replies may have unknown fields,
+which are ignored. Times are in seconds.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ __all__ = [
 ]
 
 EpisodeType = Literal["train", "eval"]
-"""`train` episodes may be trained on; `eval` episodes are only scored."""
+"""`train` episodes may train; `eval` episodes are only scored."""
 
 ClaimType = Literal["train", "eval", "any"]
 
@@ -93,73 +93,66 @@ EngineStatus = Literal[
     "ENGINE.WEIGHT_EXPORTING",
 ]
 
-NO_EPISODES = "No available episodes to claim."
-"""The `fail_cause` that tells a client of the first version to wait."""
-
-WEIGHT_SYNCING = "Engine is syncing weights"
-"""The `fail_cause` of a claim while new weights are being published."""
-
-RUN_FINISHED = "The run is finished."
-"""The `fail_cause` of a claim after the trainer has finished its run."""
+NO_EPISODES = "No available episodes to claim."  # Clients of the first version wait when they read this.
+WEIGHT_SYNCING = "Engine is syncing weights"  # `fail_cause` of a claim while weights are published.
+RUN_FINISHED = "The run is finished."  # `fail_cause` of a claim after the run.
 
 HANDED_BACK = "worker_stopped"
-"""The kind of the failure with which a client that is being stopped gives an episode back. It does not count
-against `max_attempts`, nor against the client, unless the episode was handed back very often."""
+"""Failure kind of an episode that a stopping client hands back. Such an attempt does not count against
+`max_attempts` or the client, unless it happens very often."""
 
 DEFAULT_ALLOW_DISCARD_TIMEOUT_S = 60.0
 
+# Bound of the counters in a worker's report about itself.
 MAX_COUNT = 10**12
-"""Of what a worker reports of itself."""
 
+# Environment variable that gives workers and clients the server's URL.
 SERVER_URL = "TINKERSCRIPT_SERVER_URL"
-"""The variable that tells a worker or a client where the server is."""
 
+# The name by which every program can request the model being trained.
 POLICY = "policy"
-"""The name by which every program can request the model being trained."""
 
+# The pool of the episodes that the trainer registered.
 TRAINER_POOL = ""
-"""The pool of episodes that the trainer registered."""
 
 EpisodeId = Annotated[str, Field(min_length=1, max_length=limits.ID_CHARS)]
 
 
 class Message(BaseModel):
-    """Base of all messages. Unknown fields are allowed on the wire and dropped from the model."""
+    """Base of all messages. Unknown fields are accepted and dropped."""
 
     model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
 
 class Failure(Message):
-    """Why one attempt at an episode ended without a result."""
+    """Why an attempt at an episode ended without a result."""
 
     kind: str
-    """A stable identifier: `aborted`, `task_error`, `worker_stopped` (`HANDED_BACK`), or what its client
-    chose; `lease_expired`, `claim_expired`, `worker_died`, `client_gone`, `client_stopped`, `cancelled`,
-    `bad_payload` and `undeliverable` are the server's."""
+    """Stable identifier. Clients send `aborted`, `task_error`, `worker_stopped`, or one they choose; the
+    server adds `lease_expired`, `claim_expired`, `worker_died`, `client_gone`, `client_stopped`,
+    `cancelled`, `bad_payload` and `undeliverable`."""
 
     message: Annotated[str, AfterValidator(lambda text: text[: limits.REASON_CHARS])] = ""
-    """A human-readable description, cut at 4,000 characters."""
+    """Human-readable description, cut at 4,000 characters."""
 
     attempt: int = 0
-    """The number of the claim; 0 if the episode was not claimed."""
+    """Number of the claim. 0: the episode was not claimed."""
 
     client_uuid: str = ""
-    """Owner of that claim; empty if the episode was not claimed."""
+    """Owner of that claim. Empty: the episode was not claimed."""
 
 
 def failure_line(error: BaseException) -> str:
-    """The last line of the error's traceback, as a `Failure.message`: `ZeroDivisionError: division by zero`.
-
-    Cut, and without what UTF-8 cannot hold: a failure that cannot be sent would end more than its episode.
-    """
+    """The last line of a traceback, such as `ZeroDivisionError: division by zero`, for `Failure.message`."""
     line = traceback.format_exception_only(error)[-1].strip()
     if isinstance(error, BaseExceptionGroup):
         line += f"; the first: {failure_line(error.exceptions[0])}"
+    # Cut and cleaned of lone surrogates: a failure that cannot be sent would end more than its own episode.
     return line[: limits.REASON_CHARS].encode(errors="replace").decode()
 
 
 def _flat_metrics(value: object) -> object:
-    """Metrics by name as numbers: a list becomes its mean, an object in an object `outer/inner`."""
+    """Flatten metrics: a list becomes its mean, and an object in an object `outer/inner`."""
     if isinstance(value, list):
         value = {str(number): item for number, item in enumerate(cast("list[object]", value))}
     if not isinstance(value, dict):
@@ -191,7 +184,8 @@ def _numbers(metrics: dict[str, object], prefix: str, depth: int) -> Iterator[tu
 
 
 def call_id_of(reply_id: str) -> str:
-    """The id of the call that a reply came from, in any of the gateway's formats: `chatcmpl-ID`, `msg_ID`."""
+    """The call's id in a reply's id, which has a prefix that depends on the format: `chatcmpl-ID`,
+    `msg_ID`."""
     return _REPLY_PREFIX.sub("", reply_id)
 
 
@@ -199,7 +193,7 @@ _REPLY_PREFIX = re.compile(r"^(chatcmpl-|cmpl-|msg_|resp_)")
 
 
 def _by_call(value: object) -> object:
-    """Rewards by the ids of calls. Raises ValueError for two of one call."""
+    """Key rewards by call id. Raises ValueError for two rewards of one call."""
     if not isinstance(value, dict):
         return {} if value is None else value
     given = cast("dict[str, object]", value)
@@ -210,76 +204,75 @@ def _by_call(value: object) -> object:
 
 
 class WorkflowOutput(Message):
-    """The result of one episode, as a rollout program returns it."""
+    """Result of an episode, as a rollout program returns it."""
 
     reward: float | list[float] | None = None
-    """Higher is better; at most 1e6 in magnitude. A list is summed. `/end_episode` refuses None: an attempt
-    without a reward is a failure, see `/abort_episode`."""
+    """Higher is better; at most 1e6 in magnitude. A list is summed. `/end_episode` refuses null: an
+    attempt without a reward is a failure (`/abort_episode`)."""
 
     is_success: bool | None = None
-    """Whether the attempt solved its sample; null if that does not apply."""
+    """Whether the attempt solved its sample; null if the question does not apply."""
 
     call_rewards: Annotated[dict[str, float], BeforeValidator(_by_call)] = Field(default_factory=dict)
-    """Rewards of single model calls of the policy, by the `id` of its reply: what this call earned, beside
-    `reward`. The episode's reward is the sum of all of them and of `reward`, which may be left out then."""
+    """Rewards of single calls of the policy, by the `id` of the reply. The episode's reward is their sum
+    plus `reward`, which is optional then."""
 
     role_rewards: dict[str, float] = Field(default_factory=dict)
-    """The rewards of policies that train beside each other, by the name of their role: what counts for a role
-    in place of `reward`, and as `policy` for the policy itself. Each at most 1e6 in magnitude."""
+    """Rewards by role, for policies that train together. A role's entry replaces `reward`, also for
+    `policy`. At most 1e6 in magnitude each."""
 
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
-    """Anything to keep with the result; the whole output may have 1 MiB as JSON."""
+    """Anything to keep with the result. The whole output may have 1 MiB as JSON."""
 
     log_metrics: Annotated[dict[str, float], BeforeValidator(_flat_metrics)] = Field(default_factory=dict)
-    """Numbers that the trainer averages and logs, at most 1e15 in magnitude. A list of numbers becomes its
-    mean, and an object inside of it `outer/inner`."""
+    """Numbers for the trainer to average and log, at most 1e15 in magnitude. A list becomes its mean, and
+    an object in an object `outer/inner`."""
 
 
 class RegisterEpisodeRequest(Message):
-    """`POST /register_episode`: register one episode of one sample. Idempotent.
+    """`POST /register_episode`: register an episode of a sample. Idempotent.
 
-    A client registers its own samples into the pool named by its `client_uuid`; the admin may use any pool.
-    (The trainer registers over its link.)
+    A client registers into its own pool, which has the name of its `client_uuid`; the admin may use any
+    pool. The trainer registers over its link instead.
     """
 
     episode_uuid: EpisodeId
-    """The episode's id, unique across all pools."""
+    """Unique across all pools."""
 
     client_uuid: str = Field(default="", max_length=limits.ID_CHARS)
-    """Who registers, which is also the name of the pool. Only the admin may leave it empty (the trainer's
-    pool)."""
+    """Who registers, and so the name of the pool. Only the admin may leave it empty, for the trainer's
+    pool."""
 
     episode_type: EpisodeType = "train"
-    """Whether its result may be trained on."""
+    """Whether the episode's result may train."""
 
     task_id: str = Field(default="", max_length=limits.ID_CHARS)
-    """Identifies the sample: episodes with the same `task_id` in a pool form a group."""
+    """Identifies the sample. Episodes of a pool with the same `task_id` form a group."""
 
     group_id: str = Field(default="", max_length=2 * limits.ID_CHARS)
-    """Full name of the group; if empty, it is derived from pool and `task_id`."""
+    """Full name of the group. Empty: derived from pool and `task_id`."""
 
     group_size: int = Field(default=0, ge=0, le=limits.GROUP_SIZE.limit)
-    """Total number of episodes in the group; 0 means the trainer's `training.group_size`."""
+    """Number of episodes in the group. 0: the trainer's `training.group_size`."""
 
     copies: int = Field(default=1, ge=1, le=limits.COPIES.limit)
-    """Episodes of the sample to register at once, for as many clients: this one, and `EPISODE#2` and so on.
-    They form a group, whose size it is unless `group_size` says another."""
+    """Episodes to register for the same sample, for several clients: this one, then `EPISODE#2` and so on.
+    They form a group of that size unless `group_size` is set."""
 
     payload: dict[str, JsonValue] = Field(default_factory=dict)
-    """Data for the client that claims the episode."""
+    """Data for the client that claims the episode, such as its sample."""
 
     openai_base_url: str = ""
-    """First version only; ignored, since the server serves the model itself."""
+    """First version only. Ignored: the server itself serves the model."""
 
     openai_api_key: str = Field(default="", repr=False)
-    """First version only; ignored, since each claim has its own key."""
+    """First version only. Ignored: each claim has its own key."""
 
     zmq_listen_result_addr: str = ""
-    """First version only; ignored, since all results use one link."""
+    """First version only. Ignored: all results use one link."""
 
 
 def uuids_of_copies(episode_uuid: str, copies: int) -> list[str]:
-    """The episode's, and those of its copies."""
     return [episode_uuid, *(f"{episode_uuid}#{number}" for number in range(2, copies + 1))]
 
 
@@ -291,46 +284,45 @@ def _bounded_in_all(episodes: list[RegisterEpisodeRequest]) -> list[RegisterEpis
 
 
 class RegisterEpisodesRequest(Message):
-    """`POST /register_episodes`: register many episodes with one request and one commit. Idempotent."""
+    """`POST /register_episodes`: register many episodes in one commit. Idempotent."""
 
     episodes: Annotated[list[RegisterEpisodeRequest], AfterValidator(_bounded_in_all)] = Field(
         max_length=limits.REGISTRATIONS.limit
     )
-    """What `/register_episode` takes; each is registered or refused independently."""
+    """Each is registered or refused independently, as by `/register_episode`."""
 
 
 class RegisterEpisodesResponse(Message):
     """Reply to `/register_episodes`."""
 
     success: bool
-    """Whether all of them are stored."""
+    """Whether all episodes are stored."""
 
     registered: list[str]
-    """Uuids of the episodes that are stored, in order; those of copies included."""
+    """Uuids of the stored episodes in order, including copies."""
 
     refused: dict[str, str] = Field(default_factory=dict)
     """Uuid -> reason, for the others."""
 
     retry_after_s: float = 0.0
-    """If some were refused only because a quota is used up: seconds to wait before sending them again."""
+    """Seconds to wait before sending the refused episodes again. 0 unless a quota is the only reason."""
 
 
 class _OfAClaim(Message):
-    """Base of the requests of one claim, which its key names (`Authorization: Bearer`)."""
+    """Base of the requests about a claim, which the key in `Authorization: Bearer` identifies."""
 
     client_uuid: str = ""
-    """Who asks. Not compared: the key alone counts."""
+    """Who asks. Not checked: the key alone counts."""
 
     episode_uuid: str = ""
-    """The episode, or the alias under which it was claimed. May be left out; otherwise the key has to be of
-    it."""
+    """The episode, or the alias it was claimed under. Optional; if given, it must be the key's."""
 
 
 class IsEpisodeClaimedRequest(Message):
     """`POST /is_episode_claimed`."""
 
     client_uuid: str = ""
-    """Who asks; not compared."""
+    """Who asks. Not checked."""
 
     episode_uuid: str
     """The episode, or the alias of one of its claims."""
@@ -340,39 +332,39 @@ class IsEpisodeClaimedResponse(Message):
     """Reply to `/is_episode_claimed`."""
 
     success: bool
-    """Whether a client holds the episode at this moment; for an alias, whether by that claim."""
+    """Whether a client holds the episode now; for an alias, whether that claim does."""
 
     episode_status: str = ""
-    """Its state; empty for an episode that this server does not hold."""
+    """Its state. Empty if the server does not hold the episode."""
 
 
 class ReplayLatestCallRequest(_OfAClaim):
-    """`POST /replay_latest_llm_call`: with the key of a claim, or as the admin of any episode."""
+    """`POST /replay_latest_llm_call`, with a claim's key, or as admin for any episode."""
 
 
 class ReplayLatestCallResponse(Message):
-    """Reply to `/replay_latest_llm_call`: the latest recorded call of the episode's last claim."""
+    """The latest recorded call of the episode's last claim."""
 
     input: dict[str, JsonValue]
-    """The `messages` of the whole prompt and the `tools` that were offered."""
+    """The whole prompt as `messages`, and the `tools` offered."""
 
     output: dict[str, JsonValue]
     """The model's message."""
 
     format: Literal["messages"] = "messages"
-    """How `input` and `output` are written."""
+    """Format of `input` and `output`."""
 
     call_id: str
-    """Id of the recorded call."""
+    """Id of the call."""
 
     policy_version: int
-    """Version of the weights that sampled it."""
+    """Version of the weights that sampled the call."""
 
     prompt_token_ids: list[int]
-    """Ids of the prompt, as the model saw it."""
+    """Token ids of the prompt."""
 
     token_ids: list[int]
-    """Ids that were sampled."""
+    """Sampled token ids."""
 
 
 class BatchProgressResponse(Message):
@@ -385,25 +377,25 @@ class BatchProgressResponse(Message):
     """What the batch is for, such as `step 3`."""
 
     rule: str = ""
-    """When it is complete: after enough `groups` or `differing_groups` (`training.batch_rule`)."""
+    """What completes the batch: enough `groups` or `differing_groups` (`training.batch_rule`)."""
 
     needed: int = 0
-    """How many of them it needs."""
+    """Number of such groups that the batch needs."""
 
     have: int = 0
-    """How many of them it has."""
+    """Number of such groups that it has."""
 
     episodes_ended: int = 0
-    """Episodes of it that have a result or failed."""
+    """The batch's episodes that have a result or failed."""
 
     episodes_expected: int = 0
-    """Episodes of it so far, with those that still run; for clients' own samples those that ended."""
+    """The batch's episodes so far, including running ones; for clients' own samples, those that ended."""
 
     groups_ahead: dict[str, int] = Field(default_factory=dict[str, int])
     """Pool -> complete groups that wait for a later batch."""
 
     max_groups_ahead: int = 0
-    """A pool with as many gets no claims of training episodes until a batch takes some; 0: no limit known."""
+    """A pool with this many gets no more training claims until a batch takes some. 0: no limit known."""
 
 
 class ClaimEpisodeRequest(Message):
@@ -415,14 +407,15 @@ class ClaimEpisodeRequest(Message):
     episode_type: Annotated[ClaimType, BeforeValidator(lambda kind: "any" if kind == "default" else kind)] = (
         "any"
     )
-    """Which type of episodes to claim. `default`, as the first version has it, is `any`."""
+    """Type of episodes to claim. `default`, the first version's word, means `any`."""
 
     pool: str = Field(default=TRAINER_POOL, max_length=limits.ID_CHARS)
-    """Whose episodes: empty for the trainer's, or the `client_uuid` of the client that registered them."""
+    """Pool to claim from: the `client_uuid` of the client that registered the episodes. Empty: the
+    trainer's."""
 
     claim_request_id: str = Field(default="", max_length=limits.ID_CHARS)
-    """Unique per request and the same for its retries, which get the same claims and keys. Empty (the first
-    version) makes a retry a new request."""
+    """Unique per request, and repeated by its retries, which get the same claims and keys. Empty (first
+    version): a retry is a new request."""
 
     allow_discard_timeout: float = Field(
         default=DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
@@ -430,51 +423,51 @@ class ClaimEpisodeRequest(Message):
         le=limits.LEASE_S.limit,
         validation_alias=AliasChoices("allow_discard_timeout", "discard_episode_timeout"),
     )
-    """Seconds without activity after which the claim's lease expires. Model calls and heartbeats renew it.
-    The first version's later clients call it `discard_episode_timeout`."""
+    """Seconds without activity after which the lease expires. Model calls and heartbeats renew it. Later
+    clients of the first version call it `discard_episode_timeout`."""
 
     wait_s: float = Field(default=0.0, ge=0, le=limits.WAIT_S.limit)
-    """Seconds that the server may hold the request until an episode is available."""
+    """Seconds that the server may wait for an episode before it replies."""
 
     max_episodes: int = Field(default=1, ge=1, le=limits.EPISODES.limit)
-    """Maximum number of episodes to claim; all but the first are in the reply's `more`."""
+    """Maximum number of episodes to claim. The reply has all but the first in `more`."""
 
     sends_key: bool = False
-    """Whether the client sends the claim's `openai_api_key` with every request of the claim. For one that
-    does not (the first version, on a server without tokens) `episode_uuid` is an alias of the claim, another
-    one for each attempt."""
+    """Whether the client sends the claim's `openai_api_key` with all its requests. A client that does not
+    (first version, server without tokens) gets a new alias as `episode_uuid` for each attempt, which
+    identifies the claim."""
 
 
 class EpisodeClaim(Message):
     """One claim of one episode."""
 
     client_uuid: str = ""
-    """Owner of the claim: the client that requested it."""
+    """Owner of the claim."""
 
     episode_uuid: str = ""
-    """The episode; for a client that sends no key, an alias of this claim."""
+    """The episode; for clients that send no key, an alias of this claim."""
 
     openai_base_url: str = ""
     """Base URL of the model for an OpenAI client."""
 
     openai_api_key: str = Field(default="", repr=False)
-    """Key of this claim alone, valid while it holds the lease: for model calls, and to end, abort and renew
-    it."""
+    """Key of this claim, valid while it holds the lease: for model calls, and to end, abort or renew the
+    claim."""
 
     attempt: int = 0
-    """Number of this claim of the episode, counted from 1."""
+    """Number of this claim of the episode, from 1."""
 
     episode_type: EpisodeType = "train"
-    """Whether its result may be trained on."""
+    """Whether the result may train."""
 
     group_id: str = ""
-    """The group of episodes it is compared with."""
+    """The group that the episode is compared within."""
 
     payload: dict[str, JsonValue] = Field(default_factory=dict)
-    """Registered data for the client that runs the episode, such as its sample."""
+    """Data that was registered for the client, such as the sample."""
 
     policy_version: int | None = None
-    """Policy version when the episode was claimed."""
+    """Policy version at the time of the claim."""
 
     allow_discard_timeout: float = 0.0
     """Seconds without activity after which the claim expires; `/heartbeat_episode` renews it."""
@@ -483,94 +476,93 @@ class EpisodeClaim(Message):
     """Seconds after which the claim ends, even if active."""
 
     max_transcript_bytes: int = 0
-    """What `/record_transcript` takes of this claim; 0: nothing."""
+    """Maximum size of a transcript for `/record_transcript`. 0: none is recorded."""
 
     roles: list[str] = Field(default_factory=list[str])
-    """The run's roles: further models that requests may name, with the claim's URL and key."""
+    """More models of the run, which requests may name, with the claim's URL and key."""
 
     run: str = ""
     """Name of the run, for logs."""
 
     traceparent: str = ""
-    """W3C trace context of the claim; empty where the server exports no traces."""
+    """W3C trace context of the claim. Empty: the server exports no traces."""
 
 
 class ClaimEpisodeResponse(EpisodeClaim):
-    """Reply to `/claim_episode`: the first claimed episode, or why there is none."""
+    """The first claimed episode, or why nothing was claimed."""
 
     success: bool
     """Whether anything was claimed."""
 
     more: list[EpisodeClaim] = Field(default_factory=list[EpisodeClaim])
-    """The other episodes claimed by the same request."""
+    """The other claims of the same request."""
 
     fail_cause: str = ""
-    """On failure: why nothing could be claimed."""
+    """Why nothing was claimed."""
 
     retry_after_s: float = 0.0
-    """On failure: seconds to wait before asking again."""
+    """If nothing was claimed: seconds to wait before asking again."""
 
     run_finished: bool = False
-    """On failure: the run is over, finished or failed, and nothing will be there to claim. A worker can
-    end."""
+    """Whether the run is over, finished or failed. There will be nothing to claim; a worker can exit."""
 
 
 class EndEpisodeRequest(_OfAClaim):
     """`POST /end_episode`: the claim's result."""
 
     workflow_output: WorkflowOutput
-    """The result; a retry must send the same one."""
+    """The result. A retry must send the same one."""
 
     task_id: str = Field(default="", max_length=limits.ID_CHARS)
-    """The task that the program worked on, if it chose one itself, as AgentJet's clients do. Rewards are
-    compared within a group, so all results of a group must name the same task (409 otherwise)."""
+    """The task, if the program chose it itself, as AgentJet's clients do. All results of a group must name
+    the same task, because their rewards are compared (409 otherwise)."""
 
 
 class AbortEpisodeRequest(_OfAClaim):
-    """`POST /abort_episode`: the attempt failed, with the reason to record."""
+    """`POST /abort_episode`: the attempt failed."""
 
     failure: Failure = Failure(kind="aborted")
-    """Why; the server sets its `attempt` and `client_uuid`."""
+    """The reason to record. The server sets its `attempt` and `client_uuid`."""
 
 
 class CanContinueEpisodeRequest(_OfAClaim):
-    """`POST /can_continue_episode` and `POST /heartbeat_episode`; both renew the lease."""
+    """`POST /can_continue_episode` and `POST /heartbeat_episode`. Both renew the lease."""
 
 
 class CanContinueEpisodeResponse(Message):
     """Reply to `/can_continue_episode` and `/heartbeat_episode`."""
 
     can_continue: bool
-    """Whether a result of this claim would still be accepted; to `/can_continue_episode`, also whether it
-    could train if it came now."""
+    """Whether the server would accept a result of this claim now. For `/can_continue_episode`, also
+    whether it could still train."""
 
     reason: str = ""
-    """Why not; empty while the claim is valid."""
+    """Why not; empty if it would."""
 
     stale: bool = False
-    """The claim holds its lease, but its calls are too old to train."""
+    """Whether the claim holds its lease, but its calls are too old to train."""
 
     policy_version_at_claim: int | None = None
-    """Policy version when the episode was claimed."""
+    """Policy version at the time of the claim."""
 
     policy_version: int | None = None
     """The engine's current policy version."""
 
 
 class WorkerReport(Message):
-    """What a worker process has done since it started, for `/metrics`, which has the sums of all workers."""
+    """What a worker process has done since it started. `/metrics` has the sums over all workers."""
 
     process: str = Field(max_length=limits.ID_CHARS)
-    """Unique to the process: its counts begin with 0."""
+    """Unique to the process, because counts restart at 0 with it."""
 
     concurrency: Annotated[int, Field(ge=0, le=limits.WORKERS_AT_ONCE.limit)] = 0
-    """Episodes that it runs at once, at most."""
+    """Maximum number of episodes at once."""
 
     running: Annotated[int, Field(ge=0, le=limits.WORKERS_AT_ONCE.limit)] = 0
     """Episodes that it runs now."""
 
     ended: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    """Episodes whose result is stored."""
+    """Episodes with a stored result."""
 
     failed: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """Episodes whose rollout raised."""
@@ -579,42 +571,40 @@ class WorkerReport(Message):
     """Claims that lost their lease."""
 
     handed_back: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    """Episodes that were given back because the worker was stopped."""
+    """Episodes handed back because the worker was stopped."""
 
     cpu_s: Annotated[float, Field(ge=0, le=MAX_COUNT, allow_inf_nan=False)] = 0.0
-    """Processor time, in seconds."""
+    """CPU time in seconds."""
 
     resident_bytes: Annotated[int, Field(ge=0, le=2**50)] = 0
-    """Memory."""
+    """Resident memory in bytes."""
 
 
 class AwaitRunEndRequest(Message):
     """`POST /await_run_end`."""
 
     client_uuid: EpisodeId
-    """Who asks. A server that is stopped after the run's end waits, for a moment, until it has told all who
-    asked lately."""
+    """Who asks. After the run, a stopping server waits briefly until recent callers have the answer."""
 
     wait_s: float = Field(default=0.0, ge=0, le=limits.WAIT_S.limit)
-    """Seconds that the server may hold the request until the run is finished."""
+    """Seconds that the server may wait for the run's end before it replies."""
 
     report: WorkerReport | None = None
-    """What the client has done."""
+    """What the worker has done so far."""
 
 
 class AwaitRunEndResponse(Message):
     """Reply to `/await_run_end`."""
 
     run_finished: bool
-    """Whether the run is over: there will be no more episodes, and results no longer count."""
+    """Whether the run is over: no more episodes, and results no longer count."""
 
     fail_cause: str = ""
-    """Why it is over, as a claim would say it: `The run is finished.`, or why it failed."""
+    """Why it is over: `The run is finished.`, or why it failed."""
 
 
 class EpisodeCounts(Message):
-    """Number of episodes in each state. `accepted` only grows; `failed` shrinks when an episode is
-    retried."""
+    """Episodes by state. `accepted` only grows; `failed` shrinks when an episode is retried."""
 
     registered: int = 0
     """Waiting for a client."""
@@ -623,33 +613,33 @@ class EpisodeCounts(Message):
     """Held by a client."""
 
     ended: int = 0
-    """Result stored but not yet used by the trainer."""
+    """With a result that the trainer has not used yet."""
 
     accepted: int = 0
-    """Result that the trainer has used, or left out."""
+    """With a result that the trainer has used or left out."""
 
     failed: int = 0
-    """Ended without a result, whether acknowledged or not."""
+    """Ended without a result."""
 
 
 class _ShownEpisode(Message):
-    """Base of what shows an episode. Contains no secrets."""
+    """Base of messages that show an episode. They contain no secrets."""
 
     episode_uuid: str
-    """The episode."""
+    """Uuid of the episode."""
 
     group_id: str = ""
-    """The group of episodes it is compared with."""
+    """The group that the episode is compared within."""
 
     episode_type: EpisodeType
-    """Whether its result may be trained on."""
+    """Whether its result may train."""
 
     pool: str = TRAINER_POOL
-    """Whose episode: empty for the trainer's, or the client that registered it."""
+    """The client that registered it. Empty: the trainer."""
 
 
 class EpisodeStatus(_ShownEpisode):
-    """One episode as shown by `/get_episode_buffer` and `/failed_episodes`."""
+    """An episode as shown by `/get_episode_buffer` and `/failed_episodes`."""
 
     client_uuid: str = ""
     """Owner of the last claim; empty before the first."""
@@ -667,45 +657,45 @@ class EpisodeStatus(_ShownEpisode):
     """First version only; always empty."""
 
     latest_activity_timestamp: float = 0.0
-    """Unix time of the claim's last activity; 0 before the first claim."""
+    """Unix time of the last activity; 0 before the first claim."""
 
     allow_discard_timeout: float = 0.0
-    """Seconds without activity after which the last claim expires; 0 before the first."""
+    """Lease of the last claim in seconds; 0 before the first."""
 
     discard_episode_timeout: float = 0.0
-    """First version only; the same number."""
+    """First version's name of the same number."""
 
     attempt: int = 0
     """Number of the last claim; 0 before the first."""
 
     policy_version: int | None = None
-    """Policy version at the last claim; None before the first."""
+    """Policy version at the last claim; null before the first."""
 
     failures: list[Failure] = Field(default_factory=list[Failure])
-    """Why each previous attempt ended without a result."""
+    """Why each earlier attempt ended without a result."""
 
     acknowledged: bool = False
-    """Whether the trainer has used the outcome, or left it out."""
+    """Whether the trainer has used the outcome or left it out."""
 
 
 class GetEpisodeBufferRequest(Message):
-    """`POST /get_episode_buffer`; an empty object requests the first page."""
+    """`POST /get_episode_buffer`. An empty object requests the first page."""
 
     limit: int = Field(default=1000, ge=1, le=10_000)
     """Maximum number of episodes in the reply."""
 
     after: int = Field(default=0, ge=0)
-    """Continue after this number: `next` of the previous page."""
+    """The previous page's `next`. 0: the first page."""
 
 
 class GetEpisodeBufferResponse(Message):
-    """Reply to `/get_episode_buffer`: one page of episodes."""
+    """A page of episodes."""
 
     buffer: list[EpisodeStatus]
-    """Episodes without an acknowledged outcome, in order of registration."""
+    """Episodes that the trainer has not used yet, in order of registration."""
 
     next: int | None = None
-    """`after` of the next page; None on the last."""
+    """`after` for the next page; null on the last."""
 
 
 class FailedEpisodesResponse(Message):
@@ -715,18 +705,18 @@ class FailedEpisodesResponse(Message):
     """Failed episodes that were not dropped, in order of registration."""
 
     next: int | None = None
-    """`after` of the next page; None on the last."""
+    """`after` for the next page; null on the last."""
 
 
 class FailedEpisodesRequest(Message):
     """`POST /failed_episodes/retry` and `POST /failed_episodes/drop`."""
 
     episode_uuids: list[str] = Field(max_length=10_000)
-    """The episodes. Each is processed or refused independently."""
+    """The episodes, each processed or refused independently."""
 
 
 class FailedEpisodesReply(Message):
-    """Which of the given episodes were processed."""
+    """Which episodes were processed."""
 
     success: bool
     """Whether all episodes were processed."""
@@ -739,7 +729,7 @@ class FailedEpisodesReply(Message):
 
 
 class _EngineState(Message):
-    """Base of what shows the engine and how many episodes there are."""
+    """Base of messages with the engine's state and the number of episodes."""
 
     engine_status: EngineStatus
     """State of the engine. Episodes are handed out in ENGINE.ROLLING."""
@@ -748,19 +738,19 @@ class _EngineState(Message):
     """Version of the newest published weights; -1 before the first."""
 
     global_step: int
-    """Number of completed training steps."""
+    """Completed training steps."""
 
     trainer_connected: bool
     """Whether a trainer is connected."""
 
     run_finished: bool = False
-    """Whether the trainer has finished its run. Claims are then answered at once, also in long polls."""
+    """Whether the trainer has finished its run. Claims, also waiting ones, are then answered at once."""
 
     failure: str = ""
-    """Why the engine is offline, if its trainer failed: at the start or in the middle of a run."""
+    """Why the trainer failed, at the start or later. Empty if it did not."""
 
     episodes: dict[EpisodeType, EpisodeCounts]
-    """Number of episodes in each state by type, over all pools."""
+    """Episodes by type and state, over all pools."""
 
 
 class EngineStatusResponse(_EngineState):
@@ -770,73 +760,74 @@ class EngineStatusResponse(_EngineState):
     """Name of the model; empty before the first trainer connects."""
 
     pools: dict[str, EpisodeCounts] = Field(default_factory=dict[str, EpisodeCounts])
-    """The same by pool; the trainer's has an empty name."""
+    """Episodes by pool and state. The trainer's pool has an empty name."""
 
     waiting_clients: int = 0
-    """Number of clients in long polls."""
+    """Clients waiting in a claim request."""
 
     active_clients: int = 0
-    """Number of clients with a claim."""
+    """Clients with a claim."""
 
     quarantined: dict[str, str] = Field(default_factory=dict[str, str])
-    """Clients that get no episodes because their attempts only fail while those of others succeed -> why."""
+    """Client -> why it gets no episodes: its attempts only fail, while those of other clients succeed."""
 
 
 class FleetClaim(_ShownEpisode):
     """A claim that holds its lease."""
 
     client_uuid: str
-    """Who holds it."""
+    """Its owner."""
 
     attempt: int
     """Number of the claim."""
 
     age_s: float
-    """Seconds since it was made."""
+    """Seconds since the claim was made."""
 
     lease_left_s: float
-    """Seconds until it expires without further activity. A model call in flight is activity."""
+    """Seconds until it expires without activity. A running model call is activity."""
 
     calls_in_flight: int
-    """Model calls that are being answered."""
+    """Model calls being answered."""
 
     policy_version: int
-    """Policy version when it was made."""
+    """Policy version at the time of the claim."""
 
 
 class FleetClient(Message):
     """A client that holds claims, is in quarantine, or was seen recently."""
 
     client_uuid: str
-    """The client."""
+    """Name of the client."""
 
     claims: int
-    """How many claims it holds."""
+    """Number of claims that it holds."""
 
     ended: int = 0
-    """Its attempts that ended with a result, since the server started."""
+    """Attempts that ended with a result since the server started."""
 
     failed: int = 0
-    """Its attempts that failed, among them leases that expired."""
+    """Attempts that failed since the server started, including expired leases."""
 
     episodes_per_min: float = 0.0
-    """Its attempts a minute since it was first seen, with a result or failed."""
+    """Attempts that ended per minute since the client was first seen."""
 
     idle_s: float | None = None
-    """Seconds since it asked for an episode or finished one; null: not since the server started."""
+    """Seconds since it last claimed or finished an episode; null: not since the server started."""
 
     quarantined: str = ""
-    """Why it gets no episodes, because its attempts only fail while those of others succeed; or empty."""
+    """Why it gets no episodes (its attempts only fail, while those of other clients succeed). Empty if it
+    does."""
 
 
 class DeadLetter(_ShownEpisode):
-    """A dead letter: an episode that used up its attempts, or was cancelled."""
+    """An episode that used up its attempts or was cancelled."""
 
     failures: list[Failure]
-    """Why its last attempts (at most 10) ended without a result; messages are cut at 2,000 characters."""
+    """Why its last attempts (at most 10) ended without a result. Messages are cut at 2,000 characters."""
 
     acknowledged: bool
-    """Whether the trainer has closed the group of the failure."""
+    """Whether the trainer has closed the episode's group."""
 
     can_retry: bool
     """Whether `/failed_episodes/retry` would requeue it."""
@@ -846,7 +837,7 @@ class DeadLetter(_ShownEpisode):
 
 
 class FleetTotals(Message):
-    """How many there are of what the lists show a part of."""
+    """Full lengths of the lists in `/fleet`, which are cut."""
 
     claims: int
     """Claims that hold their lease."""
@@ -865,7 +856,7 @@ class FleetResponse(_EngineState):
     """`GET /fleet`: who works on what, and what went wrong. Contains no secrets."""
 
     waiting_clients: int
-    """Number of clients that wait for an episode and hold none."""
+    """Clients that wait for an episode and hold none."""
 
     batch: BatchProgressResponse
     """What the trainer waits for before its next step."""
@@ -874,41 +865,41 @@ class FleetResponse(_EngineState):
     """At most 500, oldest first."""
 
     clients: list[FleetClient]
-    """At most 500: those in quarantine first, then those with the most claims, then those that came last."""
+    """At most 500: first those in quarantine, then those with most claims, then the most recently seen."""
 
     failed: list[DeadLetter]
     """At most 100, newest failure first."""
 
     totals: FleetTotals
-    """The length of each list without its limit."""
+    """The lists' lengths without their limits."""
 
 
 class StopClientRequest(Message):
-    """`POST /stop_client`: give a client no more episodes, and hand out again what it holds."""
+    """`POST /stop_client`: give a client no more episodes, and hand out again the ones it holds."""
 
     client_uuid: EpisodeId
-    """The client; `NAME/` for all programs of a client with its own token."""
+    """The client; `NAME/` means all programs of a client with its own token."""
 
 
 class StartEngineRequest(Message):
     """`POST /start_engine`: start a trainer with the config of `/sync_train_config`."""
 
     force_restart: bool = False
-    """Whether to end a trainer that is there first: in order if it ends within 30 s, by force otherwise."""
+    """Whether to stop a running trainer first; it is killed after 30 s."""
 
 
 class UpdateEngineStatusRequest(Message):
     """`POST /update_engine_status`: set the status while no trainer is connected."""
 
     engine_status: EngineStatus
-    """The status to set."""
+    """Status to set."""
 
 
 class SuccessResponse(Message):
-    """Reply to requests that something be stored or done."""
+    """Reply to requests that store or do something."""
 
     success: bool
-    """Whether it was; of a result or an episode: whether it is stored."""
+    """Whether it was done, and stored if it was to be stored."""
 
     failure_reason: str = ""
     """Why not; empty on success."""
@@ -932,13 +923,13 @@ class SyncTrainConfigResponse(Message):
 
 
 class ReadyResponse(Message):
-    """`GET /ready`, of the server that serves the run's episodes; others answer 503."""
+    """`GET /ready`: 200 from the server that serves the run's episodes, 503 from others."""
 
     status: Literal["ready"] = "ready"
     """Always `ready`."""
 
     epoch: int
-    """Which of the servers that share a database this is: the highest number serves. 0 with SQLite."""
+    """Rank of this server among those that share a database; the highest serves. 0 with SQLite."""
 
 
 class HealthResponse(Message):
@@ -958,11 +949,12 @@ class RefusalResponse(Message):
     """Always false."""
 
     failure_reason: str
-    """What was wrong, with the value, and the remedy."""
+    """What was wrong, with the value and the remedy."""
 
 
 def total_reward(output: WorkflowOutput) -> float | None:
-    """The episode's scalar reward: of the whole and of its calls. A list is summed; None if there is none."""
+    """The episode's reward: `reward`, with a list summed, plus the rewards of calls. None if it has
+    neither."""
     reward = output.reward
     if reward is None and not output.call_rewards:
         return None
@@ -971,23 +963,21 @@ def total_reward(output: WorkflowOutput) -> float | None:
 
 
 def own_clients(trainer_id: str) -> str:
-    """What the `client_uuid` of each worker that the trainer starts itself begins with."""
+    """Prefix of the `client_uuid` of the workers that this trainer starts."""
     return f"worker-{trainer_id[:8]}-"
 
 
 def bounded(name: str, value: float, bound: float = MAX_REWARD, setting: str = "") -> float:
-    """`value`, if its magnitude is at most `bound`, of a `setting`. Raises ValueError that names them."""
-    if not -bound <= value <= bound:  # Also for NaN.
+    """Return `value` if its magnitude is at most `bound` (a `setting`). Raises ValueError that names both."""
+    if not -bound <= value <= bound:  # Refuses NaN too.
         allowed = f"a finite number from -{bound:g} to {bound:g}{setting}"
         raise ValueError(f"{name}: must be {allowed}, got {value}")
     return value
 
 
 def checked_reward(output: WorkflowOutput, bound: float = MAX_REWARD) -> float:
-    """The episode's scalar reward, at most `bound` in magnitude.
-
-    Raises ValueError that names the field if there is none, or for a reward or metric out of bounds.
-    """
+    """The episode's reward. Raises ValueError naming the field if it is missing, or if a reward or metric
+    is out of bounds."""
     reward = total_reward(output)
     if reward is None:
         raise ValueError(
@@ -1003,7 +993,7 @@ def checked_reward(output: WorkflowOutput, bound: float = MAX_REWARD) -> float:
     if len(output.call_rewards) > limits.CALL_REWARDS.limit:
         raise ValueError(
             f"workflow_output.call_rewards: {len(output.call_rewards)} calls; {limits.CALL_REWARDS.name} "
-            f"allows {limits.CALL_REWARDS.limit}: a claim has no more of them"
+            f"allows {limits.CALL_REWARDS.limit}: a claim cannot have more calls"
         )
     for name, value in output.call_rewards.items():
         bounded(f"workflow_output.call_rewards.{name[: limits.ID_CHARS]}", value, bound, setting)

@@ -33,33 +33,22 @@ from tinkerscript.files import CONFIG_FILE, LEDGER_FILE, RUN_ID, write_atomicall
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
-ROLES = "roles"
-"""The folder below `CHECKPOINTS` with one folder for the checkpoints of each trained role."""
+ROLES = "roles"  # Below `CHECKPOINTS`: a folder for the checkpoints of each trained role.
 
+# Besides ledger and checkpoints, a resumed run needs these files.
 BEGUN = (CONFIG_FILE, RUN_ID, "sft_data.json")
-"""The files besides ledger and checkpoints that a resumed run needs."""
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARIES = (METRICS_FILE, "summary.json", "alignment.json", "learning_curve.png")
-FOLDERS = ("rollouts", "inspect")
-"""Folders of files that never change."""
+FOLDERS = ("rollouts", "inspect")  # Their files never change.
 
-Position = tuple[int, int]
-"""The number of trainer starts in a ledger, and the number of steps."""
-
+Position = tuple[int, int]  # The number of trainer starts in a ledger, and the number of steps.
 NOWHERE: Position = (0, 0)
+POSITION = "position.json"  # At the URL: the position of the ledger there.
 
-POSITION = "position.json"
-"""The file at the URL with the position of the ledger there."""
-
-ATTEMPTS = 5
-"""The number of attempts before the run continues without a copy."""
-
-UPLOAD_PAUSE_S = 1.0
-"""Seconds before the second attempt, doubled for each further one."""
-
-UPLOAD_STOP_S = 30.0
-"""Seconds that a stopped or failed run waits for its copies. `--resume` copies the rest."""
+ATTEMPTS = 5  # Then the run continues without a copy.
+UPLOAD_PAUSE_S = 1.0  # Before the second attempt, doubled for each further one.
+UPLOAD_STOP_S = 30.0  # How long a stopped or failed run waits for its copies.
 
 _URL = re.compile(r"(?!tinker:)[a-z][a-z0-9+.-]*://.+")
 _STEP = re.compile(r"step_(\d+)")

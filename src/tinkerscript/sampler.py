@@ -1,8 +1,7 @@
-"""The `Sampler` seam: token ids in; token ids, log probabilities, and the stop reason out.
+"""The `Sampler` seam: token ids in; token ids, log probabilities and the stop reason out.
 
-Invariant: tokens travel as ids. The result alone is recorded; progress is for display.
-
-`testing.ScriptedSampler` is the in-memory fake that tests and benchmarks use.
+Invariant: tokens travel as ids. Only results are recorded; progress is for display.
+`testing.ScriptedSampler` is the in-memory fake for tests and benchmarks.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     """In llguidance's Lark dialect. It ends with an id that ends a turn."""
 
     asked_by: str
-    """The field of the caller's request to name in an error if the constraint is not supported."""
+    """The request's field to name in an error if constraints are not supported."""
 
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sampler needs to know; lengths are in tokens."""
+    """What a sampler needs to know. Lengths are in tokens."""
 
     prompt: bytes
     """Prompt ids (int32)."""
@@ -56,56 +55,53 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """-1: no limit."""
 
     min_p: float = 0.0
-    """Leave out tokens less probable than this share of the most probable one's probability; 0: none."""
+    """Minimum probability of a candidate token, as a share of the most probable one's. 0: off."""
 
     repetition_penalty: float = 1.0
-    """Divide the logits of tokens that the prompt or the reply already has; 1: none."""
+    """Divisor of the logits of tokens that already occur in prompt or reply. 1: off."""
 
     seed: int | None = None
     stop_token_ids: list[int] = []
     """Ids that end a turn."""
 
     extra_stop_ids: list[int] = []
-    """Further ids that end this reply, as its caller wishes."""
+    """More ids that end this reply, on the caller's request."""
 
     stop: list[str] = []
-    """Stop strings; sampling ends with the token that completes one."""
+    """Stop strings. Sampling ends with the token that completes one."""
 
     top_logprobs: int = 0
-    """How many of the most likely ids to report at each position."""
+    """Number of most likely ids to report at each position."""
 
     constraint: Constraint | None = None
     stream: bool = False
-    """Whether to report progress."""
-
     affinity: str = ""
-    """The episode that asks. A sampler of several machines answers it from one, which has its earlier turns
-    cached."""
+    """The calling episode. A sampler with several machines uses the one that has its earlier turns cached."""
 
     role: str = ""
-    """The role whose model is to sample; empty: the policy."""
+    """Role whose model samples. Empty: the policy."""
 
     sampled: int = 0
-    """How many of the prompt's last ids this reply has already: other weights have sampled them."""
+    """How many of the prompt's last ids belong to this reply, because other weights sampled them."""
 
 
 class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Some sampled tokens (R of them) and their log probabilities."""
+    """R sampled tokens and their log probabilities."""
 
     sampled: bytes = b""
-    """Sampled ids (int32 [R]), the stop token included."""
+    """Sampled ids (int32 [R]), including the stop token."""
 
     logprobs: bytes = b""
     """float32 [R]"""
 
     top_ids: bytes = b""
-    """The most likely ids of each position, best first (int32 [R, request.top_logprobs])."""
+    """Most likely ids of each position, best first (int32 [R, request.top_logprobs])."""
 
     top_logprobs: bytes = b""
     """float32 [R, request.top_logprobs]"""
 
     def span(self, start: int, end: int | None = None) -> dict[str, bytes]:
-        """The fields of the tokens [start, end), as arguments of another struct of tokens."""
+        """The fields of tokens [start, end), as arguments for another struct of tokens."""
         top = len(self.top_ids) // (len(self.sampled) or 1)
         one = slice(4 * start, None if end is None else 4 * end)
         each = slice(4 * top * start, None if end is None else 4 * top * end)
@@ -118,53 +114,45 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampledSequence(SampledTokens, frozen=True, kw_only=True):
-    """One sampled sequence, complete."""
-
     stop_reason: StopReason
     constrained: bytes = b""
-    """What the request's constraint did to each sampled id (uint8 `TokenConstraint` [R]); empty: without a
-    constraint nothing, with one unknown."""
+    """`TokenConstraint` of each sampled id (uint8 [R]). Empty: no constraint, or with one, unknown."""
 
     is_cut: bool = False
-    """Whether `Sampler.cut` ended it: it is not complete, and `stop_reason` says nothing."""
+    """Whether `Sampler.cut` ended it. It is incomplete then, and `stop_reason` means nothing."""
 
     spans: list[tuple[int, int]] = []
-    """`Call.spans`, also of a single version, if it was cut; else empty."""
+    """Like `Call.spans`, but with an entry even for a single version if it was cut. Otherwise empty."""
 
 
 class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What answers a `SampleRequest`."""
-
     sequences: list[SampledSequence]
     policy_version: int
-    """Of the weights that sampled the first token."""
+    """Version of the weights that sampled the first token."""
 
     policy_version_end: int | None = None
-    """Of the weights that sampled the last token, if they changed during the call at an unknown token; else
-    None."""
+    """Version that sampled the last token, if the weights changed at an unknown token; otherwise None."""
 
     logprob_kind: LogprobKind = "processed"
     seed: int | None = None
-    """The seed that was used; None: unknown."""
+    """The seed used; None: unknown."""
 
 
 class Progress(SampledTokens, frozen=True, kw_only=True):
-    """The tokens sampled since the last report, for display: reports may be late, repeated, or missing."""
+    """Tokens sampled since the last report, for display. Reports may be late, repeated, or missing."""
 
     index: int
-    """Which of the request's sequences."""
+    """Index of the sequence in the request."""
 
     offset: int
-    """Tokens of that sequence before these."""
+    """Tokens of the sequence before these."""
 
 
+# Called with each report on the event loop that awaits the sample. Must not block.
 ProgressCallback = Callable[[Progress], None]
-"""Called with each report, on the event loop that awaits the sample. Must not block."""
 
 
 class SampleFunction(Protocol):
-    """`Sampler.sample` as a function."""
-
     def __call__(
         self, request: SampleRequest, progress: ProgressCallback | None = None
     ) -> Awaitable[SampleResult]: ...
@@ -177,25 +165,24 @@ class Sampler(ABC):
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         """Sample `request.num_samples` sequences.
 
-        Calls `progress`, if given, as tokens are sampled; a sampler that cannot stream ignores it.
+        Calls `progress`, if given, as tokens are sampled. Samplers that cannot stream ignore it.
 
         Raises GatewayError: 503 while the engine is unavailable, 504 if it did not answer in time, 400
         `context_length_exceeded` for a prompt that does not fit, 400 `unsupported_parameter` for what the
         engine does not support (`refuse_unsupported`).
         """
 
-    def cut(self) -> None:  # noqa: B027 (most have weights that nothing takes the place of)
-        """Newer weights are published: end what is being sampled by older ones where it is, if that can be
-        done, so that the newer ones go on with it."""
+    def cut(self) -> None:  # noqa: B027 (most samplers have fixed weights)
+        """Newer weights were published: end running samples where they are, if possible, so that the newer
+        weights can continue them."""
 
     def hold(self) -> AbstractContextManager[Sampler]:
-        """A sampler of the same weights, which samples from them as long as the context is open, and which
-        `cut` leaves alone."""
+        """A sampler that keeps these weights while the context is open, and that `cut` does not affect."""
         return nullcontext(self)
 
 
 def fitted(request: SampleRequest, max_context: int, engine: str) -> SampleRequest:
-    """`request`, no longer than the context has room for.
+    """Shorten `request` to what the context has room for.
 
     Raises GatewayError 400 `context_length_exceeded` if there is no room.
     """
@@ -219,9 +206,9 @@ def refuse_unsupported(
     repetition_penalty: bool = False,
     mixed_stops: bool = False,
 ) -> None:
-    """Raise GatewayError 400 if `request` needs a feature that `engine` does not have.
+    """Raise GatewayError 400 if `request` needs a feature that `engine` lacks.
 
-    `mixed_stops`: stop strings and further stop ids in one request.
+    `mixed_stops`: both stop strings and extra stop ids in one request.
     """
     refused = ""
     if request.constraint is not None and not constraints:

@@ -2,7 +2,7 @@
 
     ScriptedSampler    a `Sampler` that replies with the ids a function returns
     MemoryClaimBook    a `ClaimBook` for a gateway without a server
-    QuietReporter      a `ProgressReporter` that records what it is told
+    QuietReporter      a `ProgressReporter` that records what it receives
 
 Invariant: each keeps the contract of its seam, so code that works with it works with the real one. Nothing
 here opens a file or a socket.
@@ -81,8 +81,6 @@ def token_by_token(sequences: Sequence[SampledSequence]) -> Iterator[Progress]:
 
 
 class MemoryClaimBook(ClaimBook):
-    """Keeps claims and calls in memory."""
-
     def __init__(self, claims: dict[str, OpenClaim]) -> None:
         self._claims = claims
         self._lost: dict[OpenClaim, str] = {}

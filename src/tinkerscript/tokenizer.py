@@ -1,17 +1,16 @@
-"""`LightTokenizer`: a model folder's `tokenizer.json` with the few methods that renderers call, on
-`tokenizers` alone.
+"""`LightTokenizer`: a model folder's `tokenizer.json` with the methods that renderers call, using only
+`tokenizers`.
 
 It keeps torch and transformers out of the gateway, and never adds a token that the text does not have (no
 BOS).
 
 Renderers pass message text and their own markup to one `encode`, which would turn `<|im_end|>` in a user's
-message, or in what a tool fetched, into the token that ends a turn. So `SpecialTokenEscaper` marks special
-tokens in messages with a character (U+FDD0), and `encode` treats what is marked as ordinary text.
+message or a tool's result into the token that ends a turn. So `SpecialTokenEscaper` marks special tokens in
+messages with a character (U+FDD0), and `encode` treats marked ones as ordinary text.
 
-Invariant: no message, tool, or argument can produce a token that the tokenizer calls special, and none of
-its characters changes. Tokens that are not special (Qwen3's `<think>`, `<tool_call>`, `<tool_response>`) are
-encoded as the model's own tokenizer does: they are text that prompts may mention, and none of them ends a
-turn.
+Invariant: no message, tool or argument can produce a special token, and none of its characters changes.
+Tokens that are not special (Qwen3's `<think>`, `<tool_call>`, `<tool_response>`) are encoded as by the
+model's own tokenizer: prompts may mention them, and they do not end a turn.
 """
 
 from __future__ import annotations
@@ -30,22 +29,14 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import eos_token_of
 from tinkerscript.rollouts.call import vocabulary_fingerprint
 
-THINK_START, THINK_END = "<think>", "</think>"
-"""What delimits reasoning in Qwen's format and most others."""
+THINK_START, THINK_END = "<think>", "</think>"  # Qwen's format and most others.
 
-MARK = "\ufdd0"
-"""A Unicode noncharacter: reserved for internal use, so no text has it for its own purposes."""
+MARK = "\ufdd0"  # A Unicode noncharacter, which no text may use.
+ESCAPED_MARK = "\\ufdd0"  # Written by renderers that escape JSON; `encode` could not undo it.
 
-ESCAPED_MARK = "\\ufdd0"
-"""The mark as a renderer that escapes JSON writes it, which `encode` could not undo."""
-
-_SHORT_TEXT = 12
-"""Encodings of texts up to this many characters are cached: all prompts share role names and line breaks."""
-
+_SHORT_TEXT = 12  # Longest text to cache: all prompts share role names and line breaks.
 _SHORT_TEXTS = 1024
-
-_CONTEXT = 4096
-"""Characters before a text among which its last special token is sought."""
+_CONTEXT = 4096  # Characters of a prefix that are searched for its last special token.
 
 T = TypeVar("T")
 
@@ -56,33 +47,33 @@ class SpecialTokenEscaper:
     def __init__(
         self, special: Iterable[str], *, lstrip: Collection[str] = (), rstrip: Collection[str] = ()
     ) -> None:
-        """`special`: the texts of the special tokens, none empty.
+        """`special`: texts of the special tokens, none empty.
 
-        `lstrip` and `rstrip`: those that swallow the white space before or after them.
+        `lstrip` and `rstrip`: special tokens that swallow the white space before or after them.
         """
         longest_first = sorted(special, key=len, reverse=True)
         as_json = [msgspec.json.encode(text)[1:-1] for text in (*longest_first, MARK)]
         self._found = re.compile(b"|".join(map(re.escape, as_json)))
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        # Possessive, and only from the start of white space: linear in the text.
+        # Possessive and anchored at the start of white space, so matching is linear in the text.
         patterns = [r"(?<!\s)\s++" + re.escape(text) + r"\s*+" * (text in rstrip) for text in lstrip]
         patterns += [re.escape(text) + r"\s*+" * (text in rstrip) for text in longest_first]
         self._splits = re.compile("|".join(patterns) or r"(?!)")
 
     def messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """`messages` with all special tokens in their texts marked; the same list if there are none."""
+        """Mark all special tokens in the messages' texts. Returns the same list if there are none."""
         return self.marked([self._unescaped(message) for message in messages], messages)
 
     def marked(self, value: T, original: T) -> T:
-        """`value` with all special tokens in its texts marked; `original` if there are none."""
+        """Mark all special tokens in `value`. Returns `original` if there are none."""
         if not self._found.search(msgspec.json.encode(value)):
             return original
         return cast("T", _mapped(value, self._mark))
 
     def pieces(self, text: str) -> list[tuple[str, bool]]:
-        """`text` without marks, in pieces: ordinary text (False) and the renderer's special tokens (True).
+        """Split into ordinary text without marks (False) and the renderer's special tokens (True).
 
-        A special token comes with the white space that it swallows.
+        A special token includes the white space that it swallows.
         """
         pieces: list[tuple[str, bool]] = []
         end = 0
@@ -96,7 +87,7 @@ class SpecialTokenEscaper:
         return self._special.sub(lambda match: match[0][0] + MARK + match[0][1:], text)
 
     def _unescaped(self, message: dict[str, Any]) -> dict[str, Any]:
-        """`message`, with arguments rewritten if their JSON escapes hide a special token."""
+        """Rewrite arguments in which JSON escapes hide a special token."""
         calls = message.get("tool_calls") or ()
         if not any("\\u" in call["function"]["arguments"] for call in calls):
             return message
@@ -133,12 +124,12 @@ class LightTokenizer:
     """The tokenizer of one model folder; satisfies `renderers.base.Tokenizer`."""
 
     unk_token_id: int | None = None
-    """None: a token outside the vocabulary has no id, rather than another token's."""
+    """None: an unknown token has no id, instead of another token's."""
 
     def __init__(self, folder: Path) -> None:
         """Read `folder/tokenizer.json`. Raises ConfigError if it is missing or not a tokenizer."""
         self.name_or_path: str = str(folder)
-        """What `renderers` takes for the model's name."""
+        """`renderers` uses this as the model's name."""
 
         self._tokenizer = _load(folder / "tokenizer.json")
         added = self._tokenizer.get_added_tokens_decoder()
@@ -162,7 +153,7 @@ class LightTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
+        """Number of ids, including added tokens."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
@@ -174,7 +165,7 @@ class LightTokenizer:
         return _encoded(self._tokenizer, text, add_special_tokens)
 
     def encode_after(self, prefix: str, text: str) -> list[int]:
-        """Token ids of `text` where it follows `prefix`: no token spans both, and no space is put between."""
+        """Token ids of `text` after `prefix`: no token spans both, and no space is added between them."""
         prefix = prefix[-_CONTEXT:]
         start = max((prefix.rfind(token) for token in self.added_tokens), default=-1)
         before = self.encode(prefix[start:]) if start >= 0 else []
@@ -184,7 +175,7 @@ class LightTokenizer:
         return self._encode_marked(text, continues=True)
 
     def _encode_marked(self, text: str, *, continues: bool = False) -> list[int]:
-        """Ids of a text with marks; `continues`: it follows other tokens."""
+        """Ids of a text with marks. `continues`: it follows other tokens."""
         ids: list[int] = []
         for piece, special in self.escaper.pieces(text):
             plain = self._plain_continuing if ids or continues else self._plain
@@ -201,7 +192,7 @@ class LightTokenizer:
 
     @cached_property
     def _plain_continuing(self) -> Tokenizer:
-        """Like `_plain`, for text after a token: nothing is put before its first word."""
+        """Like `_plain`, for text after a token: adds nothing before the first word."""
         definition = json.loads(self._tokenizer.to_str())
         if not _without_first_space(definition):
             return self._plain
@@ -218,9 +209,9 @@ class LightTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool = False,
     ) -> str:
-        """The text of `token_ids`; bytes that are not UTF-8 become U+FFFD.
+        """Decode ids. Bytes that are not UTF-8 become U+FFFD.
 
-        Raises ValueError for `clean_up_tokenization_spaces`: text is never altered here.
+        Raises ValueError for `clean_up_tokenization_spaces`, because text is never altered here.
         """
         if clean_up_tokenization_spaces:
             raise ValueError("clean_up_tokenization_spaces=True would alter the text")
@@ -232,18 +223,18 @@ class LightTokenizer:
     @overload
     def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]: ...
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | list[int | None] | None:
-        """The id of a vocabulary piece, or a list of ids for a list; None for an unknown piece."""
+        """Id of a vocabulary piece, or ids for a list. None for an unknown piece."""
         if isinstance(tokens, str):
             return self._tokenizer.token_to_id(tokens)
         return [self._tokenizer.token_to_id(token) for token in tokens]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint of the vocabulary, added tokens included (`vocabulary_fingerprint`)."""
+        """Fingerprint of the vocabulary, including added tokens (`vocabulary_fingerprint`)."""
         return vocabulary_fingerprint(self._tokenizer.get_vocab(with_added_tokens=True))
 
     def token_bytes(self, token_id: int) -> list[int] | None:
-        """The bytes of one token, which may be part of a UTF-8 character; None if unknown."""
+        """The bytes of a token, which may be part of a UTF-8 character; None if unknown."""
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None or not self._byte_of_char:
             return None
@@ -252,13 +243,13 @@ class LightTokenizer:
         return list(piece.encode())
 
     def piece_text(self, token_id: int) -> str:
-        """One token as it is in the vocabulary, with spaces for their marks; U+FFFD for an unknown one."""
+        """A token as in the vocabulary, with spaces for their marks; U+FFFD for an unknown one."""
         piece = self._tokenizer.id_to_token(token_id)
         return "\ufffd" if piece is None else piece.replace("\u2581", " ")
 
 
 def _encoded(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
-    """Ids of `text`. As a batch, so that other threads run meanwhile, and without the tokens' places."""
+    """Encode as a batch, which releases the GIL and skips the tokens' offsets."""
     return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
@@ -272,9 +263,9 @@ def _load(path: Path) -> Tokenizer:
 
 
 def _without_first_space(part: Any) -> bool:
-    """Change a tokenizer's definition so that it puts no space before a text; False if it puts none.
+    """Edit a tokenizer's definition so that it adds no space before a text. Returns False if it adds none.
 
-    A space that SentencePiece's tokenizers put before every piece of text between special tokens stays.
+    A space that SentencePiece adds to every piece of text between special tokens stays.
     """
     if isinstance(part, list):
         changed = [_without_first_space(each) for each in cast("list[Any]", part)]
@@ -289,7 +280,7 @@ def _without_first_space(part: Any) -> bool:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The byte of each character of byte-level BPE (GPT-2's `bytes_to_unicode`, inverted)."""
+    """Character -> byte in byte-level BPE (GPT-2's `bytes_to_unicode`, inverted)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]

@@ -1,12 +1,12 @@
 """OpenTelemetry traces of episodes across the processes of a run (extra `otel`).
 
-A trace is an episode. Its id follows from the episode's uuid, and that of a claim's span from the attempt, so
-every process knows them, also after a restart. W3C's `traceparent` carries what is between: claim -> client
--> model call -> link -> sampling. A training step is a trace of its own with links to the claims that it
-trained on.
+A trace is an episode. Its id is derived from the episode's uuid, and the id of a claim's span from the
+attempt, so every process can compute them, also after a restart. W3C's `traceparent` connects the rest:
+claim -> client -> model call -> link -> sampling. A training step is its own trace, with links to the
+claims that it trained on.
 
-Invariants: without OpenTelemetry's variables in the environment nothing of it is imported, and a span costs
-one look at a variable. A `traceparent` of a client counts for its own episode alone.
+Invariants: without OpenTelemetry's environment variables nothing of it is imported, and a span costs one
+check of a variable. A client's `traceparent` is used only for its own episode.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
+# Traces are exported over OTLP/HTTP if one of these is set.
 COLLECTOR_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-"""Traces are exported if one of them is set, over OTLP/HTTP."""
 
 HEADER = "traceparent"
 MAX_LINKS = 10_000
@@ -30,15 +30,14 @@ _OFF = nullcontext()
 
 logger = logging.getLogger(__name__)
 
-_tracer: Any = None
-"""None while tracing is off."""
+_tracer: Any = None  # None while tracing is off.
 
 _incoming: ContextVar[str] = ContextVar("incoming traceparent", default="")
 _forced: ContextVar[tuple[int, int] | None] = ContextVar("ids of the next span", default=None)
 
 
 def start_tracing(service: str, *, environ: Mapping[str, str] = os.environ, exporter: Any = None) -> None:
-    """Export this process's spans, if the environment says where to, or to `exporter`."""
+    """Export this process's spans to `exporter`, or where the environment says. Otherwise do nothing."""
     global _tracer
     is_wanted = any(environ.get(name) for name in COLLECTOR_VARIABLES)
     if exporter is None and (not is_wanted or environ.get("OTEL_SDK_DISABLED", "").lower() == "true"):
@@ -58,12 +57,12 @@ def start_tracing(service: str, *, environ: Mapping[str, str] = os.environ, expo
     except ModuleNotFoundError as error:
         remedy = "pip install 'tinkerscript[otel]'"
         logger.warning(
-            "no traces: %s is set, and there is no %s: %s", COLLECTOR_VARIABLES[1], error.name, remedy
+            "no traces: %s is set, but %s is missing: %s", COLLECTOR_VARIABLES[1], error.name, remedy
         )
         return
 
     class Ids(RandomIdGenerator):
-        """Those of a claim follow from its name."""
+        """Uses the derived ids for a claim's span."""
 
         def generate_trace_id(self) -> int:
             forced = _forced.get()
@@ -81,25 +80,23 @@ def start_tracing(service: str, *, environ: Mapping[str, str] = os.environ, expo
 
 
 def stop_tracing() -> None:
-    """For tests: export nothing more."""
+    """For tests: stop exporting."""
     global _tracer
     _tracer = None
 
 
 def is_on() -> bool:
-    """Whether this process exports spans."""
     return _tracer is not None
 
 
 def claim_ids(episode_uuid: str, attempt: int) -> tuple[int, int]:
-    """Trace and span id of a claim."""
     trace = hashlib.blake2b(episode_uuid.encode(), digest_size=16).digest()
     span_id = hashlib.blake2b(f"{attempt}/{episode_uuid}".encode(), digest_size=8).digest()
     return int.from_bytes(trace) or 1, int.from_bytes(span_id) or 1
 
 
 def claim_traceparent(episode_uuid: str, attempt: int) -> str:
-    """What a client gets with its claim; empty while tracing is off."""
+    """The `traceparent` that a client gets with its claim; empty while tracing is off."""
     if _tracer is None:
         return ""
     trace, span_id = claim_ids(episode_uuid, attempt)
@@ -107,7 +104,7 @@ def claim_traceparent(episode_uuid: str, attempt: int) -> str:
 
 
 def claim_over(episode_uuid: str, attempt: int, *, began: float, ended: float, outcome: str) -> None:
-    """Export the span of a claim that is over. Times are Unix times in seconds."""
+    """Export the span of a closed claim. Times are Unix times in seconds."""
     if _tracer is None:
         return
     from opentelemetry.context import Context
@@ -128,7 +125,7 @@ def span(
     links: Iterable[tuple[str, int]] = (),
     **attributes: str | float,
 ) -> AbstractContextManager[Any]:
-    """A span around a block, under `parent`, a `traceparent`, or the span of the block around it.
+    """A span around a block, under `parent` (a `traceparent`) or else the surrounding span.
 
     `links`: claims, by episode and attempt.
     """
@@ -147,7 +144,8 @@ def _span(
 
 
 def passing_on(parent: str) -> AbstractContextManager[Any]:
-    """What the block sends on is under `parent`, a `traceparent`: this process has no span in between."""
+    """Put what the block sends under `parent` (a `traceparent`), without a span of this process in
+    between."""
     return _OFF if _tracer is None else _passing_on(parent)
 
 
@@ -165,7 +163,7 @@ def _passing_on(parent: str) -> Generator[None]:
 
 
 def call_span(episode_uuid: str, attempt: int, **attributes: str | float) -> AbstractContextManager[Any]:
-    """A span of a claim's request: under that which the request names, if it is of the same episode."""
+    """A span of a claim's request, under the span that the request names if it is of the same episode."""
     if _tracer is None:
         return _OFF
     claim, incoming = claim_traceparent(episode_uuid, attempt), _incoming.get()
@@ -177,12 +175,12 @@ def call_span(episode_uuid: str, attempt: int, **attributes: str | float) -> Abs
 
 
 def came_with(traceparent: str) -> None:
-    """The header of the request that this task answers."""
+    """Set the `traceparent` of the request that this task answers."""
     _incoming.set(traceparent)
 
 
 def traceparent() -> str:
-    """Of the span of this block; empty without one."""
+    """The current span's `traceparent`; empty without a span."""
     if _tracer is None:
         return ""
     from opentelemetry.trace import get_current_span

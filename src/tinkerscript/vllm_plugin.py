@@ -1,12 +1,12 @@
-"""What a vLLM replica runs of ours: it finds the weights that the trainer names, and checks their digest.
+"""Runs inside a vLLM replica: finds the weights that the trainer names, and checks their digest.
 
-Installed where vLLM is (`pip install tinkerscript`, without extras); vLLM loads it by its entry point in
-`vllm.general_plugins`. It acts if TINKERSCRIPT_ADAPTERS names a folder, or the URL of one, with a folder for
-each version; TINKERSCRIPT_ADAPTERS_TOKEN is the bearer token of a URL. An adapter is loaded when a request
-names it; all weights by vLLM's weight transfer (`--weight-transfer-config '{"backend": "tinkerscript"}'`).
+Install it next to vLLM (`pip install tinkerscript`, no extras); vLLM loads it by its entry point in
+`vllm.general_plugins`. It is active if TINKERSCRIPT_ADAPTERS names a folder, or a URL, with a folder per
+version; TINKERSCRIPT_ADAPTERS_TOKEN is a URL's bearer token. Adapters are loaded when a request names one,
+full weights by vLLM's weight transfer (`--weight-transfer-config '{"backend": "tinkerscript"}'`).
 
-Invariant: what vLLM loads are the bytes that were hashed: they are read once and checked against the digest
-in the version's name.
+Invariant: vLLM loads the same bytes that were hashed. They are read once and checked against the digest in
+the version's name.
 """
 
 from __future__ import annotations
@@ -30,15 +30,12 @@ ADAPTERS_TOKEN = "TINKERSCRIPT_ADAPTERS_TOKEN"
 
 ADAPTER_FILE = "adapter_config.json"
 
+# A JSON object in each version's folder with the SHA-256 digests of its files. The version's name ends with
+# this file's digest.
 DIGESTS = "digests.json"
-"""Beside the files of a version: a JSON object with their SHA-256 digests. The version's name ends with the
-digest of it."""
 
-TRANSFER = "tinkerscript"
-"""What vLLM's weight transfer calls ours."""
-
-DIGEST_CHARACTERS = 16
-"""Of the manifest's SHA-256 digest, in hexadecimal, in a version's name."""
+TRANSFER = "tinkerscript"  # Our backend's name in vLLM's weight transfer.
+DIGEST_CHARACTERS = 16  # Hexadecimal digits of the digest in a version's name.
 
 FETCH_TIMEOUT_S = 60.0
 
@@ -46,16 +43,16 @@ _NAME = re.compile(rf"[a-z]+-[\w.]+-\d+-([0-9a-f]{{{DIGEST_CHARACTERS}}})")
 
 
 class WrongWeightsError(ValueError):
-    """Files that are not those that the version's name stands for."""
+    """The files differ from those that the version's name stands for."""
 
 
 def is_version(name: str) -> bool:
-    """Whether this may be the name of weights of ours."""
+    """Whether `name` has the form of our versions' names."""
     return _NAME.fullmatch(name) is not None
 
 
 def write_manifest(folder: Path) -> str:
-    """Write the manifest of the weights in `folder`; returns the digest for their name."""
+    """Write the manifest of the weights in `folder`. Returns the digest for their name."""
     digests: dict[str, str] = {}
     for path in sorted((*folder.glob("*.safetensors"), *folder.glob(ADAPTER_FILE))):
         with path.open("rb") as file:
@@ -70,7 +67,7 @@ def _short(content: bytes) -> str:
 
 
 class WeightSource:
-    """Gets weights from `place`, a folder or a URL; adapters are copied to a folder of its own."""
+    """Gets weights from `place`, a folder or a URL. Adapters are copied to a temporary folder."""
 
     def __init__(self, place: str, token: str = "") -> None:
         self._place = place
@@ -78,11 +75,10 @@ class WeightSource:
         self._own = tempfile.TemporaryDirectory(prefix="tinkerscript-adapters-")
 
     def close(self) -> None:
-        """Remove the copies."""
         self._own.cleanup()
 
     def fetch(self, name: str) -> Path | None:
-        """The folder with a checked copy of the adapter `name`; None if it is none of ours or is not there.
+        """Return a folder with a checked copy of an adapter; None if it is not ours or does not exist.
 
         Raises WrongWeightsError, OSError and httpx.HTTPError.
         """
@@ -98,9 +94,9 @@ class WeightSource:
         return folder
 
     def files_of(self, name: str) -> Iterator[tuple[str, bytes]]:
-        """The names and contents of a version's files, each checked, one at a time.
+        """Yield the names and checked contents of a version's files, one at a time.
 
-        Raises FileNotFoundError if there is no such version, WrongWeightsError, OSError and httpx.HTTPError.
+        Raises FileNotFoundError without such a version, WrongWeightsError, OSError and httpx.HTTPError.
         """
         for file, digest in self._manifest(name).items():
             content = self._read(name, file)
@@ -111,7 +107,7 @@ class WeightSource:
     def verify(self, name: str) -> None:
         """Raise WrongWeightsError, OSError or httpx.HTTPError where `files_of` would.
 
-        Of a URL only the manifest is checked, so that nothing is sent twice.
+        For a URL only the manifest is checked, to avoid downloading everything twice.
         """
         if self._place.startswith("http"):
             self._manifest(name)
@@ -127,7 +123,7 @@ class WeightSource:
         return json.loads(content)
 
     def _read(self, name: str, file: str) -> bytes:
-        """Raises FileNotFoundError if there is none."""
+        """Raises FileNotFoundError if there is no such file."""
         if not self._place.startswith("http"):
             return (Path(self._place) / name / file).read_bytes()
         url = f"{self._place.rstrip('/')}/{name}/{file}"
@@ -138,7 +134,8 @@ class WeightSource:
 
 
 def register() -> None:
-    """vLLM's entry point: add our resolver and weight transfer, if this server has a place for weights."""
+    """vLLM's entry point: register our resolver and weight transfer, if this server has a place for
+    weights."""
     place = os.environ.get(ADAPTERS)
     if not place:
         return
@@ -153,7 +150,7 @@ def register() -> None:
             folder = await asyncio.to_thread(source.fetch, lora_name)
             if folder is None:
                 return None
-            # vLLM gives it an id of its own.
+            # vLLM assigns its own id.
             return LoRARequest(lora_name=lora_name, lora_int_id=1, lora_path=str(folder))
 
     LoRAResolverRegistry.register_resolver("tinkerscript", Resolver())
@@ -168,23 +165,21 @@ def _register_transfer(source: WeightSource) -> None:
         )
         from vllm.model_executor.model_loader import reload  # pyright: ignore[reportMissingImports]
     except ImportError:
-        return  # An older vLLM, which serves adapters alone.
+        return  # This vLLM is too old to receive full weights.
     from safetensors.torch import load
 
     @dataclass
     class Named:
-        """What it has to know."""
-
         name: str
 
     class Transfer(weight_transfer.WeightTransferEngine):  # pyright: ignore[reportUntypedBaseClass]
-        """Loads weights by name; each process of a replica takes its part of them."""
+        """Loads weights by name. Each process of a replica takes its part."""
 
         init_info_cls = Named
         update_info_cls = Named
 
         def init_transfer_engine(self, init_info: Named) -> None:
-            """Check the files, while the model still has all its weights."""
+            """Check the files while the model still has all its weights."""
             source.verify(init_info.name)
 
         def start_weight_update(self) -> None:
@@ -201,7 +196,7 @@ def _register_transfer(source: WeightSource) -> None:
 
         def finish_weight_update(self) -> None:
             reload.finalize_layerwise_reload(self.model, self.model_config)
-            # A head that shares the embeddings' weights keeps what it made of the older ones.
+            # A head that shares the embeddings' weights would keep the tensors made of the old ones.
             if self.model_config.hf_text_config.tie_word_embeddings:
                 modules = list(self.model.modules())
                 source = next(each for each in modules if type(each) is embedding.VocabParallelEmbedding)

@@ -72,7 +72,7 @@ async def test_a_result_rewards_single_calls_of_its_claim(setup: Setup) -> None:
     for unknown in (foreign, "chatcmpl-none"):
         refused = await setup.post("/end_episode", 422, **end, workflow_output={"call_rewards": {unknown: 1}})
         assert (
-            f"{unknown.removeprefix('chatcmpl-')!r} is no model call of this claim"
+            f"{unknown.removeprefix('chatcmpl-')!r} is not a model call of this claim"
             in refused["failure_reason"]
         )
         assert replies[-1].removeprefix("chatcmpl-") in refused["failure_reason"], "it names some that are"
@@ -214,7 +214,7 @@ ENDS = {
     b'"reward": "high"': "workflow_output.reward",
     b'"reward": [9e5, 2e5]': "workflow_output.reward: must be a finite number from -1e+06 to 1e+06",
     b'"reward": 1, "role_rewards": {"policy": NaN}': "role_rewards.policy",
-    b'"reward": 1, "role_rewards": {"rival": 1}': "'rival' is no role that trains; this run trains policy",
+    b'"reward": 1, "role_rewards": {"rival": 1}': "'rival' is not a role that trains; this run trains policy",
     b'"reward": 1, "call_rewards": {"c": 1e999}': "call_rewards.c: must be a finite number",
     b'"reward": 1, "call_rewards": {"c": 9e5, "d": 9e5}': "workflow_output.reward: must be a finite number",
     b'"reward": 1, "call_rewards": {"c": 1, "msg_c": 1}': "two of the ids are of the same model call",

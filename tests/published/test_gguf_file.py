@@ -92,7 +92,7 @@ def test_a_gguf_file_becomes_the_folder_of_its_model(
     file, told = written(tmp_path / "small.gguf", smollm2, model), list[str]()
     folder = model_folder(str(file), note=told.append)
     assert folder.parent == cache
-    assert told == [f"making a model's folder of {file}, once: {folder}"]
+    assert told == [f"converting {file} to a model folder, once: {folder}"]
     text = "Ünïcode 漢字 12345  <|im_start|>user\n\n\tdef f(x): return 1.5e-3<|im_end|>"
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
     assert ids == Tokenizer.from_file(str(smollm2 / "tokenizer.json")).encode(text).ids

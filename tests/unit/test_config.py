@@ -174,7 +174,7 @@ def test_the_docs_are_written_from_the_models() -> None:
     [
         (
             {"engine": {"lora": {"rank": 0}}, "inference": {"on_publish": "finish"}},
-            "inference.on_publish: finish needs replicas with several versions",
+            "inference.on_publish: finish needs several versions on a replica",
         ),
         (
             {"engine": {"backend": "tinker", "lora": {"rank": 0}}},
@@ -186,9 +186,9 @@ def test_the_docs_are_written_from_the_models() -> None:
         ),
         (
             {"inference": {"backend": "trainer"}},
-            "launch and replicas are for backend: vllm, not trainer",
+            "launch and replicas need backend: vllm",
         ),
-        ({"inference": {"base_url": "http://x"}}, "give base_url, for `tinkerscript serve`, or launch"),
+        ({"inference": {"base_url": "http://x"}}, "give base_url for `tinkerscript serve`, or launch"),
         (
             {"inference": {"launch": {"replicas": 2, "gpus": [0]}}},
             "tensor_parallel: 1 need 2",
@@ -219,13 +219,13 @@ TEACHER = {
     ("settings", "temperature", "message"),
     [
         ({}, 0, "sampling.temperature: 0 takes the most probable token"),
-        ({"sampling": {"precedence": "run"}}, 0, "nothing would train; set it above 0"),
+        ({"sampling": {"precedence": "run"}}, 0, "no distribution to train on; set it above 0"),
         (
             {"engine": {"backend": "tinker"}},
             0.7,
-            "0.7: a service of Tinker's protocol trains at temperature 1",
+            "0.7: a Tinker service trains only at temperature 1",
         ),
-        (TEACHER, 1.3, "1.3: the server of the teacher 't' scores at temperature 1 alone; set it to 1"),
+        (TEACHER, 1.3, "1.3: the server of the teacher 't' scores only at temperature 1; set it to 1"),
         ({}, 0.7, ""),
         ({"training": {"steps": 0}}, 0, ""),
         ({"method": "sft", "sft": {"data": "x"}}, 0, ""),

@@ -53,7 +53,7 @@ def test_given_keys_win_also_inside_a_section() -> None:
             "advantage_baseline: none",
             "advantage_baseline: none takes the batch's mean .* set batch_deviation",
         ),
-        ("reward_weights: {a: 1}, advantage_scale: group_deviation", "its own deviation already"),
+        ("reward_weights: {a: 1}, advantage_scale: group_deviation", "already divides each score by its own"),
         ("rollout_correction: {bypass: true}, kl_penalty_coef: 0.1", "leave out bypass, or take the"),
         ("rollout_correction: {bypass: true}, top_entropy: 0.2", "top_entropy: the entropies come from"),
     ],

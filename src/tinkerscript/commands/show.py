@@ -120,7 +120,7 @@ def say(console: Console, text: str | Text, style: str = "") -> None:
 def health_lines(rows: Sequence[HealthRow]) -> list[Text]:
     """Return a line for each bad health row, worst first."""
     return [
-        Text(f"look at: {row.told()}", HEALTH_STYLES[row.kind])
+        Text(f"look at: {row.line()}", HEALTH_STYLES[row.kind])
         for kind in ("bad", "warn")
         for row in rows
         if row.kind == kind

@@ -1,4 +1,4 @@
-"""The settings of what samples: replicas, servers of others, and the roles of an episode."""
+"""The `inference` section, which says what samples, and the roles of an episode."""
 
 from __future__ import annotations
 
@@ -21,63 +21,63 @@ class LaunchConfig(Section):
     """Number of replicas that `tinkerscript train` starts on this machine."""
 
     gpus: list[int] | Literal["any"] = Field(default_factory=list[int])
-    """GPUs of the replicas; each takes the next `tensor_parallel` of them. `any`: Ray chooses them
-    (`cluster.launcher: ray`). Empty: none, for vLLM's CPU build."""
+    """GPUs to use; each replica takes the next `tensor_parallel` of the list. `any`: Ray chooses
+    (`cluster.launcher: ray`). Empty: no GPU, for vLLM's CPU build."""
 
     cpus: float = Field(default=1.0, ge=0)
-    """Processors that Ray reserves for a replica."""
+    """CPUs that Ray reserves for a replica."""
 
     tensor_parallel: int = Field(default=1, ge=1)
-    """Number of GPUs of one replica."""
+    """GPUs per replica."""
 
     python: str = ""
-    """Python of the environment that has vLLM and tinkerscript (`pip install tinkerscript`), such as
-    `vllm-env/bin/python`. Empty: this one."""
+    """Python of an environment with both vLLM and tinkerscript installed, such as `vllm-env/bin/python`.
+    Empty: the Python that runs the trainer."""
 
     args: list[str] = Field(default_factory=list[str])
-    """Further arguments of the server, such as vLLM's `--gpu-memory-utilization=0.5`."""
+    """More arguments for the vLLM server, such as `--gpu-memory-utilization=0.5`."""
 
     env: dict[str, str] = Field(default_factory=dict[str, str])
-    """Further environment variables of the replicas."""
+    """More environment variables for the replicas."""
 
 
 class InferenceConfig(Section):
     backend: Literal["trainer", "vllm"] = "trainer"
-    """What samples: the `trainer`'s engine; vLLM replicas that get each version of the LoRA adapter
-    that trains (`launch` or `replicas`, docs/vllm.md); or for `tinkerscript serve` your own server
+    """`trainer`: the engine that trains also samples. `vllm`: vLLM replicas, which receive the weights of
+    each step (`launch` or `replicas`, docs/vllm.md), or with `tinkerscript serve` your own server
     (`base_url`, docs/samplers.md), whose tokenizer and config are in the folder `engine.model`."""
 
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
-    """Replicas to start."""
+    """vLLM replicas that the run starts."""
 
     replicas: list[str] = Field(default_factory=list[str])
-    """URLs of running replicas to train with."""
+    """URLs of vLLM replicas that already run."""
 
     on_publish: Literal["move", "finish", "continue"] = "move"
-    """What happens to running episodes when weights are published. `move`: a model call ends with the weights
-    that it began with, and the episode's next one has the newest. `continue`: the newest go on with a call at
-    its next token. `finish`, with replicas: an episode keeps the weights that it began with, as long as they
-    may train (`training.max_policy_lag`)."""
+    """What running episodes do when new weights are published. `move`: a model call finishes with the
+    weights it started with, and the next call uses the new ones. `continue`: even a running call
+    switches to the new weights at its next token. `finish` (replicas only): an episode keeps its
+    weights as long as they may train (`training.max_policy_lag`)."""
 
     sleep: bool = False
-    """Whether replicas give up their GPUs' memory while the trainer trains, to share a GPU with it (vLLM's
-    sleep mode, in a server in development mode). Model calls wait meanwhile."""
+    """Let replicas release their GPU memory while the trainer trains on the same GPU (vLLM's sleep mode,
+    which needs its development mode). Model calls wait meanwhile."""
 
     max_loras: int = Field(default=4, ge=2)
-    """How many adapters a replica holds at once. It needs room for the newest, for those that episodes still
-    use, and for the next one. Evaluations that run while later steps train use the remaining room."""
+    """Adapters that a replica holds at once: the newest, the next, and older ones that episodes still use.
+    Room to spare lets evaluations overlap with later steps."""
 
     base_url: str = ""
-    """URL of the vLLM server, such as `http://127.0.0.1:8000`, with or without `/v1`."""
+    """URL of your vLLM server, such as `http://127.0.0.1:8000`, with or without `/v1`."""
 
     model: str = ""
-    """Name of the model at that server. Empty: the only one that it serves."""
+    """The model's name at that server. Empty: the only model that it serves."""
 
     api_key_env: str = ""
-    """Name of the environment variable that holds the server's API key. Empty: the server needs none."""
+    """Environment variable with that server's API key. Empty: no key."""
 
     start_timeout_s: float = Field(default=30.0, ge=0)
-    """Seconds to wait for a server or a replica that runs already to respond at the start."""
+    """Seconds to wait at the start for a server or replica that should already run."""
 
     @field_validator("base_url")
     @classmethod
@@ -94,9 +94,9 @@ class InferenceConfig(Section):
         if not self.has_replicas:
             return self
         if self.backend == "trainer":
-            raise ValueError("launch and replicas are for backend: vllm, not trainer")
+            raise ValueError("launch and replicas need backend: vllm; backend: trainer samples by itself")
         if self.base_url:
-            raise ValueError("give base_url, for `tinkerscript serve`, or launch or replicas, to train with")
+            raise ValueError("give base_url for `tinkerscript serve`, or launch or replicas for training")
         wanted = self.launch.replicas * self.launch.tensor_parallel
         gpus = self.launch.gpus
         if gpus and gpus != "any" and len(gpus) < wanted:
@@ -108,41 +108,40 @@ class InferenceConfig(Section):
 
     @property
     def has_replicas(self) -> bool:
-        """Whether the weights that train are published to replicas."""
         return bool(self.launch.replicas or self.replicas)
 
     @property
     def samples_without_trainer(self) -> bool:
-        """Whether the interchange server samples by itself, from a server whose weights do not train."""
+        """Whether the interchange server asks a model server directly, so that no trained weights are
+        involved."""
         return self.backend != "trainer" and not self.has_replicas
 
 
+# Names by which requests already reach the policy.
 RESERVED_ROLES = ("policy", "side")
-"""Names by which requests reach the policy."""
 
 
 class RoleConfig(Section):
     kind: Literal["frozen", "outside", "trained"]
-    """`frozen` is another model with weights that never change. `outside` is an OpenAI-compatible server,
-    such as a judge, and only the interchange server knows its key. Neither trains. `trained` is a second
-    policy, such as an opponent, which trains in the same run with its own optimizer, rewards and
-    checkpoints."""
+    """`frozen`: another model whose weights never change. `outside`: an OpenAI-compatible server, such as
+    a judge; only the interchange server sees its key. `trained`: a second policy, such as an opponent,
+    which trains in the same run with its own optimizer, rewards and checkpoints."""
 
     model: str = ""
-    """For `trained`: the checkpoint that the role starts from; empty: the weights that the run starts from.
-    For `frozen`: folder or Hub id of a model, or a checkpoint of a run; with `engine.backend: tinker` also
-    a `tinker://` path or a base model of the service; empty: the weights that the run starts from. With
-    `base_url`: the model's name at that server; empty, for `frozen`: the only one that it serves."""
+    """Weights of the role: a folder, a Hugging Face id, or a checkpoint for `frozen`, and a checkpoint for
+    `trained`; with `engine.backend: tinker` also a `tinker://` path or a model of the service. Empty:
+    the weights that the run starts from. With `base_url`, the model's name at that server; only
+    `frozen` may leave it empty, for the only model served."""
 
     base_url: str = ""
-    """URL of a server, with or without `/v1`. `outside` needs one. For `frozen`: that of a vLLM server, whose
-    model has the tokenizer of the one that trains; empty: the run's engine holds the model."""
+    """URL of a server, with or without `/v1`. `outside` requires it. For `frozen`: a vLLM server whose
+    model has the policy's tokenizer; empty: the run's engine holds the model."""
 
     api_key_env: str = ""
-    """Name of the environment variable that holds the server's API key. Empty: it needs none."""
+    """Environment variable with the server's API key. Empty: no key."""
 
     learning_rate: float = Field(default=0.0, ge=0)
-    """For `trained`: the role's own learning rate; 0: `training.learning_rate`. The schedule is the run's."""
+    """Learning rate of a `trained` role. 0: `training.learning_rate`. The schedule is the run's."""
 
     @field_validator("base_url")
     @classmethod
@@ -160,7 +159,9 @@ class RoleConfig(Section):
         if self.kind != "trained" and self.learning_rate:
             raise ValueError(f"learning_rate is for kind: trained; kind: {self.kind} does not learn")
         if self.api_key_env and not self.base_url:
-            raise ValueError("api_key_env is the key of a server: give base_url")
+            raise ValueError("api_key_env is the key of a server: set base_url too")
         if "@" in self.base_url.partition("://")[2].partition("/")[0]:
-            raise ValueError("base_url has a password in it; give the key in the variable of api_key_env")
+            raise ValueError(
+                "base_url contains a password; put the key in the variable that api_key_env names"
+            )
         return self

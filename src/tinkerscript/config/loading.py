@@ -1,4 +1,4 @@
-"""Reads a config from YAML and overrides. A wrong key or value is an error that says what is allowed."""
+"""Loads a config from YAML and overrides, with errors that name the wrong key and what is allowed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tinkerscript.files import load_yaml
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read a YAML file, apply `key.sub=value` overrides, and check every key.
+    """Load a YAML file, apply `key.sub=value` overrides, and validate it.
 
-    Raises ConfigError that names the file, the key and what is allowed there.
+    Raises ConfigError, which names the file, the key, and what is allowed there.
     """
     path = Path(path)
     try:
@@ -38,10 +38,10 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
 def parse_config(
     text: str, *, source: str, overrides: list[str] | None = None, folder: Path | None = None
 ) -> RunConfig:
-    """Validate YAML text. Raises ConfigError as `load_config` does; tags that would run code are refused.
+    """Validate YAML text. Raises ConfigError, also for tags that would run code.
 
-    What the text reads is seen from `folder` (default: the working directory), what overrides read from the
-    working directory.
+    Relative paths in the text start from `folder` (default: the working directory), paths in overrides from
+    the working directory.
     """
     data = load_yaml(text, source=source)
     if not isinstance(data, dict):
@@ -69,6 +69,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     section[last] = _with_absolute_paths(value, Path.cwd(), key)
 
 
+# Keys whose value may be a path. Most also take a name: of a registered task, a module, or a model.
 _PATHS = {
     "task.name",
     "tasks.name",
@@ -81,14 +82,13 @@ _PATHS = {
     "roles.*.model",
     "training.loss_fn",
 }
-"""Keys of files that a run reads. They may also hold a name: of a registered task, a module, a model."""
 
 
 def _with_absolute_paths(value: Any, folder: Path, key: str = "") -> Any:
-    """`value` of `key` with the paths in it made absolute, seen from `folder`."""
+    """Make the paths in `value` of config key `key` absolute, starting from `folder`."""
     key = re.sub(r"^roles\.[^.]+", "roles.*", key)
     if key == "roles.*" and isinstance(value, dict) and value.get("base_url"):
-        return value  # Its model is a name at the server.
+        return value  # `model` is a name at that server here, not a path.
     if isinstance(value, dict):
         items = cast("dict[str, Any]", value).items()
         prefix = f"{key}." if key else ""
@@ -132,7 +132,8 @@ def _explain_one(loc: tuple[int | str, ...], kind: str, message: str, value: obj
         return f"unknown key {key!r}; {where} knows {', '.join(known)}"
     if kind == "missing":
         return f"the key {key!r} is required"
-    return f"{key}: {message.removeprefix('Value error, ').lower()}, got {value!r}"
+    message = message.removeprefix("Value error, ")
+    return f"{key}: {message[:1].lower()}{message[1:]}, got {value!r}"
 
 
 def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
@@ -149,7 +150,6 @@ def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
 
 
 def _sections_with(key: str) -> list[str]:
-    """The keys of all sections that end in `key`."""
     sections = ((name, field.annotation) for name, field in RunConfig.model_fields.items())
     return [
         f"{name}.{key}"
@@ -159,14 +159,14 @@ def _sections_with(key: str) -> list[str]:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The configuration as YAML, with every key."""
+    """The config as YAML, with every key."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def import_name(text: str, *, what: str) -> object:
-    """The object that `text` names in the user's own code: `module:name`, or `path/to/file.py:name`.
+    """Import an object of the user's code, given as `module:name` or `path/to/file.py:name`.
 
-    `what`: the config key it comes from. Raises ConfigError with both, for a name that cannot be imported.
+    `what` is the config key that holds `text`. Raises ConfigError, which names both, if the import fails.
     """
     source, separator, name = text.rpartition(":")
     if not (separator and source and name):
@@ -188,6 +188,6 @@ def _module_from(source: str) -> Any:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # Dataclasses look their module up there.
+    sys.modules[spec.name] = module  # Dataclasses look up their module here.
     spec.loader.exec_module(module)
     return module

@@ -28,29 +28,28 @@ from tinkerscript.limits import TRANSCRIPT
 from tinkerscript.logs import LogFormat
 from tinkerscript.remote_folder import is_url, name_of
 
+# `experiment_dir: auto` creates its folders here.
 RUNS = Path("runs")
-"""Where `experiment_dir: auto` makes its folders."""
 
 
 class TaskConfig(Section):
     name: str = ""
-    """The task to train on: an Inspect task (`file.py@name`, or a registered name such as
-    `inspect_evals/gsm8k`), an environment of another kind (`KIND:NAME`; docs/environments.md), or a class of
-    your own (`file.py:NAME`)."""
+    """An Inspect task (`file.py@name`, or a registered name such as `inspect_evals/gsm8k`), an environment
+    of another kind (`KIND:NAME`, docs/environments.md), or a class of your own (`file.py:NAME`)."""
 
     train_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Task arguments that select the training samples."""
 
     eval_args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Task arguments that select the evaluation samples. Samples that `train_args` also select are
-    trained on: use a different split."""
+    """Task arguments that select the evaluation samples. Use another split than `train_args`, or the
+    evaluation measures samples that were trained on."""
 
     sandbox_type: str = ""
-    """Inspect's sandbox to use in place of the task's own: `docker`, `bubblewrap` (docs/agents.md), `local`
-    (what the model writes runs on the worker's machine), or another package's. Empty: the task's own."""
+    """Sandbox to use instead of the task's own: `docker`, `bubblewrap` (docs/agents.md), `local` (no
+    isolation: the model's code runs on the worker's machine), or that of another Inspect extension."""
 
     sandbox_config: str = ""
-    """The config file of that sandbox, such as a compose file."""
+    """Config file of that sandbox, such as a compose file."""
 
     @model_validator(mode="after")
     def _config_is_of_a_sandbox(self) -> TaskConfig:
@@ -60,66 +59,67 @@ class TaskConfig(Section):
 
     @property
     def sandbox(self) -> str:
-        """Type and config file of the sandbox as Inspect writes them: `docker:compose.yaml`; may be empty."""
+        """The sandbox in Inspect's notation, such as `docker:compose.yaml`; may be empty."""
         return ":".join(filter(None, [self.sandbox_type, self.sandbox_config]))
 
 
 class WeightedTaskConfig(TaskConfig):
     weight: float = Field(default=1.0, gt=0)
-    """The task's share of the groups, relative to the weights of the other tasks."""
+    """The task's share of the groups, relative to the other weights."""
 
 
 class EvaluationConfig(Section):
     episodes: int = Field(default=1000, ge=0)
-    """Episodes of the evaluations before and after training. 0 turns evaluation off."""
+    """Episodes of the evaluations before and after training. 0: no evaluation."""
 
     every_steps: int = Field(default=0, ge=0)
-    """Steps between evaluations during training; 0: none."""
+    """Steps between evaluations during training. 0: none."""
 
     interim_episodes: int = Field(default=200, ge=1)
-    """Episodes of each evaluation during training."""
+    """Episodes of an evaluation during training."""
 
     attempts: int = Field(default=1, ge=1)
-    """Episodes of each sample of an evaluation: with k of them, the score is avg@k, and pass@k is among the
-    metrics (docs/training.md#pass-at-k)."""
+    """Episodes per evaluation sample. With k attempts, the score is avg@k and the metrics include pass@k
+    (docs/training.md#pass-at-k)."""
+
     share: float = Field(default=0.05, gt=0, le=1)
-    """The largest share of episodes that evaluations may take while steps train, both of those running at
-    once (one may always run) and of all episodes so far. The remaining evaluation episodes run after the
-    last step (docs/training.md)."""
+    """Share of the run's episodes that evaluations may use while steps train, counted both among running
+    episodes (one is always allowed) and in total. The rest of an evaluation runs after the last step
+    (docs/training.md)."""
 
 
 class MetricsConfig(Section):
     loggers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
-    """Where metrics go in addition to `metrics.jsonl`. Each needs its extra, such as `pip install
+    """Where metrics go besides `metrics.jsonl`. Each logger needs its extra, such as `pip install
     'tinkerscript[tensorboard]'`. TensorBoard's files are in the run folder."""
 
     project: str = "tinkerscript"
-    """Project at W&B and Trackio. The run is named after its folder."""
+    """Project name at W&B and Trackio. The run has its folder's name there."""
 
     extra: list[str] = Field(default_factory=list[str])
-    """Your own metrics of a training step: functions as `module:name` or `file.py:name`
+    """Functions that compute your own metrics of a step, as `module:name` or `file.py:name`
     (docs/extending.md)."""
 
 
 class WorkersConfig(Section):
     count: int = Field(default=2, ge=0)
-    """Number of worker processes that `tinkerscript train` starts. 0: only those that you start yourself."""
+    """Worker processes that `tinkerscript train` starts. 0: none, if you start them yourself."""
 
     max_count: int = Field(default=0, ge=0)
-    """Number of workers to which a run grows while episodes wait, from `count` up; those that have nothing to
-    do for a minute leave. 0: always `count`."""
+    """Maximum number of workers. Above `count`, workers are added while episodes wait, and leave after a
+    minute without work. 0: always `count`."""
 
     cpus: float = Field(default=1.0, ge=0)
-    """Processors that Ray reserves for a worker."""
+    """CPUs that Ray reserves for a worker."""
 
     concurrency: int = Field(default=32, ge=1)
-    """Number of episodes that one worker runs at once."""
+    """Episodes that a worker runs at once."""
 
     script: str = ""
     """Script with a `rollout(episode)` function. Empty: the task's own solver and scorers run."""
 
     allow_discard_timeout: float = Field(default=60.0, gt=0)
-    """Seconds without activity after which a worker's claim expires."""
+    """Seconds without activity after which a worker loses its claim and the episode is requeued."""
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> WorkersConfig:
@@ -130,77 +130,74 @@ class WorkersConfig(Section):
 
 class ClusterConfig(Section):
     launcher: Literal["local", "ray"] = "local"
-    """What starts the processes of `train --plan`: `local`, on this machine, or `ray`, wherever a Ray cluster
-    has room (docs/cluster.md); `pip install 'tinkerscript[ray]'`."""
+    """What starts the run's processes: `local`, this machine; `ray`, a Ray cluster (docs/cluster.md, `pip
+    install 'tinkerscript[ray]'`)."""
 
     address: str = ""
-    """With `ray`: address of the cluster's head, such as `10.0.0.1:6379`; this machine has to be one of its
-    nodes. Empty: a Ray of its own on this machine, which ends with the run."""
+    """Address of the Ray cluster's head, such as `10.0.0.1:6379`; this machine must be one of its nodes.
+    Empty: a local Ray, which ends with the run."""
 
     environment: list[str] = Field(default_factory=list[str])
-    """With `ray`: names of environment variables of the trainer that workers and replicas get too, such as
-    `HF_TOKEN`, besides the tokens that they need."""
+    """Environment variables of the trainer that Ray passes on to workers and replicas, such as `HF_TOKEN`.
+    Required tokens are always passed on."""
 
 
 class RunConfig(Section):
-    """The whole configuration of one run."""
-
     experiment_dir: str = "auto"
-    """Folder of the run. `auto` creates a new one under `runs/`. With a URL, such as `s3://bucket/run_17`,
-    the run works in `runs/run_17` and copies to the URL what it has finished: checkpoints, rollouts, Inspect
-    logs, the ledger (docs/cluster.md); `pip install 'tinkerscript[remote]'`."""
+    """Folder of the run. `auto` creates one under `runs/`. With a URL, such as `s3://bucket/run_17`, the
+    run works in `runs/run_17` and copies finished checkpoints, rollouts, Inspect logs and the ledger to
+    the URL (docs/cluster.md, `pip install 'tinkerscript[remote]'`)."""
 
     enable_tinkerscript_mode: bool = True
-    """True: the server and the workers are processes of their own. False: the trainer's process is the server
-    and one worker too."""
+    """True: the server and the workers are separate processes. False: the trainer's process also runs the
+    server and one worker."""
 
     method: Literal["grpo", "sft"] = "grpo"
-    """How the model learns: `grpo`, reinforcement learning, or `sft`, supervised training on chats, for
-    example as a warm start."""
+    """`grpo`: reinforcement learning. `sft`: supervised training on chats, for example as a warm start."""
 
     seed: int = 1
-    """Seed for the order of samples, sampling, and training."""
+    """Seed for the order of samples, for sampling, and for training."""
 
     log_format: LogFormat = "text"
-    """How server, workers and trainer log, in the run folder's `logs`: lines for people, or a JSON object a
-    line (docs/monitoring.md)."""
+    """Format of the files in the run folder's `logs`: `text`, or `json` with one object per line
+    (docs/monitoring.md)."""
 
     page_port: Port | Literal["off"] = "auto"
-    """Port of the run's page. `auto`: 10085, or where that is in use a free port; 0: a free port; `off`: no
-    page. It listens where the server does if the admin token is set, else on this machine alone."""
+    """Port of the run's page. `auto`: 10085, or a free port if that is in use. 0: a free port. `off`: no
+    page. Other machines can reach the page only if the admin token is set."""
 
     recording: str = Field(default="all", pattern=r"^(all|off|every [1-9]\d{0,5})$")
-    """What the ledger keeps for people, besides what training needs: what is computed for each token, in
-    `all` steps or in one of `every N` (such as `every 10`), transcripts, and the calls of attempts that
-    failed. `off`: none of these."""
+    """What the ledger keeps for people, in addition to what training needs: transcripts, the calls of
+    failed attempts, and per-token values of `all` steps or of every N-th (`every 10`). `off`: none of
+    these."""
 
     recording_limit_mb: int = Field(default=20_480, ge=0)
-    """Maximum size of the ledger's calls, tokens and transcripts, in MiB: beyond it the oldest episodes that
-    can no longer train lose theirs. 0: no limit."""
+    """Maximum size of the ledger's calls, tokens and transcripts in MiB. Above it they are deleted for the
+    oldest episodes that can no longer train. 0: no limit."""
 
     interchange_server: InterchangeConfig = Field(default_factory=InterchangeConfig)
-    """The interchange server."""
+    """The server that hands out episodes and answers model calls."""
 
     task: TaskConfig = Field(default_factory=TaskConfig)
     """The task to train and evaluate on."""
 
     tasks: list[WeightedTaskConfig] = Field(default_factory=list[WeightedTaskConfig])
-    """Several tasks in one run instead of `task`, each with a weight. Names must be unique."""
+    """Several tasks in place of `task`, each with the keys of `task` and a weight. Names must be unique."""
 
     engine: EngineConfig = Field(default_factory=EngineConfig)
-    """The engine that samples and trains."""
+    """The engine that trains, and by default also samples."""
 
     inference: InferenceConfig = Field(default_factory=InferenceConfig)
-    """What samples model calls."""
+    """What samples the replies of model calls."""
 
     roles: dict[str, RoleConfig] = Field(default_factory=dict[str, RoleConfig])
-    """Further models that an episode may call besides `policy`, each under its name."""
+    """More models that an episode may call, by name, besides `policy` (docs/roles.md)."""
 
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Defaults for model calls."""
 
     training: TrainingConfig = Field(default_factory=TrainingConfig)
-    """GRPO. `sft` uses its optimizer settings, schedule, and checkpoints."""
+    """Training with GRPO. `method: sft` uses the optimizer, schedule and checkpoint keys."""
 
     sft: SftConfig = Field(default_factory=SftConfig)
     """Supervised training on chats, for `method: sft`."""
@@ -215,7 +212,7 @@ class RunConfig(Section):
     """Workers that the run starts."""
 
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
-    """Where the processes of a run are started."""
+    """Where the run's processes are started."""
 
     @field_validator("recording", "page_port", mode="before")
     @classmethod
@@ -272,19 +269,19 @@ class RunConfig(Section):
             return self
         if temperature == 0:
             raise ValueError(
-                "sampling.temperature: 0 takes the most probable token, which is no sample of a "
-                "distribution, so nothing would train; set it above 0"
+                "sampling.temperature: 0 takes the most probable token, which leaves no distribution to "
+                "train on; set it above 0"
             )
         teacher = self.training.distillation.teacher
         if self.engine.backend == "tinker":
-            alone = "a service of Tinker's protocol trains"
+            alone = "a Tinker service trains"
         elif teacher and self.roles[teacher].base_url:
             alone = f"the server of the teacher {teacher!r} scores"
         else:
             return self
         raise ValueError(
-            f"sampling.temperature: {temperature:g}: {alone} at temperature 1 alone; set it to 1, and "
-            "sampling.precedence: run if programs name another"
+            f"sampling.temperature: {temperature:g}: {alone} only at temperature 1; set it to 1, and "
+            "sampling.precedence: run if programs set another"
         )
 
     @model_validator(mode="after")
@@ -292,8 +289,8 @@ class RunConfig(Section):
         for name in self.roles:
             if not re.fullmatch(r"[a-z][a-z0-9_-]{0,63}", name) or name in RESERVED_ROLES:
                 raise ValueError(
-                    f"roles.{name}: a role's name has lower-case letters, digits, - and _, begins with a "
-                    f"letter, and is not {' or '.join(RESERVED_ROLES)}"
+                    f"roles.{name}: a role's name starts with a letter, has only lower-case letters, digits, "
+                    f"- and _, and is not {' or '.join(RESERVED_ROLES)}"
                 )
         return self
 
@@ -326,8 +323,8 @@ class RunConfig(Section):
         inference = self.inference
         if inference.on_publish == "continue" and self.engine.backend != "embedded":
             raise ValueError(
-                "inference.on_publish: continue needs engine.backend: embedded, since a service completes "
-                "the calls that it has; leave on_publish: move"
+                "inference.on_publish: continue needs engine.backend: embedded, because a Tinker service "
+                "finishes a call with the weights it started with; leave on_publish: move"
             )
         if not inference.has_replicas:
             return self
@@ -337,7 +334,7 @@ class RunConfig(Section):
             )
         if not self.engine.lora.rank and inference.on_publish == "finish":
             raise ValueError(
-                "inference.on_publish: finish needs replicas with several versions, which are adapters: set "
+                "inference.on_publish: finish needs several versions on a replica, so LoRA adapters: set "
                 "engine.lora.rank, or leave on_publish: move"
             )
         if inference.sleep and self.engine.devices > 1:
@@ -371,8 +368,8 @@ class RunConfig(Section):
             )
         if is_ray and not (self.enable_tinkerscript_mode and self.method == "grpo"):
             raise ValueError(
-                "cluster.launcher: ray starts what episodes need; method: sft, and enable_tinkerscript_mode: "
-                "false, run in one process"
+                "cluster.launcher: ray is for runs of several processes; method: sft and "
+                "enable_tinkerscript_mode: false have one"
             )
         if self.cluster.address and not is_ray:
             raise ValueError(f"cluster.address: {self.cluster.address!r} is for cluster.launcher: ray")
@@ -380,24 +377,24 @@ class RunConfig(Section):
 
     @property
     def episode_roles(self) -> dict[str, RoleConfig]:
-        """The roles that episodes may call: all but the teacher of distillation."""
+        """All roles but the teacher, which only scores."""
         teacher = self.training.distillation.teacher
         return {name: role for name, role in self.roles.items() if name != teacher}
 
     @property
     def key_variables(self) -> frozenset[str]:
-        """Names of the environment variables with the keys of roles' servers and the tokens of clients."""
+        """Environment variables with secrets: keys of the roles' servers and tokens of clients."""
         keys = (role.api_key_env for role in self.roles.values())
         tokens = (client.token_env for client in self.interchange_server.clients)
         return frozenset(filter(None, (*keys, *tokens)))
 
     @property
     def trained_roles(self) -> dict[str, RoleConfig]:
-        """The roles that train beside the policy."""
         return {name: role for name, role in self.roles.items() if role.kind == "trained"}
 
     def training_of(self, role: str) -> TrainingConfig:
-        """How the policy of a role that trains learns; empty: the run's own, which alone has a teacher."""
+        """Training settings of a trained role's policy (empty: the main policy). Only the main policy has
+        a teacher."""
         if not role:
             return self.training
         rate = self.roles[role].learning_rate or self.training.learning_rate
@@ -406,47 +403,47 @@ class RunConfig(Section):
 
     @property
     def slots(self) -> int:
-        """Episodes that the workers of the run hold at once, at most; 0: it starts none."""
+        """Maximum number of episodes that the run's own workers hold at once. 0: it starts no workers."""
         workers = self.workers
         number = max(workers.count, workers.max_count)
         return workers.concurrency * (number if self.enable_tinkerscript_mode else min(number, 1))
 
     @property
     def live_versions(self) -> int:
-        """Versions that replicas sample from at a time."""
+        """Versions that replicas sample training episodes from at a time."""
         return 1 + (self.max_policy_lag if self.inference.on_publish == "finish" else 0)
 
     @property
     def held_versions(self) -> int:
-        """Older versions than those that replicas may hold for evaluations."""
+        """Older versions that replicas have room to keep for evaluations."""
         return self.inference.max_loras - self.live_versions - 1 if self.engine.lora.rank else 0
 
     @property
     def max_policy_lag(self) -> int:
-        """`training.max_policy_lag`, also where the config leaves it open."""
+        """`training.max_policy_lag` with its default applied."""
         given = self.training.max_policy_lag
         return given if given is not None else int(not self.all_tasks)
 
     @property
     def replay_lag(self) -> int:
-        """Steps before a checkpoint whose episodes may train again after it."""
+        """How many steps before a checkpoint episodes may start and still train after it."""
         return 1 + max(self.max_policy_lag, self.training.replay_uses - 1)
 
     @property
     def max_transcript_bytes(self) -> int:
-        """Of one attempt's transcript, compressed; 0: none is recorded."""
+        """Maximum compressed size of an attempt's transcript. 0: transcripts are not recorded."""
         return 0 if self.recording == "off" else TRANSCRIPT.limit
 
     @property
     def all_tasks(self) -> list[WeightedTaskConfig]:
-        """The run's tasks with their weights; empty if clients register their own samples."""
+        """The run's tasks with their weights. Empty if clients register their own samples."""
         if self.tasks or not self.task.name:
             return list(self.tasks)
         return [WeightedTaskConfig(**self.task.model_dump())]
 
     def new_folder(self, now: datetime) -> Path:
-        """The folder of a new run: `experiment_dir`, for a URL the one of its name under `runs/`, and for
-        `auto` an unused name there."""
+        """Choose the folder of a new run. A URL gets the folder of its name under `runs/`, and `auto` an
+        unused name there."""
         if is_url(self.experiment_dir):
             return RUNS / name_of(self.experiment_dir)
         if self.experiment_dir != "auto":

@@ -1,10 +1,10 @@
-"""What a choice of an OpenAI-compatible server says about tokens: ids, logprobs, the prompt's ids.
+"""Reads the tokens in a reply of an OpenAI-compatible server: ids, logprobs, and the prompt's ids.
 
-Invariants: ids are read, never guessed. They come from the first of `SOURCES` that the server reported; if it
-reported several, they must agree, and ids and logprobs must have the same length. Without any, raw
-vocabulary pieces (`Ġhello`) are converted to ids only if the caller declares that the server sends them, or
-with proof that these are the sampled ids (`ids_of_pieces`). What cannot be a sample (a logprob of no
-probability, an id beyond the vocabulary, an aborted reply) is refused.
+Invariants: ids are read, never guessed, from the first of `SOURCES` that the server reported. Several
+sources must agree, and ids and logprobs must have the same length. Without any, raw vocabulary pieces
+(`Ġhello`) become ids only if the caller declares that the server sends them, or with proof that these are
+the sampled ids (`ids_of_pieces`). What cannot be a sample is refused: an impossible logprob, an id beyond
+the vocabulary, an aborted reply.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ NO_IDS_REMEDY = (
 )
 
 IdsSource = Literal["sampler", "token_ids", "logprobs_token_id", "token_id_text", "pieces"]
-"""Origin of sampled ids. `sampler`: the engine itself, through our gateway; the others are in `SOURCES`."""
+"""`sampler`: the engine itself, through our gateway. The others are in `SOURCES`."""
 
 SOURCES: tuple[IdsSource, ...] = ("token_ids", "logprobs_token_id", "token_id_text", "pieces")
 """Sources of ids in the order they are tried: `choice.token_ids` (vLLM, our gateway), `token_id` of each
-entry of `logprobs.content` (our gateway), `token: "token_id:123"` (vLLM), and vocabulary pieces as token
-texts."""
+entry of `logprobs.content` (our gateway), `token: "token_id:123"` (vLLM), and vocabulary pieces as
+token texts."""
 
+# Any other finish reason (`abort`, `content_filter`) means that the reply is incomplete or was changed.
 _STOP_REASONS: dict[str, StopReason] = {
     "stop": "stop",
     "tool_calls": "stop",
     "function_call": "stop",
     "length": "length",
 }
-"""After any other finish reason (`abort`, `content_filter`), the reply is incomplete or was changed."""
 
 _TOKEN_ID_TEXT = re.compile(r"token_id:(\d+)")
 _REPLACEMENT_CHARACTER = "\ufffd"
@@ -61,8 +61,6 @@ class PieceTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChoiceTokens:
-    """The tokens of one choice."""
-
     ids: IntArray
     """int32 [R]"""
 
@@ -74,8 +72,8 @@ class ChoiceTokens:
     """int32 [P] as reported by the server; None if it reported none."""
 
     constrained: bytes | None
-    """What a grammar did to each id (uint8 `TokenConstraint` [R]), empty without one; None if the server does
-    not tell."""
+    """`TokenConstraint` of each id (uint8 [R]), empty without a grammar; None if the server does not
+    report it."""
 
 
 def read_choice(
@@ -86,11 +84,11 @@ def read_choice(
     raw_pieces: bool = False,
     vocabulary: int | None = None,
 ) -> ChoiceTokens:
-    """Read the tokens of a choice, given as an `openai` object or a dictionary of OpenAI's shape.
+    """Read the tokens of a choice, an `openai` object or a dictionary of OpenAI's shape.
 
-    `response`: the reply that contains it, where some servers put ids. `tokenizer`: allows vocabulary pieces
-    as a last resort. `raw_pieces`: the server is known to send pieces as token texts. `vocabulary`: number of
-    the model's ids. Raises AlignmentError saying what is missing, wrong, or which sources disagree.
+    `response`: the reply around it, where some servers put ids. `tokenizer`: allows vocabulary pieces as a
+    last resort. `raw_pieces`: the server is known to send pieces as token texts. `vocabulary`: number of
+    the model's ids. Raises AlignmentError saying what is missing or wrong, or which sources disagree.
     """
     plain, around = as_plain(choice), plain_or_empty(response)
     ids, source = _reported_ids(plain) or _read_pieces(plain, tokenizer, declared=raw_pieces)
@@ -114,7 +112,7 @@ def read_choice(
 def read_stop_reason(choice: Any) -> StopReason:
     """Whether the choice ended at its token limit (`length`) or by itself (`stop`).
 
-    Raises AlignmentError for a choice that ended in another way, or does not say.
+    Raises AlignmentError for any other finish reason, or none.
     """
     reason = as_plain(choice).get("finish_reason")
     if not isinstance(reason, str) or reason not in _STOP_REASONS:
@@ -138,12 +136,11 @@ def as_plain(value: Any) -> Mapping[str, Any]:
 
 
 def plain_or_empty(value: Any) -> Mapping[str, Any]:
-    """The same, with an empty dictionary for None."""
     return {} if value is None else as_plain(value)
 
 
 def _prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any]) -> IntArray | None:
-    """The prompt's ids, int32 [P], of the choice or of the reply; None if there are none."""
+    """Ids of the prompt, int32 [P], from the choice or the reply; None if neither has them."""
     places = (choice.get("prompt_token_ids"), response.get("prompt_token_ids"))
     found = [read_ids(place, "prompt_token_ids") for place in places if place is not None]
     if len(found) == 2 and not np.array_equal(found[0], found[1]):
@@ -152,7 +149,7 @@ def _prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any]) -> IntAr
 
 
 def _logprobs(choice: Mapping[str, Any]) -> FloatArray | None:
-    """The sampled tokens' logprobs, float32 [R]; None if the choice has none.
+    """Logprobs of the sampled tokens, float32 [R]; None if the choice has none.
 
     Raises AlignmentError for values that are not the logarithm of a probability.
     """
@@ -173,7 +170,6 @@ def _logprobs(choice: Mapping[str, Any]) -> FloatArray | None:
 
 
 def _constrained(choice: Mapping[str, Any], response: Mapping[str, Any], number: int) -> bytes | None:
-    """Our gateway's `constrained`, on the choice or on the reply."""
     kinds = choice.get("constrained", response.get("constrained"))
     if kinds is None:
         return None
@@ -231,20 +227,20 @@ def _token_texts(choice: Mapping[str, Any]) -> list[str]:
 def ids_of_pieces(
     strings: Sequence[str], text: object, tokenizer: PieceTokenizer, *, declared: bool = False
 ) -> IntArray:
-    """Convert raw vocabulary pieces to ids, int32 [R], or raise AlignmentError if these may not be the
+    """Convert raw vocabulary pieces to ids, int32 [R]. Raises AlignmentError if these may not be the
     sampled ids.
 
-    `declared`: the server is known to send pieces, so nothing has to be proven. Every string must be a piece
-    all the same, and the ids must decode to the text, if there is one: decoded text is noticed by that.
+    With `declared`, the server is known to send pieces, so nothing has to be proven. Still, every string
+    must be a piece, and the ids must decode to the text, if there is one, which catches decoded text.
 
     `text` is the reply's text without special tokens. A string on the wire may be a piece or decoded text,
     which look alike: 'é' is the text of one token and the piece of the byte 0xE9. So the ids must decode to
     `text`, and the strings must spell it differently, which decoded text would not.
 
-    With byte-level BPE this is proof: decoded text, read as a piece, stands for the same characters or for
-    fewer, so the ids decode to the reply's text only if every string stands for the same characters both
-    ways, and then it spells one piece. With SentencePiece two pieces may decode alike (`A` and `<0x41>`; `▁a`
-    and `a` at the start), so a string with such a twin is refused.
+    With byte-level BPE this is proof: decoded text, read as a piece, stands for the same or fewer
+    characters, so the ids decode to the reply's text only if every string stands for the same characters
+    both ways, and then it spells one piece. With SentencePiece two pieces may decode alike (`A` and
+    `<0x41>`; `▁a` and `a` at the start), so a string with such a twin is refused.
     """
     ids = [_id_of(piece, tokenizer) for piece in strings]
     if declared:
@@ -279,7 +275,7 @@ def _check_sentencepiece(spoken: Sequence[tuple[str, int]], tokenizer: PieceToke
 
 
 def _spells_spaces(piece: str, tokenizer: PieceTokenizer) -> bool:
-    """Whether the vocabulary writes a space as `piece`. Decodes two, since some decoders drop the first."""
+    """Whether the vocabulary writes a space as `piece`. Decodes two, because some decoders drop the first."""
     number = _known(piece, tokenizer)
     return number is not None and tokenizer.decode([number, number]) in (" ", "  ")
 
@@ -287,12 +283,12 @@ def _spells_spaces(piece: str, tokenizer: PieceTokenizer) -> bool:
 def _id_of(piece: str, tokenizer: PieceTokenizer) -> int:
     number = _known(piece, tokenizer)
     if number is None:
-        raise _refusal(f"the token text {piece!r} is no piece of the vocabulary")
+        raise _refusal(f"the token text {piece!r} is not a piece of the vocabulary")
     return number
 
 
 def _known(piece: str, tokenizer: PieceTokenizer) -> int | None:
-    """The id of `piece`; None if there is none, even if the tokenizer returns the unknown token's id."""
+    """Id of `piece`, or None. Some tokenizers return the unknown token's id instead."""
     (number,) = tokenizer.convert_tokens_to_ids([piece])
     unknown = number == getattr(tokenizer, "unk_token_id", None) and piece != getattr(
         tokenizer, "unk_token", None
@@ -318,5 +314,5 @@ def read_ids(values: Any, what: str) -> IntArray:
         isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= value < 2**31
         for value in values
     ):
-        raise AlignmentError(f"{what} contains something that is no token id")
+        raise AlignmentError(f"{what} contains something that is not a token id")
     return np.array(values, dtype=np.int32)

@@ -10,10 +10,10 @@
 It owns the chat template, so that no environment can bypass it. Modeled on Marin's `InferenceContext`
 (github.com/marin-community/marin, issue 1744).
 
-Invariants: prompt ids reported by the server take precedence over a local rendering, and a difference is
-counted; a prompt is rendered in one way, without a silent fallback; sampled ids are read from the reply
-(`choices`) or the choice is refused; whatever in a request changes the distribution that is sampled from is
-on the call, or makes its tokens constrained; whatever is suspicious but accepted is counted in `warnings`.
+Invariants: prompt ids that the server reports take precedence over a local rendering, and differences are
+counted; there is no silent fallback to another rendering. Sampled ids are read from the reply (`choices`),
+or the choice is refused. Everything in a request that changes the sampled distribution is on the call, or
+makes its tokens constrained. Suspicious choices that are accepted are counted in `warnings`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ from tinkerscript.rollouts.call import (
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
 
-SHORT_RESPONSE = 5
-"""Responses with fewer tokens are counted as `short_response`."""
+SHORT_RESPONSE = 5  # Replies with fewer tokens are counted as `short_response`.
 
 Reward = float | Sequence[float] | FloatArray | Callable[[Rollout], FloatArray]
 """The episode's reward; or shares of it, one per response token [R]; or a function that returns them
@@ -57,26 +56,23 @@ Reward = float | Sequence[float] | FloatArray | Callable[[Rollout], FloatArray]
 PromptLike = str | Sequence[Mapping[str, Any]] | Sequence[int] | IntArray
 """A user message's text, a conversation in OpenAI's format, or the exact ids sent to the server."""
 
-Tools = Sequence[Mapping[str, Any]]
-"""Tools in OpenAI's format."""
+Tools = Sequence[Mapping[str, Any]]  # In OpenAI's format.
 
 PromptFormat = Literal["chat_template", "plain"]
-"""`plain`: `role: content` lines, for a model without a chat template; no chat model was trained on them."""
+"""`plain`: `role: content` lines, for a base model without a chat template."""
 
 RequestParameters = Mapping[str, Any]
-"""The parameters of a request by their names on the wire; those in `extra_body` count like the others."""
+"""Parameters of a request by their names on the wire. Those in `extra_body` count too."""
 
+# Parameters that force or forbid tokens, or change their probabilities one by one.
 _GRAMMARS = (
     *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("allowed_token_ids", "bad_words", "logit_bias", "json_schema", "regex", "ebnf", "structural_tag"),
 )
-"""Parameters of a request that force tokens, forbid them, or change their probabilities one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceChoice:
-    """One reply of a model."""
-
     response_text: str
     response_tokens: IntArray
     """int32 [R]"""
@@ -87,8 +83,6 @@ class InferenceChoice:
 
 @dataclass(frozen=True, slots=True)
 class InferenceResponse:
-    """A prompt and its replies."""
-
     prompt: str
     prompt_tokens: IntArray
     """int32 [P]"""
@@ -97,8 +91,6 @@ class InferenceResponse:
 
 
 class InferenceTurn(NamedTuple):
-    """One model call of a conversation."""
-
     prompt: PromptLike
     """Everything the model saw: the whole conversation so far."""
 
@@ -106,14 +98,11 @@ class InferenceTurn(NamedTuple):
     """The selected choice, as an `openai` object or a dictionary."""
 
     response: Any = None
-    """The reply that contains it, where some servers report the prompt's ids."""
+    """The reply around it, where some servers report the prompt's ids."""
 
     tools: Tools | None = None
-    """The tools of the request, which are part of the prompt."""
-
     request: RequestParameters | None = None
-    """The parameters of the request, which say what was sampled from: temperature, top-p, top-k, whether a
-    grammar was in force."""
+    """Parameters of the request, which tell what was sampled from: temperature, top-p, top-k, a grammar."""
 
 
 class InferenceContext:
@@ -135,10 +124,10 @@ class InferenceContext:
     ) -> None:
         """`tokenizer` is the served model's, with Hugging Face's methods.
 
-        `raw_pieces` declares that the server sends vocabulary pieces (`Ġhello`) as token texts, as Levanter's
-        does. `vocabulary` is the number of the model's ids, if it has more than the tokenizer.
-        `template_args` are passed to every rendering of its chat template. `logprob_kind` and `temperature`
-        say which distribution the reported logprobs are of, for replies whose request does not.
+        `raw_pieces` declares that the server sends vocabulary pieces (`Ġhello`) as token texts, as
+        Levanter's does. `vocabulary` is the number of the model's ids, if it exceeds the tokenizer's.
+        `template_args` go to every rendering of the chat template. `logprob_kind` and `temperature`
+        describe the reported logprobs of requests that do not say.
         """
         self.tokenizer: Any = tokenizer
         self.warnings: Counter[str] = Counter()
@@ -153,10 +142,10 @@ class InferenceContext:
     def tokenize_prompt(
         self, prompt: PromptLike, *, tools: Tools | None = None, **template_args: Any
     ) -> IntArray:
-        """Render a prompt by the chat template, with the generation prompt: int32 [P].
+        """Render a prompt with the chat template and generation prompt: int32 [P].
 
-        Ids pass through unchanged. Raises AlignmentError for an empty prompt, a tokenizer without a chat
-        template, or an empty result.
+        Ids pass through unchanged. Raises AlignmentError for an empty prompt or result, or a tokenizer
+        without a chat template.
         """
         if not isinstance(prompt, str) and not len(prompt):
             raise AlignmentError("the prompt is empty: the first sampled token needs a token before it")
@@ -189,8 +178,7 @@ class InferenceContext:
     def response_tokens_from_choice(self, choice: Any) -> IntArray:
         """Read the sampled ids, int32 [R].
 
-        Raises AlignmentError for a choice without ids, unless its token texts are proven to be vocabulary
-        pieces.
+        Raises AlignmentError without ids, unless the token texts are proven to be vocabulary pieces.
         """
         return self.tokens_from_choice(choice).ids
 
@@ -238,9 +226,9 @@ class InferenceContext:
         tools: Tools | None = None,
         request: RequestParameters | None = None,
     ) -> Rollout:
-        """Make a rollout of one prompt and one choice; the other arguments are those of `InferenceTurn`.
+        """Make a rollout of one prompt and one choice. The keyword arguments are those of `InferenceTurn`.
 
-        Raises AlignmentError for a choice whose ids or logprobs are missing, wrong, or disagree.
+        Raises AlignmentError for a choice with missing, wrong or contradictory ids or logprobs.
         """
         turn = InferenceTurn(prompt, choice, response, tools, request)
         (rollout,) = self.create_rollouts_from_turns([turn], env_name, env_example_id, reward)
@@ -270,7 +258,7 @@ class InferenceContext:
         self._warn(turn.response, tokens.ids, logprobs)
         constrained, logprob_kind = tokens.constrained, self._logprob_kind
         if constrained is None and _is_constrained(given):
-            # Nothing says where, nor whether the logprobs are of what the grammar left.
+            # Unknown where the grammar applied, and whether the logprobs are from before it.
             constrained, logprob_kind = bytes([TokenConstraint.UNKNOWN]) * len(tokens.ids), "unknown"
         return Call(
             call_id=f"{env_example_id}/{uuid4().hex}",
@@ -299,7 +287,7 @@ class InferenceContext:
     def _prompt_ids(self, turn: InferenceTurn, tokens: ChoiceTokens) -> IntArray:
         """The server's prompt ids, or a local rendering if it reports none.
 
-        Raises AlignmentError if the caller sent ids, and the server reports different ones.
+        Raises AlignmentError if the caller sent ids and the server reports others.
         """
         theirs = tokens.prompt_ids
         if theirs is not None and not len(theirs):
@@ -334,14 +322,13 @@ class InferenceContext:
 
 
 def _is_ids(prompt: PromptLike) -> bool:
-    """Whether a prompt is ids, not text or messages."""
     if isinstance(prompt, np.ndarray):
         return True
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], int | np.integer)
 
 
 def _given(turn: InferenceTurn) -> dict[str, Any]:
-    """What a request says. Raises AlignmentError for penalties that change logprobs as tokens repeat."""
+    """Parameters of a request. Raises AlignmentError for penalties that change logprobs as tokens repeat."""
     request = turn.request or {}
     given = {**request, **cast("Mapping[str, Any]", request.get("extra_body") or {})}
     for name in ("presence_penalty", "frequency_penalty"):

@@ -1,5 +1,4 @@
-"""The ledger of a run: what happened, in one database. `open_ledger` opens it by the URL in
-`interchange_server.store`."""
+"""The ledger of a run: one database with everything that happened in it."""
 
 from __future__ import annotations
 
@@ -17,18 +16,18 @@ POSTGRES = ("postgresql://", "postgres://")
 
 
 def is_shared(url: str) -> bool:
-    """Whether servers elsewhere may serve the episodes of the ledger that a URL names."""
+    """Whether several servers may take turns to serve the ledger's episodes."""
     return url.startswith(POSTGRES)
 
 
 def file_of(url: str, folder: Path) -> Path:
-    """The file of the ledger, in SQLite, that a URL names for the run in `folder`."""
+    """Path of a SQLite ledger, for the run in `folder`."""
     _, _, path = url.partition("://")
     return Path(path) if path else folder / LEDGER_FILE
 
 
 def is_here(url: str, folder: Path) -> bool:
-    """Whether the ledger is within reach of this machine: a trainer's may be with a server elsewhere."""
+    """Whether this machine can open the ledger. That of a remote server's run may be out of reach."""
     return is_shared(url) or file_of(url, folder).exists()
 
 
@@ -37,9 +36,9 @@ def open_ledger(url: str, folder: Path, durability: Literal["normal", "full"] = 
 
         sqlite                                         ledger.sqlite in the run's folder
         sqlite:///PATH                                 that file
-        postgresql://USER@HOST/DATABASE?schema=NAME    that schema; without a name, one of the run's
+        postgresql://USER@HOST/DATABASE?schema=NAME    that schema; default: one named after the run
 
-    Raises ConfigError for another URL, and StoreError for a ledger that cannot be used.
+    Raises ConfigError for any other URL, and StoreError for a ledger that cannot be used.
     """
     if is_shared(url):
         try:

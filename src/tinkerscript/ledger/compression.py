@@ -1,35 +1,34 @@
-"""Bytes of the ledger that are compressed where that pays."""
+"""Compression of the ledger's calls and tokens, where it saves space."""
 
 from __future__ import annotations
 
 import zstandard
 
+# Below this many bytes, a call is mostly ids and logprobs, which do not compress.
 PAYS_FROM = 1024
-"""Bytes. A smaller call is mostly ids and logprobs, and stays as it is."""
 
-ZSTD_LEVEL = 1
-"""Of zstd: logprobs barely compress at any level."""
+ZSTD_LEVEL = 1  # Higher levels take longer, and logprobs barely compress at any level.
 
+# The ledger may come from a stranger, where a few bytes could expand to gigabytes.
 MAX_CALL_BYTES = 256 * 2**20
-"""Of one call. A ledger may be from elsewhere, where a few bytes can stand for gigabytes."""
 
 _compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
 
 
 def packed(data: bytes) -> bytes:
-    """`data`, compressed if it is large. For one thread."""
+    """Compress `data` if it is large. Not thread-safe."""
     return _compressor.compress(data) if len(data) >= PAYS_FROM else data
 
 
 def unpacked(data: bytes) -> bytes:
-    """What was packed. Raises ValueError for what `packed` did not make."""
+    """Undo `packed`. Raises ValueError for any other bytes."""
     if not data.startswith(zstandard.FRAME_HEADER):
         return data
     try:
         size = zstandard.frame_content_size(data)
         if not 0 <= size <= MAX_CALL_BYTES:
             raise ValueError(
-                f"{size} bytes are packed, and at most {MAX_CALL_BYTES} are taken (-1: it does not say)"
+                f"{size} bytes are packed, more than the limit of {MAX_CALL_BYTES} (-1: size unknown)"
             )
         return zstandard.ZstdDecompressor().decompress(data)
     except zstandard.ZstdError as error:

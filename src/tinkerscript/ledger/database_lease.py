@@ -1,9 +1,9 @@
 """`DatabaseLease`: the right to serve a run's episodes, as one row in the database.
 
-The row has holder, epoch and expiry, by the database's clock. Who takes it raises the epoch; each transaction
-that writes checks its own (`fence`), so nothing is written for an epoch that is over.
-Invariant: a holder that the database does not answer gives up before another server may take the lease; one
-whose process was stopped learns from its first renewal or write afterwards whether it still leads.
+The row has a holder, an epoch, and an expiry by the database's clock. Taking the lease increments the
+epoch, and every writing transaction checks its own (`fence`), so a former holder cannot write. Invariant: a
+holder that gets no answer from the database gives up before another server may take the lease. A holder
+that was suspended learns that it lost the lease from its next renewal or write.
 """
 
 from __future__ import annotations
@@ -16,28 +16,21 @@ from typing import Any
 import psycopg
 from psycopg import AsyncConnection
 
-DATABASE_LEASE_S = 3.0
-"""Time without a renewal after which another server may take the lease, in seconds."""
-
-RENEW_S = 0.5
-"""Seconds between two renewals."""
-
-LEASE_POLL_S = 0.2
-"""Seconds between two looks of a server that waits for the lease."""
-
-LOST_LEASE = "TS001"
-"""SQLSTATE of a transaction whose epoch is over."""
+DATABASE_LEASE_S = 3.0  # Without a renewal, another server may take the lease after this many seconds.
+RENEW_S = 0.5  # Seconds between renewals.
+LEASE_POLL_S = 0.2  # Seconds between attempts of a server that waits for the lease.
+LOST_LEASE = "TS001"  # SQLSTATE of a transaction whose epoch is over.
 
 LEASE_TABLE = f"""
--- One row, whose key is the epoch: a transaction that locks it FOR KEY SHARE keeps the next leader waiting,
--- who changes the key, but not the renewals, which do not.
+-- The row's key is its epoch. A transaction that locks it FOR KEY SHARE blocks the next leader, who changes
+-- the key, but not renewals, which do not.
 CREATE TABLE {{schema}}.lease (
     epoch bigint PRIMARY KEY,
     holder text NOT NULL,
     expires_at timestamptz NOT NULL
 );
 INSERT INTO {{schema}}.lease VALUES (0, '', '-infinity');
--- First in each transaction that writes: nobody else leads before it ends.
+-- Each writing transaction calls this first: no other server can take the lease before it ends.
 CREATE FUNCTION {{schema}}.fence(expected bigint) RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
     PERFORM set_config('lock_timeout', '2s', true),
@@ -48,23 +41,22 @@ BEGIN
     END IF;
 END $$;
 """
-"""Creates the lease in a run's schema, and the function that each transaction calls first."""
 
 Connection = AsyncConnection[tuple[Any, ...]]
 
 logger = logging.getLogger(__name__)
 
+# So that a server suspended inside a transaction cannot block the others for long.
 TIMEOUTS = b"SET LOCAL lock_timeout = '2s'; SET LOCAL idle_in_transaction_session_timeout = '2s'"
-"""Of a transaction: nobody waits long for a server that is stopped in one."""
 
 
 class DatabaseLease:
-    """Takes the lease, and renews it in a task of its own until it is lost or released."""
+    """Takes the lease and renews it in a background task until it is lost or released."""
 
     def __init__(
         self, connection: Connection, schema: str, *, holder: str, lost: Callable[[str], None]
     ) -> None:
-        """`connection`: for the lease alone. `lost(reason)` is called if a lease that was taken is lost."""
+        """`connection` is used only for the lease. `lost(reason)` is called if a held lease is lost."""
         self._connection = connection
         self._schema = schema
         self._holder = holder
@@ -72,10 +64,10 @@ class DatabaseLease:
         self._epoch = 0
         self._renewing: asyncio.Task[None] | None = None
         self._silence: asyncio.TimerHandle | None = None
-        """Runs while the database has not answered a renewal."""
+        """Fires if the database does not answer a renewal in time."""
 
     async def take(self) -> int:
-        """Wait until nobody holds the lease, and take it; returns its epoch. Raises psycopg.Error."""
+        """Wait until the lease is free and take it. Returns its epoch. Raises psycopg.Error."""
         waiting = False
         while not await self._try():
             if not waiting:
@@ -97,13 +89,12 @@ class DatabaseLease:
                     (self._holder, DATABASE_LEASE_S),
                 )
         except psycopg.errors.LockNotAvailable:
-            return False  # The transaction of a leader that is late, or another server that takes it.
+            return False  # A slow transaction of the leader, or another server that takes the lease.
         if epoch is not None:
             self._epoch = epoch
         return epoch is not None
 
     async def _keep(self) -> None:
-        """Renew until cancelled, or until the lease is lost."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -118,7 +109,7 @@ class DatabaseLease:
             self._give_up(f"the lease cannot be renewed: {error}")
 
     async def _extend(self, seconds: float) -> bool:
-        """Let the lease run out in so many seconds; False if it is another server's now."""
+        """Set the lease to expire after `seconds`. Returns False if another server has it."""
         renewed = await self._value(
             f"UPDATE {self._schema}.lease SET expires_at = clock_timestamp() + %s * interval '1 second' "
             "WHERE epoch = %s RETURNING epoch",
@@ -137,13 +128,12 @@ class DatabaseLease:
             self._renewing.cancel()
 
     async def release(self) -> None:
-        """Let another server have the lease at once. Raises psycopg.Error."""
+        """Let another server take the lease at once. Raises psycopg.Error."""
         self._stop()
         if self._renewing is not None:
             await asyncio.gather(self._renewing, return_exceptions=True)
         await self._extend(0)
 
     async def _value(self, query: str, parameters: tuple[object, ...] = ()) -> Any:
-        """The first column of the first row; None without a row."""
         row = await (await self._connection.execute(query.encode(), parameters)).fetchone()
         return None if row is None else row[0]

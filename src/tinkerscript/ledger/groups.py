@@ -1,4 +1,4 @@
-"""`recorded_groups`: the episodes of a run as groups of rollouts, for other trainers and for analysis."""
+"""`recorded_groups`: a run's episodes as groups of rollouts, for other trainers and for analysis."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ SELECT sequence, uuid, coalesce(v.reward, e.reward), result,
 
 
 class _Member(NamedTuple):
-    """A row of `_MEMBERS`."""
-
     sequence: int
     uuid: str
     reward: float
@@ -53,14 +51,12 @@ class _Result(msgspec.Struct):
 
 
 def recorded_groups(run_dir: Path, *, trains_constrained: bool = False) -> Iterator[RolloutGroup]:
-    """The training episodes with a result in a run's `ledger.sqlite`, by group, in the order in which groups
-    began.
+    """Yield a run's training episodes that have a result, by group, in order of the groups' start.
 
-    A group may be smaller than planned, and no step need have trained on it. Left out are episodes that were
-    set aside as misaligned, those whose calls were dropped (`recording_limit_mb`), and those that their judge
-    failed to judge; where a judge saw the group, its verdicts are the rewards. Rewards are on the
-    rollouts too, whose `env_example_id` is the group's. `trains_constrained`: see `merge_calls`. Raises
-    ConfigError for a folder without such a ledger.
+    A group may be smaller than planned, and need not have trained. Episodes are left out if they were set
+    aside as misaligned, lost their calls to `recording_limit_mb`, or could not be judged. A judge's
+    verdicts replace rewards. Each rollout has its episode's reward, and its group as `env_example_id`.
+    `trains_constrained`: see `merge_calls`. Raises ConfigError if the folder has no such ledger.
     """
     path = run_dir / LEDGER_FILE
     if not path.is_file():

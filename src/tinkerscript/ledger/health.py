@@ -1,7 +1,8 @@
-"""The health of a run: what trains nothing, or ruins the model, as rows that the page and the terminal show.
+"""The health of a run, as rows for the page and the terminal: signs that it learns nothing or ruins the
+model.
 
-Invariant: rows judge the last steps against earlier ones by metrics alone: they cost the same after a
-million episodes.
+Invariant: rows compare metrics of the last steps with earlier ones, so they cost the same after a million
+episodes.
 """
 
 from __future__ import annotations
@@ -18,63 +19,57 @@ from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.ledger.reading import NamedRow
 from tinkerscript.rollouts.alignment.checks import ERRORS
 
-JUDGED_STEPS = 10
-"""Steps that a row judges."""
+JUDGED_STEPS = 10  # The rows judge this many of the last steps.
 
+# A trend averages windows of `WINDOW` steps: smaller ones in a short run, so that there are at least four,
+# and larger ones in a long run, so that there are at most `WINDOWS`.
 WINDOW, WINDOWS = 5, 40
-"""Steps that are averaged to see a trend, at most a quarter of all; in a long run more of them, so
-that there are at most `WINDOWS`."""
 
-SURE = 2.5
-"""Standard errors between the best window and the last one. They are taken generously (`_Reward.of`)."""
+SURE = 2.5  # Standard errors between the best window and the last that count as a fall.
 
 _SCORES = """
 SELECT sample, avg(reward), min(uuid) FROM episodes
     WHERE step = ? AND label = ? AND episode_type = 'eval' AND undone = 0 GROUP BY sample
 """
 
-NORMAL_95 = 1.96
-"""Standard errors to each side of a mean that hold 95% of a normal distribution."""
+NORMAL_95 = 1.96  # Standard errors around a mean that hold 95% of a normal distribution.
 
 Kind = Literal["good", "warn", "bad"]
 
 
 class Gain(BaseModel):
-    """The change of a sample's mean reward between two evaluations, over the samples that both have."""
+    """Change of the samples' mean rewards between two evaluations, over the samples in both."""
 
     mean: float
-    margin: float = Field(description="To each side of the mean: a 95% interval, from the samples' spread.")
+    margin: float = Field(description="Half the width of a 95% interval, from the samples' spread.")
     samples: int
 
 
 class HealthRow(BaseModel):
-    """One thing about a run that may go wrong."""
-
     name: str
     label: str
     meaning: str
     value: str
     kind: Kind
-    words: str = Field(default="", description="What it means, and what to do, unless the row is good.")
+    words: str = Field(default="", description="Diagnosis and remedy; empty if the row is good.")
 
-    def told(self) -> str:
-        """The row in a line, for a terminal."""
+    def line(self) -> str:
         return f"{self.label.lower()} {self.value}: {self.words}"
 
 
 class BestScore(BaseModel):
-    """The evaluation with the highest score, if the last one is lower beyond its interval."""
+    """The evaluation with the highest score, if the last one is significantly lower."""
 
     label: str
     step: int
     score: float
     last: float
-    loss: Gain = Field(description="Of the last evaluation over the best one, sample by sample.")
+    loss: Gain = Field(description="From the best evaluation to the last, sample by sample.")
 
 
 @dataclass(frozen=True)
 class _Trend:
-    """A metric's windows: the mean of each, counted from the end, so that 0 is the last."""
+    """Means of a metric's windows, counted from the end: 0 is the last."""
 
     means: dict[int, float]
 
@@ -95,8 +90,6 @@ class _Trend:
 
 
 class _Steps:
-    """The metrics of a run's steps."""
-
     def __init__(self, ledger: LedgerReader) -> None:
         self._ledger = ledger
         self.last = int(ledger.number("SELECT max(step) FROM steps WHERE undone = 0") or 0)
@@ -114,7 +107,7 @@ class _Steps:
         return [value for (value,) in self._ledger.rows(query, (name, max(0, self.last - JUDGED_STEPS)))]
 
     def recent_mean(self, name: str, weight: str) -> float | None:
-        """Of the recent steps, each weighted by another metric of it; None if no step has both."""
+        """Mean over the recent steps, weighted by another metric. None if no step has both."""
         query = """
             SELECT sum(a.value * b.value) / nullif(sum(b.value), 0)
             FROM metrics AS a JOIN metrics AS b ON b.step = a.step
@@ -143,14 +136,12 @@ _NAMED = "name = ? AND undone = 0"
 
 @dataclass(frozen=True)
 class _Reward:
-    """How the training reward moved."""
-
     trend: _Trend
     fell: bool
-    """Below the best window, beyond chance."""
+    """Significantly below the best window."""
 
     rose: bool
-    """Above the first window, beyond chance."""
+    """Significantly above the first window."""
 
     @classmethod
     def of(cls, steps: _Steps) -> _Reward:
@@ -158,7 +149,8 @@ class _Reward:
         if not means:
             return cls(means, fell=False, rose=False)
         variance = steps.trend("reward/deviation", "avg(value * value)").means
-        # The samples differ in difficulty, so a group counts once, however many episodes it has.
+        # The unit is a group, not an episode, because samples differ in difficulty. That makes the errors
+        # generous.
         counts = [steps.trend(f"groups/{name}", "sum(value)").means for name in ("trained", "same_reward")]
 
         def error(window: int) -> float:
@@ -198,7 +190,7 @@ def health_rows(ledger: LedgerReader) -> list[HealthRow]:
 
 
 def verdict(rows: Sequence[HealthRow]) -> str:
-    """One phrase for people: `all well`, or what deserves a look, worst first."""
+    """A phrase for people: `all well`, or what deserves a look, worst first."""
     for kind, phrase in (("bad", "needs attention"), ("warn", "worth a look")):
         if found := [row.label for row in rows if row.kind == kind]:
             return f"{phrase}: {', '.join(found)}".lower()
@@ -206,7 +198,7 @@ def verdict(rows: Sequence[HealthRow]) -> str:
 
 
 def best_score(ledger: LedgerReader) -> BestScore | None:
-    """None unless the last evaluation is lower than an earlier one beyond the interval."""
+    """None unless the last evaluation is significantly lower than an earlier one."""
     rows = _scored(ledger)
     if len(rows) < 2:
         return None
@@ -221,7 +213,6 @@ def best_score(ledger: LedgerReader) -> BestScore | None:
 
 
 def _scored(ledger: LedgerReader) -> list[NamedRow]:
-    """The evaluations that have a score, in order."""
     return ledger.rows(
         "SELECT label, step, score FROM evaluations "
         "WHERE undone = 0 AND score IS NOT NULL ORDER BY step, time"
@@ -237,7 +228,7 @@ def _score(ledger: LedgerReader) -> HealthRow | None:
     row = HealthRow(
         name="held_out",
         label="Held-out score",
-        meaning="of samples that do not train; bad if it fell beyond its 95% interval",
+        meaning="on samples that do not train; bad if it fell by more than its 95% interval",
         value=f"{rows[0]['score']:.3f} → {rows[-1]['score']:.3f}",
         kind="good",
     )
@@ -254,7 +245,7 @@ def _rewards(reward: _Reward) -> HealthRow | None:
         return None
     words = (
         f"it fell from {max(reward.trend.means.values()):.3f} to {reward.trend.last:.3f}: lower "
-        "training.learning_rate, and go on from a checkpoint before the fall"
+        "training.learning_rate, and resume from a checkpoint before the fall"
     )
     return HealthRow(
         name="reward",
@@ -275,7 +266,7 @@ def _trained(steps: _Steps) -> HealthRow | None:
     return HealthRow(
         name="trained",
         label="Steps that trained",
-        meaning="of the last ones; the others left the weights as they were",
+        meaning="of the last ones; the others did not change the weights",
         value=f"{len(trained) - idle} of the last {len(trained)}",
         kind=kind,
         words="" if kind == "good" else _why_idle(steps),
@@ -296,7 +287,6 @@ def _left_out(errors: Sequence[NamedRow]) -> str:
 
 
 def _difficulty(steps: _Steps) -> str:
-    """What groups of equal rewards say about the task."""
     mean = steps.recent_mean("groups/same_reward_mean", "groups/same_reward")
     known = steps.range("reward/lowest", "reward/highest")
     if mean is None or known is None:
@@ -314,7 +304,7 @@ def _equal(steps: _Steps, reward: _Reward) -> HealthRow:
     groups = equal + trained + sum(steps.recent("groups/dropped"))
     words = _difficulty(steps)
     is_much = groups > 0 and equal > 0.5 * groups
-    # A task that has been learned has such groups too: nothing is wrong with the run.
+    # A run that has learned its task has such groups too, so they are no warning then.
     saturated = is_much and reward.rose and words.startswith("too easy")
     return HealthRow(
         name="equal",
@@ -346,7 +336,6 @@ def _cut_off(ledger: LedgerReader, steps: _Steps) -> HealthRow | None:
 
 
 def _what_cuts(ledger: LedgerReader, steps: _Steps) -> str:
-    """Which limit ends the replies: the config's, or one that the task or the agent sets for its calls."""
     limit = ledger.setting("sampling", "max_tokens")
     longest = max(steps.recent("response_tokens/max"), default=None)
     if limit is None or longest is None:
@@ -468,9 +457,9 @@ def _gradients(steps: _Steps) -> HealthRow | None:
     )
 
 
+# A step goes too far above these: KL divergence from before the step, in nats per token, and the share of
+# tokens with a clipped ratio.
 FAR_NATS, MUCH_CLIPPED = 0.1, 0.5
-"""From here on a step goes too far: nats a token between the policies before and after it, and the share of
-tokens whose ratio is clipped."""
 
 
 def _rate(steps: _Steps) -> HealthRow | None:
@@ -482,32 +471,30 @@ def _rate(steps: _Steps) -> HealthRow | None:
     return HealthRow(
         name="rate",
         label="Size of a step",
-        meaning="how far the policy moves within a step, in nats a token, and the tokens clipped on the way",
+        meaning="how far a step moves the policy, in nats per token, and the share of tokens clipped",
         value=f"{nats:.2g} nats" + (f", {share:.0%} clipped" if clipped else ""),
         kind="warn" if is_far else "good",
-        words="each step goes far: lower training.learning_rate, or train fewer minibatches and epochs a step"
+        words="each step goes far: lower training.learning_rate, minibatches or epochs_per_batch"
         if is_far
         else "",
     )
 
 
-SampleScores = dict[str, tuple[float | None, str]]
-"""Sample -> its mean reward, and the uuid of an episode of it."""
+SampleScores = dict[str, tuple[float | None, str]]  # Sample -> mean reward, and the uuid of one episode.
 
 
 def sample_scores(ledger: LedgerReader, *, step: int, label: str) -> SampleScores:
-    """The mean reward of each sample in one evaluation."""
     found = ledger.rows(_SCORES, (step, label))
     return {bytes(sample).hex(): (score, uuid) for sample, score, uuid in found}
 
 
 def margin_of(values: Sequence[float]) -> float:
-    """To each side of the mean of two values or more: a 95% interval, from their spread."""
+    """Half the width of a 95% interval around the mean of two or more values."""
     return NORMAL_95 * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def gain(before: SampleScores, after: SampleScores) -> Gain | None:
-    """None with fewer than two samples that have a score in both: nothing says how sure it would be."""
+    """None if fewer than two samples have both scores: there is no spread to judge by."""
     changes: list[float] = []
     for sample in before.keys() & after.keys():
         old, new = before[sample][0], after[sample][0]

@@ -1,9 +1,9 @@
-"""Where a run goes on: from which checkpoint, and what of the past still counts.
+"""From which checkpoint a run resumes, and which earlier work still counts.
 
 A run resumed from the checkpoint of step k builds on the policy versions published up to k. Later steps are
-undone, in one transaction with the row of the resumption. What started by then and no step up to k used goes
-on or trains again, unless later weights sampled any of its group: such a group is given up, and its sample
-comes first in line.
+undone in the same transaction that records the resumption. Groups that had started by then and that no step
+up to k used continue or train again, unless undone weights sampled part of them: then the group is given
+up, and its sample is asked first.
 """
 
 from __future__ import annotations
@@ -31,99 +31,95 @@ T = TypeVar("T")
 
 
 class RowWriter(Protocol):
-    """What takes a trainer's rows: the ledger itself, or the link to the server that has it."""
+    """Takes a trainer's rows: the ledger itself, or the link to the server that has it."""
 
     def note(self, rows: Collection[TrainerRow]) -> None:
-        """Write rows, in one transaction, without waiting for it."""
+        """Write rows in one transaction, without waiting for the commit."""
         ...
 
     async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
-        """Write rows in one transaction; return once they, and all before them, are committed."""
+        """Write rows in one transaction, and return once these and all earlier rows are committed."""
         ...
 
 
 class PlannedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode that can train in the next step."""
-
     episode_uuid: str
     group_id: str
     position: int
     step: int
-    """The first that could train on it."""
+    """The first step that could train on it."""
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a run that a trainer builds on."""
+    """What a trainer builds on: the part of the run that still counts."""
 
     resumption: int = 1
-    """Its number: 1 for a new run."""
+    """Number of the resumption; 1 for a new run."""
 
     step: int = 0
-    """Step of the checkpoint to go on from; 0: the initial weights."""
+    """Step of the checkpoint to resume from. 0: the initial weights."""
 
     checkpoint: CheckpointRow | None = None
     evaluations: list[EvaluationRow] = []
     interrupted: list[int] = []
-    """Earlier steps whose evaluations during training have begun and not ended."""
+    """Earlier steps with an evaluation that was started and not finished."""
 
     versions: dict[int, int] = {}
-    """Policy version -> training steps behind it, of those that still count."""
+    """Policy version -> training steps behind it, for versions that still count."""
 
     newest_version: int = -1
-    """The highest that was ever published; -1 before the first."""
+    """The highest ever published, undone or not; -1 before the first."""
 
     planned: list[PlannedRow] = []
-    """Episodes that have started, in groups that can still train."""
+    """Started episodes of groups that can still train."""
 
     planned_groups: int = 0
-    """Groups that were planned for the next step, those that cannot train any more included, but for those
-    that were set aside: others take their place."""
+    """Groups planned for the next step, including those that can no longer train. Groups that were set
+    aside do not count, so that others take their place."""
 
     next_position: int = 0
-    """In the order of training samples: the first that is unused."""
+    """First unused position in the order of training samples."""
 
     again: list[int] = []
-    """Positions before it whose groups were given up because weights sampled them that are undone."""
+    """Earlier positions to ask again: undone weights sampled their groups, which were given up."""
 
     replayed: list[TrainedRow] = []
     """What the latest steps trained on, by step, role, place and episode."""
 
     verdicts: dict[int, float] = {}
-    """Episode -> what the judge of its group said, of those that may train in a later step."""
+    """Episode -> reward from the judge, for episodes that may still train."""
 
     open_until: int = 0
-    """The last end number among the outcomes that wait for this trainer; 0: none waits."""
+    """The last end number among the outcomes waiting for this trainer. 0: none."""
 
 
 class Tally(msgspec.Struct, kw_only=True):
-    """How the episodes of a run ended."""
-
     train_accepted: int = 0
     planned_accepted: int = 0
-    """Of those: the ones that a training step planned."""
+    """The part of `train_accepted` that was planned by a training step."""
 
     eval_accepted: int = 0
     failed: int = 0
     cancelled: int = 0
     retries: int = 0
-    """Failed attempts of episodes that ended with a result later."""
+    """Failed attempts of episodes that later ended with a result."""
 
     left_out: int = 0
-    """Results that no step used for a reason of their own, not their group's."""
+    """Results that no step used, for a reason that does not concern their group."""
 
     lost: int = 0
-    """The trainer's episodes that have not ended, or whose outcome it neither used nor left out."""
+    """The trainer's episodes that never ended, or whose outcome it neither used nor left out."""
 
 
 class Beginning(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ledger alone says of a run that goes on."""
+    """What the ledger alone knows about a run to resume."""
 
     history: History
     used: dict[int, str]
-    """What became of episodes, by sequence, in the steps that are undone, and in no step before."""
+    """Episode sequence -> outcome, for episodes that only undone steps used."""
 
     spoiled: frozenset[int]
-    """Episodes that no step before used and that weights sampled, or were claimed from, which are undone."""
+    """Unused episodes that undone weights sampled, or that were claimed while these were the newest."""
 
 
 _SPOILED = """
@@ -154,28 +150,28 @@ LAST_STEP = "SELECT coalesce(max(step), 0) FROM {s}steps"
 
 
 def check_covers(last_step: int, checkpoints: Collection[int]) -> None:
-    """Raises ConfigError if a ledger ends before one of the `checkpoints`, the steps of those that are
-    whole."""
+    """Raise ConfigError if the ledger ends before the newest complete checkpoint, given by their steps."""
     if checkpoints and max(checkpoints) > last_step:
         raise ConfigError(
             f"the ledger ends with step {last_step}, before the checkpoint of step {max(checkpoints)}: it "
-            "has been cut short or replaced; put the whole ledger back, or remove the later checkpoints to "
-            "go on from what it has"
+            "was truncated or replaced; restore the whole ledger, or remove the later checkpoints to "
+            "resume from what it has"
         )
 
 
 async def begin(ledger: Ledger, checkpoints: Collection[int], *, time: float) -> Beginning:
-    """`find_beginning`; the writes of `undo_later` are not committed yet. Raises ConfigError."""
+    """Find where to resume, and undo the steps after it. The writes are not committed yet. Raises
+    ConfigError."""
     beginning = await find_beginning(ledger, checkpoints)
     undo_later(ledger, beginning.history, time=time)
     return beginning
 
 
 async def find_beginning(ledger: Ledger, checkpoints: Collection[int], *, replay_lag: int = 0) -> Beginning:
-    """Find the newest of `checkpoints` (the steps whose checkpoints are complete) that has a row.
+    """Find the newest of `checkpoints` (steps with a complete checkpoint) that the ledger has a row for.
 
-    `replay_lag`: of how many steps before the next one to say what they trained on. Raises ConfigError for a
-    ledger that is older than a checkpoint.
+    `replay_lag`: for how many steps before the next one `History.replayed` is filled. Raises ConfigError if
+    the ledger is older than a checkpoint.
     """
     ((last_step,),) = await ledger.read(LAST_STEP)
     check_covers(last_step, checkpoints)
@@ -226,12 +222,12 @@ async def find_beginning(ledger: Ledger, checkpoints: Collection[int], *, replay
 
 
 async def given_up_positions(ledger: Ledger, history: History) -> list[int]:
-    """`History.again`, once the resumption is committed."""
+    """`History.again`, to be read after the resumption is committed."""
     return [each for (each,) in await ledger.read(_AGAIN, (history.next_position - 1,))]
 
 
 def undo_later(ledger: Ledger, history: History, *, time: float) -> None:
-    """Write the resumption, and undo every step after its checkpoint."""
+    """Record the resumption, and undo every step after its checkpoint."""
     ledger.put(ResumptionRow(resumption=history.resumption, step=history.step, time=time))
     for kind in UNDONE:
         stays = f" AND outcome != '{Use.SET_ASIDE}'" if kind is TrainedRow else ""
@@ -250,7 +246,6 @@ FROM {s}episodes GROUP BY state, failure, episode_type
 
 
 async def tally(ledger: Ledger) -> Tally:
-    """How the episodes of the trainer and of clients ended so far, by what is committed."""
     found = Tally()
     for state, failure, kind, number, planned, lost in await ledger.read(_ENDS):
         found.lost += int(lost)

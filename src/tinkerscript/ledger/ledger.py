@@ -1,9 +1,8 @@
 """`Ledger`: what happened in a run, in a database that outlives the process.
 
-Invariant: nothing is answered before it is committed. Rows from successive turns of the event loop share one
-transaction, up to a limit, and so do those that arrive while the previous transaction is being written; it is
-written once a turn brings no more. `await durable()` returns, and `after_commit` callbacks run, only after
-the commit, in the order of the writes. Reads see committed rows only.
+Invariant: nothing is answered before it is committed. Writes of a few event-loop iterations, and those that
+arrive during a commit, share the next transaction. `durable()` returns, and `after_commit` callbacks run,
+after the commit and in the order of the writes. Reads see only committed rows.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from tinkerscript.rollouts.call import Call
 
 logger = logging.getLogger(__name__)
 
+# Group commit: writes of up to this many event-loop iterations share a transaction, unless it gets large
+# before, because SQLite commits on the event loop.
 GATHERED_TURNS = 8
-"""Turns of the event loop whose writes share a transaction."""
 
 GATHERED_WRITES = 64
 
 GATHERED_BYTES = 2**18
-"""A transaction of this size waits for nothing more, because SQLite writes it on the event loop."""
 
 R = TypeVar("R", bound=Row)
 
@@ -41,7 +40,7 @@ _decode_call = msgspec.msgpack.Decoder(Call).decode
 
 
 class Statement(msgspec.Struct, frozen=True):
-    """SQL with `?` for each parameter and `{s}` before each table's name."""
+    """SQL with `?` for each parameter and `{s}` before each table name."""
 
     sql: str
     parameters: tuple[Any, ...] = ()
@@ -49,16 +48,15 @@ class Statement(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class WriteBatch:
-    """The writes of one transaction: rows, and then statements."""
+    """The writes of one transaction: rows, then statements."""
 
     rows: dict[type[Row], dict[Any, Row]] = field(default_factory=dict[type[Row], dict[Any, Row]])
-    """By table and key, the row that stays; in a table without keys, or whose rows are written `ONCE`, by
-    their place."""
+    """Table -> key -> the row to write. Where all rows are kept (no key, or `ONCE`), the key is a counter."""
 
     statements: list[Statement] = field(default_factory=list[Statement])
     count: int = 0
     size: int = 0
-    """Bytes of what is large in the rows."""
+    """Approximate bytes of the large columns."""
 
     callbacks: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     waiters: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
@@ -69,30 +67,28 @@ class WriteBatch:
 
 
 class Ledger(ABC):
-    """The tables of `rows`. A database implements the abstract methods; this class groups the writes.
+    """The tables of `rows`. Subclasses are databases; this class groups the writes.
 
-    One server at a time writes in a ledger that several share (`is_shared`): `lead` waits for the right to. A
-    server that loses it finds that its ledger has failed; another server has the episodes now.
+    If several servers share a ledger (`is_shared`), one at a time may write: `lead` waits for that right. A
+    server that loses it sees its ledger fail, because another server has the episodes by then.
     """
 
     is_shared: ClassVar[bool] = False
-    """Whether servers elsewhere may serve the same episodes."""
 
     def __init__(self) -> None:
         self._batch = WriteBatch()
         self._committing: asyncio.Task[None] | None = None
-        """Set from the first write of a batch until no batch is left."""
+        """Set from the first write of a batch until no writes are pending."""
 
         self.bytes_put = 0
-        """Bytes of what is large in the rows that were put."""
+        """Bytes of the large columns written so far."""
 
         self._failure: StoreError | None = None
         self._failed = asyncio.Event()
 
     @abstractmethod
     async def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """The committed rows that a SELECT finds, with `?` and `{s}` as in a `Statement`. Raises
-        StoreError."""
+        """Run a SELECT on committed rows, with `?` and `{s}` as in `Statement`. Raises StoreError."""
 
     @abstractmethod
     async def write(self, batch: WriteBatch) -> None:
@@ -100,17 +96,18 @@ class Ledger(ABC):
 
     @abstractmethod
     async def release(self) -> None:
-        """Release files and connections. Nothing is called afterwards."""
+        pass
 
     async def lead(self) -> int:
-        """Wait until this server alone may write; returns the epoch, which grows with every such server.
+        """Wait until only this server may write. Returns the epoch, which is higher than any earlier
+        server's.
 
         0 for a ledger that is not shared. Raises StoreError.
         """
         return 0
 
     async def agree(self, name: str, value: bytes) -> bytes:
-        """What all servers of these episodes have under `name`: `value`, unless another one was first.
+        """Return what all servers of the run store under `name`: `value`, unless another one was first.
 
         Raises StoreError.
         """
@@ -119,26 +116,25 @@ class Ledger(ABC):
     # Reading
 
     async def rows(self, kind: type[R], rest: str = "", parameters: Sequence[Any] = ()) -> list[R]:
-        """The rows of a table. `rest`: what follows its name in a SELECT."""
+        """Rows of a table. `rest` follows its name in the SELECT."""
         found = await self.read(
             f"SELECT {', '.join(columns(kind))} FROM {{s}}{kind.TABLE} {rest}", parameters
         )
         return [row_of(kind, each) for each in found]
 
     async def calls(self, claims: Iterable[tuple[int, int]]) -> list[list[Call]]:
-        """The calls of each claim (an episode's sequence, and an attempt), oldest first."""
+        """Calls of each claim (episode sequence and attempt), oldest first."""
         return [decoded(await self.read(CALLS_OF_CLAIM, claim)) for claim in claims]
 
     # Writing
 
     def put(self, row: Row) -> None:
-        """Write a row."""
         batch = self._open_batch()
         kind = type(row)
         found = batch.rows.get(kind)
         if found is None:
             found = batch.rows[kind] = {}
-        # The database refuses the second of two rows that are written `ONCE`, also within a transaction.
+        # `ONCE` rows keep a counter as their key, so that the database sees a duplicate and refuses it.
         has_key = kind.KEY and not kind.ONCE
         key = key_of(kind)(row) if has_key else len(found)
         if not (kind.KEEPS_FIRST and key in found):
@@ -149,18 +145,17 @@ class Ledger(ABC):
         self.bytes_put += size
 
     def note(self, rows: Iterable[Row]) -> None:
-        """Write rows, in one transaction."""
+        """Write rows in one transaction."""
         for row in rows:
             self.put(row)
 
     async def commit(self, rows: Iterable[Row] = ()) -> None:
-        """Write rows in one transaction; return once they, and all before them, are committed. Raises
-        StoreError."""
+        """Write rows in one transaction, and return once these and all earlier writes are committed.
+        Raises StoreError."""
         self.note(rows)
         await self.durable()
 
     def put_call(self, episode: int, attempt: int, call: Call) -> None:
-        """Write one call of one claim."""
         self.put(call_row(episode, attempt, call))
 
     def execute(self, sql: str, *parameters: Any) -> None:
@@ -170,7 +165,7 @@ class Ledger(ABC):
         batch.count += 1
 
     def after_commit(self, callback: Callable[[], None]) -> None:
-        """Run `callback` once all writes so far are committed; never before this call returns."""
+        """Run `callback` once all writes so far are committed, and never before this call returns."""
         self._open_batch().callbacks.append(callback)
 
     async def durable(self) -> None:
@@ -183,7 +178,8 @@ class Ledger(ABC):
             await future
 
     async def failed(self) -> NoReturn:
-        """Wait for a commit to fail and raise its StoreError: from then on memory is ahead of the ledger."""
+        """Wait for a commit to fail and raise its StoreError. The state in memory is ahead of the ledger
+        from then on, so the server must stop."""
         while self._failure is None:
             await self._failed.wait()
         raise self._failure
@@ -207,7 +203,8 @@ class Ledger(ABC):
         return self._batch
 
     async def _commit(self) -> None:
-        """Write batch after batch until nothing is pending. It starts in the turn after the first write."""
+        """Write batches until nothing is pending. Starts in the event-loop iteration after the first
+        write."""
         while not (batch := self._batch).is_empty:
             await _gathered(batch)
             self._batch = WriteBatch()
@@ -227,7 +224,8 @@ class Ledger(ABC):
         self._failed.set()
 
     def _finish(self, batch: WriteBatch) -> None:
-        """Schedule callbacks before waiters, so that `durable` returns after the callbacks have run."""
+        """Finish a batch. Callbacks are scheduled before waiters, so that `durable` returns after they
+        ran."""
         if self._failure is None:
             loop = asyncio.get_running_loop()
             for callback in batch.callbacks:
@@ -242,7 +240,7 @@ class Ledger(ABC):
 
 
 def call_row(episode: int, attempt: int, call: Call) -> CallRow:
-    """A call of a claim as the ledger has it. For one thread."""
+    """Convert a call to its row. Not thread-safe."""
     last = call.policy_version_end
     return CallRow(
         episode=episode,
@@ -259,17 +257,16 @@ def call_row(episode: int, attempt: int, call: Call) -> CallRow:
 
 
 def row_of(kind: type[R], values: Sequence[Any]) -> R:
-    """A row from its columns, in their order."""
     return kind(**dict(zip(columns(kind), values, strict=True)))
 
 
 def decoded(rows: Iterable[tuple[bytes]]) -> list[Call]:
-    """The calls in rows of one column, without those that were dropped to save room."""
+    """Decode the calls of one-column rows, skipping those that were dropped to save space."""
     return [_decode_call(unpacked(call)) for (call,) in rows if call]
 
 
 async def _gathered(batch: WriteBatch) -> None:
-    """Return once a turn of the loop brings no more writes, or there are enough."""
+    """Return once an event-loop iteration adds no more writes, or there are enough."""
     for _ in range(GATHERED_TURNS):
         if (known := batch.count) >= GATHERED_WRITES or batch.size >= GATHERED_BYTES:
             return

@@ -1,12 +1,10 @@
-"""`PostgresLedger`: the ledger of a run in a schema of a PostgreSQL database, for servers that replace each
+"""`PostgresLedger`: the ledger of a run in a PostgreSQL schema, for servers that take over from each
 other.
 
-Each transaction is one message (PostgreSQL's simple query protocol), so a server that is stopped while it
-sends one holds no lock, and a pooler may give each transaction another session. Only batches beyond
-`MESSAGE_BYTES` take several messages. Invariants: a batch is written only if the lease's epoch is this
-server's (`database_lease`); a server that loses the lease, or the database, writes and reads nothing more. A
-commit survives a crash of the database, and of its machine where the database syncs its log. Text is stored
-as it is, except for U+0000, which PostgreSQL cannot store (`escaped`).
+A transaction is one message (simple query protocol): a server suspended while sending it holds no lock, and
+a pooler may give each transaction another session. Only batches over `MESSAGE_BYTES` take several.
+Invariants: a batch is written only if this server's epoch holds the lease (`database_lease`), and a server
+that loses the lease or the database no longer reads or writes.
 """
 
 from __future__ import annotations
@@ -47,33 +45,28 @@ from tinkerscript.ledger.rows import (
     on_conflict,
 )
 
-MESSAGE_BYTES = 8 * 2**20
-"""Approximate size of the rows in one message; PostgreSQL takes no message of 1 GiB."""
-
-CONNECT_S = 5
-"""Seconds that a connection may take."""
-
-CLOSE_S = 2.0
-"""Seconds for releasing the lease."""
+MESSAGE_BYTES = 8 * 2**20  # Approximate size of the rows in a message, whose limit is 1 GiB.
+CONNECT_S = 5  # Timeout of connecting.
+CLOSE_S = 2.0  # Timeout of releasing the lease.
 
 MAX_NAME_BYTES = 63
 
 VERSION = str(LEDGER_VERSION).encode()
 
+# Connection errors that a retry would not cure.
 _FOR_GOOD = re.compile("authentication failed|no password supplied|does not exist|no pg_hba.conf entry")
-"""In the message of a connection that will not be accepted later either."""
 
 
 _encode = msgspec.json.Encoder().encode
 
 
 class PostgresLedger(Ledger):
-    """One schema. `lead` before anything is written; `Ledger` says what shares a transaction."""
+    """One schema. Call `lead` before writing anything."""
 
     is_shared = True
 
     def __init__(self, url: str, folder: Path, *, durability: Literal["normal", "full"] = "normal") -> None:
-        """Connects to nothing yet. Raises ConfigError for a URL that cannot be one of a database."""
+        """Raises ConfigError for an invalid URL. Does not connect yet."""
         super().__init__()
         self._conninfo, self._schema = split_url(url, folder)
         self._name = f"database {_named(self._conninfo)}, schema {self._schema}"
@@ -84,7 +77,7 @@ class PostgresLedger(Ledger):
         self._lease: DatabaseLease | None = None
         self._epoch: int | None = None
         self._lost = ""
-        """Why this server no longer leads."""
+        """Why this server no longer leads; empty while it may."""
 
     async def lead(self) -> int:
         async with self._explained():
@@ -125,7 +118,7 @@ class PostgresLedger(Ledger):
                         await cursor.execute(*self._message(message, fenced=number == 0))
 
     def _message(self, statements: list[Statement], *, fenced: bool) -> tuple[bytes, list[Any]]:
-        """SQL and parameters of one message, a transaction by itself unless one is open."""
+        """SQL and parameters of a message, which is its own transaction unless one is open."""
         fence = [f"SELECT {{s}}fence({self._epoch})"] if fenced else []
         sql = ";\n".join([*fence, *(statement.sql for statement in statements)])
         return self._text(sql), [each for statement in statements for each in statement.parameters]
@@ -133,16 +126,16 @@ class PostgresLedger(Ledger):
     async def release(self) -> None:
         if self._lease is not None and self._epoch is not None and not self._lost:
             limit = asyncio.get_running_loop().call_later(CLOSE_S, self._hang_up)
-            with suppress(psycopg.Error):  # Then it runs out.
+            with suppress(psycopg.Error):  # The lease expires by itself then.
                 await self._lease.release()
             limit.cancel()
         for connection in self._connections:
             await connection.close()
 
     async def _open(self) -> Connection:
-        """The connection that reads. Connects, and creates what all servers share, the first time.
+        """Return the connection for reading. The first call connects and creates the tables.
 
-        There are three, so that neither long reads nor long writes delay the renewals of the lease.
+        There are three connections, so that long reads and writes cannot delay the lease's renewals.
         """
         if self._lost:
             raise StoreError(f"{self._name}: {self._lost}")
@@ -163,7 +156,7 @@ class PostgresLedger(Ledger):
             return await AsyncConnection.connect(
                 self._conninfo,
                 autocommit=True,
-                prepare_threshold=None,  # A pooler may give the next transaction another session.
+                prepare_threshold=None,  # Poolers may switch sessions between transactions.
                 connect_timeout=CONNECT_S,
                 application_name="tinkerscript",
             )
@@ -173,13 +166,13 @@ class PostgresLedger(Ledger):
             raise
 
     async def _create_tables(self, connection: Connection) -> None:
-        """Create the run's schema, unless it is there. Raises ConfigError for one of another version."""
+        """Create the run's schema if it does not exist. Raises ConfigError for one of another version."""
         async with connection.transaction():
             await connection.execute(TIMEOUTS)
-            # Held until the end of this transaction: two servers may start at once.
+            # Two servers may start at once. The lock is held until the transaction ends.
             lock = b"SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))"
             await connection.execute(lock, (f"tinkerscript {self._schema}",))
-            # A role without the right to create schemas can use one that is there.
+            # A database role without the right to create schemas can use an existing one.
             names = f"to_regnamespace('{self._schema}') IS NULL, to_regclass('{self._schema}.lease') IS NULL"
             cursor = await connection.execute(f"SELECT {names}".encode())
             lacks_schema, lacks_tables = await cursor.fetchone() or (False, False)
@@ -204,7 +197,6 @@ class PostgresLedger(Ledger):
         return None if row is None else bytes(row[0])
 
     def _text(self, sql: str) -> bytes:
-        """A statement for this run's schema."""
         return sql.replace("{s}", f"{self._schema}.").encode()
 
     async def _check_durability(self, connection: Connection) -> None:
@@ -223,13 +215,13 @@ class PostgresLedger(Ledger):
             )
 
     def _step_down(self, reason: str) -> None:
-        """The lease is lost: wake all who wait for the database, and let nobody ask it again."""
+        """After losing the lease: fail every pending and future query."""
         self._lost = reason
         self._fail(StoreError(f"{self._name}: {reason}"))
         self._hang_up()
 
     def _hang_up(self) -> None:
-        """Make what waits for the database fail at once, whatever the database does."""
+        """Make pending queries fail at once, even if the database does not answer."""
         for connection in self._connections:
             if not connection.closed:
                 with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as line:
@@ -237,7 +229,8 @@ class PostgresLedger(Ledger):
 
     @asynccontextmanager
     async def _explained(self) -> AsyncGenerator[None]:
-        """PostgreSQL's errors as a StoreError. One that says that the lease is lost loses it here too."""
+        """Raise PostgreSQL's errors as StoreError. An error that says the lease is lost also marks it as
+        lost."""
         try:
             yield
         except psycopg.Error as error:
@@ -248,7 +241,7 @@ class PostgresLedger(Ledger):
 
 
 def _messages(batch: WriteBatch) -> Iterator[list[Statement]]:
-    """The statements of a batch in messages of about `MESSAGE_BYTES`; many rows become several statements."""
+    """Split a batch into messages of about `MESSAGE_BYTES`, between rows if necessary."""
     message, size = list[Statement](), 0
     for kind in TABLES:
         part = list[bytes]()
@@ -273,7 +266,6 @@ def _insert(kind: type[Row], rows: Iterable[bytes]) -> Statement:
 
 @cache
 def _insert_of(kind: type[Row]) -> str:
-    """An INSERT whose only parameter is a JSON array of rows."""
     names = ", ".join(columns(kind))
     rows = f"json_populate_recordset(NULL::{{s}}{kind.TABLE}, %s) WITH ORDINALITY"
     if kind.KEY:
@@ -283,7 +275,6 @@ def _insert_of(kind: type[Row]) -> str:
 
 
 def _json(row: Row) -> bytes:
-    """A row as JSON: PostgreSQL reads bytes in hexadecimal."""
     values = {name: getattr(row, name) for name in columns(type(row))}
     for name, (kind, _) in column_types(type(row)).items():
         if kind is bytes:
@@ -294,7 +285,6 @@ def _json(row: Row) -> bytes:
 
 
 def marked(sql: str) -> str:
-    """A statement with psycopg's marks for parameters."""
     return sql.replace("%", "%%").replace("?", "%s")
 
 
@@ -302,12 +292,11 @@ _ESCAPES = str.maketrans({"\0": "\x010", "\x01": "\x011"})
 
 
 def escaped(text: str) -> str:
-    """`text` without U+0000, which PostgreSQL cannot store."""
+    """Escape U+0000, which PostgreSQL cannot store."""
     return text.translate(_ESCAPES) if "\0" in text or "\x01" in text else text
 
 
 def unescaped(text: str) -> str:
-    """The text that was `escaped`."""
     return text.replace("\x010", "\0").replace("\x011", "\x01") if "\x01" in text else text
 
 
@@ -322,9 +311,9 @@ def _unescaped(value: Any) -> Any:
 
 
 def split_url(url: str, folder: Path) -> tuple[str, str]:
-    """The connection URL without our own parameter, and the run's schema in that database.
+    """Split off our own parameter: returns the connection URL and the run's schema.
 
-    `?schema=NAME` names the schema; without it the name of the run's folder does. Raises ConfigError.
+    `?schema=NAME` names the schema; by default the run's folder does. Raises ConfigError.
     """
     parts = urlsplit(url)
     query = parse_qsl(parts.query, keep_blank_values=True)
@@ -341,7 +330,7 @@ def split_url(url: str, folder: Path) -> tuple[str, str]:
 
 
 def _schema_of(folder: Path) -> str:
-    """`tinkerscript_` and the folder's name, with a digest if the name had to change."""
+    """`tinkerscript_` and the folder's name, with a digest if the name had to be changed."""
     name = folder.absolute().name
     plain = re.sub(r"[^a-z0-9_]", "_", name.lower())[:40]
     if plain != name:
@@ -350,7 +339,7 @@ def _schema_of(folder: Path) -> str:
 
 
 def _named(conninfo: str) -> str:
-    """The database without its password. Raises ConfigError for what is no URL of one."""
+    """The database without its password, for messages. Raises ConfigError for an invalid URL."""
     try:
         parts = conninfo_to_dict(conninfo)
     except psycopg.Error as error:

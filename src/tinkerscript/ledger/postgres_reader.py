@@ -1,4 +1,4 @@
-"""`PostgresReading`: reads a run's ledger in PostgreSQL for people; see `LedgerReader`."""
+"""`PostgresReading`: reads a run's PostgreSQL ledger for people; see `LedgerReader`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tinkerscript.ledger.rows import LEDGER_VERSION
 
 
 class PostgresReading(Reading):
-    """A connection to the schema of a run; to an empty ledger while there is none. Each query is a
-    transaction that only reads."""
+    """A connection to a run's schema. Until the schema exists, the ledger reads as empty. Each query is a
+    read-only transaction."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        """Raises ConfigError for a database that does not answer, or a ledger of another version."""
+        """Raises ConfigError if the database does not answer or has a ledger of another version."""
         conninfo, self._schema = split_url(url, folder)
         self._empty: Reading | None = None
         try:
@@ -39,7 +39,7 @@ class PostgresReading(Reading):
             )
 
     def _version(self) -> str | None:
-        """None: the server has not made the tables yet."""
+        """The ledger's version. None: the server has not created the tables yet."""
         try:
             ((version,),) = self.rows("SELECT value FROM facts WHERE name = ?", ("version",))
         except StoreError as error:
@@ -63,14 +63,14 @@ class PostgresReading(Reading):
         except psycopg.Error as error:
             raise StoreError(f"the ledger in the schema {self._schema}: {str(error).strip()}") from error
         finally:
-            self.is_there = not self._connection.closed  # A lost connection is opened again.
+            self.is_there = not self._connection.closed  # The reader reconnects if this is False.
 
     def close(self) -> None:
         self._connection.close()
 
+    # Connections live in thread-local storage, which drops them when their thread ends.
     def __del__(self) -> None:
-        """Its thread has ended, or nobody reads this ledger any more."""
-        with suppress(AttributeError):  # There was no connection.
+        with suppress(AttributeError):  # The constructor may have failed before it connected.
             self.close()
 
 

@@ -1,7 +1,5 @@
-"""`Reading`: a connection that reads a ledger and cannot write; `SqliteReading` is that to a file.
-
-`postgres_reader` has the one to PostgreSQL.
-"""
+"""`Reading`: a read-only connection to a ledger. `SqliteReading` reads a file; `postgres_reader` has the
+other."""
 
 from __future__ import annotations
 
@@ -19,19 +17,18 @@ from tinkerscript.ledger.rows import LEDGER_VERSION, create_statements
 
 
 def explained(path: Path | None, error: sqlite3.Error | str) -> str:
-    """SQLite's error about a ledger, with the remedy if the file is damaged."""
-    # The low byte is the kind of an error, what is above says more.
+    # Extended error codes have the primary code in their low byte.
     code = sqlite3.SQLITE_CORRUPT if isinstance(error, str) else getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return f"ledger {path}: {error}"
     return (
         f"ledger {path}: {error}. It is damaged, or was copied while the run wrote to it: copy the ledger of "
-        f'a run that goes on with `sqlite3 {LEDGER_FILE} ".backup COPY"`'
+        f'a live run with `sqlite3 {LEDGER_FILE} ".backup COPY"`'
     )
 
 
 class NamedRow(tuple[Any, ...]):
-    """A row whose columns have names too: `row["step"]`, `dict(row)`."""
+    """A row that can also be read by column name: `row["step"]`, `dict(row)`."""
 
     names: tuple[str, ...] = ()
 
@@ -54,22 +51,22 @@ class Reading(ABC):
     """A connection for one thread."""
 
     is_there = True
-    """Whether the ledger is there by now, and the connection to it holds."""
+    """Whether the ledger exists and the connection still works. If not, readers connect again."""
 
     @abstractmethod
     def rows(self, query: str, parameters: Sequence[Any]) -> Rows:
-        """What a SELECT finds. Raises StoreError."""
+        """Run a SELECT. Raises StoreError."""
 
     @abstractmethod
     def close(self) -> None: ...
 
 
 class SqliteReading(Reading):
-    """A connection to a file; to an empty ledger while there is none."""
+    """A connection to a file. Until the file exists, the ledger reads as empty."""
 
     def __init__(self, path: Path | None) -> None:
-        """`path`: None for an empty ledger. Raises ConfigError for a ledger of another version, or a file
-        that SQLite cannot read."""
+        """`path` None: an empty ledger. Raises ConfigError for another version, or a file that SQLite
+        cannot read."""
         self._path = path
         try:
             self._connection = self._opened(path)
@@ -79,7 +76,7 @@ class SqliteReading(Reading):
     def _opened(self, path: Path | None) -> sqlite3.Connection:
         self.is_there = False
         if path is not None and path.is_file():
-            # SQLite keeps an index beside the file, unless nobody writes there.
+            # SQLite creates an index next to the file, which it cannot do in a read-only folder.
             mode = "mode=ro" if os.access(path.parent, os.W_OK) else "immutable=1"
             url = f"{path.absolute().as_uri()}?{mode}"
             connection = sqlite3.connect(url, uri=True, check_same_thread=False)
@@ -111,7 +108,8 @@ class SqliteReading(Reading):
 
 
 def plain(value: Any) -> Any:
-    """A value of PostgreSQL as SQLite has it: sums of integers are not `Decimal`, bytes are `bytes`."""
+    """Convert a PostgreSQL value to what SQLite returns: integer sums are not `Decimal`, bytes are
+    `bytes`."""
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     return bytes(value) if isinstance(value, memoryview) else value

@@ -1,11 +1,10 @@
 """The tables of a run's ledger, each as the struct of its rows.
 
-A struct's fields are the table's columns, in their order, so one definition makes the table in SQLite and in
-PostgreSQL, writes its rows, reads them, and carries those of the trainer over the link.
+A struct's fields are the table's columns, so one definition creates the table in SQLite and PostgreSQL,
+writes and reads its rows, and carries a trainer's rows over the link.
 
-Invariants: `KEY` and `CONSTRAINTS` hold what code alone would have to hold: an episode ends once, trains once
-in a step and role, and a policy version is published once. Rows of steps that a resumption undid stay, and
-name it in `undone`; 0 in that column means that the row stands.
+Invariants that `KEY` and `CONSTRAINTS` enforce: an episode ends once and trains once per step and role, and
+a policy version is published once. Rows of steps that a resumption undid stay, with its number in `undone`.
 """
 
 from __future__ import annotations
@@ -20,20 +19,15 @@ import msgspec
 
 LEDGER_VERSION = 3
 
-STANDS = 0
-"""In a column `undone`: no resumption undid the row."""
-
-
+STANDS = 0  # Value of `undone` in a row that no resumption undid.
 OF_EPISODE = ("FOREIGN KEY (episode) REFERENCES {s}episodes (sequence)",)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all rows."""
-
     TABLE: ClassVar[str]
     KEY: ClassVar[tuple[str, ...]] = ()
-    """The primary key. A row replaces the former one with its key. Without a key rows are numbered in the
-    order in which they are written, in a column `number`."""
+    """Primary key. A row replaces the earlier one with its key. Tables without a key number their rows in
+    the order of writing, in a column `number`."""
 
     ONCE: ClassVar[bool] = False
     """Whether a second row with the same key is an error instead."""
@@ -42,18 +36,18 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whether the first row with a key stays instead."""
 
     FIXED: ClassVar[tuple[str, ...]] = ()
-    """Columns that are the same in every row with a given key. Later rows do not write them, which saves the
-    work of their indexes."""
+    """Columns that never change. Later rows with the key do not write them, which saves updating their
+    indexes."""
 
     CONSTRAINTS: ClassVar[tuple[str, ...]] = ()
-    """Further constraints of the table, in SQL that both databases know."""
+    """More constraints, in SQL that both databases know."""
 
     INDEXES: ClassVar[tuple[str, ...]] = ()
-    """Columns of each index in parentheses, and for which rows it is, in SQL."""
+    """For each index, its columns in parentheses and optionally a WHERE clause."""
 
     @property
     def size(self) -> int:
-        """Bytes of what may be large, about."""
+        """Approximate bytes of the large columns."""
         return 0
 
 
@@ -61,7 +55,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SampleRow(Row, frozen=True, kw_only=True):
-    """What a client gets to work on, which the episodes of a group share."""
+    """What a client gets to work on. The episodes of a group share it."""
 
     TABLE = "samples"
     KEY = ("digest",)
@@ -77,7 +71,7 @@ class SampleRow(Row, frozen=True, kw_only=True):
 
 
 class EpisodeRow(Row, frozen=True, kw_only=True):
-    """One episode, as it stands now. `server.episodes.record.EpisodeRecord` says more about the columns."""
+    """An episode in its current state. `server.episodes.record.EpisodeRecord` explains the other columns."""
 
     TABLE = "episodes"
     KEY = ("sequence",)
@@ -96,7 +90,7 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     )
 
     sequence: int
-    """In the order of registration."""
+    """Position in the order of registration."""
 
     uuid: str
     episode_type: str
@@ -106,33 +100,33 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     pool: str
     group_size: int
     step: int
-    """The first training step that could train on it, or the one that its evaluation follows; 0: a client's
+    """First training step that could train on it, or the step that its evaluation follows. 0: a client's
     own sample."""
 
     label: str = ""
-    """Of its evaluation, such as `before`; empty for training."""
+    """Label of its evaluation, such as `before`. Empty for training."""
 
     position: int = -1
-    """Of its sample in the order of training; -1 if it has none."""
+    """Position of its sample in the order of training, or -1."""
 
     sample: bytes
     """`SampleRow.digest`."""
 
     digest: bytes
-    """Of the registration."""
+    """Digest of the registration."""
 
     state: str
     """`registered`, `claimed`, `ended` or `failed`."""
 
     failure: str = ""
-    """The kind of its last failure if it failed; empty if it did not."""
+    """Kind of its last failure if it failed."""
 
     forgiven: int = 0
     reward: float | None = None
     is_success: int | None = None
     result_digest: bytes = b""
     end_number: int | None = None
-    """In the order in which episodes ended or failed; NULL before."""
+    """Position in the order of ending; NULL before."""
 
     ended_at: float | None = None
     """Unix time in seconds."""
@@ -144,17 +138,17 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     """1: a step or an evaluation used it or left it out, or a resumption gave it up."""
 
     dropped: int = 0
-    """1: an operator took it off the list of failures."""
+    """1: an operator removed it from the list of failures."""
 
     emptied: int = 0
-    """1: its calls and transcripts were dropped, to save room."""
+    """1: its calls and transcripts were dropped to save space."""
 
     undone: int = STANDS
-    """The resumption that undid the step or the evaluation that it was planned for."""
+    """The resumption that undid the step or evaluation it was planned for."""
 
 
 class AttemptRow(Row, frozen=True, kw_only=True):
-    """One claim of an episode; attempt 0: what ended the episode while nobody held it."""
+    """One claim of an episode. Attempt 0: the episode ended while no client held it."""
 
     TABLE = "attempts"
     KEY = ("episode", "attempt")
@@ -171,16 +165,14 @@ class AttemptRow(Row, frozen=True, kw_only=True):
     """Seconds that the episode waited for this claim; NULL: unknown."""
 
     policy_version: int
-    """The newest when it was claimed."""
+    """The newest version at the time of the claim."""
 
     lease_s: float
     failure: str | None = None
-    """`protocol.Failure` as JSON; NULL while it has not failed."""
+    """`protocol.Failure` as JSON; NULL unless it failed."""
 
 
 class CallRow(Row, frozen=True, kw_only=True):
-    """One model call, and what queries ask of it."""
-
     TABLE = "calls"
     CONSTRAINTS = OF_EPISODE
     INDEXES = ("(episode, attempt)",)
@@ -188,24 +180,24 @@ class CallRow(Row, frozen=True, kw_only=True):
     episode: int
     attempt: int
     role: str
-    """The role of the run that was called; empty: the policy."""
+    """Role that was called. Empty: the policy."""
 
     created: int
     """Unix time in seconds; 0: unknown."""
 
     policy_version: int
-    """Of the first sampled token."""
+    """Version that sampled the first token."""
 
     last_version: int
-    """Of the last one."""
+    """Version that sampled the last token."""
 
     prompt_tokens: int
-    """New ones."""
+    """Prompt tokens that the previous call did not have."""
 
     sampled_tokens: int
     stop_reason: str
     call: bytes
-    """`rollouts.call.Call` as msgpack, `packed`; empty in an episode that is `emptied`."""
+    """`rollouts.call.Call` as msgpack, `packed`. Empty if the episode is `emptied`."""
 
     @property
     def size(self) -> int:
@@ -213,8 +205,6 @@ class CallRow(Row, frozen=True, kw_only=True):
 
 
 class ResultRow(Row, frozen=True, kw_only=True):
-    """What an episode ended with."""
-
     TABLE = "results"
     KEY = ("episode",)
     CONSTRAINTS = OF_EPISODE
@@ -245,8 +235,6 @@ class TranscriptRow(Row, frozen=True, kw_only=True):
 
 
 class FactRow(Row, frozen=True, kw_only=True):
-    """A fact about the ledger or the run, by name."""
-
     TABLE = "facts"
     KEY = ("name",)
 
@@ -258,14 +246,14 @@ class FactRow(Row, frozen=True, kw_only=True):
 
 
 class ResumptionRow(Row, frozen=True, kw_only=True):
-    """A trainer began: with a new run, or after the step of a checkpoint."""
+    """A trainer started: a new run, or after the step of a checkpoint."""
 
     TABLE = "resumptions"
     KEY = ("resumption",)
     ONCE = True
 
     resumption: int
-    """From 1."""
+    """Counted from 1."""
 
     step: int
     time: float
@@ -287,7 +275,7 @@ class PublicationRow(Row, frozen=True, kw_only=True):
 
 
 class StepRow(Row, frozen=True, kw_only=True):
-    """A training step, or the one at which the run stopped."""
+    """A training step, or the step at which the run stopped."""
 
     TABLE = "steps"
     KEY = ("step", "undone")
@@ -296,27 +284,27 @@ class StepRow(Row, frozen=True, kw_only=True):
     step: int
     time: float
     policy_version: int
-    """What it published."""
+    """Version that it published."""
 
     reward: float | None = None
-    """Mean of its accepted episodes."""
+    """Mean over its accepted episodes."""
 
     accepted: int = 0
     failed: int = 0
     trained: int = 0
-    """Episodes that carried a gradient of the run's own policy."""
+    """Episodes that contributed to the main policy's gradient."""
 
     max_lag: int | None = None
-    """Of its episodes, in steps."""
+    """Largest policy lag of its episodes, in steps."""
 
     stopped: str = ""
-    """Why it changed no weights and ended the run; empty for any other."""
+    """Why it changed no weights and ended the run; empty for any other step."""
 
     undone: int = STANDS
 
 
 class TrainedRow(Row, frozen=True, kw_only=True):
-    """What became of an episode that ended: a step trained on it, or it was left out."""
+    """What became of an ended episode: a step trained on it, or it was left out."""
 
     TABLE = "trained"
     KEY = ("episode", "step", "role", "undone")
@@ -329,13 +317,13 @@ class TrainedRow(Row, frozen=True, kw_only=True):
 
     step: int
     role: str = ""
-    """The policy that trained on it: the run's own, or a role's by name."""
+    """Role that trained on it. Empty: the main policy."""
 
     outcome: str
     """One of `Use`."""
 
     place: int = -1
-    """Of its group among those whose gradients the step used, from 0; -1: of none of them."""
+    """Index of its group among those that contributed gradients; -1: it did not contribute."""
 
     advantage: float | None = None
     reason: str = ""
@@ -343,27 +331,23 @@ class TrainedRow(Row, frozen=True, kw_only=True):
 
 
 class VerdictRow(Row, frozen=True, kw_only=True):
-    """What the judge of its group said about an episode. It stands also if its step is undone."""
+    """What the judge of its group said about an episode. It stands even if the step is undone."""
 
     TABLE = "verdicts"
     KEY = ("episode",)
     CONSTRAINTS = OF_EPISODE
 
     episode: int
-    """`EpisodeRow.sequence`."""
-
     reward: float | None
-    """What it trains on in place of its own reward; NULL: the judge failed, and the group did not train."""
+    """Replaces the episode's own reward. NULL: the judge failed, and the group did not train."""
 
     words: str = ""
-    """The judge's, or why it failed."""
+    """What the judge wrote, or why it failed."""
 
     time: float
 
 
 class TokensRow(Row, frozen=True, kw_only=True):
-    """What a step computed for each sampled token of an episode."""
-
     TABLE = "tokens"
     KEY = ("episode", "step", "role", "undone")
     CONSTRAINTS = OF_EPISODE
@@ -382,7 +366,7 @@ class TokensRow(Row, frozen=True, kw_only=True):
 
 
 class CheckpointRow(Row, frozen=True, kw_only=True):
-    """The weights and the state of the optimizer after a step are on disk."""
+    """The weights and optimizer state after a step are on disk."""
 
     TABLE = "checkpoints"
     KEY = ("step", "undone")
@@ -392,20 +376,18 @@ class CheckpointRow(Row, frozen=True, kw_only=True):
     policy_version: int
     train_seconds: float
     report: bytes = b"{}"
-    """The alignment report at this step as JSON."""
+    """Alignment report at this step, as JSON."""
 
     role_reports: bytes = b"{}"
-    """Those of the roles that train, by name."""
+    """JSON: trained role -> its alignment report."""
 
     curriculum: bytes = b"{}"
-    """JSON: the pass rate of each sample that has trained; empty without a curriculum."""
+    """JSON: pass rate of each sample that has trained. Empty without a curriculum."""
 
     undone: int = STANDS
 
 
 class EvaluationRow(Row, frozen=True, kw_only=True):
-    """The score of a policy version on samples for evaluation."""
-
     TABLE = "evaluations"
     KEY = ("label", "step", "undone")
     ONCE = True
@@ -418,21 +400,20 @@ class EvaluationRow(Row, frozen=True, kw_only=True):
     """Mean reward of the accepted episodes; NULL if there are none."""
 
     margin: float | None = None
-    """To each side of the score: a 95% interval, from the spread of the rewards; NULL for fewer than two."""
+    """Half the width of a 95% interval around the score, from the spread of rewards. NULL for fewer than
+    two."""
 
     accepted: int
     failed: int
-    """Episodes without a score; not part of the mean."""
+    """Episodes without a score, which the mean leaves out."""
 
     role_scores: bytes = b"{}"
-    """JSON: role that trains -> mean reward of the accepted episodes that called it."""
+    """JSON: trained role -> mean reward of the accepted episodes that called it."""
 
     undone: int = STANDS
 
 
 class MetricRow(Row, frozen=True, kw_only=True):
-    """A number about a step."""
-
     TABLE = "metrics"
     KEY = ("name", "step", "undone")
 
@@ -443,8 +424,6 @@ class MetricRow(Row, frozen=True, kw_only=True):
 
 
 class FindingRow(Row, frozen=True, kw_only=True):
-    """What the alignment check found in a step."""
-
     TABLE = "findings"
     INDEXES = ("(step)", "(step) WHERE kind = 'finding'")
 
@@ -455,15 +434,13 @@ class FindingRow(Row, frozen=True, kw_only=True):
     name: str
     detail: str = ""
     episode: str = ""
-    """Its uuid; empty: none in particular."""
+    """Uuid of the episode concerned, or empty."""
 
     count: int = 1
     undone: int = STANDS
 
 
 class NoteRow(Row, frozen=True, kw_only=True):
-    """What the run told people."""
-
     TABLE = "notes"
 
     time: float
@@ -471,30 +448,26 @@ class NoteRow(Row, frozen=True, kw_only=True):
 
 
 class Use:
-    """Values of `TrainedRow.outcome`."""
-
     TRAINED = "trained"
     SAME_REWARD = "same_reward"
-    """As all of its group, which therefore has no gradient."""
+    """All rewards of its group are equal, so it has no gradient."""
 
     MISALIGNED = "misaligned"
     NOTHING_TO_TRAIN = "nothing_to_train"
-    """Every token was constrained by a grammar, or the token limit cut the last reply off
+    """A grammar constrained every token, or the token limit cut the last reply
     (`training.mask_truncated`)."""
 
     GROUP_TOO_SMALL = "group_too_small"
     EVALUATED = "evaluated"
     LEFT_OUT = "left_out"
-    """Not needed: failed, cancelled, or no batch waited for it."""
+    """Not needed: it failed, was cancelled, or no batch waited for it."""
 
     STALE = "stale"
-    """Too old to train."""
-
     SET_ASIDE = "set_aside"
-    """The run stopped before its step because of it. It never trains, also after a resumption."""
+    """The run stopped before the step because of it. It never trains, not even after resuming."""
 
     GIVEN_UP = "given_up"
-    """A resumption had no use for it. `step`: the one after which the run went on."""
+    """A resumption could not use it. `step` is the checkpoint that the run resumed from."""
 
 
 TrainerRow = (
@@ -510,8 +483,7 @@ TrainerRow = (
     | NoteRow
     | FactRow
 )
-"""What a trainer commits."""
-
+# Rows of a transaction are written in this order, so a table comes after those it refers to.
 TABLES: tuple[type[Row], ...] = (
     FactRow,
     SampleRow,
@@ -532,8 +504,8 @@ TABLES: tuple[type[Row], ...] = (
     FindingRow,
     NoteRow,
 )
-"""In the order in which they are created, and written within a transaction."""
 
+# Tables in which resuming marks the rows of later steps as undone.
 UNDONE: tuple[type[Row], ...] = (
     PublicationRow,
     StepRow,
@@ -544,7 +516,6 @@ UNDONE: tuple[type[Row], ...] = (
     MetricRow,
     FindingRow,
 )
-"""Those of whose rows a resumption undoes the ones of later steps."""
 
 _SQLITE = {int: "INTEGER", float: "REAL", str: "TEXT", bytes: "BLOB"}
 _POSTGRES = {int: "bigint", float: "double precision", str: 'text COLLATE "C"', bytes: "bytea"}
@@ -552,19 +523,18 @@ _POSTGRES = {int: "bigint", float: "double precision", str: 'text COLLATE "C"', 
 
 @cache
 def columns(kind: type[Row]) -> tuple[str, ...]:
-    """The names of a table's columns but for the number of one without a key."""
+    """Column names, without the `number` of a table that has no key."""
     return tuple(field.name for field in msgspec.structs.fields(kind))
 
 
 @cache
 def key_of(kind: type[Row]) -> Callable[[Row], Any]:
-    """What tells a row's key from those of other rows of its table."""
     return attrgetter(*kind.KEY)
 
 
 @cache
 def column_types(kind: type[Row]) -> dict[str, tuple[type, bool]]:
-    """Column -> its Python type, and whether it may be NULL."""
+    """Column -> Python type, and whether it may be NULL."""
     return {field.name: _type_of(field.type) for field in msgspec.structs.fields(kind)}
 
 
@@ -576,21 +546,21 @@ def _type_of(annotation: Any) -> tuple[type, bool]:
 
 
 def create_statements(*, postgres: bool = False) -> list[str]:
-    """The statements that create all tables. `{s}` is the schema's name with a dot, or nothing."""
+    """CREATE statements of all tables and indexes. `{s}` stands for the schema and a dot, or nothing."""
     types_of = _POSTGRES if postgres else _SQLITE
     number = "number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY"
     if not postgres:
         number = "number INTEGER PRIMARY KEY"
     found: list[str] = []
     for kind in TABLES:
-        # The key's columns first: SQLite 3.40 checks the integrity of no other table without row ids.
+        # The key's columns come first: SQLite 3.40 can check the integrity of no other table WITHOUT ROWID.
         in_order = {name: column_types(kind)[name] for name in (*kind.KEY, *columns(kind))}
         lines = [
             f"{name} {types_of[of]}{'' if nullable else ' NOT NULL'}"
             for name, (of, nullable) in in_order.items()
         ]
         lines = [*lines, f"PRIMARY KEY ({', '.join(kind.KEY)})"] if kind.KEY else [number, *lines]
-        # SQLite would keep the key of such a row twice.
+        # With row ids, SQLite would store a composite key twice. Without them, large columns are slow.
         is_key = len(kind.KEY) > 1 and bytes not in [of for of, _ in column_types(kind).values()]
         ends = " WITHOUT ROWID" if is_key and not postgres else ""
         body = ", ".join([*lines, *kind.CONSTRAINTS])
@@ -602,7 +572,7 @@ def create_statements(*, postgres: bool = False) -> list[str]:
 
 @cache
 def on_conflict(kind: type[Row]) -> str:
-    """The end of an INSERT: what a row does to the former one with its key."""
+    """End of an INSERT that says what happens to the earlier row with the same key."""
     if not kind.KEY or kind.ONCE:
         return ""
     key = f" ON CONFLICT ({', '.join(kind.KEY)})"

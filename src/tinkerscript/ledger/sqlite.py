@@ -1,11 +1,10 @@
 """`SqliteLedger`: the ledger of a run in one SQLite file.
 
-With durability `normal` (WAL, synchronous=NORMAL) a commit survives kill -9 but not a power cut; it takes
-tens of microseconds and happens on the event loop. A thread commits more than `LONG_BATCH` writes, and syncs
-the file, which takes a disk milliseconds, whenever the log has grown to `LOG_BYTES`; the next commits wait
-for it, and nothing else does. Rows in `SYNCED` are synced so at once. With `full` (synchronous=FULL) each
-commit syncs the file, in a thread, and survives a power cut too. The calls of a claim are read on the event
-loop, in microseconds, and what may be long in a thread.
+With durability `normal` (WAL, synchronous=NORMAL) a commit survives kill -9 but not a power failure. It
+takes tens of microseconds, so it runs on the event loop; batches over `LONG_BATCH` commit in a thread. When
+the log has grown to `LOG_BYTES`, a thread syncs it into the file, and only commits wait for that. Rows in
+`SYNCED` are synced at once. With `full` (synchronous=FULL) each commit syncs, in a thread, and survives a
+power failure.
 """
 
 from __future__ import annotations
@@ -38,21 +37,15 @@ from tinkerscript.ledger.rows import (
 )
 from tinkerscript.rollouts.call import Call
 
-LOG_BYTES = 2**22
-"""Of the write-ahead log, after which it is moved into the file and begins anew."""
+LOG_BYTES = 2**22  # Size of the write-ahead log at which it is moved into the file.
+LONG_BATCH = 1000  # Writes that take about 10 ms. A larger transaction is committed in a thread.
+LONG_BYTES = 2**22  # Payloads, calls and transcripts that take as long to read or write.
 
-LONG_BATCH = 1000
-"""Writes of one transaction, about 10 ms of work. A larger transaction is committed in a thread."""
-
-LONG_BYTES = 2**22
-"""Of payloads, calls and transcripts, which take as long to write or to read."""
-
+# Synced at once, also with `normal`: after a power failure, no policy version may be used twice and no
+# checkpoint may be ahead of the ledger.
 SYNCED = (PublicationRow, StepRow)
-"""Rows that survive a power cut too: a policy version is not used twice, and no checkpoint is ahead of the
-ledger."""
 
-_INODE = "inode"
-"""Name of the fact by which the file knows that it is not a copy."""
+_INODE = "inode"  # Name of the fact that tells an original file from a copy.
 
 _MOVE_LOG = "PRAGMA wal_checkpoint(PASSIVE)"
 
@@ -60,15 +53,13 @@ _CALLS_SIZE = "SELECT coalesce(sum(length(call)), 0) FROM calls WHERE episode = 
 
 
 class SqliteLedger(Ledger):
-    """One file. `Ledger` says what shares a transaction."""
-
     def __init__(self, path: Path, *, durability: Literal["normal", "full"] = "normal") -> None:
-        """Opens or creates the file. Raises StoreError for a file of another version."""
+        """Open or create the file. Raises StoreError for a file of another version."""
         super().__init__()
         full = durability == "full"
         self._path, self._log = path, f"{path.resolve()}-wal"
         with _explained(path):
-            # The writing connection is used on the event loop, or with `full` by the writing thread alone.
+            # The event loop is the only user of the writing connection, or with `full` the writer thread.
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._set_up(full=full)
             self._reading = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -97,27 +88,27 @@ class SqliteLedger(Ledger):
         else:
             self._write(batch)
         is_synced = any(kind in batch.rows for kind in SYNCED)
-        if is_synced or self._log_bytes() > LOG_BYTES:  # All of it: nobody writes meanwhile.
+        if is_synced or self._log_bytes() > LOG_BYTES:  # Moves the whole log: nothing else is writing.
             await asyncio.to_thread(self._read_all, _MOVE_LOG, ())
 
     async def release(self) -> None:
         if self._writer is not None:
             self._writer.shutdown()
         self._reading.close()
-        # Who only reads cannot do it, and may be the last to close the file.
+        # A process that only reads cannot truncate the log, and may be the last to close the file.
         with suppress(sqlite3.Error):
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._connection.close()
 
     def _read_all(self, query: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """What `query` finds, read with a connection of its own."""
+        """Read on a fresh connection, for use in a thread."""
         with _explained(self._path), closing(sqlite3.connect(self._path)) as connection:
             return connection.execute(query, tuple(parameters)).fetchall()
 
     def _log_bytes(self) -> int:
         try:
             return os.stat(self._log).st_size
-        except FileNotFoundError:  # SQLite does without where the file system has no shared memory.
+        except FileNotFoundError:  # SQLite has no log where the file system lacks shared memory.
             return 0
 
     def _set_up(self, *, full: bool) -> None:
@@ -129,8 +120,8 @@ class SqliteLedger(Ledger):
             run("PRAGMA synchronous = FULL")
         else:
             run("PRAGMA synchronous = NORMAL")
-            run("PRAGMA wal_autocheckpoint = 0")  # `write` does it.
-            run("PRAGMA journal_size_limit = 0")  # So that the log's file is as long as the log.
+            run("PRAGMA wal_autocheckpoint = 0")  # `write` moves the log itself.
+            run("PRAGMA journal_size_limit = 0")  # Truncates the log, so that its file size is its length.
         (version,) = run("PRAGMA user_version").fetchone()
         if version == 0:
             run("BEGIN IMMEDIATE")
@@ -148,14 +139,17 @@ class SqliteLedger(Ledger):
             self._check_copy()
 
     def _check_copy(self) -> None:
-        """A copy made while a run wrote to the file may hold pages of two moments, which SQLite sees only
-        when it meets them. Raises StoreError."""
+        """Check a copied file: a copy made during a write may mix pages of two states, which SQLite
+        notices only when it reads them. Raises StoreError."""
         run, inode = self._connection.execute, self._inode()
         (found,) = run("SELECT value FROM facts WHERE name = ?", (_INODE,)).fetchone()
         if found == inode:
             return
         faults = [text for (text,) in run("PRAGMA integrity_check(1)") if text != "ok"]
-        faults += [f"a row of {row[0]} refers to none" for row in run("PRAGMA foreign_key_check")]
+        faults += [
+            f"a row of {row[0]} refers to a row that does not exist"
+            for row in run("PRAGMA foreign_key_check")
+        ]
         if faults:
             raise StoreError(explained(self._path, faults[0]))
         run("UPDATE facts SET value = ? WHERE name = ?", (inode, _INODE))
@@ -192,7 +186,6 @@ def _plain(sql: str) -> str:
 
 @contextmanager
 def _explained(path: Path) -> Generator[None]:
-    """SQLite's errors as a StoreError that names the file."""
     try:
         yield
     except sqlite3.Error as error:

@@ -1,8 +1,8 @@
-"""Where the time of training steps goes (`step_times`), and which key to turn.
+"""Where the time of training steps goes (`step_times`), and which config key would help most.
 
-A step waits for its episodes, trains and publishes. Of the time that it waits, what it spends on groups that
-would be too old later is known, and the rest is divided as the episodes that run divide theirs, between model
-calls and their own programs.
+A step waits for its episodes, trains and publishes. Waiting for groups that would become too old is
+measured. The rest of the wait is split between model calls and programs in the proportion that running
+episodes spend on each.
 """
 
 from __future__ import annotations
@@ -14,28 +14,26 @@ from tinkerscript.ledger.reader import LedgerReader
 
 NAMES = ("rollout", "train", "publish", "sample", "wait_stale")
 
+# Share of the time from which waiting for old groups is worth a change.
 MUCH = 0.1
-"""A share of the time, above which waiting for old groups is worth a change."""
 
+# Share of the time that both sampling and training need before overlapping them pays.
 TURNS = 0.2
-"""The same of both sampling and training, where one waits for the other."""
 
 
 class StepTimes(BaseModel):
-    """Shares of the time of the last steps."""
-
     train: float
     publish: float
     sample: float = Field(
-        description="Waiting while model calls run; so in the next field while programs do."
+        description="Waiting while model calls run. The next field is the wait while programs run."
     )
     programs: float
-    old_groups: float = Field(description="Waiting for groups that would be too old later.")
-    words: str = Field(description="The bottleneck, and the key to turn.")
+    old_groups: float = Field(description="Waiting for groups that would otherwise become too old.")
+    words: str = Field(description="The bottleneck, and the key to change.")
 
 
 def step_times(ledger: LedgerReader) -> StepTimes | None:
-    """None before the first step, and where model calls are not known."""
+    """None before the first step, and in runs that do not measure model calls."""
     query = """
         SELECT name, sum(value) FROM metrics WHERE undone = 0 AND name IN (?, ?, ?, ?, ?)
         AND step > (SELECT max(step) FROM steps WHERE undone = 0) - ? GROUP BY name
@@ -63,7 +61,7 @@ def _words(times: StepTimes, *, overlaps: bool) -> str:
     waiting = times.sample + times.programs
     if times.old_groups > MUCH:
         return (
-            f"Steps wait {times.old_groups:.0%} of the time for groups that would be too old later: raise "
+            f"Steps wait {times.old_groups:.0%} of the time for groups that would become too old: raise "
             "training.max_policy_lag, or set training.on_stale: drop."
         )
     if not overlaps and min(waiting, times.train) > TURNS:

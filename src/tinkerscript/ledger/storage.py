@@ -1,6 +1,6 @@
 """`StorageLimit`: bounds the bytes of a ledger's calls, tokens and transcripts.
 
-Over the limit the oldest episodes lose theirs, if they can no longer train; their rows stay.
+Over the limit, the oldest episodes that can no longer train lose theirs; their rows stay.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from tinkerscript.ledger.ledger import Ledger
 logger = logging.getLogger(__name__)
 
 LARGE = {"calls": "call", "tokens": "sequences", "transcripts": "transcript"}
-"""Table -> the column whose bytes are bounded."""
+"""Table -> the column that counts toward the limit."""
 
-LOW_MARK = 0.95
-"""Of the limit: where dropping ends, so that it does not begin again with the next episode."""
+LOW_MARK = 0.95  # Share of the limit to shrink to, so that the next episode does not exceed it again.
 
-DROPPED_AT_ONCE = 200
-"""Episodes that lose their bytes in one transaction."""
+DROPPED_AT_ONCE = 200  # Episodes that lose their bytes in one transaction.
 
+# Resuming falls back to the checkpoint before the newest if the newest is damaged.
 _LAST_NEEDED = "SELECT step FROM {s}checkpoints WHERE undone = 0 ORDER BY step DESC LIMIT 1 OFFSET 1"
-"""The step to which a resumption may go back, if the newest checkpoint turns out to be damaged."""
 
 _OLDEST = """
 SELECT sequence, uuid FROM {s}episodes WHERE consumed = 1 AND emptied = 0
@@ -34,8 +32,6 @@ SELECT sequence, uuid FROM {s}episodes WHERE consumed = 1 AND emptied = 0
 
 
 class StorageLimit:
-    """Keeps one ledger within its limit."""
-
     def __init__(
         self,
         ledger: Ledger,
@@ -44,36 +40,36 @@ class StorageLimit:
         replay_lag: int = 0,
         empty: Callable[[Sequence[str]], Awaitable[Collection[str]]] | None = None,
     ) -> None:
-        """`limit_mb`: in MiB; 0: no limit. `replay_lag`: steps before a checkpoint whose episodes may train
-        again after it. `empty` gets the uuids of the episodes that are to lose their bytes, and returns
-        those that do; None: all of them."""
+        """`limit_mb`: in MiB; 0: no limit. `replay_lag`: how many steps before a checkpoint episodes may
+        start and still train after it. `empty` gets the uuids of episodes about to lose their bytes,
+        and returns those that may; None: all may."""
         self._ledger = ledger
         self._limit = limit_mb * 2**20
         self._replay_lag = replay_lag
         self._empty = empty
         self._counted: int | None = None
-        """Bytes in the tables when they were counted last."""
+        """Bytes in the tables at the last count."""
 
         self._put_then = 0
-        """What the ledger had put then."""
+        """`Ledger.bytes_put` at the last count."""
 
         self._is_at_work = False
         self._is_in_vain = False
-        """There was too much, and nothing that could go."""
+        """Whether the ledger was over the limit with nothing that could be dropped."""
 
     @property
     def is_reached(self) -> bool:
-        """Whether there may be too much, and nobody drops it yet."""
+        """Whether the ledger may be over its limit, and no `keep` is running."""
         return bool(self._limit) and not self._is_at_work and self._may_be_over
 
     @property
     def _may_be_over(self) -> bool:
-        if self._is_in_vain:  # Counting costs something too.
+        if self._is_in_vain:  # Counting reads whole tables, so wait for some growth first.
             return self._ledger.bytes_put - self._put_then > self._limit * (1 - LOW_MARK)
         return self._counted is None or self._stored > self._limit
 
     async def keep(self) -> None:
-        """Drop what is too much. Raises StoreError."""
+        """Drop episodes' bytes until the ledger is within its limit. Raises StoreError."""
         if not self.is_reached:
             return
         self._is_at_work = True
@@ -88,7 +84,7 @@ class StorageLimit:
 
     @property
     def _stored(self) -> int:
-        """Bytes in the tables, at the most: some of what was put has replaced something."""
+        """Upper bound of the bytes in the tables: some new rows replaced others."""
         return (self._counted or 0) + self._ledger.bytes_put - self._put_then
 
     async def _count(self) -> None:
@@ -100,7 +96,7 @@ class StorageLimit:
             self._counted += int(size)
 
     async def _drop(self) -> bool:
-        """Let some episodes lose their bytes; False if none can."""
+        """Drop the bytes of some episodes. Returns False if none can lose theirs."""
         checkpoints = await self._ledger.read(_LAST_NEEDED)
         last = (checkpoints[0][0] if checkpoints else 0) - self._replay_lag
         found = await self._ledger.read(_OLDEST, (last, DROPPED_AT_ONCE))
@@ -117,7 +113,7 @@ class StorageLimit:
         uuids: Collection[str] = [uuid for _, uuid in found]
         if self._empty is not None:
             uuids = await self._empty(uuids)
-        # From here on nothing waits: a resumption could begin to use some of them again.
+        # No await from here to the writes: a resuming trainer could start to use one of these episodes.
         chosen = [sequence for sequence, uuid in found if uuid in uuids]
         if not chosen:
             return False

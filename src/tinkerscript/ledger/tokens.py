@@ -1,7 +1,7 @@
-"""What a training step computed for each sampled token: `TrainedSequence`, as the ledger has it.
+"""`TrainedSequence`: what a training step computed for each sampled token, for people to read.
 
-Invariant: arrays are little-endian bytes, one element for each sampled token of a sequence, in order, so that
-they line up with `Rollout.sampled`. Training reads none of it again.
+Invariant: arrays are little-endian and have one element per sampled token of the sequence, so they line up
+with `Rollout.sampled`.
 """
 
 from __future__ import annotations
@@ -15,49 +15,47 @@ from tinkerscript.ledger.compression import packed, unpacked
 
 
 class TokenUse(IntEnum):
-    """What a training step did with a sampled token."""
-
     TRAINED = 0
     CONSTRAINED = 1
-    """It carries no loss: a grammar constrained its choice (`training.constrained_tokens`)."""
+    """No loss: a grammar constrained its choice (`training.constrained_tokens`)."""
 
     CORRECTED = 2
-    """It carries no loss: sampler and trainer differ too much (`training.rollout_correction`), or the policy
-    is too certain of it (`training.top_entropy`)."""
+    """No loss: sampler and trainer differ too much (`training.rollout_correction`), or the policy is too
+    certain of it (`training.top_entropy`)."""
 
     LEFT_OUT = 3
-    """Its sequence did not train; `TrainedSequence.reason` says why."""
+    """Its sequence did not train; see `TrainedSequence.reason`."""
 
 
 class TrainedSequence(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step did with one sequence of S sampled tokens; arrays may be empty: not recorded."""
+    """What a step did with a sequence of S sampled tokens. Empty arrays were not recorded."""
 
     number: int
-    """Of the sequence within its episode and role, from 0, as `merge_calls` orders them."""
+    """Index within the episode and role, in the order of `merge_calls`."""
 
     role: str = ""
-    """Whose policy sampled it: that of a role that trains; empty: the run's own."""
+    """Trained role that sampled the sequence. Empty: the main policy."""
 
     trainer_logprobs: bytes = b""
     """float32 [S]: the trainer's, before the step's first update."""
 
     entropies: bytes = b""
-    """float16 [S]: of the trainer's distribution at each token, in nats."""
+    """float16 [S]: entropy of the trainer's distribution at each token, in nats."""
 
     advantages: bytes = b""
-    """float32 [S], or [1] if they are all equal: what the loss was given, before it was averaged."""
+    """float32 [S], or [1] if all are equal: input of the loss, before averaging."""
 
     uses: bytes = b""
-    """uint8 [S], or [1] if they are all equal: `TokenUse`."""
+    """uint8 [S], or [1] if all are equal: `TokenUse`."""
 
     reason: str = ""
     """Why the sequence did not train; empty if it did."""
 
     chat: bytes = b""
-    """int32 [T]: the tokens of a chat of supervised fine-tuning, which has no calls."""
+    """int32 [T]: tokens of a chat of supervised training, which has no calls."""
 
     chat_trained: bytes = b""
-    """uint8 [T]: 1 at the tokens of the chat that train; S of them."""
+    """uint8 [T]: 1 at each of the S tokens of the chat that train."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -65,12 +63,11 @@ _decode = msgspec.msgpack.Decoder(list[TrainedSequence]).decode
 
 
 def packed_sequences(sequences: Sequence[TrainedSequence]) -> bytes:
-    """The bytes of `TokensRow.sequences`."""
     return packed(_encode(sequences))
 
 
 def unpacked_sequences(data: bytes) -> list[TrainedSequence]:
-    """What `packed_sequences` packed. Raises ValueError for anything else: a ledger may be from elsewhere."""
+    """Undo `packed_sequences`. Raises ValueError for any other bytes, which a stranger's ledger may hold."""
     try:
         return _decode(unpacked(data))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

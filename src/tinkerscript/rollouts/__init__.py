@@ -1,9 +1,10 @@
 """From recorded calls to training data: `Call` -> `merge_calls` -> `Rollout` -> `RolloutGroup` ->
 `WeightedRollout`.
 
-A token passes these modules in order: `call` (what was sampled), `merge` (into sequences), `rollout` (the
-sequences), `advantages` (groups, weights and padded batches), `alignment` (is it exactly what was sampled?),
-and `trainers` or `parquet` (formats for others), which are public by themselves. numpy and msgspec only.
+A token passes these modules in order: `call` (what was sampled), `merge` (calls into sequences), `rollout`
+(the sequences), `advantages` (groups, weights and padded batches), and `alignment` (checks that they are
+what was sampled). `trainers` and `parquet` convert to formats of others, and are public modules. Needs only
+numpy and msgspec.
 """
 
 from tinkerscript.rollouts.advantages import (

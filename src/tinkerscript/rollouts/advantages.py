@@ -8,9 +8,10 @@
     WeightedRollout                       a sequence and its tokens' advantages
     TrainingBatch                         B weighted sequences, padded to [B, T]
 
-Invariants: episodes of a group with equal rewards have advantages of exactly 0, unless the rule spans groups;
-their tokens too, unless they have rewards of their own (`Rollout.rewards`). Nothing is truncated or shifted:
-position t of a row is token t of its sequence; padding and tokens without loss have mask 0 and weight 0.
+Invariants: episodes of a group with equal rewards have advantages of exactly 0, unless the rule spans
+groups; so do their tokens, unless they have their own rewards (`Rollout.rewards`). Nothing is truncated or
+shifted: position t of a row is token t of its sequence, and padding and tokens without loss have mask 0 and
+weight 0.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from tinkerscript.rollouts.rollout import BoolArray, EpisodeRollouts, Rollout
 
 Doubles = npt.NDArray[np.float64]
 
+# Added to deviations, so that mere rounding differences do not give large advantages.
 EPSILON = 1e-6
-"""Added to the deviation, so that differences from rounding alone give no large advantages."""
 
 Baseline = Literal["group_mean", "leave_one_out", "none"]
 Scale = Literal["none", "group_deviation", "group_mean", "batch_deviation"]
@@ -42,31 +43,31 @@ class AdvantageRule:
     """Advantage = (r - baseline) / scale, where r are the rewards of a group of G episodes."""
 
     baseline: Baseline = "group_mean"
-    """`group_mean`: the mean of r (Liu et al. 2025, "Understanding R1-Zero-Like Training", who do not divide
-    by the deviation). `leave_one_out`: for each episode, the mean of the other G - 1 rewards (Ahmadian et al.
-    2024, "Back to Basics"); its advantages are G / (G - 1) times the former's. `none`: 0."""
+    """`group_mean`: the mean of r (Liu et al. 2025, "Understanding R1-Zero-Like Training").
+    `leave_one_out`: the mean of the other G - 1 rewards (Ahmadian et al. 2024, "Back to Basics"), which
+    makes advantages G / (G - 1) times as large. `none`: 0."""
 
     scale: Scale = "none"
     """`group_deviation`: the sample standard deviation of r, over G - 1 (Shao et al. 2024,
     "DeepSeekMath"). `group_mean`: the mean of r (Tajwar et al. 2026, "Maximum Likelihood Reinforcement
-    Learning"). `batch_deviation`: 1 in a group; `whitened` then divides the tokens of a batch."""
+    Learning"). `batch_deviation`: 1 here; `whitened` divides later."""
 
     pass_k: int = 1
-    """Above 1, r are the means of the best reward over all sets of this many episodes that an episode is in,
-    and baseline and deviation those of the best reward of all sets (Chen et al. 2025, "Pass@k Training",
-    whose formula this is for rewards of 0 and 1)."""
+    """Above 1, r of an episode is the mean of the best reward over all sets of this many episodes that
+    include it; baseline and deviation are those of the best rewards of all sets (Chen et al. 2025,
+    "Pass@k Training", which gives the formula for rewards of 0 and 1)."""
 
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
-    """By name of a score: GDPO. The advantage is the weighted sum of those of the scores, each of them
-    divided by the sample deviation of that score (Liu et al. 2026, arXiv:2601.05242)."""
+    """GDPO: weights of scores by name. The advantage is the weighted sum of the scores' advantages, each
+    divided by that score's sample deviation (Liu et al. 2026, arXiv:2601.05242)."""
 
     @property
     def spans_groups(self) -> bool:
-        """Whether episodes are compared across groups, so that groups of equal rewards train too."""
+        """Whether episodes are compared across groups, so that groups with equal rewards train too."""
         return self.scale == "batch_deviation"
 
     def baselines(self, rewards: Sequence[float]) -> Doubles:
-        """float64 [G]. Raises ValueError for `leave_one_out` of a single episode."""
+        """float64 [G]. Raises ValueError for `leave_one_out` with a single episode."""
         r = np.asarray(rewards, dtype=np.float64)
         if self.baseline == "none":
             return np.zeros(len(r))
@@ -77,7 +78,7 @@ class AdvantageRule:
         return (r.sum() - r) / (len(r) - 1)
 
     def divisor(self, rewards: Sequence[float]) -> float:
-        """1 for `none` and for equal rewards. Infinite for `group_mean` if the mean is not above 0, because
+        """1 for `none` and for equal rewards. Infinite for `group_mean` if the mean is not positive, since
         nothing is relative to such a mean."""
         if self.scale in ("none", "batch_deviation") or max(rewards) == min(rewards):
             return 1.0
@@ -87,20 +88,22 @@ class AdvantageRule:
         return float(r.mean()) + EPSILON if r.mean() > 0 else math.inf
 
     def of(self, rewards: Sequence[float]) -> Doubles:
-        """The advantages of a group, float64 [G]."""
+        """Advantages of a group, float64 [G]."""
         if self.pass_k > 1:
             return self._of_sets(np.asarray(rewards, dtype=np.float64))
         above = np.asarray(rewards, dtype=np.float64) - self.baselines(rewards)
         return above / self.divisor(rewards)
 
     def _of_sets(self, rewards: Doubles) -> Doubles:
-        """The advantages for `pass_k` above 1. Raises ValueError for a smaller group."""
+        """Advantages for `pass_k` above 1. Raises ValueError for a smaller group."""
         size, k = len(rewards), self.pass_k
         if size < k:
             raise ValueError(f"pass_k: {k} needs a group of {k} episodes or more, got {size}")
         order = np.argsort(rewards, kind="stable")
         r = rewards[order]
-        # Of all sets, the share in which the i-th lowest is the best; and of those that have another one, j.
+        # `best`: share of all sets in which the i-th lowest reward is the best. `alone` and `beside` are
+        # shares of the sets that include a given episode: its own reward is the best, or that of a better
+        # episode is.
         best = np.array([comb(i, k - 1) for i in range(size)]) / comb(size, k)
         beside = np.array([comb(i - 1, k - 2) if i else 0 for i in range(size)]) / comb(size - 1, k - 1)
         alone = np.array([comb(i, k - 1) for i in range(size)]) / comb(size - 1, k - 1)
@@ -114,20 +117,17 @@ class AdvantageRule:
         return found
 
 
-PLAIN = AdvantageRule()
-"""Reward minus the group mean."""
+PLAIN = AdvantageRule()  # Reward minus the group mean.
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedRollout:
-    """A rollout and its tokens' advantages."""
-
     rollout: Rollout
     advantages: FloatArray
     """float32 [T]: 0 where a token carries no loss (`Rollout.loss_mask`)."""
 
     reference: FloatArray | None = None
-    """float32 [T]: the log probabilities that a loss compares the policy's with; None: the sampler's."""
+    """float32 [T]: log probabilities that a loss compares the policy's with; None: the sampler's."""
 
     @classmethod
     def uniform(cls, rollout: Rollout, advantage: float) -> WeightedRollout:
@@ -139,7 +139,7 @@ class WeightedRollout:
 
     @property
     def scalar(self) -> float | None:
-        """The common advantage of all tokens that carry loss, 0 if there are none; None if they differ."""
+        """The advantage that all tokens with loss share, 0 without any. None if they differ."""
         values = self.advantages[self.rollout.loss_mask]
         if not len(values):
             return 0.0
@@ -156,15 +156,15 @@ class RolloutGroup:
     def __post_init__(self) -> None:
         """Raises ValueError for a reward above 1e6 in magnitude (`errors.MAX_REWARD`)."""
         for episode in self.episodes:
-            if not abs(episode.reward) <= MAX_REWARD:  # Also for NaN.
+            if not abs(episode.reward) <= MAX_REWARD:  # Refuses NaN too.
                 raise ValueError(
                     f"the reward of episode {episode.episode_uuid} must be finite and at most "
                     f"{MAX_REWARD:g} in magnitude, got {episode.reward}"
                 )
 
     def advantages(self, rule: AdvantageRule = PLAIN) -> FloatArray:
-        """float32 [G]: advantages of the episodes by `rule`; all 0 if the rewards are equal, unless the
-        baseline is `none`."""
+        """float32 [G]: the episodes' advantages. All 0 if the rewards are equal, unless the baseline is
+        `none`."""
         if rule.weights:
             scale = AdvantageRule(rule.baseline, "group_deviation")
             parts = [weight * scale.of(self._scores(name)) for name, weight in rule.weights.items()]
@@ -179,8 +179,8 @@ class RolloutGroup:
     def weighted(self, rule: AdvantageRule = PLAIN) -> Iterator[WeightedRollout]:
         """Yield every sequence with its tokens' advantages.
 
-        A token's advantage is its return (`Rollout.returns`, or the episode's reward for a rollout without
-        token rewards) minus its episode's baseline, divided by the group's scale.
+        A token's advantage is its return (`Rollout.returns`, or without token rewards the episode's reward)
+        minus its episode's baseline, divided by the group's scale.
         """
         baselines, divisor = rule.baselines(self.rewards), rule.divisor(self.rewards)
         advantages = self.advantages(rule).tolist()
@@ -199,7 +199,7 @@ class RolloutGroup:
 
     @property
     def rewards_differ(self) -> bool:
-        """False if all episodes have the same reward, and the same scores where these are compared."""
+        """Whether any episode's reward, or a score that is compared instead, differs from another's."""
         if any(episode.scores != self.episodes[0].scores for episode in self.episodes):
             return True
         return max(self.rewards) > min(self.rewards)
@@ -207,14 +207,12 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """The groups of one training step."""
-
     groups: tuple[RolloutGroup, ...]
 
 
 def whitened(batch: Sequence[WeightedRollout]) -> list[WeightedRollout]:
-    """The batch with advantages whose mean over all tokens that carry loss is 0 and whose sample deviation is
-    1; Hu et al. 2025, "REINFORCE++". Unchanged if there are fewer than two such tokens, or all are equal."""
+    """Normalize advantages to mean 0 and sample deviation 1 over all tokens that carry loss (Hu et al.
+    2025, "REINFORCE++"). No change if there are fewer than two such tokens, or all are equal."""
     every = np.concatenate([item.advantages[item.rollout.loss_mask] for item in batch]).astype(np.float64)
     if len(every) < 2 or every.max() == every.min():
         return list(batch)
@@ -259,7 +257,7 @@ class TrainingBatch:
     """int32 [B]: length of each sequence."""
 
     rollouts: tuple[WeightedRollout, ...]
-    """The rows' sources: [B]."""
+    """[B]: source of each row."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -275,8 +273,8 @@ class TrainingBatch:
     ) -> TrainingBatch:
         """Pad to `length`, or to the longest sequence rounded up to a multiple of `multiple_of`.
 
-        Raises ValueError for no rollouts, or one longer than `length`: truncating it would silently drop
-        sampled tokens from the loss.
+        Raises ValueError without rollouts, or for one longer than `length`: truncating it would silently
+        drop sampled tokens from the loss.
         """
         if not rollouts:
             raise ValueError("a training batch needs at least one rollout")
@@ -305,15 +303,14 @@ class TrainingBatch:
 def padded(
     rows: Sequence[npt.NDArray[Scalar]], width: int, fill: int = 0, *, left: bool = False
 ) -> npt.NDArray[Scalar]:
-    """Rows of different lengths as an array [B, `width`], with `fill` to their right (or left)."""
+    """Pad rows to an array [B, `width`], with `fill` to the right (or left)."""
     out = np.full((len(rows), width), fill, dtype=rows[0].dtype)
     for line, row in zip(out, rows, strict=True):
         line[slice(width - len(row), width) if left else slice(len(row))] = row
     return out
 
 
-# Reward shaping: float32 [R] for `Rollout.rewarded`, with shares that sum to the given reward, on sampled
-# tokens only.
+# Reward shaping: float32 [R] for `Rollout.rewarded`, with shares on sampled tokens that sum to the reward.
 
 
 def at_end(rollout: Rollout, reward: float) -> FloatArray:

@@ -1,8 +1,8 @@
 """`Call`: the immutable record of one model call.
 
-A call stores its parent's id and only the ids that are new, so a conversation of n turns stores each token
-once. Ids are little-endian int32 bytes and logprobs little-endian float32 bytes: the same bytes travel over
-the link, are kept in the store, and are read as numpy arrays.
+A call stores its parent's id and only its new ids, so a conversation of n turns stores each token once. Ids
+are little-endian int32 bytes and logprobs little-endian float32 bytes, which travel over the link, are
+stored, and are viewed as numpy arrays without conversion.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
+# Policy version of weights that the trainer never published. Their samples do not train.
 FOREIGN_POLICY = -1
-"""Policy version of weights that the trainer never published: their samples do not train."""
 
 StopReason = Literal["stop", "length"]
 """`stop`: the last sampled token ended the turn. `length`: the token limit did."""
 
 LogprobKind = Literal["processed", "raw", "unknown"]
-"""`processed`: of the distribution that was sampled from, after temperature, before top-p and top-k. `raw`:
-at temperature 1, regardless of the sampling temperature."""
+"""`processed`: of the distribution sampled from, after temperature and before top-p and top-k. `raw`: at
+temperature 1, whatever the sampling temperature was."""
 
 
 class TokenConstraint(IntEnum):
-    """What a grammar did to the choice of one sampled token."""
+    """How a grammar limited the choice of a sampled token."""
 
     NONE = 0
-    """Nothing: every token with a probability above 0 was allowed."""
+    """Every token with a probability above 0 was allowed."""
 
     CUT = 1
-    """Several tokens were allowed, and others with a probability above 0 were not."""
+    """Several tokens were allowed, but not all with a probability above 0."""
 
     FORCED = 2
-    """This token was the only one allowed."""
+    """This was the only allowed token."""
 
     UNKNOWN = 3
-    """A grammar was in force, and the server does not tell where."""
+    """A grammar was used, but the server does not report where."""
 
 
 MatchedBy = Literal["ids", "equality"]
-"""How a call's parent was found. `ids`: the request's last assistant message carries the id of a reply we
-sent, with the same content. `equality`: by message content alone."""
+"""How a call's parent was found. `ids`: the request's last assistant message has the id and content of a
+reply we sent. `equality`: by message content alone."""
 
 
 def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
@@ -81,17 +81,15 @@ def unpack_logprobs(data: bytes) -> FloatArray:
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One model call, exactly as it was sampled. Encoded without the names of its fields."""
+    """One model call, exactly as it was sampled. Encoded as an array, without field names."""
 
     call_id: str
     parent_id: str | None
-    """The call whose prompt and sampled ids are the start of this prompt; None for a new prompt."""
+    """The call whose prompt and sampled ids begin this prompt; None for a new prompt."""
 
     matched_by: MatchedBy | None = None
-    """How the parent was found; None for a new prompt."""
-
     new_prompt: bytes
-    """Prompt ids (int32) that follow the parent's prompt and sampled ids."""
+    """Prompt ids (int32) after the parent's prompt and sampled ids."""
 
     sampled: bytes
     """Sampled ids (int32), including the stop token if one was sampled."""
@@ -105,44 +103,43 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
-    """Tokens less probable than this share of the most probable one's probability were left out; 0: none."""
+    """Minimum probability of a candidate token, as a share of the most probable one's. 0: off."""
 
     repetition_penalty: float = 1.0
-    """Divisor of the logits of tokens that the prompt or the reply already has; 1: none."""
+    """Divisor of the logits of tokens that already occur in prompt or reply. 1: off."""
 
     logprob_kind: LogprobKind = "processed"
     policy_version_end: int | None = None
-    """Policy version of the last token if the weights changed during the call, else None."""
+    """Policy version of the last token if the weights changed during the call, otherwise None."""
 
     seed: int | None = None
     """Sampling seed; None if unknown."""
 
     constrained: bytes = b""
-    """What a grammar did to each sampled id (uint8 `TokenConstraint`); empty without a grammar. `logprobs`
-    are of the distribution before the grammar, except where that is unknown too (`logprob_kind`)."""
+    """`TokenConstraint` of each sampled id (uint8). Empty without a grammar. `logprobs` are of the
+    distribution before the grammar, unless `logprob_kind` is unknown."""
 
     ids_from: str = "sampler"
-    """Origin of `sampled`: the sampler itself, or a field of a server's reply (`inference_ctx.IdsSource`)."""
+    """Where `sampled` comes from: the sampler, or a field of a server's reply (`inference_ctx.IdsSource`)."""
 
     prompt_from: Literal["server", "client"] = "server"
-    """Who rendered the prompt ids. `client`: they may differ from what the server saw."""
+    """Who rendered the prompt ids. Those of a `client` may differ from what the server saw."""
 
     tokenizer: str = ""
     """Fingerprint of the tokenizer that rendered the prompt (`vocabulary_fingerprint`); empty if unknown."""
 
     fork_reason: str | None = None
-    """Why this prompt does not extend an earlier call, where one would expect it to."""
+    """Why this prompt does not extend an earlier call, if one would expect that it does."""
 
     messages: str = "[]"
-    """JSON list of the messages new in this prompt, for display and for resuming after a restart. Empty for a
-    later choice of a request: `with_messages` gives it those of the first, which holds them for all."""
+    """JSON list of the prompt's new messages, for display and for restoring the conversation. Empty in
+    later choices of a request, which share those of the first (`with_messages`)."""
 
     reply: str = "{}"
-    """JSON of the assistant message returned, for display and for resuming after a restart."""
+    """JSON of the assistant message returned, for display and for restoring the conversation."""
 
     tools: str = "[]"
-    """JSON list of a new prompt's tools; a call with a parent has the same tools as its parent. Empty where
-    `messages` are."""
+    """JSON list of a new prompt's tools. A call has its parent's tools. Empty where `messages` is."""
 
     created: int = 0
     """Unix time in seconds when the request arrived; 0 for a call not recorded by a gateway."""
@@ -151,24 +148,23 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The request's `Idempotency-Key`, so that a retry gets this reply even after a restart."""
 
     request_digest: str = ""
-    """Digest of the request that carried the key; empty without one."""
+    """Digest of the request with that key; empty without one."""
 
     ignored: list[str] = []
-    """Fields of the request that were accepted without effect, in the gateway's agent mode."""
+    """Fields of the request that had no effect, in the gateway's agent mode."""
 
     side: bool = False
-    """Whether an agent made it beside its work, such as for a title."""
+    """Whether an agent made the call outside of its work, for example for a title."""
 
     role: str = ""
-    """The role of the run that was called; empty for the policy. Calls of a frozen or outside role never
-    train."""
+    """Role that was called; empty for the policy. Calls of frozen and outside roles never train."""
 
     reported_tokens: tuple[int, int] = (0, 0)
-    """Tokens of the prompt and of the reply, as a server that gives no ids counted them; else 0."""
+    """Tokens of prompt and reply as counted by a server that returns no ids, otherwise 0."""
 
     spans: list[tuple[int, int]] = []
-    """(policy version, index of the first id that it sampled), in order, if weights were published during the
-    call and went on with it. Empty: `policy_version` sampled all, or where the weights changed is unknown."""
+    """(policy version, index of the first id it sampled), in order, if weights were published during the
+    call. Empty: `policy_version` sampled everything, or it is unknown where the weights changed."""
 
     def __post_init__(self) -> None:
         if len(self.sampled) != len(self.logprobs):
@@ -186,7 +182,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def size(self) -> int:
-        """About how many bytes it takes, wherever it is held."""
+        """Approximate bytes in memory or storage."""
         texts = (self.messages, self.reply, self.tools)
         return sum(map(utf8_size, texts)) + sum(
             map(len, (self.new_prompt, self.sampled, self.logprobs, self.constrained))
@@ -194,12 +190,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def reply_tokens(self) -> int:
-        """How many tokens the reply has."""
         return len(self.sampled) // 4 or self.reported_tokens[1]
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
-        """Of all weights that sampled a part of it, as far as it is known: first those of the first token."""
+        """Versions of all weights that sampled a part, as far as known, starting with the first token's."""
         if self.spans:
             return tuple(version for version, _ in self.spans)
         if self.policy_version_end is None:
@@ -208,7 +203,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def is_foreign(self) -> bool:
-        """Whether a role of weights that do not train was called."""
+        """Whether the call is of a role that does not train."""
         return bool(self.role) and self.policy_version == FOREIGN_POLICY
 
     @property
@@ -228,14 +223,15 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a grammar took a choice away from any sampled id."""
+        """Whether a grammar limited the choice of any sampled id."""
         return any(self.constrained)
 
 
 class Prompts(Mapping[str, bytes]):
-    """Full prompts by call id, as int32 bytes. Built on lookup, never stored.
+    """Full prompts by call id, as int32 bytes, built when looked up.
 
-    So n calls of one conversation cost memory for their own tokens, not for n prompts. A lookup is O(prompt).
+    So the calls of a conversation need memory for their own tokens only, not for each prompt. A lookup is
+    O(prompt).
     """
 
     def __init__(self, calls: Iterable[Call]) -> None:
@@ -269,15 +265,14 @@ class Prompts(Mapping[str, bytes]):
 
 
 def utf8_size(text: str) -> int:
-    """How many bytes `text` takes as UTF-8."""
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 def with_messages(calls: Iterable[Call]) -> list[Call]:
-    """`calls`, oldest first, each choice with the messages and tools that its request's first one holds."""
+    """`calls`, oldest first, with the messages and tools of each request in all its choices."""
     whole = list[Call]()
     for call in calls:
-        if not call.messages and whole:  # The choices of a request follow each other.
+        if not call.messages and whole:  # The choices of a request are consecutive.
             first = whole[-1]
             call = msgspec.structs.replace(call, messages=first.messages, tools=first.tools)
         whole.append(call)
@@ -285,7 +280,6 @@ def with_messages(calls: Iterable[Call]) -> list[Call]:
 
 
 def calls_of(calls: Iterable[Call], role: str = "") -> list[Call]:
-    """The calls of one role, by default the policy's."""
     return [call for call in calls if call.role == role]
 
 
@@ -295,9 +289,9 @@ def full_prompts(calls: Iterable[Call]) -> Prompts:
 
 
 def conversation_of(calls: Sequence[Call]) -> list[dict[str, Any]]:
-    """The messages of the last call and of those that it extends, in OpenAI's format, its reply included.
+    """Messages of the last call and of the calls it extends, in OpenAI's format, including its reply.
 
-    Empty for calls made with a raw prompt.
+    Empty for calls with a raw prompt.
     """
     calls = with_messages(calls)
     by_id = {call.call_id: call for call in calls}

@@ -1,12 +1,11 @@
 """`merge_calls`: calls -> training sequences, by exact token prefix.
 
-A call extends the open sequence that is a full prefix of its prompt; otherwise it opens a new one, which
-records the sequence it forks from. So every sampled token is in exactly one sequence, after exactly the
-prefix it was sampled under. Sequences are int32 bytes, found by (length, last ids) and confirmed by one
-comparison.
+A call extends the open sequence that is a full prefix of its prompt; otherwise it opens a new one and
+records where that forks. So every sampled token is in exactly one sequence, after exactly the prefix it was
+sampled under. Sequences are int32 bytes, found by (length, last ids) and confirmed by one comparison.
 
-A prompt is never materialized if its parent's sequence already holds it: a call costs its new tokens, an
-episode costs memory proportional to its sequences.
+No prompt is copied if its parent's sequence already holds it: a call costs its new tokens, and an episode
+needs memory proportional to its sequences.
 """
 
 from __future__ import annotations
@@ -21,11 +20,8 @@ import numpy as np
 from tinkerscript.rollouts.call import Call, calls_of, unpack_logprobs
 from tinkerscript.rollouts.rollout import Rollout, Segment
 
-TAIL_BYTES = 8 * 4
-"""Size of the last 8 ids, which are part of a sequence's key."""
-
-FORK_CANDIDATES = 32
-"""A new sequence looks for its longest shared prefix among this many newest sequences."""
+TAIL_BYTES = 8 * 4  # The last 8 ids, which are part of a sequence's key.
+FORK_CANDIDATES = 32  # Newest sequences among which a new one looks for its longest shared prefix.
 
 Key = tuple[int, bytes]
 
@@ -71,7 +67,7 @@ class _Sequence:
 
 
 class _Stream(NamedTuple):
-    """Ids (int32 bytes): the first `length` bytes of `base`, then `tail`."""
+    """Ids as int32 bytes: the first `length` bytes of `base`, then `tail`."""
 
     base: _Sequence | None
     length: int
@@ -91,7 +87,7 @@ class _Stream(NamedTuple):
         return bytes(self.base.data[start:length]) + self.tail[: end - length]
 
     def starts_with(self, sequence: _Sequence) -> bool:
-        """Whether `sequence` is a prefix of this. At most one comparison, no copy."""
+        """Whether `sequence` is a prefix. At most one comparison, without a copy."""
         size, shared = len(sequence.data), min(len(sequence.data), self.length)
         with memoryview(sequence.data) as theirs:
             if self.base is not None and self.base is not sequence:
@@ -102,8 +98,6 @@ class _Stream(NamedTuple):
 
 
 class _OpenSequences:
-    """The sequences of one episode, indexed by length and last ids."""
-
     def __init__(self) -> None:
         self.all: list[_Sequence] = []
         self._index: dict[Key, list[_Sequence]] = {}
@@ -139,7 +133,6 @@ class _OpenSequences:
         del self._lengths[bisect_right(self._lengths, key[0]) - 1]
 
     def open(self, prompt: _Stream) -> _Sequence:
-        """Start a sequence with the prompt's ids and find where it forks."""
         sequence = _Sequence(len(self.all))
         sequence.data += prompt.slice(0, prompt.size)
         for other in reversed(self._newest):
@@ -151,7 +144,6 @@ class _OpenSequences:
         return sequence
 
     def put(self, sequence: _Sequence) -> None:
-        """Index the sequence for later calls."""
         self._index.setdefault(sequence.key, []).append(sequence)
         insort(self._lengths, len(sequence.data))
 
@@ -161,10 +153,9 @@ def merge_calls(
 ) -> tuple[Rollout, ...]:
     """Merge calls into sequences that hold every sampled token once, after its own prefix.
 
-    `calls` are in recorded order, parents before children. Calls that sampled nothing are left out, and those
-    of any role but `role` (default: the policy).
-    `trains_constrained`: whether tokens whose choice a grammar constrained carry loss. Raises ValueError for
-    a call whose parent is missing.
+    `calls` are in recorded order, parents before children. Only calls of `role` (default: the policy) that
+    sampled something count. With `trains_constrained`, tokens that a grammar constrained carry loss. Raises
+    ValueError for a call whose parent is missing.
     """
     sequences = _OpenSequences()
     streams: dict[str, _Stream] = {}
@@ -194,7 +185,7 @@ def _prompt(call: Call, streams: dict[str, _Stream]) -> _Stream:
 
 
 def _common_prefix(ours: bytearray, theirs: bytearray, *, longer_than: int) -> int:
-    """Length of the common prefix in ids; 0 unless it is longer than `longer_than`."""
+    """Length of the common prefix in ids; 0 unless it exceeds `longer_than`."""
     enough = 4 * (longer_than + 1)
     with memoryview(ours) as view:
         if len(view) < enough or not theirs.startswith(view[:enough]):

@@ -1,17 +1,18 @@
 """Groups of rollouts as a table: one row per training sequence, in Parquet or Arrow.
 
-    group, group_id                           the group's place in the table, and its name episode,
-    episode_uuid, episode_reward     the same of the episode, and its reward metadata
-    JSON of the episode's metadata env_name, env_example_id                  where the problem is from tokens,
-    sampled, loss_mask, logprobs      lists [T]: the sequence, as in `Rollout` rewards, shaped,
-    sequence_reward          list [T], bool and float64: the rewards of `Rollout` parent, fork
-    the earlier sequence that it forks from, and after how many tokens segments
-    {start, end, call}: a call's span, and its place in the episode calls
-    msgpack of the episode's calls, on its first row; for `read_parquet`
+    group, group_id                         the group's index in the table, and its name
+    episode, episode_uuid, episode_reward   the episode's index in the group, its name, and its reward
+    metadata                                the episode's metadata as JSON
+    env_name, env_example_id                where the problem is from
+    tokens, sampled, loss_mask, logprobs    lists [T], as in `Rollout`
+    rewards, shaped, sequence_reward        list [T], bool and float64, as in `Rollout`
+    parent, fork                            the earlier sequence it forks from, and after how many tokens
+    segments                                {start, end, call}: a call's span, and its index in the episode
+    calls                                   the episode's calls as msgpack, on its first row only
 
-An episode without a sequence has one row without tokens, since its reward counts in its group. What is
-written reads back equal, and a file that is there is complete. Needs `tinkerscript[datasets]`; a Hugging Face
-dataset is `datasets.Dataset.from_parquet(path)`, and `from_table(dataset.with_format("arrow")[:])` reads one.
+An episode without sequences has one row without tokens, since its reward counts in its group. Tables read
+back equal. Needs `tinkerscript[datasets]`. `datasets.Dataset.from_parquet(path)` gives a Hugging Face
+dataset, and `from_table(dataset.with_format("arrow")[:])` reads one.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ from tinkerscript.rollouts.call import Call
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout, Segment
 from tinkerscript.rollouts.trainers import refuse_episode_errors
 
-ROWS_PER_GROUP = 1024
-"""Sequences per Parquet row group, which is what a writer and a reader hold in memory."""
+ROWS_PER_GROUP = 1024  # Sequences per Parquet row group, which readers and writers hold in memory.
 
 _ARRAYS = {
     "tokens": np.int32,
@@ -41,8 +41,8 @@ _ARRAYS = {
     "logprobs": np.float32,
     "rewards": np.float32,
 }
+# Fields of a rollout that are columns of the same name.
 _FIELDS = ("env_name", "env_example_id", "shaped", "parent", "fork")
-"""Fields of a rollout that are columns of the same name."""
 
 Row = Mapping[str, Any]
 
@@ -50,8 +50,8 @@ Row = Mapping[str, Any]
 def write_parquet(path: str | Path, groups: Iterable[RolloutGroup]) -> int:
     """Write groups to a Parquet file, `ROWS_PER_GROUP` sequences at a time. Returns the number of rows.
 
-    Raises ConversionError for a rollout that must not train or would not read back equal. Whatever ends the
-    writing, a file that was there before is untouched.
+    Raises ConversionError for a rollout that must not train or would not read back equal. If writing fails,
+    an existing file stays as it was.
     """
     arrow, parquet = _pyarrow()
     schema, rows, number = _schema(), _rows(groups), 0
@@ -85,7 +85,7 @@ def to_table(groups: Iterable[RolloutGroup]) -> Any:
 
 
 def from_table(table: Any) -> list[RolloutGroup]:
-    """Convert a table made by `to_table` back to groups. Raises ConversionError for missing columns."""
+    """Convert a table of `to_table` back to groups. Raises ConversionError for missing columns."""
     return list(_groups(_checked(table)))
 
 

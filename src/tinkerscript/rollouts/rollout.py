@@ -1,10 +1,10 @@
-"""Training sequences: what `merge_calls` makes of an episode's calls.
+"""Training sequences, which `merge_calls` makes from an episode's calls.
 
     Segment            the tokens that one call sampled
     Rollout            one sequence of T tokens
-    EpisodeRollouts    the sequences of one episode, and its reward
+    EpisodeRollouts    the sequences and the reward of one episode
 
-A sequence has T tokens: P of its first prompt, R = T - P after it. Invariant: position t of every array is
+A sequence has T tokens: P of its first prompt, then R = T - P. Invariant: position t of every array is
 about token t.
 """
 
@@ -32,8 +32,8 @@ class Segment:
 
     @property
     def versions(self) -> list[tuple[int, slice]]:
-        """Each policy version with the span of the rollout that it sampled; the oldest one with all of them
-        where it is unknown which sampled what."""
+        """Each policy version with the span that it sampled. If it is unknown which sampled what, the
+        oldest version with the whole span."""
         spans = self.call.spans or [(min(self.call.policy_versions), 0)]
         ends = [*(first for _, first in spans[1:]), self.end - self.start]
         return [
@@ -44,7 +44,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One training sequence of T tokens: prompts and responses in the order the model saw them."""
+    """One training sequence of T tokens: prompts and replies in the order in which the model saw them."""
 
     episode_uuid: str
     tokens: IntArray
@@ -54,41 +54,40 @@ class Rollout:
     """bool [T]: True where the policy sampled the token."""
 
     loss_mask: BoolArray
-    """bool [T]: True where the token carries loss: where it was sampled, without tokens whose choice a
-    grammar constrained, unless they are to train too."""
+    """bool [T]: True where the token carries loss. These are the sampled tokens, usually without those
+    that a grammar constrained."""
 
     logprobs: FloatArray
     """float32 [T]: the sampler's log probability; 0 where `sampled` is False."""
 
     segments: tuple[Segment, ...]
-    """The calls of this sequence, in order; their spans cover exactly the sampled tokens."""
+    """The calls of this sequence, in order. Their spans cover exactly the sampled tokens."""
 
     env_name: str = ""
     env_example_id: str = ""
     episode_reward: float = float("nan")
-    """NaN if the episode, not the rollout, holds the reward."""
+    """NaN if the reward is on the episode instead."""
 
     rewards: FloatArray | None = None
-    """float32 [T]: a reward per token, 0 where none was sampled; None without token rewards."""
+    """float32 [T]: reward per token, 0 where none was sampled. None without token rewards."""
 
     shaped: bool = False
     """True: `rewards` are shares that sum to the episode's reward. False: each is the episode's reward."""
 
     parent: int | None = None
-    """Index within the episode of the earlier sequence that this one forks from; None for the first sequence
-    and for one that shares nothing with earlier ones."""
+    """Index of the earlier sequence of the episode that this one forks from. None if it shares no prefix."""
 
     fork: int = 0
-    """Number of leading tokens shared with the parent sequence, for shared-prefix training."""
+    """Number of leading tokens shared with that sequence, for shared-prefix training."""
 
     @property
     def policy_versions(self) -> frozenset[int]:
-        """Versions of all weights that sampled a part of it."""
+        """Versions of all weights that sampled a part."""
         return frozenset(version for segment in self.segments for version in segment.call.policy_versions)
 
     @property
     def temperatures(self) -> FloatArray:
-        """float32 [T]: what each token was sampled at; 1 where it was not sampled."""
+        """float32 [T]: temperature of each sampled token; 1 where none was sampled."""
         found = np.ones(len(self.tokens), dtype=np.float32)
         for segment in self.segments:
             found[segment.start : segment.end] = segment.call.temperature
@@ -96,7 +95,6 @@ class Rollout:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the token limit cut the last reply off."""
         return self.segments[-1].call.stop_reason == "length"
 
     @property
@@ -111,8 +109,8 @@ class Rollout:
 
     @property
     def response_tokens(self) -> IntArray:
-        """int32 [R]: everything after the first prompt; `response_mask` says what was sampled, and
-        `response_loss_mask` what trains."""
+        """int32 [R]: everything after the first prompt. `response_mask` marks sampled tokens,
+        `response_loss_mask` those that train."""
         return self.tokens[self.prompt_length :]
 
     @property
@@ -137,9 +135,9 @@ class Rollout:
 
     @property
     def returns(self) -> FloatArray:
-        """float32 [T]: the return of each sampled token, 0 where none was sampled.
+        """float32 [T]: return of each sampled token, 0 where none was sampled.
 
-        The episode's reward, or for shaped rewards their undiscounted sum from the token on. Raises
+        This is the episode's reward, or for shaped rewards their undiscounted sum from the token on. Raises
         ValueError without rewards.
         """
         if not self.shaped:
@@ -158,10 +156,10 @@ class Rollout:
     ) -> Rollout:
         """Return a copy with its reward.
 
-        A number, also one of NumPy's or torch's, is the episode's reward, and that of every sampled token; a
-        sequence holds one reward for each of the R response tokens and sums to the episode's. Raises
-        ValueError for a wrong length, a reward above 1e6 in magnitude (`errors.MAX_REWARD`), or one on a
-        token that was not sampled.
+        A number (also a NumPy or torch scalar) is the reward of the episode and of every sampled token. A
+        sequence has a reward for each of the R response tokens, which sum to the episode's. Raises
+        ValueError for a wrong length, a magnitude above 1e6 (`errors.MAX_REWARD`), or a reward on a token
+        that was not sampled.
         """
         rewards = np.zeros(len(self.tokens), dtype=np.float32)
         shares = _as_numbers(reward)
@@ -193,8 +191,7 @@ class Rollout:
 
 
 def _as_numbers(reward: object) -> npt.NDArray[np.float64]:
-    """float64, without dimensions for a single number."""
-    # A torch scalar on another device, or one with a gradient, is no array for NumPy.
+    # NumPy cannot convert a torch scalar that is on another device or has a gradient.
     reward = getattr(reward, "tolist", lambda: reward)()
     try:
         numbers = np.asarray(reward)
@@ -209,8 +206,6 @@ def _as_numbers(reward: object) -> npt.NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRollouts:
-    """One accepted episode: its reward and its sequences."""
-
     episode_uuid: str
     reward: float
     rollouts: tuple[Rollout, ...]
@@ -219,15 +214,15 @@ class EpisodeRollouts:
     calls: tuple[Call, ...] = ()
     metadata: dict[str, object] = field(default_factory=dict[str, object])
     call_rewards: dict[str, float] = field(default_factory=dict[str, float])
-    """Call id -> the part of `reward` that this call earned; the rest was earned by the last one."""
+    """Call id -> share of `reward` that this call earned. The last call earned the rest."""
     scores: dict[str, float] = field(default_factory=dict[str, float])
-    """The scores that are compared in place of the reward (`AdvantageRule.weights`)."""
+    """Scores that are compared instead of the reward (`AdvantageRule.weights`)."""
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> EpisodeRollouts:
-        """The episode of rewarded sequences, such as those of an `InferenceContext`.
+        """Build an episode from rewarded sequences, such as those of an `InferenceContext`.
 
-        Raises ValueError unless all of them have one episode's uuid and reward.
+        Raises ValueError unless all have the same episode uuid and reward.
         """
         found = {(rollout.episode_uuid, rollout.episode_reward) for rollout in rollouts}
         if len(found) != 1:

@@ -1,11 +1,10 @@
 """Rollouts in the formats of other trainers: Tinker, verl, TRL, SkyRL and AReaL.
 
-Each trainer is a table of fields: the name that the trainer reads, and where a rollout has it. A format may
-have no place for something that a rollout holds (`TRAITS`). Its converter then raises ConversionError and
-names the trait, unless the caller accepts the loss by name (`allow`). Nothing is converted that the alignment
-check would keep from training, whatever is allowed.
+Each trainer has a table from its field names to the rollout's. If a format cannot hold something that a
+rollout has (`TRAITS`), its converter raises ConversionError with the trait's name, unless the caller
+accepts the loss (`allow`). A sequence that fails the alignment check is never converted.
 
-numpy is enough to import this; Tinker's part needs tinker, `to_verl` and `to_areal` need torch.
+numpy is enough to import this. Tinker's part needs tinker; `to_verl` and `to_areal` need torch.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 if TYPE_CHECKING:
     import tinker
 
+# What a format may be unable to hold. Only properties that affect the gradient are listed.
 TRAITS: Mapping[str, str] = {
     "several_sequences": "an episode of several sequences, whose reward must count once",
     "token_rewards": "token rewards that are shares of the episode's reward",
@@ -35,7 +35,6 @@ TRAITS: Mapping[str, str] = {
     "repetition_penalty": "a repetition penalty, which changes what the policy could sample",
     "logprob_kind": "logprobs not known to be of the distribution that was sampled from",
 }
-"""What a format may be unable to hold, and what it is. Only what affects the gradient counts."""
 
 _TRAITS_OF_CALLS: Mapping[str, Callable[[Call], bool]] = {
     "temperature": lambda call: call.temperature != 1,
@@ -48,17 +47,15 @@ _TRAITS_OF_CALLS: Mapping[str, Callable[[Call], bool]] = {
     ),
 }
 
+# Errors for our own trainer that are only the traits `temperature` and `logprob_kind` for others.
 _OTHER_TRAINERS_MAY = frozenset({"greedy", "raw_logprobs_at_temperature"})
-"""Errors for our own trainer that are the traits `temperature` and `logprob_kind` for others."""
 
 
 class _Row(NamedTuple):
-    """One episode in a format that has one row for each."""
+    """An episode, for formats with one row per episode."""
 
     group_id: str
     number: int
-    """Index of the episode in its group."""
-
     episode: EpisodeRollouts
     rollout: Rollout
 
@@ -70,7 +67,7 @@ Fields = Mapping[str, Callable[[_Row], Any]]
 
 
 def to_datum(weighted: WeightedRollout, *, allow: Collection[str] = ()) -> tinker.Datum:
-    """Convert a rollout of T tokens to a Datum of T - 1 positions for Tinker's policy-gradient losses.
+    """Convert a rollout of T tokens to a Datum of T - 1 positions, for Tinker's policy-gradient losses.
 
     Worked example, prompt `p q`, response `r s`, advantage 0.5:
         model_input     p    q    r
@@ -84,18 +81,18 @@ def to_datum(weighted: WeightedRollout, *, allow: Collection[str] = ()) -> tinke
     refuse_errors(rollout, {}, form)
     if len(weighted.advantages) != len(rollout.tokens) or weighted.advantages[~rollout.loss_mask].any():
         raise ConversionError(
-            f"{form}: the advantages of episode {rollout.episode_uuid} are not one for each token, 0 where a "
-            "token carries no loss"
+            f"{form}: episode {rollout.episode_uuid} needs one advantage for each token, 0 where a token "
+            "carries no loss"
         )
     if not np.isfinite(weighted.advantages).all():
         raise ConversionError(f"{form}: an advantage of episode {rollout.episode_uuid} is not finite")
-    # Advantages replace the rewards, so shares of them are not lost.
+    # Advantages have absorbed token rewards, so these are not lost.
     _refuse_traits(_traits(rollout), rollout.episode_uuid, form, {"token_rewards"}, allow)
     return to_training_datum(weighted)
 
 
 def to_training_datum(weighted: WeightedRollout, **more: FloatArray) -> tinker.Datum:
-    """Convert a rollout that the alignment check has passed to a Datum for a policy-gradient loss.
+    """Convert a rollout that passed the alignment check to a Datum for a policy-gradient loss.
 
     `more`, here and below: further inputs of the loss by name, float32 [T] each.
     """
@@ -107,7 +104,7 @@ def to_training_datum(weighted: WeightedRollout, **more: FloatArray) -> tinker.D
 def to_scoring_datum(rollout: Rollout, **more: FloatArray) -> tinker.Datum:
     """Convert a rollout to a Datum for `cross_entropy`, with weight 1 on the tokens with loss.
 
-    Used to get logprobs from `forward`, and for supervised training on what was sampled.
+    For logprobs from `forward`, and for supervised training on samples.
     """
     return _datum(rollout, weights=rollout.loss_mask.astype(np.float32), **more)
 
@@ -138,16 +135,16 @@ TRL_FIELDS: Fields = {
 
 
 def to_trl(groups: Sequence[RolloutGroup], *, allow: Collection[str] = ()) -> dict[str, list[Any]]:
-    """Convert groups of one size to what a `rollout_func` returns: parallel lists, one entry per episode.
+    """Convert groups of one size to what a `rollout_func` returns: parallel lists with an entry per
+    episode.
 
-    TRL takes the next `num_generations` rows for a group, and the reward from reward functions, which get
-    each further field by name: `reward_funcs=[lambda reward, **_: reward]`. It compares with `logprobs` only
-    where it corrects for the sampler (`use_vllm` and `vllm_importance_sampling_correction`). Raises
-    ConversionError.
+    TRL forms groups from `num_generations` consecutive rows. Rewards come from reward functions, which get
+    further fields by name: `reward_funcs=[lambda reward, **_: reward]`. TRL uses `logprobs` only to correct
+    for the sampler (`use_vllm` and `vllm_importance_sampling_correction`). Raises ConversionError.
     """
     sizes = sorted({len(group.episodes) for group in groups})
     if len(sizes) != 1:
-        raise ConversionError(f"TRL tells groups apart by their size, which must be one for all: got {sizes}")
+        raise ConversionError(f"TRL finds groups by their size, which must be the same for all: got {sizes}")
     return _columns(TRL_FIELDS, _rows(groups, "TRL's rollout", (), allow))
 
 
@@ -175,14 +172,14 @@ SKYRL_NONE = (
 def to_skyrl(
     batch: RolloutBatch, *, trajectory_id: Callable[[str, int], Any], allow: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Convert a batch of B episodes to SkyRL's `GeneratorOutput`: fields that are lists of B.
+    """Convert a batch of B episodes to SkyRL's `GeneratorOutput`, a dictionary of lists [B].
 
-    `rewards` are the episodes', or those of the tokens [R] if any episode has token rewards or ends without
-    loss. `trajectory_id` is SkyRL's class `TrajectoryID`, called with the group's id and the episode's number
-    in it. SkyRL computes advantages from the rewards of rows with the same id. Raises ConversionError.
+    `rewards` are per episode, or per token [R] if any episode has token rewards or ends without loss.
+    `trajectory_id` is SkyRL's class `TrajectoryID`, called with the group's id and the episode's index;
+    SkyRL compares the rewards of rows with the same id. Raises ConversionError.
     """
     rows = _rows(batch.groups, "SkyRL's output", {"token_rewards"}, allow)
-    # SkyRL puts an episode's reward on its last token, where some estimators would lose it to the mask.
+    # SkyRL puts an episode's reward on its last token. Without loss there, some estimators would drop it.
     by_token = any(row.rollout.shaped or not row.rollout.loss_mask[-1] for row in rows)
     return {
         **_columns(SKYRL_FIELDS, rows),
@@ -209,14 +206,14 @@ def to_verl(
     response_length: int | None = None,
     allow: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Convert a batch of B episodes for `DataProto.from_single_dict`; P and R are the given lengths, or those
-    of the longest.
+    """Convert a batch of B episodes for `DataProto.from_single_dict`. P and R are the given lengths, or
+    the longest.
 
     Tensors: prompts int64 [B, P], left-padded; responses, response_mask int64 and rollout_log_probs,
-    rm_scores float32 [B, R], right-padded; input_ids, attention_mask, position_ids int64 [B, P + R]. `uid` is
-    an array of objects [B]: each row's group, by which verl compares scores. `rm_scores` has the episode's
-    reward at the last token with loss, or each token's share. Raises ConversionError, also for a prompt or
-    response longer than its length.
+    rm_scores float32 [B, R], right-padded; input_ids, attention_mask, position_ids int64 [B, P + R]. `uid`
+    is an object array [B] of the rows' groups, within which verl compares scores. `rm_scores` has the
+    episode's reward at the last token with loss, or each token's share. Raises ConversionError, also for a
+    prompt or response that is too long.
     """
     import torch  # noqa: PLC0415 (optional dependency)
 
@@ -262,18 +259,16 @@ AREAL_FIELDS: Fields = {
     "versions": lambda row: _versions(row.rollout),
 }
 
-AREAL_FILL: Mapping[str, int] = {"versions": -1}
-"""Padding other than 0. A token that no policy sampled has version -1, too."""
+AREAL_FILL: Mapping[str, int] = {"versions": -1}  # Padding other than 0; also for tokens not sampled.
 
 
 def to_areal(group: RolloutGroup, *, pad_token_id: int = 0, allow: Collection[str] = ()) -> dict[str, Any]:
-    """Convert a group of G episodes to a dictionary of padded tensors [G, T], as an AReaL workflow returns
-    it.
+    """Convert a group of G episodes to padded tensors [G, T], as an AReaL workflow returns them.
 
-    input_ids, loss_mask, versions int32, logprobs float32 and attention_mask bool [G, T], unshifted; rewards
-    float32 [G]. A token's version is that of the weights that sampled it; where they changed at an unknown
-    token of a call, the older one. AReaL adds the reward at the last token and passes it back through the
-    mask, so that token must carry loss. Raises ConversionError.
+    input_ids, loss_mask, versions int32, logprobs float32 and attention_mask bool [G, T], unshifted;
+    rewards float32 [G]. A token's version is that of the weights that sampled it, or the older one if it is
+    unknown where they changed during a call. AReaL puts the reward on the last token and propagates it
+    through the mask, so that token must carry loss. Raises ConversionError.
     """
     import torch  # noqa: PLC0415 (optional dependency)
 
@@ -301,7 +296,7 @@ def _versions(rollout: Rollout) -> np.ndarray:
     return versions
 
 
-# What all of them share
+# Shared by the converters
 
 
 def _columns(fields: Fields, rows: Iterable[_Row]) -> dict[str, list[Any]]:
@@ -311,7 +306,6 @@ def _columns(fields: Fields, rows: Iterable[_Row]) -> dict[str, list[Any]]:
 def _rows(
     groups: Iterable[RolloutGroup], form: str, carried: Collection[str], allow: Collection[str]
 ) -> list[_Row]:
-    """One row per episode. Raises ConversionError."""
     rows: list[_Row] = []
     for group in groups:
         for number, episode in enumerate(group.episodes):
@@ -321,7 +315,7 @@ def _rows(
                 traits.append("several_sequences")
             _refuse_traits(dict.fromkeys(traits), episode.episode_uuid, form, carried, allow)
             if len(episode.rollouts) != 1:
-                # Impossible even if allowed: the reward belongs to a single row.
+                # Not even with `allow`: the reward belongs to a single row.
                 raise ConversionError(
                     f"{form} has one row for an episode; episode {episode.episode_uuid} has "
                     f"{len(episode.rollouts)} sequences"
@@ -335,7 +329,7 @@ def _rows(
 def _reward_at_end(row: _Row) -> FloatArray:
     """float32 [R]: the episode's reward at the last token with loss, or its tokens' shares.
 
-    Trainers that propagate a reward back through the mask would lose it at a token without loss.
+    A trainer that propagates rewards back through the mask would lose one at a token without loss.
     """
     if row.rollout.shaped:
         return row.rollout.token_rewards
@@ -372,14 +366,14 @@ def _refuse_traits(
 
 
 def refuse_episode_errors(episode: EpisodeRollouts, form: str) -> None:
-    """Raise ConversionError for an episode with a sequence that must not train."""
     prompts = full_prompts(episode.calls)
     for rollout in episode.rollouts:
         refuse_errors(rollout, prompts, form)
 
 
 def refuse_errors(rollout: Rollout, prompts: Mapping[str, bytes], form: str) -> None:
-    """The same for one sequence, with the full prompts of its calls where they are known."""
+    """Raise ConversionError for a sequence that must not train. `prompts`: full prompts of its calls, as
+    far as known."""
     errors = find_errors(rollout, vocabulary=2**31, prompts=prompts)
     errors = [error for error in errors if error not in _OTHER_TRAINERS_MAY]
     if errors:

@@ -1,6 +1,6 @@
 """Assembles the server from a config and a run folder: book, ledger, link, gateway and routes.
 
-Owns the order of construction; `InterchangeServer.run` owns the background tasks.
+`create_server` owns the order of construction, `InterchangeServer.run` the background tasks.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ SECRET_FILE = "server.secret"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterchangeServer:
-    """The assembled server: an ASGI app, and the tasks behind it."""
+    """The assembled server: an ASGI app and the tasks behind it."""
 
     app: ASGIApp
     api: FastAPI
-    """What is behind `app`, and documents all of it."""
+    """The FastAPI app behind `app`, which documents all routes."""
 
     link: ServerLink
     interchange: Interchange
@@ -76,18 +76,17 @@ class InterchangeServer:
     """Samples instead of the engine, if the config names an inference server."""
 
     outside: Sequence[OutsideServer]
-    """What answers for roles."""
+    """Servers that answer for roles."""
 
     gateways: GatewayProcesses | None
-    """The processes that answer model calls; None: this one does."""
+    """Processes that answer model calls; None: this process does."""
 
     @property
     def gateway_ports(self) -> tuple[int, ...]:
-        """Where the gateway processes listen."""
         return () if self.gateways is None else self.gateways.ports
 
     async def run(self) -> None:
-        """Run the background tasks until cancelled. Raises the error of the first that fails."""
+        """Run the background tasks until cancelled. Raises the first error of one."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.interchange.run())
             tasks.create_task(self.trainer.run())
@@ -96,11 +95,11 @@ class InterchangeServer:
                 tasks.create_task(self.gateways.run())
 
     async def until_end_is_known(self) -> None:
-        """Wait until the clients of a finished run know that it is, for a moment at most."""
+        """Wait briefly until the clients of a finished run know that it is finished."""
         await self.interchange.run_end.known_to_all()
 
     def stop_waiting(self) -> None:
-        """Answer waiting long polls and model calls, so that their connections can close."""
+        """Answer waiting requests and model calls, so that their connections can close."""
         self.interchange.close()
         self.sampler.close()
         if self.remote_sampler is not None:
@@ -130,10 +129,10 @@ async def create_server(
 ) -> InterchangeServer:
     """Assemble the server of a run folder, with the episodes in `ledger`. Binds nothing yet.
 
-    With `serve_model` the client token is the API key of the model. `environ` has the tokens of
+    With `serve_model` the client token is the model's API key. `environ` has the tokens of
     `interchange_server.clients`. `remote_sampler` samples instead of the trainer's engine; `outside`
-    answers for roles. `listeners`: where gateway processes answer model calls; without any this process does.
-    `epoch` is what `ledger.lead` returned. Raises ConfigError and StoreError.
+    answers for roles. `listeners` are the sockets of gateway processes; without any, this process answers
+    model calls. `epoch` is what `ledger.lead` returned. Raises ConfigError and StoreError.
     """
     section, times, totals = config.interchange_server, times or LinkTimes(), totals or Totals()
     book = EpisodeBook(
@@ -250,12 +249,11 @@ def _create_app(
     gateways: GatewayProcesses | None,
     roles: Roles,
 ) -> tuple[ASGIApp, FastAPI]:
-    """The ASGI app: all routes, each behind its role; and the part of it that documents them."""
     app = FastAPI(
         title="TinkerScript interchange server",
         version=__version__,
-        openapi_url=None,  # `StatusRoutes` serves it to clients alone.
-        docs_url=None,  # FastAPI's own asks another host for its script. The run's page shows it.
+        openapi_url=None,  # `StatusRoutes` serves it, to clients only.
+        docs_url=None,  # FastAPI's page loads a script from another host, unlike the run's page.
         redoc_url=None,
         responses={"4XX": {"model": RefusalResponse, "description": "Refused; the body says why."}},
     )

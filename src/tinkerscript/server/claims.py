@@ -1,9 +1,8 @@
-"""The gateway's `ClaimBook`s: `LeasedClaims` over the server's episodes, `ServedModel` for a model that is
-served only.
+"""The gateway's `ClaimBook`s: `LeasedClaims` for a run's episodes, `ServedModel` for a model that only
+serves.
 
-Invariant: only the claim that holds the lease calls the model, a claim does not expire while one of its calls
-is in flight, no claim exceeds its limits of calls and tokens, and a call is recorded durably, under that
-claim, before it is answered.
+Invariant: only the claim that holds the lease calls the model. It does not expire during one of its calls,
+cannot exceed its limits of calls and tokens, and its calls are durably recorded before they are answered.
 """
 
 from __future__ import annotations
@@ -29,13 +28,12 @@ from tinkerscript.server.metrics import ServerMetrics
 
 
 def gateway_path(number: int) -> str:
-    """Where a gateway process serves the models."""
     return f"/g/{number}"
 
 
 class ServedModel(ClaimBook):
-    """Callers whose calls do not train: one key for all of them; calls are counted but not recorded. The
-    latest that are to be stored are kept in memory, each for the key that made it.
+    """A model whose callers share one key and do not train. Calls are counted, not recorded. The latest
+    stored ones stay in memory, each for the key that made it.
 
     `token` is the key; None accepts any.
     """
@@ -51,7 +49,7 @@ class ServedModel(ClaimBook):
         self._metrics = metrics
         self._clock = clock
         self._kept: OrderedDict[tuple[str, str], tuple[float, Call]] = OrderedDict()
-        """By key and id, with the time of their last use; the least recently used first."""
+        """(key digest, call id) -> time of last use and call, least recently used first."""
 
         self._kept_bytes = 0
 
@@ -97,8 +95,6 @@ class ServedModel(ClaimBook):
 
 @dataclass(slots=True)
 class _Usage:
-    """What one claim has used, and what is reserved for its calls in flight."""
-
     calls: int = 0
     tokens: int = 0
     bytes: int = 0
@@ -106,10 +102,10 @@ class _Usage:
     tokens_in_flight: int = 0
     bytes_in_flight: int = 0
     began: deque[float] = field(default_factory=deque[float])
-    """When calls in flight began, oldest first."""
+    """Start times of the running calls, oldest first."""
 
     oldest_version: int | None = None
-    """Of the weights that sampled any of its calls; None before the first."""
+    """Oldest policy version that sampled any of its calls; None before the first."""
 
     def add(self, call: Call) -> None:
         self.calls += 1
@@ -122,7 +118,7 @@ class _Usage:
 
 
 class LeasedClaims(ClaimBook):
-    """Opens the keys derived from this server's secret, while their claims hold the lease."""
+    """Opens keys derived from this server's secret, while their claims hold the lease."""
 
     def __init__(
         self,
@@ -135,8 +131,8 @@ class LeasedClaims(ClaimBook):
         max_tokens: int,
         gateways: int = 0,
     ) -> None:
-        """`max_calls` and `max_tokens`: recorded choices and sampled tokens of one claim. `gateways`:
-        processes that own the claims; 0: the server's own process does."""
+        """`max_calls` and `max_tokens`: recorded choices and sampled tokens per claim. `gateways`: number
+        of processes that serve the claims; 0: this process does."""
         self._gateways = gateways
         self._book = book
         self._ledger = ledger
@@ -148,7 +144,6 @@ class LeasedClaims(ClaimBook):
         """(episode uuid, attempt) -> usage, from `calls` until `forget`."""
 
     def forget(self, episode_uuid: str, attempt: int) -> None:
-        """Drop the usage of a claim that is over."""
         self._usages.pop((episode_uuid, attempt), None)
 
     async def open(self, key: str) -> OpenClaim:
@@ -160,9 +155,9 @@ class LeasedClaims(ClaimBook):
         return self.reserve(claim, num_samples, max_tokens, num_bytes)
 
     def opened(self, key: str, *, gateway: int = 0) -> OpenClaim:
-        """What `open` returns to a gateway process; 0 is the server's own.
+        """Open a key for a gateway process; 0 is the server itself.
 
-        Raises GatewayError 421 `wrong_gateway` for a claim of another one, besides what `open` raises.
+        Raises what `open` raises, and GatewayError 421 `wrong_gateway` for another process's claim.
         """
         claim = self._keys.opened_by(key)
         if claim is None:
@@ -173,7 +168,7 @@ class LeasedClaims(ClaimBook):
         return OpenClaim(episode.uuid, episode.attempt, episode.policy_version)
 
     def reserve(self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0) -> int:
-        """What `begin` returns."""
+        """Implements `begin`, without waiting."""
         episode = self._held(claim.episode_uuid, claim.attempt)
         usage = self._usages[claim.episode_uuid, claim.attempt]
         _check_bytes(usage, num_bytes)
@@ -198,7 +193,7 @@ class LeasedClaims(ClaimBook):
     async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
         episode = self._held(claim.episode_uuid, claim.attempt)
         usage = self._usages[claim.episode_uuid, claim.attempt]
-        for call in calls:  # Writes of one tick share a transaction.
+        for call in calls:  # The ledger commits them in one transaction.
             self._ledger.put_call(episode.sequence, claim.attempt, call)
         await self._ledger.durable()
         self._held(claim.episode_uuid, claim.attempt)
@@ -213,15 +208,12 @@ class LeasedClaims(ClaimBook):
         return calls
 
     async def recorded(self, episode_uuid: str, attempt: int) -> list[Call]:
-        """The calls of a claim as the ledger has them, whether it holds its lease or not.
-
-        Raises UnknownEpisodeError.
-        """
+        """Calls of a claim in the ledger, whether or not it holds its lease. Raises UnknownEpisodeError."""
         (calls,) = await self._ledger.calls([(self._book.get(episode_uuid).sequence, attempt)])
         return calls
 
     async def oldest_version(self, episode: EpisodeRecord) -> int | None:
-        """The policy version of the oldest call of the episode's last claim; None before the first call."""
+        """Policy version of the oldest call of the episode's last claim; None before the first call."""
         usage = self._usages.get((episode.uuid, episode.attempt))
         if usage is None:
             (calls,) = await self._ledger.calls([(episode.sequence, episode.attempt)])
@@ -229,10 +221,9 @@ class LeasedClaims(ClaimBook):
         return usage.oldest_version
 
     def _granted(self, usage: _Usage, number: int, max_tokens: int) -> int:
-        """`max_tokens`, or for each of the `number` samples its share of what the claim has left.
+        """`max_tokens`, or less if the claim has less left for each of `number` samples.
 
-        Raises GatewayError: 403 `claim_limit_exceeded`, or 429 while the rest is reserved for calls in
-        flight.
+        Raises GatewayError 403 `claim_limit_exceeded`, or 429 while running calls have reserved the rest.
         """
         calls_left, tokens_left = self._max_calls - usage.calls, self._max_tokens - usage.tokens
         if calls_left < number:
@@ -258,7 +249,8 @@ class LeasedClaims(ClaimBook):
 
 
 def _check_bytes(usage: _Usage, number: int) -> None:
-    """Raises GatewayError: 403 if the claim may not record so much more, 429 while calls in flight may."""
+    """Raise GatewayError: 403 if the claim may not record `number` more bytes, 429 if running calls may
+    need them."""
     limit = RECORDED_BYTES.limit
     if usage.bytes + number > limit:
         raise RECORDED_BYTES.refusal(usage.bytes + number)
@@ -279,7 +271,7 @@ def _refused(key: str, why: str) -> GatewayError:
 
 
 def _exceeded(limit: str) -> GatewayError:
-    # 403, because OpenAI's clients retry a 429.
+    # Not 429, because OpenAI's clients would retry it.
     message = f"this claim has used its {limit}; end or abort the episode"
     return GatewayError(403, "claim_limit_exceeded", message)
 

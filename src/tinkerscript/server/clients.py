@@ -1,13 +1,13 @@
-"""`Clients`: what each client has done lately, which ones have to slow down, and what those with a token of
-their own may hold. `RunEnd` tells them that the run is over.
+"""`Clients`: what each client did recently, which ones must slow down, and how much those with their own
+token may hold. `RunEnd` tells them when the run is over.
 
-A broken client fails at once and claims again, so it would use up the attempts of more episodes than any
-client that works. After `MIN_FAILURES` failures in a row it gets one episode a second, and once the others'
-rate of success cannot explain its failures it gets none for `QUARANTINE_S`. A client with a token of its own
-owns its claims as `NAME/CLIENT_UUID` and is also known as `NAME/`, so a new uuid does not help it.
+A broken client fails at once and claims again, so it would use up more episodes' attempts than any working
+client. After `MIN_FAILURES` failures in a row it gets one episode per second, and once the others' success
+rate cannot explain its failures it gets none for `QUARANTINE_S`. A client with its own token owns its
+claims as `NAME/CLIENT_UUID` and is also tracked as `NAME/`, so changing its uuid does not help it.
 
-Invariant: if the task, the model or the weights fail for everybody, no client is quarantined; such a run ends
-by itself (`NoSuccessError`).
+Invariant: if the task, the model or the weights fail for everyone, no client is quarantined. Such a run
+ends by itself (`NoSuccessError`).
 """
 
 from __future__ import annotations
@@ -26,46 +26,33 @@ from tinkerscript.errors import QuotaError, UnauthorizedError
 from tinkerscript.protocol import TRAINER_POOL
 from tinkerscript.server.episodes.record import EpisodeRecord
 
+# Probability, at the others' success rate, below which a row of failures puts a client in quarantine.
 CHANCE = 1e-6
-"""A client is quarantined if so many failures in a row are less likely than this at the others' rate."""
-
 MIN_FAILURES = 8
 PACE_S = 1.0
 QUARANTINE_S = 600.0
 
-MAX_CLIENTS = 10_000
-"""Clients that are remembered: the ones seen most recently."""
-
-MIN_AGE_S = 5.0
-"""A new client's rate is measured over at least this long, or its first result would look very fast."""
-
+MAX_CLIENTS = 10_000  # The most recently seen clients are remembered.
+MIN_AGE_S = 5.0  # Rates are measured over at least this long, or a client's first result would look fast.
 MESSAGE_CHARS = 300
-
-POLLING_S = 35.0
-"""A live worker is seen at least this often: its long polls last 30 s."""
-
-SHUTDOWN_S = 2.5
-"""How long a server that is stopped after the run's end waits for clients that do not know of it yet."""
+POLLING_S = 35.0  # A live worker is seen at least this often: its long polls last 30 s.
+SHUTDOWN_S = 2.5  # How long a stopping server waits for clients that do not know of the run's end yet.
 
 
 class Pause(NamedTuple):
-    """Why a client gets no episode now."""
-
     reason: str
     is_refusal: bool
-    """Whether it should give up (403) rather than ask again soon."""
+    """Whether the client should give up (403) rather than ask again."""
 
 
 @dataclass(slots=True)
 class ClientRecord:
-    """What one client has done since it was first seen."""
-
     first_seen: float
     last_seen: float
     ended: int = 0
     failed: int = 0
     failures: int = 0
-    """Failures since its last result; the next three fields are about these."""
+    """Failures since its last result. The next three fields concern these."""
 
     succeeded_before: int = 0
     failed_before: int = 0
@@ -74,53 +61,50 @@ class ClientRecord:
     message: str = ""
     next_claim: float = -math.inf
     quarantined_until: float = -math.inf
-    """Infinity after an operator has stopped it."""
+    """Infinity after an operator stopped it."""
 
     @property
     def why(self) -> str:
-        """Why it is in quarantine."""
         if self.quarantined_until == math.inf:
             return "an operator has stopped it"
         return f"its last {self.failures} attempts failed while others succeeded: {self.message}"
 
 
 class Clients:
-    """The clients of one server."""
-
     def __init__(
         self, clock: Callable[[], float], max_claims: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """`max_claims`: what each client with its own token may hold, by its name."""
+        """`max_claims`: the limits of clients with their own token, by name."""
         self._clock = clock
         self._max_claims = max_claims
         self._held: Counter[str] = Counter()
-        """Name of a client with its own token -> its claims."""
+        """Claims of each client with its own token."""
 
         self._waiting: Counter[tuple[str, str]] = Counter()
         self._records: OrderedDict[str, ClientRecord] = OrderedDict()
         """In the order in which they were last seen."""
 
         self._quarantined: dict[str, ClientRecord] = {}
-        """The clients that are or were in quarantine, and have not succeeded since."""
+        """Clients that are or were in quarantine and have not succeeded since."""
 
         self._succeeded = self._failed = 0
         self.own_prefix = ""
-        """With what the names of the trainer's own workers begin; their failures are the run's."""
+        """Prefix of the trainer's own workers, which are never quarantined: their failures are the run's."""
 
     def restore(self, episodes: Iterable[EpisodeRecord]) -> None:
-        """Count the claims that were made before the server was restarted."""
+        """Count the claims made before a restart."""
         claimed = (episode.client_uuid for episode in episodes if episode.state == "claimed")
         self._held.update(name for client in claimed if (name := self.account(client)))
 
     # Clients with tokens of their own
 
     def account(self, client: str) -> str:
-        """The client with its own token to which the name of an owner of claims belongs; or empty."""
+        """Name of the account (a client with its own token) that owns `client`, or empty."""
         name, slash, _ = client.partition("/")
         return name if slash and name in self._max_claims else ""
 
     def owner(self, client_uuid: str, account: str) -> str:
-        """Who owns the claims of a request under the token of `account` (empty for the shared token).
+        """Owner of the claims of a request. `account` is empty for the shared token.
 
         Raises UnauthorizedError 403 for a name that belongs to another token.
         """
@@ -135,21 +119,21 @@ class Clients:
         return client_uuid
 
     def check_pool(self, account: str, pool: str) -> None:
-        """Raises UnauthorizedError 403 for a pool that is neither the trainer's nor the account's own."""
+        """Raise UnauthorizedError 403 for a pool that is neither the trainer's nor the account's own."""
         if account and pool not in (TRAINER_POOL, account):
             raise UnauthorizedError(
                 403, f"client {account!r} may use the trainer's pool and its own, not {pool!r}"
             )
 
     def free_claims(self, client: str) -> float:
-        """How many more claims its token allows; infinity for the shared token."""
+        """Claims that the client's token still allows; infinity for the shared token."""
         name = self.account(client)
         return max(0, self._max_claims[name] - self._held[name]) if name else math.inf
 
     def check_waiting(self, client: str, what: Literal["an episode", "the run's end"]) -> None:
-        """Raises QuotaError if the client's token allows no further request that waits.
+        """Raise QuotaError if the client's token allows no more waiting requests.
 
-        Each occupies a connection, and one that waits for an episode may become a claim.
+        Each takes a connection, and one for an episode may become a claim.
         """
         name = self.account(client)
         held = self._held[name] if what == "an episode" else 0
@@ -173,7 +157,6 @@ class Clients:
     # What clients do
 
     def seen(self, name: str) -> ClientRecord:
-        """The client has asked for something."""
         now = self._clock()
         record = self._records.get(name)
         if record is None:
@@ -185,7 +168,6 @@ class Clients:
         return record
 
     def claimed(self, client: str) -> None:
-        """The client got an episode."""
         if name := self.account(client):
             self._held[name] += 1
         for record in self._known(client).values():
@@ -193,12 +175,10 @@ class Clients:
                 record.next_claim = self._clock() + PACE_S
 
     def closed(self, client: str) -> None:
-        """A claim of the client is over."""
         if name := self.account(client):
             self._held[name] -= 1
 
     def succeeded(self, client: str) -> None:
-        """An attempt of the client ended with a result."""
         self._succeeded += 1
         for name in self._names_of(client):
             record = self.seen(name)
@@ -209,7 +189,7 @@ class Clients:
                 self._quarantined.pop(name, None)
 
     def failed(self, client: str, message: str) -> list[str]:
-        """An attempt of the client failed; returns the names that this quarantines."""
+        """Note that an attempt failed. Returns the names that this puts in quarantine."""
         now, caught = self._clock(), list[str]()
         for name in self._names_of(client):
             record = self.seen(name)
@@ -232,14 +212,14 @@ class Clients:
         return caught
 
     def _is_no_accident(self, record: ClientRecord) -> bool:
-        """Whether the others' rate of success since the first failure does not explain the failures."""
+        """Whether the others' success rate since the first failure fails to explain the failures."""
         succeeded = self._succeeded - record.succeeded_before
         failed = self._failed - record.failed_before - (record.failures - 1)
         rate = succeeded / (succeeded + failed + 1)
         return record.failures >= MIN_FAILURES and (1 - rate) ** record.failures < CHANCE
 
     def stop(self, name: str) -> None:
-        """Give the client no more episodes, until the server is restarted; `NAME/` is all of an account."""
+        """Give the client no more episodes until the server restarts. `NAME/` stops all of an account."""
         record = self._quarantined[name] = self.seen(name)
         record.quarantined_until = math.inf
 
@@ -260,7 +240,7 @@ class Clients:
         return None
 
     def is_paced(self, client: str) -> bool:
-        """Whether the client gets one episode at a time."""
+        """Whether the client gets only one episode at a time."""
         return any(record.failures >= MIN_FAILURES for record in self._known(client).values())
 
     def quarantined(self) -> dict[str, str]:
@@ -269,11 +249,9 @@ class Clients:
         return {name: each.why for name, each in self._quarantined.items() if each.quarantined_until > now}
 
     def latest(self, limit: int) -> list[str]:
-        """The clients that were seen last, the latest first."""
         return list(islice(reversed(self._records), limit))
 
     def since(self, seconds: float) -> Iterator[str]:
-        """The clients that were seen within the last `seconds`."""
         oldest = self._clock() - seconds
         return (name for name, record in self._records.items() if record.last_seen >= oldest)
 
@@ -282,12 +260,11 @@ class Clients:
         return self._records.get(name)
 
     def per_minute(self, record: ClientRecord) -> float:
-        """A client's attempts a minute since it was first seen."""
+        """Attempts that ended per minute since the client was first seen."""
         age_s = max(MIN_AGE_S, self._clock() - record.first_seen)
         return (record.ended + record.failed) * 60 / age_s
 
     def idle_s(self, record: ClientRecord) -> float:
-        """Seconds since the client asked for something."""
         return self._clock() - record.last_seen
 
     def _known(self, client: str) -> dict[str, ClientRecord]:
@@ -300,10 +277,10 @@ class Clients:
 
 
 class RunEnd:
-    """Whether the run is finished, and which clients do not know it yet.
+    """Whether the run is finished, and which clients do not know that yet.
 
-    A client that waits for it, or asks for an episode, learns it at once. A server that is stopped afterwards
-    waits, for a moment, until every client that was seen recently has learned it.
+    A client that waits for the end or for an episode learns it at once. A stopping server waits briefly
+    until every recently seen client has learned it.
     """
 
     def __init__(self, clients: Clients, *, shutdown_s: float = SHUTDOWN_S) -> None:
@@ -315,7 +292,6 @@ class RunEnd:
         self.is_here = False
 
     def set(self, finished: bool) -> None:
-        """The trainer says whether it has finished the run."""
         if finished and not self.is_here:
             self._unaware = set(self._clients.since(POLLING_S))
         if finished != self.is_here:
@@ -323,18 +299,17 @@ class RunEnd:
             self._wake()
 
     def close(self) -> None:
-        """Let nobody wait any longer: the server is shutting down."""
+        """Wake everyone who waits, because the server shuts down."""
         self._closing = True
         self._wake()
 
     def knows(self, client: str) -> None:
-        """A reply to the client says that the run is finished."""
         self._unaware.discard(client)
         if not self._unaware:
             self._wake()
 
     async def wait(self, client: str, wait_s: float) -> bool:
-        """Wait until the run is finished, at most `wait_s` seconds; returns whether it is."""
+        """Wait up to `wait_s` seconds for the run's end. Returns whether it is finished."""
         self._clients.seen(client)
         try:
             async with asyncio.timeout(wait_s):
@@ -347,7 +322,7 @@ class RunEnd:
         return self.is_here
 
     async def known_to_all(self) -> None:
-        """If the run is finished, wait until every client knows it, for `shutdown_s` seconds at most."""
+        """If the run is finished, wait up to `shutdown_s` seconds until every client knows."""
         try:
             async with asyncio.timeout(self._shutdown_s):
                 while self.is_here and self._unaware:
@@ -356,12 +331,12 @@ class RunEnd:
             return
 
     def _wake(self) -> None:
-        # A new event for those who wait next, who wait for the next change.
+        # Later waiters get a new event, because they wait for the next change.
         self._changed.set()
         self._changed = asyncio.Event()
 
 
 def _printable(message: str) -> str:
-    """A client's text on one short line."""
+    """A client's text as one short line."""
     text = "".join(char if char.isprintable() else " " for char in message[: 2 * MESSAGE_CHARS])
     return " ".join(text.split())[:MESSAGE_CHARS]

@@ -1,10 +1,10 @@
-"""What the server and one of its gateway processes say to each other, over a pair of Unix sockets.
+"""Messages between the server and a gateway process, over a Unix socket pair.
 
-In the process, `RemoteClaims` asks the server for what it knows of claims; in the server, `ClaimService`
-answers. A frame is its length (4 bytes, big-endian) and a msgpack list of messages, those of one tick of the
-event loop. Invariants: messages arrive once and in order, or the channel is closed and with it the process; a
-call counts as recorded once the ledger has it; calls that a process has begun end with it, so a
-claim whose process died expires like any other.
+In the process, `RemoteClaims` asks about claims; in the server, `ClaimService` answers. A frame is its
+length (4 bytes, big-endian) and a msgpack list of the messages of one event-loop iteration. Invariants:
+messages arrive once and in order, or the channel closes and the process ends. A call counts as recorded
+once the ledger has it. A process's running calls end with it, so a claim of a dead process expires like any
+other.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from tinkerscript.trainer_link.remote_sampling import SampleService
 
 
 class Ready(Tagged, frozen=True):
-    """Connections are welcome."""
+    """The process accepts connections."""
 
 
 class AskOpen(Tagged, frozen=True):
-    """Answered like every `Ask*`: by an `Answer` or an `AskRefused`."""
+    """Like every `Ask*`, answered by an `Answer` or an `AskRefused`."""
 
     ask_id: int
     key: str
@@ -55,7 +55,7 @@ class AskBegin(Tagged, frozen=True):
 
 
 class CallOver(Tagged, frozen=True):
-    """What an `AskBegin` was allowed is over, or was never begun."""
+    """The call of an `AskBegin` is over, or was never made."""
 
     ask_id: int
 
@@ -82,7 +82,7 @@ class Setup(Tagged, frozen=True):
     """The first message."""
 
     config: bytes
-    """JSON of the `RunConfig`."""
+    """`RunConfig` as JSON."""
 
     any_host: bool
     """See `asgi.problem_with_site`."""
@@ -91,17 +91,17 @@ class Setup(Tagged, frozen=True):
 class Answer(Tagged, frozen=True):
     ask_id: int
     claim: OpenClaim | None = None
-    """To `AskOpen`."""
+    """For `AskOpen`."""
 
     max_tokens: int = 0
-    """To `AskBegin`."""
+    """For `AskBegin`."""
 
     calls: Sequence[Call] = ()
-    """To `AskCalls`."""
+    """For `AskCalls`."""
 
 
 class AskRefused(Tagged, frozen=True):
-    """A `GatewayError`, or an error of the server's own (500)."""
+    """A `GatewayError`, or 503 if the ledger fails."""
 
     ask_id: int
     status: int
@@ -110,14 +110,12 @@ class AskRefused(Tagged, frozen=True):
 
 
 class ForgetClaim(Tagged, frozen=True):
-    """The claim is over."""
-
     episode_uuid: str
     attempt: int
 
 
 class StopServing(Tagged, frozen=True):
-    """Answer what is there, and end."""
+    """Finish the running requests, and exit."""
 
 
 ToGateway = Setup | Answer | AskRefused | ForgetClaim | StopServing | Sampled | SampleProgress | SampleFailed
@@ -126,12 +124,10 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Channel(asyncio.Protocol):
-    """One end. `connected` says whether it is open."""
-
     def __init__(
         self, kind: Any, handle: Callable[[Any], None], closed: Callable[[], None] = lambda: None
     ) -> None:
-        """`kind`: `FromGateway` or `ToGateway`, what `handle` gets. `closed` is called at the end."""
+        """`kind`: `FromGateway` or `ToGateway`, the messages for `handle`. `closed` is called at the end."""
         self.connected = False
         self._decode = msgspec.msgpack.Decoder(list[kind]).decode
         self._handle = handle
@@ -141,7 +137,7 @@ class Channel(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass.
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is not a subclass.
         self.connected = True
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -163,7 +159,7 @@ class Channel(asyncio.Protocol):
         del self._buffer[:start]
 
     def send(self, message: Tagged) -> None:
-        """Send with the other messages of this tick; nothing on a channel that is closed."""
+        """Send with the other messages of this event-loop iteration. Does nothing on a closed channel."""
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(message)
@@ -175,22 +171,22 @@ class Channel(asyncio.Protocol):
             self._transport.writelines([len(frame).to_bytes(4), frame])
 
     def close(self) -> None:
-        """Send what waits, and close."""
         self._flush()
         if self._transport is not None:
             self._transport.close()
 
 
 class RemoteClaims(ClaimBook):
-    """The process's end: asks the server."""
+    """The process's end, which asks the server."""
 
     def __init__(self, send: Callable[[Tagged], None]) -> None:
-        """`send`: to the server, whose answers go to `answered`."""
+        """`send` sends to the server, whose answers go to `answered`."""
         self._send = send
         self._ids = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Answer]] = {}
         self._begun: dict[tuple[OpenClaim, int, int, int], list[int]] = {}
-        """Claim, samples, tokens of each, bytes -> the `AskBegin`s that allowed so much, and are not over."""
+        """(claim, samples, tokens per sample, bytes) -> ids of the running `AskBegin`s that were granted
+        these."""
 
     async def open(self, key: str) -> OpenClaim:
         answer = await self._ask(AskOpen(ask_id=next(self._ids), key=key))
@@ -235,7 +231,7 @@ class RemoteClaims(ClaimBook):
             del self._asked[ask.ask_id]
 
     def answered(self, answer: Answer | AskRefused) -> None:
-        """Take an answer of the server; one that nobody waits for any more is dropped."""
+        """Deliver an answer of the server, unless its caller is gone."""
         asked = self._asked.get(answer.ask_id)
         if asked is None or asked.done():
             return
@@ -246,7 +242,7 @@ class RemoteClaims(ClaimBook):
 
 
 class ClaimService:
-    """The server's end: answers one process, from its start to its end."""
+    """The server's end, which answers one process for its lifetime."""
 
     def __init__(
         self,
@@ -257,19 +253,18 @@ class ClaimService:
         send: Callable[[Tagged], None],
         ready: Callable[[], None],
     ) -> None:
-        """`send`: to the process; `ready` is called when it takes connections."""
+        """`send` sends to the process. `ready` is called when the process accepts connections."""
         self._number = number
         self._claims = claims
         self._samples = SampleService(sampler.sample, send, relays=True)
         self._send = send
         self._ready = ready
         self._begun: dict[int, tuple[AskBegin, int]] = {}
-        """Ask id -> what was asked for, and the tokens that were allowed."""
+        """Ask id -> the request, and the tokens granted."""
 
         self._tasks = set[asyncio.Task[None]]()
 
     def take(self, message: FromGateway) -> None:
-        """Answer a message, at once if that needs no ledger."""
         match message:
             case AskRecord() | AskCalls():
                 task = asyncio.create_task(self._look_up(message))
@@ -290,7 +285,7 @@ class ClaimService:
                 self._ready()
 
     async def close(self) -> None:
-        """The process is gone: end what it had begun. What it sent to be recorded is recorded."""
+        """Clean up after the process: end its running calls, and finish recording what it sent."""
         for ask_id in list(self._begun):
             self._end(ask_id)
         await self._samples.close()

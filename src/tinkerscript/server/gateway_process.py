@@ -1,7 +1,7 @@
-"""A gateway process: the `tinkerscript gateway` command, which the server starts.
+"""A gateway process (`tinkerscript gateway`), which the server starts.
 
-It answers the model calls of the claims that it owns, on its own port, and holds their conversations. It asks
-the server about each claim and has nothing that the server's store lacks, so it can die at any time.
+It answers the model calls of its claims on its own port, and holds their conversations. Everything it knows
+is also in the server's ledger, so it can die at any time.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from tinkerscript.trainer_link.remote_sampling import LinkSampler
 
 
 def run_gateway(number: int, *, channel: int, listener: int) -> None:
-    """Serve until the server says so or ends. `channel` and `listener` are file descriptors: this process'
-    end of the channel, and the socket where model calls come.
+    """Serve until the server stops it or exits. `channel` and `listener` are file descriptors: the socket
+    pair's end, and the socket for model calls.
 
     Raises ConfigError.
     """
@@ -55,8 +55,6 @@ def run_gateway(number: int, *, channel: int, listener: int) -> None:
 
 
 class GatewayProcess:
-    """What runs in the process. For one event loop."""
-
     def __init__(self, number: int, environ: Mapping[str, str]) -> None:
         self._path = gateway_path(number)
         self._environ = environ
@@ -68,7 +66,7 @@ class GatewayProcess:
         self._claims = RemoteClaims(self._channel.send)
 
     async def run(self, channel: socket.socket, listener: socket.socket) -> None:
-        """Serve until told to stop. Raises ConfigError for a config or an inference server that fails."""
+        """Serve until stopped. Raises ConfigError for an unusable config or inference server."""
         loop = asyncio.get_running_loop()
         self._setup = loop.create_future()
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)
@@ -105,7 +103,6 @@ class GatewayProcess:
 
     @asynccontextmanager
     async def _sampler_of(self, config: RunConfig) -> AsyncGenerator[LinkSampler | RemoteSampler]:
-        """The config's inference server, or the trainer behind the server's link."""
         timeout_s = config.interchange_server.call_timeout_s
         if not config.inference.samples_without_trainer:
             self._sampler = LinkSampler(self._channel, timeout_s=timeout_s)
@@ -122,7 +119,7 @@ class GatewayProcess:
             case Answer() | AskRefused():
                 self._claims.answered(message)
             case ForgetClaim():
-                if self._gateway is not None:  # After those who wait for an answer that came before it.
+                if self._gateway is not None:  # Later, because earlier answers wake their waiters first.
                     loop = asyncio.get_running_loop()
                     loop.call_soon(self._gateway.forget, message.episode_uuid, message.attempt)
             case StopServing():
@@ -145,7 +142,7 @@ class GatewayProcess:
 
 
 def _traced(app: ASGIApp) -> ASGIApp:
-    """The same; what it does for a request is under the span that the request names."""
+    """Wrap `app` so that each request runs under the trace span that it names."""
     if not tracing.is_on():
         return app
 

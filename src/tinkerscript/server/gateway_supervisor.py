@@ -1,8 +1,8 @@
-"""`GatewayProcesses`: starts the server's gateway processes, starts them again, and ends them.
+"""`GatewayProcesses`: starts, restarts and stops the server's gateway processes.
 
-Invariants: a claim belongs to one process, which follows from the server's secret. A process has its own
-port, which stays open while the process is started again, so calls wait for it. If it does not start, they
-are refused with the reason. No process outlives the server.
+Invariants: the server's secret decides which process owns a claim. A process's port stays open while the
+process restarts, so calls wait for it; if it does not start, they are refused with the reason. No process
+outlives the server.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ from tinkerscript.server.gateway_channel import (
 )
 from tinkerscript.server.metrics import ServerMetrics
 
+# Pause before a restart. It doubles each time that the process ended without serving.
 RESTART_PAUSE_S = 0.1
 MAX_PAUSE_S = 10.0
-"""Seconds before a process is started again: the first after one that served, twice as many after each that
-did not."""
 
 _PATH = re.compile("/g/([0-9]+)/.*")
 
@@ -48,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class GatewayChild:
-    """One gateway process, which is started again whenever it ends."""
+    """A gateway process, restarted whenever it ends."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class GatewayChild:
         any_host: bool,
         count_restart: Callable[[], None],
     ) -> None:
-        """`listener` is where its calls come. It stays the caller's."""
+        """`listener` accepts its calls, and is closed by the caller."""
         self._number = number
         self._setup = Setup(config=config.model_dump_json().encode(), any_host=any_host)
         self._section = config.interchange_server
@@ -79,18 +78,18 @@ class GatewayChild:
             self._channel.send(ForgetClaim(episode_uuid=episode_uuid, attempt=attempt))
 
     def stop(self) -> None:
-        """Let it answer what it has, and end."""
+        """Let it finish its requests and exit."""
         self._closing = True
         if self._channel is not None:
             self._channel.send(StopServing())
 
     async def run(self) -> None:
-        """Keep it running until it was stopped; cancelled, end it at once."""
+        """Keep it running until `stop`. If cancelled, kill it."""
         pause_s = RESTART_PAUSE_S
         while not self._closing:
             try:
                 served, how = await self._run_once()
-            except OSError as error:  # No process, or too many open files.
+            except OSError as error:  # The process limit, or too many open files.
                 served, how = False, str(error)
             if self._closing:
                 return
@@ -103,7 +102,6 @@ class GatewayChild:
                 await self._refuse(pause_s, f"the gateway process of this claim does not start: {how}")
 
     async def _refuse(self, seconds: float, why: str) -> None:
-        """Answer the calls that wait for a process that does not start."""
         path = gateway_path(self._number)
         refusals = Refusals({f"{path}{model}": body for model, body in REFUSAL_BODIES.items()})
 
@@ -116,10 +114,10 @@ class GatewayChild:
             await asyncio.sleep(seconds)
         finally:
             http.should_exit = True
-            await asyncio.shield(serving)  # Cancelled itself, it would not close its sockets.
+            await asyncio.shield(serving)  # If cancelled, it would leave its sockets open.
 
     async def _run_once(self) -> tuple[bool, str]:
-        """Run it until it ends; whether it served, and how it ended."""
+        """Run it until it ends. Returns whether it served, and how it ended."""
         began, served = time.monotonic(), False
         ours, theirs = socket.socketpair()
 
@@ -165,7 +163,7 @@ class GatewayChild:
 
 
 class GatewayProcesses:
-    """All of them. `run` owns them."""
+    """All gateway processes of a server. `run` owns them."""
 
     def __init__(
         self,
@@ -178,8 +176,8 @@ class GatewayProcesses:
         metrics: ServerMetrics,
         any_host: bool,
     ) -> None:
-        """`listeners`: one of each process. `environ`: what is set for the server besides this process' own
-        environment; `any_host`: see `asgi.problem_with_site`."""
+        """`listeners`: one per process. `environ`: set for the server besides its own environment.
+        `any_host`: see `asgi.problem_with_site`."""
         outside = {role.api_key_env for role in config.roles.values() if role.kind == "outside"}
         not_theirs = {*TOKEN_VARIABLES, *config.key_variables} - outside
         inherited = {name: value for name, value in (os.environ | environ).items() if name not in not_theirs}
@@ -200,7 +198,6 @@ class GatewayProcesses:
         self._ended = asyncio.Event()
 
     async def run(self) -> None:
-        """Run them until `stop` and their end, or until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for child in self._children:
@@ -209,17 +206,15 @@ class GatewayProcesses:
             self._ended.set()
 
     def forget(self, episode_uuid: str, attempt: int) -> None:
-        """A claim is over."""
         for child in self._children:
             child.forget(episode_uuid, attempt)
 
     def stop(self) -> None:
-        """Answer what is there, and end: the server is shutting down."""
         for child in self._children:
             child.stop()
 
     async def ended(self) -> None:
-        """Return when `run` has ended, or after the time that open requests have."""
+        """Return when `run` has ended, or after the time that open requests get."""
         try:
             async with asyncio.timeout(2 * GRACE_S):
                 await self._ended.wait()
@@ -228,7 +223,7 @@ class GatewayProcesses:
 
 
 class GatewayPaths:
-    """ASGI middleware that tells a call where its gateway process listens, if it has come to the server."""
+    """ASGI middleware that refuses calls for a gateway process, and names the right port."""
 
     def __init__(self, app: ASGIApp, *, ports: Sequence[int], refusals: Refusals) -> None:
         self._app = app

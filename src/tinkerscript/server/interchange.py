@@ -1,9 +1,8 @@
-"""`Interchange`: hands out episodes, and puts every change of the book in order: written, committed,
-announced.
+"""`Interchange`: hands out episodes, and commits every change of the book before anyone hears of it.
 
-Invariant: memory, ledger and the outside world see a change in this order and no other: the book changes, the
-ledger commits, and only then is the change answered or the episode's outcome sent to the trainer. Code that
-changes the book calls `settle` in the same tick, and answers after `commit`.
+Invariant: the book changes, the ledger commits, and only then is the change answered or an outcome sent to
+the trainer. Code that changes the book calls `settle` without an await in between, and answers after
+`commit`.
 """
 
 from __future__ import annotations
@@ -57,38 +56,31 @@ from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.tracing import claim_over, is_on
 from tinkerscript.trainer_link.messages import BatchProgress, Demand, Hello, NewEpisode, check_episode
 
-ROLLING: EngineStatus = "ENGINE.ROLLING"
-"""The status in which episodes are handed out."""
+ROLLING: EngineStatus = "ENGINE.ROLLING"  # Episodes are handed out only in this status.
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class EngineState:
-    """The engine's state as the trainer reported it last. Episodes are handed out while it is ROLLING."""
-
     status: EngineStatus = "ENGINE.OFFLINE"
     without_trainer: EngineStatus = "ENGINE.OFFLINE"
-    """The status while no trainer is connected: ROLLING if an inference server samples instead."""
+    """Status while no trainer is connected. ROLLING if an inference server samples instead."""
 
     policy_version: int = 0
     global_step: int = 0
     model: str = ""
     run_finished: bool = False
     failure: str = ""
-    """Why the last trainer failed; empty if it did not."""
-
     usable_versions: frozenset[int] | None = None
-    """Policy versions whose results may still train; None: the trainer has no such rule."""
+    """Policy versions that may still train; None: the trainer has no such rule."""
 
     client_samples: bool = True
-    """Whether the trainer trains on samples that clients register."""
+    """Whether samples that clients register may train."""
 
     batch: BatchProgress | None = None
-    """The batch that the trainer is filling, as it said last."""
-
     booting: bool = False
-    """Whether a trainer was started that has not said anything yet."""
+    """Whether a trainer was started and has not reported yet."""
 
 
 class Interchange:
@@ -106,20 +98,18 @@ class Interchange:
         totals: Totals | None = None,
         keeps_failed_calls: bool = False,
     ) -> None:
-        """Each of `forget` is called with uuid and attempt of every claim that is over.
+        """Each of `forget` is called with the uuid and attempt of every closed claim.
 
-        With `keeps_failed_calls`, the calls of a claim that does not count stay in the ledger.
+        With `keeps_failed_calls`, calls of claims that do not count stay in the ledger.
         """
         self.book = book
         self.engine = EngineState()
         self.on_ended: Callable[[list[int]], None] = lambda numbers: None
-        """Gets the end numbers of episodes once their outcome is committed, in order."""
+        """Gets the end numbers of episodes, in order, once their outcomes are committed."""
 
         self.committed_end = 0
-        """The last end number that is committed."""
-
         self._last_end = 0
-        """The last end number that was given to the ledger."""
+        """Last end number given to the ledger."""
 
         self._ledger = ledger
         self._metrics = metrics
@@ -131,7 +121,7 @@ class Interchange:
         self._keeps_failed_calls = keeps_failed_calls
         self._long_polls = LongPollQueue()
         self._polling: Counter[str] = Counter()
-        """Client -> its requests in long polls."""
+        """Client -> number of its waiting claim requests."""
         engine = self.engine
         metrics.watch("waiting_clients", "Clients in long polls.", lambda: len(self._long_polls))
         metrics.watch("policy_version", "Version of the newest weights.", lambda: engine.policy_version)
@@ -139,7 +129,7 @@ class Interchange:
         metrics.watch("rolling", "Whether episodes are handed out.", lambda: engine.status == ROLLING)
         metrics.watch("run_finished", "Whether the run is finished.", lambda: engine.run_finished)
         self._pools_ahead: frozenset[str] = frozenset()
-        """Clients' pools that are held back."""
+        """Clients' pools that are too far ahead of the trainer to get more claims."""
 
         self._status_changed = asyncio.Event()
         self._earlier_deadline = asyncio.Event()
@@ -157,20 +147,20 @@ class Interchange:
         )
 
     async def recall(self, uuids: Iterable[str]) -> None:
-        """Read those of these episodes back into the book that only the ledger has. Raises StoreError."""
+        """Load into the book those episodes that only the ledger has. Raises StoreError."""
         missing = [uuid for uuid in uuids if uuid not in self.book and _is_text(uuid)]
         for start in range(0, len(missing), PAGE):
             asked = missing[start : start + PAGE]
             await self._recall(f"uuid IN ({', '.join('?' * len(asked))})", *asked)
 
     async def empty(self, uuids: Sequence[str]) -> set[str]:
-        """See `EpisodeBook.empty`: of episodes that may be past. Raises StoreError."""
+        """`EpisodeBook.empty`, also for episodes that only the ledger has. Raises StoreError."""
         await self.recall(uuids)
         return self.book.empty(uuids)
 
     async def recall_after(self, step: int, used: Collection[int]) -> None:
-        """Read what a resumption after `step` may change back into the book: what later steps planned, what
-        they used, by sequence, and the rest of groups that are not over. Raises StoreError."""
+        """Load into the book what a resumption after `step` may change: episodes that later steps planned or
+        used (`used`: their sequences), and the rest of unfinished groups. Raises StoreError."""
         await self._recall("step > ?", step)
         begun = "SELECT group_id FROM {s}episodes WHERE consumed = 0 AND step > 0 AND episode_type = 'train'"
         await self._recall(f"group_id IN ({begun})")
@@ -193,12 +183,11 @@ class Interchange:
 
     @property
     def waiting_clients(self) -> int:
-        """Clients in long polls."""
         return len(self._long_polls)
 
     @property
     def idle_clients(self) -> int:
-        """Clients in long polls that hold no claim: one that works also asks for more."""
+        """Clients that wait and hold no claim. A busy worker also waits, for more."""
         return sum(not self.book.claims_held(name) for name in self._polling)
 
     @contextmanager
@@ -212,7 +201,7 @@ class Interchange:
                 del self._polling[client]
 
     def close(self) -> None:
-        """Answer all long polls: the server is shutting down."""
+        """Answer all waiting requests, because the server shuts down."""
         self._closing = True
         self._long_polls.notify_all()
         self.run_end.close()
@@ -220,7 +209,7 @@ class Interchange:
     # Commit ordering
 
     def settle(self) -> None:
-        """Pass the book's changes to the ledger, and notify whoever they affect."""
+        """Write the book's changes to the ledger, and notify everyone they concern."""
         changes = self.book.take_changes()
         changed = [*changes.added.values(), *changes.saved.values()]
         self._ledger.note(rows_of(changes))
@@ -259,7 +248,7 @@ class Interchange:
                     self._long_polls.notify(episode.pool, episode.episode_type)
 
     def _announce(self, changed: list[EpisodeRecord]) -> None:
-        """Say that episodes have ended, once that is committed."""
+        """Report ended episodes once they are committed."""
         numbers = sorted(
             each.end_number
             for each in changed
@@ -279,16 +268,16 @@ class Interchange:
         await self._ledger.durable()
 
     def when_committed(self, callback: Callable[[], None]) -> None:
-        """Run `callback` once all settled changes are committed; never before this call returns."""
+        """Run `callback` once all settled changes are committed, and never before this call returns."""
         self._ledger.after_commit(callback)
 
     # Claims
 
     async def claim(self, request: ClaimEpisodeRequest) -> list[Claim] | str:
-        """The claims, or the `fail_cause` if nothing could be claimed within `request.wait_s`.
+        """Claim episodes. Returns the `fail_cause` if there are none within `request.wait_s`.
 
-        A request whose `claim_request_id` was answered with claims gets the same claims again. Raises
-        QuotaError for a client that waits for too many already, and UnauthorizedError 403 in quarantine.
+        A request whose `claim_request_id` was already answered gets the same claims again. Raises
+        QuotaError if the client waits too often already, and UnauthorizedError 403 in quarantine.
         """
         self.clients.seen(request.client_uuid)
         until = self._clock() + request.wait_s
@@ -321,9 +310,9 @@ class Interchange:
                 wakeup, until = None, self._clock()
 
     def withdraw(self, request: ClaimEpisodeRequest, claims: list[Claim]) -> None:
-        """Take claims back from a client that hung up before it got them.
+        """Take back the claims of a client that disconnected before the reply.
 
-        A client that sent a request id keeps its claims, since it will repeat the request.
+        With a request id the client keeps them, because it will repeat the request.
         """
         if request.claim_request_id:
             return
@@ -336,7 +325,7 @@ class Interchange:
         self.settle()
 
     def stop_client(self, client: str) -> None:
-        """Give the client no more episodes, and requeue those that it holds. `NAME/` is all of an account."""
+        """Requeue the client's episodes and give it no more. `NAME/` stops all programs of an account."""
         self.clients.stop(client)
         for name in self.book.claims_by_client(client) if client.endswith("/") else (client,):
             self.book.release_client(name, "an operator has stopped the client", kind=CLIENT_STOPPED)
@@ -376,7 +365,6 @@ class Interchange:
 
     @property
     def _answers_at_once(self) -> bool:
-        """Whether waiting for an episode is in vain."""
         return self._closing or self.engine.run_finished
 
     def _pass_on(self, wakeup: Wakeup) -> None:
@@ -384,7 +372,6 @@ class Interchange:
             self._long_polls.pass_on(wakeup)
 
     def _free_claims(self, request: ClaimEpisodeRequest) -> float:
-        """How many more claims the client may hold."""
         client = request.client_uuid
         free = self._totals.claims - self.book.claims_held(client)
         return max(0, min(free, self.clients.free_claims(client)))
@@ -393,7 +380,7 @@ class Interchange:
         if self.engine.status != ROLLING or self._closing:
             return []
         kind = request.episode_type
-        if self._trains_too_late or request.pool in self._pools_ahead:  # Only evaluations.
+        if self._trains_too_late or request.pool in self._pools_ahead:  # Only evaluations are useful then.
             if kind == "train":
                 return []
             kind = "eval"
@@ -415,13 +402,13 @@ class Interchange:
 
     @property
     def max_groups_ahead(self) -> int:
-        """Complete groups of a client's pool beyond which it is held back; 0 while no batch is known."""
+        """Complete groups at which a client's pool is held back. 0: no batch known."""
         batch = self.engine.batch
         return 0 if batch is None else batch.needed
 
     @property
     def _trains_too_late(self) -> bool:
-        """Whether the lag rule would discard what the current policy samples."""
+        """Whether the current policy's samples would be too old by the time they train."""
         usable = self.engine.usable_versions
         return usable is not None and self.engine.policy_version not in usable
 
@@ -467,11 +454,10 @@ class Interchange:
         return NO_EPISODES
 
     def register(self, new: NewEpisode, *, limited: bool = False) -> None:
-        """Add an episode and its copies to the book, all or none; with `limited` only within the quota of its
-        pool.
+        """Add an episode and its copies, all or none. With `limited`, the pool's quota applies.
 
-        Raises ValueError for an invalid episode, ConflictError for a uuid that is known with other content,
-        and QuotaError.
+        Raises ValueError for an invalid episode, ConflictError for a known uuid with other content, and
+        QuotaError.
         """
         check_episode(new)
         if limited:
@@ -490,7 +476,7 @@ class Interchange:
         )
 
     def _check_pool(self, new: NewEpisode, number: int) -> None:
-        """Raises QuotaError if a client's pool has no room for so many more episodes."""
+        """Raise QuotaError if a client's pool has no room for `number` more episodes."""
         quota = self._totals.pool_episodes
         if number and self.book.counts.unfinished(new.pool) + number > quota:
             raise QuotaError(
@@ -512,39 +498,36 @@ class Interchange:
     # The engine
 
     def sample_without_trainer(self, model: str) -> None:
-        """An inference server samples: hand out episodes whether a trainer is connected or not."""
+        """Hand out episodes even without a trainer, because an inference server samples."""
         self.engine.without_trainer = ROLLING
         self.engine.model, self.engine.policy_version = model, FOREIGN_POLICY
         self.set_status(self.engine.without_trainer)
 
     @property
     def trains_clients(self) -> bool:
-        """Whether samples that clients register may train, as the last trainer said."""
         return self.engine.client_samples
 
     def trainer_starts(self) -> None:
-        """A trainer was started, and boots until it says something or ends."""
+        """Note that a trainer was started. It boots until it reports or ends."""
         self.engine.booting = True
         self.engine.run_finished, self.engine.failure = False, ""
         self.run_end.set(False)
         self.set_status("ENGINE.BOOTING")
 
     def trainer_gone(self, failure: str = "") -> None:
-        """No trainer is connected: it is silent, or the one that was started has ended with `failure`."""
+        """Note that no trainer is connected: it is silent, or it ended with `failure`."""
         self.engine.failure = self.engine.failure or failure
         self.set_status("ENGINE.BOOTING" if self.engine.booting else self.engine.without_trainer)
 
     def demand(self) -> Demand:
-        """What there is to do for the trainer's workers."""
         prefix = self.clients.own_prefix
         own = self.book.claims_by_client(prefix) if prefix else {}
         return Demand(waiting=self.book.counts.waiting(TRAINER_POOL), own_claims=own)
 
     def trainer_says(self, hello: Hello) -> None:
-        """Take over the engine's state from its trainer."""
         engine = self.engine
         if engine.booting and hello.engine_status == "ENGINE.OFFLINE":
-            return  # The last message of the trainer before the one that boots.
+            return  # A late message of the previous trainer.
         engine.booting = False
         self.clients.own_prefix = own_clients(hello.trainer_id)
         too_late, ahead = self._trains_too_late, self._pools_ahead
@@ -582,7 +565,7 @@ class Interchange:
     # Leases
 
     async def _expire_leases(self) -> None:
-        """Wait for the earliest deadline, or for an earlier one to appear."""
+        """Close expired claims at each deadline. Wakes up if an earlier deadline appears."""
         while True:
             self._earlier_deadline.clear()
             self._next_expiry = self.book.leases.next_deadline()
@@ -594,7 +577,7 @@ class Interchange:
                 self.expire()
 
     def expire(self) -> None:
-        """Close the claims that have expired; `run` does so at every deadline."""
+        """Close the expired claims. `run` calls this at each deadline."""
         expired = self.book.expire()
         for episode in expired:
             with about(episode=episode.uuid, attempt=episode.attempt, client=episode.client_uuid):
@@ -603,8 +586,8 @@ class Interchange:
         self.settle()
 
 
+# Episodes to read at once. The pause between two pages lets a database lease be renewed.
 PAGE = 5000
-"""Episodes that are read at once. Between two pages a lease of the database can be renewed."""
 
 
 _COUNTED = """
@@ -619,8 +602,7 @@ WHERE sequence > ? AND (consumed = 0 OR end_number > ?
 
 
 async def read_episodes(ledger: Ledger, *, kept: int = KEPT) -> StoredEpisodes:
-    """What a book holds. `kept`: of the consumed episodes, those that ended last. What is consumed comes
-    without payload and result."""
+    """Load what a book holds: open episodes, and the last `kept` consumed ones without payload and result."""
     ((last_sequence, last_end),) = await ledger.read(
         "SELECT (SELECT coalesce(max(sequence), 0) FROM {s}episodes), "
         "(SELECT coalesce(max(end_number), 0) FROM {s}episodes)"
@@ -639,10 +621,9 @@ async def read_episodes(ledger: Ledger, *, kept: int = KEPT) -> StoredEpisodes:
 
 
 async def _with_attempts(ledger: Ledger, page: list[EpisodeRow]) -> list[EpisodeRecord]:
-    """Episodes from their rows and those of their attempts."""
     among = f"({', '.join(str(row.sequence) for row in page)})"
     attempts: dict[int, list[AttemptRow]] = {}
-    # Attempt 0 is what ended an episode while nobody held it: it comes last.
+    # Attempt 0, which ended an episode that no client held, is the last failure.
     last = "CASE WHEN attempt = 0 THEN 1 ELSE 0 END"
     in_order = f"WHERE episode IN {among} ORDER BY episode, {last}, attempt"
     for attempt in await ledger.rows(AttemptRow, in_order):
@@ -672,7 +653,7 @@ async def _with_attempts(ledger: Ledger, page: list[EpisodeRow]) -> list[Episode
 
 
 def _is_text(text: str) -> bool:
-    """False for what JSON can hold and no database: a lone surrogate."""
+    """False for lone surrogates, which JSON can hold and no database can."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -681,7 +662,6 @@ def _is_text(text: str) -> bool:
 
 
 def _export(closed: ClosedClaim) -> None:
-    """The span of a claim that is over."""
     episode, now = closed.episode, time.time()
     failed = next((each.kind for each in episode.failures if each.attempt == closed.attempt), "")
     outcome = "ended" if closed.counts else failed
@@ -689,5 +669,4 @@ def _export(closed: ClosedClaim) -> None:
 
 
 def _request_key(request: ClaimEpisodeRequest) -> RequestKey | None:
-    """None for a request without an id."""
     return (request.client_uuid, request.claim_request_id) if request.claim_request_id else None

@@ -1,8 +1,8 @@
-"""The server's metrics, in a Prometheus registry of its own, with those of the run's other processes.
+"""The server's metrics, in its own Prometheus registry, together with those of the run's other processes.
 
-Invariant: the counts of episodes are read from the book at each scrape, so they are right after a restart
-too; the other counters start at 0 with the process. How many series there are follows from the config and the
-number of pools, never from what clients say.
+Invariant: counts of episodes are read from the book at each scrape, so they are right after a restart;
+other counters restart at 0. The number of series depends on the config and the number of pools, never on
+what clients send.
 """
 
 from __future__ import annotations
@@ -24,15 +24,12 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 CALL_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
-TRAINERS = ("tinkerscript_trainer_", "tinkerscript_replica_")
-"""What begins the names of the trainer's metrics."""
+TRAINERS = ("tinkerscript_trainer_", "tinkerscript_replica_")  # Prefixes of the trainer's metrics.
 
 MAX_TRAINERS_BYTES = 2**20
 
 
 class ServerMetrics:
-    """Counters, incremented by the parts of the server, and the book's counts."""
-
     def __init__(self, book: EpisodeBook, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_BookCollector(book))
@@ -58,13 +55,12 @@ class ServerMetrics:
             registry=self._registry,
         )
         self._trainers = b""
-        """The trainer's metrics, as it sent them last."""
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"tinkerscript_{name}", text, registry=self._registry)
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Export a number as it is at each scrape."""
+        """Export a number, read at each scrape."""
         Gauge(f"tinkerscript_{name}", text, registry=self._registry).set_function(value)
 
     def count_claim(self) -> None:
@@ -81,7 +77,6 @@ class ServerMetrics:
         self._tokens.inc(sampled_tokens)
 
     def observe_call(self, seconds: float) -> None:
-        """How long a model call took to be sampled, or to fail."""
         self._call_s.observe(seconds)
 
     def count_gateway_restart(self) -> None:
@@ -91,10 +86,10 @@ class ServerMetrics:
         self._link_drops.labels(reason).inc()
 
     def add_trainers(self, text: bytes) -> bool:
-        """Take over the trainer's metrics; False for what is not its metrics in Prometheus' text format."""
+        """Take over the trainer's metrics. Returns False if they are malformed or not the trainer's."""
         try:
             names = [family.name for family in text_string_to_metric_families(text.decode())]
-        except (ValueError, KeyError, IndexError):  # What its parser raises for what is malformed.
+        except (ValueError, KeyError, IndexError):  # All of which the parser raises for malformed text.
             return False
         if len(text) > MAX_TRAINERS_BYTES or not all(name.startswith(TRAINERS) for name in names):
             return False
@@ -102,11 +97,9 @@ class ServerMetrics:
         return True
 
     def forget_trainer(self) -> None:
-        """No trainer is connected."""
         self._trainers = b""
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry) + self._trainers
 
 
@@ -117,11 +110,11 @@ class _Reported:
 
 
 class WorkerReports(Collector):
-    """What the workers say of themselves, in all: series of each would multiply with every restart."""
+    """Sums over what workers report. Series per worker would multiply with every restart."""
 
     MAX_WORKERS = 10_000
     FRESH_S = 45.0
-    """A worker that is alive reports again within this time."""
+    """Live workers report again within this time."""
 
     OUTCOMES = ("ended", "failed", "lost", "handed_back")
 
@@ -132,7 +125,7 @@ class WorkerReports(Collector):
         self._cpu_s = 0.0
 
     def add(self, client_uuid: str, report: WorkerReport) -> None:
-        """A worker has reported; its counts grow while it is the same process."""
+        """Add a report. Counts grow as long as it is the same process."""
         known = self._last.pop(client_uuid, None)
         before = known.report if known and known.report.process == report.process else None
         before = before or WorkerReport(process="")
@@ -168,8 +161,6 @@ class WorkerReports(Collector):
 
 
 class _BookCollector(Collector):
-    """The book's own counts."""
-
     def __init__(self, book: EpisodeBook) -> None:
         self._book = book
 

@@ -1,11 +1,10 @@
-"""The server as a process: one run folder, one HTTP socket, one link, a graceful shutdown.
+"""The server as a process: one run folder, one HTTP socket, one link, graceful shutdown.
 
-What a user can put right (the model, the tokens, the port) is checked before the app is imported, which takes
-seconds.
+Errors that a user can fix (model, tokens, port) are found before the app is imported, which takes seconds.
 
 Invariant: one server at a time serves a run folder (a lock that dies with the process), and `server.json`
-is written once its addresses accept connections. Where the ledger is shared, servers of several folders take
-turns: the process answers 503 until its ledger lets it serve, and again after it has lost that right.
+is written once its addresses accept connections. With a shared ledger, servers of several folders take
+turns: a server answers 503 until the ledger lets it serve, and again after it has lost that right.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ if TYPE_CHECKING:
     from tinkerscript.http_server import ConnectionLimits
     from tinkerscript.server.app import InterchangeServer
 
-LISTEN_RETRY_S = 0.5
-"""Seconds after which a server that has lost a shared ledger tries to lead again."""
+LISTEN_RETRY_S = 0.5  # Pause before a server that lost a shared ledger tries to lead again.
 
 STANDBY = "another server serves this run's episodes, or none does yet; try again"
 
@@ -89,12 +87,14 @@ async def running_server(
     connections: ConnectionLimits | None = None,
     gate: Gate | None = None,
 ) -> AsyncGenerator[tuple[ServerInfo, asyncio.Task[None]]]:
-    """Serve `run_dir` while the context is open; gives the addresses, and a task that fails if the server
-    does. With a shared ledger it opens when this server's first term begins. `totals`, `connections`: what it
-    allows, where that is not the usual. `gate`: the app, for whoever asks it without a connection.
+    """Serve `run_dir` while the context is open. Yields the addresses, and a task that fails if the server
+    does.
 
-    Raises ConfigError (a port in use, a missing token, a folder that is served already, an inference server
-    that cannot be used) and StoreError.
+    With a shared ledger, the context opens when this server may serve for the first time. `totals` and
+    `connections` replace the usual limits. `gate` is the app, for callers without a connection.
+
+    Raises ConfigError (a port in use, a missing token, a folder that is already served, an unusable
+    inference server) and StoreError.
     """
     model_folder(config.engine.model)
     section = config.interchange_server
@@ -111,7 +111,7 @@ async def running_server(
             raise ConfigError(f"another interchange server already serves {run_dir}")
         previous = read_server_info(run_dir)
         with lock, bind_http(section, previous) as listener:
-            with without_garbage_collection():  # Before the first term, so that a take-over does not wait.
+            with without_garbage_collection():  # Import before the first term, so that taking over is fast.
                 from tinkerscript.server.app import create_server
 
             create = partial(
@@ -144,7 +144,7 @@ async def running_server(
 
 
 def _check_certificate(section: InterchangeConfig) -> None:
-    """Raises ConfigError for a certificate or key that cannot be used."""
+    """Raise ConfigError for a certificate or key that cannot be used."""
     if not section.tls_certificate:
         return
     try:
@@ -158,7 +158,6 @@ def _check_certificate(section: InterchangeConfig) -> None:
 
 @asynccontextmanager
 async def _sampler_of(config: RunConfig, environ: Mapping[str, str]) -> AsyncGenerator[RemoteSampler | None]:
-    """The sampler of the config's inference server; None if the trainer's engine samples."""
     if not config.inference.samples_without_trainer:
         yield None
         return
@@ -172,20 +171,20 @@ async def _sampler_of(config: RunConfig, environ: Mapping[str, str]) -> AsyncGen
 
 
 class Gate:
-    """The process's ASGI app: the server's while it serves, and else a refusal (503).
+    """The process's ASGI app: the server's own while it may serve, otherwise 503.
 
-    Invariant: while another server serves, nothing here says anything about the episodes. Requests are
-    refused so that clients try again, and `/ready` with them, which tells a load balancer where to send them.
+    Invariant: while another server serves, nothing here reveals anything about episodes. Clients try again
+    after a 503, and `/ready` shows a load balancer where to send them.
     """
 
     def __init__(self) -> None:
         self.server: InterchangeServer | None = None
-        """What serves; None while this process may not."""
+        """The server that serves; None while this process may not."""
 
         self._refusals = Refusals(REFUSAL_BODIES)
 
     def stop_waiting(self) -> None:
-        """Answer long polls and model calls that wait, so that their connections can close."""
+        """Answer waiting requests and model calls, so that their connections can close."""
         if self.server is not None:
             self.server.stop_waiting()
 
@@ -203,15 +202,15 @@ class Gate:
         if scope["path"] == "/health":
             return JSONResponse(HealthResponse(version=__version__).model_dump())
         refusal = self._refusals.refuse(Request(scope), 503, STANDBY)
-        # A balancer of connections chooses again for the next one only.
+        # A load balancer for connections chooses a server again only for a new connection.
         refusal.headers["Connection"] = "close"
         return refusal
 
 
 class _Terms:
-    """Serves the episodes of a ledger whenever it may: once, or term after term if the ledger is shared.
+    """Serves a ledger's episodes while it may: once, or term after term if the ledger is shared.
 
-    Invariant: a term ends with the first error, and whatever is in memory then is read again before the next.
+    Invariant: a term ends with the first error, and memory is read from the ledger again before the next.
     """
 
     def __init__(
@@ -228,7 +227,7 @@ class _Terms:
         from tinkerscript.http_server import http_server
 
         self.began: asyncio.Future[ServerInfo] = asyncio.get_running_loop().create_future()
-        """Done when the first term begins."""
+        """Resolves when the first term begins."""
 
         self._section = section
         self._run_dir = run_dir
@@ -240,7 +239,7 @@ class _Terms:
         self._http = http_server(self._gate, section, limits=connections)
         self._serving: asyncio.Task[None] | None = None
         self._served = False
-        """Whether a term has begun since the last one's book was thrown away."""
+        """Whether a term's book may still be in memory."""
 
     async def run(self) -> None:
         """Serve until cancelled. Raises ConfigError, and the error of a ledger that is not shared."""
@@ -269,7 +268,7 @@ class _Terms:
                 await asyncio.gather(self._serving, return_exceptions=True)
 
     async def finish_requests(self) -> None:
-        """Take no more requests, and answer those that are there. They need the background tasks."""
+        """Accept no more requests and finish the running ones, which still need the background tasks."""
         if self._gate.server is not None:
             await self._gate.server.until_end_is_known()
         self._gate.stop_waiting()
@@ -280,9 +279,8 @@ class _Terms:
             await self._gate.server.gateways.ended()
 
     async def _serve(self, ledger: Ledger) -> None:
-        """One term."""
         if ledger.is_shared:
-            self._start_http()  # It says that it waits.
+            self._start_http()  # To answer 503 while it waits.
         epoch = await ledger.lead()
         if ledger.is_shared and needs_link_keys(self._section):
             folder = self._run_dir / KEYS_DIR
@@ -332,12 +330,12 @@ class _Terms:
 
 
 def _certificate(section: InterchangeConfig) -> str:
-    """The path of the certificate for whoever runs elsewhere; empty without one."""
+    """Absolute path of the certificate, for processes in other folders. Empty without one."""
     return os.path.abspath(section.tls_certificate) if section.tls_certificate else ""
 
 
 def _lost_ledger(error: BaseException) -> StoreError | None:
-    """The StoreError in an error of a term; None if there was anything else in it."""
+    """The StoreError in a term's error; None if it contains any other error."""
     if isinstance(error, BaseExceptionGroup):
         found = [_lost_ledger(each) for each in error.exceptions]
         return found[0] if None not in found else None
@@ -345,7 +343,8 @@ def _lost_ledger(error: BaseException) -> StoreError | None:
 
 
 async def _close(ledger: Ledger) -> None:
-    """One that is shared has been reported if it failed, and its next server goes on with what it has."""
+    """Close a term's ledger. A shared ledger that failed is only logged, because the next server continues
+    with it."""
     try:
         await ledger.close()
     except StoreError as error:
@@ -355,17 +354,15 @@ async def _close(ledger: Ledger) -> None:
 
 
 async def _first_error(*tasks: asyncio.Task[None]) -> None:
-    """Return when one of the tasks ends, or raise its error."""
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()
 
 
 def run_server(run_dir: Path, *, exit_with_parent: bool, serve_model: bool) -> None:
-    """Run the interchange server of a folder until it is stopped: the `tinkerscript server` command.
+    """Run the interchange server of a folder until it is stopped (`tinkerscript server`).
 
-    Reads config.yaml, restores the ledger's episodes, and writes server.json once it listens. Raises
-    ConfigError and StoreError; ends with `DISK_FULL` where a disk has no room.
+    Raises ConfigError and StoreError; exits with `DISK_FULL` if a disk is full.
     """
     config = load_config(run_dir / "config.yaml")
     now_about(run=run_dir.resolve().name, whole_process=True)
@@ -397,7 +394,7 @@ async def serve_until_stopped(
 ) -> None:
     """Serve until SIGTERM, SIGINT, or with `exit_with_parent` the end of standard input.
 
-    Raises the error of a server that fails.
+    Raises the server's error if it fails.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
-"""What the server does for the trainer: `TrainerMessageHandler` carries out its messages, `OutcomeStream`
+"""What the server does for the trainer: `TrainerMessageHandler` executes its messages, `OutcomeStream`
 sends it the outcomes of episodes.
 
-Invariant: a message that cannot be carried out is logged, counted or answered; it never stops the link.
+Invariant: a message that cannot be executed is logged, counted or answered; it never stops the link.
 """
 
 from __future__ import annotations
@@ -67,28 +67,21 @@ from tinkerscript.trainer_link.server_end import LinkEvent, ServerLink, TrainerE
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 16
-"""Outcomes whose calls are read from the store together."""
-
-MAX_ON_THE_WAY = MAX_FRAME_BYTES
-"""Bytes of outcomes that the trainer has not confirmed, beyond which the next ones wait."""
-
-LAST_COMMIT = "last_commit"
-"""Name of the fact in the ledger that holds a `LastCommit`."""
-
-OVERHEAD = 1024
-"""Bytes of a message around each call, and around the rest, at most."""
+AT_ONCE = 16  # Outcomes whose calls are read from the ledger together.
+MAX_ON_THE_WAY = MAX_FRAME_BYTES  # Bytes of unconfirmed outcomes at which sending pauses.
+LAST_COMMIT = "last_commit"  # Name of the fact that holds a `LastCommit`.
+OVERHEAD = 1024  # Upper bound of a message's bytes around each call, and around the rest.
 
 
 class LastCommit(msgspec.Struct, frozen=True):
-    """The newest commit of a trainer, which is in one transaction with this."""
+    """A trainer's newest commit, stored in the same transaction as its rows."""
 
     trainer: str = ""
     number: int = 0
 
 
 async def read_last_commit(ledger: Ledger) -> LastCommit:
-    """The newest commit in the ledger. Raises StoreError."""
+    """Read the newest commit from the ledger. Raises StoreError."""
     found = await ledger.read("SELECT value FROM {s}facts WHERE name = ?", (LAST_COMMIT,))
     return msgspec.json.decode(found[0][0], type=LastCommit) if found else LastCommit()
 
@@ -101,17 +94,17 @@ async def resume_run(
     replay_lag: int = 0,
     plan_lag: int = 0,
 ) -> History:
-    """Let a trainer go on from the newest of `checkpoints`, in the book and in the ledger; see
-    `find_beginning` and `Resume`.
+    """Resume the run from the newest of `checkpoints`, in the book and the ledger; see `find_beginning`
+    and `Resume`.
 
-    All writes are of one tick, and so of one transaction: what the steps that are undone say of their
-    episodes cannot be read again. Raises ConfigError, and changes nothing, if the ledger cannot go on from
-    them.
+    Raises ConfigError, and changes nothing, if the ledger cannot resume from them.
     """
     await ledger.durable()
     beginning = await find_beginning(ledger, checkpoints, replay_lag=replay_lag)
     history, book = beginning.history, interchange.book
     await interchange.recall_after(history.step, beginning.used)
+    # No await from here to the commit, so that everything is one transaction: what the undone steps say
+    # about their episodes cannot be read again afterwards.
     undo_later(ledger, history, time=time.time())
     for episode in book.resume(
         history.step, history.resumption, beginning.used, plan_lag=plan_lag, spoiled=beginning.spoiled
@@ -122,7 +115,7 @@ async def resume_run(
         for each in book.planned(history.step + 1, plan_lag=plan_lag)
     ]
     for episode in book.open_ends.values():
-        if episode.state == "failed":  # The trainer waits for it: nobody may try it again.
+        if episode.state == "failed":  # The trainer waits for it, so an operator may not retry it.
             book.offer_failure(episode.uuid)
     await interchange.commit()
     return msgspec.structs.replace(
@@ -135,7 +128,7 @@ async def resume_run(
 
 
 class TrainerMessageHandler:
-    """Serves the link: `run` owns its tasks, and the one that sends outcomes."""
+    """Serves the link. `run` owns its tasks, including the one that sends outcomes."""
 
     def __init__(
         self,
@@ -149,7 +142,6 @@ class TrainerMessageHandler:
         last_commit: LastCommit,
         storage: StorageLimit,
     ) -> None:
-        """`last_commit`: what the ledger has under that name."""
         self._interchange = interchange
         self._ledger = ledger
         self._link = link
@@ -160,11 +152,9 @@ class TrainerMessageHandler:
         self._last_commit = last_commit
         self._storage = storage
         self._resuming = ("", 0)
-        """The trainer that begins or has begun, and the number of its request."""
+        """Trainer that resumes or has resumed the run, and the id of its request."""
 
         self._resumed: Answer | None = None
-        """The answer to that request, once there is one."""
-
         self._beginning = asyncio.Lock()
         self._tasks = asyncio.TaskGroup()
 
@@ -182,10 +172,9 @@ class TrainerMessageHandler:
             self._sampler.resend()
 
     def handle(self, event: LinkEvent) -> None:
-        """Handle one event of the link."""
         try:
             self._handle(event)
-        except StoreError:  # Memory is ahead of the ledger: the server ends.
+        except StoreError:  # Memory is ahead of the ledger now, so the server must end.
             raise
         except Exception:
             logger.exception("link.drop reason=failed message=%s", type(event).__name__)
@@ -260,7 +249,8 @@ class TrainerMessageHandler:
         self._interchange.when_committed(lambda: self._link.send(done))
 
     def _commit(self, message: Commit) -> None:
-        """Write a trainer's rows, each commit once and in order: a trainer repeats what is not confirmed."""
+        """Write a trainer's rows, each commit once and in order. Trainers repeat commits that are not
+        confirmed."""
         trainer, last = self._link.trainer_id, self._last_commit
         done = last.number if last.trainer == trainer else 0
         if message.number > done + 1:
@@ -292,7 +282,8 @@ class TrainerMessageHandler:
         self._link.send(await self._answered(request, work))
 
     async def _answered(self, request: Request, work: Awaitable[Answer]) -> Answer:
-        """What `work` returns, or why it failed: a trainer repeats what is not answered."""
+        """Await `work`. If it fails, return the reason, because trainers repeat unanswered requests
+        forever."""
         name, is_config = type(request).__name__, False
         try:
             return await work
@@ -307,7 +298,7 @@ class TrainerMessageHandler:
         return RequestFailed(request_id=request.request_id, reason=reason, is_config=is_config)
 
     def _resume(self, request: Resume) -> None:
-        """Begin once, however often the trainer repeats its request."""
+        """Resume once, however often the trainer repeats its request."""
         key = self._link.trainer_id, request.request_id
         if key != self._resuming:
             self._resuming, self._resumed = key, None
@@ -319,7 +310,7 @@ class TrainerMessageHandler:
         key = self._resuming
         async with self._beginning:
             answer = await self._answered(request, self._begun(request))
-        if key == self._resuming:  # No other trainer took over meanwhile.
+        if key == self._resuming:  # Otherwise another trainer took over meanwhile.
             self._resumed = answer
             self._say_resumed(answer)
 
@@ -352,11 +343,11 @@ class TrainerMessageHandler:
 
 
 class OutcomeStream:
-    """Sends the trainer the committed outcomes that nothing has used yet, in the order of their end numbers,
-    with their calls from the ledger.
+    """Sends the trainer the committed, unused outcomes in the order of their end numbers, with their
+    calls.
 
-    Invariants: an outcome is sent again until the trainer has it. One that no message can carry fails its
-    episode, with the reason: it must not keep the others from the trainer.
+    Invariants: an outcome is sent again until the trainer has it. An outcome too large for a message fails
+    its episode, with the reason, so that it does not block the others.
     """
 
     def __init__(self, interchange: Interchange, ledger: Ledger, link: ServerLink) -> None:
@@ -365,28 +356,24 @@ class OutcomeStream:
         self._ledger = ledger
         self._link = link
         self._follows = False
-        """Whether the trainer takes outcomes."""
-
         self._waiting: deque[int] = deque()
-        """End numbers to send."""
-
         self._position = self._sent = 0
-        """The last end number that the trainer has taken, and the last that was sent."""
+        """Last end numbers that the trainer has taken, and that were sent."""
 
         self._under_way: deque[tuple[int, int]] = deque()
-        """End number and bytes of what was sent beyond the position."""
+        """End number and size of the outcomes sent after the position."""
 
         self._arrived_before = -1
-        """The last end number that the trainer had when `repeat` looked last."""
+        """Last end number that the trainer had at the previous `repeat`."""
 
         self._readings = 0
-        """How often the trainer has begun to read."""
+        """Incremented by each `follow`, which makes running sends stale."""
 
         self._changed = asyncio.Event()
         interchange.on_ended = self._ended
 
     def follow(self, position: int) -> None:
-        """Send what comes after `position`; below 0: nothing yet."""
+        """Send outcomes after `position`. Below 0: none yet."""
         self._readings += 1
         self._follows = position >= 0
         self._position = self._sent = position
@@ -396,14 +383,14 @@ class OutcomeStream:
         self._changed.set()
 
     def received(self, position: int) -> None:
-        """The trainer has taken the outcomes up to `position`."""
+        """Note that the trainer has taken the outcomes up to `position`."""
         self._position = max(self._position, position)
         while self._under_way and self._under_way[0][0] <= position:
             self._under_way.popleft()
         self._changed.set()
 
     def repeat(self) -> None:
-        """Send again what the trainer should have long since. To be called at intervals."""
+        """Send again what the trainer should have by now. Called at intervals."""
         arrived = max(self._position, self._link.position)
         if self._under_way and arrived < self._sent and arrived == self._arrived_before:
             self.follow(arrived)
@@ -415,7 +402,7 @@ class OutcomeStream:
             self._changed.set()
 
     async def run(self) -> None:
-        """Send what there is room for, until cancelled. Raises StoreError."""
+        """Send as much as there is room for, until cancelled. Raises StoreError."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -429,9 +416,9 @@ class OutcomeStream:
         return sum(size for _, size in self._under_way) < MAX_ON_THE_WAY
 
     async def _send_each(self, episodes: list[EpisodeRecord], reading: int) -> None:
-        """Send outcomes; one that cannot be read or written fails alone.
+        """Send outcomes. If one cannot be read or encoded, only that one fails.
 
-        Nothing is sent once the trainer has begun to read again: `follow` has put these in line anew.
+        Nothing is sent if `follow` was called meanwhile, which has queued these outcomes again.
         """
         try:
             first_offers = [each for each in episodes if each.state == "failed" and not each.offered]
@@ -476,7 +463,6 @@ class OutcomeStream:
         self._under_way.append((outcome.number, size))
 
     async def _give_up(self, episode: EpisodeRecord, reason: str, reading: int) -> None:
-        """A result cannot be sent: fail its episode."""
         with about(episode=episode.uuid, attempt=episode.attempt, client=episode.client_uuid):
             logger.error("episode.undeliverable episode_uuid=%s reason=%s", episode.uuid, reason)
         if episode.status == "ended":
@@ -488,7 +474,7 @@ class OutcomeStream:
 
 
 def _size_of(outcome: Outcome) -> int:
-    """How many bytes the message has, at most."""
+    """Upper bound of a message's size in bytes."""
     calls = list[Call]()
     if isinstance(outcome, EpisodeAccepted):
         calls, outcome = outcome.all_calls, msgspec.structs.replace(outcome, all_calls=[])
@@ -540,7 +526,7 @@ def _within_64_bits(digits: str) -> int | float:
 
 
 class _Output(msgspec.Struct):
-    """The fields of a stored `WorkflowOutput` that the trainer gets beside the reward."""
+    """The fields of a stored `WorkflowOutput` that the trainer gets besides the reward."""
 
     role_rewards: dict[str, float] = {}
     call_rewards: dict[str, float] = {}
@@ -550,7 +536,7 @@ class _Output(msgspec.Struct):
 
 
 def _read(result: bytes) -> _Output:
-    """A stored result; an integer that msgpack cannot hold becomes a float."""
+    """Decode a stored result. Integers too large for msgpack become floats."""
     output = msgspec.json.decode(result, type=_Output)
     try:
         msgspec.msgpack.encode(output.metadata)

@@ -123,7 +123,6 @@ PROTOBUF = "application/x-protobuf"
 
 
 def write_result(result: FutureResult, *, accept: str) -> Reply:
-    """Write a result for a client that sent the header `Accept: {accept}`."""
     if isinstance(result, dict):
         return result
     is_sample = isinstance(result, tinker.SampleResponse)

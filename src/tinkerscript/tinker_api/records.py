@@ -24,8 +24,7 @@ from tinkerscript.files import write_atomically
 
 FORGET_AFTER = timedelta(days=30)
 
-NOTE = "tinker_checkpoint.json"
-"""The file that describes a checkpoint in its folder."""
+NOTE = "tinker_checkpoint.json"  # Describes a checkpoint in its folder.
 
 ARCHIVE_KINDS: Mapping[str, Literal["training", "sampler"]] = {
     "weights": "training",
@@ -150,7 +149,6 @@ class Sessions:
             self.save(session)
 
     def silent(self) -> list[ClientSession]:
-        """Return the sessions that have missed their heartbeats."""
         limit = self._clock() - self._timeout_s
         return [self._sessions[id_] for id_, seen in self._last_seen.items() if seen < limit]
 
@@ -163,7 +161,6 @@ def timestamp() -> str:
 
 
 def lora_reply(record: RunRecord | Checkpoint) -> dict[str, Any]:
-    """Return `is_lora` and `lora_rank` as in Tinker's replies."""
     config = record.lora_config
     return {"is_lora": config is not None, "lora_rank": None if config is None else config["rank"]}
 
@@ -201,8 +198,6 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints under `root`, in one folder per run."""
-
     def __init__(self, root: Path) -> None:
         self._root = root
         root.mkdir(parents=True, exist_ok=True)
@@ -241,7 +236,6 @@ class Checkpoints:
         return (self.folder(checkpoint) / NOTE).is_file()
 
     def notes(self, checkpoint: Checkpoint) -> dict[str, str]:
-        """Return the text files that belong into the checkpoint's folder."""
         return {NOTE: json.dumps(asdict(checkpoint), indent=2) + "\n"}
 
     def find(self, path: str, *, field: str = "path") -> Checkpoint:

@@ -43,8 +43,6 @@ class WireLimits:
     """Training runs in memory. Each has an adapter or weights, gradients and moments."""
 
     samplers: int = 32
-    """Sets of weights that are kept for sampling."""
-
     waiting_samples: int = 8192
     """Running or waiting sequences. A request beyond it gets status 429."""
 
@@ -84,7 +82,6 @@ class Futures:
         self._ids: dict[Hashable, str] = {}
         self._closing = asyncio.Event()
         self.samples = 0
-        """The number of sequences in running requests."""
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -193,8 +190,6 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 
 class WireState:
-    """The engine, the folder of the server under `root`, and the runs and samplers of clients."""
-
     def __init__(self, engine: EmbeddedEngine, root: Path, *, name: str, limits: WireLimits) -> None:
         self.engine = engine
         self.name = name
@@ -282,7 +277,6 @@ class WireState:
             self._weights.popitem(last=False)
 
     def forget_path(self, path: str) -> None:
-        """Drop the weights of a deleted or overwritten checkpoint."""
         self._weights.pop(path, None)
 
     def end(self, session: ClientSession, how: str) -> None:

@@ -30,11 +30,10 @@ from tinkerscript.tinker_api.records import (
 )
 from tinkerscript.tinker_api.state import Run, WireState
 
+# Target of an adapter -> field of Tinker's LoraConfig.
 LORA_PARTS = {"attn": "train_attn", "mlp": "train_mlp", "unembed": "train_unembed"}
-"""Fields of Tinker's LoraConfig by target of the adapter."""
 
-LORA_ALPHA = 32.0
-"""Tinker uses this value for every rank."""
+LORA_ALPHA = 32.0  # Tinker uses this value for every rank.
 
 TINKER_LOSSES = {
     "cross_entropy": frozenset({"target_tokens", "weights"}),
@@ -54,8 +53,7 @@ This is REINFORCE with truncated importance sampling (Yao et al. 2025): -sg(min(
 logprob. Of the sampler it only needs the datum's `logprobs`.
 """
 
-DEFAULT_RANK = 32
-"""The rank of a run that requests none, as in the SDK."""
+DEFAULT_RANK = 32  # The SDK's default.
 
 
 async def create_model(state: WireState, request: types.CreateModelRequest) -> Reply:

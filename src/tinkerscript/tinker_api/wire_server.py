@@ -43,30 +43,18 @@ from tinkerscript.tinker_api.codec import Reply, read_json
 from tinkerscript.tinker_api.state import WireLimits, WireState
 
 PREFIX = "/api/v1/"
-
-
 HEALTH = "healthz"
-
-
 HOUSEKEEPING_S = 10.0
-
-
-LIMITS = ConnectionLimits(body_s=600.0)
-"""Limits of connections. A training batch may take minutes to arrive."""
-
-
+LIMITS = ConnectionLimits(body_s=600.0)  # A training batch may take minutes to arrive.
 ENGINE_GRACE_S = 2
 
-
 M = TypeVar("M", bound=BaseModel)
-
 
 Handler = Callable[[WireState, Request, bytes], Awaitable[Reply]]
 
 
+# The adapter of the engine's own training client, which is unused because each run has another one.
 UNUSED_ADAPTER = LoraSettings(rank=1, targets=("unembed",))
-"""The adapter of the engine's own training client, which is unused because each run has another one."""
-
 
 logger = logging.getLogger(__name__)
 
@@ -221,19 +209,14 @@ async def _keep_house(state: WireState) -> None:
         state.housekeeping()
 
 
-ENGINE_KEY_VARIABLE = "TINKERSCRIPT_ENGINE_KEY"
-"""The environment variable with the only accepted API key."""
+ENGINE_KEY_VARIABLE = "TINKERSCRIPT_ENGINE_KEY"  # Names the only accepted API key.
 
 
 @dataclass(frozen=True, slots=True)
 class WireOptions:
-    """The address of the server and the model that it serves."""
-
     folder: Path
     state_dir: Path
     name: str
-    """The model's name for clients."""
-
     host: str = "127.0.0.1"
     port: int = 0
     """0 selects a free port."""

@@ -173,7 +173,7 @@ class StepLog:
         bad = [row for row in rows if row.kind == "bad" and row.name in WORTH_A_NOTE]
         for row in bad:
             if row.name not in self._bad:
-                self._progress.note(f"step {step}: {row.told()}")
+                self._progress.note(f"step {step}: {row.line()}")
         self._bad = frozenset(row.name for row in bad)
 
     def tell_findings(self, step: int) -> None:

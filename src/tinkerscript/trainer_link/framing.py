@@ -1,8 +1,7 @@
-"""Framing, socket options, intervals and the send queue, which both ends of the link share.
+"""Framing, socket options, intervals and the send queue of both ends of the link.
 
-A frame is a msgpack list of messages. Messages that are queued in one tick of the event loop share a
-frame. Invariant: a message that cannot be decoded is dropped without losing the others, and every queue
-is bounded.
+A frame is a msgpack list of messages: those queued in one event-loop iteration. Invariant: a message that
+cannot be decoded is dropped without losing the others, and every queue is bounded.
 """
 
 from __future__ import annotations
@@ -22,17 +21,10 @@ from tinkerscript.trainer_link.messages import Tagged, ToServer, ToTrainer
 
 logger = logging.getLogger(__name__)
 
-MAX_FRAME_BYTES = 256 * 2**20
-"""A peer that sends a larger frame is disconnected."""
-
-MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 2**20
-"""The maximum size of a message. The remainder of a frame is for the list around it."""
-
+MAX_FRAME_BYTES = 256 * 2**20  # A peer that sends a larger frame is disconnected.
+MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 2**20  # Leaves room for the list around the messages.
 FULL_FRAME_BYTES = 4 * 2**20
-
-MAX_QUEUED = 100_000
-"""The maximum number of queued messages. Beyond it the oldest are dropped, which is safe because important
-messages are repeated."""
+MAX_QUEUED = 100_000  # Beyond it the oldest messages are dropped; important ones are repeated anyway.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +32,16 @@ class LinkTimes:
     """Intervals of the link, in seconds."""
 
     heartbeat_s: float = 1.0
-    """The interval between two `Hello` messages."""
+    """Interval between two `Hello` messages."""
 
     silence_s: float = 5.0
-    """The time without a message after which the trainer counts as disconnected."""
+    """Silence after which the trainer counts as disconnected."""
 
     grace_s: float = 10.0
-    """The time that a model call waits for a trainer to connect."""
+    """How long a model call waits for a trainer to connect."""
 
     resend_s: float = 5.0
-    """The time after which an unconfirmed message is sent again."""
+    """Time after which an unconfirmed message is sent again."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -70,8 +62,7 @@ def frames(
 ) -> Iterator[bytes]:
     """Pack messages into frames, in order.
 
-    `drop(reason, detail, message)` is called for a message that cannot be encoded or is too large. Its
-    frame would end the connection, and would do so again whenever the message is repeated.
+    `drop(reason, detail, message)` is called for a message that cannot be encoded or is too large.
     """
     parts, size = list[msgspec.Raw](), 0
     for message in messages:
@@ -80,6 +71,7 @@ def frames(
         except (TypeError, ValueError, OverflowError) as error:
             drop("unencodable", f"{type(message).__name__}: {error}", message)
             continue
+        # Sending it would end the connection, again each time that the message is repeated.
         if len(encoded) > MAX_MESSAGE_BYTES:
             size_and_limit = f"{len(encoded)} bytes; a message carries {MAX_MESSAGE_BYTES}"
             drop("too_large", f"{type(message).__name__} of {size_and_limit}", message)
@@ -128,7 +120,7 @@ def _each(frame: bytes, decode: Callable[[bytes], list[T]]) -> Iterator[T]:
 
 
 def set_options(socket: zmq.asyncio.Socket, address: str) -> None:
-    """Set the limits and the reconnection of a socket, equally at both ends."""
+    """Set the limits and reconnection of a socket, the same at both ends."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -163,7 +155,6 @@ class Outbox:
         self._messages.clear()
 
     async def take(self) -> list[Tagged]:
-        """Wait for messages and return all of them."""
         while not self._messages:
             self._filled.clear()
             await self._filled.wait()

@@ -28,8 +28,7 @@ from zmq.utils.monitor import parse_monitor_message
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import check_private
 
-KEYS_DIR = "link_keys"
-"""The folder in the run folder."""
+KEYS_DIR = "link_keys"  # Within the run folder.
 
 SERVER_KEYS = "server"
 TRAINER_KEYS = "trainer"
@@ -155,7 +154,6 @@ class FailedHandshakes:
     """Counts and logs refused connections at either end of the link."""
 
     def __init__(self, socket: zmq.asyncio.Socket, address: str, count: Callable[[str], None]) -> None:
-        """`count(reason)` is called for each refused connection."""
         events = 0
         for event in _FAILED:
             events |= event
@@ -231,7 +229,6 @@ def secure_server(socket: zmq.asyncio.Socket, keys: ServerKeys) -> None:
 
 
 def secure_trainer(socket: zmq.asyncio.Socket, keys: TrainerKeys) -> None:
-    """Connect only to the server with the known public key."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)

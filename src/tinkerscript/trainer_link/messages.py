@@ -23,14 +23,14 @@ LINK_VERSION = 16
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The base class of messages. The class name is the message's tag on the wire."""
+    """Base of messages. The class name is the message's tag on the wire."""
 
 
 # Trainer -> server
 
 
 class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of the batch that a trainer waits for. See `protocol.BatchProgressResponse`."""
+    """Progress of the batch that the trainer waits for. See `protocol.BatchProgressResponse`."""
 
     label: str
     rule: str
@@ -46,34 +46,32 @@ class Hello(Tagged, frozen=True):
 
     link_version: int
     trainer_id: str
-    """An id that is unique to the trainer process."""
+    """Unique to the trainer process."""
 
     policy_version: int
     global_step: int
     engine_status: EngineStatus
     model: str
     usable_versions: list[int] | None = None
-    """The policy versions that the lag rule lets train in the current batch, or None without such a rule."""
+    """Policy versions that the lag rule lets train in the current batch; None without such a rule."""
 
     client_samples: bool = True
     batch: BatchProgress | None = None
-    """The batch that is being filled, or None."""
-
     run_finished: bool = False
     """Whether the run has reached its end."""
 
     failure: str = ""
-    """The error with which the trainer leaves, or an empty string."""
+    """The error with which the trainer leaves, or empty."""
 
     position: int = -1
-    """The end number of the trainer's last outcome, or -1 if it takes none yet."""
+    """End number of the last outcome that the trainer has; -1 if it takes none yet."""
 
     number: int = 0
-    """The number of this `Hello`, which increases. The answering `Welcome` has the same number."""
+    """Increases with each `Hello`. The `Welcome` that answers has the same number."""
 
     started_ns: int = 0
-    """The trainer's start in Unix nanoseconds. The trainer that started last owns the server, because the
-    frame of a dead trainer may arrive after its successor's."""
+    """Start of the trainer in Unix nanoseconds. The latest trainer owns the server. Without this, a late
+    frame of a dead trainer could displace its successor."""
 
 
 class NewEpisode(Tagged, frozen=True):
@@ -85,19 +83,19 @@ class NewEpisode(Tagged, frozen=True):
 
     pool: str = TRAINER_POOL
     group_size: int = 0
-    """The number of episodes in the group, or 0 if unknown."""
+    """Number of episodes in the group; 0 if unknown."""
 
     step: int = 0
-    """The training step that plans the episode or precedes its evaluation, or 0 for a client's sample."""
+    """Training step that plans the episode or precedes its evaluation; 0 for a client's own sample."""
 
     label: str = ""
-    """The label of the evaluation, empty for training."""
+    """Label of the evaluation. Empty for training."""
 
     position: int = -1
-    """The position of the sample in the training order, or -1."""
+    """Position of the sample in the training order, or -1."""
 
     copies: int = 1
-    """The number of episodes of the sample, including this one. They are registered together."""
+    """Number of episodes of the sample, including this one, which are registered together."""
 
     @property
     def uuids(self) -> list[str]:
@@ -118,7 +116,7 @@ class Commit(Tagged, frozen=True):
     """Writes rows into the ledger in one transaction. Answered by `Committed`."""
 
     number: int
-    """The number of the commit, from 1. The commits of a trainer are executed once each, in this order."""
+    """Counted from 1. A trainer's commits are executed once each, in this order."""
 
     rows: list[TrainerRow]
 
@@ -131,10 +129,10 @@ class Resume(Tagged, frozen=True):
     """The steps with complete checkpoints."""
 
     replay_lag: int = 0
-    """The number of previous steps for which the trainer needs the episodes that trained."""
+    """For how many earlier steps the trainer needs the episodes that trained."""
 
     plan_lag: int = 0
-    """The number of previous steps that may have planned episodes for the next one."""
+    """How many earlier steps may have planned episodes for the next one."""
 
 
 class Fetch(Tagged, frozen=True):
@@ -158,8 +156,6 @@ class Cancel(Tagged, frozen=True):
 
 
 class ReleaseClient(Tagged, frozen=True):
-    """Releases the claims of a dead client at once."""
-
     client_uuid: str
     reason: str
 
@@ -170,8 +166,7 @@ class Sampled(Tagged, frozen=True):
 
 
 class SampleProgress(Tagged, frozen=True):
-    """Reports tokens sampled since the previous report. It is sent only once, because nothing depends on
-    it."""
+    """Tokens sampled since the previous report. Sent once, because nothing depends on it."""
 
     request_id: int
     reports: list[Progress]
@@ -197,23 +192,23 @@ class Metrics(Tagged, frozen=True):
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
-    """The number of the trainer's episodes that are not claimed."""
+    """Number of the trainer's episodes that are not claimed."""
 
     own_claims: dict[str, int] = {}
-    """The number of claims of each worker that the trainer started, without workers that have none."""
+    """Claims of each worker that the trainer started, without idle ones."""
 
 
 class Welcome(Tagged, frozen=True):
     link_version: int
     server_id: str
-    """An id that is unique to the server process."""
+    """Unique to the server process."""
 
     number: int
-    """The number of the answered `Hello`: everything that the trainer sent before it is committed. The
-    first message to a new connection has number 0 and confirms nothing."""
+    """Number of the `Hello` that this answers; everything the trainer sent before it is committed. 0 on a
+    new connection, which confirms nothing."""
 
     quarantined: dict[str, str] = {}
-    """The reason for each quarantined client, which gets no episodes because all its attempts fail."""
+    """Client -> why it gets no episodes: all its attempts fail."""
 
     demand: Demand = Demand()
 
@@ -272,20 +267,16 @@ class Tallied(Tagged, frozen=True):
 
 class _Ended(Tagged, frozen=True, kw_only=True, omit_defaults=True):
     number: int = 0
-    """The end number."""
-
     after: int = 0
-    """The end number of the outcome sent before this one. A trainer that lacks it must wait for both."""
+    """End number of the outcome sent before this one. A trainer that lacks it waits for both."""
 
     sequence: int = 0
-    """The sequence of the episode in the ledger."""
-
     episode_uuid: str
     episode_type: EpisodeType = "train"
     pool: str = TRAINER_POOL
     group_id: str = ""
     group_size: int = 0
-    """The number of episodes in the group, or 0 if the registering client did not give it."""
+    """Number of episodes in the group; 0 if the registering client did not say."""
 
 
 class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
@@ -296,11 +287,11 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
     reward: float
     policy_version_at_claim: int
     all_calls: list[Call] = msgspec.field(name="calls")
-    """The calls of every role in the order of their recording."""
+    """The calls of every role, in recorded order."""
 
     role_rewards: dict[str, float] = {}
     call_rewards: dict[str, float] = {}
-    """Call id -> the part of `reward` that this call of the policy earned."""
+    """Call id -> share of `reward` that this call of the policy earned."""
 
     metadata: dict[str, object] = {}
     log_metrics: dict[str, float] = {}
@@ -311,12 +302,11 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def calls(self) -> list[Call]:
-        """The calls of the policy."""
         return calls_of(self.all_calls)
 
     @property
     def earned(self) -> tuple[float, ...]:
-        """What each call of the policy earned, up to the last one that earned anything by itself."""
+        """What each call of the policy earned, up to the last that earned anything."""
         own = [self.call_rewards.get(call.call_id, 0.0) for call in self.calls] if self.call_rewards else []
         while own and not own[-1]:
             own.pop()
@@ -324,16 +314,16 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def policy_versions(self) -> set[int]:
-        """The versions of all weights of this run that sampled any part, including other trained roles."""
+        """Versions of all of this run's weights that sampled any part, also those of other trained roles."""
         return {version for call in self.all_calls if not call.is_foreign for version in call.policy_versions}
 
     def judged(self, reward: float) -> EpisodeAccepted:
-        """The same with the reward that the judge of its group gave, in place of those of its program."""
+        """A copy with the reward of its group's judge, which replaces the program's rewards."""
         others = {role: own for role, own in self.role_rewards.items() if role != POLICY}
         return msgspec.structs.replace(self, reward=reward, role_rewards=others, call_rewards={})
 
     def failed(self, kind: str, message: str) -> EpisodeFailed:
-        """The failure that training sees in its place; the ledger keeps the result."""
+        """The failure that training sees instead. The ledger keeps the result."""
         failure: dict[str, object] = {
             "kind": kind,
             "message": message,
@@ -401,8 +391,6 @@ FromTrainer = (
     | SampleProgress
     | SampleFailed
 )
-"""Messages of a trainer after its `Hello`."""
-
 ToServer = Hello | FromTrainer
 
 Request = Resume | Fetch | TallyRequest
@@ -429,31 +417,20 @@ ToTrainer = (
 )
 
 
-QUARANTINED = "reward_out_of_bounds"
-"""The failure kind of a result with a reward that would end the run (`errors.MAX_REWARD`)."""
-
+# Failure kinds of results that cannot train.
+QUARANTINED = "reward_out_of_bounds"  # Its reward would end the run (`errors.MAX_REWARD`).
 JUDGE_FAILED = "judge_failed"
-"""Failure kind of a recorded result whose group could not be judged."""
-
-UNREADABLE = "calls_unreadable"
-"""The failure kind of a result with calls that do not follow one another and cannot be merged."""
-
-
-SCORE_MISSING = "score_missing"
-"""The failure kind of a result without a score that `training.reward_weights` names."""
+UNREADABLE = "calls_unreadable"  # Its calls do not follow one another, so they cannot be merged.
+SCORE_MISSING = "score_missing"  # It lacks a score that `training.reward_weights` names.
 
 
 def scores_of(outcome: EpisodeAccepted) -> dict[str, float]:
-    """Return the scores of a result by their names."""
     return {name.removeprefix("score/"): value for name, value in outcome.log_metrics.items()}
 
 
 def usable(outcome: Outcome, scores: Collection[str] = ()) -> Outcome:
-    """Turn a result into a failure if its reward is out of bounds, if its calls cannot be merged, or if it is
-    for training and lacks one of `scores`.
-
-    The ledger keeps the result.
-    """
+    """Turn a result into a failure if a reward is out of bounds, its calls cannot be merged, or it is for
+    training and lacks one of `scores`. The ledger keeps the result."""
     if isinstance(outcome, EpisodeFailed):
         return outcome
     kind = QUARANTINED
@@ -478,7 +455,6 @@ def usable(outcome: Outcome, scores: Collection[str] = ()) -> Outcome:
 
 
 def check_episode(episode: NewEpisode) -> None:
-    """Raise ValueError for an episode that cannot be registered."""
     if not 0 < len(last := episode.uuids[-1]) <= ID_CHARS:
         raise ValueError(f"an episode uuid has 1 to {ID_CHARS} characters, not {len(last)}")
     try:

@@ -1,8 +1,8 @@
 """Model calls over the link: `LinkSampler` at the server's end, `SampleService` at the trainer's.
 
-Invariant: a model call is answered once, or refused with a status that tells the caller whether to
-retry. It never outlives its time limit, whichever process restarts. The trainer never runs a request
-twice at once, and every exception of the engine becomes a `SampleFailed`.
+Invariant: a model call is answered once, or refused with a status that says whether to retry, and never
+exceeds its time limit, whichever process restarts. The trainer never runs a request twice at once, and
+every exception of the engine becomes a `SampleFailed`.
 """
 
 from __future__ import annotations
@@ -156,12 +156,12 @@ def _shutting_down() -> GatewayError:
 
 
 class SampleService:
-    """Runs `sampler` for every request and passes the answers to `send`. It has one task per request."""
+    """Runs `sampler` in a task per request and passes the answers to `send`."""
 
     def __init__(
         self, sampler: SampleFunction, send: Callable[[Tagged], None], *, relays: bool = False
     ) -> None:
-        """`relays` says that `sampler` asks another process, which creates the span."""
+        """`relays`: `sampler` asks another process, which creates the trace span."""
         self._sampler = sampler
         self._send = send
         self._relays = relays

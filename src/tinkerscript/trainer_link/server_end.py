@@ -1,9 +1,8 @@
-"""The server's end of the link is a ROUTER socket that serves one trainer at a time.
+"""The server's end of the link: a ROUTER socket that serves one trainer at a time.
 
-Invariant: the trainer that started last owns the server. Its `Hello` takes over, and the previous
-trainer gets a `Refused` and is rejected from then on. Each frame to a trainer is preceded by the
-server's epoch. Frames that cannot be delivered are counted and dropped, because important messages are
-repeated (see `messages`).
+Invariant: the trainer that started last owns the server. Its `Hello` takes over; the previous trainer gets
+a `Refused` and is rejected from then on. Each frame to a trainer starts with the server's epoch. Frames
+that cannot be delivered are counted and dropped, because important messages are repeated (see `messages`).
 """
 
 from __future__ import annotations
@@ -42,22 +41,20 @@ logger = logging.getLogger(__name__)
 
 class TrainerEvent(Enum):
     CONNECTED = auto()
-    """A trainer connected, for the first time or again. It may have missed earlier messages."""
+    """For the first time or again. It may have missed earlier messages."""
 
     SILENT = auto()
     """Nothing was received for `LinkTimes.silence_s`."""
 
     LOST = auto()
-    """The trainer did not return within `LinkTimes.grace_s`."""
+    """It did not return within `LinkTimes.grace_s`."""
 
 
 LinkEvent = TrainerEvent | ToServer
 
 LinkHandler = Callable[[LinkEvent], None]
-"""A handler of all events, called on the event loop, which it must not block.
-
-It answers each `Hello` with `ServerLink.welcome` when everything received before is committed.
-"""
+"""Handles all events on the event loop, without blocking. It answers each `Hello` with
+`ServerLink.welcome` once everything received before is committed."""
 
 
 class ServerLink:
@@ -71,8 +68,8 @@ class ServerLink:
         times: LinkTimes | None = None,
         count_drop: Callable[[str], None],
     ) -> None:
-        """A trainer drops frames with a lower `epoch` than one it has seen. `count_drop(reason)` is called
-        for every dropped frame or message."""
+        """Trainers drop frames with a lower `epoch` than they have seen. `count_drop(reason)` is called
+        for each dropped frame or message."""
         self.server_id = server_id
         self.epoch = epoch
         self.connected = False
@@ -84,10 +81,10 @@ class ServerLink:
         self._handshakes: FailedHandshakes | None = None
         self._outbox = Outbox()
         self.trainer_id = ""
-        """The id of the owning trainer, empty before the first."""
+        """Id of the owning trainer; empty before the first."""
 
         self.position = -1
-        """The end number of the trainer's last outcome, or -1 if it takes none yet."""
+        """End number of the last outcome that the trainer has; -1 if it takes none yet."""
 
         self._started_ns = 0
         self._refused: set[str] = set()
@@ -180,9 +177,7 @@ class ServerLink:
                     self._heard.set()
                     handle(message)
                     if isinstance(message, Register):
-                        await asyncio.sleep(
-                            0
-                        )  # Other tasks must run, because a frame may have thousands of episodes.
+                        await asyncio.sleep(0)  # A frame may have thousands of episodes: let others run.
                 else:
                     name = type(message).__name__
                     self._drop("not_the_trainer", f"{name} before a Hello, or after a takeover")

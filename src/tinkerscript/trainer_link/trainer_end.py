@@ -1,9 +1,9 @@
-"""`TrainerLink` is the trainer's end of the link.
+"""`TrainerLink`: the trainer's end of the link.
 
-Invariant: nothing important depends on a single message. Registrations, commits, cancellations and
-requests are repeated until they are confirmed, and the server repeats outcomes until the trainer has
-them. A link survives a restart of the server and its replacement at the same address: messages with a
-lower epoch than a known one are dropped.
+Invariant: nothing important depends on a single message. The trainer repeats registrations, commits,
+cancellations and requests until they are confirmed, and the server repeats outcomes until the trainer has
+them. A link survives a restart of the server and its replacement at the same address: frames with a lower
+epoch than a known one are dropped.
 """
 
 from __future__ import annotations
@@ -80,12 +80,10 @@ from tinkerscript.trainer_link.remote_sampling import SampleService
 logger = logging.getLogger(__name__)
 
 
+# Episodes per `Register`. A message holds whole groups, so a single large one may exceed this.
 REGISTER_CHUNK = 500
-"""Episodes per `Register` message. A message holds whole groups, so that a large last group may exceed
-this number and `FULL_FRAME_BYTES`."""
 
-FETCHED_AT_ONCE = 16
-"""Episodes that are requested before an answer arrives. Each has a message, which may be large."""
+FETCHED_AT_ONCE = 16  # Each episode is a message, which may be large.
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +128,7 @@ class TrainerLink:
         """Connections that the server refused, or that failed because the server lacks the expected key."""
 
         self.demand = Demand()
-        """The work for workers, from the server's last answer."""
+        """Work for workers, from the server's last answer."""
 
         self._address = address
         self._keys = keys
@@ -198,12 +196,12 @@ class TrainerLink:
 
     @property
     def own_clients(self) -> str:
-        """The prefix of the `client_uuid` of each worker that this trainer starts."""
+        """Prefix of the `client_uuid` of the workers that this trainer starts."""
         return own_clients(self._hello.trainer_id)
 
     @property
     def server_id(self) -> str:
-        """The id of the server that answered last, empty before the first answer."""
+        """Id of the server that answered last; empty before the first answer."""
         return self._server_id
 
     async def register(self, episodes: Sequence[NewEpisode]) -> None:

@@ -83,7 +83,7 @@ def test_replicas_take_the_gpus_that_are_named_or_that_ray_chooses() -> None:
         ("workers: {count: 3, max_count: 2}", "max_count: 2 is less than count: 3"),
         ("cluster: {address: '10.0.0.1:6379'}", "'10.0.0.1:6379' is for cluster.launcher: ray"),
         ("cluster: {launcher: ray}\nengine: {device: 'cuda:1'}", "cuda, not 'cuda:1'"),
-        ("cluster: {launcher: ray}\nmethod: sft", "method: sft, and enable_tinkerscript_mode"),
+        ("cluster: {launcher: ray}\nmethod: sft", "method: sft and enable_tinkerscript_mode"),
         (
             "cluster: {launcher: ray}\nengine: {lora: {rank: 1}}\n"
             "inference: {backend: vllm, launch: {replicas: 1, gpus: [0]}}",

@@ -73,7 +73,7 @@ async def test_a_copy_with_pages_of_two_moments_is_refused(tmp_path: Path) -> No
     await steps(10, 20)  # Each step moves the log into the file, and the next one begins it anew.
     shutil.copy(f"{path}-wal", f"{copy}-wal")
     await ledger.close()
-    with pytest.raises(StoreError, match="copied while the run wrote to it: copy the ledger of a run that"):
+    with pytest.raises(StoreError, match="copied while the run wrote to it: copy the ledger of a live run"):
         SqliteLedger(copy)
 
 

@@ -279,14 +279,14 @@ async def test_a_teacher_with_other_tokens_is_refused_before_the_first_episode(
             },
             "'t' is not one of the roles of kind: frozen, which are u",
         ),
-        ({"training": {"group_size": 1}}, "group_size: 1 compares an episode with none"),
+        ({"training": {"group_size": 1}}, "group_size: 1 leaves nothing to compare"),
         (
             {"training": {"group_size": 1, "distillation": {"teacher": "t", "reward_coef": 1}}},
-            "group_size: 1 compares an episode with none",
+            "group_size: 1 leaves nothing to compare",
         ),
         (
             {"training": {"batch_rule": "differing_groups", "distillation": {"teacher": "t"}}},
-            "differing_groups replaces groups that train",
+            "differing_groups would replace groups",
         ),
     ],
 )

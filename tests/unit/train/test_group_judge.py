@@ -282,7 +282,7 @@ def config(**judge: Any) -> RunConfig:
         ({"role": "jury"}, "'jury' is not one of the roles of kind: outside or frozen.*judge"),
         ({"role": "rival"}, "'rival' is not one of the roles"),
         ({"role": "judge", "function": "a:b"}, "both judge; give one"),
-        ({"rubric": "kind"}, "give role"),
+        ({"rubric": "kind"}, "set role too"),
     ],
 )
 def test_a_judge_that_cannot_be_is_refused_by_name(judge: dict[str, str], problem: str) -> None:

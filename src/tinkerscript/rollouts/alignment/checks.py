@@ -16,15 +16,11 @@ import numpy.typing as npt
 from tinkerscript.rollouts.call import Call, FloatArray
 from tinkerscript.rollouts.rollout import Rollout, Segment
 
-POSITIVE_TOLERANCE = 1e-6
-"""Logprobs above this are errors; up to it, rounding."""
+POSITIVE_TOLERANCE = 1e-6  # Logprobs up to this are 0 with a rounding error.
+SENTINEL_LOGPROB = -9999.0  # Sent by servers that cannot send -inf.
+FROM_TEXT = frozenset({"text", "retokenised"})  # `Call.ids_from` of ids that were encoded from text.
 
-SENTINEL_LOGPROB = -9999.0
-"""Servers that cannot send -inf send this instead."""
-
-FROM_TEXT = frozenset({"text", "retokenised"})
-"""Values of `Call.ids_from` for ids that were encoded from text."""
-
+# Name -> what is wrong. `diagnosis` finds the last six by comparison.
 ERRORS: Mapping[str, str] = {
     "lengths_differ": "tokens, mask, and logprobs have different lengths",
     "nothing_sampled": "the sequence has no sampled token",
@@ -53,7 +49,6 @@ ERRORS: Mapping[str, str] = {
     "logprobs_contradict": "after one prefix, a token has two logprobs, or probabilities sum to more than 1",
     "logprob_gap": "the sampler's logprobs differ from the trainer's in no known pattern",
 }
-"""Name -> what is wrong. `diagnosis` finds the last six by comparison."""
 
 
 def find_errors(
@@ -66,10 +61,10 @@ def find_errors(
 ) -> list[str]:
     """Return the names of a sequence's errors; empty if it may train.
 
-    `vocabulary`: number of token ids. `prompts`: the full prompts of the episode's calls (`full_prompts`),
-    needed to check the prefix of a call whose parent is in another sequence; without them only the call's new
-    prompt ids are checked. `refuse_constrained`: whether a constrained token is an error.
-    `scales_logits`: whether the trainer scores each token at the temperature that it was sampled at.
+    `vocabulary`: number of token ids. `prompts`: full prompts of the episode's calls (`full_prompts`), to
+    check calls whose parent is in another sequence; without them, only the new prompt ids of such calls are
+    checked. `refuse_constrained`: whether a constrained token is an error. `scales_logits`: whether the
+    trainer scores tokens at their sampling temperature.
     """
     length = len(rollout.tokens)
     arrays = [rollout.sampled, rollout.loss_mask, rollout.logprobs, rollout.rewards]
@@ -98,7 +93,6 @@ def find_errors(
 
 
 def logprob_errors(logprobs: npt.NDArray[np.floating[Any]]) -> list[str]:
-    """Return the names of what is wrong with logprobs [N], each by itself."""
     errors: list[str] = []
     if not np.isfinite(logprobs).all():
         errors.append("logprob_not_finite")
@@ -125,7 +119,7 @@ def _segment_errors(rollout: Rollout, scales_logits: bool) -> Iterator[str]:
 
 
 def _same(ours: FloatArray, theirs: FloatArray) -> bool:
-    """Equal, or not finite, which is an error of its own."""
+    """Equal, or not finite, which is reported separately."""
     return ours.tobytes() == theirs.tobytes() or not np.isfinite(ours).all()
 
 
@@ -133,7 +127,7 @@ def _call_errors(call: Call, scales_logits: bool) -> Iterator[str]:
     if call.temperature == 0:
         yield "greedy"
     elif call.temperature != 1 and call.logprob_kind == "raw":
-        # They are not of the distribution that was sampled from, which is what the losses compare with.
+        # The losses need logprobs of the distribution that was sampled from.
         yield "raw_logprobs_at_temperature"
     elif call.temperature != 1 and not scales_logits:
         yield "temperature_not_one"
@@ -144,8 +138,8 @@ def _call_errors(call: Call, scales_logits: bool) -> Iterator[str]:
 def _prefix_errors(rollout: Rollout, prompts: Mapping[str, bytes]) -> Iterator[str]:
     """Compare each call's prompt with the tokens before it.
 
-    If the parent comes before the call here, only the tokens after the parent are compared: those before were
-    compared with the parent.
+    After a parent in this sequence, only the new tokens are compared: the parent's check covers the earlier
+    ones.
     """
     tokens, ends = rollout.tokens, dict[str, Segment]()
     for segment in rollout.segments:
@@ -165,6 +159,7 @@ def _prefix_errors(rollout: Rollout, prompts: Mapping[str, bytes]) -> Iterator[s
         ends[call.call_id] = segment
 
 
+# Name -> what it means. `InferenceContext` counts those about a server's reply.
 WARNINGS: Mapping[str, str] = {
     "no_stop_token": "a reply ended with a stop string, or was cut off, instead of ending with a stop token",
     "stop_token_inside": "a reply contains a stop token before its end",
@@ -183,13 +178,12 @@ WARNINGS: Mapping[str, str] = {
     "logprobs_all_zero": "a reply whose logprobs are all 0",
     "logprob_gap": "a step's mean difference from the trainer is above the warning threshold",
 }
-"""Name -> what it means. `InferenceContext` counts those about a server's reply."""
 
 
 def find_warnings(rollout: Rollout, *, stop_ids: Collection[int] = (), tokenizer: str = "") -> Counter[str]:
     """Count the warnings about a sequence's calls by name.
 
-    `stop_ids`: the tokens that end a turn; empty skips their check. `tokenizer`: the trainer's fingerprint.
+    `stop_ids`: tokens that end a turn; empty skips their check. `tokenizer`: the trainer's fingerprint.
     """
     found: Counter[str] = Counter()
     stops = np.fromiter(stop_ids, dtype=np.int32)

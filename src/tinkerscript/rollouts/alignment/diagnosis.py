@@ -1,8 +1,8 @@
-"""Comparing logprobs: the sampler's with the trainer's, and those of sibling sequences with each other.
+"""Compares logprobs: the sampler's with the trainer's, and sibling sequences with each other.
 
 `Gap` measures the difference between sampler and trainer. `diagnose` names its pattern: shifted, truncated,
-of the most likely token, or of tokens that were not sampled. These are reported faults of servers and
-trainers, and noise does not produce them; if none fits, the finding is `logprob_gap`.
+of the most likely token, or of tokens that were not sampled. These are real faults of servers and trainers,
+and noise does not produce them. Without a pattern, the finding is `logprob_gap`.
 
 `Contradictions` needs no trainer. The sequences of a group start with the same prompt. While their sampled
 tokens agree, the same weights must give the next token a single logprob, and different next tokens
@@ -23,44 +23,29 @@ from tinkerscript.errors import AlignmentError
 from tinkerscript.rollouts.call import Call, FloatArray, IntArray, TokenConstraint
 from tinkerscript.rollouts.rollout import Rollout, Segment
 
-MAX_D = 50.0
-"""|d| is clipped to this, so that one impossible token leaves the sums finite."""
-
-MIN_TOKENS = 8
-"""No pattern is reported for fewer tokens of misaligned calls."""
-
+MAX_D = 50.0  # |d| is clipped to this, so that one impossible token leaves the sums finite.
+MIN_TOKENS = 8  # No pattern is reported for fewer tokens of misaligned calls.
 SHIFTS = (1, -1, 2, -2)
-
-UNEXPLAINED = 0.2
-"""Share of the gap that a pattern may leave unexplained."""
-
-EQUAL_WITHIN = 0.01
-"""Logprobs that differ by at most this are equal."""
-
+UNEXPLAINED = 0.2  # Share of the gap that a pattern may leave unexplained.
+EQUAL_WITHIN = 0.01  # Logprobs that differ by at most this count as equal.
 NEARLY_ALL = 0.98
-
-MOST_CALLS = 0.8
-"""Share of the misaligned calls that must show a per-call pattern."""
-
-MAX_TOTAL = 1.05
-"""Total probability of different tokens after one prefix, including rounding."""
-
-OVERFULL_SHARE = 0.05
-"""Share of prefixes that may exceed `MAX_TOTAL` on a noisy server."""
+MOST_CALLS = 0.8  # Share of the misaligned calls that must show a per-call pattern.
+MAX_TOTAL = 1.05  # Total probability of different tokens after one prefix, allowing for rounding.
+OVERFULL_SHARE = 0.05  # Share of prefixes that may exceed `MAX_TOTAL` on a noisy server.
 
 
 def is_comparable(call: Call) -> bool:
-    """Whether the logprobs of `call` are of the whole distribution, not of what an unknown grammar left."""
+    """Whether the logprobs are of the whole distribution, not of what an unknown grammar left."""
     return TokenConstraint.UNKNOWN not in call.constrained
 
 
 @dataclass
 class Gap:
-    """The sampler's logprobs against the trainer's, as sums over n tokens that add up over sequences.
+    """The sampler's logprobs against the trainer's, as sums over n tokens, which can be added up.
 
     With d = trainer - sampler: k1 = mean(-d) and k3 = mean(exp(d) - 1 - d) estimate KL(sampler || trainer)
-    (Schulman 2020, "Approximating KL divergence"); the effective sample size is (sum w)^2 / (n sum w^2) with
-    w = exp(d).
+    (Schulman 2020, "Approximating KL divergence"); the effective sample size is (sum w)^2 / (n sum w^2)
+    with w = exp(d).
     """
 
     tokens: int = 0
@@ -149,7 +134,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is wrong: a name from `ERRORS`, and the figures."""
+    """What is wrong: a name in `ERRORS`, and the figures."""
 
     name: str
     detail: str
@@ -161,9 +146,9 @@ def diagnose(
     threshold: float,
     retokenise: Callable[[IntArray], Sequence[int]] | None = None,
 ) -> Finding | None:
-    """Name the pattern of the calls whose mean |dlogp| is above `threshold`; None if there are none.
+    """Name the pattern of the calls with a mean |dlogp| above `threshold`; None without such calls.
 
-    `retokenise(ids)` decodes ids and encodes the text again. Without it, ids encoded from text cannot be
+    `retokenise(ids)` decodes ids and encodes the text again. Without it, ids encoded from text are not
     recognized.
     """
     bad = [pair for pair in pairs if len(pair.ids) and pair.gap > threshold]
@@ -216,7 +201,7 @@ def _residual(bad: Sequence[Pair], shift: int) -> float:
 
 
 def _truncated(bad: Sequence[Pair], figures: str) -> Finding | None:
-    """Calls end with a filler value, mostly 0, and match before it."""
+    """Whether calls end with a filler value, mostly 0, and match before it."""
     fits, missing = 0, 0
     for pair in bad:
         kept = _before_filler(pair.sampler)
@@ -233,13 +218,12 @@ def _truncated(bad: Sequence[Pair], figures: str) -> Finding | None:
 
 
 def _before_filler(logprobs: FloatArray) -> int:
-    """How many values come before the run of equal values at the end."""
     other = logprobs[::-1] != logprobs[-1]
     return len(logprobs) - int(np.argmax(other)) if other.any() else 0
 
 
 def _retokenised(bad: Sequence[Pair], retokenise: Callable[[IntArray], Sequence[int]] | None) -> bool:
-    """Calls match at first, nothing matches after the first mismatch, and the ids are canonical."""
+    """Whether calls match at first, never after the first mismatch, and have canonical ids."""
     if retokenise is None:
         return False
     heads = [int(np.argmin(pair.matches)) for pair in bad]
@@ -263,8 +247,6 @@ def _of_the_likeliest(bad: Sequence[Pair]) -> bool:
 
 @dataclass
 class Contradictions:
-    """What the comparison of sibling sequences found."""
-
     repeats: int = 0
     """How often a token was sampled again after the same prefix."""
 
@@ -272,13 +254,12 @@ class Contradictions:
     """Summed |difference| of the repeats' logprobs."""
 
     prefixes: int = 0
-    """Number of prefixes after which different tokens were sampled."""
+    """Prefixes after which different tokens were sampled."""
 
     overfull: int = 0
-    """Number of those whose probabilities sum to more than `MAX_TOTAL`."""
+    """Such prefixes with probabilities that sum to more than `MAX_TOTAL`."""
 
     def add(self, rollouts: Iterable[Rollout]) -> None:
-        """Compare the first calls of the sequences of one group."""
         alike: defaultdict[tuple[object, ...], list[Segment]] = defaultdict(list)
         for rollout in rollouts:
             first = rollout.segments[0]
@@ -294,7 +275,6 @@ class Contradictions:
                 self._descend(ids, [segment.call.sampled_logprobs for segment in segments])
 
     def _descend(self, ids: Sequence[np.ndarray], logprobs: Sequence[np.ndarray]) -> None:
-        """Walk down the tree of sampled tokens while it is shared."""
         level = [list(range(len(ids)))]
         for depth in range(max(len(each) for each in ids)):
             level = [branch for members in level for branch in self._branches(members, depth, ids, logprobs)]

@@ -1,6 +1,6 @@
-"""`AlignmentReport`: the findings about tokens, for the current step and for the whole run.
+"""`AlignmentReport`: findings about tokens, for the current step and the whole run.
 
-Invariant: everything added counts toward both the step and the whole run; a new step resets only the step.
+Invariant: everything added counts toward both; a new step resets only the step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 
 @dataclass
 class Counts:
-    """Counts over a set of episodes."""
-
     episodes: int = 0
     sequences: int = 0
     calls: int = 0
@@ -34,7 +32,7 @@ class Counts:
     """Tokens of the sequences, including prompts."""
 
     side_calls: int = 0
-    """Calls that an agent made beside its work."""
+    """Calls that an agent made outside of its work."""
 
     tokens_unmerged: int = 0
     """Tokens of the same calls, each with its full prompt."""
@@ -43,16 +41,12 @@ class Counts:
     warnings: Counter[str] = field(default_factory=Counter[str])
     forks: Counter[str] = field(default_factory=Counter[str])
     ids_from: Counter[str] = field(default_factory=Counter[str])
-    """Sampled tokens by `Call.ids_from`."""
-
     logprob_kinds: Counter[str] = field(default_factory=Counter[str])
-    """Sampled tokens by `Call.logprob_kind`."""
-
     constrained: Counter[str] = field(default_factory=Counter[str])
-    """Sampled tokens that a grammar constrained, by the name of their `TokenConstraint`."""
+    """Sampled tokens that a grammar constrained, by `TokenConstraint` name."""
 
     ignored: Counter[str] = field(default_factory=Counter[str])
-    """Calls by the fields that were accepted without effect (`Call.ignored`)."""
+    """Calls by the fields that had no effect (`Call.ignored`)."""
 
     gaps: dict[int, Gap] = field(default_factory=dict[int, Gap])
     """Sampler against trainer, by policy lag in training steps."""
@@ -124,8 +118,6 @@ class Counts:
 
 
 class AlignmentReport:
-    """Counts for the current step and the whole run, and the findings."""
-
     def __init__(self) -> None:
         self.whole = Counts()
         self.step = Counts()
@@ -149,7 +141,6 @@ class AlignmentReport:
             counts.errors.update(named)
 
     def add_warnings(self, warnings: Mapping[str, int]) -> None:
-        """Add counts of warnings by name, such as those of an `InferenceContext`."""
         for counts in self._both:
             counts.warnings.update(warnings)
 
@@ -178,7 +169,6 @@ class AlignmentReport:
         return self.whole.at_lag_0.max_abs
 
     def as_json(self) -> dict[str, object]:
-        """The whole run's counts and ratios."""
         return {
             **self.whole.as_json(),
             "sequences_per_episode": self.sequences_per_episode,
@@ -190,7 +180,7 @@ class AlignmentReport:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> AlignmentReport:
-        """Restore the report that `as_json` wrote; an empty mapping gives an empty report."""
+        """Restore a report from `as_json`. An empty mapping gives an empty report."""
         report = cls()
         report.whole = Counts.from_json(data)
         report.findings = list(data.get("findings", []))
@@ -207,7 +197,6 @@ def _listed(counts: Counter[str]) -> str:
 
 
 def constrained_share(counts: Counts) -> str:
-    """How many sampled tokens a grammar constrained, and how."""
     number, kinds = counts.constrained.total(), sorted(counts.constrained.items())
     return (
         f"{number:,} of {counts.tokens_sampled:,} sampled tokens ({number / counts.tokens_sampled:.0%}) were "
@@ -228,8 +217,7 @@ def _counted(kind: str, counts: Mapping[str, int], meanings: Mapping[str, str]) 
         yield f"{kind}, {number:,}x {name}: {meanings.get(name, name)}"
 
 
-MERGED = 1.05
-"""How many times fewer tokens there are at least where the report says so: with one call an episode, none."""
+MERGED = 1.05  # Minimum merge ratio worth reporting. With one call per episode there is nothing to merge.
 
 
 def _figures(report: AlignmentReport) -> Iterator[str]:

@@ -1,10 +1,11 @@
-"""`EpisodeBook`: every episode of a run; who may claim, renew, end, abort, cancel, retry and drop which.
+"""`EpisodeBook`: every episode of a run, and who may claim, renew, end, abort, cancel, retry or drop
+which.
 
 Invariants: an episode ends exactly once (`ended`, or `failed` with a reason for every attempt); a result
-counts only from the claim that holds the lease; a failure that a trainer may have used stands. The book holds
-the episodes that are not consumed and the `KEPT` that were consumed last; the ledger has the rest (`recall`).
-Pure: no I/O, no asyncio, injected clocks. Each operation costs O(log n), except for an operator's pages. What
-an operation changed is collected until `take_changes`.
+counts only from the claim that holds the lease; a failure that a trainer may have used is final. The book
+holds all episodes that are not consumed and about the last `KEPT` consumed ones; the ledger has the rest
+(`recall`). Pure: no I/O, no asyncio, injected clocks. Each operation costs O(log n), except an operator's
+pages. `take_changes` returns what has changed.
 """
 
 from __future__ import annotations
@@ -36,26 +37,18 @@ from tinkerscript.server.episodes.record import (
     content_digest,
 )
 
+# Failures that are not the attempt's fault: its client was stopped, or never got the claim. Beyond
+# `MAX_FORGIVEN` they do count against `max_attempts`, so that a client cannot keep an episode from ending.
 FORGIVEN_KINDS = (HANDED_BACK, CLIENT_GONE, CLIENT_STOPPED)
-"""Of failures that are no fault of the attempt: its client was stopped, or never got the claim."""
-
 MAX_FORGIVEN = 20
-"""How often that may happen to an episode. From then on it counts as an attempt that failed: a client cannot
-keep an episode from ending."""
 
+KEPT = 10_000  # Minimum number of consumed episodes in the book: clients may still ask about recent ones.
 
-KEPT = 10_000
-"""Consumed episodes in the book, at the least: those of which a client may still ask."""
-
-
+# Outcomes in undone steps after which a client's own sample cannot train again; None: no such step used it.
 LOST_TO_CLIENTS = (None, Use.SET_ASIDE, Use.LEFT_OUT, Use.STALE)
-"""What became of a client's own sample in steps that are undone, after which it cannot train again; None: no
-such step used it."""
 
 
 class EpisodeBook:
-    """The episodes of one run, with the indexes over them."""
-
     def __init__(
         self,
         *,
@@ -65,7 +58,7 @@ class EpisodeBook:
         wall: Callable[[], float] = time.time,
         kept: int = KEPT,
     ) -> None:
-        """`clock` measures leases; `wall` (Unix time) measures lifetimes of claims, also across a restart."""
+        """`clock` measures leases. `wall` (Unix time) measures lifetimes of claims, also across restarts."""
         self.leases = Leases(clock, wall, max_claim_s=max_claim_s)
         self.queues = Queues(self.get)
         self.counts = StateCounts()
@@ -75,13 +68,13 @@ class EpisodeBook:
         self._max_attempts = max_attempts
         self._episodes: dict[str, EpisodeRecord] = {}
         self._unfinished: dict[int, EpisodeRecord] = {}
-        """Episodes that are not consumed: sequence -> episode, in its order."""
+        """Episodes that are not consumed, by sequence and in its order."""
 
         self.open_ends: dict[int, EpisodeRecord] = {}
-        """Those that ended or failed and are not consumed: end number -> episode."""
+        """Episodes that ended or failed and are not consumed, by end number."""
 
         self._failed: dict[int, EpisodeRecord] = {}
-        """Failed episodes that are not dropped: sequence -> episode, in order of failure."""
+        """Failed episodes that are not dropped, by sequence and in order of failure."""
 
         self._consumed = deque[str]()
         """Uuids of the consumed episodes in the book, oldest first."""
@@ -90,7 +83,7 @@ class EpisodeBook:
         """Claims that hold their lease: `client_uuid` -> episode uuid -> episode."""
 
         self._claimed: dict[str, EpisodeRecord] = {}
-        """The same by episode uuid, oldest claim first."""
+        """The same claims by episode uuid, oldest first."""
 
         self._changes = Changes()
         self._next_sequence = 1
@@ -116,65 +109,58 @@ class EpisodeBook:
 
     @property
     def active_clients(self) -> int:
-        """The number of clients that hold a claim."""
         return len(self._claims)
 
     def claims_held(self, client_uuid: str) -> int:
-        """How many claims the client holds."""
         return len(self._claims.get(client_uuid, ()))
 
     def claims_by_client(self, prefix: str) -> dict[str, int]:
-        """How many claims each client holds whose uuid begins with `prefix`."""
         return {client: len(held) for client, held in self._claims.items() if client.startswith(prefix)}
 
     @property
     def claims_in_all(self) -> int:
-        """How many claims hold their lease."""
         return len(self._claimed)
 
     def oldest_claims(self, limit: int) -> list[EpisodeRecord]:
-        """The episodes whose claims were made first, of those that hold their lease."""
         return list(islice(self._claimed.values(), limit))
 
     def busiest_clients(self, limit: int) -> list[tuple[str, int]]:
-        """The clients with the most claims, and how many they hold."""
         held = ((client, len(claims)) for client, claims in self._claims.items())
         return nlargest(limit, held, key=itemgetter(1))
 
     @property
     def failed_in_all(self) -> int:
-        """How many failed episodes are not dropped."""
         return len(self._failed)
 
     def latest_failed(self, limit: int) -> list[EpisodeRecord]:
-        """The failed episodes that are not dropped, newest failure first."""
+        """Failed episodes that are not dropped, newest failure first."""
         return list(islice(reversed(self._failed.values()), limit))
 
     def answered(self, client_uuid: str, claim_request_id: str) -> list[EpisodeRecord] | None:
-        """The episodes that answered this request and whose claims still hold.
+        """Episodes that answered this request and whose claims still hold.
 
-        None for a request that was never answered with an episode.
+        None if the request was never answered with an episode.
         """
         return self._requests.answered((client_uuid, claim_request_id)) if claim_request_id else None
 
     def unfinished(self, *, after: int, limit: int) -> list[EpisodeRecord]:
-        """A page of episodes that are not consumed, by sequence, from the first past `after`."""
+        """A page of episodes that are not consumed, by sequence, after the number `after`."""
         return _page(self._unfinished.values(), after=after, limit=limit)
 
     def failed(self, *, after: int, limit: int) -> list[EpisodeRecord]:
-        """A page of failed episodes that are not dropped, by sequence, from the first past `after`."""
+        """A page of failed episodes that are not dropped, by sequence, after the number `after`."""
         failed = sorted(self._failed.values(), key=attrgetter("sequence"))
         return _page(failed, after=after, limit=limit)
 
     def take_changes(self) -> Changes:
-        """The changes since the last call, each episode once."""
+        """Return the changes since the last call, each episode once."""
         changes, self._changes = self._changes, Changes()
         return changes
 
     # What the trainer does
 
     def restore(self, stored: StoredEpisodes) -> None:
-        """Fill an empty book. Leases start anew: no client could renew them."""
+        """Fill an empty book. Leases start anew, because clients could not renew them meanwhile."""
         for (pool, kind, state), number in stored.past.items():
             self.counts.past(pool, kind, state, number)
         claimed = list[EpisodeRecord]()
@@ -210,10 +196,9 @@ class EpisodeBook:
         position: int = -1,
         copies: int = 1,
     ) -> None:
-        """Add an episode and its further copies. Idempotent for the same content.
+        """Add an episode and its copies. Idempotent for the same content.
 
-        Raises ConflictError, and adds none, if one is known with other content. What is past has to be
-        recalled first.
+        Raises ConflictError, and adds none, if one exists with other content. `recall` past ones first.
         """
         digest = content_digest(
             episode_type.encode(), group_id.encode(), payload, pool.encode(), b"%d" % group_size
@@ -247,7 +232,7 @@ class EpisodeBook:
             self._changes.added[each] = episode
 
     def cancel(self, uuid: str, reason: str) -> bool:
-        """Fail an episode that is no longer needed. False if it is over already: its outcome stands.
+        """Fail an episode that is no longer needed. Returns False if it is already over.
 
         Raises UnknownEpisodeError.
         """
@@ -263,7 +248,7 @@ class EpisodeBook:
         return True
 
     def offer_failure(self, uuid: str) -> EpisodeRecord:
-        """The failure is about to be sent to a trainer: from now on it stands. Raises UnknownEpisodeError."""
+        """Mark a failure as known to a trainer, which makes it final. Raises UnknownEpisodeError."""
         episode = self.get(uuid)
         if not episode.offered:
             episode.offered = True
@@ -271,8 +256,8 @@ class EpisodeBook:
         return episode
 
     def consume(self, sequence: int) -> None:
-        """The trainer used the episode's outcome or left it out. Idempotent, and nothing for an episode that
-        is unknown or has not ended."""
+        """Mark an outcome as used or left out. Idempotent; ignores episodes that are unknown or have not
+        ended."""
         episode = self._unfinished.get(sequence)
         if episode is not None and episode.end_number is not None:
             self._consume(episode)
@@ -286,11 +271,11 @@ class EpisodeBook:
         plan_lag: int = 0,
         spoiled: Collection[int] = (),
     ) -> list[EpisodeRecord]:
-        """A trainer goes on after `step`: keep what its next step can use, and give up the rest.
+        """Resume the run after `step`: keep what its next step can use, and give up the rest.
 
-        `used`: what became of episodes, by sequence, in later steps, which are undone, and in none before;
-        `plan_lag`: see `Resume`; `spoiled`: see `Beginning`. Returns those that are given up; they are
-        consumed. What the next step or clients' own samples can train on is open again.
+        `used`: sequence -> outcome, for episodes that only undone steps used. `plan_lag`: see `Resume`.
+        `spoiled`: see `Beginning`. Returns the episodes given up, which are consumed. Consumed episodes
+        that the next step or clients' own samples can train on become open again.
         """
         first = max(1, step + 1 - plan_lag)
         kept, given_up = list[EpisodeRecord](), list[EpisodeRecord]()
@@ -303,7 +288,7 @@ class EpisodeBook:
                     kept.append(episode)
             elif is_training and first <= episode.step <= step + 1 and not episode.undone:
                 groups.setdefault(episode.group_id, []).append(episode)
-            elif not is_training or episode.step:  # What no trainer planned is not its own.
+            elif not is_training or episode.step:  # Step 0 was planned by no trainer.
                 is_cut_short = not is_training and not episode.consumed
                 if (episode.step > step or is_cut_short) and not episode.undone:
                     episode.undone = resumption
@@ -313,7 +298,7 @@ class EpisodeBook:
         for group in groups.values():
             is_spoiled = any(episode.sequence in spoiled for episode in group)
             (kept if _can_train(group, used) and not is_spoiled else given_up).extend(group)
-            for episode in group if is_spoiled else ():  # Its sample is asked again.
+            for episode in group if is_spoiled else ():  # Undone, so that its sample is asked again.
                 episode.undone = resumption
                 self._touch(episode)
         for episode in kept:
@@ -327,18 +312,16 @@ class EpisodeBook:
         return given_up
 
     def planned(self, step: int, *, plan_lag: int = 0) -> list[EpisodeRecord]:
-        """The episodes that were planned for a step, or for one up to `plan_lag` before it, and may train in
-        it, by sequence."""
+        """Episodes that were planned for `step`, or for one up to `plan_lag` earlier, and may train in it."""
         found = (
             each
             for each in self._unfinished.values()
             if each.pool == TRAINER_POOL and step - plan_lag <= each.step <= step and _is_planned(each)
         )
-        return sorted(found, key=attrgetter("sequence"))  # What is open again has come last.
+        return sorted(found, key=attrgetter("sequence"))  # Reopened episodes are at the end.
 
     def planned_groups(self, step: int, used: Mapping[int, str]) -> int:
-        """How many groups were planned for a step, but for those that were set aside. `used`: as `resume`
-        takes it."""
+        """Number of groups planned for a step, without those set aside. `used`: as in `resume`."""
         planned = [each for each in self._episodes.values() if each.step == step and _is_planned(each)]
         aside = {each.group_id for each in planned if used.get(each.sequence) == Use.SET_ASIDE}
         return len({each.group_id for each in planned} - aside)
@@ -357,7 +340,7 @@ class EpisodeBook:
     ) -> EpisodeRecord | None:
         """Hand out the oldest registered episode, or None. A requeued episode keeps its place.
 
-        The caller checks with `answered` that the request is new.
+        The caller must check with `answered` that the request is new.
         """
         episode = self.queues.oldest(pool, claim_type)
         if episode is None:
@@ -376,7 +359,7 @@ class EpisodeBook:
         return episode
 
     def held(self, uuid: str, attempt: int) -> EpisodeRecord:
-        """The episode, if this claim holds its lease; renews the lease.
+        """Return the episode and renew the lease, if this claim holds it.
 
         Raises UnknownEpisodeError, or NotTheOwnerError with the reason.
         """
@@ -405,7 +388,7 @@ class EpisodeBook:
         return episode
 
     def abort(self, uuid: str, attempt: int, failure: Failure) -> EpisodeRecord:
-        """Fail an attempt: the episode is requeued, or failed if it was the last. Idempotent.
+        """Fail an attempt. The episode is requeued, or fails with its last attempt. Idempotent.
 
         Raises UnknownEpisodeError or NotTheOwnerError.
         """
@@ -418,7 +401,7 @@ class EpisodeBook:
         return episode
 
     def poison(self, uuid: str, attempt: int, failure: Failure) -> None:
-        """Fail an episode that no claim could ever finish, whatever attempts it has left.
+        """Fail an episode that no claim could ever finish, even if it has attempts left.
 
         Raises UnknownEpisodeError, or NotTheOwnerError if the claim does not hold the lease.
         """
@@ -429,9 +412,9 @@ class EpisodeBook:
         self._close_claim(episode, "failed")
 
     def give_up(self, uuid: str, reason: str) -> EpisodeRecord:
-        """Fail an episode that has ended with a result which cannot be delivered, so that no trainer has it.
+        """Fail an ended episode whose result is too large to deliver to a trainer.
 
-        Raises UnknownEpisodeError, or ConflictError for an episode without such a result.
+        Raises UnknownEpisodeError, or ConflictError if it has not ended or is consumed.
         """
         episode = self.get(uuid)
         if episode.status != "ended":
@@ -443,14 +426,14 @@ class EpisodeBook:
     def release_client(
         self, client_uuid: str, reason: str, *, kind: str = WORKER_DIED
     ) -> list[EpisodeRecord]:
-        """Release all claims of a client that is dead or was stopped; returns their episodes."""
+        """Close all claims of a client that died or was stopped. Returns their episodes."""
         held = list(self._claims.get(client_uuid, {}).values())
         for episode in held:
             self._lose(episode, _failure_of(episode, kind, reason))
         return held
 
     def expire(self) -> list[EpisodeRecord]:
-        """Close the claims that have expired, by their lease or their lifetime; returns their episodes."""
+        """Close the claims that have expired, by lease or lifetime. Returns their episodes."""
         closed = list[EpisodeRecord]()
         while (found := self.leases.find_expired()) is not None:
             episode, kind, message = found
@@ -461,10 +444,9 @@ class EpisodeBook:
     # What an operator does
 
     def retry(self, uuid: str) -> EpisodeRecord:
-        """Requeue a failed episode with a fresh attempt budget; its failures are kept.
+        """Requeue a failed episode with a new budget of attempts. Its failures are kept.
 
-        Raises UnknownEpisodeError, or ConflictError for an episode that has not failed or whose failure
-        stands.
+        Raises UnknownEpisodeError, or ConflictError if it has not failed or the failure is final.
         """
         episode = self._get_failed(uuid)
         if stands := episode.why_failure_stands():
@@ -474,18 +456,18 @@ class EpisodeBook:
         return episode
 
     def empty(self, uuids: Iterable[str]) -> set[str]:
-        """The bytes of those of these episodes that are consumed are dropped: they cannot train again.
-        Returns their uuids."""
+        """Mark consumed episodes as emptied: without their bytes they cannot train again. Returns their
+        uuids."""
         emptied = [each for each in map(self.get, uuids) if each.consumed]
         for episode in emptied:
             episode.emptied = True
         return {episode.uuid for episode in emptied}
 
     def drop(self, uuid: str) -> EpisodeRecord:
-        """Take a failed episode off the list of failures. Idempotent.
+        """Remove a failed episode from the list of failures. Idempotent.
 
-        A failure that is not consumed can only be dropped in a client's own pool: no trainer waits for it,
-        and the drop consumes it. Raises UnknownEpisodeError, or ConflictError with the reason.
+        A failure that is not consumed can be dropped only in a client's own pool, where no trainer waits
+        for it; that consumes it. Raises UnknownEpisodeError, or ConflictError with the reason.
         """
         episode = self._get_failed(uuid)
         if not episode.consumed:
@@ -523,7 +505,8 @@ class EpisodeBook:
             self._failed[episode.sequence] = episode
 
     def _move(self, episode: EpisodeRecord, state: State) -> None:
-        """The only place where a state changes. Raises ConflictError for a move that is not in the table."""
+        """Change a state. Nothing else does. Raises ConflictError for a transition that is not in the
+        table."""
         if state not in TRANSITIONS[episode.state]:
             raise ConflictError(f"episode {episode.uuid!r} cannot go from {episode.state} to {state}")
         if episode.state == "registered":
@@ -546,13 +529,11 @@ class EpisodeBook:
             self.open_ends[episode.end_number] = episode
 
     def _forget_end(self, episode: EpisodeRecord) -> None:
-        """A failed episode is tried again."""
         if episode.end_number is not None:
             del self.open_ends[episode.end_number]
             episode.end_number = episode.ended_at = None
 
     def _touch(self, episode: EpisodeRecord) -> None:
-        """A stored field has changed."""
         if episode.uuid not in self._changes.added:
             self._changes.saved[episode.uuid] = episode
 
@@ -561,7 +542,7 @@ class EpisodeBook:
         self._touch_attempt(episode, failure.attempt)
 
     def _touch_attempt(self, episode: EpisodeRecord, attempt: int) -> None:
-        """The last claim of the episode was made or has failed; 0: it failed while nobody held it."""
+        """Note that the last claim was made or failed. Attempt 0: the episode failed while unclaimed."""
         self._changes.attempts[episode.sequence, attempt] = attempt_row(episode, attempt)
 
     def _start_claim(self, episode: EpisodeRecord) -> None:
@@ -570,7 +551,7 @@ class EpisodeBook:
         self._claimed[episode.uuid] = episode
 
     def _close_claim(self, episode: EpisodeRecord, state: State, *, fault: str = "") -> None:
-        """The claim that holds the lease is over; `fault`: how its client failed."""
+        """Close the claim that holds the lease. `fault`: what its client did wrong."""
         owned = self._claims[episode.client_uuid]
         del owned[episode.uuid], self._claimed[episode.uuid]
         if not owned:
@@ -580,9 +561,9 @@ class EpisodeBook:
         self._move(episode, state)
 
     def _lose(self, episode: EpisodeRecord, failure: Failure, *, fault: str = "") -> None:
-        """The claim that holds the lease failed: requeue the episode while it has attempts left.
+        """Fail the claim that holds the lease, and requeue the episode while it has attempts left.
 
-        One of `FORGIVEN_KINDS` is requeued in any case, up to `MAX_FORGIVEN` times, and is nobody's fault.
+        `FORGIVEN_KINDS` are requeued in any case, up to `MAX_FORGIVEN` times.
         """
         if failure.kind in FORGIVEN_KINDS and _forgiven(episode) < MAX_FORGIVEN:
             episode.forgiven += 1
@@ -603,8 +584,8 @@ class EpisodeBook:
             self._let_go(self.kept)
 
     def _let_go(self, number: int) -> None:
-        """Leave the episodes that were consumed first to the ledger, but for failures that an operator has to
-        see."""
+        """Forget the oldest consumed episodes, except failures that an operator should see. The ledger has
+        them."""
         for uuid in [self._consumed.popleft() for _ in range(number)]:
             episode = self._episodes.get(uuid)
             if episode is None or not episode.consumed:
@@ -615,7 +596,7 @@ class EpisodeBook:
             self._failed.pop(episode.sequence, None)
 
     def _reopen(self, episode: EpisodeRecord) -> None:
-        """What used the episode is undone."""
+        """Undo `_consume`."""
         self._set_consumed(episode, False)
         self.counts.begun(episode)
         self._unfinished[episode.sequence] = episode
@@ -633,13 +614,13 @@ class EpisodeBook:
 
 
 def _is_planned(episode: EpisodeRecord) -> bool:
-    """Whether a training step planned it that no resumption has undone."""
+    """Whether a step that still counts planned the episode."""
     return episode.step > 0 and episode.episode_type == "train" and not episode.undone
 
 
 def _can_train(group: list[EpisodeRecord], used: Mapping[int, str]) -> bool:
-    """Whether a group that no step has used may still train: no member was cancelled, set aside,
-    given up or emptied, and not every result was left out or too old."""
+    """Whether a group that no step has used may still train: no member was cancelled, set aside, given up
+    or emptied, and at least one result was not left out or stale."""
     for episode in group:
         is_cancelled = episode.state == "failed" and episode.failures[-1].kind == CANCELLED
         gone = episode.consumed and used.get(episode.sequence, Use.SET_ASIDE) in (Use.SET_ASIDE, Use.GIVEN_UP)
@@ -664,5 +645,5 @@ def _failure_of(episode: EpisodeRecord, kind: str, message: str) -> Failure:
 
 
 def _page(episodes: Iterable[EpisodeRecord], *, after: int, limit: int) -> list[EpisodeRecord]:
-    """The first `limit` of `episodes`, which are in order of sequence, past the number `after`."""
+    """The first `limit` episodes with a sequence above `after`. `episodes` are in order."""
     return list(islice((episode for episode in episodes if episode.sequence > after), limit))

@@ -1,16 +1,15 @@
-"""The queues and indexes over a run's episodes: who waits for what, and counts.
+"""Queues and indexes over a run's episodes.
 
-    ClaimRequests    what each claim request was answered with
+    ClaimRequests    how each claim request was answered
     Queues           episodes that wait for a client
     LongPollQueue    clients that wait for an episode
     Leases           running claims by deadline
     StateCounts      episodes in each state
 
-Invariants: each index agrees with a scan over all episodes. A claim request is answered with new claims once;
-while one of them holds, a repeated request finds it. An episode that becomes claimable wakes the client that
-has waited longest among those that may claim it; a client that cannot use its wake-up passes it on, so that
-no episode stays idle while a client waits for one. Each operation costs O(log n) or less, whatever other
-pools hold.
+Invariants: each index agrees with a scan over all episodes. A claim request gets new claims once; repeated
+while one of those claims holds, it gets the same ones. A claimable episode wakes the longest-waiting client
+that may claim it, and a client that cannot use the wake-up passes it on, so no episode stays idle while a
+client waits for one. Each operation costs O(log n) or less, whatever other pools hold.
 """
 
 from __future__ import annotations
@@ -35,32 +34,30 @@ from tinkerscript.server.episodes.record import (
     Status,
 )
 
-RequestKey = tuple[str, str]
-"""`client_uuid` and `claim_request_id`."""
+RequestKey = tuple[str, str]  # `client_uuid` and `claim_request_id`.
 
+# Consumed episodes that only the ledger has, counted by pool, type and state.
 PastCounts = Mapping[tuple[str, EpisodeType, State], int]
-"""How many consumed episodes only the ledger has, by pool, type and state."""
 
 
 class StoredEpisodes(NamedTuple):
-    """What a book holds of the episodes in a ledger, and what it knows of the others."""
+    """What a book loads of the episodes in a ledger, and what it knows about the rest."""
 
     present: list[EpisodeRecord]
     """In order of registration."""
 
     past: PastCounts = MappingProxyType({})
     last_sequence: int = 0
-    """The highest of all episodes; so in the next field."""
+    """The highest of all episodes, not only those present. The same for `last_end`."""
 
     last_end: int = 0
 
 
-REMEMBERED = 100_000
-"""How many of the latest answered requests are remembered once their claims have ended."""
+REMEMBERED = 100_000  # Latest answered requests to remember after their claims have ended.
 
 
 class ClaimRequests:
-    """What each claim request was answered with. Claims without a request id are not in it."""
+    """How each claim request was answered. Claims without a request id are not in it."""
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self._remembered = remembered
@@ -87,13 +84,12 @@ class ClaimRequests:
                 self._remember(key)
 
     def claimed(self, episode: EpisodeRecord) -> None:
-        """The episode's last claim answers its request."""
+        """Record that the episode's last claim answers its request."""
         key = _key(episode)
         if key[1]:
             self._held.setdefault(key, {})[episode.uuid] = episode
 
     def closed(self, episode: EpisodeRecord) -> None:
-        """The episode's last claim is over."""
         key = _key(episode)
         if not key[1]:
             return
@@ -104,7 +100,7 @@ class ClaimRequests:
             self._remember(key)
 
     def answered(self, key: RequestKey) -> list[EpisodeRecord] | None:
-        """The episodes whose claims still hold, in the order of the reply; None for a new request."""
+        """Episodes whose claims still hold, in the order of the reply. None for a new request."""
         held = self._held.get(key)
         if held is not None:
             return list(held.values())
@@ -126,7 +122,7 @@ class _Queue:
 
     def __init__(self) -> None:
         self.heap: list[tuple[int, str]] = []
-        """(sequence, uuid); includes episodes that are no longer registered."""
+        """(sequence, uuid), also of episodes that are no longer registered."""
         self.registered = 0
 
 
@@ -138,17 +134,14 @@ class Queues:
         self._queues: dict[tuple[str, EpisodeType], _Queue] = {}
 
     def __len__(self) -> int:
-        """The number of pools and types that have a registered episode."""
         return len(self._queues)
 
     def put(self, episode: EpisodeRecord) -> None:
-        """The episode is registered (again)."""
         queue = self._queues.setdefault((episode.pool, episode.episode_type), _Queue())
         queue.registered += 1
         heapq.heappush(queue.heap, (episode.sequence, episode.uuid))
 
     def remove(self, episode: EpisodeRecord) -> None:
-        """The episode is no longer registered."""
         key = (episode.pool, episode.episode_type)
         queue = self._queues[key]
         queue.registered -= 1
@@ -156,17 +149,16 @@ class Queues:
             del self._queues[key]
 
     def claimable(self, pool: str, claim_type: ClaimType) -> int:
-        """How many registered episodes a claim of this pool and type may get."""
         return sum(queue.registered for queue in self._of(pool, claim_type))
 
     def oldest(self, pool: str, claim_type: ClaimType) -> EpisodeRecord | None:
-        """Pop the oldest registered episode. In the trainer's pool evaluations come first: it starts no more
-        of their episodes than may run."""
+        """Pop the oldest registered episode, or None."""
         queues = self._of(pool, claim_type)
         while waiting := [queue for queue in queues if queue.heap]:
             queue = min(waiting, key=lambda candidate: candidate.heap[0])
+            # Evaluations first: the trainer starts only as many of their episodes as may run at once.
             if pool == TRAINER_POOL:
-                queue = waiting[-1]  # `EPISODE_TYPES` ends with evaluations.
+                queue = waiting[-1]  # `EPISODE_TYPES` lists evaluations last.
             episode = self._find(heapq.heappop(queue.heap)[1])
             if episode.state == "registered":
                 return episode
@@ -183,19 +175,19 @@ class Wakeup(NamedTuple):
     pool: str
     episode_type: EpisodeType
     before: int
-    """It may be passed on only to clients with a smaller ticket, so that a chain of wake-ups ends."""
+    """Only clients with a smaller ticket may get it next, so that a chain of wake-ups ends."""
 
 
 _Waiting = asyncio.Future[Wakeup | None]
 
 
 class LongPollQueue:
-    """Clients that wait for an episode: a queue for each pool and claim type, in order of arrival."""
+    """Clients that wait for an episode: a queue per pool and claim type, in order of arrival."""
 
     def __init__(self) -> None:
         self._tickets = itertools.count()
         self._queues: dict[tuple[str, ClaimType], OrderedDict[int, _Waiting]] = {}
-        """Ticket -> waiting client, in order of arrival; without empty queues."""
+        """Ticket -> waiting client, in order of arrival. Empty queues are removed."""
 
         self._copies: dict[RequestKey, set[_Waiting]] = {}
 
@@ -203,23 +195,22 @@ class LongPollQueue:
         return sum(len(queue) for queue in self._queues.values())
 
     def notify(self, pool: str, episode_type: EpisodeType) -> None:
-        """Wake the client that has waited longest for such an episode: one became claimable."""
+        """Wake the longest-waiting client that may claim an episode that became claimable."""
         self.pass_on(Wakeup(pool, episode_type, next(self._tickets)))
 
     def notify_all(self) -> None:
-        """Let every waiting client try again."""
         queues, self._queues = self._queues, {}
         for queue in queues.values():
             for client in queue.values():
                 _wake(client)
 
     def answered(self, request: RequestKey) -> None:
-        """Let the waiting copies of an answered request try again."""
+        """Let waiting repeats of an answered request try again."""
         for client in self._copies.get(request, ()):
             _wake(client)
 
     def pass_on(self, wakeup: Wakeup) -> bool:
-        """Pass an unused wake-up on to the next client; False if there is none."""
+        """Pass an unused wake-up to the next client. Returns False if there is none."""
         keys: list[tuple[str, ClaimType]] = [(wakeup.pool, wakeup.episode_type), (wakeup.pool, "any")]
         heads = [(next(iter(self._queues[key])), key) for key in keys if key in self._queues]
         ticket, key = min(heads, default=(wakeup.before, keys[0]))
@@ -234,10 +225,10 @@ class LongPollQueue:
     async def wait(
         self, pool: str, claim_type: ClaimType, timeout_s: float, request: RequestKey | None = None
     ) -> Wakeup | None:
-        """Return when it is worth trying to claim again; None without a wake-up that could be passed on.
+        """Wait until it is worth trying to claim again, or `answered(request)` is called.
 
-        `answered(request)` returns it too. Raises TimeoutError. A wake-up that arrives together with a
-        timeout or a cancellation is passed on.
+        Returns a wake-up that can be passed on, or None. Raises TimeoutError. A wake-up that arrives
+        together with a timeout or cancellation is passed on.
         """
         ticket = next(self._tickets)
         client: _Waiting = asyncio.get_running_loop().create_future()
@@ -278,50 +269,47 @@ def _wake(client: _Waiting) -> None:
         client.set_result(None)
 
 
+# Claims with a model call in flight are checked this often at most, however short their lease.
 CHECKED_S = 1.0
-"""A claim with a model call in flight is looked at no more often, however short its lease is."""
 
 
 class Leases:
-    """The running claims by deadline. A lease expires `lease_s` after the last activity, and no later than
-    `ends_at`.
-
-    Each running claim has exactly one heap entry, never later than its deadline; after a call by `CHECKED_S`
-    at most. A running claim's deadline only ever moves later, so an entry is corrected when it reaches the
-    top: O(log n) amortized.
-    """
+    """Running claims by deadline. A lease expires `lease_s` after the last activity, and at `ends_at` at
+    the latest."""
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float], *, max_claim_s: float) -> None:
-        """`clock` measures leases; `wall` (Unix time) measures lifetimes, also across a restart."""
+        """`clock` measures leases. `wall` (Unix time) measures lifetimes, also across restarts."""
         self._clock = clock
         self._wall = wall
         self._max_claim_s = max_claim_s
+        # Each running claim has exactly one entry, which is never later than its deadline (`CHECKED_S`
+        # later at most after a call). Deadlines only move later, so correcting an entry when it reaches the
+        # top is enough: O(log n) amortized.
         self._heap: list[tuple[float, int, int, EpisodeRecord]] = []
 
     def start(self, episode: EpisodeRecord) -> None:
-        """Start the lease of the episode's last claim, whose `lease_s` and `claimed_at` are set."""
+        """Start the lease of the last claim. Its `lease_s` and `claimed_at` must be set."""
         episode.ends_at = self._clock() + self._max_claim_s - self.age_s(episode)
         episode.calls_in_flight = 0
         self.renew(episode)
         heapq.heappush(self._heap, (episode.deadline, episode.sequence, episode.attempt, episode))
 
     def renew(self, episode: EpisodeRecord) -> None:
-        """Record activity of the claim that holds the lease."""
         episode.renewed_at = self._clock()
 
     def begin_call(self, episode: EpisodeRecord) -> None:
-        """A model call of the claim that holds the lease begins: the lease does not expire before it ends."""
+        """Keep the lease from expiring until the model call ends."""
         episode.calls_in_flight += 1
         self.renew(episode)
 
     def end_call(self, episode: EpisodeRecord, attempt: int) -> None:
-        """A model call is over: renews the lease, unless the claim was lost in the meantime."""
+        """End a model call and renew the lease, unless the claim was lost meanwhile."""
         if episode.state == "claimed" and episode.attempt == attempt:
             episode.calls_in_flight -= 1
             self.renew(episode)
 
     def next_deadline(self) -> float | None:
-        """When to look for expired claims, on the clock; None while nothing is claimed."""
+        """When to look for expired claims, on the clock. None: nothing is claimed."""
         while self._heap:
             at, sequence, attempt, episode = self._heap[0]
             if episode.state != "claimed" or episode.attempt != attempt:
@@ -333,10 +321,11 @@ class Leases:
         return None
 
     def find_expired(self) -> tuple[EpisodeRecord, str, str] | None:
-        """An episode whose claim has expired, with the failure's kind and message; None if there is none.
+        """An episode with an expired claim, and the failure's kind and message. None: no claim has
+        expired.
 
-        The claim must be closed before the next call. A model call in flight counts as activity: only the end
-        of the claim's lifetime stops it.
+        The caller must close the claim before calling again. A model call in flight counts as activity;
+        only the end of the claim's lifetime stops it.
         """
         now = self._clock()
         while (deadline := self.next_deadline()) is not None and deadline <= now:
@@ -349,17 +338,16 @@ class Leases:
         return None
 
     def left_s(self, episode: EpisodeRecord) -> float:
-        """Seconds until the last claim ends, however active it is."""
+        """Seconds until the last claim ends even if active."""
         return max(0.0, episode.ends_at - self._clock())
 
     def lease_left_s(self, episode: EpisodeRecord) -> float:
-        """Seconds until the last claim expires without further activity; a call in flight is activity."""
+        """Seconds until the last claim expires without activity. A call in flight is activity."""
         now = self._clock()
         active_at = now if episode.calls_in_flight else episode.renewed_at
         return max(0.0, min(active_at + episode.lease_s, episode.ends_at) - now)
 
     def age_s(self, episode: EpisodeRecord) -> float:
-        """Seconds since the last claim was made."""
         return max(0.0, self._wall() - episode.claimed_at)
 
     def last_activity(self, episode: EpisodeRecord) -> float:
@@ -371,22 +359,20 @@ class Leases:
 
 
 class StateCounts:
-    """How many episodes of each type and of each pool are in each state."""
-
     def __init__(self) -> None:
         self._types: dict[EpisodeType, dict[Status, int]] = {kind: _zeros() for kind in EPISODE_TYPES}
         self._pools: dict[str, dict[Status, int]] = {TRAINER_POOL: _zeros()}
         self._unfinished: dict[str, int] = {}
         self._payloads: dict[str, int] = {}
-        """Pool -> bytes of the payloads of its unfinished episodes."""
+        """Pool -> payload bytes of its unfinished episodes."""
 
         self.clients_bytes = 0
-        """What all unfinished episodes of clients' pools take of `limits.ALL_POOLS_BYTES`."""
+        """Share of `limits.ALL_POOLS_BYTES` that unfinished episodes of clients' pools take."""
 
         self._failures: dict[EpisodeType, int] = dict.fromkeys(EPISODE_TYPES, 0)
 
     def count(self, episode: EpisodeRecord, step: int) -> None:
-        """The episode enters (+1) or leaves (-1) the state that it has."""
+        """Count an episode that enters (+1) or leaves (-1) its current state."""
         self._types[episode.episode_type][episode.status] += step
         pool = self._pools.get(episode.pool)
         if pool is None:
@@ -396,7 +382,7 @@ class StateCounts:
             self._failures[episode.episode_type] += 1
 
     def past(self, pool: str, kind: EpisodeType, state: State, number: int) -> None:
-        """So many consumed episodes are in a state."""
+        """Count consumed episodes that only the ledger has."""
         status = "accepted" if state == "ended" else state
         self._types[kind][status] += number
         self._pools.setdefault(pool, _zeros())[status] += number
@@ -404,14 +390,13 @@ class StateCounts:
             self._failures[kind] += number
 
     def begun(self, episode: EpisodeRecord) -> None:
-        """The episode is not consumed yet."""
         self._unfinished[episode.pool] = self._unfinished.get(episode.pool, 0) + 1
         self._payloads[episode.pool] = self._payloads.get(episode.pool, 0) + len(episode.payload)
         if episode.pool != TRAINER_POOL:
             self.clients_bytes += len(episode.payload) + EPISODE_BYTES
 
     def finished(self, episode: EpisodeRecord) -> None:
-        """The episode is consumed; its payload is still there."""
+        """Stop counting an episode that was consumed. Its payload must still be there."""
         left = self._unfinished[episode.pool] - 1
         self._payloads[episode.pool] -= len(episode.payload)
         if episode.pool != TRAINER_POOL:
@@ -422,19 +407,16 @@ class StateCounts:
             del self._unfinished[episode.pool], self._payloads[episode.pool]
 
     def unfinished(self, pool: str) -> int:
-        """Episodes of the pool that are not consumed."""
         return self._unfinished.get(pool, 0)
 
     def payload_bytes(self, pool: str) -> int:
-        """Bytes of the payloads of those episodes."""
         return self._payloads.get(pool, 0)
 
     def by_type(self) -> dict[EpisodeType, EpisodeCounts]:
-        """The counts of each type, over all pools."""
         return {kind: EpisodeCounts(**counts) for kind, counts in self._types.items()}
 
     def by_pool(self, *, unfinished_only: bool = False) -> dict[str, EpisodeCounts]:
-        """The counts of each pool, over both types; the trainer's pool is always included."""
+        """Counts by pool, over both types. Always includes the trainer's pool."""
         return {
             pool: EpisodeCounts(**counts)
             for pool, counts in self._pools.items()
@@ -442,11 +424,10 @@ class StateCounts:
         }
 
     def waiting(self, pool: str) -> int:
-        """How many episodes of a pool wait for a claim."""
         return self._pools[pool]["registered"] if pool in self._pools else 0
 
     def failures(self) -> dict[EpisodeType, int]:
-        """How often an episode of each type failed; unlike the count of the state it never decreases."""
+        """How often an episode of each type failed. Unlike the count of the state, it never decreases."""
         return dict(self._failures)
 
 

@@ -1,7 +1,6 @@
-"""The record of one episode in memory, its states, the table of legal moves between them, and its rows in the
-ledger.
+"""`EpisodeRecord`: an episode in memory, its states and legal transitions, and its rows in the ledger.
 
-Invariant: a state changes only along `TRANSITIONS`, and only `EpisodeBook` changes it.
+Invariant: only `EpisodeBook` changes a state, and only along `TRANSITIONS`.
 """
 
 from __future__ import annotations
@@ -17,168 +16,122 @@ from tinkerscript.protocol import TRAINER_POOL, EpisodeType, Failure
 
 State = Literal["registered", "claimed", "ended", "failed"]
 
+# registered -> claimed -> ended. A lost claim goes back to `registered` or to `failed`. An operator may
+# retry a failed episode until a trainer may know of the failure. `ended` -> `failed`: the result is too
+# large for a message to the trainer.
 TRANSITIONS: Mapping[State, frozenset[State]] = {
     "registered": frozenset({"claimed", "failed"}),
     "claimed": frozenset({"registered", "ended", "failed"}),
     "ended": frozenset({"failed"}),
     "failed": frozenset({"registered"}),
 }
-"""registered -> claimed -> ended. A lost claim goes back to registered, or on to failed; an operator may
-retry a failed episode as long as no trainer can have its failure. A result that no message can carry to the
-trainer fails its episode: `ended` -> failed."""
 
+# What clients see: an `ended` episode is `accepted` once it is consumed.
 Status = Literal["registered", "claimed", "ended", "accepted", "failed"]
-"""What clients are shown: `accepted` is an `ended` episode that is consumed."""
 
 STATUSES: tuple[Status, ...] = get_args(Status)
 
-UNDELIVERABLE = "undeliverable"
-"""Failure kind of an episode whose result is larger than a message to the trainer may be."""
-
-CANCELLED = "cancelled"
-"""Failure kind of an episode that the trainer no longer needs."""
-
-BAD_PAYLOAD = "bad_payload"
-"""Failure kind of an episode whose payload no reply can hold."""
-
+# Kinds of failures that only the server records.
+UNDELIVERABLE = "undeliverable"  # The result is too large for a message to the trainer.
+CANCELLED = "cancelled"  # The trainer no longer needs the episode.
+BAD_PAYLOAD = "bad_payload"  # The payload fits in no reply.
 LEASE_EXPIRED = "lease_expired"
-CLAIM_EXPIRED = "claim_expired"
-"""Failure kind of a claim that lived as long as one may."""
+CLAIM_EXPIRED = "claim_expired"  # The claim reached its maximum lifetime.
+CLIENT_GONE = "client_gone"  # The client disconnected before it got the claim.
+WORKER_DIED = "worker_died"  # Reported by the trainer that started the worker.
+CLIENT_STOPPED = "client_stopped"  # Stopped by an operator.
 
-CLIENT_GONE = "client_gone"
-"""Failure kind of a claim that its client never got."""
-
-WORKER_DIED = "worker_died"
-"""Failure kind of a claim whose client is dead, as the trainer that started it says."""
-
-CLIENT_STOPPED = "client_stopped"
-"""Failure kind of a claim whose client an operator has stopped."""
-
+# Refused from clients, which could use them to blame others for ending an episode.
 SERVER_KINDS = {
     *(CANCELLED, UNDELIVERABLE, BAD_PAYLOAD, WORKER_DIED, LEASE_EXPIRED, CLAIM_EXPIRED),
     *(CLIENT_GONE, CLIENT_STOPPED),
 }
-"""Failure kinds that only the server gives: in a client's own words they would lie about who ended what."""
 
 EPISODE_TYPES: tuple[EpisodeType, ...] = ("train", "eval")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EpisodeRecord:
-    """One episode as the server keeps it."""
+    """An episode in memory. `EpisodeRow` explains the stored fields that have no docstring here."""
 
     uuid: str
     sequence: int
-    """Number in the order of registration; unique."""
-
     episode_type: EpisodeType
     group_id: str
     digest: bytes
-    """Digest of the registration: tells a repeated one from a different one with the same uuid."""
+    """Digest of the registration, to tell a repeated one from a different one with the same uuid."""
 
     payload: bytes
-    """JSON object; not kept in memory once the episode is consumed."""
+    """JSON object. Dropped from memory once the episode is consumed."""
 
     sample: bytes
-    """Digest of the payload, by which the ledger has it."""
+    """Digest of the payload, its key in the ledger."""
 
     pool: str = TRAINER_POOL
     group_size: int = 0
     """Number of episodes in the group; 0 if unknown."""
 
     step: int = 0
-    """The first training step that could train on it, or the one that its evaluation follows; 0: a client's
-    own sample."""
-
     label: str = ""
-    """Of its evaluation; empty for training."""
-
     position: int = -1
-    """Of its sample in the order of training; -1 if it has none."""
-
     state: State = "registered"
     claimants: list[str] = field(default_factory=list[str])
-    """`client_uuid` of each claim, oldest first."""
-
     request_ids: list[str] = field(default_factory=list[str])
-    """`claim_request_id` of each claim, oldest first; empty if the client sent none."""
+    """`claim_request_id` of each claim, oldest first. Empty if the client sent none."""
 
     forgiven: int = 0
-    """Number of claims that do not count against `max_attempts`: those before the last retry, and those that
-    were handed back."""
+    """Claims that do not count against `max_attempts`: those before the last retry, and those handed back."""
 
     lease_s: float = 0.0
     claimed_at: float = 0.0
     """Unix time of the last claim; 0 before the first."""
 
     queued_at: float = 0.0
-    """Unix time when it last began to wait for a claim; 0: in a process before this one. Not stored."""
+    """Unix time since which it waits for a claim; 0: since before a restart. Not stored."""
 
     queued_s: float | None = None
-    """Seconds that it waited for its last claim; None: unknown."""
-
     renewed_at: float = 0.0
-    """Last activity of the last claim, on the book's clock; 0 if there was none in this process. Not stored:
-    a restart renews every lease."""
+    """Last activity of the last claim, on the book's clock. Not stored: a restart renews every lease."""
 
     ends_at: float = math.inf
-    """When the last claim ends however active it is, on the book's clock. Not stored: derived from
-    `claimed_at`."""
+    """When the last claim ends even if active, on the book's clock. Not stored: `claimed_at` gives it."""
 
     calls_in_flight: int = 0
-    """Model calls of the last claim in flight. Not stored."""
+    """Running model calls of the last claim. Not stored."""
 
     policy_version: int = 0
-    """The engine's policy version when the last claim was made."""
-
     reward: float | None = None
     is_success: bool | None = None
-    """Whether its result says that it solved its sample."""
 
     result: bytes = b""
-    """JSON of `WorkflowOutput`; not kept in memory once the episode is consumed."""
+    """`WorkflowOutput` as JSON. Dropped from memory once the episode is consumed."""
 
     result_digest: bytes = b""
     failures: list[Failure] = field(default_factory=list[Failure])
     end_number: int | None = None
-    """In the order in which episodes ended or failed; None before."""
-
     ended_at: float | None = None
-    """Unix time when it ended or failed."""
-
     offered: bool = False
-    """The failure was sent to a trainer, which may have used it."""
-
     consumed: bool = False
-    """A step or an evaluation of the trainer used the outcome or left it out, or a resumption gave it up."""
-
     undone: int = 0
-    """The resumption that undid the step that it was planned for; 0: it stands."""
-
     dropped: bool = False
-    """An operator took the episode off the list of failures."""
-
     emptied: bool = False
-    """Its calls and transcripts were dropped, to save room."""
 
     @property
     def status(self) -> Status:
-        """What clients are shown."""
         return "accepted" if self.state == "ended" and self.consumed else self.state
 
     @property
     def attempt(self) -> int:
-        """The number of the last claim; 0 before the first."""
+        """Number of the last claim; 0 before the first."""
         return len(self.claimants)
 
     @property
     def last_failure(self) -> str:
-        """The kind of the failure with which it ended; empty for one that has not failed."""
+        """Kind of the failure that ended it; empty if it has not failed."""
         return self.failures[-1].kind if self.state == "failed" else ""
 
     @property
     def client_uuid(self) -> str:
-        """The owner of the last claim; empty before the first."""
         return self.claimants[-1] if self.claimants else ""
 
     @property
@@ -215,7 +168,7 @@ class EpisodeRecord:
 
 
 class Claim(NamedTuple):
-    """A snapshot of one claim: unlike its episode it does not change while the reply is being sent."""
+    """A snapshot of a claim, which does not change while the reply is being sent."""
 
     episode_uuid: str
     attempt: int
@@ -226,37 +179,34 @@ class Claim(NamedTuple):
     policy_version: int
     lease_s: float
     left_s: float
-    """Seconds until the claim ends, however active it is."""
+    """Seconds until the claim ends even if active."""
 
 
 class ClosedClaim(NamedTuple):
-    """A claim that no longer holds the lease."""
-
     episode: EpisodeRecord
     attempt: int
     counts: bool
-    """Whether it ended with the episode's result: its calls are kept."""
+    """Whether it ended with the episode's result, so that its calls are kept."""
 
     fault: str = ""
-    """How its client failed; empty if it did not, or somebody else ended the claim."""
+    """What its client did wrong; empty if the client is not to blame."""
 
 
 @dataclass(slots=True)
 class Changes:
-    """What has changed since the last `take_changes`."""
+    """What changed since the last `take_changes`."""
 
     added: dict[str, EpisodeRecord] = field(default_factory=dict[str, EpisodeRecord])
     saved: dict[str, EpisodeRecord] = field(default_factory=dict[str, EpisodeRecord])
-    """Changed episodes by uuid, without those in `added`."""
+    """Changed episodes by uuid, except those in `added`."""
 
     attempts: dict[tuple[int, int], AttemptRow] = field(default_factory=dict[tuple[int, int], AttemptRow])
-    """Claims that were made or have failed, by sequence and attempt."""
+    """Claims that were made or failed, by sequence and attempt."""
 
     closed: list[ClosedClaim] = field(default_factory=list[ClosedClaim])
 
 
 def rows_of(changes: Changes) -> Iterator[Row]:
-    """What the ledger has to have of the changes."""
     for episode in changes.added.values():
         yield SampleRow(digest=episode.sample, payload=episode.payload)
     for episode in (*changes.added.values(), *changes.saved.values()):
@@ -296,7 +246,7 @@ def episode_row(episode: EpisodeRecord) -> EpisodeRow:
 
 
 def attempt_row(episode: EpisodeRecord, attempt: int) -> AttemptRow:
-    """The last claim of an episode; attempt 0: what ended it while nobody held it."""
+    """Row of the last claim, or with attempt 0 of what ended an episode that no client held."""
     failure = next((each for each in episode.failures if each.attempt == attempt), None)
     is_claim = attempt > 0
     return AttemptRow(
@@ -315,7 +265,7 @@ def attempt_row(episode: EpisodeRecord, attempt: int) -> AttemptRow:
 def restored(
     episode: EpisodeRow, attempts: Sequence[AttemptRow], payload: bytes, result: bytes
 ) -> EpisodeRecord:
-    """An episode from its rows; `attempts` in order, from 1, and then 0."""
+    """Rebuild an episode from its rows. `attempts` are in order from 1, with 0 at the end."""
     claims = [each for each in attempts if each.attempt]
     failures = [Failure.model_validate_json(each.failure) for each in attempts if each.failure is not None]
     record = EpisodeRecord(

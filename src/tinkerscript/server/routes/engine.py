@@ -1,8 +1,8 @@
-"""The endpoints of the engine: sync a training config, start a trainer with it, stop it, get an adapter.
+"""Endpoints of the engine: sync a training config, start and stop a trainer, get an adapter.
 
-Invariants: at most one trainer is started; it joins this server over the link like any other, resumes the run
-in the folder, and is asked to end when the server shuts down. A config is accepted only while the engine is
-OFFLINE; its YAML is parsed safely and runs nothing. All routes need the admin role.
+Invariants: at most one trainer is started. It joins over the link like any other, resumes the run in the
+folder, and is stopped when the server shuts down. A config is accepted only while the engine is OFFLINE,
+and is parsed safely. All routes need the admin role.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from tinkerscript.server.interchange import Interchange
 from tinkerscript.trainer_link.messages import Stop
 from tinkerscript.trainer_link.server_end import ServerLink
 
-AdapterName = Annotated[str, InPath(description="Its name, `policy-<run>-<version>-<digest>`.")]
-AdapterFile = Annotated[str, InPath(description="One of its files, such as `adapter_model.safetensors`.")]
+AdapterName = Annotated[str, InPath(description="Name of the adapter, `policy-<run>-<version>-<digest>`.")]
+AdapterFile = Annotated[str, InPath(description="A file of it, such as `adapter_model.safetensors`.")]
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +47,11 @@ SYNCED_CONFIG = "synced_config.yaml"
 TRAIN_COMMAND = (sys.executable, "-m", "tinkerscript", "train")
 LOG_TAIL_BYTES = 65_536
 
-ENDING_S = 30.0
-"""Seconds that `/start_engine` waits for a stopping trainer to end."""
+ENDING_S = 30.0  # How long `/start_engine` waits for a trainer to stop.
 
 
 class EngineRoutes:
-    """The routes of the engine, and the trainer that they started. `run` watches and ends it."""
+    """The engine's routes and the trainer that they start, which `run` watches and stops."""
 
     def __init__(
         self,
@@ -63,8 +62,8 @@ class EngineRoutes:
         trainer: Sequence[str] = TRAIN_COMMAND,
         ending_s: float = ENDING_S,
     ) -> None:
-        """`trainer`: the command that trains, given a config, `--join` and the run's folder; `ending_s`:
-        seconds that a trainer gets to end in order."""
+        """`trainer`: command that trains, called with a config, `--join` and the run's folder. `ending_s`:
+        seconds that a trainer gets to stop."""
         self._run_dir = run_dir
         self._command = trainer
         self._ending_s = ending_s
@@ -76,10 +75,10 @@ class EngineRoutes:
         self._stopping = False
         self._ended = asyncio.Event()
         self._log_begins = 0
-        """Where the log of the trainer that was started last begins."""
+        """Offset in the log file where the current trainer's output begins."""
 
     def router(self) -> APIRouter:
-        """All routes; they need the admin role."""
+        """All routes. They need the admin role."""
         router = APIRouter(tags=["engine"])
         router.post("/sync_train_config")(self.sync_train_config)
         router.post("/start_engine")(self.start_engine)
@@ -88,7 +87,7 @@ class EngineRoutes:
         return router
 
     async def adapter(self, name: AdapterName, file: AdapterFile) -> FileResponse:
-        """A file of a version of the weights that train, for replicas that do not share the run's folder."""
+        """Download a file of a published adapter, for replicas that do not share the run's folder."""
         folder = (self._run_dir / ADAPTERS_FOLDER).resolve()
         path = (folder / name / file).resolve()
         if path.parent.parent != folder or not path.is_file():
@@ -98,7 +97,7 @@ class EngineRoutes:
     async def sync_train_config(
         self, body: SyncTrainConfigRequest, response: Response
     ) -> SyncTrainConfigResponse:
-        """Check a training config and keep it. Unknown keys are refused by name (422)."""
+        """Validate and store a training config. Unknown keys are refused by name (422)."""
         status = self._interchange.engine.status
         if status != "ENGINE.OFFLINE":
             response.status_code = 409
@@ -114,7 +113,7 @@ class EngineRoutes:
     async def start_engine(self, body: StartEngineRequest) -> SuccessResponse:
         """Start a trainer with the config of `/sync_train_config`. Its output goes to logs/trainer.log.
 
-        Waits up to 30 s for a trainer that is stopping, or with `force_restart` for any.
+        Waits up to 30 s for a stopping trainer, or with `force_restart` for a running one.
         """
         async with self._starting:
             if body.force_restart:
@@ -147,7 +146,7 @@ class EngineRoutes:
         return SuccessResponse(success=True)
 
     async def run(self) -> None:
-        """Watch each started trainer until cancelled; then ask a running one to end."""
+        """Watch each started trainer until cancelled, then ask a running one to stop."""
         try:
             while True:
                 await self._started.wait()
@@ -169,11 +168,11 @@ class EngineRoutes:
 
     @property
     def _trainer_is_there(self) -> bool:
-        """A trainer that reported OFFLINE is leaving."""
+        """False for a trainer that reported OFFLINE, because it is about to disconnect."""
         return self._link.connected and self._interchange.engine.status != "ENGINE.OFFLINE"
 
     async def _end_by_force(self) -> None:
-        """End the trainer that is there, in order if it can; one started by hand is only asked."""
+        """Stop the trainer, by force if necessary. One that was started by hand is only asked."""
         if self._link.connected or self._trainer is not None:
             await self.stop_engine()
         if (trainer := self._trainer) is not None:
@@ -182,13 +181,12 @@ class EngineRoutes:
                 logger.warning("trainer.killed pid=%d", trainer.pid)
                 trainer.kill()
                 await self._ended.wait()
-        if self._trainer_is_there:  # It was started by hand.
+        if self._trainer_is_there:  # It was started by hand, so there is no process to kill.
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._ending_s):
                     await self._interchange.offline()
 
     async def _end_of_trainer(self) -> None:
-        """Return when the trainer has ended, or after `ending_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._ending_s):
                 await self._ended.wait()
@@ -209,7 +207,7 @@ class EngineRoutes:
         return self._run_dir / "logs" / TRAINER_LOG
 
     def _why_it_failed(self, code: int) -> str:
-        """The exit code, and what the trainer's log says last: its error, or else its last line."""
+        """The exit code, and the error or else the last line in the trainer's log."""
         with self._log.open("rb") as file:
             file.seek(max(self._log_begins, self._log.stat().st_size - LOG_TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()

@@ -1,9 +1,8 @@
-"""The endpoints of claims: claim, end, abort, can continue, heartbeat, and the transcript of a claim.
+"""Endpoints of a claim: claim, end, abort, can continue, heartbeat, and transcript.
 
-Invariants: nothing is answered before it is committed, and every refusal has a status that tells the client
-what to do (see `asgi.Refusals`). To claim takes the client role, everything else the claim's own key. A
-transcript is bytes for people that the server does not read; its length is known and allowed before any of
-it is received.
+Invariants: nothing is answered before it is committed, and a refusal's status tells the client what to do
+(see `asgi.Refusals`). Claiming requires the client role, everything else the claim's key. The server does
+not parse transcripts, and checks their length before receiving them.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ from tinkerscript.tracing import claim_traceparent
 
 TRANSCRIPT_PATH = "/record_transcript"
 
+# Transcripts being received at once, in bytes. Beyond that, clients have to try again.
 MAX_READING_BYTES = 64 * 2**20
-"""Bytes of transcripts that may be received at a time; for one more, the client has to try again."""
 
 _TRANSCRIPT_BODY: dict[str, Any] = {
     "requestBody": {
-        "description": "The transcript: bytes that the server does not read.",
+        "description": "The transcript. The server stores its bytes without reading them.",
         "required": True,
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }
@@ -73,7 +72,7 @@ logger = logging.getLogger(__name__)
 
 
 class EpisodeRoutes:
-    """The routes of rollout programs; all of them are fast."""
+    """The routes of rollout programs. All are fast routes."""
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class EpisodeRoutes:
         gateway_ports: Sequence[int] = (),
         run: str = "",
     ) -> None:
-        """`gateway_ports`: where gateway processes listen; `run`: the name of the run."""
+        """`gateway_ports`: ports of the gateway processes. `run`: name of the run."""
         self._interchange = interchange
         self._book = interchange.book
         self._ledger = ledger
@@ -104,16 +103,17 @@ class EpisodeRoutes:
         self._gateway_ports = gateway_ports
         self._run = run
         self._reading = 0
-        """Bytes of transcripts that are being received."""
+        """Bytes of transcripts being received."""
 
         self._tasks_of_groups: dict[str, str] = {}
-        """Group -> the task that its first result named, of the groups that ended last."""
+        """Group -> task that its first result named, for recent groups."""
 
         self._base_urls: dict[tuple[str, bytes], str] = {}
-        """Scheme and Host header -> the server's URL of such a request; cached: expensive to build."""
+        """(scheme, Host header) -> the server's URL for such a request. Cached because it is slow to
+        build."""
 
     def fast(self) -> dict[str, FastRoute]:
-        """Path -> the frequent requests. To claim takes the client role, all others the claim's own key."""
+        """Path -> route. Claiming requires the client role, everything else the claim's key."""
         of_a_claim = self._keys.authorize
         return {
             "/claim_episode": FastRoute(self.claim_episode, partial(self._roles.check, "client")),
@@ -150,7 +150,7 @@ class EpisodeRoutes:
         return ClaimEpisodeResponse.model_construct(success=True, more=more, **first)
 
     async def await_run_end(self, body: AwaitRunEndRequest, request: Request) -> AwaitRunEndResponse:
-        """Whether the run is finished, waiting up to `wait_s` seconds for it."""
+        """Whether the run is finished, waiting up to `wait_s` seconds for its end."""
         clients = self._interchange.clients
         owner = clients.owner(body.client_uuid, self._roles.account(request.scope))
         if body.report is not None:
@@ -171,15 +171,15 @@ class EpisodeRoutes:
     async def _readable(
         self, claims: list[Claim], body: ClaimEpisodeRequest, request: Request
     ) -> list[dict[str, Any]] | str:
-        """The claims as the reply has them; an episode whose payload cannot be sent fails, with the reason.
+        """Convert claims for the reply. An episode whose payload cannot be sent fails, with the reason.
 
-        The `fail_cause` if none is left.
+        Returns the `fail_cause` if no claim is left.
         """
         url, readable = self._base_url(request), list[dict[str, Any]]()
         for claim in claims:
             try:
                 readable.append(self._claimed(claim, url, with_alias=not body.sends_key))
-            except Exception as error:  # noqa: BLE001 - the oldest would keep all others from being claimed
+            except Exception as error:  # noqa: BLE001 - or this episode would block all later ones
                 failure = Failure(kind=BAD_PAYLOAD, message=f"the payload cannot be sent: {error}")
                 self._book.poison(claim.episode_uuid, claim.attempt, failure)
                 with about(episode=claim.episode_uuid, attempt=claim.attempt):
@@ -189,7 +189,7 @@ class EpisodeRoutes:
         return readable or f"{NO_EPISODES} The oldest could not be handed out and has failed; ask again."
 
     def _base_url(self, request: Request) -> str:
-        """The server's URL: the configured public one, or the one that this client used."""
+        """The server's URL: the public one if configured, or the one that this client used."""
         if self._public_base_url:
             return self._public_base_url
         host = next((value for name, value in request.scope["headers"] if name == b"host"), b"")
@@ -202,7 +202,6 @@ class EpisodeRoutes:
         return known
 
     def _models_url(self, base_url: str, episode_uuid: str, attempt: int) -> str:
-        """The base URL of a claim's model calls: of the process that owns it."""
         if not self._gateway_ports:
             return f"{base_url}/v1"
         number = self._keys.gateway(episode_uuid, attempt, of=len(self._gateway_ports))
@@ -212,7 +211,7 @@ class EpisodeRoutes:
         return f"{base_url}{gateway_path(number)}/v1"
 
     def _claimed(self, claim: Claim, base_url: str, *, with_alias: bool) -> dict[str, Any]:
-        """The fields of `EpisodeClaim`, not validated again: this server made them."""
+        """Fields of an `EpisodeClaim`. They are not validated again, because this server made them."""
         uuid, attempt = claim.episode_uuid, claim.attempt
         return {
             "client_uuid": claim.client_uuid,
@@ -233,7 +232,6 @@ class EpisodeRoutes:
         }
 
     async def _claim_unless_gone(self, body: ClaimEpisodeRequest, receive: Receive) -> list[Claim] | str:
-        """Claim; stop waiting when the client hangs up."""
         if not body.wait_s:
             return await self._interchange.claim(body)
         claiming = asyncio.create_task(self._interchange.claim(body))
@@ -251,7 +249,7 @@ class EpisodeRoutes:
             await asyncio.gather(claiming, gone, return_exceptions=True)
 
     async def _claim_of(self, request: Request, episode_uuid: str = "") -> ClaimId:
-        """The claim of a request's key, whose episode is in the book if the ledger has it."""
+        """The claim of a request's key. Loads its episode into the book."""
         claim = self._keys.claim_of(request.scope, episode_uuid)
         await self._interchange.recall([claim.episode_uuid])
         return claim
@@ -285,9 +283,9 @@ class EpisodeRoutes:
         return SuccessResponse(success=True)
 
     async def _check_calls(self, claim: ClaimId, rewards: Mapping[str, float]) -> None:
-        """Raises HTTPException 422 for a reward of anything but a recorded call of the policy."""
+        """Raise HTTPException 422 for a reward of anything but a recorded call of the policy."""
         if self._book.get(claim.episode_uuid).state == "ended":
-            return  # A retry, whose content the book compares; its calls may have been dropped.
+            return  # A retry: the book compares the content, and the calls may have been dropped.
         roles = {call.call_id: call.role for call in await self._claims.recorded(*claim)}
         for call_id in rewards:
             name = f"workflow_output.call_rewards: {call_id[:ID_CHARS]!r}"
@@ -295,17 +293,17 @@ class EpisodeRoutes:
                 latest = [each for each, role in roles.items() if not role][-3:]
                 known = f"the latest are {', '.join(latest)}" if latest else "it made none"
                 raise HTTPException(
-                    422, f"{name} is no model call of this claim ({known}); use the `id` of a reply"
+                    422, f"{name} is not a model call of this claim ({known}); use the `id` of a reply"
                 )
             if roles[call_id]:
                 raise HTTPException(
                     422,
-                    f"{name} is a call of the role {roles[call_id]!r}; calls of the policy have rewards of "
-                    "their own, and a role that trains has one in role_rewards",
+                    f"{name} is a call of the role {roles[call_id]!r}; only calls of the policy have rewards "
+                    "here, and a role that trains has one in role_rewards",
                 )
 
     async def abort_episode(self, body: AbortEpisodeRequest, request: Request) -> SuccessResponse:
-        """Record why the owner's attempt failed. The episode is requeued while it has attempts left."""
+        """Record why an attempt failed. The episode is requeued while it has attempts left."""
         _encoded("failure", body.failure)
         kind = body.failure.kind
         if len(kind) > FAILURE_KIND.limit:
@@ -340,7 +338,7 @@ class EpisodeRoutes:
     async def heartbeat_episode(
         self, body: CanContinueEpisodeRequest, request: Request
     ) -> CanContinueEpisodeResponse:
-        """Renew the claim's lease; says whether it still holds, and why not."""
+        """Renew the claim's lease. Says whether the claim still holds it, and why not."""
         version = self._interchange.engine.policy_version
         claim = await self._claim_of(request, body.episode_uuid)
         try:
@@ -352,8 +350,8 @@ class EpisodeRoutes:
         )
 
     async def record_transcript(self, request: Request) -> SuccessResponse:
-        """Leave the transcript of a claim that has not ended, under the claim's key; a second one replaces
-        it. It goes into the run's record and trains nothing."""
+        """Store the transcript of a claim that has not ended, replacing an earlier one. People can read it
+        on the run's page; it does not train."""
         claim = await self._claim_of(request)
         self._book.held(*claim)
         length = self._transcript_length(request)
@@ -370,7 +368,7 @@ class EpisodeRoutes:
         return SuccessResponse(success=True)
 
     def _transcript_length(self, request: Request) -> int:
-        """Bytes of the body. Raises HTTPException for one that is not taken, or not now."""
+        """Length of the body. Raises HTTPException if it is not accepted, or not now."""
         try:
             length = int(request.headers["content-length"])
         except (KeyError, ValueError):
@@ -390,7 +388,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def _encoded(field: str, message: WorkflowOutput | Failure) -> bytes:
-    """`message` as JSON. Raises HTTPException: 422 for text that is not Unicode, 413 if it is too long."""
+    """Encode as JSON. Raises HTTPException: 422 for text that is not Unicode, 413 if it is too long."""
     try:
         encoded = message.model_dump_json().encode()
     except ValueError as error:
@@ -403,15 +401,15 @@ def _encoded(field: str, message: WorkflowOutput | Failure) -> bytes:
 
 
 def _checked_reward(output: WorkflowOutput, bound: float, trained_roles: Collection[str]) -> float:
-    """The scalar reward. Raises HTTPException 422 that names the field."""
+    """The scalar reward. Raises HTTPException 422, naming the field."""
     for role in output.role_rewards.keys() - {POLICY, *trained_roles}:
         raise HTTPException(
             422,
-            f"workflow_output.role_rewards: {role!r} is no role that trains; this run trains "
+            f"workflow_output.role_rewards: {role!r} is not a role that trains; this run trains "
             f"{', '.join([POLICY, *trained_roles])}",
         )
     try:
-        for role in trained_roles:  # A score with the name of a role is its reward.
+        for role in trained_roles:  # A score with the name of a trained role is that role's reward.
             name = f"score/{role}"
             bounded(f"workflow_output.log_metrics.{name}", output.log_metrics.get(name, 0.0), bound)
         return checked_reward(output, bound)

@@ -1,8 +1,8 @@
-"""The endpoints that register episodes: one with its copies, or many at once.
+"""Endpoints that register episodes: one with its copies, or many at once.
 
-Invariants: nothing is answered before it is committed, and a registration that is repeated changes nothing.
-The admin registers anywhere, a client into its own pool. A group in a client's pool is named `POOL/...`, and
-no pool's name contains a slash, so groups of different pools never meet.
+Invariants: nothing is answered before it is committed, and repeating a registration has no effect. The
+admin registers anywhere, a client into its own pool. Groups in a client's pool are named `POOL/...`, and
+pool names have no slash, so groups of different pools cannot collide.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ from tinkerscript.trainer_link.messages import NewEpisode
 
 
 class RegistrationRoutes:
-    """The routes of whoever brings samples. They check the role themselves."""
+    """The routes that register samples. They check the role themselves."""
 
     def __init__(self, *, interchange: Interchange, roles: Roles) -> None:
         self._interchange = interchange
         self._roles = roles
 
     def router(self) -> APIRouter:
-        """All routes."""
         router = APIRouter(tags=["interchange"])
         router.post("/register_episode")(self.register_episode)
         router.post("/register_episodes")(self.register_episodes)
         return router
 
     async def register_episode(self, body: RegisterEpisodeRequest, request: Request) -> SuccessResponse:
-        """Register one episode, or several copies: a client into its own pool, within its quota; the admin
+        """Register an episode or several copies: a client into its own pool, within its quota; the admin
         into any pool."""
         account, is_admin = self._registering(request)
         new = _new_episode(body)
@@ -53,7 +52,7 @@ class RegistrationRoutes:
     async def register_episodes(
         self, body: RegisterEpisodesRequest, request: Request
     ) -> RegisterEpisodesResponse:
-        """Register many episodes with one commit. Each is registered, with all of its copies, or refused
+        """Register many episodes with one commit. Each is registered with all its copies, or refused
         independently."""
         account, is_admin = self._registering(request)
         registered, refused, waits = list[str](), dict[str, str](), 0
@@ -77,14 +76,13 @@ class RegistrationRoutes:
         )
 
     def _registering(self, request: Request) -> tuple[str, bool]:
-        """Who registers: the client with its own token, if it is one, and whether it is the admin."""
         self._roles.check("client", request.scope)
         return self._roles.account(request.scope), self._roles.grants(
             "admin", authorization_of(request.scope)
         )
 
     def _register(self, new: NewEpisode, account: str, *, is_admin: bool) -> None:
-        """Raises InterchangeError for what is refused, and HTTPException 422 for what is malformed."""
+        """Raises InterchangeError for a refused episode, and HTTPException 422 for a malformed one."""
         if not is_admin:
             _check_own_pool(new)
         self._interchange.clients.check_pool(account, new.pool)
@@ -100,7 +98,7 @@ class RegistrationRoutes:
 
 
 def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:
-    """Raises HTTPException 422 for an invalid pool name."""
+    """Raises HTTPException 422 for an invalid pool name or a payload that is too large."""
     pool = body.client_uuid
     if "/" in pool:
         raise HTTPException(422, f"client_uuid: the name of a pool must not contain a slash, got {pool!r}")
@@ -114,7 +112,7 @@ def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:
     return NewEpisode(
         episode_uuid=body.episode_uuid,
         episode_type=body.episode_type,
-        # Without a task id the episode is a group of its own.
+        # Without a task id, each episode forms its own group.
         group_id=body.group_id or f"{pool}/{body.task_id or body.episode_uuid}",
         payload=payload,
         pool=pool,
@@ -124,7 +122,7 @@ def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:
 
 
 def _check_own_pool(new: NewEpisode) -> None:
-    """Raises UnauthorizedError 403 for an episode that only the admin may register."""
+    """Raise UnauthorizedError 403 for an episode that only the admin may register."""
     if new.pool == TRAINER_POOL:
         raise UnauthorizedError(
             403,

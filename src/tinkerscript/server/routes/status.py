@@ -1,8 +1,8 @@
-"""The endpoints that say how things stand (engine, batch, episodes, fleet, metrics), and an operator's.
+"""Endpoints that show the state (engine, batch, episodes, fleet, metrics), and an operator's.
 
-`/health` and `/ready` are open. If tokens are set, an operator's endpoints take the admin's, and all others
-a client's or the key of the claim that they are about. No reply contains a key, and the work of a reply about
-the fleet is bounded by the number of clients, not of episodes.
+`/health` and `/ready` are open. If tokens are set, an operator's endpoints require the admin's, and the
+others a client's or the key of the claim concerned. No reply contains a key. The cost of a reply about the
+fleet depends on the number of clients, not of episodes.
 """
 
 from __future__ import annotations
@@ -54,15 +54,12 @@ from tinkerscript.trainer_link.server_end import ServerLink
 MAX_CLAIMS = 500
 SHOWN_CLIENTS = 500
 MAX_FAILED = 100
-MAX_FAILURES = 10
-"""Attempts of a failed episode."""
+MAX_FAILURES = 10  # Attempts shown of a failed episode.
 
 MAX_MESSAGE_CHARS = 2000
 
 
 class StatusRoutes:
-    """The endpoints about the server's state."""
-
     def __init__(
         self,
         *,
@@ -82,7 +79,7 @@ class StatusRoutes:
         self._roles = roles
 
     def router(self) -> APIRouter:
-        """Those for clients, those about a claim, which take its key, and those open to everybody."""
+        """Routes for clients, routes about a claim (which require its key), and open routes."""
         router = APIRouter(tags=["interchange"])
         of_client = [Depends(self._require_client)]
         router.get("/get_engine_status", dependencies=of_client)(self.get_engine_status)
@@ -102,7 +99,7 @@ class StatusRoutes:
         return JSONResponse(request.app.openapi())
 
     def admin_router(self) -> APIRouter:
-        """Those for an operator; they need the admin role."""
+        """Routes for an operator. They need the admin role."""
         router = APIRouter(tags=["operator"])
         router.get("/fleet", response_model=FleetResponse)(self.fleet)
         router.post("/stop_client")(self.stop_client)
@@ -130,7 +127,7 @@ class StatusRoutes:
         return HealthResponse(version=__version__)
 
     async def ready(self) -> ReadyResponse:
-        """Whether this server serves the run's episodes: one that waits for another to end answers 503."""
+        """Whether this server serves the run's episodes. A standby server answers 503."""
         return ReadyResponse(epoch=self._link.epoch)
 
     async def metrics(self) -> Response:
@@ -138,11 +135,11 @@ class StatusRoutes:
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
 
     async def get_batch_progress(self) -> BatchProgressResponse:
-        """What the trainer waits for before its next step, and who runs ahead of it."""
+        """What the trainer waits for before its next step, and which pools are ahead of it."""
         return batch_progress(self._interchange, self._link)
 
     async def is_episode_claimed(self, body: IsEpisodeClaimedRequest) -> IsEpisodeClaimedResponse:
-        """Whether a client holds an episode at this moment."""
+        """Whether a client holds an episode now."""
         claim = self._keys.named(body.episode_uuid)
         uuid = body.episode_uuid if claim is None else claim.episode_uuid
         await self._interchange.recall([uuid])
@@ -155,7 +152,7 @@ class StatusRoutes:
     async def replay_latest_llm_call(
         self, body: ReplayLatestCallRequest, request: Request
     ) -> ReplayLatestCallResponse:
-        """The latest recorded call of a claim: with its key, or for the admin of an episode's last claim."""
+        """The latest recorded call of a claim: with its key, or as admin of an episode's last claim."""
         if body.episode_uuid and self._roles.grants("admin", authorization_of(request.scope)):
             named = self._keys.named(body.episode_uuid)
             await self._interchange.recall([named.episode_uuid if named else body.episode_uuid])
@@ -172,13 +169,13 @@ class StatusRoutes:
     # What an operator does
 
     async def fleet(self) -> Response:
-        """The engine, the batch, the claims, the clients and the failures, as they are now."""
-        # Not the model itself: FastAPI would check the reply once more, at twice the cost.
+        """The current engine, batch, claims, clients and failures."""
+        # Encoded here, because FastAPI would validate the reply again, at twice the cost.
         found = fleet_response(self._interchange, self._link)
         return Response(found.model_dump_json(), media_type="application/json")
 
     async def stop_client(self, body: StopClientRequest) -> SuccessResponse:
-        """Give a client no more episodes until the server is restarted, and hand out its claims again."""
+        """Give a client no more episodes until the server restarts, and requeue the ones it holds."""
         self._interchange.stop_client(body.client_uuid)
         await self._interchange.commit()
         return SuccessResponse(success=True)
@@ -210,21 +207,21 @@ class StatusRoutes:
             int, Query(ge=0, description="Continue after this number: `next` of the previous page.")
         ] = 0,
     ) -> FailedEpisodesResponse:
-        """The failed episodes, with the failure of every attempt, page by page."""
+        """The failed episodes with the failure of every attempt, page by page."""
         episodes = self._book.failed(after=after, limit=limit + 1)
         return FailedEpisodesResponse(
             episodes=[self._status(episode) for episode in episodes[:limit]], next=_next(episodes, limit)
         )
 
     async def retry_failed_episodes(self, body: FailedEpisodesRequest) -> FailedEpisodesReply:
-        """Requeue failed episodes with a fresh attempt budget.
+        """Requeue failed episodes with a new budget of attempts.
 
-        Refused for a failure that was sent to the trainer: its group may be closed already.
+        Refused if the failure was sent to the trainer, which may have closed the group.
         """
         return await self._each(body.episode_uuids, self._book.retry)
 
     async def drop_failed_episodes(self, body: FailedEpisodesRequest) -> FailedEpisodesReply:
-        """Take failed episodes off the list. Refused while the trainer still waits for the failure."""
+        """Remove failed episodes from the list. Refused while the trainer waits for the failure."""
         return await self._each(body.episode_uuids, self._book.drop)
 
     async def _each(self, uuids: list[str], action: Callable[[str], object]) -> FailedEpisodesReply:
@@ -256,7 +253,6 @@ class StatusRoutes:
 
 
 def batch_progress(interchange: Interchange, link: ServerLink) -> BatchProgressResponse:
-    """What the connected trainer waits for."""
     batch = interchange.engine.batch
     if batch is None or not link.connected:
         return BatchProgressResponse(collecting=False)
@@ -278,7 +274,6 @@ def _engine_state(interchange: Interchange, link: ServerLink) -> dict[str, Any]:
 
 
 def fleet_response(interchange: Interchange, link: ServerLink) -> FleetResponse:
-    """The engine, the batch, the claims, the clients and the failures, as they are now."""
     book, quarantined = interchange.book, interchange.clients.quarantined()
     return FleetResponse(
         **_engine_state(interchange, link),
@@ -318,7 +313,6 @@ def _claim(book: EpisodeBook, episode: EpisodeRecord) -> FleetClaim:
 
 
 def _clients(interchange: Interchange, quarantined: dict[str, str]) -> list[FleetClient]:
-    """Those in quarantine, those with the most claims, those that came last."""
     busiest = dict(interchange.book.busiest_clients(SHOWN_CLIENTS))
     names = dict.fromkeys([*quarantined, *busiest, *interchange.clients.latest(SHOWN_CLIENTS)])
     return [_client(interchange, name, quarantined.get(name, "")) for name in list(names)[:SHOWN_CLIENTS]]
@@ -356,7 +350,6 @@ def _shown(failure: Failure) -> Failure:
 
 
 def _replayed(calls: list[Call]) -> ReplayLatestCallResponse:
-    """The last of a claim's calls, with the whole prompt that it had."""
     by_id = {call.call_id: call for call in calls}
     latest, line = calls[-1], list[Call]()
     call: Call | None = latest
@@ -379,5 +372,5 @@ def _replayed(calls: list[Call]) -> ReplayLatestCallResponse:
 
 
 def _next(episodes: list[EpisodeRecord], limit: int) -> int | None:
-    """`after` for the next page; None if this is the last one."""
+    """`after` for the next page; None on the last."""
     return episodes[limit - 1].sequence if len(episodes) > limit else None
