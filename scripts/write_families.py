@@ -32,7 +32,8 @@ def render() -> str:
     rows: dict[str, list[str]] = {}
     for family in FAMILIES:
         rows.setdefault(_traits(family), []).append(family.name)
-    lines = ["| decoder | layers keep | LoRA's targets | shares prefixes | families |", "|---|---|---|---|---|"]
+    head = "| decoder | layers keep | LoRA's targets | shares prefixes | families |"
+    lines = [head, "|---|---|---|---|---|"]
     return "\n".join([*lines, *(f"| {traits} | {'; '.join(names)} |" for traits, names in rows.items())])
 
 
