@@ -22,13 +22,11 @@ from roster import APIS, CLIENTS, FEATURES, Client  # noqa: E402
 INTRODUCTION = """\
 # Clients
 
-To turn a program that calls a model into a rollout, change two things: the base URL and the API key. Both
-come from the episode. This page shows how to point each library at an episode, which features were tested
-with it, and what is refused.
+To turn a program that calls a model into a rollout, give it the episode's base URL and API key. This page
+shows how to do that with each library, which features were tested, and what is refused.
 
-`scripts/clients_table.py` writes this page from `tests/clients/results.json`. `make acceptance` runs every
-client and fails if a result differs from the page;
-`CLIENTS_RECORD=1 .venv-tests/bin/python -m pytest tests/clients` records new results.
+`make acceptance` runs every client and fails if a result differs from this page, which
+`scripts/clients_table.py` writes from `tests/clients/results.json`.
 """
 
 FEATURES_TEXT = """\
@@ -38,8 +36,8 @@ FEATURES_TEXT = """\
 """
 
 MEANINGS = """\
-- *tools, several turns*: three questions, reasoning, two tools, two calls in one reply, arguments in unusual
-  spelling, trailing white space, characters split across tokens.
+- *tools, several turns*: three questions, reasoning, two tools, two calls in one reply, unusually spelled
+  arguments, trailing white space, characters split across tokens.
 - *malformed call*: a tool call whose JSON never closes stays text, and the conversation continues.
 - *required call*, *JSON schema*: `tool_choice` and `response_format`, or the API's equivalents, under a
   grammar.
@@ -48,25 +46,23 @@ MEANINGS = """\
 - *retry after 503*: the library retries by itself, and nothing is recorded twice.
 - *disconnect mid-stream*: an abandoned reply is not recorded, and the next request is answered.
 
-Each client's program runs in its own interpreter against a real server, with only the URL and the key in its
-environment. The model behind the server spells its replies in tokens that the tokenizer would not produce,
-so any detour through text would change the ids. After every feature, each sampled token is in the episode
-exactly once, with its logprob and after the prompt that it was sampled from; the conversation is one
-training sequence; and the alignment report is clean.
+Each client's program runs in its own interpreter against a real server. The model spells its replies in
+tokens that the tokenizer would not produce, so any detour through text would change the ids. After every
+feature, each sampled token is in the episode exactly once, with its logprob and after the prompt that it was
+sampled from; the conversation is one training sequence; and the alignment report is clean.
 """
 
 HABITS_TEXT = """\
 ## What clients send back
 
-Every client below gives one training sequence, whatever it does with earlier replies. *Matched by* says how
-the session recognized the call that a request continues: by an id of ours or by equal content.
+Every client gives one training sequence, whatever it does with earlier replies. *Matched by* says how the
+server recognized the call that a request continues: by an id of ours or by equal content.
 """
 
 REFUSED_TEXT = """\
 ## What is refused
 
-A field that is not supported is refused by name, with status 400, before anything is sampled. Nothing is
-silently dropped.
+A field that is not supported is refused by name, with status 400, before anything is sampled.
 """
 
 SNIPPETS_TEXT = """\
@@ -77,15 +73,14 @@ Or set the variables that the library reads: `OPENAI_BASE_URL` and `OPENAI_API_K
 (without `/v1`) and `ANTHROPIC_API_KEY`; for Inspect's `openai-api/NAME/policy`, `NAME_BASE_URL` and
 `NAME_API_KEY`.
 
-A key is valid for one claim. A library that keeps one client per process therefore needs a new client, or a
-new process, for each episode.
+A key is valid for one claim, so make a new client, or a new process, for each episode.
 """
 
 NOTES = """\
 ## Notes
 
-- `openai` adds `parsed` and `parsed_arguments` to messages that it streamed or parsed. They repeat what the
-  message says, so they are ignored when they are sent back.
+- `openai` adds `parsed` and `parsed_arguments` to messages that it streamed or parsed. They are ignored when
+  they are sent back, because they repeat the message.
 - Anthropic's tool runner first asks for a server-side thread. It gets `thread_unsupported_request` and falls
   back to sending the whole history: one extra request per runner.
 - `run_stream` in `pydantic-ai` takes the first text of a reply as the final one, even if tool calls follow.
@@ -104,7 +99,7 @@ def render() -> str:
     parts = [
         INTRODUCTION,
         SNIPPETS_TEXT,
-        *(_snippet(each, rows[each.key]["version"]) for each in CLIENTS if each.snippet),
+        *(_snippet(each) for each in CLIENTS if each.snippet),
         FEATURES_TEXT,
         _table(["client", "API", *FEATURES.values()], [_features(each, rows[each.key]) for each in CLIENTS]),
         MEANINGS,
@@ -127,8 +122,8 @@ def render() -> str:
     return "\n".join(parts)
 
 
-def _snippet(client: Client, version: str) -> str:
-    return f"### {client.name}, {APIS[client.api]}\n\nVersion {version}:\n\n```python\n{client.snippet}```\n"
+def _snippet(client: Client) -> str:
+    return f"### {client.name}, {APIS[client.api]}\n\n```python\n{client.snippet}```\n"
 
 
 def _features(client: Client, row: dict[str, Any]) -> list[str]:

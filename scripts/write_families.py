@@ -1,6 +1,6 @@
 """Writes the table of families into docs/models.md. Run it after changing tests/model_families.py.
 
-tests/acceptance/test_families.py holds the engine to every line."""
+tests/acceptance/test_families.py holds the engine to every family."""
 
 from __future__ import annotations
 
@@ -28,15 +28,20 @@ KEPT = {
 
 
 def render() -> str:
-    lines = ["| family | decoder | layers keep | LoRA's targets | shares prefixes |", "|---|---|---|---|---|"]
-    return "\n".join([*lines, *map(_line, FAMILIES)])
+    """The table, with families that are alike in one row."""
+    rows: dict[str, list[str]] = {}
+    for family in FAMILIES:
+        rows.setdefault(_traits(family), []).append(family.name)
+    head = "| decoder | layers keep | LoRA's targets | shares prefixes | families |"
+    lines = [head, "|---|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {traits} | {'; '.join(names)} |" for traits, names in rows.items())])
 
 
-def _line(family: Family) -> str:
+def _traits(family: Family) -> str:
     kept = "; ".join(dict.fromkeys(KEPT[kind] for kind in family.kinds.kinds if kind in KEPT))
     decoder = "fused" if family.is_fused else "own forward pass"
     targets = "all" if family.targets == Family.targets else ", ".join(family.targets)
-    return f"| {family.name} | {decoder} | {kept} | {targets} | {'yes' if family.shares else 'no'} |"
+    return f"{decoder} | {kept} | {targets} | {'yes' if family.shares else 'no'}"
 
 
 def page() -> str:
