@@ -146,7 +146,7 @@ real: $(VENV)/.installed  ## Train a published model, SmolLM2-135M, on sums with
 	$(BIN)/tinkerscript train examples/smollm2/sums.yaml
 
 test: $(VENV)/.installed  ## Unit and integration tests (4 min)
-	$(BIN)/$(PYTEST) -n 3 --dist loadgroup tests/integration tests/unit
+	$(BIN)/$(PYTEST) -n 4 --dist loadgroup tests/integration tests/unit
 
 check: $(VENV)/.installed  ## Lint, formatting, types, import cycles, homonyms (2 min)
 	$(BIN)/ruff check .
@@ -158,7 +158,7 @@ check: $(VENV)/.installed  ## Lint, formatting, types, import cycles, homonyms (
 ACCEPTANCE := $(VENV)/.acceptance $(addsuffix /.installed,$(TESTS) $(EVALS) $(OLDEST) $(COOKBOOK) $(RECIPES)) chromium
 acceptance: $(ACCEPTANCE)  ## Whole runs, the command line, a published model, clients, evals, a browser (Chromium); LONG=1 for more
 	CONVERSATIONS=2000 $(BIN)/$(PYTEST) \
-		-n $(if $(LONG),2,3) --dist loadgroup --no-loadscope-reorder $(MARKED) \
+		-n $(if $(LONG),2,4) --dist loadgroup --no-loadscope-reorder $(MARKED) \
 		tests/acceptance tests/faults tests/published tests/runs tests/sdk \
 		tests/unit/gateway/test_gateway_conversations.py tests/unit/train/test_metric_loggers.py
 	PYTHONPATH=$(CURDIR)/$(EVALS) $(BIN)/$(PYTEST) $(MARKED) tests/evals

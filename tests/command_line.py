@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,11 +14,21 @@ from typing import Any
 
 import psutil
 
+from forked import Forked
+from tinkerscript.__main__ import main
+
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples" / "arithmetic.yaml"
 _OWN = Path(sys.executable).parent / "tinkerscript"
 COMMAND = _OWN if _OWN.exists() else ROOT / ".venv" / "bin" / "tinkerscript"
 """In an environment over `.venv`, that of `.venv`."""
+
+
+def _environ() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+
+
+_ENVIRON = _environ()
 
 SHORT: dict[str, Any] = {
     "task.name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic",
@@ -38,7 +49,7 @@ SHORT: dict[str, Any] = {
 class Command:
     """A running `tinkerscript` command; its output goes to a file."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     output: Path
 
     def text(self) -> str:
@@ -70,11 +81,21 @@ def start(
     lasts: bool = False,
     program: Path = COMMAND,
     output: str = "output.txt",
+    fresh: bool = False,
 ) -> Command:
-    """`lasts`: beyond the test, whose end is then its fixture's business. `output`: file in the folder."""
+    """`lasts`: beyond the test, whose end is then its fixture's business. `output`: file in the folder.
+
+    A trainer starts with its imports done, in an environment that no test has changed: libraries read
+    variables when they are imported. `fresh`: not so.
+    """
     path = folder / output
-    with path.open("wb") as file:
-        process = subprocess.Popen([program, *arguments], cwd=folder, stdout=file, stderr=file, env=env)
+    path.write_bytes(b"")
+    process: subprocess.Popen[bytes] | Forked
+    if arguments[0] == "train" and program == _OWN and env is None and _environ() == _ENVIRON and not fresh:
+        process = Forked(main, cwd=folder, output=path, argv=[str(program), *map(str, arguments)])
+    else:
+        with path.open("ab") as file:
+            process = subprocess.Popen([program, *arguments], cwd=folder, stdout=file, stderr=file, env=env)
     command = Command(process, path)
     if not lasts:
         STARTED.append(command)

@@ -27,7 +27,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The curve of a run that nothing disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed")
     options = as_options(SETTINGS | {"experiment_dir": "whole", "enable_tinkerscript_mode": "false"})
-    command = start(folder, "train", str(DEMO), *options)
+    command = start(folder, "train", str(DEMO), *options, fresh=True)
     assert command.wait(seconds=300) == 0, command.text()
     return rewards(folder / "whole")
 

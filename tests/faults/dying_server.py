@@ -1,7 +1,5 @@
 """A server whose process ends at the n-th point of the transaction that holds a training step.
 
-    python dying_server.py RUN_DIR N
-
 Points are before each statement of the transaction, and after its commit; 0: it does not end.
 """
 
@@ -10,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import sqlite3
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +65,3 @@ def main(run_dir: Path, point: int) -> None:
     sqlite.sqlite3.connect = functools.partial(sqlite3.connect, factory=DyingConnection)
     process.open_ledger = open_dying_ledger
     process.run_server(run_dir, exit_with_parent=False, serve_model=False)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""A run in one process that ends at a point of its second step: `python dying_trainer.py RUN_DIR POINT`.
+"""A run in one process that ends at a point of its second step.
 
 An empty POINT lets it end by itself. A folder with a run is resumed.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import Collection
 from pathlib import Path
 
@@ -89,7 +88,3 @@ def main(folder: Path, point: str) -> None:
     Dying(point).install()
     path = folder if holds_run(folder) else None
     asyncio.run(run_training(config, QuietReporter(), path=path))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])

@@ -6,8 +6,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sqlite3
-import subprocess
-import sys
 import time
 from collections.abc import Generator
 from contextlib import closing, contextmanager
@@ -15,9 +13,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import dying_server
 import pytest
 from dying_server import DEAD
 
+from forked import Forked
 from tinkerscript.addresses import ServerInfo, read_server_info
 from tinkerscript.client import AsyncTinkerScriptClient
 from tinkerscript.config import RunConfig, dump_config
@@ -146,12 +146,8 @@ def _counts(run_dir: Path) -> list[int]:
 
 
 @contextmanager
-def _server(run_dir: Path, point: int) -> Generator[subprocess.Popen[bytes]]:
-    script = Path(__file__).with_name("dying_server.py")
-    with (run_dir / "server.log").open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(script), str(run_dir), str(point)], stdout=log, stderr=log
-        )
+def _server(run_dir: Path, point: int) -> Generator[Forked]:
+    process = Forked(dying_server.main, (run_dir, point), cwd=run_dir, output=run_dir / "server.log")
     try:
         yield process
     finally:
@@ -159,7 +155,7 @@ def _server(run_dir: Path, point: int) -> Generator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def _listening(run_dir: Path, process: subprocess.Popen[bytes]) -> ServerInfo:
+def _listening(run_dir: Path, process: Forked) -> ServerInfo:
     while (info := read_server_info(run_dir)) is None or info.pid != process.pid:
         assert process.poll() is None, (run_dir / "server.log").read_text()
         time.sleep(0.02)

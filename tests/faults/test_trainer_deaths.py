@@ -3,16 +3,15 @@ that goes on has the curve of one that never died, and each step and version is 
 
 from __future__ import annotations
 
-import os
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
+import dying_trainer
 import pytest
 from dying_trainer import DEAD, POINTS
 
+from forked import Forked
 from short_runs import curve
 from tinkerscript.files import LEDGER_FILE
 
@@ -27,8 +26,6 @@ SELECT episode FROM trained AS t WHERE undone = 0 AND outcome = 'trained' AND NO
 """
 IN_SHORT = ("after publication", "after step", "after manifest")
 """The others take as long and are tried with LONG=1."""
-
-TESTS = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.xdist_group("trainer deaths")  # All are compared with one run.
 
@@ -63,12 +60,10 @@ def test_a_run_goes_on_its_curve_wherever_the_trainer_dies(
 
 
 def _train(folder: Path, point: str) -> int:
-    script = Path(__file__).with_name("dying_trainer.py")
-    environ = os.environ | {"PYTHONPATH": str(TESTS)}
-    command = [sys.executable, str(script), str(folder), point]
-    run = subprocess.run(command, env=environ, cwd=folder.parent, capture_output=True, check=False)
-    assert run.returncode in (0, DEAD), run.stderr.decode()
-    return run.returncode
+    log = folder.with_name("log.txt")
+    code = Forked(dying_trainer.main, (folder, point), cwd=folder.parent, output=log).wait()
+    assert code in (0, DEAD), log.read_text()
+    return code
 
 
 def _rewards(folder: Path) -> list[float]:

@@ -36,6 +36,7 @@ def test_one_scrape_has_what_the_dashboard_shows(tmp_path: Path) -> None:
         return 'metric="reward/mean"' in text and "tinkerscript_workers 1.0" in text
 
     command.until(has_all)
+    command.until((tmp_path / "run" / "logs" / "worker-0.log").read_text)  # What it says every ten seconds.
     command.process.terminate()
     assert command.wait() == 130
     check_logs(tmp_path / "run" / "logs")

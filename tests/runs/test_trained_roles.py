@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import tinker
 from safetensors.numpy import load_file
 
+from command_line import start
 from interchange_helpers import eventually
 from run_ledger import results, rows
 from short_runs import curve, short_run
@@ -70,22 +70,12 @@ async def killed_after(step: int, made: RunConfig, folder: Path) -> None:
 
     path = folder.with_suffix(".yaml")
     path.write_text(dump_config(made), encoding="utf-8")
-    with (folder.parent / "trainer.log").open("wb") as log:
-        trainer = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "tinkerscript",
-            "train",
-            str(path),
-            stdout=log,
-            stderr=log,
-            cwd=folder.parent,
-        )
-        try:
-            await eventually(reached, "the checkpoint", deadline_s=180)
-        finally:
-            trainer.kill()
-            await trainer.wait()
+    trainer = start(folder.parent, "train", str(path), output="trainer.log").process
+    try:
+        await eventually(reached, "the checkpoint", deadline_s=180)
+    finally:
+        trainer.kill()
+        await asyncio.to_thread(trainer.wait)
 
 
 @pytest.mark.timeout(400)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -122,3 +124,39 @@ def test_the_rooms_of_rollouts_need_nothing_heavy() -> None:
         "print({'torch', 'tinker', 'transformers', 'pyarrow', 'datasets', 'pydantic'} & set(sys.modules))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+WHEN_USED = {"inspect_ai", "inspect_tinker_bridge", "matplotlib", "peft"}
+"""What some trainers never need, and takes them up to a second of a core each."""
+
+
+def imported_at_once(module: str) -> Iterator[str]:
+    """Yield what importing `module` imports. Functions and what is for type checking do not count."""
+    left: list[ast.AST] = [MODULES[module].tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            left += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            left += ast.iter_child_nodes(node)
+
+
+def test_a_trainer_imports_what_only_some_need_when_it_is_used() -> None:
+    left = ["tinkerscript.commands.train", "tinkerscript.train.run", "tinkerscript.train.sft"]
+    left += ["tinkerscript.engine.embedded", "tinkerscript.engine.memory"]
+    seen = set[str]()
+    while left:
+        module = left.pop()
+        seen.add(module)
+        names = set(imported_at_once(module))
+        heavy = {name for name in names if name.partition(".")[0] in WHEN_USED}
+        assert not heavy, f"{module} imports {sorted(heavy)} before it is used"
+        # Importing `a.b.c` imports `a.b` too.
+        parts = (name.split(".") for name in names)
+        found = {".".join(each[:length]) for each in parts for length in range(1, len(each) + 1)}
+        left += (found & MODULES.keys()) - seen
+    assert "tinkerscript.train.step_log" in seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkerscript.lifecycle import DISK_FULL, INTERRUPTED, stop_child, try_lock
+from tinkerscript.lifecycle import DISK_FULL, INTERRUPTED, stop_child, try_lock, without_garbage_collection
 
 WAITS = """
 import asyncio, sys
@@ -143,3 +144,12 @@ exit_disk_full()
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
         done = subprocess.run([sys.executable, "-c", program], stderr=full, env=environ, check=False)
     assert done.returncode == DISK_FULL
+
+
+def test_what_is_imported_is_left_out_of_collections() -> None:
+    with without_garbage_collection():
+        assert not gc.isenabled()
+        imported: list[object] = []
+        assert any(each is imported for each in gc.get_objects())
+    assert gc.isenabled()
+    assert not any(each is imported for each in gc.get_objects())

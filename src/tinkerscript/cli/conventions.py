@@ -101,8 +101,11 @@ def one_line_errors(*fatal: type[TinkerScriptError]) -> Generator[None]:
 @contextmanager
 def extra(name: str) -> Generator[None]:
     """Import, in this block, packages that `pip install 'tinkerscript[name]'` installs."""
+    from tinkerscript.lifecycle import without_garbage_collection
+
     try:
-        yield
+        with without_garbage_collection():
+            yield
     except ModuleNotFoundError as error:
         if (error.name or "").startswith(("tinkerscript", "inspect_tinker_bridge")):
             raise

@@ -6,6 +6,7 @@ activations and decoding are estimates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from tinkerscript.engine.decoder import FUSED_MODEL_TYPES
-from tinkerscript.engine.lora import expert_weights, linear_shape, target_modules
 from tinkerscript.engine.running_batch import PREFILL_TOKENS, PROMPT_CACHE_TOKENS
 from tinkerscript.engine.weights import LoraSettings
 
@@ -98,12 +98,17 @@ def peak_memory(
     model = _empty(config)
     w = _Widths.of(model)
     parameters = w.parameters
-    names = target_modules(model, lora.targets) if lora else ()
-    shapes = [linear_shape(model.get_submodule(name)) for name in names]
-    shapes += [
-        (len(weight) * weight.shape[1], len(weight) * weight.shape[2])
-        for _, weight in (expert_weights(model, lora.targets) if lora else ())
-    ]
+    names: Sequence[str] = ()
+    shapes: list[tuple[int, int]] = []
+    if lora:
+        from tinkerscript.engine.lora import expert_weights, linear_shape, target_modules
+
+        names = target_modules(model, lora.targets)
+        shapes = [linear_shape(model.get_submodule(name)) for name in names]
+        shapes += [
+            (len(weight) * weight.shape[1], len(weight) * weight.shape[2])
+            for _, weight in expert_weights(model, lora.targets)
+        ]
     trained = sum(lora.rank * sum(shape) for shape in shapes) if lora else parameters
     head = not lora or any(model.get_submodule(name) is model.get_output_embeddings() for name in names)
     e = dtype.itemsize

@@ -27,7 +27,6 @@ from tinkerscript.ledger.rows import EvaluationRow, TrainedRow, Use
 from tinkerscript.rollouts.call import calls_of
 from tinkerscript.train.collector import Batch, Collector
 from tinkerscript.train.episode_source import PlannedEpisode
-from tinkerscript.train.inspect_logs import write_logs
 from tinkerscript.train.open_run import OpenRun
 from tinkerscript.train.pass_rates import by_sample, pass_metrics
 from tinkerscript.train.policy import Policy
@@ -230,6 +229,8 @@ class Evaluator:
         self._begun.remove(evaluation)
         evaluation.pin.close()
         if self.parts.config.training.inspect_log_every:
+            from tinkerscript.train.inspect_logs import write_logs
+
             path = self.parts.folder.path
             await asyncio.to_thread(write_logs, path, f"eval-{label}", step, [], accepted, payloads)
         self.parts.folder.log_metrics(metrics, step=step)

@@ -18,7 +18,6 @@ from tinkerscript.ledger.health import health_rows
 from tinkerscript.ledger.rows import StepRow, TrainerRow, Use
 from tinkerscript.rollouts.alignment import constrained_share
 from tinkerscript.train.backends.backend import skipped_note
-from tinkerscript.train.inspect_logs import write_logs
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.open_run import OpenRun
 from tinkerscript.train.run_folder import ALIGNMENT_FILE
@@ -225,6 +224,8 @@ class StepLog:
         every = self._config.training.inspect_log_every
         if not every or step.number % every:
             return
+        from tinkerscript.train.inspect_logs import write_logs
+
         # Inspect replaces asyncio.run for good if it is called inside a running event loop.
         path, label, rule = self._folder.path, f"step-{step.number:04d}", self._own.rule
         await asyncio.to_thread(
