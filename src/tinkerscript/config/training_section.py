@@ -202,8 +202,8 @@ class TrainingConfig(Section):
     """Which samples are asked."""
 
     extra_groups: int = Field(default=0, ge=0)
-    """Groups in flight beyond those that are needed, so that stragglers do not hold a step up. With a
-    `max_policy_lag` of 0 the rest of a step is cancelled."""
+    """Groups in flight beyond those that are needed, so that stragglers do not hold a step up. As many are
+    cancelled in the last step that could train them; with a `max_policy_lag` of 0, in each step."""
 
     max_policy_lag: int | None = Field(default=None, ge=0)
     """Training steps that an episode may be behind the weights that it trains. 0: each step samples its

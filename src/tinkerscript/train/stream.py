@@ -6,8 +6,8 @@ training steps behind the newest published weights, at most (S + L + 1) G start 
 for older ones where it would leave more of them behind than the steps after it can train in time.
 
 Invariants: no group trains more than L steps after the weights that it started with, or what is too old of it
-is left out, and the ledger says why. What has started is not thrown away for being slow; at a lag of 0, which
-has no later step for it, the rest of a step is cancelled.
+is left out, and the ledger says why. What has started is not thrown away for being slow, unless
+`extra_groups` start: as many are cancelled in the last step that could train them.
 """
 
 from __future__ import annotations
@@ -128,8 +128,11 @@ class GroupStream:
         began, lags, stale = time.monotonic(), LagCounts(), dict[str, str]()
         while True:
             batch, waited = await self._taken(step)
-            cancelled = batch.leftovers
-            self.collector.give_up(cancelled, f"{batch.label} has enough without this episode")
+            surplus = self._pool.take(self._surplus(step))
+            cancelled = [*batch.leftovers, *surplus.leftovers]
+            reason = f"{batch.label} has enough without this episode"
+            self.collector.give_up(batch.leftovers, reason)
+            self._leave_out(surplus, step, reason)
             complete = batch.trainable(self.config.min_group)
             found = self.lags.fresh(((each.group_id, each.accepted) for each in complete), step=step - 1)
             lags.update(found.lags)
@@ -162,10 +165,13 @@ class GroupStream:
 
     def end(self) -> None:
         """The last step is over: nothing trains on what is left."""
-        reason = "the run ended before a step could take its group"
-        self.collector.give_up(self._pool.leftovers, reason)
-        left_out = partial(TrainedRow, step=self._behind, outcome=Use.LEFT_OUT, reason=reason)
-        if rows := [left_out(episode=each.sequence) for each in self._pool.outcomes.values()]:
+        self._leave_out(self._pool, self._behind, "the run ended before a step could take its group")
+
+    def _leave_out(self, batch: Batch, step: int, reason: str) -> None:
+        """No step trains on any of these groups."""
+        self.collector.give_up(batch.leftovers, reason)
+        left_out = partial(TrainedRow, step=step, outcome=Use.LEFT_OUT, reason=reason)
+        if rows := [left_out(episode=each.sequence) for each in batch.outcomes.values()]:
             self.source.note(rows)
 
     async def _taken(self, step: int) -> tuple[Batch, float | None]:
@@ -235,6 +241,10 @@ class GroupStream:
         """Groups that are not too old for the next step, in the order in which they started."""
         return [each for each in self._pool.groups.values() if self._last_step(each) >= self._next]
 
+    @property
+    def _drops(self) -> bool:
+        return self.config.on_stale == "drop"
+
     def _last_step(self, group: Group) -> int:
         """The last step in which all of a group can train."""
         return group.started + self.lags.max + 1
@@ -245,7 +255,8 @@ class GroupStream:
         found = self._in_time
         counted = sum(each.is_complete and self._pool.counts(each) for each in found)
         is_over = all(each.is_complete for each in found) and not self._room
-        return counted >= self.config.groups_per_step or is_over
+        is_judging = not self.lags.max and not all(each.is_judged for each in found)
+        return is_over or (counted >= self.config.groups_per_step and not is_judging)
 
     def _trains(self, step: int) -> list[Group]:
         """The groups that the step takes if it takes them now; at a lag of 0 all, also what still runs."""
@@ -254,21 +265,27 @@ class GroupStream:
             return groups
         counted = [each for each in self._in_time if each.is_complete and self._pool.counts(each)]
         due = sum(self._last_step(each) == step for each in counted)
-        later = {each.group_id for each in counted[max(due, self.config.groups_per_step) :]}
+        most = max(due, self.config.groups_per_step) if self._drops else self.config.groups_per_step
+        later = {each.group_id for each in counted[most:]}
         return [each for each in groups if each.is_complete and each.group_id not in later]
+
+    def _surplus(self, step: int) -> list[Group]:
+        """Groups that the step leaves behind and that no later one can train: as many as are extra."""
+        behind = [] if self._drops else self._pool.groups.values()
+        return [each for each in behind if self._last_step(each) <= step]
 
     def _awaited(self, step: int) -> list[Group]:
         """Groups that run and that the step has to wait for: those that it may not leave behind, and where it
         would leave more behind than later steps can train in time, the older ones."""
-        if self.config.on_stale == "drop":
+        if self._drops:
             return []
         taken = {each.group_id for each in self._trains(step)}
         behind = [each for each in self._pool.groups.values() if each.group_id not in taken]
         size, spare = self.config.groups_per_step, self.config.extra_groups
         too_many = 0
         for number, group in enumerate(behind, start=1):
-            steps = self._last_step(group) - step
-            if steps <= 0 or number > steps * size + spare:
+            steps = max(0, self._last_step(group) - step)
+            if number > steps * size + spare:
                 too_many = number
         return [each for each in behind[:too_many] if not each.is_complete]
 
