@@ -271,8 +271,9 @@ class GroupStream:
 
     def _surplus(self, step: int) -> list[Group]:
         """Groups that the step leaves behind and that no later one can train: as many as are extra."""
-        behind = [] if self._drops else self._pool.groups.values()
-        return [each for each in behind if self._last_step(each) <= step]
+        if self._drops:
+            return []
+        return [each for each in self._pool.groups.values() if self._last_step(each) <= step]
 
     def _awaited(self, step: int) -> list[Group]:
         """Groups that run and that the step has to wait for: those that it may not leave behind, and where it
