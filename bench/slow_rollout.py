@@ -3,6 +3,7 @@
 
     constant              1
     log_normal            median 1, and 30 at the 99th percentile
+    limited               the same, and ended at 80
     bimodal               nine of ten 1, one of ten 60
 """
 
@@ -23,6 +24,7 @@ SETTINGS = os.environ.get("SLOW_ROLLOUT", "log_normal 0.1 0")
 """The law, seconds of the clock for each of the simulation, and the share of attempts that fail."""
 
 HEAVY = math.log(30) / statistics.NormalDist().inv_cdf(0.99)
+LIMIT = 80.0
 CLIENT = httpx.AsyncClient(timeout=600)
 
 
@@ -32,8 +34,9 @@ def seconds_of(episode_uuid: str, law: str) -> float:
     uniform = (int.from_bytes(digest) + 0.5) / 2**64
     if law == "constant":
         return 1.0
-    if law == "log_normal":
-        return math.exp(HEAVY * statistics.NormalDist().inv_cdf(uniform))
+    if law in ("log_normal", "limited"):
+        seconds = math.exp(HEAVY * statistics.NormalDist().inv_cdf(uniform))
+        return min(seconds, LIMIT) if law == "limited" else seconds
     if law == "bimodal":
         return 60.0 if uniform > 0.9 else 1.0
     raise ValueError(f"no law {law!r}")

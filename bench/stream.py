@@ -10,6 +10,8 @@ line has, from the end of the first step to that of the last:
 
 - `steps_per_s`, of the simulation, and `of_bound`: its share of what the slower side could do if it never
   waited, sampling with `--concurrency` episodes at once or training;
+- `of_allowed`: its share of what the same episodes allow at this lag. However they are scheduled, a group has
+  to end before the last step that it may train in begins (see `allowed`);
 - `idle`, the share of the time in which no step trained, and `wait_stale`, that in which a step waited for
   old groups;
 - `lags`: episodes by the age of the oldest weights that sampled them; `discarded`: those that had a result
@@ -31,10 +33,12 @@ import statistics
 import tempfile
 import threading
 import time
+from bisect import insort
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -55,7 +59,7 @@ from tinkerscript.train.run import run_training
 ROOT = Path(__file__).parents[1]
 GROUPS, GROUP_SIZE = 8, 8
 LOGPROB = -1.0
-LAWS = ("constant", "log_normal", "bimodal")
+LAWS = ("constant", "log_normal", "limited", "bimodal")
 
 
 class SleepingClient:
@@ -68,12 +72,21 @@ class SleepingClient:
 
     async def forward(self, data: list[tinker.Datum], *_: Any) -> tinker.ForwardBackwardOutput:
         lengths = [each.model_input.length for each in data]
-        rows = [{"logprobs": tinker.TensorData.from_numpy(np.full(n, LOGPROB, np.float32))} for n in lengths]
+        names = {"logprobs": LOGPROB, "entropies": 1.0}
+        rows = [
+            {
+                name: tinker.TensorData.from_numpy(np.full(n, value, np.float32))
+                for name, value in names.items()
+            }
+            for n in lengths
+        ]
         return tinker.ForwardBackwardOutput(
             loss_fn_output_type="ArrayRecord", loss_fn_outputs=rows, metrics={"loss:sum": 0.0}
         )
 
-    async def forward_backward(self, data: list[tinker.Datum], *_: Any) -> tinker.ForwardBackwardOutput:
+    async def forward_backward(
+        self, data: list[tinker.Datum], *_: Any, entropies: bool = False
+    ) -> tinker.ForwardBackwardOutput:
         await asyncio.sleep(self.train_s)
         return await self.forward(data)
 
@@ -158,21 +171,41 @@ def simulate(law: str, lag: int, options: argparse.Namespace) -> dict[str, Any]:
         folder = Path(name) / "run"
         asyncio.run(run_training(config_of(folder, lag, options), LineReporter(Console(quiet=True))))
         ended.set()
-        return measured(folder, law, options)
+        return measured(folder, law, lag, options)
 
 
-def measured(folder: Path, law: str, options: argparse.Namespace) -> dict[str, Any]:
+class Simulated(NamedTuple):
+    """One episode of the ledger."""
+
+    uuid: str
+    group: str
+    step: int
+    """The first that could train on it."""
+
+    state: str
+    claimed_at: float
+    trained: int | None
+    """The step that did."""
+
+    oldest: int | None
+    """Steps behind the oldest weights that sampled it."""
+
+
+QUERY = """
+SELECT e.uuid, e.group_id, e.step, e.state, min(a.claimed_at),
+    (SELECT max(t.step) FROM trained AS t WHERE t.episode = e.sequence AND t.outcome = 'trained'),
+    (SELECT min(p.step) FROM calls AS c JOIN publications AS p USING (policy_version)
+        WHERE c.episode = e.sequence)
+FROM episodes AS e JOIN attempts AS a ON a.episode = e.sequence GROUP BY e.sequence
+"""
+
+
+def measured(folder: Path, law: str, lag: int, options: argparse.Namespace) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     counted = [line for line in lines if "time/train_s" in line][1:]
     with closing(sqlite3.connect(folder / "ledger.sqlite")) as ledger:
         steps = dict(ledger.execute("SELECT step, time FROM steps WHERE undone = 0"))
-        episodes = ledger.execute(
-            "SELECT e.uuid, e.step, e.state, min(a.claimed_at), "
-            "(SELECT max(t.step) FROM trained AS t WHERE t.episode = e.sequence AND t.outcome = 'trained'), "
-            "(SELECT min(p.step) FROM calls AS c JOIN publications AS p USING (policy_version) "
-            "WHERE c.episode = e.sequence) "
-            "FROM episodes AS e JOIN attempts AS a ON a.episode = e.sequence GROUP BY e.sequence"
-        ).fetchall()
+        episodes = [Simulated(*row) for row in ledger.execute(QUERY)]
     first, last = min(steps), max(steps)
     seconds = (steps[last] - steps[first]) / options.scale
     rate = (last - first) / seconds
@@ -181,28 +214,67 @@ def measured(folder: Path, law: str, options: argparse.Namespace) -> dict[str, A
         1 / options.train if options.train else float("inf"),
         options.concurrency / statistics.mean(drawn) / (GROUPS * GROUP_SIZE),
     )
-    durations = {uuid: seconds_of(uuid, law) for uuid, *_ in episodes}
+    durations = {each.uuid: seconds_of(each.uuid, law) for each in episodes}
+    groups = dict[str, Simulated]()
+    for each in episodes:
+        longest = groups.setdefault(each.group, each)
+        if durations[each.uuid] > durations[longest.uuid]:
+            groups[each.group] = each
+    started = dict[int, list[float]]()
+    for each in groups.values():
+        started.setdefault(each.step - 1, []).append(durations[each.uuid])
+    fastest = allowed(started, lag, options.train, last)
     # What started late had no time to train: it would count against long episodes.
-    early = [each for each in episodes if each[1] <= last - options.margin]
-    trained = [each for each in early if each[4]]
-    limit = np.quantile([durations[each[0]] for each in early], 0.95)
-    long = [each for each in early if durations[each[0]] >= limit]
-    found, everything = ([durations[each[0]] for each in some] for some in (trained, early))
-    took = [(steps[each[4]] - each[3]) / options.scale for each in trained]
+    early = [each for each in episodes if each.step <= last - options.margin]
+    trained = [each for each in early if each.trained]
+    limit = np.quantile([durations[each.uuid] for each in early], 0.95)
+    long = [each for each in early if durations[each.uuid] >= limit]
+    found, everything = ([durations[each.uuid] for each in some] for some in (trained, early))
+    took = [(steps[each.trained] - each.claimed_at) / options.scale for each in trained if each.trained]
+    lags = Counter(each.trained - 1 - (each.oldest or 0) for each in trained if each.trained)
     waited = sum(line.get("time/wait_stale_s", 0) for line in counted) / options.scale
     train_s = sum(line["time/train_s"] + line["time/publish_s"] for line in counted) / options.scale
     return {
         "steps_per_s": round(rate, 4),
-        "of_bound": round(rate / bound, 2),
+        "of_bound": round(rate / bound, 3),
+        "of_allowed": round((fastest[last] - fastest[first]) / seconds, 3),
         "idle": round(1 - train_s / seconds, 2),
         "wait_stale": round(waited / seconds, 2),
-        "lags": dict(sorted(Counter(each[4] - 1 - each[5] for each in trained).items())),
-        "discarded": sum(each[2] == "ended" and not each[4] for each in early),
-        "long_trained": round(sum(bool(each[4]) for each in long) / len(long), 3),
+        "lags": dict(sorted(lags.items())),
+        "discarded": sum(each.state == "ended" and not each.trained for each in early),
+        "long_trained": round(sum(bool(each.trained) for each in long) / len(long), 3),
         "ks": round(distance(found, everything), 3),
         "ks_limit": round(1.358 * (1 / len(found) + 1 / len(everything)) ** 0.5, 3),
         "start_to_training": round(statistics.median(took), 1),
     }
+
+
+def allowed(started: Mapping[int, list[float]], lag: int, train: float, last: int) -> list[float]:
+    """When the weights of each step up to `last` are published at the earliest, if nothing costs time but
+    episodes and training. `started`: steps behind the newest weights -> how long the groups last that started
+    then.
+
+    A step begins once the one before it is published, as many groups have ended as have to train by then, and
+    so have all that started with the weights of `lag` + 1 steps before it: it is the last for them.
+    """
+    published, ends = [0.0], list[float]()
+    for step in range(1, last + 1):
+        for seconds in started.get(step - 1, ()):
+            insort(ends, published[-1] + seconds)
+        began = max(published[-1], ends[: step * GROUPS][-1])
+        if due := started.get(step - 1 - lag):
+            began = max(began, published[step - 1 - lag] + max(due))
+        published.append(began + train)
+    return published
+
+
+def drawn_groups(law: str, lag: int, steps: int) -> dict[int, list[float]]:
+    """How long those last that would start in a run, by the steps behind the newest weights."""
+    started = dict[int, list[float]]()
+    for number in range(steps * GROUPS):
+        members = (seconds_of(f"{number}/{member}", law) for member in range(GROUP_SIZE))
+        started.setdefault(max(0, number // GROUPS - lag), []).append(max(members))
+    return started
 
 
 def distance(some: list[float], others: list[float]) -> float:
@@ -231,9 +303,17 @@ def main() -> None:
     parser.add_argument("--kill-every", type=float, default=0.0, help="seconds of the clock; 0: never")
     parser.add_argument("--on-stale", choices=("wait", "drop"), default="wait")
     parser.add_argument("--margin", type=int, default=4, help="steps at the end whose episodes do not count")
+    parser.add_argument(
+        "--only-allowed", action="store_true", help="run nothing, and print what drawn episodes allow"
+    )
     options = parser.parse_args()
     for law in options.laws:
         for lag in options.lags:
+            if options.only_allowed:
+                published = allowed(drawn_groups(law, lag, options.steps), lag, options.train, options.steps)
+                share = (options.steps - 1) * options.train / (published[-1] - published[1])
+                print(json.dumps({"law": law, "max_policy_lag": lag, "allowed_of_bound": round(share, 3)}))
+                continue
             began = time.monotonic()
             found = simulate(law, lag, options)
             print(json.dumps({"law": law, "max_policy_lag": lag, **found}), flush=True)

@@ -9,6 +9,7 @@ import asyncio
 import random
 import threading
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -189,11 +190,18 @@ async def storm(
     return Counter(await asyncio.gather(*(one(sample) for sample in samples)))
 
 
+def _name(process: psutil.Process) -> str:
+    """Empty for one that has ended since it was listed."""
+    with suppress(psutil.NoSuchProcess):
+        return process.name()
+    return ""
+
+
 def held(folder: Path) -> dict[str, Any]:
     """What this process holds: children, open files, threads, asyncio tasks, and files in `folder`."""
     process = psutil.Process()
     return {
-        "children": sorted(child.name() for child in process.children(recursive=True)),
+        "children": sorted(name for child in process.children(recursive=True) if (name := _name(child))),
         "files": process.num_fds(),
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "tasks": sorted(str(task.get_coro().__qualname__) for task in asyncio.all_tasks()),  # type: ignore[union-attr]

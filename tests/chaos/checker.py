@@ -47,6 +47,11 @@ class Evidence:
         """The results in the ledger."""
         return [line for line in self.ledger.episodes if line["state"] == "ended"]
 
+    @property
+    def moved(self) -> int:
+        """Calls of results that several versions of the weights sampled."""
+        return sum(len(call["spans"]) > 1 for line in self.ended for call in line["calls"])
+
 
 def find_faults(evidence: Evidence) -> list[str]:
     """Everything that is wrong; empty for a run in which nothing was lost, doubled or mixed up."""

@@ -1,7 +1,8 @@
 """Thousands of episodes on PostgreSQL, while the database is killed and its two servers replace each other.
 
-CHAOS_SEED, CHAOS_EPISODES, CHAOS_WORKERS, CHAOS_KILLS and CHAOS_CLAIM_S (how long a hostile client can hold
-an episode) change the size; the defaults are `make chaos`, and `make cluster` has a short form.
+Groups start beside the steps and weights move in flight, as in `test_kills.py`. CHAOS_SEED, CHAOS_EPISODES,
+CHAOS_WORKERS, CHAOS_KILLS, CHAOS_LAG and CHAOS_CLAIM_S (how long a hostile client can hold an episode) change
+the size; the defaults are `make chaos`, and `make cluster` has a short form.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path, capfd: pytest.Captur
         workers=number("CHAOS_WORKERS", 12),
         kills_of_each_kind=number("CHAOS_KILLS", 16),
         max_claim_s=number("CHAOS_CLAIM_S", 60),
+        max_policy_lag=number("CHAOS_LAG", 4),
         limit_s=2800.0,
     )
     with running_postgres() as database:
@@ -40,7 +42,9 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path, capfd: pytest.Captur
         print(hostilities(tmp_path))
         claims = sum(line["attempt"] for line in evidence.ended)
         print(f"claims {claims}, terms {epoch}, faults {len(faults)}")
+        print(f"calls of several versions {evidence.moved}")
     assert not faults, "\n".join(faults[:20])
+    assert evidence.moved
     # A server that served and was killed or stopped began a term that another one ended. On a slow machine
     # some are killed before they serve.
     assert 2 * epoch > conductor.kills["server"] + conductor.kills["stopped server"]

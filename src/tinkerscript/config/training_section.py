@@ -201,8 +201,8 @@ class TrainingConfig(Section):
     """Which samples are asked, and how often."""
 
     extra_groups: int = Field(default=0, ge=0)
-    """Groups to run in addition to those needed, so that stragglers do not delay a step. With
-    `max_policy_lag: 0`, groups left over are cancelled."""
+    """Groups to run in addition to those needed, so that stragglers do not delay a step. As many are
+    cancelled in the last step that could train them, which is every step at `max_policy_lag: 0`."""
 
     max_policy_lag: int | None = Field(default=None, ge=0)
     """Maximum training steps between the weights that sampled an episode and those it trains. 0: sample a

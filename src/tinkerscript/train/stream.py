@@ -6,7 +6,8 @@ arXiv:2505.24298). A step takes complete groups in starting order. It waits for 
 otherwise leave more behind than later steps can train in time.
 
 Invariants: no group trains more than L steps after the weights that it started with. What is too old is left
-out, with a reason in the ledger. Slow groups are only cancelled at lag 0, where no later step could use them.
+out, with a reason in the ledger. Slow groups are never thrown away, except that as many as `extra_groups` are
+cancelled in the last step that could train them.
 """
 
 from __future__ import annotations
@@ -116,8 +117,11 @@ class GroupStream:
         began, lags, stale = time.monotonic(), LagCounts(), dict[str, str]()
         while True:
             batch, waited = await self._taken(step)
-            cancelled = batch.leftovers
-            self.collector.give_up(cancelled, f"{batch.label} has enough without this episode")
+            surplus = self._pool.take(self._surplus(step))
+            cancelled = [*batch.leftovers, *surplus.leftovers]
+            reason = f"{batch.label} has enough without this episode"
+            self.collector.give_up(batch.leftovers, reason)
+            self._leave_out(surplus, step, reason)
             complete = batch.trainable(self.config.min_group)
             found = self.lags.fresh(((each.group_id, each.accepted) for each in complete), step=step - 1)
             lags.update(found.lags)
@@ -149,10 +153,13 @@ class GroupStream:
         return taken
 
     def end(self) -> None:
-        reason = "the run ended before a step could take its group"
-        self.collector.give_up(self._pool.leftovers, reason)
-        left_out = partial(TrainedRow, step=self._behind, outcome=Use.LEFT_OUT, reason=reason)
-        if rows := [left_out(episode=each.sequence) for each in self._pool.outcomes.values()]:
+        """Leave out all groups, since no step follows."""
+        self._leave_out(self._pool, self._behind, "the run ended before a step could take its group")
+
+    def _leave_out(self, batch: Batch, step: int, reason: str) -> None:
+        self.collector.give_up(batch.leftovers, reason)
+        left_out = partial(TrainedRow, step=step, outcome=Use.LEFT_OUT, reason=reason)
+        if rows := [left_out(episode=each.sequence) for each in batch.outcomes.values()]:
             self.source.note(rows)
 
     async def _taken(self, step: int) -> tuple[Batch, float | None]:
@@ -220,6 +227,10 @@ class GroupStream:
     def _in_time(self) -> list[Group]:
         return [each for each in self._pool.groups.values() if self._last_step(each) >= self._next]
 
+    @property
+    def _drops(self) -> bool:
+        return self.config.on_stale == "drop"
+
     def _last_step(self, group: Group) -> int:
         return group.started + self.lags.max + 1
 
@@ -229,7 +240,8 @@ class GroupStream:
         found = self._in_time
         counted = sum(each.is_complete and self._pool.counts(each) for each in found)
         is_over = all(each.is_complete for each in found) and not self._room
-        return counted >= self.config.groups_per_step or is_over
+        is_judging = not self.lags.max and not all(each.is_judged for each in found)
+        return is_over or (counted >= self.config.groups_per_step and not is_judging)
 
     def _trains(self, step: int) -> list[Group]:
         """The groups that the step would take now; at lag 0 all, including running ones."""
@@ -238,21 +250,28 @@ class GroupStream:
             return groups
         counted = [each for each in self._in_time if each.is_complete and self._pool.counts(each)]
         due = sum(self._last_step(each) == step for each in counted)
-        later = {each.group_id for each in counted[max(due, self.config.groups_per_step) :]}
+        most = max(due, self.config.groups_per_step) if self._drops else self.config.groups_per_step
+        later = {each.group_id for each in counted[most:]}
         return [each for each in groups if each.is_complete and each.group_id not in later]
+
+    def _surplus(self, step: int) -> list[Group]:
+        """Groups that the step leaves behind and that no later one can train: as many as are extra."""
+        if self._drops:
+            return []
+        return [each for each in self._pool.groups.values() if self._last_step(each) <= step]
 
     def _awaited(self, step: int) -> list[Group]:
         """Running groups that would be too old after the step, or the oldest of more than later steps can
         train."""
-        if self.config.on_stale == "drop":
+        if self._drops:
             return []
         taken = {each.group_id for each in self._trains(step)}
         behind = [each for each in self._pool.groups.values() if each.group_id not in taken]
         size, spare = self.config.groups_per_step, self.config.extra_groups
         too_many = 0
         for number, group in enumerate(behind, start=1):
-            steps = self._last_step(group) - step
-            if steps <= 0 or number > steps * size + spare:
+            steps = max(0, self._last_step(group) - step)
+            if number > steps * size + spare:
                 too_many = number
         return [each for each in behind[:too_many] if not each.is_complete]
 

@@ -215,6 +215,22 @@ def test_a_shifted_stream_is_named(peak: float, by: int, words: str) -> None:
     assert words in finding.detail
 
 
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("places", ["first", "last", "both"])
+def test_a_constant_stream_is_not_shifted(number: int, places: str) -> None:
+    """Of a collapsed policy: what differs at an end of each call is outside of what a shift compares."""
+    ours, theirs = np.full(12, -0.01, np.float32), np.full(12, -0.01, np.float32)
+    if places in ("first", "both"):
+        ours[:number] = -3.0
+    if places == "last":
+        ours[-number:] = (-3.0, -4.0)[-number:]
+    if places == "both":
+        theirs[-number:] = -3.0
+    finding = diagnose([Pair(np.arange(12, dtype=np.int32), ours, theirs)] * 4, threshold=0.1)
+    assert finding is not None
+    assert finding.name == "logprob_gap"
+
+
 @pytest.mark.parametrize(("filler", "cut"), [(0.0, 3), (0.0, 1), (-1.0, 3), (-1.0, 2)])
 def test_a_stream_cut_short_is_named(filler: float, cut: int) -> None:
     model = Model()

@@ -176,9 +176,10 @@ def diagnose(
 
 
 def _shifted(bad: Sequence[Pair], mean: float, figures: str) -> Finding | None:
-    best = min(SHIFTS, key=lambda shift: _residual(bad, shift))
-    residual = _residual(bad, best)
-    if residual > UNEXPLAINED * mean:
+    found = {shift: _residuals(bad, shift) for shift in SHIFTS}
+    best = min(found, key=lambda shift: found[shift][0])
+    residual, otherwise = found[best]
+    if residual >= UNEXPLAINED * min(mean, otherwise):
         return None
     places, way = abs(best), "late" if best < 0 else "early"
     return Finding(
@@ -188,16 +189,25 @@ def _shifted(bad: Sequence[Pair], mean: float, figures: str) -> Finding | None:
     )
 
 
-def _residual(bad: Sequence[Pair], shift: int) -> float:
-    """Mean |sampler[i] - trainer[i + shift]| within the calls; infinite if too little overlaps."""
-    total, number = 0.0, 0
-    for pair in bad:
-        ours = pair.sampler[max(0, -shift) : len(pair.ids) - max(0, shift)]
-        theirs = pair.trainer[max(0, shift) : len(pair.ids) - max(0, -shift)]
-        if len(pair.ids) > abs(shift):
-            total += float(np.abs(ours - theirs).sum())
-            number += len(ours)
-    return total / number if number >= MIN_TOKENS // 2 else float("inf")
+def _residuals(bad: Sequence[Pair], shift: int) -> tuple[float, float]:
+    """Mean |sampler[i] - trainer[i + shift]| within the calls, infinite if too little overlaps; and the least
+    that the same logprobs leave without the shift, or in a random order.
+
+    A collapsed policy gives nearly every token the same logprob. Where only the first or the last tokens
+    differ, every shift fits, because it leaves them out; so does every order.
+    """
+    first, last = slice(abs(shift), None), slice(-abs(shift))
+    of_sampler, of_trainer = (last, first) if shift > 0 else (first, last)
+    ours = np.concatenate([pair.sampler[of_sampler] for pair in bad])
+    theirs = np.concatenate([pair.trainer[of_trainer] for pair in bad])
+    if len(ours) < MIN_TOKENS // 2:
+        return float("inf"), 0.0
+    others = (
+        ours - np.concatenate([pair.trainer[of_sampler] for pair in bad]),
+        theirs - np.concatenate([pair.sampler[of_trainer] for pair in bad]),
+        ours - np.random.default_rng(0).permutation(theirs),
+    )
+    return float(np.abs(ours - theirs).mean()), min(float(np.abs(each).mean()) for each in others)
 
 
 def _truncated(bad: Sequence[Pair], figures: str) -> Finding | None:
