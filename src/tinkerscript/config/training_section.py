@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     Field,
@@ -19,6 +19,8 @@ KL_LOSSES = ("kl_k1", "kl_k2", "kl_k3", "kl_unbiased")
 
 Bounds = tuple[float, float]
 """The lowest and the highest ratio that is kept."""
+
+Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class SamplingConfig(Section):
@@ -281,6 +283,12 @@ class TrainingConfig(Section):
     """Soft overlong punishment: in the last share of `sampling.max_tokens` the longest reply of an episode
     costs it up to 1 of its reward, in proportion. 0: none. 0.2 is DAPO's."""
 
+    length_penalty: dict[Literal["token", "turn"], Cost] = Field(
+        default_factory=dict[Literal["token", "turn"], float]
+    )
+    """What the length of an episode costs it of its reward: so much for each `token` that the policy sampled,
+    and for each `turn`, one of its calls. `{turn: 0.05}`, for example."""
+
     top_entropy: float = Field(default=1.0, gt=0, le=1)
     """Only this share of the step's tokens trains: those where the policy's entropy is highest."""
 
@@ -407,6 +415,16 @@ class TrainingConfig(Section):
                 f"advantage_scale: {self.advantage_scale}: with reward_weights each score is divided by its "
                 "own deviation already: leave it out, or set batch_deviation"
             )
+        for name, is_set in (
+            ("overlong_buffer", self.overlong_buffer),
+            ("length_penalty", self.length_penalty),
+        ):
+            if is_set and (self.reward_weights or self.distillation.is_pure):
+                instead = "reward_weights" if self.reward_weights else "a teacher alone (distillation)"
+                raise ValueError(
+                    f"{name} is taken off the reward, and this run trains on {instead} in its place: leave "
+                    "one of them out"
+                )
         if self.recipe == "gdpo" and not self.reward_weights:
             raise ValueError(
                 "recipe: gdpo adds up several scores: name them and their weights in reward_weights, such as "
@@ -446,7 +464,16 @@ class SftConfig(Section):
     data: str = ""
     """JSONL file of chats. Each line is an object with `messages` in OpenAI's format (`role` and `content`,
     optionally `tool_calls`, `tool_call_id`, `name` and `reasoning_content`), and optionally `tools`. The
-    assistant's messages train."""
+    assistant's messages train. Or the folder of a run, whose best episodes train (docs/training.md)."""
+
+    best: int = Field(default=1, ge=1)
+    """How many episodes of each group train, those with the highest rewards, where `data` is a run. With
+    `dpo_beta`, how many pairs."""
+
+    dpo_beta: float = Field(default=0.0, ge=0)
+    """DPO on pairs from the groups of a run: the best episode against the worst, the second best against the
+    second worst. This is the weight of the divergence from the start policy; 0.1 is usual. 0: no DPO, the
+    best episodes train by their likelihood."""
 
     held_out: int = Field(default=32, ge=0)
     """Number of chats, chosen by the seed, that never train and on which the loss (nll) is measured."""

@@ -61,6 +61,7 @@ from tinkerscript.train.token_advantages import (
     covariant_tokens,
     divergence,
     keep_top_entropy,
+    length_cost,
     overlong_punishment,
     scored,
 )
@@ -227,9 +228,9 @@ class Learner:
     def _reward_of(self, outcome: EpisodeAccepted) -> tuple[float, dict[str, float]]:
         """What the episode is compared by: its reward less what its length costs, and its scores by name if
         they are compared in its place, which `usable` has found in it."""
-        reward = outcome.reward_of(self.role)
+        calls = calls_of(outcome.all_calls, self.role)
+        reward = outcome.reward_of(self.role) - length_cost(calls, self.config.length_penalty)
         if self.config.overlong_buffer:
-            calls = calls_of(outcome.all_calls, self.role)
             reward += overlong_punishment(calls, limit=self.reply_tokens, buffer=self.config.overlong_buffer)
         scores = scores_of(outcome)
         return reward, {name: scores[name] for name in self.config.reward_weights}

@@ -1,4 +1,5 @@
-"""Supervised fine-tuning on chats, top to bottom: measure; train step by step; measure again.
+"""Supervised fine-tuning on chats, or on the best episodes of a run, top to bottom: measure; train step by
+step; measure again.
 
 Often the warm start of reinforcement learning: `engine.checkpoint` of the next run names the checkpoint that
 this one leaves. It has the same run folder, checkpoints and way of resuming.
@@ -36,9 +37,11 @@ from tinkerscript.train.backends.backend import (
     optimizer_step,
     skipped_note,
 )
-from tinkerscript.train.chats import Chats, load_chats, trained_weight
+from tinkerscript.train.best_episodes import load_episodes
+from tinkerscript.train.chats import Chats, Datums, Example, evenly_weighted, load_chats, trained_weight
 from tinkerscript.train.checkpoints import try_to_save
 from tinkerscript.train.defaults import learning_rate, resolved
+from tinkerscript.train.dpo import Dpo
 from tinkerscript.train.open_run import OpenRun, begin_run, logged, open_page
 from tinkerscript.train.run_folder import FINAL_CHECKPOINT, RunFolder
 from tinkerscript.train.step_rows import chat_rows, keeps_tokens, metric_rows
@@ -63,7 +66,7 @@ async def run_sft(
     model = model_folder(config.engine.model)
     backend_named(config.engine.backend).check(config.engine, model, progress.note)
     config, about_rates = resolved(config, model)
-    chats = load_chats(config, model)
+    chats = load_data(config, model)
     folder = RunFolder(config, model, now=datetime.now(), path=path)
     async with AsyncExitStack() as stack:
         stack.callback(folder.close)
@@ -78,8 +81,8 @@ async def run_sft(
         step = history.step
         progress.begin(chats.steps, done=step)
         for line in (
-            f"{len(chats.train)} chats train for {chats.steps} steps, {len(chats.held_out)} sequences are "
-            f"held out, {chats.left_out} chats are too long and left out",
+            f"{len(chats.train)} {chats.what} train for {chats.steps} steps, {len(chats.held_out)} are held "
+            f"out, {chats.left_out} {chats.why_left_out} and are left out",
             *about_rates,
         ):
             progress.note(line)
@@ -90,7 +93,9 @@ async def run_sft(
                 f"sft.max_tokens: the longest chat has {chats.longest} tokens and the engine takes "
                 f"{backend.max_context}; set it to that or less"
             )
-        sft = SupervisedRun(run, ledger, backend.client, chats, step, run.train_seconds, next_chat)
+        beta = config.sft.dpo_beta
+        dpo = Dpo(backend.start_logprobs, beta) if beta else None
+        sft = SupervisedRun(run, ledger, backend.client, chats, step, run.train_seconds, next_chat, dpo)
         await run_beside(backend, asyncio.create_task(sft.run(), name="sft"))
         with progress.waiting("the final checkpoint"):
             await sft.save(FINAL_CHECKPOINT)
@@ -99,6 +104,21 @@ async def run_sft(
         await progress.end(None)  # The ledger's last copy says so too.
         await folder.finish_copies(progress)
     return folder
+
+
+def load_data(config: RunConfig, model: Path) -> Chats:
+    """What `config.sft.data` names: a run's episodes, or a file of chats. `model`: the folder of the model.
+    Raises ConfigError."""
+    sft = config.sft
+    if Path(sft.data).expanduser().is_dir() and sft.data:
+        return load_episodes(config, model)
+    for name, is_set in (("dpo_beta", sft.dpo_beta > 0), ("best", sft.best > 1)):
+        if is_set:
+            raise ConfigError(
+                f"sft.{name} compares the episodes of a group: sft.data has to be the folder of a run, got "
+                f"{sft.data!r}"
+            )
+    return load_chats(config, model)
 
 
 async def _past(ledger: Ledger, folder: RunFolder) -> tuple[History, int]:
@@ -121,7 +141,8 @@ def check_origin(folder: RunFolder, chats: Chats) -> None:
         begun: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
         changed = [name for name, value in chats.origin.items() if begun.get(name) != value]
         if changed:
-            names = ["the file of sft.data" if name == "sha256" else name for name in changed]
+            said = {"sha256": "the file of sft.data", "episodes": "the episodes of sft.data"}
+            names = [said.get(name, name) for name in changed]
             raise ConfigError(
                 f"{', '.join(names)} changed since the run in {folder.path} began, which would change its "
                 "held-out chats; resume it with the original data and settings, or start a new run"
@@ -142,6 +163,9 @@ class SupervisedRun:
     train_seconds: float
     next_chat: int
     """The number that the next chat gets in the ledger."""
+
+    dpo: Dpo | None = None
+    """If pairs train."""
 
     _mid_step: bool = False
     """Whether the weights may be between two steps."""
@@ -173,10 +197,11 @@ class SupervisedRun:
     async def train_step(self) -> None:
         """One batch, one optimizer step, one line of metrics."""
         began, step = time.monotonic(), self.step + 1
-        datums = self.chats.batch(step)
-        self._mid_step = True
+        examples = self.chats.batch(step)
         rate = learning_rate(self.parts.config.training, step, steps=self.chats.steps)
         with self.parts.progress.waiting(f"step {step} to train"):
+            datums, measured = await self._weighted(examples)
+            self._mid_step = True
             stepped = await optimizer_step(
                 self.client, datums, self.parts.config.training, loss_fn="cross_entropy", learning_rate=rate
             )
@@ -189,10 +214,11 @@ class SupervisedRun:
             "train/tokens": float(tokens),
             "train/epoch": (step - 1) // self.chats.steps_per_epoch + 1.0,
             "tokens_per_s": tokens / (time.monotonic() - began),
+            **{f"train/{name}": value for name, value in measured.items()},
         }
         number = len(datums)
         row = StepRow(step=step, time=time.time(), policy_version=step, accepted=number, trained=number)
-        episodes = self._chat_rows(step, datums, stepped.logprobs)
+        episodes = self._chat_rows(step, examples, datums, stepped.logprobs)
         await self.ledger.commit([row, *metric_rows(step, metrics), *episodes])
         self.step = step
         self.train_seconds = time.monotonic() - self._began
@@ -204,15 +230,26 @@ class SupervisedRun:
         if skipped := skipped_note(step, metrics):
             self.parts.progress.note(skipped)
 
+    async def _weighted(self, examples: Sequence[Example]) -> tuple[Datums, dict[str, float]]:
+        """What `cross_entropy` trains on, and what else was measured on the way."""
+        if self.dpo is None:
+            return evenly_weighted([datum for each in examples for datum in each.sequences]), {}
+        return await self.dpo.weighted(examples, self.client)
+
     def _chat_rows(
-        self, step: int, datums: Sequence[tinker.Datum], logprobs: Sequence[FloatArray]
+        self,
+        step: int,
+        examples: Sequence[Example],
+        datums: Sequence[tinker.Datum],
+        logprobs: Sequence[FloatArray],
     ) -> list[Row]:
         """A step's chats, each as an episode without calls or reward, if the run keeps them."""
         if not keeps_tokens(self.parts.config.recording, step) or len(logprobs) < len(datums):
             return []
         rows: list[Row] = []
-        for datum, row in zip(datums, logprobs, strict=True):
-            rows += chat_rows(self.next_chat, step, datum, row)
+        origins = [origin for each in examples for origin in each.origins]
+        for datum, origin, row in zip(datums, origins, logprobs, strict=True):
+            rows += chat_rows(self.next_chat, step, datum, row, origin)
             self.next_chat += 1
         return rows
 
@@ -221,12 +258,19 @@ class SupervisedRun:
         if not self.chats.held_out or self.step in dict(self.held_out_curve()):
             return
         with self.parts.progress.waiting("the held-out nll"):
-            nll = await mean_nll(
-                self.client, self.chats.held_out, batch_size=self.parts.config.sft.batch_size
-            )
-        self.parts.folder.log_metrics({HELD_OUT: nll}, step=self.step)
-        self.ledger.note(metric_rows(self.step, {HELD_OUT: nll}))
-        self.parts.progress.note(f"held-out nll after {self.step} steps: {nll:.4f}")
+            found = await self._held_out()
+        metrics = {f"held_out/{name}": value for name, value in found.items()}
+        self.parts.folder.log_metrics(metrics, step=self.step)
+        self.ledger.note(metric_rows(self.step, metrics))
+        said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+        self.parts.progress.note(f"held out after {self.step} steps: {said}")
+
+    async def _held_out(self) -> dict[str, float]:
+        if self.dpo is not None:
+            _, found = await self.dpo.losses(self.chats.held_out, self.client)
+            return found
+        datums = [datum for each in self.chats.held_out for datum in each.sequences]
+        return {"nll": await mean_nll(self.client, datums, batch_size=self.parts.config.sft.batch_size)}
 
     async def save(self, name: str) -> None:
         """Write the weights under `name`."""
@@ -256,7 +300,7 @@ class SupervisedRun:
     def summary(self) -> dict[str, object]:
         """The contents of summary.json."""
         curve = [nll for _, nll in self.held_out_curve()]
-        trained = sum(trained_weight(datum) for chat in self.chats.train for datum in chat)
+        trained = sum(trained_weight(datum) for chat in self.chats.train for datum in chat.datums)
         return {
             "method": "sft",
             "nll_before": curve[0] if curve else None,

@@ -281,6 +281,12 @@ def overlong_punishment(calls: Sequence[Call], *, limit: int, buffer: float) -> 
     return float(np.clip(((1 - buffer) * limit - longest) / (buffer * limit), -1.0, 0.0))
 
 
+def length_cost(calls: Sequence[Call], costs: Mapping[Literal["token", "turn"], float]) -> float:
+    """What an episode pays for all of its tokens and turns."""
+    lengths = {"token": sum(call.reply_tokens for call in calls), "turn": len(calls)}
+    return sum(cost * lengths[name] for name, cost in costs.items())
+
+
 # Which tokens train
 
 
