@@ -362,7 +362,7 @@ def test_dpo_is_trls() -> None:
     policy, mask = tensor(BATCH.new[both]).requires_grad_(), MASKED[both]
     nothing = torch.zeros(mask.shape)
     outputs = SimpleNamespace(
-        log_probs=policy, entropy=nothing, is_top1=nothing, mean_logits=nothing, loss=None
+        log_probs=policy, entropy=nothing, is_top1=nothing.bool(), mean_logits=nothing, loss=None
     )
 
     def same(value: Any) -> Any:

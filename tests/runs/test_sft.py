@@ -188,7 +188,7 @@ async def test_the_best_episodes_of_a_run_train_on_their_own_tokens(tmp_path: Pa
     assert summary["nll_after"] < summary["nll_before"]
     rewards = dict(ask(source, "SELECT uuid, reward FROM episodes"))
     recorded, found = sampled(source), trained(folder.path)
-    assert len(found) == 2 * summary["chats_trained"] > 0
+    assert len(found) == summary["chats_trained"] > 20
     for origin, tokens, own in found:
         assert (tokens, own) == recorded[origin["chosen"]]
         assert rewards[origin["chosen"]] > min(rewards.values())

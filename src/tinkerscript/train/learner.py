@@ -464,7 +464,8 @@ class Learner:
         if self._penalty is not None:
             batch, metrics["train/kl_start"] = await self._penalty.apply(batch)
         if self.distillation is not None:
-            batch, metrics["distillation/teacher_kl"] = await self.distillation.apply(batch)
+            episodes = [each for group in (*self.groups, *self.replayed) for each in group.episodes]
+            batch, metrics["distillation/teacher_kl"] = await self.distillation.apply(batch, episodes)
         before = batch
         if self.config.rollout_correction.is_on:
             batch, corrected = correct(batch, olds, self.config.rollout_correction)
