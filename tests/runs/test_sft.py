@@ -203,6 +203,9 @@ async def check_dpo(tmp_path: Path, source: Path, engine: dict[str, Any]) -> lis
     assert margin[-1] > 0
     assert logged(folder.path, "train/loss")[0] == pytest.approx(np.log(2), abs=1e-5)
     assert logged(folder.path, "train/accuracy")[-1] > 0.5
+    summary = json.loads((folder.path / "summary.json").read_text())
+    accuracy = logged(folder.path, "held_out/accuracy")
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (accuracy[0], accuracy[-1])
     recorded = sampled(source)
     rewards = dict(ask(source, "SELECT uuid, reward FROM episodes"))
     pairs = trained(folder.path)

@@ -46,7 +46,7 @@ from tinkerscript.train.open_run import OpenRun, begin_run, logged, open_page
 from tinkerscript.train.run_folder import FINAL_CHECKPOINT, RunFolder
 from tinkerscript.train.step_rows import chat_rows, keeps_tokens, metric_rows
 
-HELD_OUT = "held_out/nll"
+HELD_OUT, ACCURACY = "held_out/nll", "held_out/accuracy"
 ORIGIN_FILE = "sft_data.json"
 """In the run's folder: the origin of the chats that it began with."""
 
@@ -110,7 +110,7 @@ def load_data(config: RunConfig, model: Path) -> Chats:
     """What `config.sft.data` names: a run's episodes, or a file of chats. `model`: the folder of the model.
     Raises ConfigError."""
     sft = config.sft
-    if Path(sft.data).expanduser().is_dir() and sft.data:
+    if sft.data and Path(sft.data).expanduser().is_dir():
         return load_episodes(config, model)
     for name, is_set in (("dpo_beta", sft.dpo_beta > 0), ("best", sft.best > 1)):
         if is_set:
@@ -290,21 +290,23 @@ class SupervisedRun:
         self._saved = self.step
         self.parts.folder.checkpointed()
 
-    def held_out_curve(self) -> list[tuple[int, float]]:
-        """(step, nll) of each measurement so far."""
+    def held_out_curve(self, name: str = HELD_OUT) -> list[tuple[int, float]]:
+        """(step, value) of each measurement so far."""
         path = self.parts.folder.path / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         entries = [json.loads(line) for line in lines]
-        return [(entry["step"], entry[HELD_OUT]) for entry in entries if HELD_OUT in entry]
+        return [(entry["step"], entry[name]) for entry in entries if name in entry]
 
     def summary(self) -> dict[str, object]:
         """The contents of summary.json."""
         curve = [nll for _, nll in self.held_out_curve()]
+        accuracy = [share for _, share in self.held_out_curve(ACCURACY)]
         trained = sum(trained_weight(datum) for chat in self.chats.train for datum in chat.datums)
         return {
             "method": "sft",
             "nll_before": curve[0] if curve else None,
             "nll_after": curve[-1] if curve else None,
+            **({"accuracy_before": accuracy[0], "accuracy_after": accuracy[-1]} if accuracy else {}),
             "steps": self.step,
             "epochs": self.chats.epochs,
             "chats_trained": len(self.chats.train),
