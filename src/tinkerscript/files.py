@@ -51,6 +51,9 @@ def sync(path: Path) -> None:
 RUN_ID = "run_id"
 """The file in a run's folder with its identity, which its databases and checkpoints repeat."""
 
+LATEST = "latest"
+"""The link to the newest run in a folder of runs."""
+
 CONFIG_FILE = "config.yaml"
 """The config in a run's folder."""
 
