@@ -1,8 +1,8 @@
 """`load_episodes`: the best episodes of the groups in a run's ledger, or pairs of them, as what trains.
 
 Invariants: their tokens are those that were sampled, after the prompts that they were sampled after. No
-sequence trains that the alignment check would leave out, but for what only concerns its log probabilities'
-temperature.
+sequence with an error trains (`rollouts.alignment.checks`), but what was sampled at temperature 0 may: its
+log probabilities are compared with nothing.
 """
 
 from __future__ import annotations
