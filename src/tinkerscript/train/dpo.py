@@ -64,7 +64,8 @@ class Dpo:
         pairs with a margin above 0, and `nll`, which is of the better episodes' tokens."""
         datums = [datum for pair in pairs for datum in pair.datums]
         output = await client.forward(datums, "cross_entropy")
-        start = await self._start([_tokens(datum) for datum in datums], None)
+        tokens = [_tokens(datum) for datum in datums]
+        start = await self._start(tokens, [np.ones(len(each), np.float32) for each in tokens])
         rows = zip(datums, output.loss_fn_outputs, start, strict=True)
         sums = iter([_sums(datum, row["logprobs"].to_numpy(), of_start[1:]) for datum, row, of_start in rows])
         better, worse = np.zeros((len(pairs), 2)), np.zeros((len(pairs), 2))
@@ -72,9 +73,9 @@ class Dpo:
             for side, sequences in ((better, pair.sequences), (worse, pair.rejected)):
                 for _ in sequences:
                     side[place] += next(sums)
-        found = PairLosses.of(better @ (1, -1), worse @ (1, -1), self._beta)
-        tokens = sum(trained_weight(datum) for pair in pairs for datum in pair.sequences)
-        return found, found.metrics | {"nll": -float(better[:, 0].sum()) / tokens}
+        found = PairLosses.of(better[:, 0] - better[:, 1], worse[:, 0] - worse[:, 1], self._beta)
+        number = sum(trained_weight(datum) for pair in pairs for datum in pair.sequences)
+        return found, found.metrics | {"nll": -float(better[:, 0].sum()) / number}
 
     async def weighted(
         self, pairs: Sequence[Example], client: TrainingClient

@@ -67,7 +67,8 @@ class Client:
         return SimpleNamespace(loss_fn_outputs=rows)
 
 
-async def start(sequences: list[Any], temperatures: object) -> list[Any]:
+async def start(sequences: list[Any], temperatures: list[Any]) -> list[Any]:
+    assert {float(value) for each in temperatures for value in each} == {1.0}
     assert [each.tolist() for each in sequences[:2]] == [[1, 2, 3], [1, 4, 5, 6]]
     return [np.append(0.0, row) for row in START]
 
