@@ -51,7 +51,7 @@ def sync(path: Path) -> None:
 RUN_ID = "run_id"
 """The file in a run's folder with its identity, which its databases and checkpoints repeat."""
 
-LATEST = "latest"
+LATEST_RUN = "latest"
 """The link to the newest run in a folder of runs."""
 
 CONFIG_FILE = "config.yaml"

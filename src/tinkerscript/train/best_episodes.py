@@ -19,7 +19,7 @@ from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.model_folder import context_of, model_folder
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.rollouts.trainers import refuse_episode_errors, to_scoring_datum
-from tinkerscript.train.chats import Chats, Example, divided
+from tinkerscript.train.chats import Chats, SupervisedExample, divided
 from tinkerscript.train.tokenizer_check import check_same_tokenizer
 
 
@@ -32,7 +32,7 @@ def load_episodes(config: RunConfig, model: Path) -> Chats:
     sft = config.sft
     run, longest = Path(sft.data).expanduser(), context_of(model)
     _check_model(run, model)
-    found: list[tuple[float, Example]] = []
+    found: list[tuple[float, SupervisedExample]] = []
     lowest, wrong = math.inf, 0
     for group in recorded_groups(run):
         lowest = min(lowest, *group.rewards)
@@ -47,7 +47,7 @@ def load_episodes(config: RunConfig, model: Path) -> Chats:
         raise ConfigError(
             f"sft.data: no episode in {run} is above the lowest reward there, so that none is better"
         )
-    distinct: dict[Hashable, Example] = {}
+    distinct: dict[Hashable, SupervisedExample] = {}
     for example in better:
         distinct.setdefault(_tokens(example), example)
     examples = list(distinct.values())
@@ -78,8 +78,8 @@ def _may_train(episode: EpisodeRollouts) -> bool:
     return any(rollout.loss_mask.any() for rollout in episode.rollouts)
 
 
-def _example(episode: EpisodeRollouts, worse: EpisodeRollouts | None = None) -> Example:
-    return Example(
+def _example(episode: EpisodeRollouts, worse: EpisodeRollouts | None = None) -> SupervisedExample:
+    return SupervisedExample(
         sequences=[to_scoring_datum(rollout) for rollout in episode.rollouts],
         about=episode.rollouts[0].prompt_tokens.tobytes(),
         rejected=[to_scoring_datum(rollout) for rollout in worse.rollouts] if worse else (),
@@ -87,7 +87,7 @@ def _example(episode: EpisodeRollouts, worse: EpisodeRollouts | None = None) -> 
     )
 
 
-def _tokens(example: Example) -> Hashable:
+def _tokens(example: SupervisedExample) -> Hashable:
     """The same for examples that would teach the same."""
     inputs = [datum.loss_fn_inputs for datum in example.datums]
     return example.about, *(each[name].to_numpy().tobytes() for each in inputs for name in sorted(each))

@@ -28,7 +28,7 @@ Datums = list[tinker.Datum]
 
 
 @dataclass(frozen=True)
-class Example:
+class SupervisedExample:
     """A chat, an episode of a run, or a pair of its episodes. A token that trains has the weight 1."""
 
     sequences: Sequence[tinker.Datum]
@@ -58,8 +58,8 @@ class Example:
 class Chats:
     """The data of an `sft` run."""
 
-    train: Sequence[Example]
-    held_out: Sequence[Example]
+    train: Sequence[SupervisedExample]
+    held_out: Sequence[SupervisedExample]
     left_out: int
     """Those longer than `sft.max_tokens`, and episodes with errors."""
 
@@ -86,7 +86,7 @@ class Chats:
         every = [datum for chat in (*self.train, *self.held_out) for datum in chat.datums]
         return 1 + max(datum.model_input.length for datum in every)
 
-    def batch(self, step: int) -> list[Example]:
+    def batch(self, step: int) -> list[SupervisedExample]:
         """The examples of a step, counted from 1. Each epoch is reshuffled; its last batch may be smaller."""
         epoch, index = divmod(step - 1, self.steps_per_epoch)
         order = random.Random(f"{self.seed}/{epoch}").sample(range(len(self.train)), len(self.train))
@@ -95,7 +95,7 @@ class Chats:
 
 
 def divided(
-    examples: Sequence[Example], config: RunConfig, limit: int, origin: Mapping[str, object]
+    examples: Sequence[SupervisedExample], config: RunConfig, limit: int, origin: Mapping[str, object]
 ) -> Chats:
     """`examples` with some held out, without those whose longest sequence has more than `limit` tokens.
 
@@ -152,7 +152,9 @@ def load_chats(config: RunConfig, model: Path) -> Chats:
     sft, longest = config.sft, context_of(model)
     renderer = ChatRenderer(model, config.engine.chat_template_kwargs)
     data = _read(sft)
-    chats = [Example(_datums(text, renderer, sft, line), about=line) for line, text in _lines(data, sft)]
+    chats = [
+        SupervisedExample(_datums(text, renderer, sft, line), about=line) for line, text in _lines(data, sft)
+    ]
     origin = {"sha256": hashlib.sha256(data).hexdigest()}
     return divided(chats, config, min(sft.max_tokens or longest, longest), origin)
 

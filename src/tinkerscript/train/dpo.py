@@ -16,7 +16,7 @@ import tinker
 from tinkerscript.rollouts.advantages import Doubles
 from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.train.backends.backend import TrainingClient
-from tinkerscript.train.chats import Datums, Example, trained_weight, weighted
+from tinkerscript.train.chats import Datums, SupervisedExample, trained_weight, weighted
 from tinkerscript.train.token_advantages import ReferenceLogprobs
 
 
@@ -58,7 +58,7 @@ class Dpo:
         self._start, self._beta = start, beta
 
     async def losses(
-        self, pairs: Sequence[Example], client: TrainingClient
+        self, pairs: Sequence[SupervisedExample], client: TrainingClient
     ) -> tuple[PairLosses, dict[str, float]]:
         """Those of the current weights, and the metrics of the batch: the loss, the mean margin, the share of
         pairs with a margin above 0, and `nll`, which is of the better episodes' tokens."""
@@ -78,7 +78,7 @@ class Dpo:
         return found, found.metrics | {"nll": -float(better[:, 0].sum()) / number}
 
     async def weighted(
-        self, pairs: Sequence[Example], client: TrainingClient
+        self, pairs: Sequence[SupervisedExample], client: TrainingClient
     ) -> tuple[Datums, dict[str, float]]:
         """Datums for `cross_entropy` with the gradient of the mean loss, and its metrics."""
         found, metrics = await self.losses(pairs, client)

@@ -38,7 +38,14 @@ from tinkerscript.train.backends.backend import (
     skipped_note,
 )
 from tinkerscript.train.best_episodes import load_episodes
-from tinkerscript.train.chats import Chats, Datums, Example, evenly_weighted, load_chats, trained_weight
+from tinkerscript.train.chats import (
+    Chats,
+    Datums,
+    SupervisedExample,
+    evenly_weighted,
+    load_chats,
+    trained_weight,
+)
 from tinkerscript.train.checkpoints import try_to_save
 from tinkerscript.train.defaults import learning_rate, resolved
 from tinkerscript.train.dpo import Dpo
@@ -230,7 +237,7 @@ class SupervisedRun:
         if skipped := skipped_note(step, metrics):
             self.parts.progress.note(skipped)
 
-    async def _weighted(self, examples: Sequence[Example]) -> tuple[Datums, dict[str, float]]:
+    async def _weighted(self, examples: Sequence[SupervisedExample]) -> tuple[Datums, dict[str, float]]:
         """What `cross_entropy` trains on, and what else was measured on the way."""
         if self.dpo is None:
             return evenly_weighted([datum for each in examples for datum in each.sequences]), {}
@@ -239,7 +246,7 @@ class SupervisedRun:
     def _chat_rows(
         self,
         step: int,
-        examples: Sequence[Example],
+        examples: Sequence[SupervisedExample],
         datums: Sequence[tinker.Datum],
         logprobs: Sequence[FloatArray],
     ) -> list[Row]:

@@ -16,7 +16,7 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import Call
 from tinkerscript.train.best_episodes import load_episodes
-from tinkerscript.train.chats import Chats, Example
+from tinkerscript.train.chats import Chats, SupervisedExample
 from tinkerscript.train.run_folder import RunFolder
 from tinkerscript.train.sft import check_origin, load_data
 from written_run import Written, WrittenRun
@@ -49,7 +49,7 @@ def names(examples: Any) -> list[tuple[str, ...]]:
     return [example.episodes for example in examples]
 
 
-def tokens(example: Example) -> list[tuple[list[int], list[int]]]:
+def tokens(example: SupervisedExample) -> list[tuple[list[int], list[int]]]:
     """Ids, and those that train, of each sequence."""
     found: list[tuple[list[int], list[int]]] = []
     for datum in example.sequences:

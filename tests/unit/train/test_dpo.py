@@ -11,7 +11,7 @@ import tinker
 import torch
 from tinker_cookbook.preference.train_dpo import compute_dpo_loss
 
-from tinkerscript.train.chats import Example
+from tinkerscript.train.chats import SupervisedExample
 from tinkerscript.train.dpo import Dpo, PairLosses
 
 RANDOM = np.random.default_rng(3)
@@ -51,8 +51,10 @@ def test_margins_that_no_float_holds_have_a_finite_gradient() -> None:
 
 
 PAIRS = [
-    Example([datum(1, 2, 3, trained=1), datum(1, 4, 5, 6, trained=2)], 1, [datum(1, 2, 9, 9, trained=2)]),
-    Example([datum(7, 8, 9, trained=2)], 2, [datum(7, 1, trained=1), datum(7, 7, 7, trained=1)]),
+    SupervisedExample(
+        [datum(1, 2, 3, trained=1), datum(1, 4, 5, 6, trained=2)], 1, [datum(1, 2, 9, 9, trained=2)]
+    ),
+    SupervisedExample([datum(7, 8, 9, trained=2)], 2, [datum(7, 1, trained=1), datum(7, 7, 7, trained=1)]),
 ]
 DATUMS = [datum for pair in PAIRS for datum in pair.datums]
 POLICY, START = ([RANDOM.normal(-2, 1, each.model_input.length) for each in DATUMS] for _ in range(2))
