@@ -11,15 +11,13 @@ held-out accuracy over training episodes, divided by those episodes, above that 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distillation import area, train
+from curves import compare, evaluated, train_here
 from tinkerscript.workers.base_task import EpisodeModel, Task, TaskSample
 
 KINDS = ("sum", "never", "never", "always", "always")
@@ -53,7 +51,6 @@ class MixedSums(Task):
 
 
 def curve(folder: Path, by: str, seed: int, steps: int, rate: float) -> list[tuple[int, float]]:
-    """(training episodes, held-out accuracy) of one run, from its start to its end."""
     training = {"groups_per_step": 16, "group_size": 8, "minibatches": 2, "checkpoint_every": 0}
     config: dict[str, Any] = {
         "seed": seed,
@@ -63,9 +60,7 @@ def curve(folder: Path, by: str, seed: int, steps: int, rate: float) -> list[tup
         | {"steps": steps, "learning_rate": rate, "grad_clip_norm": 0.3, "curriculum": {"by": by}},
         "evaluation": {"episodes": HELD_OUT, "every_steps": EVERY, "interim_episodes": HELD_OUT},
     }
-    run_dir = train(folder, f"{by} {seed}", config)
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"] * 128, line["eval/score"]) for line in lines if "eval/score" in line]
+    return evaluated(train_here(folder, f"{by} {seed}", config), config)
 
 
 def main() -> None:
@@ -77,17 +72,16 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--arms", nargs="*", default=["none", "pass_rate"])
     options = parser.parse_args()
-    gains: dict[str, list[float]] = {arm: [] for arm in options.arms}
+    steps, rate = options.steps, options.learning_rate
     with tempfile.TemporaryDirectory() as name:
-        for seed in options.seeds:
-            for arm, found in gains.items():
-                points = curve(Path(name), arm, seed, options.steps, options.learning_rate)
-                found.append(area(points) - points[0][1])
-                said = {"curriculum": arm, "seed": seed, "gain": round(found[-1], 3), "curve": points}
-                print(json.dumps(said), flush=True)
-    for arm, found in gains.items():
-        spread = f"{statistics.mean(found):.3f} ({min(found):.3f}-{max(found):.3f})"
-        print(json.dumps({"curriculum": arm, "seeds": len(found), "gain": spread}))
+        folder = Path(name)
+        compare(
+            "curriculum",
+            options.arms,
+            options.seeds,
+            lambda arm, seed: curve(folder, arm, seed, steps, rate),
+            above_start=True,
+        )
 
 
 if __name__ == "__main__":

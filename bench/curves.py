@@ -16,14 +16,18 @@ from __future__ import annotations
 import argparse
 import json
 import sqlite3
+import statistics
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
+import yaml
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -59,7 +63,7 @@ class Run:
         )
 
 
-def train(config: Path, folder: Path, seed: int, settings: list[str]) -> None:
+def train(config: Path, folder: Path, seed: int, settings: list[str], *, quiet: bool = False) -> None:
     if (folder / "summary.json").exists():
         return
     command = [sys.executable, "-m", "tinkerscript", "train"]
@@ -69,7 +73,60 @@ def train(config: Path, folder: Path, seed: int, settings: list[str]) -> None:
         command.append(str(config))
         settings = [f"experiment_dir={folder}", f"seed={seed}", *settings]
     command += [word for setting in settings for word in ("--set", setting)]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL if quiet else None)
+
+
+def example(name: str) -> dict[str, Any]:
+    """The config of an example, for a file in another folder."""
+    path = ROOT / "examples" / name
+    config = yaml.safe_load(path.read_text())
+    config["task"]["name"] = str(path.parent / config["task"]["name"])
+    return config
+
+
+def train_here(folder: Path, name: str, config: dict[str, Any]) -> Path:
+    """The folder of a run of `config`, in one process."""
+    path = folder / f"{name.replace(',', '').replace(' ', '-')}.yaml"
+    path.write_text(yaml.safe_dump({**config, "enable_tinkerscript_mode": False, "recording": "off"}))
+    train(path, path.with_suffix(""), config.get("seed", 1), [], quiet=True)
+    return path.with_suffix("")
+
+
+def evaluated(run: Path, config: dict[str, Any]) -> list[tuple[int, float]]:
+    """(training episodes, held-out score) of a run, from its start to its end."""
+    episodes = config["training"]["groups_per_step"] * config["training"]["group_size"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"] * episodes, line["eval/score"]) for line in lines if "eval/score" in line]
+
+
+def area(points: Sequence[tuple[float, float]]) -> float:
+    """The mean score on the way, with straight lines between the points."""
+    places, scores = zip(*points, strict=True)
+    return float(np.trapezoid(scores, places)) / (places[-1] - places[0])
+
+
+def compare(
+    what: str,
+    arms: Sequence[str],
+    seeds: Sequence[int],
+    curve: Callable[[str, int], list[tuple[int, float]]],
+    *,
+    above_start: bool = False,
+) -> None:
+    """Print the curve of each arm and seed, in turn, and the areas under those of each arm. `above_start`:
+    less the score that each begins with."""
+    name = "gain" if above_start else "area"
+    areas: dict[str, list[float]] = {arm: [] for arm in arms}
+    for seed in seeds:
+        for arm, found in areas.items():
+            points = curve(arm, seed)
+            found.append(area(points) - above_start * points[0][1])
+            print(
+                json.dumps({what: arm, "seed": seed, name: round(found[-1], 3), "curve": points}), flush=True
+            )
+    for arm, found in areas.items():
+        spread = f"{statistics.mean(found):.3f} ({min(found):.3f}-{max(found):.3f})"
+        print(json.dumps({what: arm, "seeds": len(found), name: spread}))
 
 
 def read(folder: Path, seed: int) -> Run:

@@ -19,9 +19,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
-from curves import ROOT, Run, read, train
+from curves import ROOT, Run, area, read, train
 from tinkerscript.config import RECIPES
 
 BASE = "none"
@@ -36,12 +34,6 @@ NEEDED = {"gdpo": ["training.reward_weights={accuracy: 1.0}"]}
 """Settings that a recipe needs from its user."""
 
 
-def area(run: Run) -> float:
-    """The mean held-out score over the steps."""
-    steps, scores, _ = zip(*run.scores, strict=True)
-    return float(np.trapezoid(scores, steps)) / (steps[-1] - steps[0])
-
-
 def interval(values: Sequence[float]) -> str:
     """Their mean, and its 95% interval to each side."""
     mean = statistics.fmean(values)
@@ -52,8 +44,8 @@ def interval(values: Sequence[float]) -> str:
 
 
 def row(recipe: str, runs: Sequence[Run], base: Sequence[Run]) -> str:
-    areas = [area(run) for run in runs]
-    above = [found - area(other) for found, other in zip(areas, base, strict=True)]
+    areas, below = ([area([point[:2] for point in run.scores]) for run in each] for each in (runs, base))
+    above = [found - other for found, other in zip(areas, below, strict=True)]
     first, last = (interval([run.scores[end][1] for run in runs]) for end in (0, -1))
     difference = "" if recipe == BASE else interval(above)
     return f"| {recipe} | {interval(areas)} | {difference} | {first} | {last} |"

@@ -49,6 +49,7 @@ def sync(path: Path) -> None:
 
 
 RUN_ID = "run_id"  # File with the run's identity, which its databases and checkpoints repeat.
+LATEST_RUN = "latest"  # Link to the newest run in a folder of runs.
 CONFIG_FILE = "config.yaml"
 LEDGER_FILE = "ledger.sqlite"
 

@@ -199,7 +199,8 @@ def by_sft(folder: Path, family: Family, messages: list[dict[str, Any]], file: P
     file.write_text(json.dumps({"messages": said, "tools": tools}) + "\n")
     sft = {"data": str(file), "held_out": 0, "batch_size": 1}
     config = RunConfig.model_validate({"method": "sft", "engine": {"model": str(folder)}, "sft": sft})
-    (datums,) = load_chats(config, folder).train
+    (chat,) = load_chats(config, folder).train
+    datums = chat.datums
     replies_at = [index for index, message in enumerate(said) if message["role"] == "assistant"]
     written = [renderer.reply_ids(said[:index], said[index], tools) for index in replies_at]
     sequences = [_ids(datum) for datum in datums]

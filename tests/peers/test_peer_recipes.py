@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from tinkerscript.config import RolloutCorrectionConfig
 from tinkerscript.engine.losses import COVARIANT, LOSSES, MASK, SAMPLER, SEQUENCE, START
 from tinkerscript.rollouts.advantages import AdvantageRule, WeightedRollout, whitened
 from tinkerscript.rollouts.rollout import EpisodeRollouts
+from tinkerscript.train.dpo import PairLosses
 from tinkerscript.train.token_advantages import correct, covariant_tokens, keep_top_entropy
 
 core = pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed")
@@ -27,6 +29,7 @@ helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
 with pytest.MonkeyPatch.context() as patch:  # TRL would take the folder tests/vllm for the package vllm.
     patch.setattr(sys, "path", [each for each in sys.path if Path(each).name != "tests"])
     GRPOTrainer: Any = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
+    DPOTrainer: Any = pytest.importorskip("trl.trainer.dpo_trainer").DPOTrainer
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -343,3 +346,60 @@ def test_the_tokens_of_highest_entropy_are_trls() -> None:
         [each.advantages for each in keep_top_entropy(items, BATCH.of_sequences(BATCH.entropies), 0.2)]
     )
     np.testing.assert_array_equal(found > 0, kept.bool().numpy())
+
+
+# Pairs
+
+
+def test_dpo_is_trls() -> None:
+    """The best and the worst reply of each group, its policy after two steps against the sampler."""
+    numbers = [np.flatnonzero(BATCH.group == number) for number in dict.fromkeys(BATCH.group.tolist())]
+    differ = [each for each in numbers if BATCH.rewards[each].max() > BATCH.rewards[each].min()]
+    better, worse = (
+        np.array([each[of(BATCH.rewards[each])] for each in differ]) for of in (np.argmax, np.argmin)
+    )
+    both = np.concatenate([better, worse])
+    policy, mask = tensor(BATCH.new[both]).requires_grad_(), MASKED[both]
+    nothing = torch.zeros(mask.shape)
+    outputs = SimpleNamespace(
+        log_probs=policy, entropy=nothing, is_top1=nothing.bool(), mean_logits=nothing, loss=None
+    )
+
+    def same(value: Any) -> Any:
+        return value
+
+    given = SimpleNamespace(
+        beta=0.1,
+        loss_types=["sigmoid"],
+        loss_weights=[1.0],
+        f_divergence_type="reverse_kl",
+        ld_alpha=None,
+        aux_loss_enabled=False,
+        use_weighting=False,
+        precompute_ref_logps=True,
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(device="cpu", gather=same, gather_for_metrics=same),
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    start = tensor(BATCH.sampler[both]).sum(1)
+    first = torch.ones(len(both), 1)  # The prompt.
+    inputs = {
+        "input_ids": torch.zeros(len(both), 1 + mask.shape[1], dtype=torch.long),
+        "attention_mask": torch.cat([first, mask], 1),
+        "completion_mask": torch.cat([0 * first, mask], 1),
+        "ref_chosen_logps": start[: len(differ)],
+        "ref_rejected_logps": start[len(differ) :],
+    }
+    theirs = DPOTrainer._compute_loss(given, lambda **_: outputs, inputs, False)
+    theirs.backward()
+    moved = (BATCH.new - BATCH.sampler).sum(1)
+    found = PairLosses.of(moved[better], moved[worse], 0.1)
+    assert float(theirs.detach()) == pytest.approx(found.metrics["loss"], rel=1e-6)
+    assert policy.grad is not None
+    slopes = np.concatenate([found.slopes, -found.slopes])[:, None]
+    np.testing.assert_allclose(policy.grad.numpy(), np.broadcast_to(slopes, mask.shape), **DECIMAL)
+    measured = {name: values[0] for name, values in given._metrics["train"].items()}
+    assert measured["rewards/margins"] == pytest.approx(found.metrics["margin"], rel=1e-6)
+    assert measured["rewards/accuracies"] == pytest.approx(found.metrics["accuracy"])

@@ -74,6 +74,32 @@ async def test_an_adapter_learns_from_the_base_that_it_shares(tmp_path: Path) ->
     assert curve(run.path)[0]["distillation/teacher_kl"] == pytest.approx(0, abs=1e-5)
 
 
+TOLD = """
+from tinkerscript.protocol import WorkflowOutput
+from tinkerscript.workers.base_task import Task
+
+
+class Told(Task):
+    def samples(self, *, held_out):
+        return [{"id": str(i), "input": f"What is {i}+3?", "target": str(i + 3)} for i in range(10, 40)]
+
+    async def rollout(self, sample, model):
+        await model.ask([{"role": "user", "content": sample["input"]}], max_tokens=6)
+        hint = {"teacher_context": f"It is {sample['target']}."}
+        return WorkflowOutput(reward=0.0, metadata=hint)
+"""
+
+
+async def test_the_start_policy_teaches_what_only_it_was_told(tmp_path: Path) -> None:
+    """Without the hint it would agree with the policy, as above, in the first step."""
+    (tmp_path / "told.py").write_text(TOLD)
+    made = config(tmp_path / "run", "")
+    task = made.task.model_copy(update={"name": f"{tmp_path / 'told.py'}:Told"})
+    lines = curve((await run_training(made.model_copy(update={"task": task}), QuietReporter())).path)
+    assert abs(lines[0]["distillation/teacher_kl"]) > 0.01
+    assert [line["train/sequences"] for line in lines] == [GROUPS] * STEPS
+
+
 async def test_reward_and_teacher_train_together(taught: Path, tmp_path: Path) -> None:
     made = config(tmp_path / "run", taught, size=4, reward_coef=10.0)
     lines = curve((await run_training(made, QuietReporter())).path)

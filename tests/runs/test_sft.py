@@ -7,15 +7,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from run_ledger import ask, counted_calls
 from short_runs import curve, short_run
-from tinkerscript.config import RunConfig
+from tinkerscript.config import RunConfig, SftConfig
 from tinkerscript.errors import EngineError
 from tinkerscript.ledger.reader import LedgerReader
+from tinkerscript.ledger.tokens import unpacked_sequences
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.page.steps import step_page, step_view
 from tinkerscript.page.token_view import token_view
+from tinkerscript.rollouts.call import unpack_ids
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
 from tinkerscript.train.sft import run_sft
@@ -138,3 +142,84 @@ async def test_a_checkpoint_that_cannot_be_the_start_is_refused(tmp_path: Path) 
         await run_training(
             reinforcement(tmp_path, {"checkpoint": str(tmp_path / "nowhere")}), QuietReporter()
         )
+
+
+# On the episodes of a run
+
+
+def from_run(tmp_path: Path, folder: str, source: Path, engine: dict[str, Any], **sft: Any) -> RunConfig:
+    given = {"data": str(source), "held_out": 4, "batch_size": 8, **sft}
+    made = config(tmp_path, folder, engine)
+    training = made.training.model_copy(update={"learning_rate": 2e-4})
+    return made.model_copy(update={"sft": SftConfig.model_validate(given), "training": training})
+
+
+async def source_run(tmp_path: Path) -> Path:
+    training = {"steps": 2, "groups_per_step": 16, "group_size": 6, "learning_rate": 1e-5}
+    folder = await run_training(short_run(tmp_path / "source", training=training), QuietReporter())
+    return folder.path
+
+
+def sampled(run: Path) -> dict[str, tuple[list[int], list[int]]]:
+    """Episode of one call -> its tokens, and those that were sampled."""
+    return {
+        uuid: (unpack_ids(call.new_prompt + call.sampled).tolist(), unpack_ids(call.sampled).tolist())
+        for uuid, (call,) in counted_calls(run).items()
+    }
+
+
+def trained(run: Path) -> list[tuple[dict[str, str], list[int], list[int]]]:
+    """What each chat of an sft run is from, its tokens, and those that trained."""
+    found: list[tuple[dict[str, str], list[int], list[int]]] = []
+    for result, packed in ask(
+        run, "SELECT result, sequences FROM results AS r JOIN tokens AS t ON t.episode = r.episode"
+    ):
+        (sequence,) = unpacked_sequences(packed)
+        tokens = unpack_ids(sequence.chat)
+        trains = np.frombuffer(sequence.chat_trained, np.uint8).astype(bool)
+        found.append((json.loads(result)["metadata"], tokens.tolist(), tokens[trains].tolist()))
+    return found
+
+
+async def test_the_best_episodes_of_a_run_train_on_their_own_tokens(tmp_path: Path) -> None:
+    source = await source_run(tmp_path)
+    folder = await run_sft(from_run(tmp_path, "best", source, {}, best=2), QuietReporter())
+    summary = json.loads((folder.path / "summary.json").read_text())
+    assert summary["nll_after"] < summary["nll_before"]
+    rewards = dict(ask(source, "SELECT uuid, reward FROM episodes"))
+    recorded, found = sampled(source), trained(folder.path)
+    assert len(found) == summary["chats_trained"] > 20
+    for origin, tokens, own in found:
+        assert (tokens, own) == recorded[origin["chosen"]]
+        assert rewards[origin["chosen"]] > min(rewards.values())
+
+
+async def check_dpo(tmp_path: Path, source: Path, engine: dict[str, Any]) -> list[float]:
+    settings = from_run(tmp_path, "dpo", source, engine, dpo_beta=0.1, epochs=3)
+    folder = await run_sft(settings, QuietReporter())
+    loss, margin = (logged(folder.path, f"held_out/{name}") for name in ("loss", "margin"))
+    assert (loss[0], margin[0]) == (pytest.approx(np.log(2), abs=1e-5), pytest.approx(0, abs=1e-4))
+    assert loss[-1] < loss[0]
+    assert margin[-1] > 0
+    assert logged(folder.path, "train/loss")[0] == pytest.approx(np.log(2), abs=1e-5)
+    assert logged(folder.path, "train/accuracy")[-1] > 0.5
+    summary = json.loads((folder.path / "summary.json").read_text())
+    accuracy = logged(folder.path, "held_out/accuracy")
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (accuracy[0], accuracy[-1])
+    recorded = sampled(source)
+    rewards = dict(ask(source, "SELECT uuid, reward FROM episodes"))
+    pairs = trained(folder.path)
+    for (better, *one), (worse, *other) in zip(pairs[::2], pairs[1::2], strict=True):
+        assert (one, other) == (list(recorded[better["chosen"]]), list(recorded[worse["rejected"]]))
+        assert rewards[better["chosen"]] > rewards[worse["rejected"]]
+    return loss
+
+
+async def test_pairs_of_a_run_train_the_same_at_both_engines(tmp_path: Path) -> None:
+    source = await source_run(tmp_path)
+    ours = await check_dpo(tmp_path, source, {})
+    (tmp_path / "service").mkdir()
+    with wire_server(TINY_MODEL, tmp_path / "wire", name="tiny-served", full=True) as wire:
+        engine = {"backend": "tinker", "base_url": wire.url}
+        theirs = await check_dpo(tmp_path / "service", source, engine)
+    assert ours == pytest.approx(theirs, abs=1e-4)

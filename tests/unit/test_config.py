@@ -150,6 +150,14 @@ def test_what_a_config_reads_is_seen_from_its_file(tmp_path: Path, monkeypatch: 
     assert config.sft.data == f"{configs}/chats.jsonl"
     assert config.metrics.extra == [f"{configs}/mine.py:best", "package.module:worst"]
     assert config.experiment_dir == "auto"
+    (shell / "runs" / "first" / "final").mkdir(parents=True)
+    (shell / "runs" / "latest").symlink_to("first")
+    latest = ["sft.data=runs/latest", "engine.checkpoint=runs/latest/final"]
+    (shell / "chats.jsonl").symlink_to(shell / "runs")
+    config = load_config(configs / "run.yaml", latest)
+    first = f"{shell}/runs/first"
+    assert (config.sft.data, config.engine.checkpoint) == (first, f"{first}/final"), "soon it is another"
+    assert load_config(configs / "run.yaml", ["sft.data=chats.jsonl"]).sft.data == f"{shell}/chats.jsonl"
     overrides = ["engine.model=other", "workers.script=agent.py", "engine.checkpoint=tiny"]
     config = load_config(configs / "run.yaml", overrides)
     assert config.engine.model == f"{shell}/other"

@@ -55,6 +55,14 @@ def test_given_keys_win_also_inside_a_section() -> None:
         ),
         ("reward_weights: {a: 1}, advantage_scale: group_deviation", "already divides each score by its own"),
         ("rollout_correction: {bypass: true}, kl_penalty_coef: 0.1", "leave out bypass, or take the"),
+        (
+            "recipe: gdpo, reward_weights: {a: 1}, overlong_buffer: 0.2",
+            "overlong_buffer is taken off the reward",
+        ),
+        ("reward_weights: {a: 1}, length_penalty: {turn: 1}", "trains on reward_weights in its place"),
+        ("distillation: {teacher: t}, length_penalty: {token: 1}", "length_penalty .* on a teacher alone"),
+        ("length_penalty: {step: 1}", "length_penalty.step"),
+        ("length_penalty: {turn: -1}", "length_penalty.turn: input should be greater than or equal to 0"),
         ("rollout_correction: {bypass: true}, top_entropy: 0.2", "top_entropy: the entropies come from"),
     ],
 )

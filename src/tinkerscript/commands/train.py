@@ -350,6 +350,9 @@ def _report_sft(console: Console, folder: Path) -> None:
     summary, checkpoint = _summary(folder), folder / "checkpoints" / "final"
     if summary["nll_before"] is not None:
         console.print(f"\nheld-out nll       {summary['nll_before']:.4f} -> {summary['nll_after']:.4f}")
+    if "accuracy_before" in summary:
+        shares = f"{summary['accuracy_before']:.1%} -> {summary['accuracy_after']:.1%}"
+        console.print(f"held-out pairs     {shares} with the better episode preferred")
     _print(
         console,
         f"run folder         {folder}   (learning_curve.png, metrics.jsonl)\n"

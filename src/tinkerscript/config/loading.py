@@ -19,7 +19,7 @@ from pydantic import (
 from tinkerscript.config.run_section import RunConfig
 from tinkerscript.config.section import Section
 from tinkerscript.errors import ConfigError
-from tinkerscript.files import load_yaml
+from tinkerscript.files import LATEST_RUN, load_yaml
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
@@ -107,7 +107,11 @@ def _with_absolute_paths(value: Any, folder: Path, key: str = "") -> Any:
 
 
 def _seen_from(folder: Path, path: str) -> Path:
-    return (folder / Path(path).expanduser()).absolute()
+    seen = (folder / Path(path).expanduser()).absolute()
+    for link in (seen, *seen.parents):
+        if link.name == LATEST_RUN and link.is_symlink():  # It will name the run that reads this.
+            return link.resolve() / seen.relative_to(link)
+    return seen
 
 
 def _explain(error: ValidationError, source: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     Field,
@@ -18,6 +18,8 @@ from tinkerscript.config.section import Section
 KL_LOSSES = ("kl_k1", "kl_k2", "kl_k3", "kl_unbiased")
 
 Bounds = tuple[float, float]  # [low, high], both inclusive.
+
+Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class SamplingConfig(Section):
@@ -277,6 +279,12 @@ class TrainingConfig(Section):
     """Soft overlong punishment: an episode loses up to 1 of its reward as its longest reply passes through
     this last share of `sampling.max_tokens`. 0: off. DAPO uses 0.2."""
 
+    length_penalty: dict[Literal["token", "turn"], Cost] = Field(
+        default_factory=dict[Literal["token", "turn"], float]
+    )
+    """What the length of an episode costs it of its reward: so much for each `token` that the policy sampled,
+    and for each `turn`, one of its calls. `{turn: 0.05}`, for example."""
+
     top_entropy: float = Field(default=1.0, gt=0, le=1)
     """Share of the step's tokens that train: those where the policy's entropy is highest."""
 
@@ -401,6 +409,16 @@ class TrainingConfig(Section):
                 f"advantage_scale: {self.advantage_scale}: reward_weights already divides each score by its "
                 "own deviation: leave it out, or set batch_deviation"
             )
+        for name, is_set in (
+            ("overlong_buffer", self.overlong_buffer),
+            ("length_penalty", self.length_penalty),
+        ):
+            if is_set and (self.reward_weights or self.distillation.is_pure):
+                instead = "reward_weights" if self.reward_weights else "a teacher alone (distillation)"
+                raise ValueError(
+                    f"{name} is taken off the reward, and this run trains on {instead} in its place: leave "
+                    "one of them out"
+                )
         if self.recipe == "gdpo" and not self.reward_weights:
             raise ValueError(
                 "recipe: gdpo adds up several scores: name them and their weights in reward_weights, such as "
@@ -437,9 +455,17 @@ class TrainingConfig(Section):
 
 class SftConfig(Section):
     data: str = ""
-    """JSONL file of chats. Each line has `messages` in OpenAI's format (`role` and `content`, optionally
-    `tool_calls`, `tool_call_id`, `name`, `reasoning_content`) and optionally `tools`. The assistant's
-    messages train."""
+    """JSONL file of chats, or the folder of a run, whose best episodes train (docs/training.md). Each line of
+    a file has `messages` in OpenAI's format (`role` and `content`, optionally `tool_calls`, `tool_call_id`,
+    `name`, `reasoning_content`) and optionally `tools`. The assistant's messages train."""
+
+    best: int = Field(default=1, ge=1)
+    """If `data` is a run: how many episodes of each group train, those with the highest rewards. With
+    `dpo_beta`, how many pairs."""
+
+    dpo_beta: float = Field(default=0.0, ge=0)
+    """DPO on pairs from the groups of a run: the best episode against the worst, the second best against the
+    second worst. The weight of the divergence from the start policy; 0.1 is usual. 0: no DPO."""
 
     held_out: int = Field(default=32, ge=0)
     """Chats, chosen by the seed, on which the loss (`nll`) is measured and which never train."""

@@ -26,6 +26,7 @@ import httpx
 from tinkerscript.addresses import SERVER_FILE, ServerInfo, read_server_info
 from tinkerscript.asgi import is_loopback
 from tinkerscript.errors import ConfigError, ConflictError, NotRecordedError
+from tinkerscript.files import LATEST_RUN
 from tinkerscript.ledger.reader import LedgerReader, find_runs
 from tinkerscript.lifecycle import try_lock
 from tinkerscript.page.overview import state
@@ -116,7 +117,7 @@ class Runs:
                 self._looked = -LOOK_AGAIN_S
             SearchIndex.forget(folder)
             shutil.rmtree(gone)
-        latest = self.root / "latest"
+        latest = self.root / LATEST_RUN
         if latest.is_symlink() and not latest.exists():
             latest.unlink()
 

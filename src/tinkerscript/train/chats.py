@@ -1,4 +1,4 @@
-"""`Chats`: a JSONL file of chats as tinker_cookbook's supervised datums, some held out.
+"""What `method: sft` trains on: `Chats`, some of them held out, and how a JSONL file becomes them.
 
 Invariants: no chat is truncated, and none both trains and is held out. Each reply follows the prompt that the
 gateway would give the model. Selection and order depend on the seed.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,17 +28,47 @@ Datums = list[tinker.Datum]
 
 
 @dataclass(frozen=True)
+class SupervisedExample:
+    """A chat, an episode of a run, or a pair of its episodes. A token that trains has the weight 1."""
+
+    sequences: Sequence[tinker.Datum]
+    about: Hashable
+    """What it asks: examples about the same are held out together."""
+
+    rejected: Sequence[tinker.Datum] = ()
+    """Of a pair: the sequences of the worse episode."""
+
+    episodes: tuple[str, ...] = ()
+    """The uuids of the episodes; of a pair, the better one first."""
+
+    @property
+    def datums(self) -> Datums:
+        return [*self.sequences, *self.rejected]
+
+    @property
+    def origins(self) -> list[dict[str, str]]:
+        """For each of `datums`, which episode it is of: `chosen` or `rejected` -> uuid. Empty for a chat."""
+        if not self.episodes:
+            return [{}] * len(self.sequences)
+        chosen, rejected = {"chosen": self.episodes[0]}, {"rejected": self.episodes[-1]}
+        return [chosen] * len(self.sequences) + [rejected] * len(self.rejected)
+
+
+@dataclass(frozen=True)
 class Chats:
-    train: Sequence[Datums]
-    held_out: Sequence[tinker.Datum]
+    train: Sequence[SupervisedExample]
+    held_out: Sequence[SupervisedExample]
     left_out: int
-    """Chats longer than `sft.max_tokens`."""
+    """Those longer than `sft.max_tokens`, and episodes with errors."""
 
     batch_size: int
     epochs: int
     seed: int
     origin: Mapping[str, object]
-    """The file's `sha256` and the settings that determine the split, for resuming."""
+    """The data's `sha256` and the settings that determine the split, for resuming."""
+
+    what: str = "chats"
+    why_left_out: str = "are too long"
 
     @property
     def steps_per_epoch(self) -> int:
@@ -49,20 +80,53 @@ class Chats:
 
     @property
     def longest(self) -> int:
-        every = [datum for chat in self.train for datum in chat] + list(self.held_out)
+        every = [datum for chat in (*self.train, *self.held_out) for datum in chat.datums]
         return 1 + max(datum.model_input.length for datum in every)
 
-    def batch(self, step: int) -> list[tinker.Datum]:
-        """The datums of a step, counted from 1. Each epoch is reshuffled.
-
-        Weights are scaled so that the summed loss is the mean negative log-likelihood per trained token.
-        """
+    def batch(self, step: int) -> list[SupervisedExample]:
+        """The examples of a step, counted from 1. Each epoch is reshuffled; its last batch may be smaller."""
         epoch, index = divmod(step - 1, self.steps_per_epoch)
         order = random.Random(f"{self.seed}/{epoch}").sample(range(len(self.train)), len(self.train))
         chosen = order[index * self.batch_size : (index + 1) * self.batch_size]
-        datums = [datum for number in chosen for datum in self.train[number]]
-        total = sum(trained_weight(datum) for datum in datums)
-        return [_scaled(datum, 1 / total) for datum in datums]
+        return [self.train[number] for number in chosen]
+
+
+def divided(
+    examples: Sequence[SupervisedExample], config: RunConfig, limit: int, origin: Mapping[str, object]
+) -> Chats:
+    """`examples` with some held out, without those whose longest sequence has more than `limit` tokens.
+
+    Raises ConfigError if nothing would be left to train on.
+    """
+    sft = config.sft
+    kept = [each for each in examples if max(datum.model_input.length for datum in each.datums) < limit]
+    number = Counter(each.about for each in kept)
+    apart = set[Hashable]()
+    for subject in random.Random(config.seed).sample(list(number), len(number)):
+        if sum(number[each] for each in apart) < sft.held_out:
+            apart.add(subject)
+    train = [each for each in kept if each.about not in apart]
+    if not train:
+        raise ConfigError(
+            f"sft.held_out: {sft.held_out} chats are to be held out, and {sft.data} has {len(kept)} of at "
+            f"most {limit} tokens, about {len(number)} samples: nothing would train"
+        )
+    settings = {"sft.held_out": sft.held_out, "sft.max_tokens": sft.max_tokens, "seed": config.seed}
+    return Chats(
+        train=train,
+        held_out=[each for each in kept if each.about in apart],
+        left_out=len(examples) - len(kept),
+        batch_size=sft.batch_size,
+        epochs=sft.epochs,
+        seed=config.seed,
+        origin={**origin, **settings},
+    )
+
+
+def evenly_weighted(datums: Datums) -> Datums:
+    """Weights that make the summed loss the mean nll of the trained tokens."""
+    total = sum(trained_weight(datum) for datum in datums)
+    return [weighted(datum, 1 / total) for datum in datums]
 
 
 def trained_weight(datum: tinker.Datum) -> float:
@@ -70,7 +134,8 @@ def trained_weight(datum: tinker.Datum) -> float:
     return float(datum.loss_fn_inputs["weights"].to_numpy().sum())
 
 
-def _scaled(datum: tinker.Datum, factor: float) -> tinker.Datum:
+def weighted(datum: tinker.Datum, factor: float) -> tinker.Datum:
+    """The datum with its weights multiplied."""
     weights = datum.loss_fn_inputs["weights"].to_numpy() * factor
     inputs = {**datum.loss_fn_inputs, "weights": tinker.TensorData.from_numpy(weights.astype("float32"))}
     return tinker.Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
@@ -80,31 +145,13 @@ def load_chats(config: RunConfig, model: Path) -> Chats:
     """Render `config.sft.data` in the model's chat format. Raises ConfigError with the line and the
     problem."""
     sft, longest = config.sft, context_of(model)
-    limit = min(sft.max_tokens or longest, longest)
     renderer = ChatRenderer(model, config.engine.chat_template_kwargs)
     data = _read(sft)
-    chats = [_datums(text, renderer, sft, line) for line, text in _lines(data, sft)]
-    kept = [datums for datums in chats if max(d.model_input.length for d in datums) < limit]
-    if len(kept) <= sft.held_out:
-        raise ConfigError(
-            f"sft.held_out: {sft.held_out} chats are to be held out, but {sft.data} has {len(kept)} of at "
-            f"most {limit} tokens"
-        )
-    order = random.Random(config.seed).sample(range(len(kept)), len(kept))
-    return Chats(
-        train=[kept[i] for i in sorted(order[sft.held_out :])],
-        held_out=[datum for i in sorted(order[: sft.held_out]) for datum in kept[i]],
-        left_out=len(chats) - len(kept),
-        batch_size=sft.batch_size,
-        epochs=sft.epochs,
-        seed=config.seed,
-        origin={
-            "sha256": hashlib.sha256(data).hexdigest(),
-            "sft.held_out": sft.held_out,
-            "sft.max_tokens": sft.max_tokens,
-            "seed": config.seed,
-        },
-    )
+    chats = [
+        SupervisedExample(_datums(text, renderer, sft, line), about=line) for line, text in _lines(data, sft)
+    ]
+    origin = {"sha256": hashlib.sha256(data).hexdigest()}
+    return divided(chats, config, min(sft.max_tokens or longest, longest), origin)
 
 
 def _read(sft: SftConfig) -> bytes:

@@ -52,17 +52,19 @@ ALL_WEIGHTS_SFT = Rates("all weights, supervised", 1e-5, 2e-4)
 
 
 def rates_of(config: RunConfig, model: Path) -> Rates:
+    # DPO ruins a model as fast as reinforcement learning does, and TRL's rate for it is 1e-6 too.
+    is_supervised = config.method == "sft" and not config.sft.dpo_beta
     if config.engine.backend == "tinker" or config.engine.lora.rank:
         settings = _model_config(model)
         width = _figure(settings, *_WIDTH, unknown=ADAPTER_WIDTH)
         family = str(settings.get("model_type"))
         exponent = next((power for name, power in ADAPTER_EXPONENTS.items() if family.startswith(name)), 0)
         rate = ADAPTER_RATE * (ADAPTER_WIDTH / width) ** exponent
-        usual = float(f"{rate if config.method == 'sft' else SHARE_OF_RL * rate:.1e}")
+        usual = float(f"{rate if is_supervised else SHARE_OF_RL * rate:.1e}")
         return Rates("a LoRA adapter", usual, TOO_HIGH * usual)
     if _is_small(model):
         return SMALL_MODEL
-    return ALL_WEIGHTS_SFT if config.method == "sft" else ALL_WEIGHTS
+    return ALL_WEIGHTS_SFT if is_supervised else ALL_WEIGHTS
 
 
 def parameters_of(model: dict[str, Any]) -> float:

@@ -59,6 +59,7 @@ from tinkerscript.train.token_advantages import (
     covariant_tokens,
     divergence,
     keep_top_entropy,
+    length_cost,
     overlong_punishment,
     scored,
 )
@@ -198,9 +199,9 @@ class Learner:
         )
 
     def _reward_of(self, outcome: EpisodeAccepted) -> tuple[float, dict[str, float]]:
-        reward = outcome.reward_of(self.role)
+        calls = calls_of(outcome.all_calls, self.role)
+        reward = outcome.reward_of(self.role) - length_cost(calls, self.config.length_penalty)
         if self.config.overlong_buffer:
-            calls = calls_of(outcome.all_calls, self.role)
             reward += overlong_punishment(calls, limit=self.reply_tokens, buffer=self.config.overlong_buffer)
         scores = scores_of(outcome)
         return reward, {name: scores[name] for name in self.config.reward_weights}
@@ -420,7 +421,8 @@ class Learner:
         if self._penalty is not None:
             batch, metrics["train/kl_start"] = await self._penalty.apply(batch)
         if self.distillation is not None:
-            batch, metrics["distillation/teacher_kl"] = await self.distillation.apply(batch)
+            episodes = [each for group in (*self.groups, *self.replayed) for each in group.episodes]
+            batch, metrics["distillation/teacher_kl"] = await self.distillation.apply(batch, episodes)
         before = batch
         if self.config.rollout_correction.is_on:
             batch, corrected = correct(batch, olds, self.config.rollout_correction)

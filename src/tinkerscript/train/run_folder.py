@@ -29,7 +29,7 @@ from tinkerscript.config import RUNS, RunConfig, dump_config
 from tinkerscript.dashboard.learning_curve import NLL_CURVE, REWARD_CURVE, draw_learning_curve
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import ConfigError
-from tinkerscript.files import write_atomically, write_json
+from tinkerscript.files import LATEST_RUN, write_atomically, write_json
 from tinkerscript.lifecycle import try_lock
 from tinkerscript.remote_folder import ROLES, Uploads, is_url
 from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup
@@ -268,7 +268,7 @@ def _step_of(line: str, *, beyond: int) -> int:
 
 def _link_as_latest(run: Path) -> None:
     """Point `runs/latest` at this run, unless it is something other than a link."""
-    link = RUNS / "latest"
+    link = RUNS / LATEST_RUN
     if link.is_dir() and not link.is_symlink():
         return
     RUNS.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""Supervised fine-tuning on chats, top to bottom: measure; train step by step; measure again.
+"""Supervised fine-tuning on chats, or on the best episodes of a run, top to bottom: measure; train step by
+step; measure again.
 
 It often prepares reinforcement learning: `engine.checkpoint` of the next run can name its checkpoint.
 """
@@ -35,14 +36,23 @@ from tinkerscript.train.backends.backend import (
     optimizer_step,
     skipped_note,
 )
-from tinkerscript.train.chats import Chats, load_chats, trained_weight
+from tinkerscript.train.best_episodes import load_episodes
+from tinkerscript.train.chats import (
+    Chats,
+    Datums,
+    SupervisedExample,
+    evenly_weighted,
+    load_chats,
+    trained_weight,
+)
 from tinkerscript.train.checkpoints import try_to_save
 from tinkerscript.train.defaults import learning_rate, resolved
+from tinkerscript.train.dpo import Dpo
 from tinkerscript.train.open_run import OpenRun, begin_run, logged, open_page
 from tinkerscript.train.run_folder import FINAL_CHECKPOINT, RunFolder
 from tinkerscript.train.step_rows import chat_rows, keeps_tokens, metric_rows
 
-HELD_OUT = "held_out/nll"
+HELD_OUT, ACCURACY = "held_out/nll", "held_out/accuracy"
 ORIGIN_FILE = "sft_data.json"
 
 
@@ -61,7 +71,7 @@ async def run_sft(
     model = model_folder(config.engine.model)
     backend_named(config.engine.backend).check(config.engine, model, progress.note)
     config, about_rates = resolved(config, model)
-    chats = load_chats(config, model)
+    chats = load_data(config, model)
     folder = RunFolder(config, model, now=datetime.now(), path=path)
     async with AsyncExitStack() as stack:
         stack.callback(folder.close)
@@ -76,8 +86,8 @@ async def run_sft(
         step = history.step
         progress.begin(chats.steps, done=step)
         for line in (
-            f"{len(chats.train)} chats train for {chats.steps} steps, {len(chats.held_out)} sequences are "
-            f"held out, {chats.left_out} chats are too long and left out",
+            f"{len(chats.train)} {chats.what} train for {chats.steps} steps, {len(chats.held_out)} are held "
+            f"out, {chats.left_out} {chats.why_left_out} and are left out",
             *about_rates,
         ):
             progress.note(line)
@@ -88,7 +98,9 @@ async def run_sft(
                 f"sft.max_tokens: the longest chat has {chats.longest} tokens and the engine takes "
                 f"{backend.max_context}; set it to that or less"
             )
-        sft = SupervisedRun(run, ledger, backend.client, chats, step, run.train_seconds, next_chat)
+        beta = config.sft.dpo_beta
+        dpo = Dpo(backend.start_logprobs, beta) if beta else None
+        sft = SupervisedRun(run, ledger, backend.client, chats, step, run.train_seconds, next_chat, dpo)
         await run_beside(backend, asyncio.create_task(sft.run(), name="sft"))
         with progress.waiting("the final checkpoint"):
             await sft.save(FINAL_CHECKPOINT)
@@ -97,6 +109,21 @@ async def run_sft(
         await progress.end(None)  # So that the last copy of the ledger says how the run ended.
         await folder.finish_copies(progress)
     return folder
+
+
+def load_data(config: RunConfig, model: Path) -> Chats:
+    """What `config.sft.data` names: a run's episodes, or a file of chats. `model`: the folder of the model.
+    Raises ConfigError."""
+    sft = config.sft
+    if sft.data and Path(sft.data).expanduser().is_dir():
+        return load_episodes(config, model)
+    for name, is_set in (("dpo_beta", sft.dpo_beta > 0), ("best", sft.best > 1)):
+        if is_set:
+            raise ConfigError(
+                f"sft.{name} compares the episodes of a group: sft.data has to be the folder of a run, got "
+                f"{sft.data!r}"
+            )
+    return load_chats(config, model)
 
 
 async def _past(ledger: Ledger, folder: RunFolder) -> tuple[History, int]:
@@ -116,7 +143,8 @@ def check_origin(folder: RunFolder, chats: Chats) -> None:
         begun: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
         changed = [name for name, value in chats.origin.items() if begun.get(name) != value]
         if changed:
-            names = ["the file of sft.data" if name == "sha256" else name for name in changed]
+            said = {"sha256": "the file of sft.data", "episodes": "the episodes of sft.data"}
+            names = [said.get(name, name) for name in changed]
             raise ConfigError(
                 f"{', '.join(names)} changed since the run in {folder.path} began, which would change its "
                 "held-out chats; resume it with the original data and settings, or start a new run"
@@ -137,6 +165,9 @@ class SupervisedRun:
     train_seconds: float
     next_chat: int
     """The next chat's number in the ledger."""
+
+    dpo: Dpo | None = None
+    """If pairs train."""
 
     # Whether weights and ledger may disagree, so that a checkpoint would be wrong.
     _mid_step: bool = False
@@ -166,10 +197,11 @@ class SupervisedRun:
 
     async def train_step(self) -> None:
         began, step = time.monotonic(), self.step + 1
-        datums = self.chats.batch(step)
-        self._mid_step = True
+        examples = self.chats.batch(step)
         rate = learning_rate(self.parts.config.training, step, steps=self.chats.steps)
         with self.parts.progress.waiting(f"step {step} to train"):
+            datums, measured = await self._weighted(examples)
+            self._mid_step = True
             stepped = await optimizer_step(
                 self.client, datums, self.parts.config.training, loss_fn="cross_entropy", learning_rate=rate
             )
@@ -182,10 +214,11 @@ class SupervisedRun:
             "train/tokens": float(tokens),
             "train/epoch": (step - 1) // self.chats.steps_per_epoch + 1.0,
             "tokens_per_s": tokens / (time.monotonic() - began),
+            **{f"train/{name}": value for name, value in measured.items()},
         }
         number = len(datums)
         row = StepRow(step=step, time=time.time(), policy_version=step, accepted=number, trained=number)
-        episodes = self._chat_rows(step, datums, stepped.logprobs)
+        episodes = self._chat_rows(step, examples, datums, stepped.logprobs)
         await self.ledger.commit([row, *metric_rows(step, metrics), *episodes])
         self.step = step
         self.train_seconds = time.monotonic() - self._began
@@ -197,14 +230,25 @@ class SupervisedRun:
         if skipped := skipped_note(step, metrics):
             self.parts.progress.note(skipped)
 
+    async def _weighted(self, examples: Sequence[SupervisedExample]) -> tuple[Datums, dict[str, float]]:
+        """What `cross_entropy` trains on, and what else was measured on the way."""
+        if self.dpo is None:
+            return evenly_weighted([datum for each in examples for datum in each.sequences]), {}
+        return await self.dpo.weighted(examples, self.client)
+
     def _chat_rows(
-        self, step: int, datums: Sequence[tinker.Datum], logprobs: Sequence[FloatArray]
+        self,
+        step: int,
+        examples: Sequence[SupervisedExample],
+        datums: Sequence[tinker.Datum],
+        logprobs: Sequence[FloatArray],
     ) -> list[Row]:
         if not keeps_tokens(self.parts.config.recording, step) or len(logprobs) < len(datums):
             return []
         rows: list[Row] = []
-        for datum, row in zip(datums, logprobs, strict=True):
-            rows += chat_rows(self.next_chat, step, datum, row)
+        origins = [origin for each in examples for origin in each.origins]
+        for datum, origin, row in zip(datums, origins, logprobs, strict=True):
+            rows += chat_rows(self.next_chat, step, datum, row, origin)
             self.next_chat += 1
         return rows
 
@@ -213,12 +257,19 @@ class SupervisedRun:
         if not self.chats.held_out or self.step in dict(self.held_out_curve()):
             return
         with self.parts.progress.waiting("the held-out nll"):
-            nll = await mean_nll(
-                self.client, self.chats.held_out, batch_size=self.parts.config.sft.batch_size
-            )
-        self.parts.folder.log_metrics({HELD_OUT: nll}, step=self.step)
-        self.ledger.note(metric_rows(self.step, {HELD_OUT: nll}))
-        self.parts.progress.note(f"held-out nll after {self.step} steps: {nll:.4f}")
+            found = await self._held_out()
+        metrics = {f"held_out/{name}": value for name, value in found.items()}
+        self.parts.folder.log_metrics(metrics, step=self.step)
+        self.ledger.note(metric_rows(self.step, metrics))
+        said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+        self.parts.progress.note(f"held out after {self.step} steps: {said}")
+
+    async def _held_out(self) -> dict[str, float]:
+        if self.dpo is not None:
+            _, found = await self.dpo.losses(self.chats.held_out, self.client)
+            return found
+        datums = [datum for each in self.chats.held_out for datum in each.sequences]
+        return {"nll": await mean_nll(self.client, datums, batch_size=self.parts.config.sft.batch_size)}
 
     async def save(self, name: str) -> None:
         await self.client.save_state(name)
@@ -237,20 +288,22 @@ class SupervisedRun:
         self._saved = self.step
         self.parts.folder.checkpointed()
 
-    def held_out_curve(self) -> list[tuple[int, float]]:
-        """(step, nll) of each measurement so far."""
+    def held_out_curve(self, name: str = HELD_OUT) -> list[tuple[int, float]]:
+        """(step, value) of each measurement so far."""
         path = self.parts.folder.path / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         entries = [json.loads(line) for line in lines]
-        return [(entry["step"], entry[HELD_OUT]) for entry in entries if HELD_OUT in entry]
+        return [(entry["step"], entry[name]) for entry in entries if name in entry]
 
     def summary(self) -> dict[str, object]:
         curve = [nll for _, nll in self.held_out_curve()]
-        trained = sum(trained_weight(datum) for chat in self.chats.train for datum in chat)
+        accuracy = [share for _, share in self.held_out_curve(ACCURACY)]
+        trained = sum(trained_weight(datum) for chat in self.chats.train for datum in chat.datums)
         return {
             "method": "sft",
             "nll_before": curve[0] if curve else None,
             "nll_after": curve[-1] if curve else None,
+            **({"accuracy_before": accuracy[0], "accuracy_after": accuracy[-1]} if accuracy else {}),
             "steps": self.step,
             "epochs": self.chats.epochs,
             "chats_trained": len(self.chats.train),

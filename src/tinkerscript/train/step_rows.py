@@ -191,11 +191,14 @@ def _shortest(values: Any) -> bytes:
     return values[:1].tobytes() if len(values) and (values == values[0]).all() else values.tobytes()
 
 
-def chat_rows(number: int, step: int, datum: tinker.Datum, logprobs: FloatArray) -> list[Row]:
-    """A chat of supervised fine-tuning as episode `number`. `logprobs`: float32 [T], before the step."""
+def chat_rows(
+    number: int, step: int, datum: tinker.Datum, logprobs: FloatArray, origin: Mapping[str, str]
+) -> list[Row]:
+    """A chat of supervised fine-tuning as episode `number`. `logprobs`: float32 [T], before the step.
+    `origin`: the result's metadata, which names the episode that was chosen or rejected; empty for a chat."""
     inputs = datum.loss_fn_inputs
     targets = inputs["target_tokens"].to_numpy()
-    trains = inputs["weights"].to_numpy() > 0
+    trains = inputs["weights"].to_numpy() != 0
     tokens = np.concatenate([datum.model_input.to_ints()[:1], targets]).astype(np.int32)
     sequence = TrainedSequence(
         number=0,
@@ -205,6 +208,7 @@ def chat_rows(number: int, step: int, datum: tinker.Datum, logprobs: FloatArray)
         chat_trained=np.concatenate([[False], trains]).astype(np.uint8).tobytes(),
     )
     figures = {"nll": float(-logprobs[trains].mean())} if trains.any() else {}
+    metadata = {"metadata": origin} if origin else {}
     return [
         EpisodeRow(
             sequence=number,
@@ -221,7 +225,7 @@ def chat_rows(number: int, step: int, datum: tinker.Datum, logprobs: FloatArray)
             ended_at=time.time(),
             consumed=1,
         ),
-        ResultRow(episode=number, result=msgspec.json.encode({"log_metrics": figures})),
+        ResultRow(episode=number, result=msgspec.json.encode({"log_metrics": figures, **metadata})),
         TrainedRow(episode=number, step=step, outcome=Use.TRAINED),
         TokensRow(episode=number, step=step, sequences=packed_sequences([sequence])),
     ]

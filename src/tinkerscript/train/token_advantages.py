@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,11 +25,13 @@ from tinkerscript.config import (
     RunConfig,
 )
 from tinkerscript.dashboard.progress import ProgressReporter
+from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.rollouts.advantages import Doubles, WeightedRollout
 from tinkerscript.rollouts.call import Call, FloatArray, IntArray
-from tinkerscript.rollouts.rollout import BoolArray, Rollout
+from tinkerscript.rollouts.rollout import BoolArray, EpisodeRollouts, Rollout
 from tinkerscript.train.backends.backend import FrozenModel, TrainerBackend
 from tinkerscript.train.frozen_model import open_frozen_role
+from tinkerscript.train.teacher_context import informed_prompts
 from tinkerscript.train.tokenizer_check import check_same_tokenizer
 
 ReferenceLogprobs = Callable[[list[IntArray], list[FloatArray]], Awaitable[list[FloatArray]]]
@@ -90,16 +93,24 @@ Waiting = Callable[[str], AbstractContextManager[object]]
 class Distillation:
     """On-policy distillation: a teacher penalizes each sampled token by its divergence.
 
-    Agarwal et al. 2024, arXiv:2306.13649; Lu and Thinking Machines 2025, "On-Policy Distillation".
+    Sources: Agarwal et al. 2024, arXiv:2306.13649; Lu and Thinking Machines 2025, "On-Policy Distillation".
+    With a `teacher_context.CONTEXT`, and the start policy as the teacher, it is self-distillation: SDFT,
+    arXiv:2601.19897; SDPO, arXiv:2601.20802; OPSD, Zhao et al. 2026.
     """
 
     def __init__(
-        self, teacher: FrozenModel, config: DistillationConfig, *, waiting: Waiting = lambda _: nullcontext()
+        self,
+        teacher: FrozenModel,
+        config: DistillationConfig,
+        *,
+        renderer: Callable[[], ChatRenderer],
+        waiting: Waiting = lambda _: nullcontext(),
     ) -> None:
+        """`renderer` makes that of the policy's prompts."""
         self._teacher = teacher
         self._name = config.teacher
+        self._renderer = cache(renderer)
         self._waiting = waiting
-        self._penalty = KLPenalty(self._score, coef=1.0, centered=False)
         self.scales_logits = teacher.scales_logits
         self.reward_coef = config.reward_coef
 
@@ -108,13 +119,37 @@ class Distillation:
         whose = f"training.distillation.teacher: {self._name!r}"
         check_same_tokenizer(folder, self._teacher.folder, whose=whose)
 
-    async def apply(self, items: Sequence[WeightedRollout]) -> tuple[list[WeightedRollout], float]:
-        """See `KLPenalty.apply`. Raises EngineError if the teacher cannot score the sequences."""
-        return await self._penalty.apply(items)
+    async def apply(
+        self, items: Sequence[WeightedRollout], episodes: Iterable[EpisodeRollouts] = ()
+    ) -> tuple[list[WeightedRollout], float]:
+        """The sequences with new advantages, and the mean divergence in nats per token.
+
+        `episodes`: the episodes of these sequences, whose metadata may have a `CONTEXT`. Raises EngineError
+        if the teacher cannot score them.
+        """
+        prompts = await asyncio.to_thread(informed_prompts, list(episodes), self._renderer)
+        begins = [item.rollout.prompt_length for item in items]
+        read = [prompts.get(id(item.rollout), item.rollout.prompt_tokens) for item in items]
+
+        async def reference(sequences: list[IntArray], temperatures: list[FloatArray]) -> list[FloatArray]:
+            of_prompts = [np.ones(len(prompt), np.float32) for prompt in read]
+            rows = await self._score(
+                list(map(_behind, read, sequences, begins)),
+                list(map(_behind, of_prompts, temperatures, begins)),
+            )
+            zeros = [np.zeros(begin, np.float32) for begin in begins]
+            return list(map(_behind, zeros, rows, map(len, read)))
+
+        return await KLPenalty(reference, coef=1.0, centered=False).apply(items)
 
     async def _score(self, sequences: list[IntArray], temperatures: list[FloatArray]) -> list[FloatArray]:
         with self._waiting(f"the teacher {self._name!r} to score {len(sequences)} sequences"):
             return await self._teacher.logprobs(sequences, temperatures)
+
+
+def _behind(prompt: Any, values: Any, begin: int) -> Any:
+    """`prompt` in place of the first `begin` of `values`."""
+    return np.concatenate([prompt, values[begin:]])
 
 
 @asynccontextmanager
@@ -151,7 +186,12 @@ async def open_distillation(
                 f"the teacher {section.teacher!r} ({role.base_url or role.model or 'the start'})"
             ):
                 teacher = await stack.enter_async_context(opening)
-        made = Distillation(teacher, section, waiting=progress.waiting)
+        made = Distillation(
+            teacher,
+            section,
+            renderer=partial(ChatRenderer, folder, config.engine.chat_template_kwargs),
+            waiting=progress.waiting,
+        )
         await asyncio.to_thread(made.check_tokenizer, folder)
         if teacher.max_context < backend.max_context:
             progress.note(
@@ -260,6 +300,12 @@ def overlong_punishment(calls: Sequence[Call], *, limit: int, buffer: float) -> 
     tokens, -1 at the limit, and linear between."""
     longest = max((call.reply_tokens for call in calls), default=0)
     return float(np.clip(((1 - buffer) * limit - longest) / (buffer * limit), -1.0, 0.0))
+
+
+def length_cost(calls: Sequence[Call], costs: Mapping[Literal["token", "turn"], float]) -> float:
+    """What an episode pays for all of its tokens and turns."""
+    lengths = {"token": sum(call.reply_tokens for call in calls), "turn": len(calls)}
+    return sum(cost * lengths[name] for name, cost in costs.items())
 
 
 # Which tokens train

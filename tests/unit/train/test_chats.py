@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tinker
 from tinker_cookbook.renderers import get_renderer
 from transformers import AutoTokenizer
 
@@ -17,7 +18,7 @@ from tinkerscript.config import EngineConfig, RunConfig, SftConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.tokenizer import LightTokenizer
-from tinkerscript.train.chats import Chats, load_chats
+from tinkerscript.train.chats import Chats, evenly_weighted, load_chats
 from tinkerscript.train.run_folder import RunFolder
 from tinkerscript.train.sft import check_origin
 
@@ -46,7 +47,12 @@ def load(tmp_path: Path, lines: list[Any], **sft: Any) -> Chats:
 
 
 def texts(chats: Chats) -> list[str]:
-    return [TOKENIZER.decode(d.model_input.to_ints()) for datums in chats.train for d in datums]
+    return [TOKENIZER.decode(d.model_input.to_ints()) for chat in chats.train for d in chat.datums]
+
+
+def batch(chats: Chats, step: int) -> list[tinker.Datum]:
+    """A step's datums, as they train."""
+    return evenly_weighted([datum for chat in chats.batch(step) for datum in chat.datums])
 
 
 def test_the_replies_train_after_the_prompt_that_the_policy_gets(tmp_path: Path) -> None:
@@ -56,7 +62,7 @@ def test_the_replies_train_after_the_prompt_that_the_policy_gets(tmp_path: Path)
         {"role": "user", "content": "And 3+3?"},
         {"role": "assistant", "content": "6"},
     ]
-    [[datum]] = load(tmp_path, [{"messages": messages}]).train
+    [[datum]] = (each.datums for each in load(tmp_path, [{"messages": messages}]).train)
     weights = datum.loss_fn_inputs["weights"].to_numpy()
     targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
     assert TOKENIZER.decode(targets[weights == 1].tolist()) == "4<|im_end|>6<|im_end|>"
@@ -70,20 +76,20 @@ def test_epochs_are_shuffles_of_all_chats_and_held_out_ones_never_train(tmp_path
     assert (len(chats.train), len(chats.held_out), chats.steps_per_epoch, chats.steps) == (18, 5, 5, 10)
 
     def epoch(steps: range) -> list[tuple[int, ...]]:
-        return [tuple(d.model_input.to_ints()) for step in steps for d in chats.batch(step)]
+        return [tuple(d.model_input.to_ints()) for step in steps for d in batch(chats, step)]
 
     first, second = epoch(range(1, 6)), epoch(range(6, 11))
     assert len(set(first)) == 18
     assert sorted(first) == sorted(second)
     assert first != second
-    assert not {tuple(d.model_input.to_ints()) for d in chats.held_out} & set(first)
+    assert not {tuple(d.model_input.to_ints()) for chat in chats.held_out for d in chat.datums} & set(first)
     again = load(tmp_path, [chat(i) for i in range(23)], held_out=5, epochs=2)
-    assert [d.model_input for d in again.batch(7)] == [d.model_input for d in chats.batch(7)]
+    assert [d.model_input for d in batch(again, 7)] == [d.model_input for d in batch(chats, 7)]
 
 
 def test_a_batchs_weights_sum_to_one(tmp_path: Path) -> None:
     chats = load(tmp_path, [chat(i) for i in (1, 10, 100, 1000)])
-    weights = np.concatenate([d.loss_fn_inputs["weights"].to_numpy() for d in chats.batch(1)])
+    weights = np.concatenate([d.loss_fn_inputs["weights"].to_numpy() for d in batch(chats, 1)])
     assert weights.sum() == pytest.approx(1)
     assert len(set(weights[weights > 0].tolist())) == 1, "each trained token weighs the same"
 
@@ -154,7 +160,7 @@ def test_reasoning_trains_where_the_chat_format_has_it(tmp_path: Path) -> None:
     reasoned = chat(1, reasoning_content="hm")
     twice = {"messages": reasoned["messages"] * 2}
     made = config(tmp_path, [reasoned, twice]).model_copy(update={"engine": EngineConfig(model=str(folder))})
-    first, second = load_chats(made, folder).train
+    first, second = (each.datums for each in load_chats(made, folder).train)
     tokenizer = LightTokenizer(folder)
     assert [tokenizer.decode(_trained(datum)) for datum in first] == ["<think>\nhm\n</think>\n\n2<|im_end|>"]
     assert len(second) == 2, "the second question strips the reasoning of the first answer"

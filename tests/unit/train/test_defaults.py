@@ -41,10 +41,11 @@ def test_an_unset_rate_goes_by_what_trains(large: str) -> None:
         "all": resolved(made(large), Path(large)),
         "lora": resolved(made(large, engine=lora), Path(large)),
         "sft": resolved(made(large, method="sft"), Path(large)),
+        "dpo": resolved(made(large, method="sft", sft={"dpo_beta": 0.1}, engine=lora), Path(large)),
         "service": resolved(made(large, engine={"backend": "tinker"}), Path(large)),
     }
     assert {name: config.training.learning_rate for name, (config, _) in rates.items()} == {
-        **{"small": 1e-4, "all": 1e-6, "lora": 1.9e-4, "sft": 1e-5, "service": 1.9e-4}
+        **{"small": 1e-4, "all": 1e-6, "lora": 1.9e-4, "sft": 1e-5, "dpo": 1.9e-4, "service": 1.9e-4}
     }
     assert rates["all"][1] == ["training.learning_rate: 1e-06, the usual one for all weights"]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,13 @@ import pytest
 import tinker
 import torch
 
-from rollout_helpers import make_call, make_episode, make_group, update
+from rollout_helpers import make_accepted, make_call, make_episode, make_group, update
 from tinkerscript.config import DistillationConfig, RunConfig, TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.weights import load_model
 from tinkerscript.errors import ConfigError, EngineError
+from tinkerscript.gateway.rendering import ChatRenderer
+from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import FloatArray, IntArray
@@ -50,6 +55,11 @@ class ScriptedTeacher(FrozenModel):
 TEACHER = {11: -0.5, 12: -3.0, 13: -1.0}
 
 
+@cache
+def renderer() -> ChatRenderer:
+    return ChatRenderer(TINY_MODEL)
+
+
 def one_turn(reward: float, name: str = "e", **more: Any) -> Any:
     """Prompt 5 6; sampled 11, 12, 13 with log probabilities -1, -1, -2."""
     call = make_call(None, [5, 6], [11, 12, 13], logprobs=[-1.0, -1.0, -2.0], **more)
@@ -62,7 +72,7 @@ def items(*episodes: Any) -> Any:
 
 def distillation(teacher: FrozenModel | None = None, **more: Any) -> Distillation:
     config = DistillationConfig.model_validate({"teacher": "t", **more})
-    return Distillation(teacher or ScriptedTeacher(TEACHER), config)
+    return Distillation(teacher or ScriptedTeacher(TEACHER), config, renderer=renderer)
 
 
 # By hand: d = log p - log p(teacher) is -1 + 0.5, -1 + 3, -2 + 1 = -0.5, 2, -1; the mean is 1/6.
@@ -110,6 +120,71 @@ async def test_it_is_tinker_cookbooks_distillation(monkeypatch: pytest.MonkeyPat
         np.testing.assert_allclose(item.advantages[1:][sampled], expected[sampled], atol=1e-6)
 
 
+# A teacher that knows more
+
+
+def asked(text: str, *more: str) -> list[dict[str, str]]:
+    return [
+        {"role": ("user", "assistant")[turn % 2], "content": said} for turn, said in enumerate((text, *more))
+    ]
+
+
+async def test_a_teacher_scores_the_same_tokens_after_a_prompt_that_knows_more() -> None:
+    """Two turns of one episode, and a second sequence that forks from the first turn; another episode has no
+    context."""
+    teacher = ScriptedTeacher(TEACHER)
+    prompt = renderer().render(asked("2+2?"), [])
+    tail = [7, 7]
+    first = make_call(
+        None, prompt, [11, 12], messages=json.dumps(asked("2+2?")), reply=json.dumps(asked("", "no")[1])
+    )
+    second = make_call(
+        first, tail, [13], messages=json.dumps(asked("sure?")), reply=json.dumps(asked("", "4")[1])
+    )
+    third = make_call(first, [8], [11], messages=json.dumps(asked("why?")))
+    episode = replace(make_episode([first, second, third]), metadata={"teacher_context": "It is 4."})
+    other = one_turn(0.0)
+    batch = items(episode, other)
+    found, _ = await distillation(teacher).apply(batch, [episode, other])
+    told = renderer().render(asked("2+2?\n\nIt is 4."), [])
+    later = renderer().render([*asked("2+2?", "no"), *asked("why?\n\nIt is 4.")], [])
+    assert teacher.asked == [[*told, 11, 12, *tail, 13], [*later, 11], [5, 6, 11, 12, 13]]
+    for item in found:
+        mask = item.rollout.loss_mask
+        expected = [TEACHER[int(token)] for token in item.rollout.tokens[mask]]
+        base = next(each for each in batch if each.rollout is item.rollout).advantages
+        gaps = item.rollout.logprobs[mask] - np.array(expected)
+        np.testing.assert_allclose((item.advantages - base)[mask], -gaps, atol=1e-6)
+        assert not item.advantages[~mask].any()
+
+
+@pytest.mark.parametrize(
+    ("context", "messages", "message"),
+    [(3, asked("2+2?"), "it is 3"), ("It is 4.", [], "the prompt has none")],
+)
+async def test_a_context_that_the_teacher_cannot_read_is_named(
+    context: Any, messages: Any, message: str
+) -> None:
+    call = make_call(None, [5, 6], [11], messages=json.dumps(messages))
+    episode = replace(make_episode([call]), metadata={"teacher_context": context})
+    with pytest.raises(EngineError, match=f"episode e: teacher_context in the metadata .*{message}"):
+        await distillation().apply(items(episode), [episode])
+
+
+async def test_the_contexts_of_a_step_reach_the_teacher(engine: EmbeddedEngine) -> None:
+    """Two sequences whose policy and teacher agree but for what the teacher was told."""
+    teacher = ScriptedTeacher(TEACHER)
+    messages = json.dumps(asked("2+2?"))
+    prompt = renderer().render(asked("2+2?"), [])
+    call = make_call(None, [5, 6], [11, 12], messages=messages)
+    made, _ = learner(engine, teacher)
+    made.take([("g", [make_accepted("a", 1.0, [call], metadata={"teacher_context": "It is 4."})])])
+    await made.check(step=1)
+    told = renderer().render(asked("2+2?\n\nIt is 4."), [])
+    assert told != prompt
+    assert teacher.asked == [[*told, 11, 12]]
+
+
 # What trains
 
 
@@ -147,7 +222,9 @@ def learner(
         model=TrainedModel(64),
         report=AlignmentReport(),
         seed=1,
-        distillation=Distillation(teacher or ScriptedTeacher(TEACHER), config.distillation),
+        distillation=Distillation(
+            teacher or ScriptedTeacher(TEACHER), config.distillation, renderer=renderer
+        ),
     )
     return made, client
 

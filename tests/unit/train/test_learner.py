@@ -472,6 +472,16 @@ def test_a_long_reply_costs_what_dapo_says(engine: EmbeddedEngine) -> None:
     assert rewards == pytest.approx([1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
 
 
+def test_tokens_and_turns_cost_what_the_run_says(engine: EmbeddedEngine) -> None:
+    first = make_call(None, [1, 2], [3, 4, 5])
+    calls = [first, make_call(first, [6], [7, 8]), make_call(None, [9], [9], role="judge")]
+    two, one = (make_accepted(f"e{len(each)}", 1.0, each) for each in (calls, [first]))
+    made = learner(Recorded(engine), length_penalty={"token": 0.01, "turn": 0.1})
+    made.take([("g", [two, one])])
+    assert made.groups[0].rewards == pytest.approx([1 - 0.05 - 0.2, 1 - 0.03 - 0.1]), "a judge is no turn"
+    assert made.trains(made.groups[0])
+
+
 def test_scores_are_compared_in_place_of_the_reward(engine: EmbeddedEngine) -> None:
     made = learner(Recorded(engine), reward_weights={"right": 1.0, "short": 0.5})
     scores = [{"score/right": 1.0, "score/short": 0.0}, {"score/right": 1.0, "score/short": 2.0}]

@@ -375,7 +375,7 @@ def chat_of(rows: Iterable[Any]) -> tuple[EpisodeRow, Mapping[str, Any], Trained
 
 def test_a_chat_is_an_episode_without_calls() -> None:
     datum = chat([5, 6, 7, 8], [0.0, 1.0, 0.5])
-    rows = chat_rows(9, 3, datum, np.array([-9.0, -1.0, -2.0], np.float32))
+    rows = chat_rows(9, 3, datum, np.array([-9.0, -1.0, -2.0], np.float32), {})
     episode, result, sequence = chat_of(rows)
     assert (episode.sequence, episode.end_number, episode.step, episode.state) == (9, 9, 3, "ended")
     assert (episode.reward, episode.group_id, episode.consumed) == (None, "step-3", 1)
@@ -384,11 +384,12 @@ def test_a_chat_is_an_episode_without_calls() -> None:
     assert list(sequence.chat_trained) == [0, 0, 1, 1]
     assert numbers(sequence.trainer_logprobs, "<f4", 2) == [-1.0, -2.0]
     assert uses(sequence, 2) == [TRAINED] * 2
-    other, *_ = chat_of(chat_rows(10, 3, datum, np.zeros(3, np.float32)))
+    other, about, _ = chat_of(chat_rows(10, 3, datum, np.zeros(3, np.float32), {"chosen": "e7"}))
     assert other.uuid != episode.uuid
+    assert about["metadata"] == {"chosen": "e7"}
 
 
 def test_a_chat_whose_tokens_do_not_train_has_no_loss() -> None:
-    rows = chat_rows(1, 1, chat([5, 6], [0.0]), np.array([-1.0], np.float32))
+    rows = chat_rows(1, 1, chat([5, 6], [0.0]), np.array([-1.0], np.float32), {})
     _, result, sequence = chat_of(rows)
     assert (result, sequence.trainer_logprobs) == ({"log_metrics": {}}, b"")
