@@ -397,7 +397,7 @@ def test_names_and_addresses_that_cannot_be_are_refused(byte_model: Path) -> Non
     data = run_config(byte_model).model_dump()
     judge = {"kind": "outside", "base_url": "http://localhost:1", "model": "big"}
     for name in ("policy", "side", "Judge", "a/b", "", "x" * 65):
-        with pytest.raises(ValueError, match="a role's name has"):
+        with pytest.raises(ValueError, match="a role's name starts with"):
             RunConfig.model_validate(data | {"roles": {name: judge}})
     with pytest.raises(ValueError, match="password"):
         RunConfig.model_validate(data | {"roles": {"judge": judge | {"base_url": "http://a:b@localhost"}}})
