@@ -58,6 +58,10 @@ class EngineConfig(Section):
     max_batch: int = Field(default=128, ge=1)
     """Maximum number of sequences decoded together."""
 
+    cache_tokens: int = Field(default=0, ge=0)
+    """Tokens whose keys and values the embedded engine holds at once, of sequences that decode and of earlier
+    ones that later calls may begin with. Calls wait if there is no room. 0: what fits into free memory."""
+
     device: str = "cpu"
     """Torch device of the embedded engine: `cpu`, `cuda`, `cuda:1`."""
 

@@ -31,6 +31,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tinkerscript.engine.decoder import text_config_of
 from tinkerscript.engine.grammars import Grammars
+from tinkerscript.engine.kv_cache import CacheBudget
 from tinkerscript.engine.running_batch import Request, RunningBatch
 from tinkerscript.errors import EngineError, EngineRequestError
 
@@ -73,6 +74,9 @@ class EngineContext:
     grammars: Grammars
     """Grammars over this model's vocabulary."""
 
+    budget: CacheBudget
+    """Of the keys and values of all weights that are sampled from."""
+
     def run(self, job: Callable[[], T]) -> APIFuture[T]:
         """Run `job` on the engine's thread, after those before it."""
         return AwaitableConcurrentFuture(self.thread.call(job))
@@ -91,12 +95,16 @@ class EngineContext:
 
 
 def open_context(
-    model: PreTrainedModel, folder: Path, *, seed: int, max_batch: int, thread: EngineThread | None = None
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    seed: int,
+    max_batch: int,
+    budget: CacheBudget,
+    max_context: int,
+    thread: EngineThread | None = None,
 ) -> EngineContext:
-    """The context of a base model, with the engine's `thread`, or a new one that runs.
-
-    Raises EngineError for a model that names no context length.
-    """
+    """The context of a base model, with the engine's `thread`, or a new one that runs."""
     tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
     vocabulary = text_config_of(model).vocab_size
     eos_ids = eos_ids_of(model)
@@ -109,9 +117,10 @@ def open_context(
         decode=decode,
         random=np.random.default_rng(seed),
         max_batch=max_batch,
-        max_context=exact_context(model.config),
+        max_context=max_context,
         vocabulary=vocabulary,
         eos_ids=eos_ids,
+        budget=budget,
         grammars=Grammars(folder / "tokenizer.json", vocabulary=vocabulary, end_id=min(eos_ids, default=0)),
         # Last: nothing could close it if something else raised.
         thread=thread or EngineThread(),

@@ -16,6 +16,7 @@ from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 
 from tinkerscript.engine.context import EngineContext
 from tinkerscript.engine.decoder import Decoder
+from tinkerscript.engine.prefix_store import PrefixStore
 from tinkerscript.engine.running_batch import Report, Request, RunningBatch, SampledRow
 from tinkerscript.engine.sampling import PromptScores, score_prompt
 from tinkerscript.errors import EngineRequestError
@@ -29,21 +30,25 @@ class EmbeddedSamplingClient:
     top-k and top-p.
     """
 
-    def __init__(self, context: EngineContext, decoder: Decoder) -> None:
+    def __init__(self, context: EngineContext, decoder: Decoder, prefixes: PrefixStore | None = None) -> None:
+        """`prefixes`: what `decoder` has computed already."""
         self._context = context
         self._decoder = decoder
+        self._prefixes = prefixes or PrefixStore(context.budget)
         self._batch = RunningBatch(
             decoder,
             max_rows=context.max_batch,
             max_length=context.max_context,
             decode=context.decode,
             random=context.random,
+            budget=context.budget,
+            prefixes=self._prefixes,
         )
         self._names = itertools.count()
 
     def apart(self) -> EmbeddedSamplingClient:
         """A client of the same weights whose samples no `cut` of this one ends."""
-        return EmbeddedSamplingClient(self._context, self._decoder)
+        return EmbeddedSamplingClient(self._context, self._decoder, self._prefixes)
 
     def sample(
         self,
@@ -52,7 +57,7 @@ class EmbeddedSamplingClient:
         sampling_params: tinker.SamplingParams,
         include_prompt_logprobs: bool = False,
     ) -> APIFuture[tinker.SampleResponse]:
-        """Sample `num_samples` sequences; a prompt that several requests share is prefilled once.
+        """Sample `num_samples` sequences. What a prompt shares with an earlier text is not prefilled again.
 
         Each sequence has `tokens` [T], `logprobs` [T] and a `stop_reason`, "stop" or "length"; the id that
         ended it is its last one. `prompt_logprobs` are [P], NaN at position 0. Raises EngineRequestError for
