@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Generic, Protocol, TypeVar
@@ -384,8 +385,9 @@ class KVCache(Generic[Row]):
     def _has_room(self, more: Callable[[], int]) -> bool:
         if self._budget.has_room(more()):
             return True
-        for group in self.groups:
-            group.shrink()
+        with suppress(RuntimeError):  # Without memory to do so, rows wait.
+            for group in self.groups:
+                group.shrink()
         return self._budget.has_room(more())
 
     def remove(self, row: Row) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -106,7 +107,11 @@ class PrefixStore:
         return length, joined(parts)
 
     def keep(self, ids: Ids, read: Callable[[int], RowState], logits: Tensor | None = None) -> None:
-        """Keep a text, if the budget has room. `read` copies its state from a position on."""
+        """Keep a text, if there is room. `read` copies its state from a position on."""
+        with suppress(RuntimeError):  # Out of memory: what is not kept is computed again.
+            self._keep(ids, read, logits)
+
+    def _keep(self, ids: Ids, read: Callable[[int], RowState], logits: Tensor | None) -> None:
         path, found = self._walk(ids)
         self._touch(path)
         over = _over(path, found)

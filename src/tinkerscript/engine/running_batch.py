@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -289,19 +289,34 @@ class RunningBatch:
         return found
 
     def _prefilled(self, sequences: list[Ids]) -> dict[Ids, Prefilled | Exception]:
-        """Those that were prefilled before, and those that one more prefill completes; or why it failed."""
+        """Those that were prefilled before, and those that about `PREFILL_TOKENS` more complete; or why one
+        failed."""
         found: dict[Ids, Prefilled | Exception] = {}
         for sequence in sequences:
-            if kept := self._prefixes.complete(sequence):
-                found[sequence] = kept
-        missing = [sequence for sequence in sequences if sequence not in found]
-        if missing and (self._is_long(missing[0]) or self._worth(missing[0])):
-            found |= self._prefill_chunk(missing[0])
-        elif missing:
-            short = [each for each in missing if not self._is_long(each) and not self._worth(each)]
-            (batch,) = (each for each in _similar_lengths(short) if missing[0] in each)
-            found |= self._prefill_each(batch)
+            try:
+                if kept := self._prefixes.complete(sequence):
+                    found[sequence] = kept
+            except RuntimeError as error:  # There is no memory to put it together.
+                found[sequence] = error
+        until = self.prefilled_tokens + PREFILL_TOKENS
+        for sequence in sequences:
+            if sequence in found:
+                continue
+            if self.prefilled_tokens >= until:
+                break
+            if self._is_long(sequence) or self._worth(sequence):
+                found |= self._prefill_chunk(sequence)
+            else:
+                found |= self._prefill_each(self._batch_with(sequence, sequences, found))
+            if sequence not in found:
+                break
         return found
+
+    def _batch_with(self, sequence: Ids, sequences: list[Ids], found: Container[Ids]) -> list[Ids]:
+        """`sequence`, and those of similar length that begin from nothing too."""
+        others = [each for each in sequences if each not in found]
+        fresh = [each for each in others if not self._is_long(each) and not self._worth(each)]
+        return next(batch for batch in _similar_lengths(fresh) if sequence in batch)
 
     def _is_long(self, sequence: Ids) -> bool:
         return len(sequence) > PREFILL_TOKENS and not self._decoder.is_recurrent
@@ -315,13 +330,12 @@ class RunningBatch:
 
     def _prefill_chunk(self, sequence: Ids) -> dict[Ids, Prefilled | Exception]:
         """Prefill what follows of a sequence, or a part of it."""
-        if self._filling is None or self._filling[0] != sequence:
-            known, past = self._prefixes.longest(sequence[:-1])
-        else:
-            _, known, past = self._filling
-        self._filling = None
-        end = min(len(sequence), known + PREFILL_TOKENS) if self._is_long(sequence) else len(sequence)
         try:
+            if self._filling is not None and self._filling[0] == sequence:
+                (_, known, past), self._filling = self._filling, None
+            else:
+                known, past = self._prefixes.longest(sequence[:-1])
+            end = min(len(sequence), known + PREFILL_TOKENS) if self._is_long(sequence) else len(sequence)
             logits, (state,) = self._prefill([sequence[known:end]], past, known)
         except Exception as error:  # noqa: BLE001 - the request's future carries it
             return {sequence: error}
@@ -371,16 +385,16 @@ class RunningBatch:
             lengths = [len(row.sequence) for row in fitting]
             like = next(iter(prefilled.values())).state
             fitting = fitting[: self._cache.fit(lengths, like)]
-            with suppress(RuntimeError):  # There is no memory for all of them; each says whether for itself.
+            with suppress(RuntimeError):  # There is no memory for all of them; each says so for itself.
                 self._cache.reserve(lengths[: len(fitting)], like)
         rows = [*failed, *fitting]
         running: list[RunningRow] = []
-        for request, of_request in itertools.groupby(rows, key=lambda row: row.request):
+        for _, each in itertools.groupby(rows, key=lambda row: (id(row.request), row.sequence)):
+            alike = list(each)
             try:
-                for sequence, alike in itertools.groupby(of_request, key=lambda row: row.sequence):
-                    running += self._begin(list(alike), ready[sequence])
+                running += self._begin(alike, ready[alike[0].sequence])
             except Exception as error:  # noqa: BLE001 - the request's future carries it
-                _fail(request, error)
+                _fail(alike[0].request, error)
         left = set(rows)
         self._waiting = deque(row for row in self._waiting if row not in left)
         self._settings = None

@@ -13,7 +13,7 @@ import transformers
 
 from model_families import FAMILIES
 from small_models import small_model
-from tinkerscript.engine import running_batch
+from tinkerscript.engine import prefix_store, running_batch
 from tinkerscript.engine.decoder import Decoder, FusedDecoder, HubDecoder
 from tinkerscript.engine.kv_cache import CacheBudget, RowState, cut
 from tinkerscript.engine.memory import cache_bytes
@@ -99,6 +99,24 @@ def test_a_groups_prompt_is_prefilled_once_whenever_its_calls_arrive() -> None:
     sampled(batch, seeded(prompt, 8, samples=4), seeded(prompt, 3))
     sampled(batch, seeded(prompt, 8, samples=4, seed=2))
     assert batch.prefilled_tokens == 40
+
+
+def test_next_turns_that_arrive_together_begin_together() -> None:
+    """Beside a row that decodes: they do not wait for one another's prefills."""
+    batch = batch_over(fused())
+    batch.submit(seeded(ids_of(5, 0), 60))
+    first = sampled(batch, *(seeded(ids_of(30, i), 6, seed=i) for i in range(1, 9)))
+    batch.submit(seeded(ids_of(5, 0), 60))
+    batch.advance()
+    tokens: set[int] = set()
+    for i, (row,) in enumerate(first, 1):
+        request = seeded([*ids_of(30, i), *row.ids, 5, 6, 7], 6, seed=i)
+        request.report = lambda *_, i=i: tokens.add(i)
+        batch.submit(request)
+    before = batch.prefilled_tokens
+    batch.advance()
+    assert tokens == set(range(1, 9))
+    assert batch.prefilled_tokens - before == 8 * 4
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -236,7 +254,31 @@ def test_rows_take_memory_by_their_own_lengths(others: int) -> None:
     assert stored == batch._cache.bytes
     assert stored == pytest.approx(cache_bytes(model, torch.float32, batch._cache.lengths), rel=0.05)
     own = sum(lengths) * batch._cache.row_bytes(1)
-    assert stored < 1.2 * own < 0.2 * 32 * 8192 * batch._cache.row_bytes(1)
+    assert stored < 1.25 * own < 0.2 * 32 * 8192 * batch._cache.row_bytes(1)
+
+
+@pytest.mark.parametrize("name", ["joined", "cut"])
+def test_without_memory_to_reuse_a_text_one_request_fails_and_to_keep_it_none(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = fused()
+    batch = batch_over(decoder)
+    prompt, other = ids_of(80, 1), ids_of(80, 2)
+    (rows,) = sampled(batch, seeded(prompt, 10))
+    again, beside = seeded([*prompt, *rows[0].ids, 7], 10), seeded(other, 10)
+
+    def no_memory(*_: Any) -> RowState:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as short:
+        short.setattr(prefix_store, name, no_memory)
+        for request in (beside, again):
+            batch.submit(request)
+        run(batch)
+    same([beside.future.result()], sampled(batch_over(decoder), seeded(other, 10)))
+    assert (again.future.exception() is not None) == (name == "joined")
+    wanted = sampled(batch_over(decoder), seeded(again.prompt, 10), seeded(other[:70], 10))
+    same(sampled(batch, seeded(again.prompt, 10), seeded(other[:70], 10)), wanted)
 
 
 def test_versions_never_mix_and_share_one_budget() -> None:
