@@ -155,7 +155,7 @@ class LayerCache:
 Row = TypeVar("Row")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RowGroup(Generic[Row]):
     """Rows of similar length, in dense storage."""
 
