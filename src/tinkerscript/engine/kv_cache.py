@@ -416,12 +416,10 @@ def group_limit(length: int, spread: float) -> int:
 
 def stored_tokens(lengths: Sequence[int], spread: float) -> int:
     """For how many tokens rows of these lengths have storage, if they were admitted together."""
-    limits = [group_limit(length, spread) for length in lengths]
-    longest = {
-        limit: max(each for each, its in zip(lengths, limits, strict=True) if its == limit)
-        for limit in limits
-    }
-    return sum(_rounded(longest[limit]) for limit in limits)
+    groups: dict[int, list[int]] = {}
+    for length in lengths:
+        groups.setdefault(group_limit(length, spread), []).append(length)
+    return sum(len(of_group) * _rounded(max(of_group)) for of_group in groups.values())
 
 
 def _rounded(length: float) -> int:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tinker
 import torch
 import transformers
 
 from model_families import FAMILIES
 from small_models import small_model
-from tinkerscript.engine import prefix_store, running_batch
+from tinkerscript.engine import memory, prefix_store, running_batch
 from tinkerscript.engine.decoder import Decoder, FusedDecoder, HubDecoder
+from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.kv_cache import CacheBudget, RowState, cut
 from tinkerscript.engine.memory import cache_bytes
 from tinkerscript.engine.prefix_store import WORTH_TOKENS, PrefixStore
 from tinkerscript.engine.running_batch import Request, RunningBatch, SampledRow
 from tinkerscript.errors import EngineError
+from tinkerscript.model_folder import TINY_MODEL
 
 CONTEXT = 1024
 
@@ -301,6 +305,50 @@ def test_versions_never_mix_and_share_one_budget() -> None:
             assert sum(each.bytes for each in budget.holders) <= budget.total
     del batches[0], batch
     assert len(budget.stores) == 1
+
+
+def test_a_cache_below_the_context_is_the_context(tmp_path: Path) -> None:
+    with EmbeddedEngine(TINY_MODEL, checkpoint_dir=tmp_path, cache_tokens=200) as engine:
+        assert engine.max_context == 192
+        (said,) = [each for each in engine.warnings if "engine.cache_tokens" in each]
+        assert said.startswith("prompt and reply together hold 192 tokens here, of this model's 2,048: ")
+        client = engine.create_sampling_client().result()
+        params = tinker.SamplingParams(stop=[])
+        (found,) = client.sample(tinker.ModelInput.from_ints(ids_of(150, 0)), 1, params).result().sequences
+        assert (len(found.tokens), found.stop_reason) == (42, "length")
+        with pytest.raises(EngineError, match="192 tokens; the context holds 192"):
+            client.sample(tinker.ModelInput.from_ints(ids_of(192, 0)), 1, params)
+
+
+def test_a_version_that_is_sampled_apart_is_not_prefilled_again(tmp_path: Path) -> None:
+    prompt, params = tinker.ModelInput.from_ints(ids_of(90, 0)), tinker.SamplingParams(max_tokens=4, seed=1)
+    with EmbeddedEngine(TINY_MODEL, checkpoint_dir=tmp_path) as engine:
+        training = engine.create_training_client()
+        client = training.save_weights_and_get_sampling_client().result()
+        newer = training.save_weights_and_get_sampling_client().result()
+        counts = []
+        for each in (client, client.apart(), newer):
+            each.sample(prompt, 1, params).result()
+            counts.append(each._batch.prefilled_tokens)
+        assert counts == [90, 0, 90]
+
+
+def test_the_cache_takes_what_training_leaves_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model("Qwen3", head_dim=8, num_key_value_heads=2)
+    token = cache_bytes(model, torch.float32, [64]) // 64
+
+    def budget(free: int | None, max_context: int = 64) -> int:
+        monkeypatch.setattr(memory, "available_memory", lambda _: free)
+        return memory.cache_budget(
+            model, None, torch.float32, max_rows=128, max_context=max_context, checkpointing=False
+        )
+
+    assert token == 2 * 4 * 16 * 2
+    assert budget(None) == budget(2**40) == 128 * 64 * token
+    assert budget(2**20) == 2**18, "training may need more than there is, and seldom does"
+    left = budget(2**31, 2**20)
+    assert 2**29 < left < 2**31
+    assert budget(2**31 + 2**20, 2**20) == left + 2**20
 
 
 @pytest.mark.parametrize("seed", range(4))
