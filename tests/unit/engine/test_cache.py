@@ -261,9 +261,9 @@ def test_rows_take_memory_by_their_own_lengths(others: int) -> None:
     assert stored < 1.25 * own < 0.2 * 32 * 8192 * batch._cache.row_bytes(1)
 
 
-@pytest.mark.parametrize("name", ["joined", "cut"])
+@pytest.mark.parametrize(("room", "name"), [(prefix_store, "joined"), (running_batch, "cut")])
 def test_without_memory_to_reuse_a_text_one_request_fails_and_to_keep_it_none(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    room: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = fused()
     batch = batch_over(decoder)
@@ -275,7 +275,7 @@ def test_without_memory_to_reuse_a_text_one_request_fails_and_to_keep_it_none(
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as short:
-        short.setattr(prefix_store, name, no_memory)
+        short.setattr(room, name, no_memory)
         for request in (beside, again):
             batch.submit(request)
         run(batch)
