@@ -165,7 +165,8 @@ def cache_budget(
     """Bytes that keys and values may take of what the device has free, once `model` is loaded.
 
     What training may need is left free, or three quarters if that is less: few microbatches are as large as
-    they may be. There is no more than all rows need at the full context.
+    they may be. Of a CPU's memory, which other programs use too, half is left. There is no more than all rows
+    need at the full context.
     """
     w = _Widths.of(model)
     most = max_rows * max_context * w.token_bytes(dtype.itemsize)
@@ -176,7 +177,8 @@ def cache_budget(
     work = Workload(tokens, rows, checkpointing, samplers=2, rows=max_rows, prompt=PREFILL_TOKENS)
     memory = _peak(model, lora, dtype, work)
     loaded = sum(each.nbytes for each in model.parameters())
-    return min(most, max(free - (memory.total - memory.kv_cache - loaded), free // 4))
+    left = max(free - (memory.total - memory.kv_cache - loaded), free // 4)
+    return min(most, left, free // 2 if model.device.type == "cpu" else free)
 
 
 def available_memory(device: str) -> int | None:

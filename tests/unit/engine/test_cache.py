@@ -345,10 +345,10 @@ def test_the_cache_takes_what_training_leaves_of_free_memory(monkeypatch: pytest
 
     assert token == 2 * 4 * 16 * 2
     assert budget(None) == budget(2**40) == 128 * 64 * token
-    assert budget(2**20) == 2**18, "training may need more than there is, and seldom does"
-    left = budget(2**31, 2**20)
-    assert 2**29 < left < 2**31
-    assert budget(2**31 + 2**20, 2**20) == left + 2**20
+    found = [(free, budget(free, 2**20)) for free in range(2**20, 2**26, 2**20)]
+    assert all(free // 4 <= left <= free // 2 for free, left in found), "a CPU's memory is for others too"
+    between = {free - left for free, left in found if free // 4 < left < free // 2}
+    assert len(between) == 1, "what training may need"
 
 
 @pytest.mark.parametrize("seed", range(4))
