@@ -171,18 +171,23 @@ class RowGroup(Generic[Row]):
     room_for_tokens: int = 0
     """What fits into every layer. A layer has more if memory ran out after it grew."""
 
+    bytes: int = 0
+    """Of the storage."""
+
     @property
     def longest(self) -> int:
         return max(self.lengths, default=0)
 
     def shape(self, rows: int, length: int) -> tuple[int, int]:
         """Rows and tokens of the storage that `rows` rows of `length` tokens get: what there is if they fit,
-        else no more than they need, but for an eighth of rows if rows join one by one."""
+        else no more than they need, but for half as many rows again if rows join one by one."""
         if rows <= self.room_for_rows and length <= self.room_for_tokens:
             return self.room_for_rows, self.room_for_tokens
         if rows > self.room_for_rows:
-            rows = max(rows, self.room_for_rows + self.room_for_rows // 8)
-        return rows, _rounded(max(length, self.longest))
+            rows = max(rows, self.room_for_rows * 3 // 2)
+        elif 2 * rows > self.room_for_rows:
+            rows = self.room_for_rows
+        return rows, _rounded(max(length, self.room_for_tokens))
 
     def reserve(self, rows: int, length: int) -> None:
         """Make room for `rows` rows of `length` tokens."""
@@ -208,6 +213,7 @@ class RowGroup(Generic[Row]):
                 new[: len(self.rows)] = states[: len(self.rows)]
                 layer.states[index] = new
         self.room_for_rows, self.room_for_tokens = rows, length
+        self.bytes = rows * sum(layer.row_bytes(length) for layer in self.layers)
 
     def _resized(self, layer: LayerCache, old: Tensor, rows: int, places: int) -> Tensor:
         _, heads, _, width = old.shape
@@ -292,10 +298,7 @@ class KVCache(Generic[Row]):
 
     @property
     def bytes(self) -> int:
-        return sum(self._bytes(group.room_for_rows, group.room_for_tokens) for group in self.groups)
-
-    def _bytes(self, rows: int, length: int) -> int:
-        return rows * self.row_bytes(length)
+        return sum(group.bytes for group in self.groups)
 
     def row_bytes(self, length: int) -> int:
         """Bytes of a row of `length` tokens; 0 if there has never been one."""
@@ -347,40 +350,41 @@ class KVCache(Generic[Row]):
 
     def _growth(self, group: RowGroup[Row], rows: int, length: int) -> int:
         """Bytes that the group's storage grows by."""
-        wanted, held = group.shape(rows, length), (group.room_for_rows, group.room_for_tokens)
-        return self._bytes(*wanted) - self._bytes(*held)
+        rows, length = group.shape(rows, length)
+        return rows * self.row_bytes(length) - group.bytes
 
     def grow(self) -> bool:
         """Make room for the next token of every row. False: the budget has none, and some rows must go."""
-        for group in list(self.groups):
-            pairs = zip(group.rows, group.lengths, strict=True)
-            for row in [row for row, length in pairs if length == group.limit]:
-                if not self._move_up(group, row):
-                    return False
-        self.groups = [group for group in self.groups if group.rows]
-        for group in self.groups:
-            rows, longest = len(group.rows), group.longest
-            if longest < group.room_for_tokens:
-                continue
-            if not self._has_room(partial(self._growth, group, rows, longest + 1)):
+        return all(
+            self._grow(group)
+            for group in list(self.groups)
+            if not group.rows or group.longest == group.room_for_tokens
+        )
+
+    def _grow(self, group: RowGroup[Row]) -> bool:
+        pairs = zip(group.rows, group.lengths, strict=True)
+        if longer := [row for row, length in pairs if length == group.limit]:
+            lengths = [group.limit] * len(longer)
+            if self.fit(lengths, ()) < len(longer):
                 return False
-            group.reserve(rows, longest + 1)
+            self.reserve(lengths, ())
+            for row in longer:
+                index = group.rows.index(row)
+                self.add([row], group.state(index), group.limit)
+                group.remove(index)
+        if not group.rows:
+            self.groups.remove(group)
+        elif group.longest == group.room_for_tokens:
+            rows, length = len(group.rows), group.longest + 1
+            if not self._has_room(partial(self._growth, group, rows, length)):
+                return False
+            group.reserve(rows, length)
         return True
 
     def advance(self) -> None:
         """Every row has the token that a step has written."""
         for group in self.groups:
             group.lengths = [length + 1 for length in group.lengths]
-
-    def _move_up(self, group: RowGroup[Row], row: Row) -> bool:
-        index = group.rows.index(row)
-        length = group.lengths[index]
-        state = group.state(index)
-        if not self.fit([length], state):
-            return False
-        self.add([row], state, length)
-        group.remove(index)
-        return True
 
     def _has_room(self, more: Callable[[], int]) -> bool:
         if self._budget.has_room(more()):

@@ -247,7 +247,7 @@ class RunningBatch:
             self._drop_done()
             return
         self._cache.advance()
-        self._take(rows, logits)
+        self._take(rows, logits, self._row_settings())
 
     def _make_room(self) -> None:
         """Make room for the next token of every row. Those that came last wait if the budget has none."""
@@ -269,7 +269,7 @@ class RunningBatch:
         while rows := self._admissible():
             ready = self._prefilled(list(dict.fromkeys(row.sequence for row in rows)))
             waiting = len(self._waiting)
-            self._run([row for row in rows if row.sequence in ready], ready)
+            self._run(rows, ready)
             if others or len(self._waiting) == waiting:
                 return
 
@@ -374,19 +374,21 @@ class RunningBatch:
         return Prefilled(logits, state)
 
     def _run(self, rows: list[RunningRow], ready: dict[Ids, Prefilled | Exception]) -> None:
-        """Let rows run whose sequences are ready, and sample their first tokens.
+        """Let those of `rows` run whose sequences are ready, and sample their first tokens.
 
         A row leaves the queue only when it runs or has failed, so `fail` finds it whatever raises here.
         """
         prefilled = {ids: each for ids, each in ready.items() if isinstance(each, Prefilled)}
-        failed = [row for row in rows if row.sequence not in prefilled]
+        failed = [row for row in rows if row.sequence in ready and row.sequence not in prefilled]
         fitting = [row for row in rows if row.sequence in prefilled]
         if fitting:
-            lengths = [len(row.sequence) for row in fitting]
+            later = [row for row in rows if row.sequence not in ready]
+            lengths = [len(row.sequence) for row in [*fitting, *later]]
             like = next(iter(prefilled.values())).state
-            fitting = fitting[: self._cache.fit(lengths, like)]
+            count = self._cache.fit(lengths, like)
             with suppress(RuntimeError):  # There is no memory for all of them; each says so for itself.
-                self._cache.reserve(lengths[: len(fitting)], like)
+                self._cache.reserve(lengths[:count], like)
+            fitting = fitting[:count]
         rows = [*failed, *fitting]
         running: list[RunningRow] = []
         for _, each in itertools.groupby(rows, key=lambda row: (id(row.request), row.sequence)):
@@ -401,7 +403,8 @@ class RunningBatch:
         if running:
             order = {row: i for i, row in enumerate(self._cache.rows)}
             running.sort(key=order.__getitem__)
-            self._take(running, torch.stack([prefilled[row.sequence].logits for row in running]))
+            logits = torch.stack([prefilled[row.sequence].logits for row in running])
+            self._take(running, logits, self._settings_of(running))
 
     def _begin(self, rows: list[RunningRow], prefilled: Prefilled | Exception) -> list[RunningRow]:
         if isinstance(prefilled, Exception):
@@ -418,10 +421,8 @@ class RunningBatch:
             return self._random
         return np.random.default_rng([request.seed & 0xFFFF_FFFF_FFFF_FFFF, index])
 
-    def _take(self, rows: list[RunningRow], logits: Tensor) -> None:
+    def _take(self, rows: list[RunningRow], logits: Tensor, settings: RowSettings) -> None:
         """Sample one token for each of `rows` from their logits, and remove finished rows."""
-        is_all = len(rows) == len(self._cache.rows)
-        settings = self._row_settings() if is_all else self._settings_of(rows)
         uniforms = torch.tensor([_random_of(row).random() for row in rows], dtype=torch.float32)
         uniforms = uniforms.to(self._device)
         chosen = choose(logits, uniforms, settings, self._allowed(rows, logits.shape[-1]))
@@ -445,7 +446,6 @@ class RunningBatch:
         for row in finished:
             self._prefixes.keep(row.sequence[:-1], partial(self._cache.state, row))
         self._remove(finished)
-        self._drop_done()
 
     def _allowed(self, rows: list[RunningRow], vocabulary: int) -> Tensor | None:
         """The ids that grammars allow next, bool (n, V); None if no row has a grammar. A grammar that allows
@@ -484,7 +484,9 @@ class RunningBatch:
         return self._settings
 
     def _remove(self, rows: list[RunningRow]) -> None:
-        for row in rows:
+        for row in reversed(
+            rows
+        ):  # Those behind first: then none takes the place of another that leaves too.
             self._cache.remove(row)
         if rows:
             self._settings = None
