@@ -323,14 +323,14 @@ class FusedDecoder(Decoder):
         places = [_Places.of(group, self.device, self.dtype) for group in groups]
         lengths = places[0].lengths if len(places) == 1 else torch.cat([each.lengths for each in places])
         cos, sin = self._cos[lengths], self._sin[lengths]
-        sizes = [len(each.lengths) for each in places]
+        sizes = [each.n for each in places]
         for index, layer in enumerate(self._layers):
             qk, v = self._qkv(self._rms(x, layer["norm_1"]), index, cos, sin)
             q, k = qk.split([self._heads, self._kv_heads], dim=1)
-            kept = [group.layers[index] for group in groups]
-            if len(kept) == 1:
-                o = self._attend_in(kept[0], places[0], q, k, v)
+            if len(groups) == 1:
+                o = self._attend_in(groups[0].layers[index], places[0], q, k, v)
             else:
+                kept = [group.layers[index] for group in groups]
                 parts = zip(kept, places, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
                 o = torch.cat([self._attend_in(*part) for part in parts])
             x = self._with_lora(torch.addmm(x, o, layer["out"]), o, index, "out")
@@ -339,7 +339,7 @@ class FusedDecoder(Decoder):
 
     def _attend_in(self, kept: LayerCache, places: _Places, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v of the newest tokens of a group's rows -> (n, heads * D)."""
-        n, longest = len(q), places.longest
+        n, longest = places.n, places.longest
         if n == 1:
             kept.keys[0, :, longest] = k[0]
             kept.values[0, :, longest] = v[0]
@@ -360,8 +360,9 @@ class FusedDecoder(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where the newest tokens of a group's rows go, and what they attend to."""
+    """Where the newest tokens of a group's n rows go, and what they attend to."""
 
+    n: int
     rows: Tensor
     """(n,)"""
 
@@ -377,7 +378,7 @@ class _Places:
         lengths = torch.tensor(group.lengths, device=device)
         n, longest = len(group.lengths), group.longest
         mask = attention_mask(lengths, longest, dtype) if n > 1 else None
-        return cls(torch.arange(n, device=device), lengths, longest, mask)
+        return cls(n, torch.arange(n, device=device), lengths, longest, mask)
 
 
 def _after(past: Tensor | None, new: Tensor) -> Tensor:
