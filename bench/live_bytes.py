@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
 from tinkerscript.engine.decoder import FusedDecoder
+from tinkerscript.engine.kv_cache import CacheBudget
 from tinkerscript.engine.lora import LoraBase
 from tinkerscript.engine.losses import target_logprobs
 from tinkerscript.engine.running_batch import Request, RunningBatch
@@ -188,8 +189,11 @@ def _not_packed() -> Any:
     return patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_: None)
 
 
-def sampling_peak(weights: Weights, dtype: torch.dtype, *, rows: int, prompt: int, length: int) -> int:
-    """Of `rows` rows with different prompts, when half of them are replaced while the others run."""
+def sampling_peak(
+    weights: Weights, dtype: torch.dtype, *, rows: int, prompt: int, length: int, budget: int
+) -> int:
+    """Of `rows` rows with different prompts, when half of them are replaced while the others run, within a
+    `budget` of bytes for keys and values."""
     live = LiveBytes(*tensors_of(weights))
     if not isinstance(weights, AllWeights):
         base: FusedDecoder = weights.base.decoder  # type: ignore[attr-defined]
@@ -209,7 +213,14 @@ def sampling_peak(weights: Weights, dtype: torch.dtype, *, rows: int, prompt: in
                 decoder: Any = FusedDecoder(weights.model, dtype)
             else:
                 decoder = weights.decoder()
-        batch = RunningBatch(decoder, max_rows=rows, max_length=length, decode=str, random=random)
+        batch = RunningBatch(
+            decoder,
+            max_rows=rows,
+            max_length=length,
+            decode=str,
+            random=random,
+            budget=CacheBudget(budget),
+        )
         wave()
         for _ in range(3):
             batch.advance()

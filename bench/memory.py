@@ -76,10 +76,11 @@ def sampling() -> None:
     for name, lora, dtype in [*small, ("150M", LORA, torch.bfloat16)]:
         config = MODELS[name]
         weights = weights_of(config, lora, dtype, checkpointing=False, device="cpu")
-        measured = sampling_peak(weights, dtype, rows=32, prompt=512, length=530)
         work = Workload(1, 1, samplers=1, rows=32, prompt=512, length=530)
+        memory = peak_memory(config, lora, dtype, work)
+        measured = sampling_peak(weights, dtype, rows=32, prompt=512, length=530, budget=memory.kv_cache)
         kind = f"{'LoRA' if lora else 'all weights'}, {str(dtype)[6:]}"
-        row(f"{name}, {kind}", measured, peak_memory(config, lora, dtype, work).sampling)
+        row(f"{name}, {kind}", measured, memory.sampling)
 
 
 def loss() -> None:

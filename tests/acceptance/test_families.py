@@ -45,15 +45,19 @@ def folder(family: Family, random_model: Path, tmp_path: Path) -> Path:
 
 
 def gap(engine: EmbeddedEngine, training: EmbeddedTrainingClient) -> np.ndarray:
-    """|sampler - trainer| in nats, of each token of two replies to each of `PROMPTS`."""
+    """|sampler - trainer| in nats, of each token of two replies to each of `PROMPTS`, and of a reply to what
+    follows each of those, which goes on from kept keys, values and states."""
     client = training.save_weights_and_get_sampling_client().result()
     params = tinker.SamplingParams(max_tokens=REPLY, stop=[])
-    futures = [client.sample(tinker.ModelInput.from_ints(prompt), 2, params) for prompt in PROMPTS]
-    replies = [
-        (prompt, sequence)
-        for prompt, future in zip(PROMPTS, futures, strict=True)
-        for sequence in future.result().sequences
-    ]
+    prompts, replies = PROMPTS, []
+    for samples in (2, 1):
+        futures = [client.sample(tinker.ModelInput.from_ints(prompt), samples, params) for prompt in prompts]
+        replies += [
+            (prompt, sequence)
+            for prompt, future in zip(prompts, futures, strict=True)
+            for sequence in future.result().sequences
+        ]
+        prompts = [[*prompt, *sequence.tokens, 8] for prompt, sequence in replies]
     assert engine.max_context == CONTEXT
     output = training.forward([sft_datum(prompt + each.tokens) for prompt, each in replies], "cross_entropy")
     return np.abs(

@@ -28,6 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tinkerscript.engine.decoder import text_config_of
 from tinkerscript.engine.grammars import Grammars
+from tinkerscript.engine.kv_cache import CacheBudget
 from tinkerscript.engine.running_batch import Request, RunningBatch
 from tinkerscript.errors import EngineError, EngineRequestError
 
@@ -64,6 +65,9 @@ class EngineContext:
     eos_ids: frozenset[int]
     grammars: Grammars
 
+    budget: CacheBudget
+    """Of the keys and values of all weights that are sampled from."""
+
     def run(self, job: Callable[[], T]) -> APIFuture[T]:
         return AwaitableConcurrentFuture(self.thread.call(job))
 
@@ -81,7 +85,14 @@ class EngineContext:
 
 
 def open_context(
-    model: PreTrainedModel, folder: Path, *, seed: int, max_batch: int, thread: EngineThread | None = None
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    seed: int,
+    max_batch: int,
+    budget: CacheBudget,
+    max_context: int,
+    thread: EngineThread | None = None,
 ) -> EngineContext:
     """Starts a thread unless `thread` is given. Raises EngineError if the config lacks a context length."""
     tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -96,9 +107,10 @@ def open_context(
         decode=decode,
         random=np.random.default_rng(seed),
         max_batch=max_batch,
-        max_context=exact_context(model.config),
+        max_context=max_context,
         vocabulary=vocabulary,
         eos_ids=eos_ids,
+        budget=budget,
         grammars=Grammars(folder / "tokenizer.json", vocabulary=vocabulary, end_id=min(eos_ids, default=0)),
         # The thread comes last, because nothing could close it if a later step raised.
         thread=thread or EngineThread(),

@@ -23,10 +23,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from tinkerscript.engine.kv_cache import KVCache, LayerCache, LayerState, RowState
+from tinkerscript.engine.kv_cache import KVCache, LayerCache, LayerState, RowGroup, RowState
 from tinkerscript.engine.layer_kinds import SLIDING, LayerKinds, is_local, narrowed_windows
 from tinkerscript.errors import EngineError
 
@@ -80,6 +81,9 @@ class Decoder(ABC):
     dtype: torch.dtype
     """The dtype of the copied weights, keys, values and logits."""
 
+    spread: float
+    """A step takes rows together unless their lengths differ by more than this factor (`KVCache`)."""
+
     @abstractmethod
     def with_adapter(self, adapter: AdapterTensors) -> Decoder:
         """A decoder of the same weights with `adapter` over them. The weights are shared, not copied."""
@@ -87,19 +91,30 @@ class Decoder(ABC):
     def forget(self) -> None:  # noqa: B027 (only what computes with the module tree has anything to forget)
         """Something else than this decoder, and those made from it, has changed the adapters of the model."""
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer has a state. Such a model prefills in one piece, and goes on token by token."""
+        return False
+
     @abstractmethod
-    def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[RowState]]:
-        """ids (B, P) right-padded, lengths (B,) -> logits after each prompt (B, V), and the rows' states."""
+    def prefill(
+        self, ids: Tensor, lengths: Tensor, past: RowState | None = None, begin: int = 0
+    ) -> tuple[Tensor, list[RowState]]:
+        """ids (B, P) right-padded, lengths (B,) -> logits after each prompt (B, V), and the rows' states.
+
+        With the `past` of a row of `begin` tokens, ids (1, P) go on from there, and the state is that of all.
+        """
 
     @abstractmethod
     def score(self, ids: Tensor) -> Iterator[Tensor]:
         """ids (P,) -> logits (n, V) of consecutive positions, P in all, at most `logits_rows` at once."""
 
     @abstractmethod
-    def step(self, ids: Tensor, lengths: Tensor, longest: int, cache: KVCache) -> Tensor:
-        """ids (n,): the newest token of rows [0, n); lengths (n,): tokens before it -> logits (n, V).
+    def step(self, ids: Tensor, groups: Sequence[RowGroup[Any]]) -> Tensor:
+        """ids (n,): the newest token of the rows of all groups -> logits (n, V).
 
-        Writes position lengths[i] of row i and attends to positions <= lengths[i]. `longest` is max(lengths).
+        Writes the position after those that a row has, for which there is room, and attends up to it. The
+        lengths of the groups are left as they are.
         """
 
 
@@ -108,6 +123,8 @@ class FusedDecoder(Decoder):
 
     Each product is of an input (N, in) with a weight (in, out).
     """
+
+    spread = 1.25
 
     def __init__(
         self, model: PreTrainedModel, dtype: torch.dtype = torch.float32, *, shares: bool = False
@@ -251,12 +268,14 @@ class FusedDecoder(Decoder):
         h = self._rms(x, self._final_norm)
         return _plus(h @ self._head, h, self._head_lora)
 
-    def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[RowState]]:
-        x, keys, values = self._hidden(ids)
+    def prefill(
+        self, ids: Tensor, lengths: Tensor, past: RowState | None = None, begin: int = 0
+    ) -> tuple[Tensor, list[RowState]]:
+        x, keys, values = self._hidden(ids, past, begin)
         last = x[torch.arange(len(ids), device=ids.device), lengths - 1]
         states: list[RowState] = [
             [LayerState(k[row, :, :end], v[row, :, :end]) for k, v in zip(keys, values, strict=True)]
-            for row, end in enumerate(lengths.tolist())
+            for row, end in enumerate((lengths + begin).tolist())
         ]
         return self._logits(last), states
 
@@ -265,11 +284,14 @@ class FusedDecoder(Decoder):
         for part in hidden.split(logits_rows(self._head.shape[1], self.device)):
             yield self._logits(part)
 
-    def _hidden(self, ids: Tensor, *, keep: bool = True) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """ids (B, P) -> hidden states (B, P, C), keys and values per layer (B, kv_heads, P, D) to `keep`."""
+    def _hidden(
+        self, ids: Tensor, past: RowState | None = None, begin: int = 0, *, keep: bool = True
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """ids (B, P) -> hidden states (B, P, C), and to `keep`, per layer, all keys and values, those of the
+        `begin` tokens of the past included (B, kv_heads, begin + P, D)."""
         B, P = ids.shape
         x = self._embedding[ids.reshape(-1)]  # (B*P, C)
-        cos, sin = (table[:P].repeat(B, 1, 1) for table in (self._cos, self._sin))
+        cos, sin = (table[begin : begin + P].repeat(B, 1, 1) for table in (self._cos, self._sin))
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for index, layer in enumerate(self._layers):
@@ -277,9 +299,16 @@ class FusedDecoder(Decoder):
             qk = qk.view(B, P, -1, self._head_dim).transpose(1, 2)  # (B, heads + kv_heads, P, D)
             v = v.reshape(B, P, self._kv_heads, self._head_dim).transpose(1, 2)
             q, k = qk.split([self._heads, self._kv_heads], dim=1)
+            if past is not None:
+                k, v = _after(past[index].keys, k), _after(past[index].values, v)
             # Right padding: causal attention alone keeps real positions from seeing the padding.
             o = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=self._heads != self._kv_heads
+                q,
+                k,
+                v,
+                attn_mask=None if past is None else causal_lower_right(P, begin + P),
+                is_causal=past is None,
+                enable_gqa=self._heads != self._kv_heads,
             )
             h = o.transpose(1, 2).reshape(B * P, -1)
             x = self._with_lora(torch.addmm(x, h, layer["out"]), h, index, "out")
@@ -289,26 +318,37 @@ class FusedDecoder(Decoder):
                 values.append(v.contiguous())
         return x.view(B, P, -1), keys, values
 
-    def step(self, ids: Tensor, lengths: Tensor, longest: int, cache: KVCache) -> Tensor:
-        n = len(ids)
+    def step(self, ids: Tensor, groups: Sequence[RowGroup[Any]]) -> Tensor:
         x = self._embedding[ids]  # (n, C)
+        places = [_Places.of(group, self.device, self.dtype) for group in groups]
+        lengths = places[0].lengths if len(places) == 1 else torch.cat([each.lengths for each in places])
         cos, sin = self._cos[lengths], self._sin[lengths]
-        rows = torch.arange(n, device=ids.device)
-        mask = attention_mask(lengths, longest, self.dtype) if n > 1 else None
+        sizes = [each.n for each in places]
         for index, layer in enumerate(self._layers):
             qk, v = self._qkv(self._rms(x, layer["norm_1"]), index, cos, sin)
             q, k = qk.split([self._heads, self._kv_heads], dim=1)
-            kept = cache.layers[index]
-            if n == 1:
-                kept.keys[0, :, longest] = k[0]
-                kept.values[0, :, longest] = v[0]
+            if len(groups) == 1:
+                o = self._attend_in(groups[0].layers[index], places[0], q, k, v)
             else:
-                kept.keys[rows, :, lengths] = k
-                kept.values[rows, :, lengths] = v
-            o = self._attend(q, kept.keys[:n, :, : longest + 1], kept.values[:n, :, : longest + 1], mask)
+                kept = [group.layers[index] for group in groups]
+                parts = zip(kept, places, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+                o = torch.cat([self._attend_in(*part) for part in parts])
             x = self._with_lora(torch.addmm(x, o, layer["out"]), o, index, "out")
             x = self._mlp(x, index)
         return self._logits(x)
+
+    def _attend_in(self, kept: LayerCache, places: _Places, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q, k, v of the newest tokens of a group's rows -> (n, heads * D)."""
+        n, longest = places.n, places.longest
+        if n == 1:
+            kept.keys[0, :, longest] = k[0]
+            kept.values[0, :, longest] = v[0]
+        else:
+            kept.keys[places.rows, :, places.lengths] = k
+            kept.values[places.rows, :, places.lengths] = v
+        return self._attend(
+            q, kept.keys[:n, :, : longest + 1], kept.values[:n, :, : longest + 1], places.mask
+        )
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """q (n, heads, D); keys, values (n, kv_heads, T, D); mask (n, 1, 1, T) -> (n, heads * D)."""
@@ -316,6 +356,34 @@ class FusedDecoder(Decoder):
         grouped = q.view(n, self._kv_heads, -1, self._head_dim)
         o = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
         return o.reshape(n, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where the newest tokens of a group's n rows go, and what they attend to."""
+
+    n: int
+    rows: Tensor
+    """(n,)"""
+
+    lengths: Tensor
+    """(n,): tokens before the newest one."""
+
+    longest: int
+    mask: Tensor | None
+    """(n, 1, 1, longest + 1); None of a single row, which attends to all."""
+
+    @classmethod
+    def of(cls, group: RowGroup[Any], device: torch.device, dtype: torch.dtype) -> _Places:
+        lengths = torch.tensor(group.lengths, device=device)
+        n, longest = len(group.lengths), group.longest
+        mask = attention_mask(lengths, longest, dtype) if n > 1 else None
+        return cls(n, torch.arange(n, device=device), lengths, longest, mask)
+
+
+def _after(past: Tensor | None, new: Tensor) -> Tensor:
+    """Keys or values (kv_heads, M, D) of a row's past, and (1, kv_heads, P, D) of what follows."""
+    return new if past is None else torch.cat([past[None], new], dim=2)
 
 
 _Factors = tuple[Tensor, Tensor]
@@ -354,6 +422,8 @@ class _Tree:
 class HubDecoder(Decoder):
     """Any causal model of the Hugging Face library, through its own forward pass and our `KVCache`."""
 
+    spread = 4  # Each group is a forward pass of its own.
+
     def __init__(
         self, model: PreTrainedModel, dtype: torch.dtype = torch.float32, *, shares: bool = False
     ) -> None:
@@ -385,11 +455,19 @@ class HubDecoder(Decoder):
             _put_into_tree(self._model, self._adapter)
             self._tree.adapter = self._adapter
 
-    def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[RowState]]:
+    @property
+    def is_recurrent(self) -> bool:
+        return LayerKinds.of(self._model.config).are_recurrent
+
+    def prefill(
+        self, ids: Tensor, lengths: Tensor, past: RowState | None = None, begin: int = 0
+    ) -> tuple[Tensor, list[RowState]]:
         self._apply()
         kinds = LayerKinds.of(self._model.config)
+        if past is not None and kinds.are_recurrent:
+            return self._prefill_by_steps(ids, past, begin)
         if not kinds.are_recurrent:
-            return self._prefill(ids, lengths, kinds)
+            return self._prefill(ids, lengths, kinds, past, begin)
         # A state is that after all of a row's tokens, so rows are not padded.
         logits: list[Tensor] = []
         states: list[RowState] = []
@@ -403,17 +481,37 @@ class HubDecoder(Decoder):
         places = np.argsort(order)
         return torch.cat(logits)[places], [states[place] for place in places]
 
-    def _prefill(self, ids: Tensor, lengths: Tensor, kinds: LayerKinds) -> tuple[Tensor, list[RowState]]:
-        cache = _prefill_cache(self._model.config, kinds)
-        output = backbone_output(self._model, input_ids=ids, past_key_values=cache, use_cache=True)
+    def _prefill(
+        self, ids: Tensor, lengths: Tensor, kinds: LayerKinds, past: RowState | None = None, begin: int = 0
+    ) -> tuple[Tensor, list[RowState]]:
+        cache = _prefill_cache(self._model.config, kinds) if past is None else _cache_after(past, begin)
+        positions = torch.arange(begin, begin + ids.shape[1], device=ids.device)[None]
+        output = backbone_output(
+            self._model,
+            input_ids=ids,
+            past_key_values=cache,
+            use_cache=True,
+            **({} if past is None else {"position_ids": positions}),
+        )
         last = output.last_hidden_state[torch.arange(len(ids), device=ids.device), lengths - 1]
         logits = head_logits(self._model, output, last[:, None])[:, 0]
         layers: list[Any] = list(cache.layers)
         states: list[RowState] = [
-            [_state_of(layer, row, end, kinds.window(index)) for index, layer in enumerate(layers)]
+            [_state_of(layer, row, begin + end, kinds.window(index)) for index, layer in enumerate(layers)]
             for row, end in enumerate(lengths.tolist())
         ]
         return logits, states
+
+    def _prefill_by_steps(self, ids: Tensor, past: RowState, begin: int) -> tuple[Tensor, list[RowState]]:
+        """Go on token by token: the library's recurrent layers take several tokens only from the start."""
+        cache: KVCache[int] = KVCache()
+        cache.add([0], past, begin)
+        logits = ids.new_empty(0)
+        for token in ids[0].split(1):
+            cache.grow()
+            logits = self.step(token, cache.groups)
+            cache.advance()
+        return logits, [cache.state(0)]
 
     def score(self, ids: Tensor) -> Iterator[Tensor]:
         self._apply()
@@ -422,14 +520,19 @@ class HubDecoder(Decoder):
         for part in output.last_hidden_state.split(rows, dim=1):
             yield head_logits(self._model, output, part)[0]
 
-    def step(self, ids: Tensor, lengths: Tensor, longest: int, cache: KVCache) -> Tensor:
+    def step(self, ids: Tensor, groups: Sequence[RowGroup[Any]]) -> Tensor:
         self._apply()
+        parts = ids.split([len(group.rows) for group in groups])
+        return torch.cat([self._step(part, group) for part, group in zip(parts, groups, strict=True)])
+
+    def _step(self, ids: Tensor, group: RowGroup[Any]) -> Tensor:
         kinds = LayerKinds.of(self._model.config)
+        lengths, longest = torch.tensor(group.lengths, device=self.device), group.longest
         output: Any = self._model(
             input_ids=ids[:, None],
             position_ids=lengths[:, None],
             attention_mask=kinds.masks(partial(_step_mask, kinds, lengths, longest, self.dtype)),
-            past_key_values=_SlotCache(cache, lengths, longest),
+            past_key_values=_SlotCache(group, lengths, longest),
             use_cache=True,
         )
         return output.logits[:, -1]
@@ -446,11 +549,29 @@ def _prefill_cache(config: Any, kinds: LayerKinds) -> DynamicCache:
     return cache
 
 
+def _cache_after(past: RowState, begin: int) -> DynamicCache:
+    """transformers' cache of a row of `begin` tokens."""
+    cache = DynamicCache()
+    cache.layers = []
+    for state in past:
+        layer: Any = DynamicLayer()
+        if state.window is not None:
+            layer = DynamicSlidingWindowLayer(state.window)
+            layer.cumulative_length = begin
+        if state.keys is not None and state.values is not None:
+            layer.lazy_initialization(state.keys, state.values)
+            # The next token is one of its window.
+            first = 0 if state.window is None else max(0, state.keys.shape[1] - state.window + 1)
+            layer.keys, layer.values = state.keys[None, :, first:], state.values[None, :, first:]
+        cache.layers.append(layer)
+    return cache
+
+
 def _state_of(layer: Any, row: int, end: int, window: int | None) -> LayerState:
     """What a layer of transformers' cache has of a row of `end` tokens."""
     states = (getattr(layer, "conv_states", None), getattr(layer, "recurrent_states", None))
     keys, values = (getattr(layer, name, None) for name in ("keys", "values"))
-    begin = 0 if window is None else max(0, end - window)
+    begin = 0 if window is None or layer.is_sliding else max(0, end - window)
     return LayerState(
         None if keys is None else keys[row, :, begin:end],
         None if values is None else values[row, :, begin:end],
@@ -486,7 +607,7 @@ def _put_into_tree(model: PreTrainedModel, adapter: AdapterTensors) -> None:
 
 
 class _SlotLayer(DynamicLayer):
-    """A layer of `KVCache` for one step: writes position lengths[i] of row i, returns [0, longest], or the
+    """A layer of a group for one step: writes position lengths[i] of row i, returns [0, longest], or the
     window's places."""
 
     def __init__(self, kept: LayerCache, lengths: Tensor, longest: int) -> None:
@@ -516,7 +637,7 @@ class _SlotLayer(DynamicLayer):
 
 
 class _SlotState(LinearAttentionLayer):
-    """A recurrent layer of `KVCache`, whose state transformers updates in place."""
+    """A recurrent layer of a group, whose state transformers updates in place."""
 
     is_sliding = False
 
@@ -545,11 +666,11 @@ def _take_states(layer: LinearAttentionLayer, kept: LayerCache, rows: int) -> No
 
 
 class _SlotCache(Cache):
-    """A Hugging Face cache over the rows of a `KVCache`, for one decoding step."""
+    """A Hugging Face cache over the rows of a group, for one decoding step."""
 
-    def __init__(self, cache: KVCache, lengths: Tensor, longest: int) -> None:
+    def __init__(self, group: RowGroup[Any], lengths: Tensor, longest: int) -> None:
         layers: list[Any] = []
-        for kept in cache.layers:
+        for kept in group.layers:
             if not kept.keys.numel():
                 layers.append(_SlotState(kept, len(lengths)))
             elif kept.states:
@@ -706,17 +827,22 @@ def own_logits(model: PreTrainedModel) -> OwnLogits:
 def decoder_gap(own: OwnLogits, decoder: Decoder) -> float:
     """How far `decoder` is from a model's `own` logits: the prefill of ragged rows, and a few steps."""
     ids, device = own.ids, own.ids.device
-    lengths = torch.tensor([8, 7, 5, 3], device=device)
     rows = torch.arange(len(ids), device=device)
+    lengths = torch.tensor([8, 7, 5, 3], device=device)
     logits, states = decoder.prefill(ids[:, :8], lengths)
-    cache = KVCache()
-    cache.reserve(len(ids), ids.shape[1], states[0])
-    for row, (state, length) in enumerate(zip(states, lengths.tolist(), strict=True)):
-        cache.put(row, state, length)
     compared = [(own.logits[rows, lengths - 1], logits)]
+    # One goes on from what was prefilled, as the next turn of a conversation does.
+    logits, (states[2],) = decoder.prefill(ids[2:3, 5:8], lengths.new_tensor([3]), states[2], 5)
+    compared.append((own.logits[2:3, 7], logits))
+    lengths[2] = 8
+    cache: KVCache[int] = KVCache()
+    for row, (state, length) in enumerate(zip(states, lengths.tolist(), strict=True)):
+        cache.add([row], state, length)
     for _ in range(4):
-        logits = decoder.step(ids[rows, lengths], lengths, int(lengths.max()), cache)
+        cache.grow()
+        logits = decoder.step(ids[rows, lengths], cache.groups)
         compared.append((own.logits[rows, lengths], logits))
+        cache.advance()
         lengths = lengths + 1
     wanted, found = (torch.cat(each) for each in zip(*compared, strict=True))
     return distance(wanted, found)

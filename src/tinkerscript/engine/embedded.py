@@ -16,8 +16,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from tinker import APIFuture
 
-from tinkerscript.engine.context import check_device, compute_dtype, open_context, short_context
+from tinkerscript.engine.context import (
+    check_device,
+    compute_dtype,
+    exact_context,
+    open_context,
+    short_context,
+)
 from tinkerscript.engine.decoder import Decoder, FusedDecoder, decoder_for, own_logits
+from tinkerscript.engine.kv_cache import PLACES, CacheBudget
+from tinkerscript.engine.memory import cache_budget, cache_bytes
 from tinkerscript.engine.packing import attend_in_segments, shares_prefixes
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
 from tinkerscript.engine.training import AllWeights, EmbeddedTrainingClient, Trainer, Weights
@@ -62,6 +70,7 @@ class EmbeddedEngine:
         seed: int = 0,
         threads: int = 1,
         max_batch: int = 128,
+        cache_tokens: int = 0,
         device: str = "cpu",
         dtype: str = "float32",
         notes: Mapping[str, str] | None = None,
@@ -83,6 +92,8 @@ class EmbeddedEngine:
             seed: For requests without a seed.
             threads: torch's threads, for the whole process.
             max_batch: The most sequences that decode together.
+            cache_tokens: Tokens of all sequences whose keys and values are held at once. 0: as many as fit
+                into the device's free memory.
             dtype: Of matrix products: float32, bfloat16, or auto. Weights that train are float32.
             notes: Text files, by name, that `save_state` adds to a checkpoint.
             lora: Train an adapter over the model, which is frozen and held once, in `dtype`. None: train all
@@ -144,6 +155,16 @@ class EmbeddedEngine:
             self.is_fused: bool = kind is FusedDecoder
             """Whether it decodes with the engine's own kernels instead of the model's forward pass."""
 
+            longest = exact_context(self._model.config)
+            token = cache_bytes(self._model, self.dtype, [PLACES]) // PLACES
+            cache = cache_tokens * token or cache_budget(
+                self._model,
+                lora,
+                self.dtype,
+                max_rows=max_batch,
+                max_context=longest,
+                checkpointing=activation_checkpointing,
+            )
             self._make_decoder = partial(kind, dtype=self.dtype)
             self._lora = lora
             if frozen and activation_checkpointing:
@@ -155,13 +176,25 @@ class EmbeddedEngine:
                 weights = self._new_weights(lora) if frozen else self._all_weights(self._model)
             self._trainer = self._trainer_of(weights, self._ranks)
             self._frozen: FrozenModels | None = None
-            self.context = open_context(self._model, folder, seed=seed, max_batch=max_batch)
+            self.context = open_context(
+                self._model,
+                folder,
+                seed=seed,
+                max_batch=max_batch,
+                budget=CacheBudget(cache),
+                max_context=min(longest, cache // token // PLACES * PLACES),
+            )
             undo.pop_all()
 
     @property
     def warnings(self) -> list[str]:
         """What users should know before training, one sentence each."""
         found = [short_context(self._model.config)]
+        if self.max_context < (longest := exact_context(self._model.config)):
+            found.append(
+                f"prompt and reply together hold {self.max_context:,} tokens here, of this model's "
+                f"{longest:,}: keys and values of more do not fit; raise engine.cache_tokens, or free memory"
+            )
         if not self.shares_prefixes:
             found.append(
                 f"{self.architecture}: training computes a shared prompt again for each sequence, which "

@@ -17,7 +17,7 @@ import tinker
 import torch
 from numpy.typing import NDArray
 
-from tinkerscript.engine.context import EngineContext, open_context
+from tinkerscript.engine.context import EngineContext, exact_context, open_context
 from tinkerscript.engine.decoder import decoder_for, own_logits
 from tinkerscript.engine.lora import LoraBase
 from tinkerscript.engine.losses import TEMPERATURES
@@ -108,7 +108,15 @@ class FrozenModels:
             attend_in_segments(model, own)
         lora = LoraBase(model, folder, decoder_for(model, own, frozen=True))
         mine = self._context
-        context = open_context(model, folder, seed=0, max_batch=mine.max_batch, thread=mine.thread)
+        context = open_context(
+            model,
+            folder,
+            seed=0,
+            max_batch=mine.max_batch,
+            budget=mine.budget,
+            max_context=exact_context(model.config),
+            thread=mine.thread,
+        )
         return FrozenBase(lora, context, shares)
 
 

@@ -1,20 +1,36 @@
-"""`KVCache`: what the layers of a model keep of the rows that are being decoded.
+"""`KVCache`: what the layers of a model keep of the rows that are being decoded, within a `CacheBudget`.
 
 A layer that attends keeps keys and values: one with a window those of its last tokens, in a ring, so that the
 token at position p has place p modulo the window. A recurrent layer keeps a state (a convolution's last
 inputs, a recurrence), which is that after a row's newest token and of no other.
 
-Invariants: live rows are [0, n), so that a step reads views and never gathers. What is there stays if memory
-runs out.
+Rows of similar length share dense storage (`RowGroup`): a step reads views and never gathers, and a short row
+neither holds nor reads as many places as a long one. (Blocks that a step gathers copy the whole cache at
+every token.)
+
+Invariants: the live rows of a group are [0, n). What is there stays if memory runs out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+
+GROUPED_TOKENS = 256
+"""Rows of up to so many tokens share a group, however different their lengths."""
+
+
+PLACES = 64
+"""Storage grows by so many tokens: rarely enough that copying costs little beside the attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +48,90 @@ class LayerState:
 
     window: int | None = None
 
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether the keys and values of the first tokens are all that is kept after those tokens."""
+        return self.window is None and not self.states
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [each for each in (self.keys, self.values, *self.states) if each is not None]
+
 
 RowState = Sequence[LayerState]
 """Layer by layer."""
 
 
+def cut(state: RowState, begin: int, end: int | None = None) -> RowState:
+    """A copy of the positions [begin, end) of layers that can be cut, and of all that the others keep."""
+
+    def part(layer: LayerState, kept: Tensor | None) -> Tensor | None:
+        return None if kept is None else (kept[:, begin:end] if layer.can_be_cut else kept).clone()
+
+    return [
+        LayerState(
+            part(layer, layer.keys),
+            part(layer, layer.values),
+            tuple(each.clone() for each in layer.states),
+            layer.window,
+        )
+        for layer in state
+    ]
+
+
+def joined(parts: Sequence[RowState]) -> RowState:
+    """The state of a row of which `parts` are consecutive positions."""
+    if len(parts) == 1:
+        return parts[0]
+    return [_joined(layers) if layers[-1].can_be_cut else layers[-1] for layers in zip(*parts, strict=True)]
+
+
+def _joined(parts: Sequence[LayerState]) -> LayerState:
+    return LayerState(_cat([part.keys for part in parts]), _cat([part.values for part in parts]))
+
+
+def _cat(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    there = [each for each in tensors if each is not None]
+    return torch.cat(there, dim=1) if there else None
+
+
+class HoldsBytes(Protocol):
+    @property
+    def bytes(self) -> int: ...
+
+
+class Evicts(Protocol):
+    @property
+    def oldest(self) -> int | None:
+        """When what `evict` drops was used, by the budget's clock; None if there is nothing to drop."""
+        ...
+
+    def evict(self) -> None: ...
+
+
+class CacheBudget:
+    """How many bytes all caches of an engine may hold together. Not thread-safe."""
+
+    def __init__(self, total: float = math.inf) -> None:
+        self.total = total
+        self.clock = itertools.count()
+        # Weak, so that what an old version of the weights holds is forgotten with it.
+        self.holders: WeakSet[HoldsBytes] = WeakSet()
+        self.stores: WeakSet[Evicts] = WeakSet()
+
+    def has_room(self, more: int) -> bool:
+        """Whether `more` bytes fit, once what was used least recently is evicted."""
+        while self.total < math.inf and sum(each.bytes for each in self.holders) + more > self.total:
+            kept = [(oldest, store) for store in self.stores if (oldest := store.oldest) is not None]
+            if not kept:
+                return False
+            min(kept, key=lambda each: each[0])[1].evict()
+        return True
+
+
 @dataclass(slots=True)
 class LayerCache:
-    """The storage of one layer, whose rows and positions are those of `KVCache`, or more."""
+    """The storage of one layer, whose rows and positions are those of a `RowGroup`, or more."""
 
     keys: Tensor
     """(rows, heads, positions, width); empty for a layer that does not attend."""
@@ -54,85 +146,288 @@ class LayerCache:
         """How many of the first places `length` tokens fill."""
         return length if self.window is None else min(length, self.window)
 
+    def row_bytes(self, length: int) -> int:
+        attended = sum(each.itemsize * each.shape[1] * each.shape[3] for each in (self.keys, self.values))
+        states = sum(each.itemsize * math.prod(each.shape[1:]) for each in self.states)
+        return attended * self.places(length) + states
 
-@dataclass(slots=True)
-class KVCache:
-    """Storage that doubles when rows or lengths outgrow it."""
 
-    layers: list[LayerCache] = field(default_factory=list[LayerCache])
-    rows: int = 0
-    length: int = 0
-    """What fits into every layer: positions of rows. A layer has more if memory ran out after it grew."""
+Row = TypeVar("Row")
+
+
+@dataclass(slots=True, eq=False)
+class RowGroup(Generic[Row]):
+    """Rows of similar length, in dense storage."""
+
+    limit: int
+    """Tokens of a row, at most."""
+
+    layers: list[LayerCache]
+    rows: list[Row] = field(default_factory=list[Row])
+    lengths: list[int] = field(default_factory=list[int])
+    """Tokens that are cached, by row."""
+
+    room_for_rows: int = 0
+    room_for_tokens: int = 0
+    """What fits into every layer. A layer has more if memory ran out after it grew."""
+
+    bytes: int = 0
+    """Of the storage."""
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths, default=0)
+
+    def shape(self, rows: int, length: int) -> tuple[int, int]:
+        """Rows and tokens of the storage that `rows` rows of `length` tokens get: what there is if they fit,
+        else no more than they need, but for half as many rows again if rows join one by one."""
+        if rows <= self.room_for_rows and length <= self.room_for_tokens:
+            return self.room_for_rows, self.room_for_tokens
+        if rows > self.room_for_rows:
+            rows = max(rows, self.room_for_rows * 3 // 2)
+        elif 2 * rows > self.room_for_rows:
+            rows = self.room_for_rows
+        return rows, _rounded(max(length, self.room_for_tokens))
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room for `rows` rows of `length` tokens."""
+        self._resize(*self.shape(rows, length))
+
+    def shrink(self) -> None:
+        """Give back what no row needs."""
+        self._resize(len(self.rows), min(_rounded(self.longest + 1), self.room_for_tokens))
+
+    def _resize(self, rows: int, length: int) -> None:
+        if (rows, length) == (self.room_for_rows, self.room_for_tokens):
+            return
+        self.room_for_rows, self.room_for_tokens = (
+            min(rows, self.room_for_rows),
+            min(length, self.room_for_tokens),
+        )
+        for layer in self.layers:  # One tensor after the other, so that one is held twice.
+            places = layer.places(length)
+            layer.keys = self._resized(layer, layer.keys, rows, places)
+            layer.values = self._resized(layer, layer.values, rows, places)
+            for index, states in enumerate(layer.states):
+                new = states.new_zeros(rows, *states.shape[1:])
+                new[: len(self.rows)] = states[: len(self.rows)]
+                layer.states[index] = new
+        self.room_for_rows, self.room_for_tokens = rows, length
+        self.bytes = rows * sum(layer.row_bytes(length) for layer in self.layers)
+
+    def _resized(self, layer: LayerCache, old: Tensor, rows: int, places: int) -> Tensor:
+        _, heads, _, width = old.shape
+        new = torch.zeros(rows, heads, places, width, dtype=old.dtype, device=old.device)
+        live, filled = len(self.rows), layer.places(self.longest)
+        new[:live, :, :filled] = old[:live, :, :filled]
+        return new
+
+    def add(self, rows: Sequence[Row], state: RowState, length: int) -> None:
+        """Add rows that all have the same state after `length` tokens; there must be room."""
+        first, end = len(self.rows), len(self.rows) + len(rows)
+        for layer, of_layer in zip(self.layers, state, strict=True):
+            for stored, new in ((layer.keys, of_layer.keys), (layer.values, of_layer.values)):
+                if new is None:
+                    continue
+                if new.shape[1] == length == layer.places(length):
+                    stored[first:end, :, :length] = new
+                else:  # A ring, of which a prefill may give one token less: the next one takes its place.
+                    known = min(new.shape[1], layer.places(length))
+                    ring = torch.arange(length - known, length, device=new.device) % layer.places(length)
+                    stored[first:end, :, ring] = new[:, -known:]
+            for stored, new in zip(layer.states, of_layer.states, strict=True):
+                stored[first:end] = new
+        self.rows += rows
+        self.lengths += [length] * len(rows)
+
+    def remove(self, index: int) -> None:
+        """Remove a row, whose place the last one takes."""
+        last = len(self.rows) - 1
+        if index != last:
+            for layer in self.layers:
+                places = layer.places(self.lengths[last])
+                for tensor in (layer.keys, layer.values):
+                    tensor[index, :, :places] = tensor[last, :, :places]
+                for tensor in layer.states:
+                    tensor[index] = tensor[last]
+            self.rows[index], self.lengths[index] = self.rows[last], self.lengths[last]
+        self.rows.pop()
+        self.lengths.pop()
+
+    def state(self, index: int, begin: int = 0) -> RowState:
+        """A copy of what the layers keep of a row: from position `begin` on, if they can be cut there."""
+        return [self._layer_state(layer, index, begin) for layer in self.layers]
+
+    def _layer_state(self, layer: LayerCache, index: int, begin: int) -> LayerState:
+        length = self.lengths[index]
+        places = layer.places(length)
+        first = begin if layer.window is None and not layer.states else 0
+        keys, values = (each[index, :, first:places].clone() for each in (layer.keys, layer.values))
+        if places < length:
+            keys, values = (each.roll(-(length % places), dims=1) for each in (keys, values))
+        states = tuple(state[index].clone() for state in layer.states)
+        attends = layer.keys.shape[1] > 0
+        return LayerState(keys if attends else None, values if attends else None, states, layer.window)
+
+
+class KVCache(Generic[Row]):
+    """Rows of all lengths, in groups. What a row is, its owner knows."""
+
+    def __init__(self, budget: CacheBudget | None = None, spread: float = 2) -> None:
+        """`spread`: rows share storage unless their lengths differ by more than this factor."""
+        self._spread = spread
+        self.groups: list[RowGroup[Row]] = []
+        self._budget = budget or CacheBudget()
+        self._budget.holders.add(self)
+        self._layers: list[LayerCache] = []
+        """Without rows: their shapes and dtypes."""
+
+    @property
+    def rows(self) -> list[Row]:
+        """In the order in which a decoder takes their tokens."""
+        return [row for group in self.groups for row in group.rows]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [length for group in self.groups for length in group.lengths]
 
     @property
     def is_recurrent(self) -> bool:
         """Whether a layer has a state."""
-        return any(layer.states for layer in self.layers)
+        return any(layer.states for layer in self._layers)
 
-    def reserve(self, rows: int, length: int, like: RowState | None = None) -> None:
-        """Make room for `rows` rows of `length` tokens. `like` gives shapes and dtypes to an empty cache."""
-        if rows <= self.rows and length <= self.length:
-            return
-        new_rows = max(rows, 2 * self.rows if rows > self.rows else self.rows)
-        new_length = max(length, 2 * self.length if length > self.length else self.length)
-        if not self.layers:
-            assert like is not None
-            self.layers = [_empty(state) for state in like]
-        for layer in self.layers:  # One tensor after the other, so that one is held twice.
-            places = layer.places(new_length)
-            layer.keys = self._grown(layer, layer.keys, new_rows, places)
-            layer.values = self._grown(layer, layer.values, new_rows, places)
-            for index, states in enumerate(layer.states):
-                new = states.new_zeros(new_rows, *states.shape[1:])
-                new[: self.rows] = states[: self.rows]
-                layer.states[index] = new
-        self.rows, self.length = new_rows, new_length
+    @property
+    def bytes(self) -> int:
+        return sum(group.bytes for group in self.groups)
 
-    def _grown(self, layer: LayerCache, old: Tensor, rows: int, places: int) -> Tensor:
-        _, heads, _, width = old.shape
-        new = torch.zeros(rows, heads, places, width, dtype=old.dtype, device=old.device)
-        filled = layer.places(self.length)
-        new[: self.rows, :, :filled] = old[: self.rows, :, :filled]
-        return new
+    def row_bytes(self, length: int) -> int:
+        """Bytes of a row of `length` tokens; 0 if there has never been one."""
+        return sum(layer.row_bytes(length) for layer in self._layers)
 
-    def put(self, row: int, state: RowState, length: int) -> None:
-        """Write what a prefill of `length` tokens made into a row."""
-        for layer, of_layer in zip(self.layers, state, strict=True):
-            for stored, new in ((layer.keys, of_layer.keys), (layer.values, of_layer.values)):
-                if new is not None:
-                    places = layer.places(length)
-                    turned = new[:, -places:]
-                    if places < length:
-                        turned = turned.roll(length % places, dims=1)
-                    stored[row, :, :places] = turned
-            for stored, new in zip(layer.states, of_layer.states, strict=True):
-                stored[row] = new
+    def clear(self) -> None:
+        """Drop all rows: a failure may have left the storage half grown."""
+        self.groups = []
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy a row of `length` tokens over another."""
-        for layer in self.layers:
-            places = layer.places(length)
-            for tensor in (layer.keys, layer.values):
-                tensor[target, :, :places] = tensor[source, :, :places]
-            for tensor in layer.states:
-                tensor[target] = tensor[source]
+    def fit(self, lengths: Sequence[int], like: RowState) -> int:
+        """How many more rows, of these lengths and their next tokens, the budget has room for: the first."""
+        self._know(like)
+        for count in range(len(lengths), 0, -1):
+            joining = self._joining(lengths[:count])
+            if self._has_room(lambda joining=joining: sum(self._growth(*each) for each in joining)):
+                return count
+        return 0
 
-    def copy_of(self, row: int, length: int, tokens: int) -> RowState | None:
-        """What the layers kept of the first `tokens` of a row of `length`; None if they no longer have it."""
-        if self.is_recurrent and tokens < length:
-            return None
-        if any(layer.places(length) < length for layer in self.layers) and tokens < length:
-            return None
-        return [self._copied(layer, row, tokens) for layer in self.layers]
+    def reserve(self, lengths: Sequence[int], like: RowState) -> None:
+        """Make room for more rows, of these lengths and their next tokens."""
+        self._know(like)
+        for group, rows, longest in self._joining(lengths):
+            if group not in self.groups:
+                self.groups.append(group)
+            group.reserve(rows, longest)
 
-    @staticmethod
-    def _copied(layer: LayerCache, row: int, tokens: int) -> LayerState:
-        keys, values = (
-            tensor[row, :, : layer.places(tokens)].clone() for tensor in (layer.keys, layer.values)
+    def add(self, rows: Sequence[Row], state: RowState, length: int) -> None:
+        """Add rows that all have the same state after `length` tokens."""
+        self.reserve([length] * len(rows), state)
+        self._group(group_limit(length + 1, self._spread)).add(rows, state, length)
+
+    def _know(self, like: RowState) -> None:
+        self._layers = self._layers or [_empty(state) for state in like]
+
+    def _group(self, limit: int) -> RowGroup[Row]:
+        """The group of rows of up to `limit` tokens, or a new one."""
+        for group in self.groups:
+            if group.limit == limit:
+                return group
+        return RowGroup(limit, [replace(layer, states=list(layer.states)) for layer in self._layers])
+
+    def _joining(self, lengths: Sequence[int]) -> list[tuple[RowGroup[Row], int, int]]:
+        """The groups that rows of these lengths join, with how many rows then, of how many tokens at most."""
+        joining: dict[int, list[int]] = {}
+        for length in lengths:
+            joining.setdefault(group_limit(length + 1, self._spread), []).append(length + 1)
+        groups = [(self._group(limit), of_group) for limit, of_group in joining.items()]
+        return [(group, len(group.rows) + len(of_group), max(of_group)) for group, of_group in groups]
+
+    def _growth(self, group: RowGroup[Row], rows: int, length: int) -> int:
+        """Bytes that the group's storage grows by."""
+        rows, length = group.shape(rows, length)
+        return rows * self.row_bytes(length) - group.bytes
+
+    def grow(self) -> bool:
+        """Make room for the next token of every row. False: the budget has none, and some rows must go."""
+        return all(
+            self._grow(group)
+            for group in list(self.groups)
+            if not group.rows or group.longest == group.room_for_tokens
         )
-        if layer.places(tokens) < tokens:
-            keys, values = (each.roll(-(tokens % each.shape[1]), dims=1) for each in (keys, values))
-        return LayerState(keys, values, tuple(state[row].clone() for state in layer.states), layer.window)
+
+    def _grow(self, group: RowGroup[Row]) -> bool:
+        pairs = zip(group.rows, group.lengths, strict=True)
+        if longer := [row for row, length in pairs if length == group.limit]:
+            lengths = [group.limit] * len(longer)
+            if self.fit(lengths, ()) < len(longer):
+                return False
+            self.reserve(lengths, ())
+            for row in longer:
+                index = group.rows.index(row)
+                self.add([row], group.state(index), group.limit)
+                group.remove(index)
+        if not group.rows:
+            self.groups.remove(group)
+        elif group.longest == group.room_for_tokens:
+            rows, length = len(group.rows), group.longest + 1
+            if not self._has_room(partial(self._growth, group, rows, length)):
+                return False
+            group.reserve(rows, length)
+        return True
+
+    def advance(self) -> None:
+        """Every row has the token that a step has written."""
+        for group in self.groups:
+            group.lengths = [length + 1 for length in group.lengths]
+
+    def _has_room(self, more: Callable[[], int]) -> bool:
+        if self._budget.has_room(more()):
+            return True
+        with suppress(RuntimeError):  # Without memory to do so, rows wait.
+            for group in self.groups:
+                group.shrink()
+        return self._budget.has_room(more())
+
+    def remove(self, row: Row) -> None:
+        group, index = self._place(row)
+        group.remove(index)
+        if not group.rows:
+            self.groups.remove(group)
+
+    def state(self, row: Row, begin: int = 0) -> RowState:
+        """A copy of what the layers keep of a row: from position `begin` on, if they can be cut there."""
+        group, index = self._place(row)
+        return group.state(index, begin)
+
+    def _place(self, row: Row) -> tuple[RowGroup[Row], int]:
+        return next((group, group.rows.index(row)) for group in self.groups if row in group.rows)
+
+
+@cache
+def group_limit(length: int, spread: float) -> int:
+    """The most tokens of the rows that share storage with one of `length`."""
+    limit = GROUPED_TOKENS
+    while limit < length:
+        limit = _rounded(spread * limit)
+    return limit
+
+
+def stored_tokens(lengths: Sequence[int], spread: float) -> int:
+    """For how many tokens rows of these lengths have storage, if they were admitted together."""
+    groups: dict[int, list[int]] = {}
+    for length in lengths:
+        groups.setdefault(group_limit(length, spread), []).append(length)
+    return sum(len(of_group) * _rounded(max(of_group)) for of_group in groups.values())
+
+
+def _rounded(length: float) -> int:
+    return math.ceil(length / PLACES) * PLACES
 
 
 def _empty(state: LayerState) -> LayerCache:

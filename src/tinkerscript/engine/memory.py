@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from tinkerscript.engine.decoder import FUSED_MODEL_TYPES
-from tinkerscript.engine.running_batch import PREFILL_TOKENS, PROMPT_CACHE_TOKENS
+from tinkerscript.engine.decoder import FUSED_MODEL_TYPES, FusedDecoder, HubDecoder, logits_rows
+from tinkerscript.engine.kv_cache import stored_tokens
+from tinkerscript.engine.running_batch import PREFILL_TOKENS
+from tinkerscript.engine.training import tokens_of_microbatch
 from tinkerscript.engine.weights import LoraSettings
 
 
@@ -38,7 +40,7 @@ class Memory:
     """One chunk and what the loss derives from it. 0 if the peak is elsewhere."""
 
     kv_cache: int
-    """Keys and values of running rows and cached prompts."""
+    """Keys and values of running rows. The rest of the budget keeps prefixes."""
 
     decoding: int
     """Temporaries of a prefill or a step of all rows, whichever are larger."""
@@ -95,22 +97,13 @@ def peak_memory(
     short rows with branches (`packing.MASKED_TOKENS`) are not included. Raises EngineRequestError for targets
     that the model lacks.
     """
-    model = _empty(config)
+    return _peak(_empty(config), lora, dtype, work)
+
+
+def _peak(model: Any, lora: LoraSettings | None, dtype: torch.dtype, work: Workload) -> Memory:
     w = _Widths.of(model)
     parameters = w.parameters
-    names: Sequence[str] = ()
-    shapes: list[tuple[int, int]] = []
-    if lora:
-        from tinkerscript.engine.lora import expert_weights, linear_shape, target_modules
-
-        names = target_modules(model, lora.targets)
-        shapes = [linear_shape(model.get_submodule(name)) for name in names]
-        shapes += [
-            (len(weight) * weight.shape[1], len(weight) * weight.shape[2])
-            for _, weight in expert_weights(model, lora.targets)
-        ]
-    trained = sum(lora.rank * sum(shape) for shape in shapes) if lora else parameters
-    head = not lora or any(model.get_submodule(name) is model.get_output_embeddings() for name in names)
+    trained, head = _adapters(model, lora) if lora else (parameters, True)
     e = dtype.itemsize
     # A sampler copies what trains, and never ties its head to the embeddings.
     copies = work.samplers * e * (parameters + (w.V * w.C if w.tied and w.fused else 0))
@@ -125,6 +118,55 @@ def peak_memory(
         kv_cache=_kv_cache(w, e, work) if work.rows else 0,
         decoding=_decoding(w, lora, e, work) if work.rows else 0,
     )
+
+
+def _adapters(model: Any, lora: LoraSettings) -> tuple[int, bool]:
+    """How many parameters a LoRA trains, and whether some are the head's."""
+    # It imports PEFT, which takes half a second.
+    from tinkerscript.engine.lora import expert_weights, linear_shape, target_modules
+
+    names = target_modules(model, lora.targets)
+    shapes = [linear_shape(model.get_submodule(name)) for name in names]
+    shapes += [
+        (len(weight) * weight.shape[1], len(weight) * weight.shape[2])
+        for _, weight in expert_weights(model, lora.targets)
+    ]
+    head = any(model.get_submodule(name) is model.get_output_embeddings() for name in names)
+    return sum(lora.rank * sum(shape) for shape in shapes), head
+
+
+def cache_bytes(model: PreTrainedModel, dtype: torch.dtype, lengths: Sequence[int]) -> int:
+    """Bytes of the keys and values of rows of these lengths that decode together."""
+    w = _Widths.of(model)
+    return w.token_bytes(dtype.itemsize) * stored_tokens(lengths, w.spread)
+
+
+def cache_budget(
+    model: PreTrainedModel,
+    lora: LoraSettings | None,
+    dtype: torch.dtype,
+    *,
+    max_rows: int,
+    max_context: int,
+    checkpointing: bool,
+) -> int:
+    """Bytes that keys and values may take of what the device has free, once `model` is loaded.
+
+    What training may need is left free, or three quarters if that is less: few microbatches are as large as
+    they may be. Of a CPU's memory, which other programs use too, half is left. There is no more than all rows
+    need at the full context.
+    """
+    w = _Widths.of(model)
+    most = max_rows * max_context * w.token_bytes(dtype.itemsize)
+    free = available_memory(str(model.device))
+    if free is None:
+        return most
+    tokens, rows = tokens_of_microbatch(model.device), logits_rows(w.V, model.device)
+    work = Workload(tokens, rows, checkpointing, samplers=2, rows=max_rows, prompt=PREFILL_TOKENS)
+    memory = _peak(model, lora, dtype, work)
+    loaded = sum(each.nbytes for each in model.parameters())
+    left = max(free - (memory.total - memory.kv_cache - loaded), free // 4)
+    return min(most, left, free // 2 if model.device.type == "cpu" else free)
 
 
 def available_memory(device: str) -> int | None:
@@ -162,6 +204,9 @@ class _Widths:
     L: int
     D: int
     positions: int
+    kept: int
+    """Channels of a token's keys and values in a layer."""
+
     normalized: int
     """Q + K if heads are normalized, else 0."""
 
@@ -185,15 +230,30 @@ class _Widths:
             H=heads,
             L=config.num_hidden_layers,
             D=head_dim,
-            positions=model.config.max_position_embeddings,
+            positions=getattr(config, "max_position_embeddings", 0),
+            kept=_kept(config, heads) or 2 * keys,
             normalized=queries + keys if normalizes else 0,
             parameters=sum(each.numel() for each in model.parameters()),
             tied=bool(config.tie_word_embeddings),
             fused=model.config.model_type in FUSED_MODEL_TYPES,
         )
 
+    @property
+    def spread(self) -> float:
+        return FusedDecoder.spread if self.fused else HubDecoder.spread
+
+    def token_bytes(self, e: int) -> int:
+        """Keys and values of a token, if all layers attend to all tokens."""
+        return e * self.kept * self.L
+
     def tables(self, e: int) -> int:
         return 2 * e * self.positions * self.D if self.fused else 0
+
+
+def _kept(config: Any, heads: int) -> int:
+    """Channels of keys and values of latent attention, which are not equally wide; 0 of any other."""
+    widths = [getattr(config, f"{name}_head_dim", None) or 0 for name in ("qk_nope", "qk_rope", "v")]
+    return heads * sum(widths) if widths[0] else 0
 
 
 def _microbatch(
@@ -235,16 +295,14 @@ def _layer(w: _Widths, lora: LoraSettings | None, *, half: bool) -> int:
 
 
 def _kv_cache(w: _Widths, e: int, work: Workload) -> int:
-    """Storage doubles when rows or lengths outgrow it."""
-    prompt = max(work.prompt, 1)
-    rows = 1 << (work.rows - 1).bit_length()
-    length = prompt << (-(-work.length // prompt) - 1).bit_length()
-    return 2 * e * w.K * w.L * (rows * length + PROMPT_CACHE_TOKENS) + e * w.V * work.rows
+    return w.token_bytes(e) * stored_tokens([work.length] * work.rows, w.spread)
 
 
 def _decoding(w: _Widths, lora: LoraSettings | None, e: int, work: Workload) -> int:
     attention = e * (7 * w.Q + 9 * w.K)
     mlp = 3 * e * (w.Q + w.K) + (2 * e + 16 if lora else 4 * e) * w.I
-    per_token = 2 * e * w.C + max(attention, mlp) + 2 * e * w.K * w.L + (4 * w.C if lora else 0)
-    prefilled = max(min(PREFILL_TOKENS, work.rows * work.prompt), work.prompt)
-    return max(per_token * prefilled, work.rows * w.V * (18 if e < 4 else 16))
+    per_token = 2 * e * w.C + max(attention, mlp) + w.token_bytes(e) + (4 * w.C if lora else 0)
+    prefilled = min(PREFILL_TOKENS, work.rows * work.prompt)
+    # A longer prompt takes several prefills: the next one makes its state from that of those before.
+    long = 2 * w.token_bytes(e) * work.prompt if work.prompt > PREFILL_TOKENS else 0
+    return max(per_token * prefilled + long, work.rows * w.V * (18 if e < 4 else 16))

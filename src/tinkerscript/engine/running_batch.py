@@ -1,20 +1,24 @@
 """`RunningBatch`: the rows that one set of weights is decoding (continuous batching).
 
-Requests join between two steps, and rows leave as they finish. A prompt is prefilled once for all requests
-that share it: its keys and values are kept while a row with it runs, and for a while after (`PromptCache`:
-up to a number of tokens, the least recently used evicted first).
+Requests join between two steps, and rows leave as they finish. Only what is new in a prompt is prefilled: a
+`PrefixStore` keeps what was computed for earlier prompts and replies. A long prompt is prefilled in chunks,
+and between them the other rows go on. A row waits until the `CacheBudget` has room for it; if the rows that
+run outgrow the budget, the newest goes back to those that wait, and is prefilled again later.
 
-Invariants: rows [0, n) are contiguous; the last row moves into the place of one that leaves. An error in one
-row fails its request alone, and leaves the ids and the log probabilities of all others as they would be.
+Invariants: the order of rows is that of their cache. An error in one row fails its request alone, and leaves
+the ids and the log probabilities of all others as they would be.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -23,58 +27,17 @@ from torch import Tensor
 
 from tinkerscript.engine.decoder import Decoder
 from tinkerscript.engine.grammars import Matcher
-from tinkerscript.engine.kv_cache import KVCache, RowState
+from tinkerscript.engine.kv_cache import CacheBudget, KVCache, RowState, cut, stored_tokens
+from tinkerscript.engine.prefix_store import Ids, Prefilled, PrefixStore
 from tinkerscript.engine.sampling import Chosen, RowSettings, choose
 from tinkerscript.errors import EngineError
 
-Prompt = tuple[int, ...]
+PREFILL_TOKENS = 2048
+"""Most padded tokens of one prefill. A longer prompt takes several."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """What decoding needs of a prompt of P tokens."""
-
-    logits: Tensor
-    """(V,): after the last token."""
-
-    state: RowState
-
-
-class PromptCache:
-    """Prefilled prompts of one set of weights, `max_tokens` in all. Not thread-safe."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
-        self._tokens = 0
-        self._prompts: OrderedDict[Prompt, Prefilled] = OrderedDict()
-
-    def get(self, prompt: Prompt) -> Prefilled | None:
-        found = self._prompts.get(prompt)
-        if found is not None:
-            self._prompts.move_to_end(prompt)
-        return found
-
-    def missing(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The `prompts` that are not cached, without duplicates."""
-        return [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._prompts]
-
-    def put(self, prompt: Prompt, prefilled: Prefilled) -> None:
-        self._prompts[prompt] = prefilled
-        self._tokens += len(prompt)
-
-    def trim(self) -> None:
-        """Evict the least recently used prompts until at most `max_tokens` are left."""
-        while self._tokens > self._max_tokens:
-            prompt, _ = self._prompts.popitem(last=False)
-            self._tokens -= len(prompt)
-
-
-PROMPT_CACHE_TOKENS = 8192
-"""Prompt tokens whose keys and values are kept for later requests with the same prompt."""
-
-
-PREFILL_TOKENS = 8192
-"""Most padded tokens in one prefill; a longer prompt is prefilled alone."""
+STEP_TOKENS = 16
+"""A step of one row takes about as long as it takes to prefill so many tokens."""
 
 
 Alternatives = Sequence[tuple[int, float]]
@@ -104,7 +67,7 @@ class SampledRow:
 class Request:
     """One sampling request: `num_samples` rows over one prompt."""
 
-    prompt: Prompt
+    prompt: Ids
     num_samples: int
     max_tokens: int
     temperature: float
@@ -142,18 +105,23 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class RunningRow:
-    """One sequence that is being decoded."""
+    """One sequence, which is being decoded or waits."""
 
     request: Request
     index: int
-    random: np.random.Generator
-    prompt_logits: Tensor
-    """(V,): after the prompt."""
+    random: np.random.Generator | None = None
+    admitted: int = 0
+    """Later rows have larger numbers."""
 
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     top: list[Alternatives] = field(default_factory=list[Alternatives])
     constrained: bytearray = field(default_factory=bytearray)
+
+    @property
+    def sequence(self) -> Ids:
+        """The prompt, and what was sampled."""
+        return (*self.request.prompt, *self.ids) if self.ids else self.request.prompt
 
     @property
     def matcher(self) -> Matcher | None:
@@ -198,7 +166,8 @@ class RunningBatch:
         max_length: int,
         decode: Callable[[list[int]], str],
         random: np.random.Generator,
-        prompt_cache_tokens: int = PROMPT_CACHE_TOKENS,
+        budget: CacheBudget | None = None,
+        prefixes: PrefixStore | None = None,
     ) -> None:
         self._decoder = decoder
         self._device = decoder.device
@@ -206,23 +175,26 @@ class RunningBatch:
         self._max_length = max_length
         self._decode = decode
         self._random = random
-        self._cache = KVCache()
-        self._prompts = PromptCache(prompt_cache_tokens)
-        self._waiting: deque[tuple[Request, int]] = deque()
-        self._rows: list[RunningRow] = []
-        self._lengths: list[int] = []
-        """Positions already in the cache, by row."""
+        self._budget = budget or CacheBudget()
+        self._cache: KVCache[RunningRow] = KVCache(self._budget, decoder.spread)
+        self._prefixes = prefixes or PrefixStore(self._budget)
+        self._waiting: deque[RunningRow] = deque()
+        self._filling: tuple[Ids, int, RowState] | None = None
+        """A prompt of which some chunks are prefilled, how many tokens those are, and their state."""
 
+        self._admitted = itertools.count()
         self._settings: RowSettings | None = None
         self._is_cut = False
+        self.prefilled_tokens = 0
+        """Tokens of prompts that were computed, so far."""
 
     @property
     def busy(self) -> bool:
-        return bool(self._rows or self._waiting)
+        return bool(self._cache.groups or self._waiting)
 
     def submit(self, request: Request) -> None:
         """Queue a request; its future resolves to its rows in sample order."""
-        self._waiting.extend((request, index) for index in range(request.num_samples))
+        self._waiting.extend(RunningRow(request, index) for index in range(request.num_samples))
         if self._is_cut:
             self.cut()
 
@@ -230,26 +202,21 @@ class RunningBatch:
         """End every row where it is, and each that is submitted from now on before its first token: newer
         weights go on with them."""
         self._is_cut = True
-        rows, waiting = self._drop_all()
-        for row in rows:
+        for row in self._drop_all():
             row.finish("cut")
-        for request, index in waiting:
-            request.finish(index, SampledRow([], [], "cut", []))
 
     def fail(self, error: BaseException) -> None:
         """Fail every running and waiting request with `error`."""
-        rows, waiting = self._drop_all()
-        for request in [*(row.request for row in rows), *(request for request, _ in waiting)]:
-            _fail(request, error)
+        for row in self._drop_all():
+            _fail(row.request, error)
 
-    def _drop_all(self) -> tuple[list[RunningRow], list[tuple[Request, int]]]:
-        """All rows, and those that wait, which leave. The cache goes with them: a failure may have left it
-        half grown."""
-        rows, waiting = self._rows, list(self._waiting)
-        self._rows, self._lengths, self._settings = [], [], None
+    def _drop_all(self) -> list[RunningRow]:
+        """All rows, and those that wait, which leave."""
+        rows = [*self._cache.rows, *self._waiting]
         self._waiting.clear()
-        self._cache = KVCache()
-        return rows, waiting
+        self._cache.clear()
+        self._settings = self._filling = None
+        return rows
 
     @torch.inference_mode()
     def advance(self) -> None:
@@ -258,121 +225,212 @@ class RunningBatch:
         What fails for one row fails its request alone; what raises is the failure of all.
         """
         self._drop_done()
-        if self._rows:
+        if self._cache.groups:
             self._step()
-        first = len(self._rows)
-        self._admit()
-        if len(self._rows) > first:
-            self._take(torch.stack([row.prompt_logits for row in self._rows[first:]]), first=first)
+        if self._waiting:
+            self._admit()
 
     def _step(self) -> None:
-        ids = torch.tensor([row.ids[-1] for row in self._rows], device=self._device)
-        longest = max(self._lengths)
-        lengths = torch.tensor(self._lengths, device=self._device)
         try:
-            self._cache.reserve(len(self._rows), longest + 1)
-            logits = self._decoder.step(ids, lengths, longest, self._cache)
+            self._make_room()
+            if not (rows := self._cache.rows):
+                return
+            ids = torch.tensor([row.ids[-1] for row in rows], device=self._device)
+            logits = self._decoder.step(ids, self._cache.groups)
         except RuntimeError as error:
             # Most likely there is no memory, and the longest row needs most. The others take this step again:
             # it has changed nothing but the position that it writes, unless there are states.
-            longest_row = self._rows[self._lengths.index(longest)]
-            for row in self._rows if self._cache.is_recurrent else [longest_row]:
+            rows, lengths = self._cache.rows, self._cache.lengths
+            longest = rows[lengths.index(max(lengths))]
+            for row in rows if self._cache.is_recurrent else [longest]:
                 _fail(row.request, error)
             self._drop_done()
             return
-        self._lengths = [length + 1 for length in self._lengths]
-        self._take(logits, first=0)
+        self._cache.advance()
+        self._take(rows, logits, self._row_settings())
+
+    def _make_room(self) -> None:
+        """Make room for the next token of every row. Those that came last wait if the budget has none."""
+        while not self._cache.grow():
+            newest = max(self._cache.rows, key=lambda row: row.admitted)
+            self._remove([newest])
+            self._waiting.appendleft(newest)
 
     def _drop_done(self) -> None:
         """Drop all rows of requests that were cancelled or have failed."""
-        if self._waiting and any(request.future.done() for request, _ in self._waiting):
-            self._waiting = deque(item for item in self._waiting if not item[0].future.done())
-        self._remove([i for i, row in enumerate(self._rows) if row.request.future.done()])
+        if self._waiting and any(row.request.future.done() for row in self._waiting):
+            self._waiting = deque(row for row in self._waiting if not row.request.future.done())
+        self._remove([row for row in self._cache.rows if row.request.future.done()])
 
     def _admit(self) -> None:
-        """Prefill waiting rows while there is room, and let them run.
+        """Let waiting rows run, in their order, while there is room. If others run, one prefill is all that
+        their next tokens wait for."""
+        others = bool(self._cache.rows)
+        while rows := self._admissible():
+            ready = self._prefilled(list(dict.fromkeys(row.sequence for row in rows)))
+            waiting = len(self._waiting)
+            self._run(rows, ready)
+            if others or len(self._waiting) == waiting:
+                return
+
+    def _admissible(self) -> list[RunningRow]:
+        """The first rows that wait and seem to have room; when they are prefilled, it is known exactly."""
+        found: list[RunningRow] = []
+        wanted = 0
+        for row in islice(self._waiting, self._max_rows - len(self._cache.rows)):
+            more = self._cache.row_bytes(stored_tokens([len(row.sequence) + 1], self._decoder.spread))
+            if more > self._budget.total:
+                _fail(row.request, _never_fits(len(row.sequence), more, self._budget.total))
+                continue
+            wanted += more
+            if not self._budget.has_room(wanted):
+                break
+            found.append(row)
+        return found
+
+    def _prefilled(self, sequences: list[Ids]) -> dict[Ids, Prefilled | Exception]:
+        """Those that were prefilled before, and those that about `PREFILL_TOKENS` more complete; or why one
+        failed."""
+        found: dict[Ids, Prefilled | Exception] = {}
+        for sequence in sequences:
+            try:
+                if kept := self._prefixes.complete(sequence):
+                    found[sequence] = kept
+            except RuntimeError as error:  # There is no memory to put it together.
+                found[sequence] = error
+        until = self.prefilled_tokens + PREFILL_TOKENS
+        for sequence in sequences:
+            if sequence in found:
+                continue
+            if self.prefilled_tokens >= until:
+                break
+            if self._is_long(sequence) or self._worth(sequence):
+                found |= self._prefill_chunk(sequence)
+            else:
+                found |= self._prefill_each(self._batch_with(sequence, sequences, found))
+            if sequence not in found:
+                break
+        return found
+
+    def _batch_with(self, sequence: Ids, sequences: list[Ids], found: Container[Ids]) -> list[Ids]:
+        """`sequence`, and those of similar length that begin from nothing too."""
+        others = [each for each in sequences if each not in found]
+        fresh = [each for each in others if not self._is_long(each) and not self._worth(each)]
+        return next(batch for batch in _similar_lengths(fresh) if sequence in batch)
+
+    def _is_long(self, sequence: Ids) -> bool:
+        return len(sequence) > PREFILL_TOKENS and not self._decoder.is_recurrent
+
+    def _worth(self, sequence: Ids) -> int:
+        """How many of its tokens need no prefill."""
+        known = self._prefixes.worth(sequence[:-1])
+        if self._decoder.is_recurrent and STEP_TOKENS * (len(sequence) - known) > len(sequence):
+            return 0
+        return known
+
+    def _prefill_chunk(self, sequence: Ids) -> dict[Ids, Prefilled | Exception]:
+        """Prefill what follows of a sequence, or a part of it."""
+        try:
+            if self._filling is not None and self._filling[0] == sequence:
+                (_, known, past), self._filling = self._filling, None
+            else:
+                known, past = self._prefixes.longest(sequence[:-1])
+            end = min(len(sequence), known + PREFILL_TOKENS) if self._is_long(sequence) else len(sequence)
+            logits, (state,) = self._prefill([sequence[known:end]], past, known)
+        except Exception as error:  # noqa: BLE001 - the request's future carries it
+            return {sequence: error}
+        if end < len(sequence):
+            self._filling = sequence, end, state
+            return {}
+        return {sequence: self._kept(sequence, logits[0], state)}
+
+    def _prefill_each(self, sequences: list[Ids]) -> dict[Ids, Prefilled | Exception]:
+        """Prefill sequences together; if that fails, each of them alone says whose failure it is."""
+        try:
+            logits, states = self._prefill(sequences)
+        except Exception as error:  # noqa: BLE001 - the request's future carries it
+            if len(sequences) == 1:
+                return {sequences[0]: error}
+            return {each: found for one in sequences for each, found in self._prefill_each([one]).items()}
+        return {
+            sequence: self._kept(sequence, of_row, state)
+            for sequence, of_row, state in zip(sequences, logits, states, strict=True)
+        }
+
+    def _prefill(
+        self, parts: list[Ids], past: RowState | None = None, begin: int = 0
+    ) -> tuple[Tensor, list[RowState]]:
+        """Prefill parts of rows together: the last one is the longest."""
+        lengths = torch.tensor([len(part) for part in parts], device=self._device)
+        ids = torch.zeros(len(parts), len(parts[-1]), dtype=torch.long)
+        for i, part in enumerate(parts):
+            ids[i, : len(part)] = torch.tensor(part)
+        found = self._decoder.prefill(ids.to(self._device), lengths, past, begin)
+        self.prefilled_tokens += sum(map(len, parts))
+        return found
+
+    def _kept(self, sequence: Ids, logits: Tensor, state: RowState) -> Prefilled:
+        self._prefixes.keep(sequence, lambda begin: cut(state, begin), logits)
+        return Prefilled(logits, state)
+
+    def _run(self, rows: list[RunningRow], ready: dict[Ids, Prefilled | Exception]) -> None:
+        """Let those of `rows` run whose sequences are ready, and sample their first tokens.
 
         A row leaves the queue only when it runs or has failed, so `fail` finds it whatever raises here.
         """
-        admitted = list(islice(self._waiting, self._max_rows - len(self._rows)))
-        if not admitted:
-            return
-        failed = self._fill(self._prompts.missing([request.prompt for request, _ in admitted]))
-        for request, index in admitted:
+        prefilled = {ids: each for ids, each in ready.items() if isinstance(each, Prefilled)}
+        failed = [row for row in rows if row.sequence in ready and row.sequence not in prefilled]
+        fitting = [row for row in rows if row.sequence in prefilled]
+        if fitting:
+            later = [row for row in rows if row.sequence not in ready]
+            lengths = [len(row.sequence) for row in [*fitting, *later]]
+            like = next(iter(prefilled.values())).state
+            count = self._cache.fit(lengths, like)
+            with suppress(RuntimeError):  # There is no memory for all of them; each says so for itself.
+                self._cache.reserve(lengths[:count], like)
+            fitting = fitting[:count]
+        rows = [*failed, *fitting]
+        running: list[RunningRow] = []
+        for _, each in itertools.groupby(rows, key=lambda row: (id(row.request), row.sequence)):
+            alike = list(each)
             try:
-                if request.prompt in failed:
-                    raise failed[request.prompt]
-                self._run(request, index)
+                running += self._begin(alike, ready[alike[0].sequence])
             except Exception as error:  # noqa: BLE001 - the request's future carries it
-                _fail(request, error)
-            self._waiting.popleft()
+                _fail(alike[0].request, error)
+        left = set(rows)
+        self._waiting = deque(row for row in self._waiting if row not in left)
         self._settings = None
-        self._prompts.trim()
+        if running:
+            order = {row: i for i, row in enumerate(self._cache.rows)}
+            running.sort(key=order.__getitem__)
+            logits = torch.stack([prefilled[row.sequence].logits for row in running])
+            self._take(running, logits, self._settings_of(running))
 
-    def _run(self, request: Request, index: int) -> None:
-        found = self._prompts.get(request.prompt)
-        assert found is not None
-        row = RunningRow(request, index, self._generator(request, index), found.logits)
-        self._settings_of([row])  # One that torch does not take must not meet the rows that run.
-        self._cache.reserve(len(self._rows) + 1, len(request.prompt), found.state)
-        self._cache.put(len(self._rows), found.state, len(request.prompt))
-        self._rows.append(row)
-        self._lengths.append(len(request.prompt))
-
-    def _fill(self, prompts: list[Prompt]) -> dict[Prompt, Exception]:
-        """Put `prompts` into the prompt cache, from running rows that have them or prefilled: those that
-        failed, and why."""
-        failed: dict[Prompt, Exception] = {}
-        running = {row.request.prompt: i for i, row in enumerate(self._rows)}
-        kept: set[Prompt] = set()
-        for prompt in running.keys() & set(prompts):
-            row = running[prompt]
-            try:
-                state = self._cache.copy_of(row, self._lengths[row], len(prompt))
-            except RuntimeError as error:
-                failed[prompt] = error
-                continue
-            if state is not None:
-                self._prompts.put(prompt, Prefilled(self._rows[row].prompt_logits, state))
-                kept.add(prompt)
-        for batch in _similar_lengths([prompt for prompt in prompts if prompt not in kept | failed.keys()]):
-            try:
-                self._prefill(batch)
-            except Exception:  # noqa: BLE001 - each of them alone says whose it is
-                for prompt in batch:
-                    try:
-                        self._prefill([prompt])
-                    except Exception as error:  # noqa: BLE001 - the request's future carries it
-                        failed[prompt] = error
-        return failed
-
-    def _prefill(self, prompts: list[Prompt]) -> None:
-        """Prefill prompts together: the last one is the longest."""
-        lengths = torch.tensor([len(p) for p in prompts], device=self._device)
-        ids = torch.zeros(len(prompts), len(prompts[-1]), dtype=torch.long)
-        for i, prompt in enumerate(prompts):
-            ids[i, : len(prompt)] = torch.tensor(prompt)
-        logits, states = self._decoder.prefill(ids.to(self._device), lengths)
-        for i, (prompt, state) in enumerate(zip(prompts, states, strict=True)):
-            self._prompts.put(prompt, Prefilled(logits[i], state))
+    def _begin(self, rows: list[RunningRow], prefilled: Prefilled | Exception) -> list[RunningRow]:
+        if isinstance(prefilled, Exception):
+            raise prefilled
+        for row in rows:
+            row.random = row.random or self._generator(row.request, row.index)
+            row.admitted = next(self._admitted)
+        self._settings_of(rows)  # One that torch does not take must not meet the rows that run.
+        self._cache.add(rows, prefilled.state, len(rows[0].sequence))
+        return rows
 
     def _generator(self, request: Request, index: int) -> np.random.Generator:
         if request.seed is None:
             return self._random
         return np.random.default_rng([request.seed & 0xFFFF_FFFF_FFFF_FFFF, index])
 
-    def _take(self, logits: Tensor, *, first: int) -> None:
-        """Sample one token for rows [first, n) from their logits, and remove finished rows."""
-        rows = self._rows[first:]
-        settings = self._row_settings() if first == 0 else self._settings_of(rows)
-        uniforms = torch.tensor([row.random.random() for row in rows], dtype=torch.float32)
+    def _take(self, rows: list[RunningRow], logits: Tensor, settings: RowSettings) -> None:
+        """Sample one token for each of `rows` from their logits, and remove finished rows."""
+        uniforms = torch.tensor([_random_of(row).random() for row in rows], dtype=torch.float32)
         uniforms = uniforms.to(self._device)
         chosen = choose(logits, uniforms, settings, self._allowed(rows, logits.shape[-1]))
-        finished: list[int] = []
+        finished: list[RunningRow] = []
         pairs = zip(chosen.ids.tolist(), chosen.logprobs.tolist(), strict=True)
         constraints = [0] * len(rows) if chosen.constraints is None else chosen.constraints.tolist()
-        for i, (row, (token, logprob), top, constraint) in enumerate(
-            zip(rows, pairs, _alternatives(rows, chosen), constraints, strict=True)
+        for row, (token, logprob), top, constraint in zip(
+            rows, pairs, _alternatives(rows, chosen), constraints, strict=True
         ):
             if row.request.future.done():
                 continue
@@ -384,9 +442,10 @@ class RunningBatch:
                 continue
             if reason is not None:
                 row.finish(reason)
-                finished.append(first + i)
+                finished.append(row)
+        for row in finished:
+            self._prefixes.keep(row.sequence[:-1], partial(self._cache.state, row))
         self._remove(finished)
-        self._drop_done()
 
     def _allowed(self, rows: list[RunningRow], vocabulary: int) -> Tensor | None:
         """The ids that grammars allow next, bool (n, V); None if no row has a grammar. A grammar that allows
@@ -421,17 +480,14 @@ class RunningBatch:
 
     def _row_settings(self) -> RowSettings:
         if self._settings is None:
-            self._settings = self._settings_of(self._rows)
+            self._settings = self._settings_of(self._cache.rows)
         return self._settings
 
-    def _remove(self, rows: list[int]) -> None:
-        for hole in sorted(rows, reverse=True):
-            last = len(self._rows) - 1
-            if hole != last:
-                self._cache.move(last, hole, self._lengths[last])
-                self._rows[hole], self._lengths[hole] = self._rows[last], self._lengths[last]
-            self._rows.pop()
-            self._lengths.pop()
+    def _remove(self, rows: list[RunningRow]) -> None:
+        for row in reversed(
+            rows
+        ):  # Those behind first: then none takes the place of another that leaves too.
+            self._cache.remove(row)
         if rows:
             self._settings = None
 
@@ -446,6 +502,18 @@ class RunningBatch:
             truncated=any(_is_truncated(r) for r in requests),
             top=max((r.top_logprobs for r in requests), default=0),
         )
+
+
+def _random_of(row: RunningRow) -> np.random.Generator:
+    assert row.random is not None
+    return row.random
+
+
+def _never_fits(tokens: int, needed: int, total: float) -> EngineError:
+    return EngineError(
+        f"prompt: {tokens} tokens of prompt and reply need {needed / 2**20:,.0f} MiB of keys and values, and "
+        f"all rows together may have {total / 2**20:,.0f} MiB; raise engine.cache_tokens, or send less"
+    )
 
 
 def _fail(request: Request, error: BaseException) -> None:
@@ -470,9 +538,9 @@ def _alternatives(rows: list[RunningRow], chosen: Chosen) -> list[Alternatives]:
     ]
 
 
-def _similar_lengths(prompts: list[Prompt]) -> list[list[Prompt]]:
+def _similar_lengths(prompts: list[Ids]) -> list[list[Ids]]:
     """Batches of rising length: at most `PREFILL_TOKENS` padded, at least half of them real tokens."""
-    batches: list[list[Prompt]] = []
+    batches: list[list[Ids]] = []
     for prompt in sorted(prompts, key=len):
         batch = batches[-1] if batches else []
         padded = (len(batch) + 1) * len(prompt)

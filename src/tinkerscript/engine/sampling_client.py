@@ -16,6 +16,7 @@ from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 
 from tinkerscript.engine.context import EngineContext
 from tinkerscript.engine.decoder import Decoder
+from tinkerscript.engine.prefix_store import PrefixStore
 from tinkerscript.engine.running_batch import Report, Request, RunningBatch, SampledRow
 from tinkerscript.engine.sampling import PromptScores, score_prompt
 from tinkerscript.errors import EngineRequestError
@@ -28,21 +29,25 @@ class EmbeddedSamplingClient:
     distribution after temperature and before top-k and top-p.
     """
 
-    def __init__(self, context: EngineContext, decoder: Decoder) -> None:
+    def __init__(self, context: EngineContext, decoder: Decoder, prefixes: PrefixStore | None = None) -> None:
+        """`prefixes`: what `decoder` has computed already."""
         self._context = context
         self._decoder = decoder
+        self._prefixes = prefixes or PrefixStore(context.budget)
         self._batch = RunningBatch(
             decoder,
             max_rows=context.max_batch,
             max_length=context.max_context,
             decode=context.decode,
             random=context.random,
+            budget=context.budget,
+            prefixes=self._prefixes,
         )
         self._names = itertools.count()
 
     def apart(self) -> EmbeddedSamplingClient:
         """A client of the same weights that a `cut` of this one does not affect."""
-        return EmbeddedSamplingClient(self._context, self._decoder)
+        return EmbeddedSamplingClient(self._context, self._decoder, self._prefixes)
 
     def sample(
         self,
@@ -51,7 +56,7 @@ class EmbeddedSamplingClient:
         sampling_params: tinker.SamplingParams,
         include_prompt_logprobs: bool = False,
     ) -> APIFuture[tinker.SampleResponse]:
-        """Sample `num_samples` sequences. Requests that share a prompt prefill it once.
+        """Sample `num_samples` sequences. What a prompt shares with an earlier text is not prefilled again.
 
         Sequences have `tokens` [T], including the id that ended them, `logprobs` [T] and a `stop_reason`,
         "stop" or "length". `prompt_logprobs` are [P], NaN at 0. Raises EngineRequestError for a prompt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model_families import FAMILIES
 from tinkerscript.engine.decoder import HubDecoder, decoder_for, own_logits
-from tinkerscript.engine.kv_cache import KVCache, LayerCache, RowState
+from tinkerscript.engine.kv_cache import KVCache, LayerCache, RowGroup, RowState
 from tinkerscript.engine.layer_kinds import NARROW, LayerKinds, narrowed_windows
 from tinkerscript.engine.packing import shares_prefixes
 from tinkerscript.errors import EngineError
@@ -44,14 +44,14 @@ def never_too_far(self: LayerKinds, kind: str, distances: Tensor, queries: Tenso
     """Nothing is hidden."""
 
 
-PUT = KVCache.put
+ADD = RowGroup.add
 
 
-def state_of_the_first_row(self: KVCache, row: int, state: RowState, length: int) -> None:
-    PUT(self, row, state, length)
+def state_of_the_first_row(self: RowGroup[Any], rows: Sequence[Any], state: RowState, length: int) -> None:
+    ADD(self, rows, state, length)
     for layer in self.layers:
         for each in layer.states:
-            each[row] = each[0]
+            each[len(self.rows) - 1] = each[0]
 
 
 FAULTS: list[tuple[str, type, str, Callable[..., Any]]] = [
@@ -61,9 +61,9 @@ FAULTS: list[tuple[str, type, str, Callable[..., Any]]] = [
     ("Gemma 3 with a vision tower", LayerKinds, "window", narrower),
     ("Mistral with a window", LayerKinds, "window", wider),
     ("Llama 4 (text)", LayerKinds, "hides", never_too_far),
-    ("Qwen 3 Next", KVCache, "put", state_of_the_first_row),
-    ("LFM 2", KVCache, "put", state_of_the_first_row),
-    ("Falcon H1", KVCache, "put", state_of_the_first_row),
+    ("Qwen 3 Next", RowGroup, "add", state_of_the_first_row),
+    ("LFM 2", RowGroup, "add", state_of_the_first_row),
+    ("Falcon H1", RowGroup, "add", state_of_the_first_row),
 ]
 
 
@@ -110,18 +110,19 @@ def test_a_row_that_moves_is_decoded_as_before(name: str) -> None:
     with torch.no_grad():
         own = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)
         _, states = decoder.prefill(ids[:, :48], lengths)
-        cache = KVCache()
-        for row, (state, length) in enumerate(zip(states, lengths.tolist(), strict=True)):
-            cache.reserve(row + 1, length, state)
-            cache.put(row, state, length)
+        cache: KVCache[int] = KVCache()
+        for row in (1, 0):
+            cache.add([row], states[row], int(lengths[row]))
         for _ in range(3):
-            cache.reserve(2, int(lengths.max()) + 1)
-            decoder.step(ids[torch.arange(2), lengths], lengths, int(lengths.max()), cache)
+            cache.grow()
+            decoder.step(ids[[1, 0], lengths[[1, 0]]], cache.groups)
+            cache.advance()
             lengths = lengths + 1
-        cache.move(0, 1, int(lengths[0]))
+        cache.remove(1)
+        assert cache.rows == [0]
         end = int(lengths[0])
-        found = decoder.step(ids[[0, 0], end], lengths[[0, 0]], end, cache).log_softmax(-1)
-    torch.testing.assert_close(found, own[[0, 0], end], atol=1e-5, rtol=0)
+        found = decoder.step(ids[[0], end], cache.groups).log_softmax(-1)
+    torch.testing.assert_close(found, own[[0], end], atol=1e-5, rtol=0)
 
 
 def test_a_ring_is_not_the_storage_of_all_positions() -> None:
@@ -129,6 +130,8 @@ def test_a_ring_is_not_the_storage_of_all_positions() -> None:
     ids = torch.zeros(1, 48, dtype=torch.long)
     with torch.no_grad():
         _, (state,) = HubDecoder(model, shares=True).prefill(ids, torch.tensor([48]))
-    cache = KVCache()
-    cache.reserve(1, 100, state)
-    assert [layer.keys.shape[2] for layer in cache.layers] == [16, 100]
+    cache: KVCache[int] = KVCache()
+    cache.reserve([100], state)
+    (group,) = cache.groups
+    assert [layer.keys.shape[2] for layer in group.layers] == [16, 128]
+    assert cache.bytes == sum(each.nbytes for layer in group.layers for each in (layer.keys, layer.values))

@@ -385,13 +385,15 @@ def test_entropies_with_gradients_take_at_most_15_percent_more(
 
 
 @pytest.mark.parametrize("lora", [LORA, None])
-def test_the_peak_of_sampling_is_within_15_percent_of_the_formula(lora: LoraSettings | None) -> None:
+def test_the_peak_of_sampling_is_within_10_percent_of_the_formula(lora: LoraSettings | None) -> None:
     config = qwen3(500, 64, 192, 2, 4, 2, 16, max_position_embeddings=1100)
     weights = weights_of(config, lora, torch.float32, checkpointing=False, device="cpu")
-    measured = sampling_peak(weights, torch.float32, rows=16, prompt=1024, length=1030)
     work = Workload(1, 1, samplers=1, rows=16, prompt=1024, length=1030)
     memory = peak_memory(config, lora, torch.float32, work)
-    assert memory.sampling == pytest.approx(measured, rel=0.15)
+    measured = sampling_peak(
+        weights, torch.float32, rows=16, prompt=1024, length=1030, budget=memory.kv_cache
+    )
+    assert memory.sampling == pytest.approx(measured, rel=0.1)
     assert memory.kv_cache > memory.decoding / 4
 
 

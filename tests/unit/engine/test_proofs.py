@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tinkerscript.engine.decoder import (
     decoder_gap,
     own_logits,
 )
-from tinkerscript.engine.kv_cache import KVCache, RowState
+from tinkerscript.engine.kv_cache import RowGroup, RowState
 from tinkerscript.engine.lora import LoraBase
 from tinkerscript.engine.packing import attend_in_segments, shares_prefixes
 from tinkerscript.engine.weights import LoraSettings
@@ -93,15 +94,18 @@ def leave_out_the_norms_of_q_and_k(model: Any) -> None:
 class OneTooEarly(FusedDecoder):
     """Writes and reads the cache one position before the newest token's."""
 
-    def step(self, ids: Tensor, lengths: Tensor, longest: int, cache: KVCache) -> Tensor:
-        return super().step(ids, lengths - 1, longest - 1, cache)
+    def step(self, ids: Tensor, groups: Sequence[RowGroup[Any]]) -> Tensor:
+        early = [replace(group, lengths=[length - 1 for length in group.lengths]) for group in groups]
+        return super().step(ids, early)
 
 
 class OneTooFew(FusedDecoder):
     """Does not attend to the newest token of a prompt when it decodes."""
 
-    def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[RowState]]:
-        logits, states = super().prefill(ids, lengths)
+    def prefill(
+        self, ids: Tensor, lengths: Tensor, past: RowState | None = None, begin: int = 0
+    ) -> tuple[Tensor, list[RowState]]:
+        logits, states = super().prefill(ids, lengths, past, begin)
         for layer in (layer for state in states for layer in state):
             for each in (layer.keys, layer.values):
                 assert each is not None

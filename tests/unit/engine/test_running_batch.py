@@ -25,11 +25,13 @@ class FaultyDecoder(FusedDecoder):
 
     fails_at: str = ""
 
-    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, list[RowState]]:
+    def prefill(
+        self, ids: torch.Tensor, lengths: torch.Tensor, past: RowState | None = None, begin: int = 0
+    ) -> tuple[torch.Tensor, list[RowState]]:
         there = (ids == BAD).any(-1)
         if self.fails_at == "prefill" and bool(there.any()):
             raise RuntimeError("out of memory")
-        logits, states = super().prefill(ids, lengths)
+        logits, states = super().prefill(ids, lengths, past, begin)
         if self.fails_at == "logits":
             logits[there] = torch.nan
         return logits, states

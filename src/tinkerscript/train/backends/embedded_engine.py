@@ -109,6 +109,7 @@ class EmbeddedBackend(TrainerBackend):
             seed=seed,
             threads=config.threads or 1,
             max_batch=config.max_batch,
+            cache_tokens=config.cache_tokens,
             device=config.device,
             dtype=config.dtype,
             notes=templates_with_defaults(model, config.chat_template_kwargs),

@@ -1,0 +1,204 @@
+"""`PrefixStore`: what one version of the weights has computed of texts, for later requests that begin alike.
+
+The texts are a tree: each node has some ids, and the keys and values of those alone. The next turn of a
+conversation, or another call with the same prompt, goes on from the longest prefix that is there, id by id.
+A layer with a window or a state keeps only what it has after the last token, so models with such layers go on
+from the ends of texts that were kept, and from nowhere else.
+
+Invariants: a store belongs to one version of the weights and one adapter. A node was used no later than its
+parent, so that what was used least recently is a leaf.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from tinkerscript.engine.kv_cache import CacheBudget, LayerState, RowState, cut, joined
+
+Ids = tuple[int, ...]
+
+WORTH_TOKENS = 64
+"""A prefix that is no text's end is gone on from if it has so many tokens: shorter ones cost less to compute
+again, together with other prompts, than to be gone on from one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What decoding needs of a text."""
+
+    logits: Tensor
+    """(V,): after the last token."""
+
+    state: RowState
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    ids: Ids
+    state: RowState
+    """Keys and values of `ids`; and what the other layers have after the last, if a text ends here."""
+
+    parent: _Node | None
+    is_end: bool
+    """Whether a text that was kept ends here."""
+
+    logits: Tensor | None = None
+    """After the last id, if a prompt ends here."""
+
+    children: dict[int, _Node] = field(default_factory=dict[int, "_Node"])
+    """By their first ids."""
+
+    used: int = 0
+    bytes: int = 0
+
+
+class PrefixStore:
+    """A tree of texts, evicted least recently used. Not thread-safe."""
+
+    def __init__(self, budget: CacheBudget) -> None:
+        self.bytes = 0
+        self._budget = budget
+        self._root = _Node((), [], None, is_end=False)
+        self._nodes: OrderedDict[_Node, None] = OrderedDict()
+        """By when they were used; children before their parents."""
+
+        self._can_be_cut = True
+        budget.holders.add(self)
+        budget.stores.add(self)
+
+    @property
+    def oldest(self) -> int | None:
+        return next(iter(self._nodes)).used if self._nodes else None
+
+    def evict(self) -> None:
+        """Drop the leaf that was used least recently."""
+        node, _ = self._nodes.popitem(last=False)
+        assert not node.children
+        assert node.parent is not None
+        del node.parent.children[node.ids[0]]
+        self.bytes -= node.bytes
+
+    def complete(self, ids: Ids) -> Prefilled | None:
+        """The prompt `ids`, if all of it was prefilled."""
+        path, found = self._walk(ids)
+        if found < len(ids) or _over(path, found) or path[-1].logits is None:
+            return None
+        self._touch(path)
+        return Prefilled(path[-1].logits, joined([node.state for node in path]))
+
+    def worth(self, ids: Ids) -> int:
+        """How many of the first `ids` to go on from."""
+        return self._usable(ids)[1]
+
+    def longest(self, ids: Ids) -> tuple[int, RowState | None]:
+        """The prefix of `ids` to go on from: its length and state; (0, None) if there is none."""
+        path, length = self._usable(ids)
+        if not path:
+            return 0, None
+        self._touch(path)
+        parts = [node.state for node in path]
+        if over := _over(path, length):
+            parts[-1] = cut(parts[-1], 0, len(path[-1].ids) - over)
+        return length, joined(parts)
+
+    def keep(self, ids: Ids, read: Callable[[int], RowState], logits: Tensor | None = None) -> None:
+        """Keep a text, if there is room. `read` copies its state from a position on."""
+        with suppress(RuntimeError):  # Out of memory: what is not kept is computed again.
+            self._keep(ids, read, logits)
+
+    def _keep(self, ids: Ids, read: Callable[[int], RowState], logits: Tensor | None) -> None:
+        path, found = self._walk(ids)
+        self._touch(path)
+        over = _over(path, found)
+        if found < len(ids) or over or not path[-1].is_end:
+            state = read(found)
+            if not self._budget.has_room(sum(each.nbytes for layer in state for each in layer.tensors)):
+                return
+            if path and path[-1] not in self._nodes:
+                return  # It was the last to be evicted.
+            self._can_be_cut = all(layer.can_be_cut for layer in state)
+            if over:
+                path[-1] = self._split(path[-1], len(path[-1].ids) - over)
+            if found < len(ids):
+                path.append(_Node(ids[found:], state, path[-1] if path else self._root, is_end=True))
+                self._attach(path[-1])
+            else:
+                path[-1].state = joined([path[-1].state, state])
+        path[-1].is_end = True
+        if logits is not None:
+            path[-1].logits = logits.clone()  # Not a view, which would keep those of a whole batch.
+        self._weigh(path[-1])
+        self._touch(path)
+
+    def _walk(self, ids: Ids) -> tuple[list[_Node], int]:
+        """The nodes along `ids`, and how many ids they have in common; of the last node perhaps not all."""
+        path: list[_Node] = []
+        node, found = self._root, 0
+        while found < len(ids) and (child := node.children.get(ids[found])) is not None:
+            path.append(child)
+            common = _common(child.ids, ids, found)
+            found += common
+            if common < len(child.ids):
+                break
+            node = child
+        return path, found
+
+    def _usable(self, ids: Ids) -> tuple[list[_Node], int]:
+        path, found = self._walk(ids)
+        over = _over(path, found)
+        ends = [at for at, node in enumerate(path) if node.is_end and not (over and at == len(path) - 1)]
+        if self._can_be_cut and (ends or found >= WORTH_TOKENS):
+            return path, found
+        path = path[: ends[-1] + 1] if ends and not self._can_be_cut else []
+        return path, sum(len(node.ids) for node in path)
+
+    def _split(self, node: _Node, at: int) -> _Node:
+        """Divide a node in two: its first `at` ids, which are returned, and the others."""
+        assert node.parent is not None
+        upper = _Node(node.ids[:at], _without_ends(cut(node.state, 0, at)), node.parent, is_end=False)
+        node.ids, node.state, node.parent = node.ids[at:], cut(node.state, at), upper
+        upper.children[node.ids[0]] = node
+        self._attach(upper)
+        self._weigh(node)
+        return upper
+
+    def _attach(self, node: _Node) -> None:
+        assert node.parent is not None
+        node.parent.children[node.ids[0]] = node
+        self._nodes[node] = None
+        self._weigh(node)
+
+    def _weigh(self, node: _Node) -> None:
+        tensors = [each for layer in node.state for each in layer.tensors]
+        size = sum(each.nbytes for each in [*tensors, *([] if node.logits is None else [node.logits])])
+        self.bytes += size - node.bytes
+        node.bytes = size
+
+    def _touch(self, path: list[_Node]) -> None:
+        for node in reversed(path):
+            node.used = next(self._budget.clock)
+            self._nodes.move_to_end(node)
+
+
+def _over(path: list[_Node], found: int) -> int:
+    """How many ids of the last node are beyond the `found` ones."""
+    return sum(len(node.ids) for node in path) - found
+
+
+def _common(ids: Ids, others: Ids, begin: int) -> int:
+    """How many of the first `ids` are those of `others` from `begin` on."""
+    there = others[begin : begin + len(ids)]
+    if there == ids:
+        return len(ids)
+    return next(
+        (at for at, (one, other) in enumerate(zip(ids, there, strict=False)) if one != other), len(there)
+    )
+
+
+def _without_ends(state: RowState) -> RowState:
+    return [layer if layer.can_be_cut else LayerState(window=layer.window) for layer in state]
