@@ -153,6 +153,8 @@ class LayerCache:
 
 Row = TypeVar("Row")
 
+_STORAGES = itertools.count(1)
+
 
 @dataclass(slots=True)
 class RowGroup(Generic[Row]):
@@ -169,6 +171,9 @@ class RowGroup(Generic[Row]):
     room_for_rows: int = 0
     room_for_tokens: int = 0
     """What fits into every layer. A layer has more if memory ran out after it grew."""
+
+    storage: int = 0
+    """Another number, of all there ever were, whenever the tensors change."""
 
     @property
     def longest(self) -> int:
@@ -194,6 +199,7 @@ class RowGroup(Generic[Row]):
     def _resize(self, rows: int, length: int) -> None:
         if (rows, length) == (self.room_for_rows, self.room_for_tokens):
             return
+        self.storage = next(_STORAGES)
         self.room_for_rows, self.room_for_tokens = (
             min(rows, self.room_for_rows),
             min(length, self.room_for_tokens),
