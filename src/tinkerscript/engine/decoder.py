@@ -29,6 +29,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from tinkerscript.engine.kv_cache import KVCache, LayerCache, LayerState, RowGroup, RowState
 from tinkerscript.engine.layer_kinds import SLIDING, LayerKinds, is_local, narrowed_windows
+from tinkerscript.engine.step_graphs import StepGraphs, cuda_graph
 from tinkerscript.errors import EngineError
 
 FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -149,9 +150,14 @@ class FusedDecoder(Decoder):
         self._head_lora: _Factors | None = None
         self._layers = [self._fuse(layer) for layer in base.layers]
         self._cos, self._sin = self._rotary_tables(base, config.max_position_embeddings)
+        self._graphs = self._new_graphs()
+
+    def _new_graphs(self) -> StepGraphs | None:
+        return StepGraphs(self._step_of_storage, cuda_graph) if self.device.type == "cuda" else None
 
     def with_adapter(self, adapter: AdapterTensors) -> FusedDecoder:
         other = copy.copy(self)
+        other._graphs = other._new_graphs()
         names = {
             "qkv": [f"self_attn.{part}_proj" for part in "qkv"],
             "out": ["self_attn.o_proj"],
@@ -319,8 +325,22 @@ class FusedDecoder(Decoder):
         return x.view(B, P, -1), keys, values
 
     def step(self, ids: Tensor, groups: Sequence[RowGroup[Any]]) -> Tensor:
+        if self._graphs is not None and (logits := self._graphs.step(ids, groups)) is not None:
+            return logits
+        return self._step(ids, groups, [_Places.of(group, self.device, self.dtype) for group in groups])
+
+    def _step_of_storage(
+        self, ids: Tensor, lengths: Sequence[Tensor], groups: Sequence[RowGroup[Any]]
+    ) -> Tensor:
+        """A step of all places for rows, whatever rows there are, which attends to all places for tokens."""
+        places = [
+            _Places.of_storage(each, group.room_for_tokens, self.dtype)
+            for each, group in zip(lengths, groups, strict=True)
+        ]
+        return self._step(ids, groups, places)
+
+    def _step(self, ids: Tensor, groups: Sequence[RowGroup[Any]], places: Sequence[_Places]) -> Tensor:
         x = self._embedding[ids]  # (n, C)
-        places = [_Places.of(group, self.device, self.dtype) for group in groups]
         lengths = places[0].lengths if len(places) == 1 else torch.cat([each.lengths for each in places])
         cos, sin = self._cos[lengths], self._sin[lengths]
         sizes = [each.n for each in places]
@@ -340,7 +360,7 @@ class FusedDecoder(Decoder):
     def _attend_in(self, kept: LayerCache, places: _Places, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v of the newest tokens of a group's rows -> (n, heads * D)."""
         n, longest = places.n, places.longest
-        if n == 1:
+        if places.mask is None:
             kept.keys[0, :, longest] = k[0]
             kept.values[0, :, longest] = v[0]
         else:
@@ -379,6 +399,11 @@ class _Places:
         n, longest = len(group.lengths), group.longest
         mask = attention_mask(lengths, longest, dtype) if n > 1 else None
         return cls(n, torch.arange(n, device=device), lengths, longest, mask)
+
+    @classmethod
+    def of_storage(cls, lengths: Tensor, tokens: int, dtype: torch.dtype) -> _Places:
+        rows = torch.arange(len(lengths), device=lengths.device)
+        return cls(len(rows), rows, lengths, tokens - 1, attention_mask(lengths, tokens - 1, dtype))
 
 
 def _after(past: Tensor | None, new: Tensor) -> Tensor:

@@ -154,6 +154,8 @@ class LayerCache:
 
 Row = TypeVar("Row")
 
+_STORAGES = itertools.count(1)
+
 
 @dataclass(slots=True, eq=False)
 class RowGroup(Generic[Row]):
@@ -173,6 +175,9 @@ class RowGroup(Generic[Row]):
 
     bytes: int = 0
     """Of the storage."""
+
+    storage: int = 0
+    """A new number, unique in the process, whenever the tensors change."""
 
     @property
     def longest(self) -> int:
@@ -200,6 +205,7 @@ class RowGroup(Generic[Row]):
     def _resize(self, rows: int, length: int) -> None:
         if (rows, length) == (self.room_for_rows, self.room_for_tokens):
             return
+        self.storage = next(_STORAGES)
         self.room_for_rows, self.room_for_tokens = (
             min(rows, self.room_for_rows),
             min(length, self.room_for_tokens),
