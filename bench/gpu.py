@@ -43,6 +43,7 @@ from memory import MIB, MODELS
 from models import make_loud_model, make_model
 from tinkerscript.engine.decoder import logits_rows
 from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.kv_cache import CacheBudget
 from tinkerscript.engine.memory import Workload, peak_memory
 from tinkerscript.engine.packing import attend_in_segments
 from tinkerscript.engine.running_batch import Request, RunningBatch
@@ -75,6 +76,8 @@ class Sizes(NamedTuple):
 
 SIZES = {"cuda": Sizes(128, 2048, 8192, 20), "cpu": Sizes(8, 512, 512, 6)}
 """By kind of device. A CPU only tries the program."""
+
+CONTEXT = 16_384
 
 LARGEST_LOGIT = 30.0
 LARGEST_GAP = {"float32": 1e-4, "bfloat16": 0.1}
@@ -312,6 +315,8 @@ def turns(table: Table, device: torch.device, shapes: Sequence[str]) -> None:
     found = in_process("turns", shapes[0], "engine", str(device))
     for turn in (1, last // 2, last):
         table.row(str(turn), str(turn * 80 - 32), f"{found[str(turn)]:.2f}")
+    new = 3 * (48 + 1)  # No step has read the last token of an answer.
+    table.must(f"the last turn computes at most {new} prompt tokens", found["prefilled"] <= new)
     table.must(
         f"the last turn takes at most twice the second ({found[str(last)] / found['2']:.2f})",
         found[str(last)] <= 2 * found["2"],
@@ -319,7 +324,7 @@ def turns(table: Table, device: torch.device, shapes: Sequence[str]) -> None:
 
 
 def conversations(shape: str, device: torch.device) -> dict[str, float]:
-    """Seconds of each turn, by its number from 1."""
+    """Seconds of each turn, by its number from 1, and the prompt tokens that the last one computed."""
     config = MODELS[shape]
     with torch.no_grad():
         decoder = adapters_of(shape, device).decoder()
@@ -342,7 +347,12 @@ def conversations(shape: str, device: torch.device) -> dict[str, float]:
         for ids, request in zip(said, requests, strict=True):
             ids += request.future.result()[0].ids + new.integers(0, config.vocab_size, 48).tolist()
 
-    return {str(each): seconds(device, turn) for each in range(1, SIZES[device.type].turns + 1)}
+    found: dict[str, float] = {}
+    for each in range(1, SIZES[device.type].turns + 1):
+        before = batch.prefilled_tokens
+        found[str(each)] = seconds(device, turn)
+        found["prefilled"] = batch.prefilled_tokens - before
+    return found
 
 
 # LoRA
@@ -413,6 +423,7 @@ class Peak:
 
 
 def adapters_of(shape: str, device: torch.device) -> Any:
+    MODELS[shape].max_position_embeddings = CONTEXT
     return weights_of(MODELS[shape], LORA, torch.bfloat16, checkpointing=True, device=str(device))
 
 
@@ -494,6 +505,8 @@ def sample_engine(shape: str, device: torch.device, rows: int, prompt: int = PRO
     with torch.no_grad():
         decoder = weights.decoder()
     prompts = rows_of_ids(config.vocab_size, rows, prompt).tolist()
+    work = Workload(1, 1, samplers=1, rows=rows, prompt=prompt, length=prompt + ANSWER)
+    memory = peak_memory(config, LORA, torch.bfloat16, work)
 
     def sample() -> None:
         batch = RunningBatch(
@@ -502,6 +515,7 @@ def sample_engine(shape: str, device: torch.device, rows: int, prompt: int = PRO
             max_length=prompt + ANSWER,
             decode=str,
             random=np.random.default_rng(0),
+            budget=CacheBudget(memory.kv_cache),
         )
         for ids in prompts:
             batch.submit(Request(tuple(ids), 1, ANSWER, 1.0, 1.0, -1, 1, frozenset(), ()))
@@ -510,12 +524,10 @@ def sample_engine(shape: str, device: torch.device, rows: int, prompt: int = PRO
 
     sample()
     peak = Peak(device, weights).of(sample)
-    work = Workload(1, 1, samplers=1, rows=rows, prompt=prompt, length=prompt + ANSWER)
-    formula = peak_memory(config, LORA, torch.bfloat16, work).sampling
     return {
         "tokens_per_s": rows * ANSWER / seconds(device, sample),
         "peak": peak / MIB,
-        "formula": formula / MIB,
+        "formula": memory.sampling / MIB,
     }
 
 
