@@ -163,7 +163,7 @@ def test_a_template_that_gives_no_ids_is_refused(
     """A tokenizer that does not know `return_dict` and gives a mapping all the same."""
     made = context.tokenizer
     monkeypatch.setattr(made, "apply_chat_template", lambda *_, **__: BatchEncoding({"input_ids": [1]}))
-    with pytest.raises(AlignmentError, match="no token id"):
+    with pytest.raises(AlignmentError, match="not a token id"):
         context.tokenize_prompt("hi")
 
 

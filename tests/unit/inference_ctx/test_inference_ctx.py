@@ -93,8 +93,8 @@ def test_an_openai_object_reads_like_its_dictionary() -> None:
         (choice(token_ids=IDS, logprobs=content(token_id=[1, 2, 3, 4, 5])), {}, "differ"),
         (choice(token_ids=IDS[:4], logprobs=content()), {}, "4 token ids .* 5 log probabilities"),
         (choice(token_ids=[], logprobs=None), {}, "no tokens"),
-        (choice(token_ids=[1, -1], logprobs=None), {}, "no token id"),
-        (choice(token_ids=[1, 2.5], logprobs=None), {}, "no token id"),
+        (choice(token_ids=[1, -1], logprobs=None), {}, "not a token id"),
+        (choice(token_ids=[1, 2.5], logprobs=None), {}, "not a token id"),
         (choice(logprobs=None), {}, "logprobs=True"),
         (choice(logprobs=content(token_id=[1, 2, 3, 4, None])), {}, "4 of 5"),
         (
