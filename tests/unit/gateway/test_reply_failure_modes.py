@@ -94,7 +94,7 @@ def test_unknown_text_is_read_as_id_0(byte_model: Path) -> None:
     made.add_special_tokens({"unk_token": "<|endoftext|>"})
     unknown = made.convert_tokens_to_ids(" never a piece")
     assert unknown == made.unk_token_id
-    with pytest.raises(AlignmentError, match="' never a piece' is no piece"):
+    with pytest.raises(AlignmentError, match="' never a piece' is not a piece"):
         InferenceContext(made).response_tokens_from_choice(text_reply([" never a piece"], " never a piece"))
 
 
@@ -111,7 +111,7 @@ def test_a_piece_is_decoded_in_its_context(real: Any) -> None:
     """Newer vLLM shows the whole character at its last byte, and nothing before it."""
     sampled = real.convert_tokens_to_ids(["Ã", "©"])
     assert real.decode(sampled) == "é"
-    with pytest.raises(AlignmentError, match="'' is no piece"):
+    with pytest.raises(AlignmentError, match="'' is not a piece"):
         InferenceContext(real).response_tokens_from_choice(text_reply(["", "é"], "é"))
 
 
