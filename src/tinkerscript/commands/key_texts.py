@@ -1,4 +1,4 @@
-"""The texts of `tinkerscript config` and docs/config.md: type, default and meaning of each key."""
+"""Texts of `tinkerscript config` and docs/config.md: type, default and meaning of each key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def key_texts(
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
-    """Return the model of a section, or of a section's list or mapping entries."""
+    """Return the model of a section, or of the entries in a list or mapping of sections."""
     if get_origin(annotation) in (list, dict):
         annotation = get_args(annotation)[-1]
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None

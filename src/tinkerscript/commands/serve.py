@@ -1,7 +1,6 @@
 """`tinkerscript serve` serves a model, or the episodes of a run with a separate trainer.
 
-It owns the child processes, which end with the command: the server and, for a model, `tinkerscript
-engine`.
+It owns the server and, for a model, `tinkerscript engine`. These child processes end with the command.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Served:
 
 
 def served_config(folder: Path, host: str, port: Port) -> RunConfig:
-    """Return the config that serves the model in `folder`, with replies limited only by the context length.
+    """Return a config that serves a model, with replies limited only by the context length.
 
     Raises ConfigError for a model without a context length.
     """
@@ -72,10 +71,10 @@ def served_config(folder: Path, host: str, port: Port) -> RunConfig:
 async def served_checkpoint(
     checkpoint: str, host: str, port: Port, note: Callable[[str], None], *, max_restarts: int = MAX_RESTARTS
 ) -> AsyncGenerator[Served]:
-    """Run a model's server and engine as supervised children while the block runs.
+    """Run a model's server and engine as supervised children during the block.
 
-    The block starts when they answer. Port 0 takes a free port. `max_restarts` applies to each child.
-    Raises ConfigError for a folder without a model, or a port in use.
+    The block starts once they answer. Port 0 takes a free port. `max_restarts` applies to each child. Raises
+    ConfigError for a folder without a model, or a port in use.
     """
     folder = model_folder(checkpoint, weights=True, note=note)
     config = served_config(folder, host, port)
@@ -126,7 +125,7 @@ async def serve_checkpoint(
 async def serve_run(
     path: Path | None, resume: Path | None, console: Console, overrides: list[str] | None = None
 ) -> int:
-    """Serve a new run folder for the config at `path`, or the folder `resume`, until cancelled.
+    """Serve a new run from the config at `path`, or the run folder `resume`, until cancelled.
 
     Raises ConfigError.
     """

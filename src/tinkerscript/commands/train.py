@@ -1,7 +1,7 @@
 """`tinkerscript train` is everything around a run, from checking the config to the final summary.
 
-Invariant: whatever can be checked without torch is checked before its import, and a run that stops
-early prints the command that resumes it.
+Everything that can be checked without torch is checked before its import. A run that stops early prints the
+command that resumes it.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from tinkerscript.train.run_folder import steps_finished
 from tinkerscript.workers.base_task import check_is_there
 
 Train = Callable[[ProgressReporter, Path | None], Coroutine[Any, Any, object]]
-"""A function that trains a run with its progress reporter, resuming or joining the given folder."""
+"""Trains with a progress reporter, resuming or joining the given folder."""
 
 
 WORSE = 3
-"""The exit code of an unsuccessful run, whose model got worse or which trained nothing."""
+"""Exit code of a run that made the model worse or trained nothing."""
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that torchrun sets for each process, besides WORLD_SIZE."""
+"""torchrun sets these for each process, besides WORLD_SIZE."""
 
 
 async def train_command(
@@ -76,8 +76,8 @@ async def train_command(
 ) -> int:
     """Train, print the results, and return the exit code: 0, 1 if episodes were lost, or `WORSE`.
 
-    `resume` is the folder of a run to resume, `join` that of a running server. With `opens`, the run's
-    page opens in a browser. Raises ConfigError.
+    `resume` is the folder of a run to resume, `join` that of a running server. `opens` opens the run's page
+    in a browser. Raises ConfigError.
     """
     config, folder = open_run(path, overrides, resume=resume, join=join)
     if resume and (message := _finished(config, folder)):
@@ -120,7 +120,7 @@ def resumed(name: str | None, console: Console) -> Path | None:
     if name is None or not is_url(name):
         return None if name is None else Path(name)
     RUNS.mkdir(exist_ok=True)
-    with hold_lock(RUNS / f".{name_of(name)}.lock"):  # Other ranks of this run may download it too.
+    with hold_lock(RUNS / f".{name_of(name)}.lock"):  # Other ranks may download it too.
         return resumable_folder(name, RUNS, note=lambda text: _print(console, text))
 
 
@@ -141,7 +141,7 @@ async def _train(
     join: bool,
     again: str,
 ) -> None:
-    """Train a run. `again` is the command that resumes it."""
+    """`again` is the command that resumes the run."""
     with progress.waiting("torch, transformers and Inspect to load"):
         train = _import_training(config, join, watchers)
         check_fits(config, folder, progress.note)
@@ -184,7 +184,7 @@ def _watching(progress: LineReporter | TableReporter, *, opens: bool) -> Generat
 def is_follower(path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None) -> bool:
     """Return whether a launcher such as torchrun started this process as a rank above 0.
 
-    Raises ConfigError if it started a number of processes other than the config's devices.
+    Raises ConfigError if the number of processes is not the config's number of devices.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if size == "1":
@@ -201,7 +201,7 @@ def is_follower(path: Path | None, overrides: list[str], *, resume: Path | None,
 
 
 def follow_command() -> None:
-    """Work as a rank above 0 of an engine on several devices, until the engine ends."""
+    """Work as a rank above 0 until the engine ends."""
     with without_garbage_collection():
         from tinkerscript.engine.distributed import follow
 
@@ -211,10 +211,7 @@ def follow_command() -> None:
 def open_run(
     path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None
 ) -> tuple[RunConfig, Path]:
-    """Return the config and folder of a run: a new one, one to resume, or one that joins a server.
-
-    Raises ConfigError.
-    """
+    """Return the config and folder of a run that is new, resumed, or joins a server. Raises ConfigError."""
     if resume is not None:
         if path is not None or join is not None:
             raise ConfigError("--resume uses the run's own config: give no CONFIG and no --join with it")
@@ -247,7 +244,7 @@ def _pinned(config: RunConfig, console: Console) -> RunConfig:
 
 
 def _joining(config: RunConfig, folder: Path) -> RunConfig:
-    """Take the section of the server in `folder`. Raises ConfigError for another model."""
+    """Take the server's section from `folder`. Raises ConfigError for another model."""
     server = load_config(folder / "config.yaml")
     if not same_model(config.engine.model, server.engine.model):
         raise ConfigError(
@@ -298,7 +295,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def report(console: Console, config: RunConfig, folder: Path) -> int:
-    """Print the results, an assessment, and next steps, and return the exit code."""
+    """Print results, an assessment and next steps, and return the exit code."""
     summary = _summary(folder)
     print_summary(console, summary, folder)
     store = config.interchange_server.store
@@ -331,7 +328,7 @@ def report(console: Console, config: RunConfig, folder: Path) -> int:
 
 
 def _use(config: RunConfig, folder: Path, best: BestScore | None) -> str:
-    """Return the next steps with the model: the final one, unless an earlier one is better."""
+    """Suggest what to do with the final model, or with an earlier, better one."""
     checkpoint = folder / "checkpoints" / "final"
     if best is not None:
         checkpoint = folder / "checkpoints" / f"step_{best.step:04d}"
@@ -341,7 +338,7 @@ def _use(config: RunConfig, folder: Path, best: BestScore | None) -> str:
         if not checkpoint.is_dir():
             return f"best by score      step {best.step}, {best.score:.3f}: its checkpoint was not kept"
     name = "serve the model " if best is None else "serve the best  "
-    if config.engine.backend == "tinker":  # The folder only says where the service has the weights.
+    if config.engine.backend == "tinker":  # The service has the weights; the folder only names them.
         return f"train from it      tinkerscript train CONFIG --set engine.checkpoint={checkpoint}"
     return f"{name}   tinkerscript serve --checkpoint {checkpoint}"
 
@@ -367,24 +364,22 @@ def _print(console: Console, text: str) -> None:
 
 POLL_EVERY_S = 2.0
 POLL_TIMEOUT_S = 2.0
-NAMED = 4
-"""The number of clients to name, starting with the most claims."""
+NAMED = 4  # Clients to name, busiest first.
 
 
 CLIENT_ID = re.compile(r"[0-9a-f]{32}")
 
 LOCAL_WORKER = re.compile(r"worker-[0-9a-f]{8}-(\d+)-\d+")
-"""Match the name of a trainer's worker: its number and the count of earlier starts."""
+"""Matches the name of a trainer's worker: its number and its count of earlier starts."""
 
 
 class FleetPoll:
-    """A thread that asks a run's server for its clients, for the table in the terminal.
+    """A thread that polls a run's server for its clients, for the terminal's table.
 
-    Invariant: it only observes. It keeps trying if the server does not answer.
+    It only observes, and keeps trying if the server does not answer.
     """
 
     def __init__(self, report: Callable[[WorkersNow | None], None]) -> None:
-        """`report` is called with each answer, or None."""
         self._report = report
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -410,13 +405,13 @@ class FleetPoll:
 def needs_certificate(url: str) -> bool:
     """Return whether a server must prove its identity before it gets the token.
 
-    A local server need not, because its certificate names the public address.
+    A local one need not, because its certificate names the public address.
     """
     return not is_loopback(urlsplit(url).hostname or "")
 
 
 def client_name(client_uuid: str) -> str:
-    """Return a worker's number if the run started it, or the beginning of a uuid."""
+    """Return the number of a worker that the run started, or the beginning of a uuid."""
     if found := LOCAL_WORKER.fullmatch(client_uuid):
         return f"worker {found[1]}"
     return f"client {client_uuid[:8]}" if CLIENT_ID.fullmatch(client_uuid) else client_uuid

@@ -1,4 +1,4 @@
-"""`tinkerscript view` serves the page of one run, or of all runs in a folder. A run starts it for its
+"""`tinkerscript view` serves the page of a run, or of all runs in a folder. A run starts it for its own
 page."""
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tinkerscript.lifecycle import shorten_collections
 from tinkerscript.page.web_app import create_page
 
 NICENESS = 10
-"""A low priority, so that the page takes no processor time from a run on this machine."""
+"""The page yields processor time to runs on this machine."""
 
 PAGE_GRACE_S = 1
-"""Seconds for open requests, such as event streams, to finish at the end."""
+"""Seconds that open requests, such as event streams, get to finish."""
 
 
 async def view_command(
@@ -34,7 +34,7 @@ async def view_command(
 ) -> int:
     """Serve the page of the runs in `root` until cancelled.
 
-    `port` None means the default one or a free one. Raises ConfigError for a folder without runs, a
+    With `port` None it takes the default port or a free one. Raises ConfigError for a folder without runs, a
     port in use, or an address that needs a token.
     """
     find_runs(root)
@@ -51,7 +51,7 @@ async def view_command(
 
 
 async def serve_page(root: Path, listener: socket.socket, *, certificate: str = "", key: str = "") -> int:
-    """Serve the page of the runs in `root` until cancelled. The admin token is in the environment."""
+    """Serve the page until cancelled. The admin token comes from the environment."""
     section = InterchangeConfig(
         tls_certificate=certificate, tls_key=key, trusted_proxies=["127.0.0.1", "::1"]
     )
@@ -70,7 +70,7 @@ async def serve_page(root: Path, listener: socket.socket, *, certificate: str = 
 
 
 def check_reach(host: str, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if other machines can reach the address without a good token for the page."""
+    """Raise ConfigError if other machines can reach the page without a good token."""
     if is_loopback(host):
         return
     token = read_token(environ, ADMIN_TOKEN)

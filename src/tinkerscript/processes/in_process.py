@@ -1,7 +1,7 @@
-"""A run in one process (`enable_tinkerscript_mode: false`), with server and worker as tasks of the trainer.
+"""A run in one process (`enable_tinkerscript_mode: false`): server and worker are tasks of the trainer.
 
-Invariant: they run the same code as in separate processes, so that nothing works in one way only. The
-worker calls the server's app directly. Other clients connect to the server's socket.
+They run the same code as separate processes would. The worker calls the server's app directly; other clients
+use its socket.
 """
 
 from __future__ import annotations
@@ -27,13 +27,10 @@ from tinkerscript.trainer_link.trainer_end import TrainerLink
 from tinkerscript.workers.chat_endpoint import ChatAttempt, ChatEndpoint, retry_after_s
 from tinkerscript.workers.worker import WorkerOptions, open_runner
 
-Failed = Callable[[Exception], None]
-"""A callback that ends the run with an error."""
+Failed = Callable[[Exception], None]  # Ends the run with an error.
 
 
 class ServerHere:
-    """The server of a run in this process."""
-
     def __init__(self, config: RunConfig, folder: Path, failed: Failed) -> None:
         self._config = config
         self._folder = folder
@@ -88,7 +85,7 @@ class ServerHere:
 
 
 class _Client(AsyncTinkerScriptClient):
-    """Sends its requests to an app in this process."""
+    """Sends requests to an app in this process."""
 
     def __init__(
         self, app: ASGIApp, url: str, *, client_uuid: str, token: str | None, allow_discard_timeout: float
@@ -109,7 +106,7 @@ class _Client(AsyncTinkerScriptClient):
 
 
 class _Endpoint(ChatEndpoint):
-    """Asks the models of an app in this process. Programs that open connections use its URL."""
+    """Asks the models of an app in this process. Programs that open connections still use its URL."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""`Supervisor` restarts the processes of a run when they die, and stops them when the run ends.
+"""`Supervisor` restarts a run's processes when they die, and stops them when the run ends.
 
-Launchers start them on this machine or on others. Invariant: no process outlives this one.
+No process outlives this one.
 """
 
 from __future__ import annotations
@@ -15,26 +15,23 @@ from tinkerscript.lifecycle import last_lines
 from tinkerscript.processes.launcher import Child, Launcher, LocalLauncher
 
 CHILD_GRACE_S = 4.0
-"""Seconds between the request to stop and SIGKILL. It is less than an interrupted run has before it exits
-hard."""
+"""Seconds from the request to stop until SIGKILL. An interrupted run has more before it exits hard."""
 
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
-"""Seconds of backoff before the first, second, ... restart in a row. The last one repeats."""
+"""Seconds of backoff before consecutive restarts. The last value repeats."""
 
 STABLE_AFTER_S = 60.0
-"""A child that lived this many seconds is restarted at once, and its backoff starts again."""
+"""A child that lived this long restarts at once, and its backoff starts over."""
 
 
 class Supervisor:
-    """Owns child processes. Leaving the context stops all of them."""
+    """Owns child processes, and stops them all when the context exits."""
 
     def __init__(
         self, *, max_restarts: int, note: Callable[[str], None], launcher: Launcher | None = None
     ) -> None:
         self._local = LocalLauncher()
-        self.launcher = launcher or self._local
-        """The launcher of children that may run on other machines."""
-
+        self.launcher = launcher or self._local  # For children that may run on other machines.
         self._max_restarts = max_restarts
         self._note = note
         self._children: list[Child] = []
@@ -50,7 +47,6 @@ class Supervisor:
         await self.stop()
 
     async def stop(self) -> None:
-        """Stop every child before the end of the context."""
         await asyncio.shield(self._end())
 
     async def _end(self) -> None:
@@ -58,7 +54,7 @@ class Supervisor:
         await asyncio.gather(*(self._stop(child) for child in self._children))
         await asyncio.gather(*self._tasks)
         if self._failure is not None and self._failure.done():
-            self._failure.exception()  # It was raised already, or comes too late to matter.
+            self._failure.exception()  # Already raised, or too late to matter.
 
     @property
     def restarts(self) -> int:
@@ -78,7 +74,7 @@ class Supervisor:
         await self._stop(child)
 
     async def failed(self) -> None:
-        """Wait forever, or raise ChildFailedError when a child dies too often or cannot run."""
+        """Wait until a child cannot run or dies too often, then raise ChildFailedError."""
         assert self._failure is not None
         await asyncio.shield(self._failure)
 
@@ -116,7 +112,7 @@ class Supervisor:
                 return
             child.restarts += 1
             await self._spawn(child)
-            if self._stopping.is_set():  # The request to stop came while the child was starting.
+            if self._stopping.is_set():  # The request to stop came during the start.
                 await self._stop(child)
                 return
 
@@ -128,7 +124,7 @@ class Supervisor:
         return True
 
     def fail(self, error: Exception) -> None:
-        """Let `failed` raise `error`, unless an earlier error exists."""
+        """Let `failed` raise `error`, unless there is an earlier one."""
         assert self._failure is not None
         if not self._failure.done():
             self._failure.set_exception(error)
@@ -149,8 +145,6 @@ class Supervisor:
 
 
 class ChildFailedError(WorkerError):
-    """A child process cannot run, or has died too often."""
-
     def __init__(self, child: Child) -> None:
         assert child.process is not None
         super().__init__(
