@@ -1,9 +1,8 @@
 """Convert request bodies and replies from and to the SDK's types.
 
-The SDK's request types read JSON bodies and refuse unknown fields. The protobuf messages come from
-`tinker.proto.tinker_public_pb2`, which the SDK ships. Samples and losses are answered in protobuf to
-clients that accept it (the SDK since 0.24), otherwise in JSON. An error contains the path of the field,
-such as `data[3].loss_fn_inputs.weights`.
+The SDK's request types read JSON and refuse unknown fields; its `tinker.proto.tinker_public_pb2` has the
+protobuf messages. Samples and losses are answered in protobuf to clients that accept it (SDK 0.24 and later),
+otherwise in JSON. Errors contain a field's path, such as `data[3].loss_fn_inputs.weights`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ Reply = dict[str, Any] | Response | None
 """A JSON object, a complete response, or None for an empty reply."""
 
 FutureResult = tinker.SampleResponse | tinker.ForwardBackwardOutput | dict[str, Any]
-"""The results that `write_result` can write. A JSON object is sent unchanged."""
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -64,7 +62,7 @@ class ForwardBackwardCall:
 
 
 def read_forward_backward(body: bytes) -> ForwardBackwardCall:
-    """Decode the body of `forward_backward`. Raises EngineRequestError with the field."""
+    """Raises EngineRequestError with the field."""
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -83,7 +81,7 @@ def read_forward_backward(body: bytes) -> ForwardBackwardCall:
 
 
 def _config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
-    # `loss_fn_config` can only hold numbers, so `loss_fn_config_v2` takes precedence.
+    # `loss_fn_config` only holds numbers, so `loss_fn_config_v2` takes precedence.
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         config[key] = value.text if value.WhichOneof("value") == "text" else value.number
@@ -160,7 +158,7 @@ def _tensor_json(values: NDArray[Any]) -> dict[str, Any]:
 
 
 def write_forward_backward(output: tinker.ForwardBackwardOutput) -> bytes:
-    """Write one record with a batched tensor for each output field of the loss."""
+    """Write one record, with a batched tensor per output field of the loss."""
     message = pb.ForwardBackwardOutput()
     message.loss_fn_output_type = output.loss_fn_output_type
     record = message.loss_fn_outputs.add()

@@ -1,8 +1,8 @@
 """The server's end of the link: a ROUTER socket that serves one trainer at a time.
 
-Invariant: the trainer that started last owns the server. Its `Hello` takes over; the previous trainer gets
-a `Refused` and is rejected from then on. Each frame to a trainer starts with the server's epoch. Frames
-that cannot be delivered are counted and dropped, because important messages are repeated (see `messages`).
+The trainer that started last owns the server. Its `Hello` takes over, and the previous trainer is `Refused`
+from then on. Each frame to a trainer starts with the server's epoch. Undeliverable frames are counted and
+dropped, because important messages repeat (see `messages`).
 """
 
 from __future__ import annotations
@@ -40,21 +40,16 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerEvent(Enum):
-    CONNECTED = auto()
-    """For the first time or again. It may have missed earlier messages."""
-
-    SILENT = auto()
-    """Nothing was received for `LinkTimes.silence_s`."""
-
-    LOST = auto()
-    """It did not return within `LinkTimes.grace_s`."""
+    CONNECTED = auto()  # It may have missed earlier messages.
+    SILENT = auto()  # For `LinkTimes.silence_s`.
+    LOST = auto()  # For longer than `LinkTimes.grace_s`.
 
 
 LinkEvent = TrainerEvent | ToServer
 
 LinkHandler = Callable[[LinkEvent], None]
-"""Handles all events on the event loop, without blocking. It answers each `Hello` with
-`ServerLink.welcome` once everything received before is committed."""
+"""Runs on the event loop and must not block. It answers each `Hello` with `ServerLink.welcome` once
+everything received before is committed."""
 
 
 class ServerLink:
@@ -68,8 +63,8 @@ class ServerLink:
         times: LinkTimes | None = None,
         count_drop: Callable[[str], None],
     ) -> None:
-        """Trainers drop frames with a lower `epoch` than they have seen. `count_drop(reason)` is called
-        for each dropped frame or message."""
+        """Trainers drop frames with a lower `epoch` than they have seen. `count_drop(reason)` is called for
+        each dropped frame or message."""
         self.server_id = server_id
         self.epoch = epoch
         self.connected = False
@@ -80,9 +75,7 @@ class ServerLink:
         self._guard: LinkGuard | None = None
         self._handshakes: FailedHandshakes | None = None
         self._outbox = Outbox()
-        self.trainer_id = ""
-        """Id of the owning trainer; empty before the first."""
-
+        self.trainer_id = ""  # The owner's; empty before the first.
         self.position = -1
         """End number of the last outcome that the trainer has; -1 if it takes none yet."""
 
@@ -92,10 +85,10 @@ class ServerLink:
         self._became_connected = asyncio.Event()
 
     def bind(self, address: str, keys: ServerKeys | None = None) -> str:
-        """Bind `ipc://PATH` or `tcp://HOST:PORT` (`:*` takes a free port) and return the bound address.
+        """Bind `ipc://PATH` or `tcp://HOST:PORT` (`:*` takes a free port) and return the address.
 
-        With `keys`, connections must prove the trainer's key (CURVE). Raises ConfigError if the address
-        is not usable, after which `bind` may be called again.
+        With `keys`, connections must prove the trainer's key (CURVE). Raises ConfigError for an unusable
+        address, after which you may call `bind` again.
         """
         set_options(self._socket, address)
         if keys is not None:
@@ -125,7 +118,7 @@ class ServerLink:
         quarantined: Mapping[str, str] = MappingProxyType({}),
         demand: Demand | None = None,
     ) -> None:
-        """Answer the `Hello` with this number, which confirms everything sent before it."""
+        """Answer this `Hello`, which confirms everything sent before it."""
         self.send(
             Welcome(
                 link_version=LINK_VERSION,
@@ -150,7 +143,7 @@ class ServerLink:
             self.close()
 
     def close(self) -> None:
-        """Close the socket and drop queued messages. Idempotent."""
+        """Drops queued messages. Idempotent."""
         if self._handshakes is not None:
             self._handshakes.close()
         self._socket.close(linger=0)
@@ -199,7 +192,7 @@ class ServerLink:
             self.connected = True
             logger.info("link.connected trainer_id=%s model=%s", hello.trainer_id, hello.model)
             self._became_connected.set()
-            # Sent first, because a trainer drops the requests of a previous server when it meets a new one.
+            # First, because a trainer that meets a new server drops the old one's requests.
             self.welcome(number=0)
             handle(TrainerEvent.CONNECTED)
 
@@ -231,7 +224,7 @@ class ServerLink:
             await self._send_to(self.trainer_id.encode(), messages)
 
     async def _send_to(self, identity: bytes, messages: list[Tagged]) -> None:
-        # This never waits, because a trainer that does not read must not block its successor.
+        # Never waits: a trainer that does not read must not block its successor.
         for frame in frames(messages, self._drop):
             try:
                 await self._socket.send_multipart([identity, b"%d" % self.epoch, frame], flags=zmq.NOBLOCK)
