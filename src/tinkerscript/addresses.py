@@ -1,7 +1,6 @@
 """The server's addresses: its HTTP socket, its link, and `server.json` with both.
 
-Invariant: a restarted server takes its previous addresses if they are free, so that clients and the
-trainer find it again.
+A restarted server takes its former addresses if they are free, so clients and the trainer find it again.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from tinkerscript.trainer_link.server_end import ServerLink
 
 SERVER_FILE = "server.json"
 
-PAGE_PORT = 10085  # Preferred port of a page. Gateway processes use the ports above the server's 10086.
-ADAPTERS_FOLDER = "adapters"  # In the run's folder: adapter versions for replicas.
+PAGE_PORT = 10085  # Gateway processes use the ports after the server's 10086.
+ADAPTERS_FOLDER = "adapters"  # In the run's folder: versions for replicas.
 BACKLOG = 2048
-MAX_IPC_BYTES = 100  # Maximum length of a socket's path; the kernel allows 107.
+MAX_IPC_BYTES = 100  # Of a socket's path; the kernel allows 107.
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
@@ -36,18 +35,13 @@ class ServerInfo(msgspec.Struct, frozen=True):
     link_address: str
     pid: int
     server_id: str
-    link_keys: str = ""
-    """The folder of the link's keys, empty for a link without keys."""
-
-    certificate: str = ""
-    """The PEM file of the HTTPS certificate, empty for HTTP."""
-
-    gateway_ports: tuple[int, ...] = ()
-    """The ports of the gateway processes, empty if the server answers model calls itself."""
+    link_keys: str = ""  # Folder; empty without keys.
+    certificate: str = ""  # PEM file; empty for HTTP.
+    gateway_ports: tuple[int, ...] = ()  # Empty if the server answers model calls itself.
 
 
 def read_server_info(run_dir: Path) -> ServerInfo | None:
-    """Return the `server.json` of the folder's last server, or None if it is missing or unreadable."""
+    """Return the last server's `server.json`, or None if it is missing or unreadable."""
     try:
         return msgspec.json.decode((run_dir / SERVER_FILE).read_bytes(), type=ServerInfo)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -57,9 +51,9 @@ def read_server_info(run_dir: Path) -> ServerInfo | None:
 def bind_http(config: InterchangeConfig, previous: ServerInfo | None) -> socket.socket:
     """Return a listening socket for the server.
 
-    Ports 0 and `auto` prefer the previous server's port, and `auto` then `DEFAULT_PORT`. If that port
-    is in use they take a free one, except `auto` with a `public_base_url`, which clients already know.
-    Raises ConfigError with the port and the config key.
+    Ports 0 and `auto` prefer the former port, and `auto` then `DEFAULT_PORT`. If that is in use they take a
+    free one, except `auto` with a `public_base_url`, which clients already know. Raises ConfigError with the
+    port and the config key.
     """
     host, port = config.interchange_server_host, config.interchange_server_port
     former = _port_of(previous.url) if previous is not None else 0
@@ -77,8 +71,8 @@ def bind_gateways(
 ) -> Generator[list[socket.socket]]:
     """Yield listening sockets for `number` gateway processes.
 
-    They take their former ports, at first those after the server's `port`. If one is in use they take a
-    free port, except with a `public_base_url`. Raises ConfigError.
+    They take their former ports, at first those after the server's `port`. If one is in use they take a free
+    port, except with a `public_base_url`. Raises ConfigError.
     """
     host = config.interchange_server_host
     former = previous.gateway_ports if previous is not None else ()
@@ -98,7 +92,7 @@ def bind_gateways(
 
 
 def listen_near(host: str, port: int) -> socket.socket:
-    """Return a listening socket at `port`, or at a free port if it is in use. Raises OSError."""
+    """Listen at `port`, or at a free port if it is in use. Raises OSError."""
     try:
         return listen(host, port)
     except OSError as error:
@@ -109,8 +103,8 @@ def listen_near(host: str, port: int) -> socket.socket:
 
 def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on sockets created with IPPROTO_TCP. Without it every reply waits 40 ms
-    # for a delayed acknowledgment.
+    # asyncio sets TCP_NODELAY only on IPPROTO_TCP sockets. Without it every reply waits 40 ms for a delayed
+    # acknowledgment.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -139,13 +133,13 @@ def _port_of(url: str) -> int:
 
 
 def moved_to(config: InterchangeConfig, url: str) -> str:
-    """Return a remark for a server that did not get the default port, otherwise an empty string."""
+    """Return a remark for a server without the default port, otherwise ""."""
     is_moved = config.interchange_server_port == "auto" and _port_of(url) != DEFAULT_PORT
     return f" (port {DEFAULT_PORT} was in use)" if is_moved else ""
 
 
 def http_url(listener: socket.socket, *, tls: bool = False) -> str:
-    """Return the URL of the socket for this machine."""
+    """Return the URL for this machine."""
     name: tuple[str, int] = listener.getsockname()[:2]
     host, port = name
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -154,7 +148,7 @@ def http_url(listener: socket.socket, *, tls: bool = False) -> str:
 
 
 def remote_url(url: str, host: str) -> str:
-    """Return `url` of a server that is bound to `host` as other machines see it."""
+    """Return the URL for other machines of a server bound to `host`."""
     if host not in ("0.0.0.0", "::"):
         return url
     return f"http://{socket.gethostname()}:{_port_of(url)}"
@@ -166,7 +160,7 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 def bind_link(
     link: ServerLink, config: InterchangeConfig, run_dir: Path, previous: ServerInfo | None
 ) -> tuple[str, str]:
-    """Bind the link. Returns its address for this machine, and the folder of its keys or "".
+    """Bind the link. Returns its address for this machine, and its keys' folder or "".
 
     Raises ConfigError.
     """
@@ -184,15 +178,14 @@ def bind_link(
 
 
 def needs_link_keys(config: InterchangeConfig) -> bool:
-    """Return whether the link is encrypted. TCP always is, because every user may connect to a loopback
-    address."""
+    """TCP is always encrypted, because any user may connect to a loopback address."""
     return config.interchange_method == "tcp"
 
 
 def _bind_tcp(
     link: ServerLink, name: str, port: int, previous: ServerInfo | None, keys: ServerKeys | None
 ) -> str:
-    # Port 0 takes the previous server's port if it is free, otherwise any free port.
+    # Port 0 prefers the former port.
     former = _port_of(previous.link_address) if previous is not None and port == 0 else 0
     if former:
         try:
@@ -213,7 +206,7 @@ def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def socket_path(run_dir: Path, name: str) -> Path:
-    """Return the path of a socket in the run folder, or in a private temporary folder if it is too long.
+    """Return a socket's path in the run folder, or in a private temporary folder if it is too long.
 
     Raises ConfigError if the temporary folder is not private.
     """

@@ -1,8 +1,8 @@
-"""`folder_of_gguf`: converts a GGUF file to a folder in Hugging Face format, which can train.
+"""Convert a GGUF file to a trainable folder in Hugging Face format.
 
-transformers reads the weights, as float32. We build byte-level BPE tokenizers from the file's fields
-ourselves: transformers 5.5 converts some of them to a CodeLlama tokenizer, which works in memory but no
-longer decodes its own ids after saving and loading.
+transformers reads the weights, as float32. We build byte-level BPE tokenizers from the file's fields:
+transformers 5.5 converts some to a CodeLlama tokenizer that, once saved and loaded, no longer decodes its own
+ids.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tinkerscript.errors import ConfigError
 
 CACHE = Path.home() / ".cache" / "tinkerscript" / "gguf"
 
-CONTROL = 3  # GGUF token type of special tokens.
+CONTROL = 3  # GGUF's type of special tokens.
 
-# How the tokenizers of Llama 3 and Qwen split text into words; they differ in the digits per number.
+# How Llama 3 and Qwen split text into words; they differ in digits per number.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}|"
     r" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -42,7 +42,7 @@ def _split(digits: str) -> list[Any]:
 
 _BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 
-# `tokenizer.ggml.pre` -> how text is split before its words become tokens.
+# `tokenizer.ggml.pre` -> how to split text into words.
 PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
     "default": lambda: [_BYTE_LEVEL],
     "gpt-2": lambda: [_BYTE_LEVEL],
@@ -53,7 +53,7 @@ PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
 
 
 def folder_of_gguf(file: Path, *, note: Callable[[str], None]) -> Path:
-    """Return the folder for this file, created on first use and kept in `CACHE`. Raises ConfigError."""
+    """Return this file's folder, created on first use and kept in `CACHE`. Raises ConfigError."""
     with file.open("rb") as source:
         digest = hashlib.file_digest(source, "sha256").hexdigest()
     folder = CACHE / f"{file.stem}-{digest[:12]}"
@@ -63,8 +63,7 @@ def folder_of_gguf(file: Path, *, note: Callable[[str], None]) -> Path:
 
 
 def make_folder(file: Path, folder: Path, *, note: Callable[[str], None]) -> None:
-    """Write weights, config and tokenizer. The folder appears atomically, even if several processes make
-    it.
+    """Write weights, config and tokenizer. The folder appears atomically, even if several processes make it.
 
     `note` is called before the weights are read, which takes half a minute for a small model. Raises
     ConfigError for a file that transformers or this module cannot read.
@@ -80,7 +79,7 @@ def make_folder(file: Path, folder: Path, *, note: Callable[[str], None]) -> Non
             _write_weights(file, fields, made)
         except ConfigError:
             raise
-        except Exception as error:  # gguf and transformers raise all kinds of errors for a bad file.
+        except Exception as error:  # gguf and transformers raise all kinds for a bad file.
             raise ConfigError(f"engine.model: {file} cannot be read as a GGUF model: {error}") from error
         try:
             os.rename(made, folder)

@@ -1,8 +1,8 @@
-"""Logs of our processes: lines for people, or a JSON object per line, with run, episode and claim.
+"""Logs of our processes: lines for people or JSON, with run, episode and claim.
 
-`about(...)` labels the records of a block, including those of libraries and a user's rollout. Invariants:
-no text of clients or models can forge a record, because control characters are escaped and continuation
-lines are indented. Tokens and keys are never shown.
+`about(...)` labels a block's records, including those of libraries and a user's rollout. No text of clients
+or models can forge a record: control characters are escaped and continuation lines indented. Tokens and keys
+are never shown.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tinkerscript.limits import LOG_CHARS, LOG_LINES
 
 LogFormat = Literal["text", "json"]
 
-FORMAT = "TINKERSCRIPT_LOG_FORMAT"  # Environment variable with the format of a process's logs.
+FORMAT = "TINKERSCRIPT_LOG_FORMAT"  # Environment variable with the log format.
 FIELDS = ("run", "episode", "attempt", "claim", "client")  # `claim` is `EPISODE/ATTEMPT`.
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 _about: ContextVar[Mapping[str, object]] = ContextVar("about", default=_NOTHING)
 _of_process: dict[str, object] = {}
 
-# Keys of claims, bearer tokens, and the user and password of a URL.
+# Claim keys, bearer tokens, and a URL's user and password.
 _KEYS = re.compile(r"\bts-[\w-]+\.\d+\.[\w-]+|(?<=Bearer )\S+|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
 
 _SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$")
@@ -43,7 +43,7 @@ _MIN_SECRET_CHARS = 8
 def now_about(
     *, run: str = "", episode: str = "", attempt: int = 0, client: str = "", whole_process: bool = False
 ) -> None:
-    """Label this task's records from now on; with `whole_process`, those of all tasks and threads."""
+    """Label this task's records from now on; with `whole_process`, all tasks' and threads'."""
     fields = {"run": run, "episode": episode, "attempt": attempt, "client": client}
     given: dict[str, object] = {name: value for name, value in fields.items() if value}
     if episode and attempt:
@@ -56,7 +56,7 @@ def now_about(
 
 @contextmanager
 def about(*, run: str = "", episode: str = "", attempt: int = 0, client: str = "") -> Generator[None]:
-    """Label the records of this block and of everything it starts."""
+    """Label the records of this block and everything it starts."""
     token = _about.set(_about.get())
     now_about(run=run, episode=episode, attempt=attempt, client=client)
     try:
@@ -66,7 +66,7 @@ def about(*, run: str = "", episode: str = "", attempt: int = 0, client: str = "
 
 
 def start_logging(format: LogFormat | None = None, *, environ: Mapping[str, str] = os.environ) -> None:
-    """Log to standard error, in `format` or the one that the environment names.
+    """Log to standard error, in `format` or the environment's.
 
     Does nothing if logging is already set up.
     """
@@ -81,7 +81,7 @@ def log_to(stream: IO[str], format: LogFormat, *, environ: Mapping[str, str] = o
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)
-    for library in ("httpx", "httpx2"):  # Both log every request; OpenAI's client uses the second.
+    for library in ("httpx", "httpx2"):  # They log every request. OpenAI's client uses the second.
         logging.getLogger(library).setLevel(logging.WARNING)
     return handler
 
@@ -100,7 +100,7 @@ def logged_to(path: Path, format: LogFormat, *, run: str) -> Generator[None]:
 
 
 def secrets_of(environ: Mapping[str, str]) -> list[str]:
-    """Values of variables named like tokens, keys or passwords."""
+    """Return the values of variables named like tokens, keys or passwords."""
     return [
         value
         for name, value in environ.items()
@@ -109,7 +109,7 @@ def secrets_of(environ: Mapping[str, str]) -> list[str]:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
-    """What a record is about: labels of the record, its task, or its process."""
+    """Return the labels of the record, else its task's, else its process's."""
     known = {**_of_process, **_about.get(), **vars(record)}
     return {name: known[name] for name in FIELDS if name in known}
 
@@ -118,7 +118,7 @@ MORE_LEFT_OUT = " (further lines like this one are left out for a minute)"
 
 
 class FloodFilter(logging.Filter):
-    """Limits warnings of one kind per minute, so that whoever causes them cannot fill the disk."""
+    """Limits warnings of one kind per minute, so that no one can fill the disk with them."""
 
     def __init__(self, lines: int = LOG_LINES, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class _Formatter(logging.Formatter):
         return self.safe(record.getMessage()) + getattr(record, "more", "")
 
     def safe(self, text: str) -> str:
-        """Remove secrets from `text`, and cut it to the length of a line."""
+        """Remove secrets, and cut to the length of a line."""
         return self._without_secrets(text[:LOG_CHARS])
 
     def _without_secrets(self, text: str) -> str:
@@ -158,7 +158,6 @@ class _Formatter(logging.Formatter):
         return _KEYS.sub("[secret]", text)
 
     def traceback(self, record: logging.LogRecord) -> str:
-        """Empty for a record without one."""
         if record.exc_info and not record.exc_text:
             record.exc_text = self.formatException(record.exc_info)
         text = record.exc_text or ""
@@ -192,7 +191,7 @@ class JsonFormatter(_Formatter):
         }
         if trace := self.traceback(record):
             values["traceback"] = trace
-        return self._without_secrets(json.dumps(values))  # ASCII, so it has no line break of any kind.
+        return self._without_secrets(json.dumps(values))  # ASCII has no other line breaks.
 
 
 def escaped(text: str) -> str:
