@@ -1,8 +1,8 @@
 """Parts of every HTTP endpoint: `Caller`, direct routes, refusals, the body limit, and `SiteGuard`.
 
-A request gets one reply, and no status after a stream's first event. Every refusal has a status for the
-caller's retry logic and a reason in words, as a `RefusalResponse` or, under a given path prefix, as that
-API's error object. A refusal that asks for a retry says when.
+A request gets one reply, and no status after a stream's first event. Every refusal has a reason and a status
+for the caller's retry logic, as a `RefusalResponse` or, under given path prefixes, in another API's form. If
+it asks for a retry, it says when.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-COMMENT_EVERY_S = 10.0  # Comments keep a silent stream open through proxies.
+COMMENT_EVERY_S = 10.0  # So that proxies keep a silent stream open.
 KEEP_ALIVE = b": ping\n\n"
 
 CLIENT_CLOSED_REQUEST = 499
@@ -57,7 +57,7 @@ _EVENT_HEADERS = [
 ]
 
 
-LOST = "tinkerscript.lost"  # Scope key of a future that completes on disconnect.
+LOST = "tinkerscript.lost"  # Scope key of a future that tells of a disconnect.
 
 
 class CallerDisconnectedError(Exception): ...
@@ -68,45 +68,42 @@ class Caller:
         self.headers: Mapping[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])
         }
-        """By lower-case name. The first of several counts."""
+        """By lower-case name; the first counts."""
 
         self.streaming = False
         """Events were sent, so an error must be an event too."""
 
         self._disconnected: asyncio.Future[None] | None = scope.get(LOST)
-        # Watches for a disconnect if the scope has no `LOST`.
+        # Without `LOST`, it watches for a disconnect.
         self._watching: asyncio.Task[None] | None = None
         self._receive = receive
         self._send = send
 
     @property
     def key(self) -> str:
-        """The API key as OpenAI's or Anthropic's clients send it, or ""."""
+        """As OpenAI's or Anthropic's clients send it, or ""."""
         if given := self.headers.get("x-api-key", "").strip():
             return given
         scheme, _, key = self.headers.get("authorization", "").partition(" ")
         return key.strip() if scheme.lower() == "bearer" else ""
 
     async def body(self) -> bytes:
-        """Raises CallerDisconnectedError, and GatewayError 413 if the body is too long."""
+        """Raises CallerDisconnectedError, and GatewayError 413 for a long body."""
         try:
             return await _whole_body(self._receive)
         except ClientDisconnect as error:
             raise CallerDisconnectedError from error
-        except HTTPException as error:  # The body limit's.
+        except HTTPException as error:  # From the body limit.
             raise GatewayError(error.status_code, "request_too_large", error.detail) from error
 
     def disconnected(self) -> asyncio.Future[None]:
-        """Return a future that completes when the caller disconnects.
-
-        It may outlive the request, so remove your callbacks.
-        """
+        """Completes when the caller disconnects. It may outlive the request, so remove your callbacks."""
         if self._disconnected is None:
             self._disconnected = self._watching = asyncio.create_task(_until_disconnect(self._receive))
         return self._disconnected
 
     async def is_disconnected(self) -> bool:
-        """Call it before the reply, after which it is always true."""
+        """Call it before the reply."""
         if self._disconnected is None:
             await asyncio.wait((self.disconnected(),), timeout=0)
         return self.disconnected().done()
@@ -117,9 +114,9 @@ class Caller:
             await asyncio.gather(self._watching, return_exceptions=True)
 
     async def until_disconnect(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of `work`, or cancel it and return None if the caller disconnects first."""
+        """Return None and cancel `work` if the caller disconnects first."""
         disconnected, working = self.disconnected(), True
-        # Finding the loop takes a system call in Python 3.11, so we pass it.
+        # Without the loop, it would take a system call in Python 3.11.
         this = asyncio.current_task(disconnected.get_loop())
         assert this is not None
         if disconnected.done():
@@ -127,7 +124,7 @@ class Caller:
             return None
 
         def cancel(_: asyncio.Future[None]) -> None:
-            if working:  # The work may have ended before this callback runs.
+            if working:  # The work may have ended meanwhile.
                 this.cancel()
 
         disconnected.add_done_callback(cancel)
@@ -144,11 +141,10 @@ class Caller:
     async def reply(
         self, body: bytes, *, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """Send a whole JSON reply."""
         await _send_json(self._send, body, status, headers)
 
     async def refuse(self, status: int, body: bytes) -> None:
-        """Send an error with headers that control the client's retries."""
+        """Send an error that controls the client's retries."""
         headers: dict[str, str] = {}
         if status in (429, 503):
             headers["Retry-After"] = str(RETRY_AFTER_S)
@@ -158,7 +154,7 @@ class Caller:
         await self.reply(body, status=status, headers=headers)
 
     async def send_events(self, events: bytes, *, last: bool = False) -> None:
-        """Send events. The first call starts the reply."""
+        """The first call starts the reply."""
         if not self.streaming:
             self.streaming = True
             start: Message = {"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS}
@@ -168,7 +164,7 @@ class Caller:
 
 
 async def _whole_body(receive: Receive) -> bytes:
-    """Raises ClientDisconnect, and whatever `receive` raises."""
+    """Raises ClientDisconnect."""
     parts = list[bytes]()
     while True:
         message = await receive()
@@ -187,14 +183,12 @@ async def _send_json(send: Send, body: bytes, status: int, headers: Mapping[str,
 
 
 async def _until_disconnect(receive: Receive) -> None:
-    # Not a method, which would create a reference cycle of caller and task per request.
+    # A method would create a reference cycle per request.
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class WholeReply(NamedTuple):
-    """Header names are lower-case."""
-
     status: int
     headers: Mapping[str, str]
     body: bytes
@@ -203,10 +197,9 @@ class WholeReply(NamedTuple):
 async def ask(
     app: ASGIApp, method: str, url: str, headers: Mapping[str, str], body: bytes | None
 ) -> WholeReply:
-    """Return the reply of an app in this process. Cancelling the call disconnects.
+    """Ask an app in this process. Cancelling the call disconnects.
 
-    Apps answer a defect with status 500 and raise it again for the HTTP server. Here it is logged, and the
-    reply is returned.
+    A defect is logged, not raised; the app has answered it with status 500.
     """
     asked = urlsplit(url)
     named = {"host": asked.netloc, **{name.lower(): value for name, value in headers.items()}}
@@ -254,7 +247,7 @@ Responder = Callable[[Caller], Awaitable[None]]
 
 
 class Deferred(Response):
-    """A FastAPI response that lets a responder send the reply; FastAPI only documents the route."""
+    """Lets a responder send the reply to a route that FastAPI documents."""
 
     def __init__(self, answer: Responder) -> None:
         super().__init__()
@@ -273,9 +266,9 @@ async def _serve(answer: Responder, scope: Scope, receive: Receive, send: Send) 
 
 
 FastHandler = Callable[..., Awaitable[BaseModel | Response]]
-"""`async (body: Model, request: Request) -> Model | Response`, without `body` if it is not JSON."""
+"""`async (body: Model, request: Request) -> Model | Response`; `body` only if it is JSON."""
 
-Authorize = Callable[[Scope], None]  # Raises UnauthorizedError, before the body is read.
+Authorize = Callable[[Scope], None]  # Raises UnauthorizedError before the body is read.
 
 
 class FastRoute(NamedTuple):
@@ -305,8 +298,8 @@ class _FastRequest(Request):
 class DirectRoutes:
     """ASGI middleware that answers frequent requests and passes on the others.
 
-    FastAPI only documents these routes: its routing, dependencies and validation would take longer than most
-    of the requests (`bench/interchange.py`).
+    FastAPI only documents them: its routing and validation would take longer than most
+    (`bench/interchange.py`).
     """
 
     def __init__(
@@ -317,7 +310,6 @@ class DirectRoutes:
         models: Mapping[str, Responder],
         refusals: Refusals,
     ) -> None:
-        """`fast` and `models` map a path to its `POST` handler."""
         self._app = app
         self._fast = {path: (route, _parser_of(route.handler)) for path, route in fast.items()}
         self._models = models
@@ -357,7 +349,7 @@ class DirectRoutes:
 
 
 def _parser_of(handler: FastHandler) -> Callable[[bytes], BaseModel] | None:
-    """Return a parser of the handler's model, or None if the handler reads the body itself."""
+    """Return None if the handler reads the body itself."""
     model: type[BaseModel] | None = get_type_hints(handler).get("body")
     if model is None:
         return None
@@ -390,7 +382,7 @@ RefusalBody = Callable[[int, str], dict[str, Any]]  # (status, reason) -> body
 
 class Refusals:
     def __init__(self, bodies: Mapping[str, RefusalBody]) -> None:
-        """`bodies` maps path prefixes to functions that build refusals. The first match counts."""
+        """By path prefix. The first match counts."""
         self._bodies = bodies
 
     def install(self, app: FastAPI) -> None:
@@ -401,7 +393,7 @@ class Refusals:
         return self.answer(request, error)
 
     def answer(self, request: Request, error: Exception) -> JSONResponse:
-        """The framework raises a defect again and logs its traceback."""
+        """The framework also logs a defect's traceback."""
         match error:
             case UnauthorizedError():
                 return self.refuse(request, error.status, str(error))
@@ -442,7 +434,7 @@ def _explain(item: Mapping[str, Any]) -> str:
 
 
 class BodyLimit:
-    """ASGI middleware that refuses bodies longer than `max_bytes` with status 413."""
+    """ASGI middleware that refuses longer bodies with status 413."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, refusals: Refusals) -> None:
         self._app = app
@@ -485,11 +477,11 @@ JSON = b"application/json"
 
 
 def problem_with_site(scope: Scope, *, any_host: bool) -> str:
-    """Return why another site's web page may have caused the request, or "".
+    """Return why another site's page may have caused the request, or "".
 
-    Browsers send a request's origin, and its Host header has the page's name for this server. Only that name
-    reveals a page that resolves to this machine (DNS rebinding), so `any_host` must be false unless every
-    request needs a secret.
+    Browsers send a request's origin, and the page's name for this server as Host. Only that name reveals a
+    page that resolves to this machine (DNS rebinding), so `any_host` must be false unless every request needs
+    a secret.
     """
     headers = dict(scope["headers"])
     host = headers.get(b"host", b"")
@@ -504,7 +496,7 @@ def problem_with_site(scope: Scope, *, any_host: bool) -> str:
     if (origin is None and site is None) or site == b"same-origin":  # Scripts cannot set these headers.
         return ""
     if scope["method"] in SAFE_METHODS:
-        # Other sites may link here, but their scripts may not send requests.
+        # Other sites may link here, but not send requests from scripts.
         is_foreign = site == b"cross-site" and headers.get(b"sec-fetch-mode") != b"navigate"
     else:
         own = headers.get(b"x-forwarded-host", host)
@@ -528,7 +520,6 @@ def _is_this_machine(host: bytes) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach the address."""
     if host == "localhost":
         return True
     try:
@@ -538,7 +529,7 @@ def is_loopback(host: str) -> bool:
 
 
 def problem_with_body(scope: Scope) -> str:
-    """Return why the body may be a form or text, which any web page can send, or "" for JSON."""
+    """Return why any web page could send this body, or "" for JSON."""
     headers = dict(scope["headers"])
     kind = headers.get(b"content-type")
     if kind == JSON or scope["method"] in SAFE_METHODS:
@@ -553,7 +544,7 @@ def problem_with_body(scope: Scope) -> str:
 
 
 class SiteGuard:
-    """ASGI middleware that refuses requests from other sites' web pages."""
+    """ASGI middleware against requests from other sites' pages."""
 
     def __init__(
         self,
@@ -563,8 +554,7 @@ class SiteGuard:
         refusals: Refusals,
         binary: Collection[str] = (),
     ) -> None:
-        """See `problem_with_site` for `any_host`. `binary` paths need a secret and take other bodies than
-        JSON."""
+        """See `problem_with_site`. `binary` paths need a secret and need not take JSON."""
         self._app = app
         self._any_host = any_host
         self._refusals = refusals

@@ -106,19 +106,16 @@ class RunFailedError(RunFinishedError):
 
 
 class ClaimLostError(ClientError):
-    """The episode's lease is gone, so the claim's result does not count."""
+    """Its result does not count."""
 
 
 class ClientClosedError(ClientError):
-    """Another thread or task closed the client while it waited."""
+    """Another thread or task closed it."""
 
 
 class RequestRefusedError(ClientError):
-    """The server understood the request and refused it.
-
-    `status`: the HTTP status. `reason`: the server's message. `code`: the server's code, such as
-    `context_length_exceeded`, or empty.
-    """
+    """`status`: the HTTP status. `reason`: the server's message. `code`: such as `context_length_exceeded`,
+    or empty."""
 
     def __init__(self, status: int, reason: str, code: str = "") -> None:
         super().__init__(f"the server refused the request (HTTP {status}): {reason}")
@@ -148,7 +145,7 @@ class ConflictError(InterchangeError):
 
 
 class QuotaError(InterchangeError):
-    """The caller is at its limit and may retry after `retry_after_s`."""
+    """Retry after `retry_after_s`."""
 
     def __init__(self, reason: str, retry_after_s: float = 1.0) -> None:
         super().__init__(reason)
@@ -156,7 +153,7 @@ class QuotaError(InterchangeError):
 
 
 class UnauthorizedError(InterchangeError):
-    """The token does not grant the route's role. `status` is 401 or 403."""
+    """`status` is 401 or 403."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -168,11 +165,8 @@ class StoreError(InterchangeError):
 
 
 class GatewayError(TinkerScriptError):
-    """A model call that cannot be served.
-
-    `status`: the HTTP status, chosen for the caller's retry logic. `code`: a stable identifier such as
-    `invalid_api_key` or `context_length_exceeded`. `param`: the offending field.
-    """
+    """`status`: the HTTP status, for the caller's retry logic. `code`: a stable identifier such as
+    `invalid_api_key` or `context_length_exceeded`. `param`: the offending field."""
 
     def __init__(self, status: int, code: str, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -195,7 +189,7 @@ class EngineRequestError(EngineError):
 
 
 class WireError(EngineError):
-    """The Tinker API server refuses the request. The HTTP `status` suits the SDK's retries."""
+    """`status`: the HTTP status, for the SDK's retries."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -203,7 +197,7 @@ class WireError(EngineError):
 
 
 class AlignmentError(TinkerScriptError):
-    """Training data differs from what was sampled. `name`: its name in the alignment report, or empty."""
+    """`name`: its name in the alignment report, or empty."""
 
     def __init__(self, message: str, *, name: str = "") -> None:
         super().__init__(message)
@@ -215,7 +209,7 @@ class NoSuccessError(TinkerScriptError):
 
 
 class NotRecordedError(TinkerScriptError):
-    """The ledger has no such step, episode or token, or the query is malformed."""
+    """Or the query is malformed."""
 
 
 class ConversionError(TinkerScriptError):
@@ -235,4 +229,4 @@ class WorkerError(TinkerScriptError):
 
 
 class WrongTaskError(WorkerError):
-    """The worker does not run the episode's task. It hands the episode back and exits."""
+    """The worker hands the episode back and exits."""

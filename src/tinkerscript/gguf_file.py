@@ -1,8 +1,7 @@
 """Convert a GGUF file to a trainable folder in Hugging Face format.
 
-transformers reads the weights, as float32. We build byte-level BPE tokenizers from the file's fields:
-transformers 5.5 converts some to a CodeLlama tokenizer that, once saved and loaded, no longer decodes its own
-ids.
+transformers reads the weights, as float32. We build byte-level BPE tokenizers ourselves: transformers 5.5
+makes some of them CodeLlama's, which, once saved, no longer decode their own ids.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
 
 
 def folder_of_gguf(file: Path, *, note: Callable[[str], None]) -> Path:
-    """Return this file's folder, created on first use and kept in `CACHE`. Raises ConfigError."""
+    """Return the folder, made at first use and kept in `CACHE`. Raises ConfigError."""
     with file.open("rb") as source:
         digest = hashlib.file_digest(source, "sha256").hexdigest()
     folder = CACHE / f"{file.stem}-{digest[:12]}"
@@ -63,10 +62,10 @@ def folder_of_gguf(file: Path, *, note: Callable[[str], None]) -> Path:
 
 
 def make_folder(file: Path, folder: Path, *, note: Callable[[str], None]) -> None:
-    """Write weights, config and tokenizer. The folder appears atomically, even if several processes make it.
+    """Write weights, config and tokenizer, atomically even with several processes.
 
-    `note` is called before the weights are read, which takes half a minute for a small model. Raises
-    ConfigError for a file that transformers or this module cannot read.
+    `note` is called before the weights are read, half a minute for a small model. Raises ConfigError for an
+    unreadable file.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".gguf-") as scratch:
@@ -79,7 +78,7 @@ def make_folder(file: Path, folder: Path, *, note: Callable[[str], None]) -> Non
             _write_weights(file, fields, made)
         except ConfigError:
             raise
-        except Exception as error:  # gguf and transformers raise all kinds for a bad file.
+        except Exception as error:  # Bad files raise all kinds.
             raise ConfigError(f"engine.model: {file} cannot be read as a GGUF model: {error}") from error
         try:
             os.rename(made, folder)
@@ -102,7 +101,7 @@ def _write_weights(file: Path, fields: dict[str, Any], folder: Path) -> None:
 
 def _tokenizer(file: Path, fields: dict[str, Any]) -> Any:
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
-    if fields["tokenizer.ggml.model"] != "gpt2":  # SentencePiece, which transformers converts correctly.
+    if fields["tokenizer.ggml.model"] != "gpt2":  # SentencePiece; transformers gets it right.
         return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     kind = fields.get("tokenizer.ggml.pre", "default")
     if kind not in PRE_TOKENIZERS:

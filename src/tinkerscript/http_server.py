@@ -1,8 +1,7 @@
 """uvicorn with limits on connections, for the server, its gateway processes, the page and the engine.
 
-Slow or idle connections, however many, cannot keep others out: one without a running answer, or with a client
-that does not read, can be closed. An arriving request and an unread answer are both bounded in bytes and
-time.
+Slow or idle connections cannot keep others out: one without a running answer, or with a client that does not
+read, can be closed. Arriving requests and unread answers are bounded in bytes and time.
 """
 
 from __future__ import annotations
@@ -28,19 +27,18 @@ from tinkerscript.limits import HEAD, PIPELINED
 OTHER_FILES = 96  # Needed besides HTTP connections.
 MIN_CONNECTIONS = 32
 
-# Longer than clients keep theirs (httpx and openai: 5 s), or one might send a request on a connection that we
-# are closing.
+# Longer than clients' (httpx and openai: 5 s), or they might send a request on a closing connection.
 KEEP_ALIVE_S = 75
 
-# The kernel's send buffer, which Linux doubles, and our resolution of a client's reading: with the default of
-# megabytes, a slow reader would look like a stopped one.
+# Linux doubles it. We notice a client's reading in such steps: with the default of megabytes, slow readers
+# would look stopped.
 KERNEL_BYTES = 2**18
 
 REQUEST_LINE_BYTES = 32  # Method, HTTP version and the end of the head.
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers: its owner handles the shutdown."""
+    """Its owner handles signals and shutdown."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -63,7 +61,7 @@ def http_server(
     grace_s: int = GRACE_S,
     limits: ConnectionLimits | None = None,
 ) -> HttpServer:
-    """`grace_s`: seconds that open requests get at shutdown."""
+    """`grace_s`: for open requests at shutdown."""
     return HttpServer(
         uvicorn.Config(
             app,
@@ -83,7 +81,7 @@ def http_server(
 
 
 def connections_allowed() -> int:
-    """How many connections the limit on open files allows."""
+    """By the limit on open files."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(MIN_CONNECTIONS, files - OTHER_FILES)
 
@@ -91,13 +89,13 @@ def connections_allowed() -> int:
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
     header_s: float = 10.0
-    """Seconds for a request's head, from its first byte or the new connection's start."""
+    """For a request's head, from its first byte or the connection's start."""
 
     body_s: float = 60.0
-    """Seconds for a request's body, and for the client to read any part of a waiting answer."""
+    """For a request's body, and for the client to read any part of a waiting answer."""
 
     connections: int = field(default_factory=connections_allowed)
-    """Beyond this, the connection that has waited longest is closed."""
+    """Then the connection that has waited longest is closed."""
 
 
 def _closing(status: int, reason: str, more: str = "", body: str = "") -> bytes:
@@ -132,7 +130,7 @@ def guarded_protocol(limits: ConnectionLimits) -> type[GuardedProtocol]:
 class GuardedProtocol(HttpToolsProtocol):
     _limits: ConnectionLimits
     _waiting: dict[GuardedProtocol, None]
-    """Connections without a running answer, longest-waiting first."""
+    """Without a running answer, longest-waiting first."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -142,13 +140,13 @@ class GuardedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(self._limits.header_s, self._time_out)
         self._timed: bool | None = False  # For a body; None without a timer.
         self._arrived = 0
-        """Bytes since the parser last finished a head or delivered part of a body."""
+        """Since the parser last finished a head or delivered part of a body."""
 
         self._advanced = False
         self._refusal = BAD
         self._unread = 0
-        self._reader_timer: asyncio.TimerHandle | None = None  # Runs while the client must read.
-        self._holds_back = False  # All output waits for the client to read a complete answer.
+        self._reader_timer: asyncio.TimerHandle | None = None  # The client must read.
+        self._holds_back = False  # Until the client reads a complete answer.
         self._waiting[self] = None
         if len(self.connections) > self._limits.connections:
             next(iter(self._waiting))._end(TOO_MANY)
@@ -167,7 +165,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._advanced, self._arrived = False, 0
         elif self._arrived > HEAD.limit + REQUEST_LINE_BYTES:  # An endless head, or trailers.
             self._end(TOO_LONG)
-        # Most requests arrive whole and need no timer.
+        # Most requests arrive whole.
         expected = self._in_body if self._in_head or self._in_body else None
         if expected == self._timed:
             return
@@ -235,7 +233,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._await_reader()
 
     def _await_reader(self) -> None:
-        """The client must read before the connection can continue or close."""
+        """The client must read before we continue or close."""
         if self._lost.done():
             return
         self._waiting.setdefault(self)
@@ -261,7 +259,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._end(TIMED_OUT)
 
     def _end(self, reply: bytes) -> None:
-        """Close the connection, with `reply` unless another reply has started."""
+        """Send `reply` unless another has started."""
         self._waiting.pop(self, None)
         if self.transport.is_closing() or self.flow.write_paused:
             self.transport.abort()  # A normal close would wait for the client to read.

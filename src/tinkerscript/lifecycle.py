@@ -1,7 +1,6 @@
 """Start and end processes: imports, file locks, the parent's death, signals, hard exits.
 
-A lock is released however its process dies. A child without its parent ends within a bounded time, even if
-its code hangs.
+A lock is released however its process dies. A child without its parent soon ends, even if its code hangs.
 """
 
 from __future__ import annotations
@@ -27,23 +26,20 @@ STOP_WITHIN_S = 5.0  # After SIGINT or SIGTERM.
 GRACE_S = 5  # For open requests at shutdown; after twice that, a hard exit.
 ORPHAN_GRACE_S = 3.0  # For an orphan to end in order.
 
-# New objects per collection, then collections per collection of survivors, and practically no full ones. The
-# first is low because it counts created minus freed objects of any age, so freed old objects hide new ones.
+# New objects per collection, collections per collection of survivors, and practically no full ones. The first
+# is low because it counts created minus freed objects of any age: freed old ones hide new ones.
 COLLECTOR_THRESHOLDS = (100, 0, 1_000_000_000)
 
 
 def exit_disk_full() -> NoReturn:
-    """Exit with `DISK_FULL`.
-
-    Drops standard output and error first: Python would flush them at exit, and return 120 if the log is on
-    the full disk.
-    """
+    """Drop standard output and error first: Python would flush them at exit, and return 120 if the log is on
+    the full disk."""
     sys.stdout = sys.stderr = None
     raise SystemExit(DISK_FULL)
 
 
 def try_lock(path: Path) -> IO[str] | None:
-    """Return an open file that holds the lock, or None if another process holds it."""
+    """Return an open file that holds the lock, or None if another process has it."""
     file = path.open("w", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,7 +57,7 @@ def hold_lock(path: Path) -> Generator[None]:
 
 
 class ProcessId(NamedTuple):
-    """A process, recognizable even after its pid is reused."""
+    """Recognizable even after its pid is reused."""
 
     host: str
     pid: int
@@ -72,7 +68,7 @@ class ProcessId(NamedTuple):
         return ProcessId(socket.gethostname(), os.getpid(), _start_of(os.getpid()) or 0)
 
     def is_gone(self) -> bool:
-        """A process of another machine counts as alive."""
+        """Processes of other machines count as alive."""
         return self.host == socket.gethostname() and _start_of(self.pid) != self.started
 
 
@@ -82,7 +78,7 @@ def _start_of(pid: int) -> int | None:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None if Path("/proc/self").exists() or not _is_alive(pid) else 0
-    return int(status.rpartition(")")[2].split()[19])  # The name before ")" may contain spaces.
+    return int(status.rpartition(")")[2].split()[19])  # The name may contain spaces.
 
 
 def _is_alive(pid: int) -> bool:
@@ -96,19 +92,15 @@ def _is_alive(pid: int) -> bool:
 
 
 def own_command(name: str, *arguments: str) -> list[str]:
-    """Return the argv of a `tinkerscript` command that ends with this process.
-
-    Its standard input must be a pipe from this process.
-    """
+    """Its standard input must be a pipe from us; it ends with us."""
     return [sys.executable, "-m", "tinkerscript", name, *arguments, "--exit-with-parent"]
 
 
 def shorten_collections() -> None:
     """Restrict the garbage collector to new objects.
 
-    For a server with millions of long-lived objects and no reference cycles per request. A full collection
-    would stop its event loop for longer the more objects it has: the slowest percent of calls in
-    `bench/gateway.py`.
+    For servers with millions of long-lived objects and no reference cycles per request: full collections
+    would be the slowest percent of calls in `bench/gateway.py`.
     """
     gc.collect()
     gc.freeze()
@@ -116,50 +108,50 @@ def shorten_collections() -> None:
 
 
 def collect_less_often() -> None:
-    """Let more new objects accumulate between garbage collections.
+    """Let more new objects accumulate.
 
-    An episode of an Inspect task creates thousands that live until its end. Frequent collections would take a
-    sixth of its time.
+    An Inspect episode creates thousands that live until its end. Frequent collections would take a sixth of
+    its time.
     """
     gc.set_threshold(5_000, 20, 20)
 
 
 def collect_everything() -> None:
-    """For a server that has dropped its objects: free what `shorten_collections` retains."""
+    """Free what `shorten_collections` retains."""
     gc.unfreeze()
     gc.collect()
 
 
 def exit_hard_after(seconds: float, code: int = 1) -> None:
-    """End this process with `code` after `seconds`, even if it hangs."""
+    """Even if the process hangs."""
     timer = threading.Timer(seconds, os._exit, args=(code,))
     timer.daemon = True
     timer.start()
 
 
 def when_parent_ends(stop: Callable[[], object]) -> None:
-    """Call `stop` on the running event loop when standard input, a pipe from the parent, closes.
+    """Call `stop` on the event loop when standard input, a pipe from the parent, closes.
 
-    If the process is still alive `ORPHAN_GRACE_S` seconds later, it exits hard.
+    `ORPHAN_GRACE_S` later, the process exits hard.
     """
     loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
 
     def watch() -> None:
-        # A thread in a buffered read would hold a lock at which the interpreter's shutdown fails.
+        # In a buffered read it would hold a lock at which the interpreter's shutdown fails.
         while os.read(stdin, 4096):
             pass
         exit_hard_after(ORPHAN_GRACE_S)
-        with suppress(RuntimeError):  # The loop is closed if the process is already ending.
+        with suppress(RuntimeError):  # The process is already ending.
             loop.call_soon_threadsafe(stop)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 def run_until_interrupted(work: Coroutine[Any, Any, int], *, exit_with_parent: bool = False) -> int:
-    """Run `work` and return its exit code, or 130 if a signal stopped it.
+    """Run `work` and return its exit code, or 130 after a signal.
 
-    SIGINT, SIGTERM and, with `exit_with_parent`, the parent's end cancel `work`. If its cleanup takes more
-    than `STOP_WITHIN_S`, or at a second signal, the process exits hard.
+    SIGINT, SIGTERM and, with `exit_with_parent`, the parent's end cancel `work`. After `STOP_WITHIN_S`, or at
+    a second signal, the process exits hard.
     """
 
     async def main() -> int:
@@ -207,10 +199,7 @@ def last_lines(log: Path, number: int = 8) -> str:
 
 @contextmanager
 def without_garbage_collection() -> Generator[None]:
-    """Disable garbage collection during imports, which saves a sixth of their time.
-
-    Later collections skip what was imported, because it stays.
-    """
+    """This saves a sixth of the time for imports, which stay anyway."""
     gc.disable()
     try:
         yield
@@ -220,9 +209,9 @@ def without_garbage_collection() -> Generator[None]:
 
 
 async def stop_child(child: Process, grace_s: float) -> None:
-    """Ask the child to end by closing its standard input, and kill its process group after `grace_s`.
+    """Close the child's standard input, and kill its process group after `grace_s`, or if cancelled.
 
-    If cancelled, kill the group at once. The child must lead its group, and has ended even if this raises.
+    The child must lead its group. It has ended even if this raises.
     """
     if child.stdin is not None:
         child.stdin.close()

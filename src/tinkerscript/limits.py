@@ -1,9 +1,9 @@
 """One table of bounds: what a key's holder may send, and make others hold.
 
-The holder of a client's token or a claim's key is a stranger to the run. Everything it sends is bounded here:
-each part of a request, its claims' totals, and what it has in flight. Anything beyond a bound is refused
-before any of it is stored, naming the bound, its limit and the remedy. `docs/protocol.md` shows the table,
-and `make chaos` tests every bound at its limit and beyond.
+The holder of a client's token or a claim's key is a stranger to the run, so everything it sends is bounded:
+each part of a request, its claims' totals, and what is in flight. Anything beyond is refused before any of it
+is stored, naming the bound, its limit and the remedy. `docs/protocol.md` shows the table, and `make chaos`
+tests every bound.
 """
 
 from __future__ import annotations
@@ -16,20 +16,17 @@ from tinkerscript.errors import GatewayError
 
 __all__ = ["BOUNDS", "Bound", "Totals", "depth_is_beyond"]
 
-# Other statuses than 200 and 429 tell a client not to retry. A claim that finds nothing gets 200 and the
-# reason.
+# Only 200 and 429 let a client retry. A claim that finds nothing gets 200 and the reason.
 Status = Literal[200, 400, 403, 413, 422, 429, 431]
 
 
 class Bound(NamedTuple):
-    """A row of the table, and the error for a model call beyond it."""
+    """A row of the table."""
 
     name: str
-    """Name in errors: the bounded field, or the setting that bounds it."""
+    """The bounded field, or the setting that bounds it."""
 
-    limit: int
-    """Largest allowed amount. 0: the setting `name` decides."""
-
+    limit: int  # 0: the setting `name` decides.
     unit: str
     status: Status
     scope: str  # What each limit applies to.
@@ -37,7 +34,7 @@ class Bound(NamedTuple):
     code: str = "limit_exceeded"
 
     def check(self, amount: int, where: str = "") -> None:
-        """Raise GatewayError beyond the limit. `where`: the place in the request."""
+        """Raise GatewayError beyond the limit. `where`: in the request."""
         if amount > self.limit:
             raise self.refusal(amount, where)
 
@@ -47,8 +44,8 @@ class Bound(NamedTuple):
         return GatewayError(self.status, self.code, message, param=place)
 
 
-BOUNDS: dict[str, Bound] = {}  # By name.
-SECTION = "interchange_server"  # Config section of the settings.
+BOUNDS: dict[str, Bound] = {}
+SECTION = "interchange_server"  # Of the settings.
 
 
 def _bound(
@@ -68,7 +65,7 @@ def _setting(name: str, unit: str, status: Status, scope: str) -> Bound:
     return _bound(name, 0, unit, status, scope)
 
 
-# The parser copies a header with each arriving piece, so a long one takes quadratic time.
+# The parser copies a header with each arriving piece, so long ones take quadratic time.
 HEAD = _bound("request head", 2**16, "bytes of path and headers", 431, "request", "send shorter headers")
 
 BODY = _bound("request body", 2**24, "bytes", 413, "request")
@@ -115,12 +112,12 @@ _OVER = "end or abort the episode"
 
 CALLS = _bound("calls of a claim", 10_000, "recorded choices", 403, _CLAIM, _OVER, "claim_limit_exceeded")
 _setting(f"{SECTION}.max_tokens_per_claim", "sampled tokens", 403, _CLAIM)
-# A result travels with its claim's calls, so this is far below the link's message limit.
+# Far below the link's message limit, because a result travels with its claim's calls.
 RECORDED_BYTES = _bound(
     "recorded bytes", 2**27, "bytes of messages and ids", 403, _CLAIM, _OVER, "claim_limit_exceeded"
 )
 
-# Refused, or failed in the engine. An engine that was away or busy does not count.
+# Refused or failed, unless the engine was away or busy.
 FAILED_CALLS = _bound("failed calls", 1000, "model calls", 403, _CLAIM, _OVER, "claim_limit_exceeded")
 
 CALLS_AT_ONCE = _bound(
@@ -171,14 +168,13 @@ POOL_BYTES = _bound("payloads of the pool", 2**28, "bytes as JSON", 429, "client
 POOL_EPISODES = _bound("episodes of the pool", 20_000, "unfinished episodes", 429, "client's own pool")
 ALL_POOLS_BYTES = _bound("memory of all pools", 2**30, "bytes", 429, "server")
 
-# An unfinished episode's share of `ALL_POOLS_BYTES`, besides its payload. Otherwise a client with the shared
-# token could fill the server with tiny episodes in any number of pools.
+# Without it, a client with the shared token could fill the server with tiny episodes.
 EPISODE_BYTES = 2**12
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """For servers that allow less than the table."""
+    """For servers that allow less."""
 
     calls: int = CALLS.limit  # Per claim.
     claims: int = CLAIMS.limit  # Per client.
@@ -188,16 +184,16 @@ class Totals:
 
 # These are cut or left out, not refused.
 
-REASON_CHARS = 4000  # Of an error, which may quote the request, and of a failure.
+REASON_CHARS = 4000  # Of an error or a failure.
 CLAIMED_BYTES = 2**24  # Payloads in one claim reply; the next request gets the rest.
 PIPELINED = 16  # Queued requests, before a connection is closed.
 
-# Responses of a served model that `previous_response_id` may name, least recently used first to go.
+# For `previous_response_id` of a served model, least recently used first to go.
 KEPT_CALLS = 10_000
 KEPT_BYTES = 2**28
 KEPT_S = 86_400  # Since the last use.
 
-LOG_LINES = 100  # Warnings of a kind per minute; the last one mentions the omission.
+LOG_LINES = 100  # Per minute and kind; the last one says so.
 LOG_CHARS = 4000  # Of a message.
 
 

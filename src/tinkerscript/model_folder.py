@@ -2,7 +2,7 @@
 
 It has Hugging Face's layout: `config.json`, `tokenizer.json` and optionally `generation_config.json`,
 `tokenizer_config.json`, a chat template and weights. A LoRA adapter has PEFT's `adapter_config.json` instead
-of a config. Folders are local, or in huggingface_hub's cache.
+of a config.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-ADAPTER_CONFIG = "adapter_config.json"  # PEFT's name.
+ADAPTER_CONFIG = "adapter_config.json"
 
 _CONFIG_FILES = ("config.json", "generation_config.json")
 
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 
-# Some models were never converted to safetensors.
+# Some models lack safetensors.
 _OLD_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 # The second is GPT-2's, the third MPT's.
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
-# `owner/name`, and optionally a branch, tag or commit.
+# With an optional branch, tag or commit.
 _HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -58,13 +58,12 @@ logger = logging.getLogger(__name__)
 def model_folder(model: str, *, weights: bool = False, note: Callable[[str], None] = logger.info) -> Path:
     """Return the folder of `model`: `tiny`, a path, a URL, or an id of the Hugging Face Hub.
 
-    A path names a folder or a GGUF file, which is unpacked into one. A URL names a checkpoint that a run has
-    copied there. An id is `Qwen/Qwen3-8B` or `Qwen/Qwen3-8B@REVISION`; a local folder of that name takes
-    precedence. Only the needed files are fetched from the hub, with the weights if `weights`; HF_HUB_OFFLINE,
-    HF_ENDPOINT, HF_HOME and HF_TOKEN apply. `note` is called before the hub is asked: once per process, and
-    not for a cached commit.
+    A path names a folder or a GGUF file, which is unpacked into one. A URL names a run's checkpoint. An id is
+    `Qwen/Qwen3-8B` or `Qwen/Qwen3-8B@REVISION`, unless that is a local folder. Only the needed files are
+    fetched, with the weights if `weights`; HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN apply. `note` is
+    called before the hub is asked: once per process, and not for a cached commit.
 
-    Raises ConfigError for a model without config or tokenizer, or if it cannot be fetched.
+    Raises ConfigError for a model that lacks config or tokenizer or cannot be fetched.
     """
     if is_url(model):
         model = str(fetched_checkpoint(model, note=note))
@@ -84,12 +83,12 @@ def model_folder(model: str, *, weights: bool = False, note: Callable[[str], Non
 
 
 def _local(folder: Path, model: str, note: Callable[[str], None]) -> Path:
-    """Return the folder, perhaps made from a GGUF file. Raises ConfigError for any other path."""
+    """Raises ConfigError."""
     if folder.is_dir():
         return folder
     if folder.suffix == ".gguf" and folder.is_file():
         try:
-            from tinkerscript.gguf_file import folder_of_gguf  # It needs torch, which servers lack.
+            from tinkerscript.gguf_file import folder_of_gguf  # Needs torch, which servers lack.
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"engine.model: reading {model!r} needs {error.name}; run pip install 'tinkerscript[engine]'"
@@ -104,9 +103,9 @@ def _local(folder: Path, model: str, note: Callable[[str], None]) -> Path:
 
 
 def pinned_model(model: str, *, note: Callable[[str], None] = logger.info) -> str:
-    """Pin `model`, so that all processes of a run use the same files.
+    """Pin a hub id to its commit, and a file to its folder, so that all processes use the same files.
 
-    A hub id gets its commit, and a file becomes its folder. Raises ConfigError like `model_folder`.
+    Raises ConfigError.
     """
     folder = model_folder(model, note=note)
     hub_id = hub_id_of(folder)
@@ -122,20 +121,20 @@ def same_model(one: str, other: str) -> bool:
 
 
 def hub_id_of(folder: Path) -> str | None:
-    """Return the hub id of a folder in the cache (`models--OWNER--NAME/snapshots/COMMIT`)."""
+    """From the cache's `models--OWNER--NAME/snapshots/COMMIT`."""
     owner, separator, name = folder.parent.parent.name.removeprefix("models--").partition("--")
     in_cache = folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
     return f"{owner}/{name}" if in_cache and separator else None
 
 
 def base_of_folder(folder: Path) -> tuple[str, str | None]:
-    """Return an adapter's name for its base: a hub id with the commit, or a path."""
+    """Return an adapter's base: a hub id with the commit, or a path."""
     hub_id = hub_id_of(folder)
     return (str(folder.absolute()), None) if hub_id is None else (hub_id, folder.name)
 
 
 def base_of_adapter(folder: Path, *, note: Callable[[str], None] = logger.info) -> Path | None:
-    """Return the folder, with weights, of a LoRA adapter's base; None if `folder` is no adapter.
+    """Return the folder, with weights, of an adapter's base; None if `folder` is no adapter.
 
     Raises ConfigError if the base is missing.
     """
@@ -151,11 +150,11 @@ def base_of_adapter(folder: Path, *, note: Callable[[str], None] = logger.info) 
 
 
 def model_name(folder: Path) -> str:
-    """Return the model's name for programs: its hub id, or the folder's name."""
+    """The hub id, or the folder's name."""
     return hub_id_of(folder) or folder.name
 
 
-# Once per process, by id, revision, and whether with weights.
+# By id, revision, and whether with weights.
 _snapshots: dict[tuple[str, str | None, bool], Path] = {}
 
 
@@ -236,7 +235,7 @@ def _cause(error: BaseException) -> str:
 
 
 def context_of(folder: Path) -> int:
-    """Return the maximum tokens of prompt and reply. Raises ConfigError if it is not declared."""
+    """In tokens of prompt and reply. Raises ConfigError if not declared."""
     config = text_config(folder)
     limit = next((config[name] for name in _CONTEXT_KEYS if name in config), None)
     if not isinstance(limit, int) or limit < 1:
@@ -245,7 +244,7 @@ def context_of(folder: Path) -> int:
 
 
 def vocabulary_of(folder: Path) -> int:
-    """Return the model's number of ids, perhaps more than its tokenizer's. Raises ConfigError."""
+    """Number of ids, perhaps more than the tokenizer's. Raises ConfigError."""
     size = text_config(folder).get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise ConfigError(f"{folder / 'config.json'} has no vocab_size, the number of token ids")
@@ -253,7 +252,7 @@ def vocabulary_of(folder: Path) -> int:
 
 
 def stop_ids_of(folder: Path) -> frozenset[int]:
-    """Return the ids that end generation, from generation_config.json or else config.json."""
+    """From generation_config.json or else config.json."""
     base = base_of_adapter(folder) or folder
     declared = read_json(base / "generation_config.json").get("eos_token_id")
     if declared is None:
@@ -262,7 +261,7 @@ def stop_ids_of(folder: Path) -> frozenset[int]:
 
 
 def eos_token_of(folder: Path) -> str | int | None:
-    """Return the end-of-text token's text (tokenizer_config.json) or id (config.json), or None."""
+    """As text (tokenizer_config.json) or id (config.json)."""
     token: Any = read_json(folder / "tokenizer_config.json").get("eos_token")
     if isinstance(token, dict):
         token = token.get("content")
@@ -275,12 +274,12 @@ def eos_token_of(folder: Path) -> str | int | None:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Return config.json, or an adapter's base's; empty without one. Raises ConfigError."""
+    """An adapter has its base's. Empty without one. Raises ConfigError."""
     return read_json((base_of_adapter(folder) or folder) / "config.json")
 
 
 def text_config(folder: Path) -> dict[str, Any]:
-    """Return config.json, or its part about text. Raises ConfigError if unreadable."""
+    """The whole config.json, or its part about text. Raises ConfigError."""
     path = (base_of_adapter(folder) or folder) / "config.json"
     if not path.is_file():
         raise ConfigError(f"cannot read {path}: there is no such file")
@@ -290,7 +289,7 @@ def text_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object, empty if the file is missing. Raises ConfigError for other content."""
+    """Empty if the file is missing. Raises ConfigError for other content."""
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -32,12 +32,12 @@ __all__ = [
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
-    """A grammar over the model's ids that limits what may be sampled."""
+    """Limits what may be sampled."""
 
     grammar: str
-    """In llguidance's Lark dialect. It ends with an id that ends a turn."""
+    """In llguidance's Lark dialect, ending with an id that ends a turn."""
 
-    asked_by: str  # The request's field to blame if constraints are unsupported.
+    asked_by: str  # The request's field to blame.
 
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +63,8 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     constraint: Constraint | None = None
     stream: bool = False
     affinity: str = ""
-    """The calling episode. A sampler with several machines prefers the one that cached its earlier turns."""
+    """The calling episode, so a sampler with several machines can use the one that cached its earlier
+    turns."""
 
     role: str = ""  # Whose model samples. Empty: the policy.
     sampled: int = 0
@@ -81,7 +82,7 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: bytes = b""  # float32 [R, request.top_logprobs]
 
     def span(self, start: int, end: int | None = None) -> dict[str, bytes]:
-        """Return the fields of tokens [start, end), as arguments for another struct of tokens."""
+        """Return the fields of tokens [start, end) for another struct."""
         top = len(self.top_ids) // (len(self.sampled) or 1)
         one = slice(4 * start, None if end is None else 4 * end)
         each = slice(4 * top * start, None if end is None else 4 * top * end)
@@ -133,8 +134,6 @@ class SampleFunction(Protocol):
 
 
 class Sampler(ABC):
-    """The source of the gateway's tokens."""
-
     @abstractmethod
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         """Sample `request.num_samples` sequences.
@@ -150,15 +149,12 @@ class Sampler(ABC):
         """Newer weights were published: end running samples, if possible, so those can continue them."""
 
     def hold(self) -> AbstractContextManager[Sampler]:
-        """Return a sampler that keeps these weights while the context is open, unaffected by `cut`."""
+        """Keeps these weights while the context is open, unaffected by `cut`."""
         return nullcontext(self)
 
 
 def fitted(request: SampleRequest, max_context: int, engine: str) -> SampleRequest:
-    """Shorten `request` to fit the context.
-
-    Raises GatewayError 400 `context_length_exceeded` if there is no room.
-    """
+    """Raises GatewayError 400 `context_length_exceeded` if there is no room."""
     length = len(request.prompt) // 4
     if length >= max_context:
         message = (
@@ -179,7 +175,7 @@ def refuse_unsupported(
     repetition_penalty: bool = False,
     mixed_stops: bool = False,
 ) -> None:
-    """Raise GatewayError 400 if `request` needs a feature that `engine` lacks.
+    """Raise GatewayError 400 if `engine` lacks a feature that `request` needs.
 
     `mixed_stops`: both stop strings and extra stop ids in one request.
     """

@@ -39,7 +39,7 @@ class ScriptedSampler(Sampler):
     """Samples the ids that `script(prompt_ids)` returns, each with the logprob -0.5.
 
     Reports progress token by token, yielding to the event loop in between. The likely ids are the sampled one
-    and its successors. The script must respect constraints itself.
+    and its successors. The script must respect constraints.
     """
 
     def __init__(self, script: Callable[[list[int]], list[int]], *, policy_version: int = 0) -> None:
@@ -71,7 +71,7 @@ class ScriptedSampler(Sampler):
 
 
 def token_by_token(sequences: Sequence[SampledSequence]) -> Iterator[Progress]:
-    """Yield progress as if one token of every sequence were sampled at a time."""
+    """As if one token of every sequence were sampled at a time."""
     longest = max((len(sequence.sampled) // 4 for sequence in sequences), default=0)
     for offset in range(longest):
         for index, sequence in enumerate(sequences):

@@ -1,15 +1,15 @@
 """`LightTokenizer`: a model folder's `tokenizer.json` with the methods that renderers call.
 
-It needs only `tokenizers`, to keep torch and transformers out of the gateway, and adds no token that the text
-lacks (no BOS).
+It needs only `tokenizers`, which keeps torch out of the gateway, and adds no token that the text lacks (no
+BOS).
 
 Renderers pass message text and their own markup to one `encode`, which would turn `<|im_end|>` in a user's
 message or a tool's result into the token that ends a turn. So `SpecialTokenEscaper` marks special tokens in
-messages with a character (U+FDD0), and `encode` treats marked ones as ordinary text.
+messages with U+FDD0, and `encode` treats marked ones as ordinary text.
 
 No message, tool or argument can produce a special token, and none of its characters changes. Other tokens
-(Qwen3's `<think>`, `<tool_call>`, `<tool_response>`) are encoded as by the model's own tokenizer: prompts may
-mention them, and they end no turn.
+(Qwen3's `<think>`, `<tool_call>`, `<tool_response>`) are encoded as usual: prompts may mention them, and they
+end no turn.
 """
 
 from __future__ import annotations
@@ -30,26 +30,22 @@ from tinkerscript.rollouts.call import vocabulary_fingerprint
 
 THINK_START, THINK_END = "<think>", "</think>"  # Of Qwen and most others.
 
-MARK = "\ufdd0"  # A Unicode noncharacter, which no text may use.
-ESCAPED_MARK = "\\ufdd0"  # From renderers that escape JSON; `encode` could not undo it.
+MARK = "\ufdd0"  # A Unicode noncharacter.
+ESCAPED_MARK = "\\ufdd0"  # From renderers that escape JSON.
 
-_SHORT_TEXT = 12  # To cache: all prompts share role names and line breaks.
+_SHORT_TEXT = 12  # All prompts share role names and line breaks.
 _SHORT_TEXTS = 1024
-_CONTEXT = 4096  # Characters of a prefix to search for its last special token.
+_CONTEXT = 4096  # Characters to search for the last special token.
 
 T = TypeVar("T")
 
 
 class SpecialTokenEscaper:
-    """Marks special tokens in text, and splits marked text at them."""
-
     def __init__(
         self, special: Iterable[str], *, lstrip: Collection[str] = (), rstrip: Collection[str] = ()
     ) -> None:
-        """`special`: texts of the special tokens, none empty.
-
-        `lstrip` and `rstrip`: special tokens that swallow the white space before or after them.
-        """
+        """`special` texts must not be empty. `lstrip` and `rstrip` are special tokens that swallow the white
+        space before or after them."""
         longest_first = sorted(special, key=len, reverse=True)
         as_json = [msgspec.json.encode(text)[1:-1] for text in (*longest_first, MARK)]
         self._found = re.compile(b"|".join(map(re.escape, as_json)))
@@ -60,20 +56,18 @@ class SpecialTokenEscaper:
         self._splits = re.compile("|".join(patterns) or r"(?!)")
 
     def messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Mark special tokens in the messages' texts. Returns the same list if there are none."""
+        """Return the same list if nothing is special."""
         return self.marked([self._unescaped(message) for message in messages], messages)
 
     def marked(self, value: T, original: T) -> T:
-        """Mark special tokens in `value`. Returns `original` if there are none."""
+        """Return `original` if nothing is special."""
         if not self._found.search(msgspec.json.encode(value)):
             return original
         return cast("T", _mapped(value, self._mark))
 
     def pieces(self, text: str) -> list[tuple[str, bool]]:
-        """Split into ordinary text without marks (False) and the renderer's special tokens (True).
-
-        A special token includes the white space it swallows.
-        """
+        """Split into ordinary text without marks (False) and the renderer's special tokens (True), with the
+        white space they swallow."""
         pieces: list[tuple[str, bool]] = []
         end = 0
         for match in self._splits.finditer(text):
@@ -86,7 +80,7 @@ class SpecialTokenEscaper:
         return self._special.sub(lambda match: match[0][0] + MARK + match[0][1:], text)
 
     def _unescaped(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Rewrite arguments in which JSON escapes hide a special token."""
+        """JSON escapes in arguments may hide a special token."""
         calls = message.get("tool_calls") or ()
         if not any("\\u" in call["function"]["arguments"] for call in calls):
             return message
@@ -119,10 +113,10 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 class LightTokenizer:
-    """One model folder's tokenizer; satisfies `renderers.base.Tokenizer`."""
+    """Satisfies `renderers.base.Tokenizer`."""
 
     unk_token_id: int | None = None
-    """So an unknown token gets no id, rather than another token's."""
+    """So an unknown token has no id."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError if `folder/tokenizer.json` is missing or malformed."""
@@ -137,8 +131,6 @@ class LightTokenizer:
             lstrip=[token.content for token in special if token.lstrip],
             rstrip=[token.content for token in special if token.rstrip],
         )
-        """Marks what `encode` must not turn into special tokens."""
-
         self._encode_short = lru_cache(maxsize=_SHORT_TEXTS)(self._encode)
         eos = eos_token_of(folder)
         self.eos_token_id: int | None = self._tokenizer.token_to_id(eos) if isinstance(eos, str) else eos
@@ -148,11 +140,10 @@ class LightTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Includes added tokens."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Return token ids [N]. Special tokens count as such unless `escaper` marked them."""
+        """Return ids [N]. Special tokens count unless `escaper` marked them."""
         if MARK in text:
             return self._encode_marked(text)
         if len(text) <= _SHORT_TEXT and not add_special_tokens:
@@ -160,7 +151,7 @@ class LightTokenizer:
         return _encoded(self._tokenizer, text, add_special_tokens)
 
     def encode_after(self, prefix: str, text: str) -> list[int]:
-        """Return the ids of `text` after `prefix`: no token spans both, and no space comes between."""
+        """Encode `text` after `prefix`: no token spans both, and no space comes between."""
         prefix = prefix[-_CONTEXT:]
         start = max((prefix.rfind(token) for token in self.added_tokens), default=-1)
         before = self.encode(prefix[start:]) if start >= 0 else []
@@ -170,7 +161,7 @@ class LightTokenizer:
         return self._encode_marked(text, continues=True)
 
     def _encode_marked(self, text: str, *, continues: bool = False) -> list[int]:
-        """Encode text with marks. `continues`: it follows other tokens."""
+        """`continues`: after other tokens."""
         ids: list[int] = []
         for piece, special in self.escaper.pieces(text):
             plain = self._plain_continuing if ids or continues else self._plain
@@ -187,7 +178,7 @@ class LightTokenizer:
 
     @cached_property
     def _plain_continuing(self) -> Tokenizer:
-        """Like `_plain`, after other tokens: adds nothing before the first word."""
+        """Adds nothing before the first word."""
         definition = json.loads(self._tokenizer.to_str())
         if not _without_first_space(definition):
             return self._plain
@@ -204,7 +195,7 @@ class LightTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool = False,
     ) -> str:
-        """Decode ids. Bytes that are not UTF-8 become U+FFFD.
+        """Bytes that are not UTF-8 become U+FFFD.
 
         Raises ValueError for `clean_up_tokenization_spaces`, because text is never altered here.
         """
@@ -218,7 +209,7 @@ class LightTokenizer:
     @overload
     def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]: ...
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | list[int | None] | None:
-        """Return the id of a vocabulary piece, or ids for a list. None for an unknown piece."""
+        """Return None for an unknown piece."""
         if isinstance(tokens, str):
             return self._tokenizer.token_to_id(tokens)
         return [self._tokenizer.token_to_id(token) for token in tokens]
@@ -228,7 +219,7 @@ class LightTokenizer:
         return vocabulary_fingerprint(self._tokenizer.get_vocab(with_added_tokens=True))
 
     def token_bytes(self, token_id: int) -> list[int] | None:
-        """Return a token's bytes, perhaps part of a UTF-8 character; None if unknown."""
+        """Perhaps part of a UTF-8 character; None if unknown."""
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None or not self._byte_of_char:
             return None
@@ -237,7 +228,7 @@ class LightTokenizer:
         return list(piece.encode())
 
     def piece_text(self, token_id: int) -> str:
-        """Return a vocabulary piece with real spaces; U+FFFD for an unknown one."""
+        """A vocabulary piece with real spaces; U+FFFD if unknown."""
         piece = self._tokenizer.id_to_token(token_id)
         return "\ufffd" if piece is None else piece.replace("\u2581", " ")
 
@@ -252,14 +243,14 @@ def _load(path: Path) -> Tokenizer:
         raise ConfigError(f"the model folder {path.parent} has no {path.name}")
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # `tokenizers` raises bare Exception for a malformed file.
+    except Exception as error:  # Malformed files raise bare Exception.
         raise ConfigError(f"{path} is not a tokenizer file: {error}") from error
 
 
 def _without_first_space(part: Any) -> bool:
-    """Make a tokenizer's definition add no space before a text. Returns False if it adds none.
+    """Make a tokenizer add no space before a text. Returns False if it adds none.
 
-    A space that SentencePiece adds to every piece between special tokens stays.
+    SentencePiece's space between special tokens stays.
     """
     if isinstance(part, list):
         changed = [_without_first_space(each) for each in cast("list[Any]", part)]

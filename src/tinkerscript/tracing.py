@@ -1,8 +1,8 @@
 """OpenTelemetry traces of episodes across a run's processes (extra `otel`).
 
-A trace is an episode. Its id is derived from the episode's uuid, and a claim's span id from the attempt, so
-every process can compute them, even after a restart. W3C's `traceparent` connects the rest: claim -> client
--> model call -> link -> sampling. A training step is its own trace, with links to the claims it trained on.
+A trace is an episode. Its id comes from the episode's uuid, and a claim's span id from the attempt, so every
+process can compute them. W3C's `traceparent` connects the rest: claim -> client -> model call -> link ->
+sampling. A training step is its own trace, with links to its claims.
 
 Without OpenTelemetry's environment variables none of it is imported, and a span costs one check of a
 variable. A client's `traceparent` is used only for its own episode.
@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
-# Either one turns on export over OTLP/HTTP.
+# Either one turns on export.
 COLLECTOR_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 HEADER = "traceparent"
@@ -36,7 +36,7 @@ _forced: ContextVar[tuple[int, int] | None] = ContextVar("ids of the next span",
 
 
 def start_tracing(service: str, *, environ: Mapping[str, str] = os.environ, exporter: Any = None) -> None:
-    """Export spans to `exporter`, or where the environment says. Otherwise do nothing."""
+    """Do nothing without `exporter` or the environment's variables."""
     global _tracer
     is_wanted = any(environ.get(name) for name in COLLECTOR_VARIABLES)
     if exporter is None and (not is_wanted or environ.get("OTEL_SDK_DISABLED", "").lower() == "true"):
@@ -93,7 +93,7 @@ def claim_ids(episode_uuid: str, attempt: int) -> tuple[int, int]:
 
 
 def claim_traceparent(episode_uuid: str, attempt: int) -> str:
-    """Return the `traceparent` that a client gets with its claim; empty while tracing is off."""
+    """Empty while tracing is off."""
     if _tracer is None:
         return ""
     trace, span_id = claim_ids(episode_uuid, attempt)
@@ -101,7 +101,7 @@ def claim_traceparent(episode_uuid: str, attempt: int) -> str:
 
 
 def claim_over(episode_uuid: str, attempt: int, *, began: float, ended: float, outcome: str) -> None:
-    """Export a closed claim's span. Times are Unix seconds."""
+    """Export a claim's span. Times are Unix seconds."""
     if _tracer is None:
         return
     from opentelemetry.context import Context
@@ -122,10 +122,7 @@ def span(
     links: Iterable[tuple[str, int]] = (),
     **attributes: str | float,
 ) -> AbstractContextManager[Any]:
-    """Open a span under `parent` (a `traceparent`) or else the surrounding span.
-
-    `links`: claims, by episode and attempt.
-    """
+    """Open a span under `parent` or else the surrounding one. `links` are claims: episode and attempt."""
     return _OFF if _tracer is None else _span(name, parent, links, attributes)
 
 
@@ -141,7 +138,7 @@ def _span(
 
 
 def passing_on(parent: str) -> AbstractContextManager[Any]:
-    """Send from this block under `parent` (a `traceparent`), with no span of our own."""
+    """Send under `parent` from this block, without a span of our own."""
     return _OFF if _tracer is None else _passing_on(parent)
 
 
@@ -159,7 +156,7 @@ def _passing_on(parent: str) -> Generator[None]:
 
 
 def call_span(episode_uuid: str, attempt: int, **attributes: str | float) -> AbstractContextManager[Any]:
-    """Open a span for a claim's request, under the request's own span if it is of the same episode."""
+    """Open a claim's span, under the request's if it is of the same episode."""
     if _tracer is None:
         return _OFF
     claim, incoming = claim_traceparent(episode_uuid, attempt), _incoming.get()
@@ -171,12 +168,12 @@ def call_span(episode_uuid: str, attempt: int, **attributes: str | float) -> Abs
 
 
 def came_with(traceparent: str) -> None:
-    """Set the `traceparent` of the request that this task answers."""
+    """Set the `traceparent` of this task's request."""
     _incoming.set(traceparent)
 
 
 def traceparent() -> str:
-    """Return the current span's `traceparent`; empty without a span."""
+    """Empty without a span."""
     if _tracer is None:
         return ""
     from opentelemetry.trace import get_current_span

@@ -1,9 +1,9 @@
 """Runs inside a vLLM replica: finds the weights that the trainer names, and checks their digest.
 
 Install it next to vLLM (`pip install tinkerscript`, no extras), which loads it by its entry point in
-`vllm.general_plugins`. It is active if TINKERSCRIPT_ADAPTERS names a folder, or a URL, with a folder per
-version; TINKERSCRIPT_ADAPTERS_TOKEN is the URL's bearer token. Adapters load when a request names one, full
-weights by vLLM's weight transfer (`--weight-transfer-config '{"backend": "tinkerscript"}'`).
+`vllm.general_plugins`. It is active if TINKERSCRIPT_ADAPTERS names a folder, or a URL (with the bearer token
+TINKERSCRIPT_ADAPTERS_TOKEN), with a folder per version. Adapters load when a request names one, full weights
+by vLLM's weight transfer (`--weight-transfer-config '{"backend": "tinkerscript"}'`).
 
 vLLM loads the very bytes that were hashed: they are read once and checked against the digest in the version's
 name.
@@ -30,11 +30,10 @@ ADAPTERS_TOKEN = "TINKERSCRIPT_ADAPTERS_TOKEN"
 
 ADAPTER_FILE = "adapter_config.json"
 
-# JSON in each version's folder with its files' SHA-256 digests. The version's name ends with this file's
-# digest.
+# JSON: the SHA-256 of a version's files. The version's name ends with its own digest.
 DIGESTS = "digests.json"
 
-TRANSFER = "tinkerscript"  # Our backend's name in vLLM.
+TRANSFER = "tinkerscript"  # In vLLM.
 DIGEST_CHARACTERS = 16  # Hexadecimal, in a version's name.
 
 FETCH_TIMEOUT_S = 60.0
@@ -43,7 +42,7 @@ _NAME = re.compile(rf"[a-z]+-[\w.]+-\d+-([0-9a-f]{{{DIGEST_CHARACTERS}}})")
 
 
 class WrongWeightsError(ValueError):
-    """The files are not those that the version's name promises."""
+    """Not the weights that the version's name promises."""
 
 
 def is_version(name: str) -> bool:
@@ -51,7 +50,7 @@ def is_version(name: str) -> bool:
 
 
 def write_manifest(folder: Path) -> str:
-    """Write the weights' manifest. Returns the digest for their name."""
+    """Return the digest for the weights' name."""
     digests: dict[str, str] = {}
     for path in sorted((*folder.glob("*.safetensors"), *folder.glob(ADAPTER_FILE))):
         with path.open("rb") as file:
@@ -66,7 +65,7 @@ def _short(content: bytes) -> str:
 
 
 class WeightSource:
-    """Gets weights from a folder or URL. Adapters are copied to a temporary folder."""
+    """Adapters are copied to a temporary folder."""
 
     def __init__(self, place: str, token: str = "") -> None:
         self._place = place
@@ -77,7 +76,7 @@ class WeightSource:
         self._own.cleanup()
 
     def fetch(self, name: str) -> Path | None:
-        """Return a folder with a checked copy of an adapter; None if it is not ours or does not exist.
+        """Return a checked copy of an adapter; None if it is not ours or does not exist.
 
         Raises WrongWeightsError, OSError and httpx.HTTPError.
         """
@@ -93,9 +92,9 @@ class WeightSource:
         return folder
 
     def files_of(self, name: str) -> Iterator[tuple[str, bytes]]:
-        """Yield a version's file names and checked contents, one at a time.
+        """Yield a version's checked files, one at a time.
 
-        Raises FileNotFoundError without such a version, WrongWeightsError, OSError and httpx.HTTPError.
+        Raises FileNotFoundError, WrongWeightsError, OSError and httpx.HTTPError.
         """
         for file, digest in self._manifest(name).items():
             content = self._read(name, file)
@@ -104,7 +103,7 @@ class WeightSource:
             yield file, content
 
     def verify(self, name: str) -> None:
-        """Raise WrongWeightsError, OSError or httpx.HTTPError where `files_of` would.
+        """Raise like `files_of`.
 
         At a URL it checks only the manifest, to avoid downloading everything twice.
         """
@@ -163,7 +162,7 @@ def _register_transfer(source: WeightSource) -> None:
         )
         from vllm.model_executor.model_loader import reload  # pyright: ignore[reportMissingImports]
     except ImportError:
-        return  # This vLLM is too old to receive full weights.
+        return  # Too old to receive full weights.
     from safetensors.torch import load
 
     @dataclass
@@ -171,13 +170,13 @@ def _register_transfer(source: WeightSource) -> None:
         name: str
 
     class Transfer(weight_transfer.WeightTransferEngine):  # pyright: ignore[reportUntypedBaseClass]
-        """Loads weights by name. Each process of a replica takes its part."""
+        """Each process of a replica takes its part."""
 
         init_info_cls = Named
         update_info_cls = Named
 
         def init_transfer_engine(self, init_info: Named) -> None:
-            """Check the files while the model still has all its weights."""
+            """Checks while the model still has all its weights."""
             source.verify(init_info.name)
 
         def start_weight_update(self) -> None:
@@ -194,7 +193,7 @@ def _register_transfer(source: WeightSource) -> None:
 
         def finish_weight_update(self) -> None:
             reload.finalize_layerwise_reload(self.model, self.model_config)
-            # A head that shares the embeddings' weights would keep tensors made of the old ones.
+            # A head that shares the embeddings would keep tensors of the old ones.
             if self.model_config.hf_text_config.tie_word_embeddings:
                 modules = list(self.model.modules())
                 source = next(each for each in modules if type(each) is embedding.VocabParallelEmbedding)

@@ -1,7 +1,4 @@
-"""The child processes of a run: the server, the engine of a served model, and the workers.
-
-This module decides how many workers run, and releases the claims of dead ones.
-"""
+"""The server, the engine of a served model, and the workers of a run, as child processes."""
 
 from __future__ import annotations
 
@@ -30,32 +27,28 @@ from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 SERVER_START_S = 60.0
 
-FORMER_SERVER_S = 20.0
-"""Seconds that the server of a dead trainer gets to end."""
+FORMER_SERVER_S = 20.0  # For a dead trainer's server to end.
 
 CHILD_POLL_S = 0.02
 
-RANK_ERROR_S = 5.0
-"""Seconds within which the death of a rank is noticed."""
+RANK_ERROR_S = 5.0  # To notice a rank's death.
 
 IDLE_S = 60.0
-"""Seconds without an episode after which a worker beyond `workers.count` is stopped."""
+"""Then a worker beyond `workers.count` that has no episode stops."""
 
-SCALE_S = 1.0
-"""Seconds between scaling decisions. The server reports the demand once a second."""
+SCALE_S = 1.0  # The server reports the demand once a second.
 
 LOCAL_WORKERS = "local_workers"
-"""A file in the run folder with the names of the trainer's workers, one per line."""
+"""In the run folder: the trainer's workers, one per line."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
     url: str
     link_address: str
-    link_keys: Path | None  # None for a link without keys.
+    link_keys: Path | None
 
     def seen_from(self, address: str, section: InterchangeConfig) -> str:
-        """Return the server's URL for processes that reach this machine at `address`."""
         if section.public_base_url:
             return section.public_base_url
         if section.interchange_server_host not in ("0.0.0.0", "::"):
@@ -80,7 +73,7 @@ def engine_child(checkpoint: Path, address: ServerAddress, folder: Path) -> Chil
 
 
 async def former_server_gone(folder: Path) -> None:
-    """Wait until the server of a dead trainer has ended. Raises LinkError if it does not."""
+    """Raises LinkError if a dead trainer's server does not end."""
     deadline = time.monotonic() + FORMER_SERVER_S
     while (lock := try_lock(folder / "server.lock")) is None:
         if time.monotonic() > deadline:
@@ -115,7 +108,7 @@ async def server_address(
 
 
 def _written_by(server: Child, path: Path) -> dict[str, Any] | None:
-    """Return the addresses in `path`, or None if it is missing or from an earlier process."""
+    """Return None for a missing file or an earlier process's."""
     if not path.exists() or server.process is None:
         return None
     data: dict[str, Any] = json.loads(path.read_text())
@@ -124,10 +117,7 @@ def _written_by(server: Child, path: Path) -> dict[str, Any] | None:
 
 
 def worker_command(config: RunConfig, url: str) -> str:
-    """Return the command that runs a worker of this run on another machine.
-
-    Run it where the server is reachable at `url`, in a folder with the script or the task's file.
-    """
+    """Return the command for another machine, run in a folder with the script or the task's file."""
     interchange = config.interchange_server
     remote = interchange.public_base_url or remote_url(url, interchange.interchange_server_host)
     what = shlex.join(worker_arguments(config, elsewhere=True)) or "SCRIPT"
@@ -141,7 +131,7 @@ def remember_worker(folder: Path, name: str) -> None:
 
 
 def release_former_workers(folder: Path, link: TrainerLink) -> None:
-    """Release the claims of workers that died with a former trainer, before their leases expire."""
+    """Release the claims of workers that died with a former trainer."""
     path = folder / LOCAL_WORKERS
     if path.exists():
         for name in path.read_text(encoding="utf-8").split():
@@ -153,9 +143,9 @@ def release_former_workers(folder: Path, link: TrainerLink) -> None:
 async def launched_ranks(
     plan: Sequence[PlannedProcess], launcher: Launcher, folder: Path, note: Callable[[str], None]
 ) -> AsyncGenerator[None]:
-    """Run the trainer's ranks above 0 on other machines, as torchrun would; this process is rank 0.
+    """Run the trainer's ranks above 0 on other machines, with this process as rank 0, as torchrun would.
 
-    On one machine the engine starts the ranks itself. Raises ChildFailedError if a rank dies.
+    On one machine the engine starts the ranks itself. Raises ChildFailedError.
     """
     ranks = [process for process in plan if process.name.startswith(f"{TRAINER_PROCESS} rank ")]
     if not ranks or launcher.shares_files:
@@ -175,15 +165,15 @@ async def launched_ranks(
         try:
             yield
         except EngineError:
-            with suppress(TimeoutError):  # The rank's log says more than the lost connection.
+            with suppress(TimeoutError):  # The rank's log says more.
                 await asyncio.wait_for(supervisor.failed(), RANK_ERROR_S)
             raise
 
 
 class Workers:
-    """Runs as many workers as the run needs, between two bounds.
+    """Runs as many workers as the run needs.
 
-    A worker that holds a claim is never stopped for lack of demand.
+    A worker with a claim is never stopped for lack of demand.
     """
 
     def __init__(
@@ -197,7 +187,6 @@ class Workers:
         supervisor: Supervisor,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`planned` are all workers that may run."""
         self._planned = planned
         self._config = config.workers
         self._folder = folder
@@ -228,7 +217,6 @@ class Workers:
             self._supervisor.fail(error)
 
     async def scale(self) -> None:
-        """Start workers for waiting episodes, and stop those idle for `IDLE_S`."""
         demand = self._link.demand
         episodes = demand.waiting + sum(demand.own_claims.values())
         wanted = max(-(-episodes // self._config.concurrency), self._config.count)
@@ -267,6 +255,5 @@ class Workers:
 
 
 def worker_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment, with the client token read from its file."""
     token = read_token(environ, CLIENT_TOKEN)
     return {**environ, **({CLIENT_TOKEN: token} if token else {})}

@@ -1,7 +1,7 @@
-"""A run in one process (`enable_tinkerscript_mode: false`): server and worker are tasks of the trainer.
+"""A run in one process (`enable_tinkerscript_mode: false`), with server and worker as the trainer's tasks.
 
-They run the same code as separate processes would. The worker calls the server's app directly; other clients
-use its socket.
+They run the same code as separate processes. The worker calls the server's app directly; others use its
+socket.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tinkerscript.trainer_link.trainer_end import TrainerLink
 from tinkerscript.workers.chat_endpoint import ChatAttempt, ChatEndpoint, retry_after_s
 from tinkerscript.workers.worker import WorkerOptions, open_runner
 
-Failed = Callable[[Exception], None]  # Ends the run with an error.
+Failed = Callable[[Exception], None]
 
 
 class ServerHere:
@@ -39,7 +39,7 @@ class ServerHere:
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[ServerInfo]:
-        """Serve while the context is open. Raises ConfigError and StoreError."""
+        """Raises ConfigError and StoreError."""
         serving = running_server(self._config, self._folder, environ=os.environ, gate=self._gate)
         async with serving as (info, task):
             task.add_done_callback(self._report)
@@ -47,7 +47,7 @@ class ServerHere:
 
     @asynccontextmanager
     async def working(self, link: TrainerLink, url: str) -> AsyncGenerator[None]:
-        """Run up to `workers.concurrency` episodes at once while the context is open.
+        """Run up to `workers.concurrency` episodes at once.
 
         Raises WorkerError for a script or task that cannot run.
         """
@@ -85,8 +85,6 @@ class ServerHere:
 
 
 class _Client(AsyncTinkerScriptClient):
-    """Sends requests to an app in this process."""
-
     def __init__(
         self, app: ASGIApp, url: str, *, client_uuid: str, token: str | None, allow_discard_timeout: float
     ) -> None:
@@ -106,7 +104,7 @@ class _Client(AsyncTinkerScriptClient):
 
 
 class _Endpoint(ChatEndpoint):
-    """Asks the models of an app in this process. Programs that open connections still use its URL."""
+    """Programs that open connections still use its URL."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """A `Launcher` starts a `Child` of the run on some machine, `LocalLauncher` on this one.
 
-No process outlives this one: a child's standard input is a pipe that closes when we die, and the child then
-ends (`--exit-with-parent`, or `with_parent`). Each child leads its own session, so that Ctrl-C reaches only
-this process, which stops the children in order, and so that a child's descendants can be killed with it.
+No process outlives this one: each child ends when its standard input, a pipe from us, closes
+(`--exit-with-parent`, or `with_parent`). Each leads its own session, so that Ctrl-C reaches only us and a
+child's descendants can be killed with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_RESTARTS = 10  # Per process, before the run gives up.
 
 
 class Slot(StrEnum):
-    """A placeholder in a command or environment, filled in when the process starts."""
+    """Filled in when the process starts."""
 
     CONFIG = "<config>"
     MODEL = "<model folder>"
@@ -35,7 +35,7 @@ class Slot(StrEnum):
     MASTER = "<address of rank 0>"
     MASTER_PORT = "<port of rank 0>"
     HOST = "<host>"
-    """An address of the process's machine. The launcher fills in host and port."""
+    """The launcher fills in the machine's address and a port."""
 
     PORT = "<port>"
     KEY = "<API key>"
@@ -43,13 +43,12 @@ class Slot(StrEnum):
 
 class Started(ABC):
     host: str
-    port: int
-    """The value of `Slot.PORT`, free when the process started."""
+    port: int  # `Slot.PORT`, free at the start.
 
     @property
     @abstractmethod
     def returncode(self) -> int | None:
-        """The exit code, negative for a signal, or None while running."""
+        """The exit code, negative for a signal; None while running."""
 
     @abstractmethod
     async def wait(self) -> int:
@@ -57,7 +56,7 @@ class Started(ABC):
 
     @abstractmethod
     def ask_to_stop(self) -> None:
-        """Close the standard input of the process, which then stops."""
+        """Close the standard input of the process."""
 
     @abstractmethod
     def kill(self) -> None: ...
@@ -75,48 +74,40 @@ class Resources:
 
 @dataclass
 class Child:
-    """A process of a run, restarted in incarnations numbered from 0, each with its `argv`."""
+    """A process of the run. Each start is an incarnation, numbered from 0."""
 
     name: str
     argv: Callable[[int], Sequence[str]]
-    log: Path  # On this machine; receives the output.
+    log: Path  # > On this machine.
     environ: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    """Added to the environment of the process's machine."""
-
-    withheld: tuple[str, ...] = ()  # Names removed from that environment.
+    withheld: tuple[str, ...] = ()  # > Variables removed from the environment.
     resources: Resources = field(default_factory=Resources)
     on_trainer_machine: bool = False
-    """Run here, regardless of the supervisor's launcher."""
-
     max_restarts: int | None = None  # None: the supervisor's.
     on_start: Callable[[Started], None] = lambda process: None
-    """Called when the process runs, perhaps after waiting for room."""
+    """Perhaps called later than the start, after waiting for room."""
 
     on_death: Callable[[int, int], None] = lambda incarnation, code: None
-    """Called with the dead incarnation's number and exit code."""
+    """Called with the incarnation and its exit code."""
 
     may_restart: Callable[[], bool] = lambda: True
-    """Polled until it allows a restart."""
-
     fatal_codes: frozenset[int] = frozenset({2, DISK_FULL})
-    """Exit codes that make a restart useless: bad configuration, a port in use, a full disk."""
+    """No restart would help: bad configuration, a port in use, a full disk."""
 
     restarts: int = 0
-    retired: bool = False  # No longer needed, so not restarted.
+    retired: bool = False  # Not restarted.
     process: Started | None = field(default=None, repr=False)
 
-    fds: Sequence[int] = ()  # Open files to inherit on this machine.
+    fds: Sequence[int] = ()  # Inherited on this machine.
 
 
 class Launcher(ABC):
-    address = "127.0.0.1"
-    """This machine's address, as started processes see it."""
-
+    address = "127.0.0.1"  # As started processes see it.
     shares_files = True
 
     @abstractmethod
     async def start(self, child: Child) -> Started:
-        """Start the next incarnation of `child`. Raises OSError or WorkerError."""
+        """Raises OSError or WorkerError."""
 
 
 class LocalProcess(Started):

@@ -1,4 +1,4 @@
-"""The plan of a run: `PlannedProcess`es that `train --plan` prints and every launcher executes."""
+"""The plan of a run, which `train --plan` prints and every launcher executes."""
 
 from __future__ import annotations
 
@@ -31,26 +31,23 @@ KEY = "VLLM_API_KEY"
 class PlannedProcess:
     name: str
     command: tuple[str, ...]
-    """The command as a user would type it, with a `Slot` for each value known only at the start."""
+    """As a user would type it, with `Slot`s for values known only at the start."""
 
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Added to the environment of the process's machine."""
-
     secrets: tuple[str, ...] = ()
-    """Variables with keys, passed in the environment if set, never on a command line."""
+    """Variables with keys: passed in the environment, never on a command line."""
 
-    withheld: tuple[str, ...] = ()  # Variables that the process must not see.
+    withheld: tuple[str, ...] = ()  # Variables to remove.
     resources: Resources = field(default_factory=Resources)
     on_trainer_machine: bool = False
-    """For processes that use the trainer's folder and link."""
+    """Such a process uses the trainer's folder and link."""
 
-    restarts: int = 0  # Before the run gives up.
-    after: tuple[str, ...] = ()  # Names of processes that must be ready first.
-    on_demand: bool = False  # Started by demand instead of at the start.
+    restarts: int = 0
+    after: tuple[str, ...] = ()  # Processes that must be ready first.
+    on_demand: bool = False
 
     @property
     def log(self) -> str:
-        """File name in the run's `logs` folder."""
         name = {SERVER_PROCESS: "server"}.get(self.name, self.name.removeprefix(f"{TRAINER_PROCESS} "))
         return f"{name.replace(' ', '-')}.log"
 
@@ -70,10 +67,7 @@ class PlannedProcess:
         values: Callable[[int], Mapping[str, str]] = lambda incarnation: {},
         secrets: Mapping[str, str] | None = None,
     ) -> Child:
-        """Return the child process for the run in `folder`.
-
-        `values` returns an incarnation's slot values. `secrets` has the values of the named secrets.
-        """
+        """`values` returns an incarnation's slot values. `secrets` has the named secrets' values."""
         kept = {name: value for name, value in (secrets or {}).items() if name in self.secrets}
         first = values(0)
 
@@ -97,13 +91,13 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
 
 
 def plan_of(config: RunConfig, folder: Path) -> list[PlannedProcess]:
-    """Return a run's processes, each after those it waits for."""
+    """Order processes after those they wait for."""
     trainer = _trainer(config)
     page = [] if config.page_port == "off" else [page_process(config, folder)]
     if config.method == "sft":
         return [*trainer, *page]
     server, workers = list[PlannedProcess](), list[PlannedProcess]()
-    if config.enable_tinkerscript_mode:  # Otherwise they run in the trainer's process.
+    if config.enable_tinkerscript_mode:  # Otherwise they run in the trainer.
         server = [server_process(folder, secrets=_of_server(config), log_format=config.log_format)]
         workers = _workers(config)
     children = [*trainer[1:], *_replicas(config), *workers]
@@ -142,13 +136,12 @@ def server_process(
 def page_process(
     config: RunConfig, folder: Path, *options: str, max_restarts: int = MAX_RESTARTS
 ) -> PlannedProcess:
-    """`options` are for `tinkerscript view`."""
     elsewhere = () if config.interchange_server.store == "sqlite" else (STORE_VARIABLE,)
     page = PlannedProcess(
         "page",
         ("tinkerscript", "view", str(folder), *options),
         secrets=(ADMIN_TOKEN, f"{ADMIN_TOKEN}{FILE_SUFFIX}", *elsewhere),
-        resources=Resources(0),  # Low priority and usually idle.
+        resources=Resources(0),  # Usually idle.
         on_trainer_machine=True,
         restarts=max_restarts,
         after=(TRAINER_PROCESS,),
@@ -283,10 +276,10 @@ def _workers(config: RunConfig) -> list[PlannedProcess]:
 
 
 def worker_arguments(config: RunConfig, *, elsewhere: bool = False) -> list[str]:
-    """Return the arguments of a worker: a script, or tasks with their arguments.
+    """Return a worker's script, or its tasks with their arguments.
 
-    `elsewhere` strips folders from paths, for a machine with the files in its working directory. The server
-    recognizes a task with and without its folder.
+    `elsewhere` strips folders, for a machine with the files in its working directory. The server recognizes
+    tasks without their folder.
     """
     if config.workers.script:
         return [Path(config.workers.script).name if elsewhere else config.workers.script]

@@ -1,11 +1,10 @@
-"""`python -m tinkerscript.processes.ray_agent` connects to a Ray cluster on behalf of a trainer.
+"""`python -m tinkerscript.processes.ray_agent` connects to a Ray cluster for a trainer.
 
-It reads orders as JSON lines from standard input, which closes when the trainer ends, and writes outcomes to
-standard output. Each process of the run is the child of an actor on its machine, which sends the output here,
-into the run's folder.
+It reads orders as JSON lines from standard input and writes outcomes to standard output. Each process of the
+run is the child of an actor on its machine, which sends the output here, into the run's folder.
 
-A child ends with its actor, which holds its standard input. Ray ends the actors when this process ends, or
-when their node has lost the cluster's head for a minute.
+A child ends with its actor. Ray ends the actors when this process ends, or a minute after their node lost the
+cluster's head.
 """
 
 # pyright: reportMissingImports=false
@@ -28,15 +27,15 @@ from pathlib import Path
 from typing import Any
 
 HEAD_TIMEOUT_S = 10
-"""Seconds without the cluster's head after which Ray ends this process."""
+"""Without the cluster's head; then Ray ends this process."""
 
-PARENT_POLL_S = 5.0  # An actor's wait for output, per call.
+PARENT_POLL_S = 5.0
 
 STARTING_NOTE_S = 15.0
-"""Seconds without room before the user gets a message."""
+# After this long without room, tell the user.
 
 UNAVAILABLE_S = 20.0
-"""Seconds without an answer after which an actor counts as dead."""
+# Without an answer; then an actor counts as dead.
 
 # Ray reports these facts about every dead actor.
 _FACT = re.compile(r"(class_name|actor_id|pid|name|namespace|ip): ")
@@ -45,7 +44,7 @@ KILL_S = 2.0
 
 READ_BYTES = 65536
 OBJECT_STORE_BYTES = 100 * 2**20
-"""For a private Ray, whose object store the run does not use."""
+# A private Ray's; the run does not use it.
 
 # Ray reads these variables at import.
 os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEAD_TIMEOUT_S))
@@ -63,7 +62,6 @@ class HostedProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Start the child and return its host, port and GPUs."""
         host = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -90,7 +88,7 @@ class HostedProcess:
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     async def read(self) -> tuple[bytes, int | None]:
-        """Return any new output, and the exit code after the last of it."""
+        """Return new output, and the exit code once all is read."""
         assert self._process is not None
         assert self._process.stdout is not None
         try:
@@ -119,14 +117,13 @@ class HostedProcess:
 
 class Agent:
     def __init__(self, answers: int) -> None:
-        """`answers` is a file descriptor."""
         self._answers = answers
         self._group: PlacementGroup | None = None
         self._bundles: dict[str, int] = {}
         self._actors: dict[int, Any] = {}
         self._placed: set[int] = set()
 
-        # Orders that have waited long and are not reported yet.
+        # Waiting for long, and not reported yet.
         self._late: list[dict[str, Any]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._actor_class: Any = ray.remote(HostedProcess)
@@ -155,7 +152,7 @@ class Agent:
             line = await orders.readline()
 
     async def _reserve(self, settings: dict[str, Any], node_id: str) -> list[str]:
-        """Reserve what the run needs from its start. Returns the trainer's GPUs."""
+        """Reserve what the run needs at its start. Returns the trainer's GPUs."""
         beside = [each for each in settings["processes"] if each["beside"]]
         others = [each for each in settings["processes"] if not each["beside"]]
         wanted = [_resources(sum(each["cpus"] for each in beside), sum(each["gpus"] for each in beside))]
@@ -257,7 +254,7 @@ class Agent:
         while True:
             try:
                 data, code = await _value(actor.read.remote())
-            except ActorUnavailableError:  # Its machine may be lost, or just slow.
+            except ActorUnavailableError:  # Perhaps it is just slow.
                 silent_since = silent_since or time.monotonic()
                 if time.monotonic() - silent_since > UNAVAILABLE_S:
                     raise
@@ -324,7 +321,7 @@ def _of_cluster() -> str:
 
 
 def _why(error: Exception) -> str:
-    """Return Ray's explanation of an actor's end, most informative line first."""
+    """Return why an actor ended, in Ray's words, most informative first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines[1:] if not _FACT.match(line)]
     return "\n".join([*telling, *lines[:1]]) or type(error).__name__

@@ -1,7 +1,7 @@
 """`RayLauncher` starts a run's processes where a Ray cluster has room.
 
 Ray runs in a child process (`processes.ray_agent`), because it ends connected processes when the cluster's
-head is gone, and the trainer must still save its weights. We exchange orders and outcomes as JSON lines.
+head is gone, and the trainer must still save its weights.
 
 Secrets pass through pipes and Ray's calls, never through a command line. The agent and everything it started
 end with this process.
@@ -31,8 +31,7 @@ from tinkerscript.processes.planned import PlannedProcess
 
 ACTOR_STOP_S = 4.0
 
-ROOM_S = 600.0
-"""Seconds to wait for what the run needs from its start."""
+ROOM_S = 600.0  # For what the run needs at its start.
 
 LINE_BYTES = 2**20
 
@@ -45,10 +44,7 @@ async def open_launcher(
     note: Callable[[str], None],
     room_s: float = ROOM_S,
 ) -> AsyncGenerator[Launcher]:
-    """Open the launcher of processes that may run on other machines.
-
-    Raises ConfigError if Ray is missing or the cluster is unusable.
-    """
+    """Raises ConfigError if Ray is missing or the cluster is unusable."""
     if config.cluster.launcher == "local":
         yield LocalLauncher()
         return
@@ -67,7 +63,7 @@ async def open_launcher(
     launcher = RayLauncher(process, log, note)
     try:
         await launcher.connect(config, plan, room_s)
-        if launcher.gpus:  # CUDA reads the variable at its first use, later.
+        if launcher.gpus:  # CUDA reads it later, at its first use.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(launcher.gpus)
         yield launcher
     finally:
@@ -75,7 +71,7 @@ async def open_launcher(
 
 
 class RayProcess(Started):
-    """A process that Ray has started, or will start when there is room."""
+    """Perhaps still waiting for room."""
 
     def __init__(self, number: int, send: Callable[[dict[str, Any]], None]) -> None:
         self.host, self.port = "", 0
@@ -107,7 +103,7 @@ class RayLauncher(Launcher):
     shares_files = False
 
     def __init__(self, process: Process, log: Path, note: Callable[[str], None]) -> None:
-        self.gpus: list[str] = []  # Reserved for this process.
+        self.gpus: list[str] = []
         self._process = process
         self._log = log
         self._note = note
@@ -118,10 +114,7 @@ class RayLauncher(Launcher):
         self._reading = asyncio.create_task(self._read(), name="ray agent")
 
     async def connect(self, config: RunConfig, plan: Sequence[PlannedProcess], room_s: float) -> None:
-        """Join the cluster, and wait up to `room_s` seconds for room for everything but the workers.
-
-        Raises ConfigError.
-        """
+        """Join the cluster, and wait for room for everything but the workers. Raises ConfigError."""
         self._where = f" at {config.cluster.address}" if config.cluster.address else ""
         fixed = [
             process
@@ -182,7 +175,7 @@ class RayLauncher(Launcher):
         return process
 
     async def close(self) -> None:
-        """Leave the cluster, and end it if this run started it."""
+        """Leave the cluster, and end it if it is our own."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -195,7 +188,7 @@ class RayLauncher(Launcher):
         await self._process.wait()
         await self._reading
         if self._ready.done():
-            self._ready.exception()  # Already raised, or too late to matter.
+            self._ready.exception()  # Already raised, or too late.
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -237,4 +230,4 @@ class RayLauncher(Launcher):
         for future in (self._ready, *(process.ended for process, _ in self._started.values())):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # Or asyncio would log the error if nothing waits for the process.
+                future.exception()  # Or asyncio would log it if nothing waits for the process.

@@ -1,7 +1,4 @@
-"""`Supervisor` restarts a run's processes when they die, and stops them when the run ends.
-
-No process outlives this one.
-"""
+"""`Supervisor` restarts a run's processes when they die, and stops them at the end."""
 
 from __future__ import annotations
 
@@ -15,23 +12,21 @@ from tinkerscript.lifecycle import last_lines
 from tinkerscript.processes.launcher import Child, Launcher, LocalLauncher
 
 CHILD_GRACE_S = 4.0
-"""Seconds from the request to stop until SIGKILL. An interrupted run has more before it exits hard."""
+"""From the request to stop until SIGKILL. An interrupted run exits hard after longer."""
 
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
-"""Seconds of backoff before consecutive restarts. The last value repeats."""
+"""Before consecutive restarts; the last value repeats."""
 
 STABLE_AFTER_S = 60.0
-"""A child that lived this long restarts at once, and its backoff starts over."""
+"""After this long, a dead child restarts at once with fresh backoff."""
 
 
 class Supervisor:
-    """Owns child processes, and stops them all when the context exits."""
-
     def __init__(
         self, *, max_restarts: int, note: Callable[[str], None], launcher: Launcher | None = None
     ) -> None:
         self._local = LocalLauncher()
-        self.launcher = launcher or self._local  # For children that may run on other machines.
+        self.launcher = launcher or self._local
         self._max_restarts = max_restarts
         self._note = note
         self._children: list[Child] = []
@@ -54,7 +49,7 @@ class Supervisor:
         await asyncio.gather(*(self._stop(child) for child in self._children))
         await asyncio.gather(*self._tasks)
         if self._failure is not None and self._failure.done():
-            self._failure.exception()  # Already raised, or too late to matter.
+            self._failure.exception()  # Already raised, or too late.
 
     @property
     def restarts(self) -> int:
@@ -74,7 +69,7 @@ class Supervisor:
         await self._stop(child)
 
     async def failed(self) -> None:
-        """Wait until a child cannot run or dies too often, then raise ChildFailedError."""
+        """Raise ChildFailedError when a child cannot run or dies too often."""
         assert self._failure is not None
         await asyncio.shield(self._failure)
 
@@ -112,7 +107,7 @@ class Supervisor:
                 return
             child.restarts += 1
             await self._spawn(child)
-            if self._stopping.is_set():  # The request to stop came during the start.
+            if self._stopping.is_set():  # The request to stop came meanwhile.
                 await self._stop(child)
                 return
 
@@ -124,7 +119,7 @@ class Supervisor:
         return True
 
     def fail(self, error: Exception) -> None:
-        """Let `failed` raise `error`, unless there is an earlier one."""
+        """The first error counts."""
         assert self._failure is not None
         if not self._failure.done():
             self._failure.set_exception(error)
@@ -140,7 +135,7 @@ class Supervisor:
             except TimeoutError:
                 process.kill()
                 await process.wait()
-        except WorkerError as error:  # The launcher failed.
+        except WorkerError as error:
             self.fail(error)
 
 
@@ -154,16 +149,14 @@ class ChildFailedError(WorkerError):
 
 
 class CanFail(Protocol):
-    async def failed(self) -> None:
-        """Wait forever, or raise when it fails."""
-        ...
+    async def failed(self) -> None: ...
 
 
 WorkT = TypeVar("WorkT")
 
 
 async def run_beside(others: CanFail, work: asyncio.Task[WorkT]) -> WorkT:
-    """Await `work`, but raise as soon as a dependency fails."""
+    """Await `work`, but raise when a dependency fails."""
     watch = asyncio.create_task(others.failed(), name="watch children")
     try:
         await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)

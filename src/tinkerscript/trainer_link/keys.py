@@ -1,11 +1,10 @@
 """Keys of a link that leaves this machine (CURVE), and the check of connections.
 
-The run folder has a key pair for the server and one for the trainer, as ZeroMQ certificates. Only the owner
-can read the secret keys. Both pairs are created once and atomically: if two processes start together, one
-creates the folder and the other reads it.
+The run folder has a key pair for each end, as ZeroMQ certificates. Only the owner can read the secret keys.
+The pairs are created once and atomically, even if two processes start together.
 
-Only a connection that proves the trainer's key carries messages; others are counted and sometimes logged.
-CURVE proves the key, `LinkGuard` compares it (ZAP, RFC 27), and a socket monitor reports failed handshakes.
+Only a connection that proves the trainer's key carries messages. CURVE proves the key, `LinkGuard` compares
+it (ZAP, RFC 27), and a socket monitor reports failed handshakes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from zmq.utils.monitor import parse_monitor_message
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import check_private
 
-KEYS_DIR = "link_keys"  # In the run folder.
+KEYS_DIR = "link_keys"
 
 SERVER_KEYS = "server"
 TRAINER_KEYS = "trainer"
@@ -60,7 +59,7 @@ class TrainerKeys:
 
 
 def make_link_keys(folder: Path) -> None:
-    """Create both pairs in `folder`, unless it exists. Raises ConfigError if that fails."""
+    """Create both pairs unless `folder` exists. Raises ConfigError."""
     if folder.exists():
         return
     try:
@@ -81,13 +80,13 @@ def make_link_keys(folder: Path) -> None:
 
 
 def pack_link_keys(folder: Path) -> bytes:
-    """Pack both pairs for another server. Raises ConfigError."""
+    """Raises ConfigError."""
     load_server_keys(folder)
     return msgspec.json.encode({name: (folder / name).read_text() for name in _FILES})
 
 
 def unpack_link_keys(folder: Path, packed: bytes) -> None:
-    """Replace the pairs that `make_link_keys` created."""
+    """Replace the pairs from `make_link_keys`."""
     for name, text in msgspec.json.decode(packed, type=dict[str, str]).items():
         if name in _FILES:
             (folder / name).write_text(text)  # Keeps the file's mode.
@@ -100,7 +99,7 @@ def load_server_keys(folder: Path) -> ServerKeys:
 
 
 def load_trainer_keys(folder: Path) -> TrainerKeys:
-    """Load `server.key` and both `trainer` files. Raises ConfigError with the file and the remedy."""
+    """Raises ConfigError with the file and the remedy."""
     public, secret = _pair(folder, TRAINER_KEYS)
     return TrainerKeys(public, secret, _public(folder, SERVER_KEYS))
 
@@ -133,7 +132,7 @@ _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _DOMAIN = b"tinkerscript"
 _LOG_EVERY_S = 60.0
 
-# Reasons under which refused connections are counted.
+# Why a connection was refused.
 _FAILED = {
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "wrong_key",
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "handshake",
@@ -187,11 +186,11 @@ class FailedHandshakes:
 
 
 class LinkGuard:
-    """Admits only the trainer's key to a server's socket, by answering libzmq's ZAP requests."""
+    """Admits only the trainer's key, by answering libzmq's ZAP requests."""
 
     def __init__(self, context: zmq.asyncio.Context, keys: ServerKeys) -> None:
         self._allowed = zmq.utils.z85.decode(keys.trainer_public)
-        # Bind before the link does: without a ZAP handler libzmq accepts every key.
+        # Bound before the link: without a ZAP handler libzmq accepts every key.
         self._socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ZAP_ADDRESS)
@@ -217,7 +216,7 @@ class LinkGuard:
 
 
 def secure_server(socket: zmq.asyncio.Socket, keys: ServerKeys) -> None:
-    """Refuse connections without CURVE. Needs a `LinkGuard` in the same context."""
+    """Needs a `LinkGuard` in the same context."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)

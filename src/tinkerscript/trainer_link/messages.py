@@ -1,8 +1,8 @@
-"""Messages of the ZeroMQ link between trainer and server, as msgspec structs encoded in msgpack.
+"""Messages of the ZeroMQ link between trainer and server: msgspec structs in msgpack.
 
-Delivery is at least once in both directions, so any message may arrive twice. Registrations repeat until
-`Registered` and are idempotent by episode uuid. Rows repeat until `Committed`, in order of their numbers.
-Outcomes arrive in order of their end numbers, and the trainer reports the last one it has.
+Delivery is at least once, so any message may arrive twice. Registrations repeat until `Registered` and are
+idempotent by episode uuid. Rows repeat until `Committed`, in order of their numbers. Outcomes arrive in order
+of their end numbers, and the trainer reports the last one it has.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Tagged, frozen=True):
-    """A trainer's first message, repeated as its heartbeat."""
+    """The first message, repeated as heartbeat."""
 
     link_version: int
-    trainer_id: str  # Unique to the trainer process.
+    trainer_id: str
     policy_version: int
     global_step: int
     engine_status: EngineStatus
     model: str
     usable_versions: list[int] | None = None
-    """Policy versions that the lag rule lets train in this batch; None without such a rule."""
+    """Those that the lag rule lets train in this batch; None without such a rule."""
 
     client_samples: bool = True
     batch: BatchProgress | None = None
     run_finished: bool = False
-    failure: str = ""  # The error with which the trainer leaves.
+    failure: str = ""  # Why the trainer leaves.
     position: int = -1
-    """End number of the last outcome that the trainer has; -1 if it takes none yet."""
+    """End number of the trainer's last outcome; -1 if it takes none yet."""
 
     number: int = 0
-    """Increases with each `Hello`. The answering `Welcome` repeats it."""
+    # Increases; `Welcome` repeats it.
 
     started_ns: int = 0
-    """Start in Unix nanoseconds. The latest trainer owns the server, so a late frame of a dead trainer cannot
-    displace its successor."""
+    """In Unix nanoseconds. The latest trainer owns the server, so a dead one's late frame cannot displace its
+    successor."""
 
 
 class NewEpisode(Tagged, frozen=True):
@@ -75,11 +75,11 @@ class NewEpisode(Tagged, frozen=True):
     pool: str = TRAINER_POOL
     group_size: int = 0  # 0: unknown.
     step: int = 0
-    """The step that plans the episode or precedes its evaluation; 0 for a client's sample."""
+    """The step that plans or precedes it; 0 for a client's sample."""
 
     label: str = ""  # The evaluation's; empty for training.
     position: int = -1  # In the training order, or -1.
-    copies: int = 1  # Episodes of the sample to register together.
+    copies: int = 1  # Registered together.
 
     @property
     def uuids(self) -> list[str]:
@@ -91,45 +91,45 @@ class Register(Tagged, frozen=True):
 
 
 class Received(Tagged, frozen=True):
-    """Confirms the outcomes up to an end number, so the server may send more."""
+    """Confirms outcomes, so the server may send more."""
 
     position: int
 
 
 class Commit(Tagged, frozen=True):
-    """Writes rows into the ledger in one transaction. Answered by `Committed`."""
+    """Answered by `Committed`."""
 
-    number: int  # From 1. A trainer's commits run once each, in order.
+    number: int  # From 1. Each trainer's commits run once, in order.
     rows: list[TrainerRow]
 
 
 class Resume(Tagged, frozen=True):
-    """Asks where a starting trainer continues. Answered by `Resumed`."""
+    """Asks where to continue. Answered by `Resumed`."""
 
     request_id: int
-    checkpoints: list[int]  # Steps with complete checkpoints.
+    checkpoints: list[int]
     replay_lag: int = 0
-    """How many earlier steps must keep their trained episodes for the trainer."""
+    """Trained episodes of this many earlier steps are still needed."""
 
     plan_lag: int = 0
-    """How many earlier steps may have planned episodes for the next one."""
+    """This many earlier steps may have planned episodes for the next."""
 
 
 class Fetch(Tagged, frozen=True):
-    """Asks for an episode's result by its sequence. Answered by `Fetched`."""
+    """Answered by `Fetched`."""
 
     request_id: int
     episode: int
 
 
 class TallyRequest(Tagged, frozen=True):
-    """Asks how the episodes ended. Answered by `Tallied`, after everything sent before."""
+    """Answered by `Tallied`, after everything sent before."""
 
     request_id: int
 
 
 class Cancel(Tagged, frozen=True):
-    """Fails unfinished episodes with kind `cancelled`."""
+    """Unfinished episodes fail with kind `cancelled`."""
 
     episode_uuids: list[str]
     reason: str
@@ -146,7 +146,7 @@ class Sampled(Tagged, frozen=True):
 
 
 class SampleProgress(Tagged, frozen=True):
-    """Tokens sampled since the last report. Sent once; nothing depends on it."""
+    """Since the last report. Sent once; nothing depends on it."""
 
     request_id: int
     reports: list[Progress]
@@ -157,11 +157,11 @@ class SampleFailed(Tagged, frozen=True):
     status: int
     code: str
     message: str
-    param: str | None = None  # The request's field that caused the failure.
+    param: str | None = None  # The request's field at fault.
 
 
 class Metrics(Tagged, frozen=True):
-    """For the server's `/metrics`, in Prometheus' text format."""
+    """In Prometheus' text format, for the server's `/metrics`."""
 
     text: bytes
 
@@ -170,31 +170,31 @@ class Metrics(Tagged, frozen=True):
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    waiting: int = 0  # The trainer's unclaimed episodes.
-    own_claims: dict[str, int] = {}  # By worker that the trainer started; idle ones are left out.
+    waiting: int = 0  # Unclaimed episodes.
+    own_claims: dict[str, int] = {}  # Of the trainer's workers, without idle ones.
 
 
 class Welcome(Tagged, frozen=True):
     link_version: int
-    server_id: str  # Unique to the server process.
+    server_id: str
     number: int
-    """The `Hello` that this answers: everything the trainer sent before it is committed. 0 on a new
-    connection, which confirms nothing."""
+    """Answers this `Hello`: everything sent before it is committed. 0 on a new connection, which confirms
+    nothing."""
 
     quarantined: dict[str, str] = {}
-    """Client -> why it gets no episodes: all its attempts fail."""
+    """Clients whose attempts all fail get no episodes: client -> why."""
 
     demand: Demand = Demand()
 
 
 class Refused(Tagged, frozen=True):
-    """Rejects a trainer: another one took over, or the link versions differ."""
+    """Another trainer took over, or the link versions differ."""
 
     reason: str
 
 
 class Stop(Tagged, frozen=True):
-    """Asks the trainer to stop in order. The run can be resumed."""
+    """The run can be resumed."""
 
     reason: str
 
@@ -209,19 +209,17 @@ class Registered(Tagged, frozen=True):
 
 
 class Cancelled(Tagged, frozen=True):
-    """The episodes are cancelled, had ended before, or are unknown."""
+    """They are cancelled, had ended before, or are unknown."""
 
     episode_uuids: list[str]
 
 
 class Committed(Tagged, frozen=True):
-    """Confirms the trainer's commits up to a number."""
-
     number: int
 
 
 class Resumed(Tagged, frozen=True):
-    """Answers `Resume`. The outcomes that wait for the trainer follow."""
+    """The outcomes that wait for the trainer follow."""
 
     request_id: int
     history: History
@@ -231,7 +229,7 @@ class RequestFailed(Tagged, frozen=True):
     request_id: int
     reason: str
     is_config: bool = False
-    """Whether the user must change something before the run can continue."""
+    # The user must change something first.
 
 
 class Tallied(Tagged, frozen=True):
@@ -242,27 +240,25 @@ class Tallied(Tagged, frozen=True):
 class _Ended(Tagged, frozen=True, kw_only=True, omit_defaults=True):
     number: int = 0
     after: int = 0
-    """End number of the outcome sent before. A trainer that lacks it waits for both."""
+    """The outcome sent before. A trainer that lacks it waits for both."""
 
     sequence: int = 0
     episode_uuid: str
     episode_type: EpisodeType = "train"
     pool: str = TRAINER_POOL
     group_id: str = ""
-    group_size: int = 0  # 0: the registering client did not say.
+    group_size: int = 0  # 0: unknown.
 
 
 class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
-    """A result, with the calls of the claim that produced it."""
-
     attempt: int
     client_uuid: str
     reward: float
     policy_version_at_claim: int
-    all_calls: list[Call] = msgspec.field(name="calls")  # Of every role, in recorded order.
+    all_calls: list[Call] = msgspec.field(name="calls")  # Of all roles, in recorded order.
     role_rewards: dict[str, float] = {}
     call_rewards: dict[str, float] = {}
-    """Call id -> share of `reward` that this policy call earned."""
+    """Policy call's id -> its share of `reward`."""
 
     metadata: dict[str, object] = {}
     log_metrics: dict[str, float] = {}
@@ -275,7 +271,7 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def earned(self) -> tuple[float, ...]:
-        """Rewards of the policy's calls, up to the last that earned anything."""
+        """What each policy call earned, up to the last with a share."""
         own = [self.call_rewards.get(call.call_id, 0.0) for call in self.calls] if self.call_rewards else []
         while own and not own[-1]:
             own.pop()
@@ -283,16 +279,16 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def policy_versions(self) -> set[int]:
-        """Versions of any of the run's trained weights, other roles' included, that sampled a part."""
+        """Of any trained weights, including other roles'."""
         return {version for call in self.all_calls if not call.is_foreign for version in call.policy_versions}
 
     def judged(self, reward: float) -> EpisodeAccepted:
-        """Return a copy with the judge's reward in place of the program's."""
+        """The judge's reward replaces the program's."""
         others = {role: own for role, own in self.role_rewards.items() if role != POLICY}
         return msgspec.structs.replace(self, reward=reward, role_rewards=others, call_rewards={})
 
     def failed(self, kind: str, message: str) -> EpisodeFailed:
-        """Return the failure that training sees instead. The ledger keeps the result."""
+        """Training sees this failure; the ledger keeps the result."""
         failure: dict[str, object] = {
             "kind": kind,
             "message": message,
@@ -306,7 +302,7 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
     def reward_of(self, role: str) -> float:
         """Return a trained role's reward. An empty `role` is the policy.
 
-        `role_rewards` comes first, then the score with the role's name, then the episode's reward.
+        Without an entry in `role_rewards`, the role's score counts, then the episode's reward.
         """
         if not role:
             return self.role_rewards.get(POLICY, self.reward)
@@ -340,8 +336,6 @@ class Sample(Tagged, frozen=True):
 
 
 class CancelSample(Tagged, frozen=True):
-    """The caller is gone."""
-
     request_id: int
 
 
@@ -385,9 +379,9 @@ ToTrainer = (
 
 
 # Failure kinds of results that cannot train.
-QUARANTINED = "reward_out_of_bounds"  # Beyond `errors.MAX_REWARD`, so it would end the run.
+QUARANTINED = "reward_out_of_bounds"  # Beyond `errors.MAX_REWARD`.
 JUDGE_FAILED = "judge_failed"
-UNREADABLE = "calls_unreadable"  # Its calls do not follow one another.
+UNREADABLE = "calls_unreadable"  # Its calls do not follow each other.
 SCORE_MISSING = "score_missing"  # `training.reward_weights` names it.
 
 
@@ -396,8 +390,8 @@ def scores_of(outcome: EpisodeAccepted) -> dict[str, float]:
 
 
 def usable(outcome: Outcome, scores: Collection[str] = ()) -> Outcome:
-    """Turn a result into a failure if a reward is out of bounds, its calls cannot be merged, or a training
-    result lacks one of `scores`. The ledger keeps the result."""
+    """Fail a result with a reward out of bounds, unmergeable calls, or in training without one of `scores`.
+    The ledger keeps the result."""
     if isinstance(outcome, EpisodeFailed):
         return outcome
     kind = QUARANTINED
@@ -428,7 +422,7 @@ def check_episode(episode: NewEpisode) -> None:
         payload = msgspec.json.decode(episode.payload, type=dict[str, object])
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"the payload of an episode must be a JSON object: {error}") from error
-    # Counting brackets is cheap and bounds the depth, so most payloads need no further check.
+    # Counting brackets is cheap and bounds most payloads' depth.
     brackets, depth = episode.payload.count(b"{") + episode.payload.count(b"["), PAYLOAD_DEPTH.limit
     if brackets > depth and depth_is_beyond(payload, depth):
         raise ValueError(f"the payload of an episode is nested more than {depth} deep; flatten it")

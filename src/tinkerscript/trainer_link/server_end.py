@@ -1,8 +1,8 @@
 """The server's end of the link: a ROUTER socket that serves one trainer at a time.
 
-The trainer that started last owns the server. Its `Hello` takes over, and the previous trainer is `Refused`
-from then on. Each frame to a trainer starts with the server's epoch. Undeliverable frames are counted and
-dropped, because important messages repeat (see `messages`).
+The trainer that started last owns the server: its `Hello` takes over, and others are `Refused`. Frames to a
+trainer start with the server's epoch. Undeliverable frames are counted and dropped, because important
+messages repeat (see `messages`).
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class TrainerEvent(Enum):
 LinkEvent = TrainerEvent | ToServer
 
 LinkHandler = Callable[[LinkEvent], None]
-"""Runs on the event loop and must not block. It answers each `Hello` with `ServerLink.welcome` once
-everything received before is committed."""
+"""Must not block. Answers each `Hello` with `ServerLink.welcome` once everything received before is
+committed."""
 
 
 class ServerLink:
-    """Binds the socket, receives, sends and watches the heartbeat. `run` owns the tasks."""
+    """`run` owns the tasks."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class ServerLink:
         times: LinkTimes | None = None,
         count_drop: Callable[[str], None],
     ) -> None:
-        """Trainers drop frames with a lower `epoch` than they have seen. `count_drop(reason)` is called for
-        each dropped frame or message."""
+        """Trainers drop frames with a lower `epoch` than they have seen. `count_drop(reason)` is called per
+        dropped frame or message."""
         self.server_id = server_id
         self.epoch = epoch
         self.connected = False
@@ -75,9 +75,9 @@ class ServerLink:
         self._guard: LinkGuard | None = None
         self._handshakes: FailedHandshakes | None = None
         self._outbox = Outbox()
-        self.trainer_id = ""  # The owner's; empty before the first.
+        self.trainer_id = ""  # Empty before the first trainer.
         self.position = -1
-        """End number of the last outcome that the trainer has; -1 if it takes none yet."""
+        """End number of the trainer's last outcome; -1 if it takes none yet."""
 
         self._started_ns = 0
         self._refused: set[str] = set()
@@ -108,7 +108,7 @@ class ServerLink:
         return os.fsdecode(endpoint.rstrip(b"\0"))
 
     def send(self, message: Tagged) -> None:
-        """Queue a message for the trainer, or drop it if none is connected."""
+        """Dropped if no trainer is connected."""
         if self.connected:
             self._outbox.put(message)
 
@@ -118,7 +118,7 @@ class ServerLink:
         quarantined: Mapping[str, str] = MappingProxyType({}),
         demand: Demand | None = None,
     ) -> None:
-        """Answer this `Hello`, which confirms everything sent before it."""
+        """Confirm everything received before this `Hello`."""
         self.send(
             Welcome(
                 link_version=LINK_VERSION,
@@ -170,7 +170,7 @@ class ServerLink:
                     self._heard.set()
                     handle(message)
                     if isinstance(message, Register):
-                        await asyncio.sleep(0)  # A frame may have thousands of episodes: let others run.
+                        await asyncio.sleep(0)  # After perhaps thousands of episodes, let others run.
                 else:
                     name = type(message).__name__
                     self._drop("not_the_trainer", f"{name} before a Hello, or after a takeover")
@@ -192,7 +192,7 @@ class ServerLink:
             self.connected = True
             logger.info("link.connected trainer_id=%s model=%s", hello.trainer_id, hello.model)
             self._became_connected.set()
-            # First, because a trainer that meets a new server drops the old one's requests.
+            # First, because a trainer drops a former server's requests when it meets a new one.
             self.welcome(number=0)
             handle(TrainerEvent.CONNECTED)
 
@@ -224,7 +224,7 @@ class ServerLink:
             await self._send_to(self.trainer_id.encode(), messages)
 
     async def _send_to(self, identity: bytes, messages: list[Tagged]) -> None:
-        # Never waits: a trainer that does not read must not block its successor.
+        # Never waits, or a trainer that does not read could block its successor.
         for frame in frames(messages, self._drop):
             try:
                 await self._socket.send_multipart([identity, b"%d" % self.epoch, frame], flags=zmq.NOBLOCK)

@@ -83,7 +83,7 @@ logger = logging.getLogger(__name__)
 # Episodes per `Register`, unless a single group is larger.
 REGISTER_CHUNK = 500
 
-FETCHED_AT_ONCE = 16  # Each episode is a message, perhaps a large one.
+FETCHED_AT_ONCE = 16  # Each episode is a message.
 
 
 @dataclass(slots=True, eq=False)
@@ -119,15 +119,12 @@ class TrainerLink:
         keys: TrainerKeys | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
-        """Create a link without connecting.
-
-        `keys` are required if `server.json` names `link_keys`. `note` receives messages for the user.
-        """
-        self.stop_requested = asyncio.Event()  # The server wants the trainer to stop.
+        """`keys` are required if `server.json` names `link_keys`. `note` receives messages for the user."""
+        self.stop_requested = asyncio.Event()
         self.refused_handshakes = 0
-        """Refused by the server, or failed because it lacks the expected key."""
+        """The server refused them or lacks the expected key."""
 
-        self.demand = Demand()  # Work for workers, by the last `Welcome`.
+        self.demand = Demand()  # From the last `Welcome`.
         self._address = address
         self._keys = keys
         self._note = note
@@ -145,7 +142,7 @@ class TrainerLink:
         self._outbox = Outbox()
         self._samples = SampleService(sampler, self._outbox.put)
         self._inbox: list[Outcome] = []
-        # End number of the last outcome taken from the inbox.
+        # The last outcome taken from the inbox.
         self._taken = 0
         self._commits: dict[int, Commit] = {}
         self._commit_numbers = itertools.count(1)
@@ -194,16 +191,16 @@ class TrainerLink:
 
     @property
     def own_clients(self) -> str:
-        """Prefix of the `client_uuid` of this trainer's workers."""
+        """Prefix of our workers' `client_uuid`."""
         return own_clients(self._hello.trainer_id)
 
     @property
     def server_id(self) -> str:
-        """Id of the server that answered last; empty before the first answer."""
+        """The server that answered last; empty before the first answer."""
         return self._server_id
 
     async def register(self, episodes: Sequence[NewEpisode]) -> None:
-        """Register episodes, and return once the server has stored them.
+        """Return once the server has stored the episodes.
 
         Raises ValueError for an invalid episode, ConflictError for a known uuid with other content, and
         LinkError for a group too large for a message, or if the server refuses this trainer.
@@ -225,8 +222,7 @@ class TrainerLink:
     async def resume(self, checkpoints: Sequence[int], *, replay_lag: int = 0, plan_lag: int = 0) -> History:
         """Start, or continue from the newest step in `checkpoints` (see `ledger.history.find_beginning`).
 
-        Outcomes arrive from now on. Raises LinkError, and ConfigError if the ledger cannot continue from
-        these steps.
+        Outcomes arrive from now on. Raises LinkError, and ConfigError if the ledger cannot continue there.
         """
         request = Resume(
             request_id=next(self._request_ids),
@@ -239,7 +235,7 @@ class TrainerLink:
         return answer.history
 
     async def fetch(self, episodes: Sequence[int]) -> list[EpisodeAccepted]:
-        """Return results by sequence, without failed episodes. Raises LinkError."""
+        """Return results by sequence, without failures. Raises LinkError."""
         found = list[EpisodeAccepted]()
         for start in range(0, len(episodes), FETCHED_AT_ONCE):
             chunk = episodes[start : start + FETCHED_AT_ONCE]
@@ -252,7 +248,7 @@ class TrainerLink:
         return answer.outcome
 
     async def tally(self) -> Tally:
-        """Return how the run's committed episodes ended. Raises LinkError."""
+        """Count how the run's committed episodes ended. Raises LinkError."""
         answer = await self._ask(TallyRequest(request_id=next(self._request_ids)))
         assert isinstance(answer, Tallied)
         return answer.tally
@@ -271,9 +267,9 @@ class TrainerLink:
         return answer
 
     async def outcomes(self) -> list[Outcome]:
-        """Wait for at least one result or failure, in the order of the episodes' ends.
+        """Wait for at least one result or failure, in the order of the episodes' ends. Each comes once.
 
-        Each outcome is returned once. Raises LinkError.
+        Raises LinkError.
         """
         while not self._inbox:
             self._check()
@@ -285,17 +281,14 @@ class TrainerLink:
         return taken
 
     def note(self, rows: Collection[TrainerRow]) -> None:
-        """Write rows into the ledger in one transaction, without waiting."""
+        """Like `commit`, without waiting."""
         if rows:
             commit = Commit(number=next(self._commit_numbers), rows=list(rows))
             self._commits[commit.number] = commit
             self._outbox.put(commit)
 
     async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
-        """Write rows in one transaction, and wait until they and all earlier ones are committed.
-
-        Raises LinkError.
-        """
+        """Write rows in one transaction, and wait for it and all earlier ones. Raises LinkError."""
         self.note(rows)
         wanted = max(self._commits, default=0)
         while self._committed < wanted:
@@ -304,13 +297,13 @@ class TrainerLink:
             await self._news.wait()
 
     def cancel(self, uuids: Iterable[str], reason: str) -> None:
-        """Cancel episodes. Each still gets an outcome: a failure, or the result that came first."""
+        """Each still gets an outcome: a failure, or the result that came first."""
         uuids = list(uuids)
         self._cancelling.update(dict.fromkeys(uuids, reason))
         self._outbox.put(Cancel(episode_uuids=uuids, reason=reason))
 
     def release_client(self, client_uuid: str, reason: str) -> None:
-        """Release a dead client's claims now, before their leases expire."""
+        """Release a dead client's claims before their leases expire."""
         self._outbox.put(ReleaseClient(client_uuid=client_uuid, reason=reason))
 
     def set_status(
@@ -324,7 +317,7 @@ class TrainerLink:
         run_finished: bool | None = None,
         failure: str | None = None,
     ) -> None:
-        """Send the engine's state to the server. None leaves a value unchanged."""
+        """None leaves a value unchanged."""
         new = {
             "policy_version": policy_version,
             "global_step": global_step,
@@ -342,13 +335,13 @@ class TrainerLink:
         self._outbox.put_latest(Metrics(text=text))
 
     def set_batch(self, batch: BatchProgress | None, *, at_once: bool) -> None:
-        """Send the batch's progress, at once or with the next heartbeat."""
+        """Send now, or with the next heartbeat."""
         self._hello = msgspec.structs.replace(self._hello, batch=batch)
         if at_once:
             self._say_hello()
 
     async def flush(self) -> None:
-        """Return once the server has committed everything sent before. Raises LinkError."""
+        """Wait until the server has committed everything sent before. Raises LinkError."""
         self._say_hello()
         number = self._hello.number
         while self._welcomed < number:
@@ -360,7 +353,7 @@ class TrainerLink:
         self.refused_handshakes += 1
 
     async def _guarded(self, name: str, part: Callable[[], Awaitable[None]]) -> None:
-        # Pending and later calls must raise rather than wait for a failed task.
+        # Pending and later calls must raise, not wait forever.
         try:
             await part()
         except Exception as error:
@@ -417,7 +410,7 @@ class TrainerLink:
 
     def _send_registrations(self, episodes: Iterable[NewEpisode]) -> None:
         chunk, size = list[NewEpisode](), 0
-        # A group stays in one message, so the server never has a part of it.
+        # So the server never has part of a group.
         for _, members in itertools.groupby(episodes, key=attrgetter("group_id")):
             group = list(members)
             more = sum(len(each.payload) for each in group)
@@ -430,7 +423,7 @@ class TrainerLink:
             self._outbox.put(Register(episodes=chunk))
 
     def _on_unsendable(self, reason: str, detail: str, message: Tagged) -> None:
-        # Some call waits for this message's effect, which will never come.
+        # Some call waits for this message's effect.
         logger.error("link.drop reason=%s detail=%s", reason, detail)
         if isinstance(message, Sampled | SampleProgress | Metrics):
             return  # The server times out the sample.
@@ -440,7 +433,7 @@ class TrainerLink:
         first = message.episodes[0]
         registration = self._registering.get(first.episode_uuid)
         if registration is not None and not registration.confirmed.done():
-            # Its own message names the group.
+            # It has its own message.
             reason = f"the group {first.group_id!r} cannot be registered: {detail}"
             registration.confirmed.set_exception(LinkError(reason))
 
@@ -473,7 +466,7 @@ class TrainerLink:
                 self._fail(LinkError(f"the server refused this trainer: {message.reason}"))
 
     def _on_outcome(self, outcome: Outcome) -> None:
-        # The server repeats outcomes, so this may be a repetition, or an earlier one may be missing.
+        # It may be a repetition, or an earlier one may be missing.
         position = self._hello.position
         if outcome.after <= position < outcome.number:
             self._inbox.append(outcome)
