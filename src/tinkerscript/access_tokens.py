@@ -88,7 +88,7 @@ def _make_secret(path: Path) -> None:
 
 
 def claim_key(secret: bytes, episode_uuid: str, attempt: int) -> str:
-    """`ts-<episode>.<attempt>.<mac>`, in base64url, decimal and base64url."""
+    """Return `ts-<episode>.<attempt>.<mac>`, in base64url, decimal and base64url."""
     mac = _mac(secret, b"tinkerscript claim", episode_uuid, attempt)
     return f"{KEY_PREFIX}{_b64(episode_uuid.encode())}.{attempt}.{_b64(mac)}"
 
@@ -108,8 +108,8 @@ def verify_key(secret: bytes, key: str) -> ClaimId | None:
 
 
 def claim_alias(secret: bytes, episode_uuid: str, attempt: int) -> str:
-    """`<episode>~<attempt>~<mac>`, the episode's uuid for a client that sends no key. It cannot be
-    guessed."""
+    """Return `<episode>~<attempt>~<mac>`, which a client without a key uses as the episode's uuid. It cannot
+    be guessed."""
     mac = _mac(secret, b"tinkerscript alias", episode_uuid, attempt)
     return f"{episode_uuid}~{attempt}~{_b64(mac[:16])}"
 
@@ -142,7 +142,7 @@ def _b64(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """None admits everyone, as on a local server."""
+    """The tokens of both roles. None admits everyone, as on a local server."""
 
     client_token: str | None = field(default=None, repr=False)
     admin_token: str | None = field(default=None, repr=False)
@@ -171,7 +171,7 @@ class Roles:
 
     @property
     def are_open(self) -> bool:
-        """Whether clients of the first version may participate too."""
+        """Return whether clients of the first version may participate too."""
         return self.client_token is None
 
     def check(self, role: Role, scope: Scope) -> None:
@@ -195,7 +195,7 @@ class Roles:
         return True
 
     def require(self, role: Role, authorization: str) -> None:
-        """The admin token also grants the client role.
+        """Check an `Authorization` header. The admin token also grants the client role.
 
         Raises UnauthorizedError: 401 for a missing or wrong token, 403 for a client token on an admin route.
         """

@@ -91,7 +91,7 @@ def bind_gateways(
 
 
 def listen_near(host: str, port: int) -> socket.socket:
-    """Fall back to a free port. Raises OSError."""
+    """Listen at `port`, or else at a free port. Raises OSError."""
     try:
         return listen(host, port)
     except OSError as error:

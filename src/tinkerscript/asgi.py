@@ -81,14 +81,14 @@ class Caller:
 
     @property
     def key(self) -> str:
-        """As OpenAI's or Anthropic's clients send it, or ""."""
+        """Return the API key as OpenAI's or Anthropic's clients send it, or ""."""
         if given := self.headers.get("x-api-key", "").strip():
             return given
         scheme, _, key = self.headers.get("authorization", "").partition(" ")
         return key.strip() if scheme.lower() == "bearer" else ""
 
     async def body(self) -> bytes:
-        """Raises CallerDisconnectedError, and GatewayError 413 for a long body."""
+        """Return the whole body. Raises CallerDisconnectedError, and GatewayError 413 if it is too long."""
         try:
             return await _whole_body(self._receive)
         except ClientDisconnect as error:
@@ -97,7 +97,8 @@ class Caller:
             raise GatewayError(error.status_code, "request_too_large", error.detail) from error
 
     def disconnected(self) -> asyncio.Future[None]:
-        """Completes when the caller disconnects. It may outlive the request, so remove your callbacks."""
+        """Return a future that completes when the caller disconnects. It may outlive the request, so remove
+        your callbacks."""
         if self._disconnected is None:
             self._disconnected = self._watching = asyncio.create_task(_until_disconnect(self._receive))
         return self._disconnected
@@ -154,7 +155,7 @@ class Caller:
         await self.reply(body, status=status, headers=headers)
 
     async def send_events(self, events: bytes, *, last: bool = False) -> None:
-        """The first call starts the reply."""
+        """Send events. The first call starts the reply."""
         if not self.streaming:
             self.streaming = True
             start: Message = {"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS}
@@ -382,7 +383,7 @@ RefusalBody = Callable[[int, str], dict[str, Any]]  # (status, reason) -> body
 
 class Refusals:
     def __init__(self, bodies: Mapping[str, RefusalBody]) -> None:
-        """By path prefix. The first match counts."""
+        """`bodies` go by path prefix. The first match counts."""
         self._bodies = bodies
 
     def install(self, app: FastAPI) -> None:
@@ -393,7 +394,7 @@ class Refusals:
         return self.answer(request, error)
 
     def answer(self, request: Request, error: Exception) -> JSONResponse:
-        """The framework also logs a defect's traceback."""
+        """Return the refusal. The framework also logs a defect's traceback."""
         match error:
             case UnauthorizedError():
                 return self.refuse(request, error.status, str(error))
@@ -554,7 +555,7 @@ class SiteGuard:
         refusals: Refusals,
         binary: Collection[str] = (),
     ) -> None:
-        """See `problem_with_site`. `binary` paths need a secret and need not take JSON."""
+        """`any_host` is as in `problem_with_site`. `binary` paths need a secret and need not take JSON."""
         self._app = app
         self._any_host = any_host
         self._refusals = refusals

@@ -102,20 +102,23 @@ class RunFinishedError(ClientError):
 
 
 class RunFailedError(RunFinishedError):
-    """The run's server ends with it."""
+    """The run has failed, and its server ends with it."""
 
 
 class ClaimLostError(ClientError):
-    """Its result does not count."""
+    """The episode's lease is gone, so the claim's result does not count."""
 
 
 class ClientClosedError(ClientError):
-    """Another thread or task closed it."""
+    """Another thread or task closed the client while it waited."""
 
 
 class RequestRefusedError(ClientError):
-    """`status`: the HTTP status. `reason`: the server's message. `code`: such as `context_length_exceeded`,
-    or empty."""
+    """The server refused a request.
+
+    `status`: the HTTP status. `reason`: the server's message. `code`: such as `context_length_exceeded`, or
+    empty.
+    """
 
     def __init__(self, status: int, reason: str, code: str = "") -> None:
         super().__init__(f"the server refused the request (HTTP {status}): {reason}")
@@ -145,7 +148,7 @@ class ConflictError(InterchangeError):
 
 
 class QuotaError(InterchangeError):
-    """Retry after `retry_after_s`."""
+    """The caller is at its limit, and may retry after `retry_after_s`."""
 
     def __init__(self, reason: str, retry_after_s: float = 1.0) -> None:
         super().__init__(reason)
@@ -153,7 +156,7 @@ class QuotaError(InterchangeError):
 
 
 class UnauthorizedError(InterchangeError):
-    """`status` is 401 or 403."""
+    """The token does not grant the route's role. `status` is 401 or 403."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -165,8 +168,11 @@ class StoreError(InterchangeError):
 
 
 class GatewayError(TinkerScriptError):
-    """`status`: the HTTP status, for the caller's retry logic. `code`: a stable identifier such as
-    `invalid_api_key` or `context_length_exceeded`. `param`: the offending field."""
+    """A model call cannot be served.
+
+    `status`: the HTTP status, for the caller's retry logic. `code`: a stable identifier such as
+    `invalid_api_key` or `context_length_exceeded`. `param`: the offending field.
+    """
 
     def __init__(self, status: int, code: str, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -189,7 +195,7 @@ class EngineRequestError(EngineError):
 
 
 class WireError(EngineError):
-    """`status`: the HTTP status, for the SDK's retries."""
+    """The Tinker API server refuses a request. `status` suits the SDK's retries."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -197,7 +203,7 @@ class WireError(EngineError):
 
 
 class AlignmentError(TinkerScriptError):
-    """`name`: its name in the alignment report, or empty."""
+    """Training data differs from what was sampled. `name`: its name in the alignment report, or empty."""
 
     def __init__(self, message: str, *, name: str = "") -> None:
         super().__init__(message)
@@ -209,7 +215,7 @@ class NoSuccessError(TinkerScriptError):
 
 
 class NotRecordedError(TinkerScriptError):
-    """Or the query is malformed."""
+    """The ledger has no such step, episode or token, or the query is malformed."""
 
 
 class ConversionError(TinkerScriptError):
@@ -229,4 +235,4 @@ class WorkerError(TinkerScriptError):
 
 
 class WrongTaskError(WorkerError):
-    """The worker hands the episode back and exits."""
+    """The worker does not run this episode's task. It hands the episode back and exits."""

@@ -20,7 +20,7 @@ from tinkerscript.errors import ConfigError
 
 
 def write_atomically(path: Path, text: str, *, durable: bool = False) -> None:
-    """With `durable`, the file is on disk when this returns."""
+    """Replace a file's content. With `durable`, it is on disk when this returns."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("w", encoding="utf-8") as file:
@@ -78,7 +78,7 @@ def _stamp_of(run_id: str) -> int:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Follows an error's causes."""
+    """Return whether an error, or one that caused it, reports a full disk."""
     causes = [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
     return (
         (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))

@@ -38,7 +38,7 @@ REQUEST_LINE_BYTES = 32  # Method, HTTP version and the end of the head.
 
 
 class HttpServer(uvicorn.Server):
-    """Its owner handles signals and shutdown."""
+    """A uvicorn server that leaves signals and shutdown to its owner."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -61,7 +61,7 @@ def http_server(
     grace_s: int = GRACE_S,
     limits: ConnectionLimits | None = None,
 ) -> HttpServer:
-    """`grace_s`: for open requests at shutdown."""
+    """`grace_s`: seconds for open requests at shutdown."""
     return HttpServer(
         uvicorn.Config(
             app,
@@ -81,7 +81,7 @@ def http_server(
 
 
 def connections_allowed() -> int:
-    """By the limit on open files."""
+    """Return how many connections the limit on open files allows."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(MIN_CONNECTIONS, files - OTHER_FILES)
 
@@ -233,7 +233,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._await_reader()
 
     def _await_reader(self) -> None:
-        """The client must read before we continue or close."""
+        """Start the timer: the client must read before we continue or close."""
         if self._lost.done():
             return
         self._waiting.setdefault(self)

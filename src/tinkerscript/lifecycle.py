@@ -57,7 +57,7 @@ def hold_lock(path: Path) -> Generator[None]:
 
 
 class ProcessId(NamedTuple):
-    """Recognizable even after its pid is reused."""
+    """A process that is recognizable even after its pid is reused."""
 
     host: str
     pid: int
@@ -68,7 +68,7 @@ class ProcessId(NamedTuple):
         return ProcessId(socket.gethostname(), os.getpid(), _start_of(os.getpid()) or 0)
 
     def is_gone(self) -> bool:
-        """Processes of other machines count as alive."""
+        """Return whether the process has ended. Those of other machines count as alive."""
         return self.host == socket.gethostname() and _start_of(self.pid) != self.started
 
 
@@ -92,7 +92,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def own_command(name: str, *arguments: str) -> list[str]:
-    """Its standard input must be a pipe from us; it ends with us."""
+    """Return a command that ends with us. Its standard input must be a pipe from us."""
     return [sys.executable, "-m", "tinkerscript", name, *arguments, "--exit-with-parent"]
 
 
@@ -123,7 +123,7 @@ def collect_everything() -> None:
 
 
 def exit_hard_after(seconds: float, code: int = 1) -> None:
-    """Even if the process hangs."""
+    """End this process after `seconds`, even if it hangs."""
     timer = threading.Timer(seconds, os._exit, args=(code,))
     timer.daemon = True
     timer.start()
@@ -199,7 +199,7 @@ def last_lines(log: Path, number: int = 8) -> str:
 
 @contextmanager
 def without_garbage_collection() -> Generator[None]:
-    """This saves a sixth of the time for imports, which stay anyway."""
+    """Import without garbage collection, in a sixth less time. What is imported stays anyway."""
     gc.disable()
     try:
         yield

@@ -174,7 +174,7 @@ EPISODE_BYTES = 2**12
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """For servers that allow less."""
+    """Totals of a server that allows less than the table."""
 
     calls: int = CALLS.limit  # Per claim.
     claims: int = CLAIMS.limit  # Per client.

@@ -96,7 +96,7 @@ def logged_to(path: Path, format: LogFormat, *, run: str) -> Generator[None]:
 
 
 def secrets_of(environ: Mapping[str, str]) -> list[str]:
-    """Values of variables named like tokens, keys or passwords."""
+    """Return the values of variables named like tokens, keys or passwords."""
     return [
         value
         for name, value in environ.items()
@@ -105,7 +105,7 @@ def secrets_of(environ: Mapping[str, str]) -> list[str]:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
-    """Labels of the record, else its task, else its process."""
+    """Return the labels of the record, else of its task or its process."""
     known = {**_of_process, **_about.get(), **vars(record)}
     return {name: known[name] for name in FIELDS if name in known}
 

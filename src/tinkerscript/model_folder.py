@@ -115,13 +115,13 @@ def pinned_model(model: str, *, note: Callable[[str], None] = logger.info) -> st
 
 
 def same_model(one: str, other: str) -> bool:
-    """A name without a commit matches any commit."""
+    """Compare two names. One without a commit matches any commit."""
     names = {one.partition("@")[0], other.partition("@")[0]}
     return one == other or (len(names) == 1 and names <= {one, other})
 
 
 def hub_id_of(folder: Path) -> str | None:
-    """From the cache's `models--OWNER--NAME/snapshots/COMMIT`."""
+    """Return the hub id of a folder `models--OWNER--NAME/snapshots/COMMIT` in the cache."""
     owner, separator, name = folder.parent.parent.name.removeprefix("models--").partition("--")
     in_cache = folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
     return f"{owner}/{name}" if in_cache and separator else None
@@ -150,7 +150,7 @@ def base_of_adapter(folder: Path, *, note: Callable[[str], None] = logger.info) 
 
 
 def model_name(folder: Path) -> str:
-    """The hub id, or the folder's name."""
+    """Return the hub id, or the folder's name."""
     return hub_id_of(folder) or folder.name
 
 
@@ -235,7 +235,7 @@ def _cause(error: BaseException) -> str:
 
 
 def context_of(folder: Path) -> int:
-    """In tokens of prompt and reply. Raises ConfigError if not declared."""
+    """Return the maximum tokens of prompt and reply. Raises ConfigError if not declared."""
     config = text_config(folder)
     limit = next((config[name] for name in _CONTEXT_KEYS if name in config), None)
     if not isinstance(limit, int) or limit < 1:
@@ -244,7 +244,7 @@ def context_of(folder: Path) -> int:
 
 
 def vocabulary_of(folder: Path) -> int:
-    """Number of ids, perhaps more than the tokenizer's. Raises ConfigError."""
+    """Return the number of ids, which may exceed the tokenizer's. Raises ConfigError."""
     size = text_config(folder).get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise ConfigError(f"{folder / 'config.json'} has no vocab_size, the number of token ids")
@@ -252,7 +252,7 @@ def vocabulary_of(folder: Path) -> int:
 
 
 def stop_ids_of(folder: Path) -> frozenset[int]:
-    """From generation_config.json or else config.json."""
+    """Return the ids that end generation, from generation_config.json or else config.json."""
     base = base_of_adapter(folder) or folder
     declared = read_json(base / "generation_config.json").get("eos_token_id")
     if declared is None:
@@ -261,7 +261,7 @@ def stop_ids_of(folder: Path) -> frozenset[int]:
 
 
 def eos_token_of(folder: Path) -> str | int | None:
-    """As text (tokenizer_config.json) or id (config.json)."""
+    """Return the end-of-text token's text (tokenizer_config.json) or id (config.json)."""
     token: Any = read_json(folder / "tokenizer_config.json").get("eos_token")
     if isinstance(token, dict):
         token = token.get("content")
@@ -274,12 +274,12 @@ def eos_token_of(folder: Path) -> str | int | None:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """An adapter has its base's. Empty without one. Raises ConfigError."""
+    """Return config.json, for an adapter its base's, empty without one. Raises ConfigError."""
     return read_json((base_of_adapter(folder) or folder) / "config.json")
 
 
 def text_config(folder: Path) -> dict[str, Any]:
-    """The whole config.json, or its part about text. Raises ConfigError."""
+    """Return config.json, or its part about text. Raises ConfigError."""
     path = (base_of_adapter(folder) or folder) / "config.json"
     if not path.is_file():
         raise ConfigError(f"cannot read {path}: there is no such file")
@@ -289,7 +289,7 @@ def text_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Empty if the file is missing. Raises ConfigError for other content."""
+    """Return a JSON object, empty if the file is missing. Raises ConfigError for other content."""
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -54,7 +54,7 @@ _STEP = re.compile(r"step_(\d+)")
 
 
 def is_url(text: str) -> bool:
-    """Not for `tinker://`, which names a service's weights."""
+    """Return whether `text` is a folder's URL. A `tinker://` path is not: it names a service's weights."""
     return _URL.fullmatch(text) is not None
 
 
@@ -64,7 +64,7 @@ def name_of(url: str) -> str:
 
 
 class RemoteFolder:
-    """Methods block and raise OSError or other file system errors."""
+    """A folder at a URL. Methods block and raise OSError or other file system errors."""
 
     def __init__(self, url: str) -> None:
         """Raises ConfigError if fsspec is missing or lacks the protocol."""
@@ -110,7 +110,7 @@ class RemoteFolder:
         return list(self.sizes(folder))
 
     def manifest(self, checkpoint: str) -> dict[str, Any]:
-        """Empty if the checkpoint is incomplete."""
+        """Return the manifest, empty for an incomplete checkpoint."""
         with suppress(FileNotFoundError):
             return json.loads(self.read(f"{checkpoint}/{MANIFEST}".lstrip("/")))
         return {}
@@ -134,7 +134,7 @@ class RemoteFolder:
         self.write(json.dumps(manifest, indent=2).encode(), f"{name}/{MANIFEST}")
 
     def get_checkpoint(self, name: str, target: Path) -> None:
-        """`target` must not exist. Raises ConfigError for an incomplete checkpoint."""
+        """Download a checkpoint to a new folder. Raises ConfigError if it is incomplete."""
         where = f"{self.url}/{name}".rstrip("/")
         manifest = self.manifest(name)
         if not manifest:

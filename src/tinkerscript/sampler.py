@@ -32,7 +32,7 @@ __all__ = [
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits what may be sampled."""
+    """A grammar that limits what may be sampled."""
 
     grammar: str
     """In llguidance's Lark dialect, ending with an id that ends a turn."""
@@ -41,7 +41,7 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Lengths are in tokens."""
+    """A request for samples. Lengths are in tokens."""
 
     prompt: bytes  # Ids (int32).
     max_tokens: int
@@ -146,10 +146,10 @@ class Sampler(ABC):
         """
 
     def cut(self) -> None:  # noqa: B027 (most samplers have fixed weights)
-        """Newer weights were published: end running samples, if possible, so those can continue them."""
+        """End running samples, if possible, so that newly published weights continue them."""
 
     def hold(self) -> AbstractContextManager[Sampler]:
-        """Keeps these weights while the context is open, unaffected by `cut`."""
+        """Return a sampler that keeps these weights while the context is open, unaffected by `cut`."""
         return nullcontext(self)
 
 

@@ -80,7 +80,7 @@ class SpecialTokenEscaper:
         return self._special.sub(lambda match: match[0][0] + MARK + match[0][1:], text)
 
     def _unescaped(self, message: dict[str, Any]) -> dict[str, Any]:
-        """JSON escapes in arguments may hide a special token."""
+        """Rewrite arguments in which JSON escapes hide a special token."""
         calls = message.get("tool_calls") or ()
         if not any("\\u" in call["function"]["arguments"] for call in calls):
             return message
@@ -113,7 +113,7 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 class LightTokenizer:
-    """Satisfies `renderers.base.Tokenizer`."""
+    """A model folder's tokenizer, as `renderers.base.Tokenizer`."""
 
     unk_token_id: int | None = None
     """So an unknown token has no id."""
@@ -161,7 +161,7 @@ class LightTokenizer:
         return self._encode_marked(text, continues=True)
 
     def _encode_marked(self, text: str, *, continues: bool = False) -> list[int]:
-        """`continues`: after other tokens."""
+        """Encode text with marks. `continues`: it follows other tokens."""
         ids: list[int] = []
         for piece, special in self.escaper.pieces(text):
             plain = self._plain_continuing if ids or continues else self._plain
@@ -171,14 +171,14 @@ class LightTokenizer:
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        """Treats special tokens as ordinary text."""
+        """The tokenizer, with special tokens as ordinary text."""
         plain = Tokenizer.from_str(self._tokenizer.to_str())
         plain.encode_special_tokens = True
         return plain
 
     @cached_property
     def _plain_continuing(self) -> Tokenizer:
-        """Adds nothing before the first word."""
+        """Like `_plain`, but adds nothing before the first word."""
         definition = json.loads(self._tokenizer.to_str())
         if not _without_first_space(definition):
             return self._plain
@@ -195,7 +195,7 @@ class LightTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool = False,
     ) -> str:
-        """Bytes that are not UTF-8 become U+FFFD.
+        """Decode ids. Bytes that are not UTF-8 become U+FFFD.
 
         Raises ValueError for `clean_up_tokenization_spaces`, because text is never altered here.
         """
@@ -219,7 +219,7 @@ class LightTokenizer:
         return vocabulary_fingerprint(self._tokenizer.get_vocab(with_added_tokens=True))
 
     def token_bytes(self, token_id: int) -> list[int] | None:
-        """Perhaps part of a UTF-8 character; None if unknown."""
+        """Return a token's bytes, perhaps part of a UTF-8 character, or None if unknown."""
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None or not self._byte_of_char:
             return None
@@ -228,7 +228,7 @@ class LightTokenizer:
         return list(piece.encode())
 
     def piece_text(self, token_id: int) -> str:
-        """A vocabulary piece with real spaces; U+FFFD if unknown."""
+        """Return a vocabulary piece with real spaces, or U+FFFD if unknown."""
         piece = self._tokenizer.id_to_token(token_id)
         return "\ufffd" if piece is None else piece.replace("\u2581", " ")
 
@@ -265,7 +265,7 @@ def _without_first_space(part: Any) -> bool:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte in byte-level BPE (GPT-2's `bytes_to_unicode`, inverted)."""
+    """Map characters to bytes as in byte-level BPE (GPT-2's `bytes_to_unicode`, inverted)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]

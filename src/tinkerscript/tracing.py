@@ -77,7 +77,7 @@ def start_tracing(service: str, *, environ: Mapping[str, str] = os.environ, expo
 
 
 def stop_tracing() -> None:
-    """For tests."""
+    """Stop exporting. For tests."""
     global _tracer
     _tracer = None
 
@@ -93,7 +93,7 @@ def claim_ids(episode_uuid: str, attempt: int) -> tuple[int, int]:
 
 
 def claim_traceparent(episode_uuid: str, attempt: int) -> str:
-    """Empty while tracing is off."""
+    """Return a claim's `traceparent`, empty while tracing is off."""
     if _tracer is None:
         return ""
     trace, span_id = claim_ids(episode_uuid, attempt)
@@ -173,7 +173,7 @@ def came_with(traceparent: str) -> None:
 
 
 def traceparent() -> str:
-    """Empty without a span."""
+    """Return the current span's `traceparent`, empty without a span."""
     if _tracer is None:
         return ""
     from opentelemetry.trace import get_current_span

@@ -42,7 +42,7 @@ _NAME = re.compile(rf"[a-z]+-[\w.]+-\d+-([0-9a-f]{{{DIGEST_CHARACTERS}}})")
 
 
 class WrongWeightsError(ValueError):
-    """Not the weights that the version's name promises."""
+    """The files are not the weights that the version's name promises."""
 
 
 def is_version(name: str) -> bool:
@@ -65,7 +65,7 @@ def _short(content: bytes) -> str:
 
 
 class WeightSource:
-    """Adapters are copied to a temporary folder."""
+    """Gets weights from a folder or URL. Adapters are copied to a temporary folder."""
 
     def __init__(self, place: str, token: str = "") -> None:
         self._place = place
@@ -176,7 +176,7 @@ def _register_transfer(source: WeightSource) -> None:
         update_info_cls = Named
 
         def init_transfer_engine(self, init_info: Named) -> None:
-            """Checks while the model still has all its weights."""
+            """Check the files while the model still has all its weights."""
             source.verify(init_info.name)
 
         def start_weight_update(self) -> None:

@@ -42,7 +42,7 @@ class ProgressReporter(ABC):
     def evaluation(self, label: str, score: float, episodes: int, failed: int) -> None: ...
 
     def pending(self, evaluations: Sequence[PendingEvaluation]) -> None:  # noqa: B027 (most show phases)
-        """These evaluations have begun and not ended."""
+        """Show evaluations that have begun and not ended."""
 
     @abstractmethod
     def note(self, message: str) -> None:

@@ -173,7 +173,7 @@ def line(ledger: LedgerReader, episode: Episode) -> EpisodeLine:
 
 
 def lines(ledger: LedgerReader, rest: str, parameters: Sequence[Any], *, limit: int) -> list[EpisodeLine]:
-    """Use it only for queries that an index answers."""
+    """Return the lines of a query that an index answers."""
     return [line(ledger, each) for each in episodes(ledger, f"{rest} LIMIT {limit}", parameters)]
 
 

@@ -104,7 +104,7 @@ class _Client(AsyncTinkerScriptClient):
 
 
 class _Endpoint(ChatEndpoint):
-    """Programs that open connections still use its URL."""
+    """Calls an app in this process. Programs that open connections still use its URL."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ MAX_RESTARTS = 10  # Per process, before the run gives up.
 
 
 class Slot(StrEnum):
-    """Filled in when the process starts."""
+    """A placeholder that is filled in when the process starts."""
 
     CONFIG = "<config>"
     MODEL = "<model folder>"

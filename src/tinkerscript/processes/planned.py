@@ -67,7 +67,10 @@ class PlannedProcess:
         values: Callable[[int], Mapping[str, str]] = lambda incarnation: {},
         secrets: Mapping[str, str] | None = None,
     ) -> Child:
-        """`values` returns an incarnation's slot values. `secrets` has the named secrets' values."""
+        """Return the process to start.
+
+        `values` returns the slot values of an incarnation, `secrets` maps variables to keys.
+        """
         kept = {name: value for name, value in (secrets or {}).items() if name in self.secrets}
         first = values(0)
 

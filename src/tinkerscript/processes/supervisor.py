@@ -119,7 +119,7 @@ class Supervisor:
         return True
 
     def fail(self, error: Exception) -> None:
-        """The first error counts."""
+        """Make `failed` raise `error`, or an earlier one."""
         assert self._failure is not None
         if not self._failure.done():
             self._failure.set_exception(error)

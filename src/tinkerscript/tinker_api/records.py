@@ -71,7 +71,7 @@ class ClientSession:
 
 
 class Sessions:
-    """`clock` returns seconds."""
+    """Sessions on disk. `clock` returns seconds."""
 
     def __init__(self, root: Path, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._root = root
@@ -114,7 +114,7 @@ class Sessions:
         return self._sessions[session_id]
 
     def all(self) -> list[ClientSession]:
-        """Newest first."""
+        """Return all sessions, newest first."""
         return sorted(self._sessions.values(), key=lambda session: session.created, reverse=True)
 
     def sampler(self, sampler_id: str) -> tuple[ClientSession, SamplerRecord]:
@@ -168,7 +168,7 @@ def _read_session(path: Path) -> ClientSession:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Times are ISO 8601 with a time zone."""
+    """A stored checkpoint. Times are ISO 8601 with a time zone."""
 
     run_id: str
     kind: str
@@ -243,7 +243,7 @@ class Checkpoints:
         return found
 
     def all(self, run_id: str | None = None) -> list[Checkpoint]:
-        """Newest first."""
+        """Return checkpoints, newest first."""
         pattern = f"{_folder_name(run_id) if run_id else '*'}/*/*/{NOTE}"
         now = datetime.now(UTC)
         found = [_read_checkpoint(path) for path in self._root.glob(pattern)]

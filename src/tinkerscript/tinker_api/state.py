@@ -142,7 +142,7 @@ class Futures:
         return pending.task.result() if error is None else failure(error)
 
     def cancel(self, request_id: str) -> None:
-        """Unknown ids are ignored."""
+        """Cancel a request. Unknown ids are ignored."""
         pending = self._pending.get(request_id)
         if pending is not None:
             pending.task.cancel()

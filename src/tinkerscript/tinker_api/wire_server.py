@@ -129,7 +129,7 @@ WIRE_ENDPOINTS: Mapping[tuple[str, str], Handler] = {
 
 
 def wire_app(state: WireState, *, api_key: str | None = None) -> Starlette:
-    """With an `api_key`, only this key is accepted."""
+    """Return the app. With an `api_key`, only this key is accepted."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:

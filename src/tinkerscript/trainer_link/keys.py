@@ -42,7 +42,7 @@ _REMEDY = f"copy the folder {KEYS_DIR!r} of the server's run folder, or delete i
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """Z85, 40 characters each."""
+    """The server's keys, each 40 characters of Z85."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -51,7 +51,7 @@ class ServerKeys:
 
 @dataclass(frozen=True, slots=True)
 class TrainerKeys:
-    """Z85, 40 characters each."""
+    """The trainer's keys, each 40 characters of Z85."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -216,7 +216,7 @@ class LinkGuard:
 
 
 def secure_server(socket: zmq.asyncio.Socket, keys: ServerKeys) -> None:
-    """Needs a `LinkGuard` in the same context."""
+    """Refuse connections without CURVE. The context needs a `LinkGuard`."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)

@@ -22,7 +22,7 @@ LINK_VERSION = 16
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The class name is the message's tag on the wire."""
+    """A message. Its class name is the tag on the wire."""
 
 
 # Trainer -> server
@@ -41,7 +41,7 @@ class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Tagged, frozen=True):
-    """The first message, repeated as heartbeat."""
+    """A trainer's first message, repeated as its heartbeat."""
 
     link_version: int
     trainer_id: str
@@ -97,7 +97,7 @@ class Received(Tagged, frozen=True):
 
 
 class Commit(Tagged, frozen=True):
-    """Answered by `Committed`."""
+    """Writes rows in one transaction. Answered by `Committed`."""
 
     number: int  # From 1. Each trainer's commits run once, in order.
     rows: list[TrainerRow]
@@ -116,14 +116,14 @@ class Resume(Tagged, frozen=True):
 
 
 class Fetch(Tagged, frozen=True):
-    """Answered by `Fetched`."""
+    """Asks for an episode's result. Answered by `Fetched`."""
 
     request_id: int
     episode: int
 
 
 class TallyRequest(Tagged, frozen=True):
-    """Answered by `Tallied`, after everything sent before."""
+    """Asks how episodes ended. Answered by `Tallied`, after everything sent before."""
 
     request_id: int
 
@@ -146,7 +146,7 @@ class Sampled(Tagged, frozen=True):
 
 
 class SampleProgress(Tagged, frozen=True):
-    """Since the last report. Sent once; nothing depends on it."""
+    """Tokens sampled since the last report. Sent once; nothing depends on it."""
 
     request_id: int
     reports: list[Progress]
@@ -161,7 +161,7 @@ class SampleFailed(Tagged, frozen=True):
 
 
 class Metrics(Tagged, frozen=True):
-    """In Prometheus' text format, for the server's `/metrics`."""
+    """The trainer's metrics, in Prometheus' text format."""
 
     text: bytes
 
@@ -188,13 +188,13 @@ class Welcome(Tagged, frozen=True):
 
 
 class Refused(Tagged, frozen=True):
-    """Another trainer took over, or the link versions differ."""
+    """Says that another trainer took over, or that the link versions differ."""
 
     reason: str
 
 
 class Stop(Tagged, frozen=True):
-    """The run can be resumed."""
+    """Asks the trainer to stop. The run can be resumed."""
 
     reason: str
 
@@ -209,7 +209,7 @@ class Registered(Tagged, frozen=True):
 
 
 class Cancelled(Tagged, frozen=True):
-    """They are cancelled, had ended before, or are unknown."""
+    """The episodes are cancelled, had ended before, or are unknown."""
 
     episode_uuids: list[str]
 
@@ -219,7 +219,7 @@ class Committed(Tagged, frozen=True):
 
 
 class Resumed(Tagged, frozen=True):
-    """The outcomes that wait for the trainer follow."""
+    """Answers `Resume`. Waiting outcomes follow."""
 
     request_id: int
     history: History
@@ -271,7 +271,7 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def earned(self) -> tuple[float, ...]:
-        """What each policy call earned, up to the last with a share."""
+        """Return what each policy call earned, up to the last with a share."""
         own = [self.call_rewards.get(call.call_id, 0.0) for call in self.calls] if self.call_rewards else []
         while own and not own[-1]:
             own.pop()
@@ -279,16 +279,16 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def policy_versions(self) -> set[int]:
-        """Of any trained weights, including other roles'."""
+        """Return the versions of all trained weights that sampled a part, other roles' too."""
         return {version for call in self.all_calls if not call.is_foreign for version in call.policy_versions}
 
     def judged(self, reward: float) -> EpisodeAccepted:
-        """The judge's reward replaces the program's."""
+        """Replace the program's reward by the judge's."""
         others = {role: own for role, own in self.role_rewards.items() if role != POLICY}
         return msgspec.structs.replace(self, reward=reward, role_rewards=others, call_rewards={})
 
     def failed(self, kind: str, message: str) -> EpisodeFailed:
-        """Training sees this failure; the ledger keeps the result."""
+        """Return the failure that training sees. The ledger keeps the result."""
         failure: dict[str, object] = {
             "kind": kind,
             "message": message,
@@ -310,7 +310,7 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class EpisodeFailed(_Ended, frozen=True, kw_only=True, omit_defaults=True):
-    """Used all its attempts, or was cancelled."""
+    """An episode that used all its attempts or was cancelled."""
 
     failures: list[dict[str, object]]
 
@@ -323,7 +323,7 @@ Outcome = EpisodeAccepted | EpisodeFailed
 
 
 class Fetched(Tagged, frozen=True):
-    """None if the episode has no result."""
+    """Answers `Fetch`, with None if the episode has no result."""
 
     request_id: int
     outcome: EpisodeAccepted | None

@@ -114,13 +114,13 @@ class LinkSampler(Sampler):
                 self._send(pending)
 
     def engine_unavailable(self) -> None:
-        """No trainer came within the grace period."""
+        """Refuse open requests: no trainer came within the grace period."""
         for pending in self._pending.values():
             if pending.sent_at and not pending.answer.done():
                 pending.answer.set_exception(_unavailable(self._times.grace_s))
 
     def close(self) -> None:
-        """The server is shutting down."""
+        """Refuse open and future requests: the server is shutting down."""
         self._closed = True
         for pending in self._pending.values():
             if not pending.answer.done():

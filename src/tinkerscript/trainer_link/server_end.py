@@ -53,7 +53,7 @@ committed."""
 
 
 class ServerLink:
-    """`run` owns the tasks."""
+    """The server's socket. `run` owns the tasks that receive, send and watch the heartbeat."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class ServerLink:
         return os.fsdecode(endpoint.rstrip(b"\0"))
 
     def send(self, message: Tagged) -> None:
-        """Dropped if no trainer is connected."""
+        """Queue a message, or drop it if no trainer is connected."""
         if self.connected:
             self._outbox.put(message)
 
@@ -143,7 +143,7 @@ class ServerLink:
             self.close()
 
     def close(self) -> None:
-        """Drops queued messages. Idempotent."""
+        """Close the socket and drop queued messages. Idempotent."""
         if self._handshakes is not None:
             self._handshakes.close()
         self._socket.close(linger=0)

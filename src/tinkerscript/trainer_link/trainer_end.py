@@ -191,12 +191,12 @@ class TrainerLink:
 
     @property
     def own_clients(self) -> str:
-        """Prefix of our workers' `client_uuid`."""
+        """Return the prefix of our workers' `client_uuid`."""
         return own_clients(self._hello.trainer_id)
 
     @property
     def server_id(self) -> str:
-        """The server that answered last; empty before the first answer."""
+        """Return the server that answered last, or "" before the first answer."""
         return self._server_id
 
     async def register(self, episodes: Sequence[NewEpisode]) -> None:
@@ -281,7 +281,7 @@ class TrainerLink:
         return taken
 
     def note(self, rows: Collection[TrainerRow]) -> None:
-        """Like `commit`, without waiting."""
+        """Write rows like `commit`, without waiting."""
         if rows:
             commit = Commit(number=next(self._commit_numbers), rows=list(rows))
             self._commits[commit.number] = commit
@@ -297,7 +297,7 @@ class TrainerLink:
             await self._news.wait()
 
     def cancel(self, uuids: Iterable[str], reason: str) -> None:
-        """Each still gets an outcome: a failure, or the result that came first."""
+        """Cancel episodes. Each still gets an outcome: a failure, or the result that came first."""
         uuids = list(uuids)
         self._cancelling.update(dict.fromkeys(uuids, reason))
         self._outbox.put(Cancel(episode_uuids=uuids, reason=reason))
@@ -317,7 +317,7 @@ class TrainerLink:
         run_finished: bool | None = None,
         failure: str | None = None,
     ) -> None:
-        """None leaves a value unchanged."""
+        """Tell the server the engine's state. None leaves a value unchanged."""
         new = {
             "policy_version": policy_version,
             "global_step": global_step,
